@@ -1,0 +1,44 @@
+"""Every exception that ckpt8 raises on purpose, and the exit code that the command line gives it.
+
+A message is one line: which file, which tensor, what was found, what to do.
+"""
+
+from __future__ import annotations
+
+
+class Ckpt8Error(Exception):
+    """Base of all errors that are reported to a user without a traceback."""
+
+    exit_code = 1
+
+
+class CheckFailedError(Ckpt8Error):
+    """A stored statistic, an error bound or a drift limit does not hold (exit code 1)."""
+
+    exit_code = 1
+
+
+class UsageError(Ckpt8Error):
+    """An argument cannot be used: an unknown codec, a malformed rule, an unknown tensor name (exit code 2)."""
+
+    exit_code = 2
+
+
+class InputError(Ckpt8Error):
+    """The input is damaged, hostile or not a checkpoint (exit code 3)."""
+
+    exit_code = 3
+
+
+class UnsupportedError(InputError):
+    """The input is a checkpoint in a layout or version that ckpt8 does not read (exit code 3)."""
+
+
+class OutputError(Ckpt8Error):
+    """The output could not be written; nothing was left behind (exit code 4)."""
+
+    exit_code = 4
+
+
+class RefusedError(Exception):
+    """A codec refuses a tensor, which is then stored lossless. Never reaches a user."""

@@ -1,0 +1,171 @@
+"""What every reader gives: storages with their place in the source, and the tree of objects around them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from ckpt8.errors import InputError
+from ckpt8.tensors import DType
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """A readable stretch of a file: a whole ``.pt``, or a slice inside a larger file. Offsets in bytes."""
+
+    path: Path
+    offset: int
+    length: int
+
+    @classmethod
+    def of(cls, path: Path) -> ByteRange:
+        """The whole file. Raises InputError when it is missing, unreadable or not a regular file."""
+        try:
+            if path.is_dir():
+                raise InputError(f"{path}: is a directory, expected a checkpoint file")
+            return cls(path, 0, path.stat().st_size)
+        except OSError as exc:
+            raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+class SourceFile:
+    """An open ByteRange, read by position. Safe to share between threads."""
+
+    def __init__(self, source: ByteRange) -> None:
+        self.source = source
+        try:
+            self._fd = os.open(source.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as exc:
+            raise InputError(f"{source}: cannot be read: {exc.strerror}") from exc
+        self._stamp = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        status = os.fstat(self._fd)
+        return status.st_size, status.st_mtime_ns
+
+    def close(self) -> None:
+        """Release the file descriptor."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes at ``offset`` of the range. Raises InputError on a short or failed read."""
+        if offset < 0 or offset + len(buffer) > self.source.length:
+            raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + len(buffer)}")
+        done = 0
+        try:
+            while done < len(buffer):
+                got = os.preadv(self._fd, [buffer[done:]], self.source.offset + offset + done)
+                if got == 0:
+                    raise InputError(f"{self.source}: became shorter while it was read")
+                done += got
+        except OSError as exc:
+            raise InputError(f"{self.source}: read failed at byte {offset + done}: {exc.strerror}") from exc
+
+    def read(self, offset: int, length: int) -> bytes:
+        """The ``length`` bytes at ``offset``. The caller bounds ``length``."""
+        if length < 0 or offset < 0 or offset + length > self.source.length:
+            raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + length}")
+        buffer = bytearray(length)
+        self.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when the file's size or modification time changed since it was opened."""
+        if self._now() != self._stamp:
+            raise InputError(f"{self.source}: changed while it was read; nothing was written")
+
+
+@dataclass(frozen=True, slots=True)
+class StorageInfo:
+    """One storage of the source.
+
+    ``key`` is the reader's name for it, unique in the checkpoint. ``offset`` and ``nbytes`` place its bytes in the
+    source. ``crc32`` is the checksum the source states for exactly these bytes, or None. ``crc_fields`` are offsets
+    in the source of 4-byte little-endian fields that repeat ``crc32`` and must follow when the bytes change.
+    ``dtype`` is the type it was saved with; UINT8 for untyped storages.
+    """
+
+    key: str
+    dtype: DType
+    offset: int
+    nbytes: int
+    crc32: int | None = None
+    crc_fields: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """A storage as the pickle refers to it: a leaf that is not (yet) seen as a tensor.
+
+    ``offset`` and ``numel`` are in elements of ``dtype``; a legacy view storage has a non-zero offset.
+    """
+
+    key: str
+    dtype: DType
+    numel: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorRef:
+    """A strided tensor over a storage. ``offset`` and ``stride`` are in elements of ``dtype``."""
+
+    key: str
+    dtype: DType
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Inert:
+    """An object of a class that is not interpreted: the global's name and everything it was built from."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    items: list[Any] = field(default_factory=list)
+    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A reference to a class or function by dotted name. It was not imported."""
+
+    name: str
+
+
+class Checkpoint(Protocol):
+    """An open source. ``tree`` holds dict, list, tuple, set, scalars, and the leaf types of this module."""
+
+    format: str
+    size: int
+    storages: Sequence[StorageInfo]
+    tree: Any
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with source bytes at ``offset``. Thread-safe. Raises InputError."""
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when the source changed since it was opened."""
+
+
+class Reader(Protocol):
+    """Recognises and opens one format."""
+
+    id: ClassVar[str]
+
+    def sniff(self, source: ByteRange) -> bool:
+        """Whether the content (never the name) is of this format."""
+
+    def open(self, source: ByteRange) -> AbstractContextManager[Checkpoint]:
+        """Open it. Raises InputError when it is damaged."""

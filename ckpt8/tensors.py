@@ -1,0 +1,121 @@
+"""What a tensor is to ckpt8: the only table of dtypes, the roles, and the specification codecs work from.
+
+This module does not import torch: the manifest of a ``.ckpt8`` can be shown without it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+Parts = dict[str, "torch.Tensor"]
+"""What a codec makes of a tensor: named flat tensors, for example ``{"codes": int8, "scales": uint16}``."""
+
+
+class DType(enum.Enum):
+    """Element types. The value is torch's name; ``itemsize`` is in bytes.
+
+    ``storage_class`` is the legacy typed storage under which torch pickles the type, or None where there is none.
+    """
+
+    FLOAT64 = ("float64", 8, "DoubleStorage")
+    FLOAT32 = ("float32", 4, "FloatStorage")
+    FLOAT16 = ("float16", 2, "HalfStorage")
+    BFLOAT16 = ("bfloat16", 2, "BFloat16Storage")
+    INT64 = ("int64", 8, "LongStorage")
+    INT32 = ("int32", 4, "IntStorage")
+    INT16 = ("int16", 2, "ShortStorage")
+    INT8 = ("int8", 1, "CharStorage")
+    UINT8 = ("uint8", 1, "ByteStorage")
+    BOOL = ("bool", 1, "BoolStorage")
+    UINT16 = ("uint16", 2, None)
+    UINT32 = ("uint32", 4, None)
+    UINT64 = ("uint64", 8, None)
+    COMPLEX32 = ("complex32", 4, None)
+    COMPLEX64 = ("complex64", 8, "ComplexFloatStorage")
+    COMPLEX128 = ("complex128", 16, "ComplexDoubleStorage")
+    FLOAT8_E4M3FN = ("float8_e4m3fn", 1, None)
+    FLOAT8_E5M2 = ("float8_e5m2", 1, None)
+    FLOAT8_E4M3FNUZ = ("float8_e4m3fnuz", 1, None)
+    FLOAT8_E5M2FNUZ = ("float8_e5m2fnuz", 1, None)
+    FLOAT8_E8M0FNU = ("float8_e8m0fnu", 1, None)
+    FLOAT4_E2M1FN_X2 = ("float4_e2m1fn_x2", 1, None)
+    QINT8 = ("qint8", 1, "QInt8Storage")
+    QUINT8 = ("quint8", 1, "QUInt8Storage")
+    QINT32 = ("qint32", 4, "QInt32Storage")
+    QUINT4X2 = ("quint4x2", 1, "QUInt4x2Storage")
+    QUINT2X4 = ("quint2x4", 1, "QUInt2x4Storage")
+
+    def __init__(self, label: str, itemsize: int, storage_class: str | None) -> None:
+        self.label = label
+        self.itemsize = itemsize
+        self.storage_class = storage_class
+
+    @property
+    def is_plane_float(self) -> bool:
+        """Whether this is an IEEE-style float of 16 to 64 bits, which is stored as byte planes."""
+        return self in _PLANE_FLOATS
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The torch dtype (imports torch)."""
+        import torch
+
+        return getattr(torch, self.label)  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_label(cls, label: str) -> DType:
+        """Look up by torch's name, with or without the ``torch.`` prefix. Raises KeyError."""
+        return _BY_LABEL[label.removeprefix("torch.")]
+
+    @classmethod
+    def from_storage_class(cls, name: str) -> DType:
+        """Look up by legacy storage class (``FloatStorage``). Raises KeyError."""
+        return _BY_STORAGE_CLASS[name]
+
+
+_PLANE_FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
+_BY_LABEL = {dtype.label: dtype for dtype in DType}
+_BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in DType if dtype.storage_class}
+
+
+class Role(str, enum.Enum):
+    """What a tensor is for. It follows from where the tensor sits in the checkpoint, never from its values."""
+
+    WEIGHT = "weight"
+    MOMENT1 = "moment1"
+    MOMENT2 = "moment2"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, role, element type and shape: all that a codec may know before it sees a byte."""
+
+    name: str
+    role: Role
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """Element type and element count of one part."""
+
+    dtype: DType
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes before entropy coding."""
+        return self.numel * self.dtype.itemsize
