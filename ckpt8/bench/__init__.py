@@ -1,0 +1,1 @@
+"""Benchmarks: checkpoints come from real training runs, never from random numbers."""

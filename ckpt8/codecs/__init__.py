@@ -1,0 +1,58 @@
+"""The registry of codecs. A codec is one module and one entry here; the class is imported when first needed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, cast
+
+from ckpt8.codecs.base import Codec, config_of
+from ckpt8.errors import UnsupportedError, UsageError
+
+CODECS: tuple[tuple[str, str], ...] = (
+    ("lossless/1", "ckpt8.codecs.lossless:Lossless"),
+    ("split24/1", "ckpt8.codecs.split24:Split24"),
+    ("companded8/1", "ckpt8.codecs.companded8:Companded8"),
+)
+"""(id, "module:Class") of every codec."""
+
+__all__ = ["CODECS", "Codec", "codec_class", "codec_from_config", "config_of", "parse_codec"]
+
+
+@lru_cache
+def codec_class(codec_id: str) -> type[Any]:
+    """The class of a codec id. Raises KeyError."""
+    module, _, name = dict(CODECS)[codec_id].partition(":")
+    return cast("type[Any]", getattr(import_module(module), name))
+
+
+def codec_from_config(config: Mapping[str, Any]) -> Codec:
+    """The codec that a stored configuration names. Raises UnsupportedError for one this version does not have."""
+    fields = {key: value for key, value in config.items() if key != "id"}
+    try:
+        return cast("Codec", codec_class(config["id"])(**fields))
+    except (KeyError, TypeError, UsageError) as exc:
+        raise UnsupportedError(f"codec {dict(config)} is not known to this version of ckpt8") from exc
+
+
+def parse_codec(text: str) -> tuple[type[Any], dict[str, Any]]:
+    """Read ``name`` or ``name(key=value, ...)`` into a codec class and its given fields. Raises UsageError."""
+    names = {codec_id.partition("/")[0]: codec_id for codec_id, _ in CODECS}
+    match = re.fullmatch(r"\s*([a-z0-9]+)\s*(?:\((.*)\))?\s*", text)
+    if match is None or match[1] not in names:
+        raise UsageError(f"codec {text!r}: expected one of {', '.join(names)}, with parameters as in companded8(Q=31)")
+    try:
+        call = cast("ast.Call", ast.parse(f"f({match[2] or ''})", mode="eval").body)
+        if call.args:
+            raise ValueError("parameters need names")
+        fields = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError) as exc:
+        raise UsageError(f"codec {text!r}: parameters must read key=value, ...") from exc
+    cls = codec_class(names[match[1]])
+    unknown = set(fields) - set(cls.__dataclass_fields__)
+    if unknown:
+        raise UsageError(f"codec {text!r}: unknown parameter {', '.join(sorted(unknown))}")
+    return cls, fields

@@ -1,0 +1,83 @@
+"""``companded8/1``: optimizer moments as 8-bit codes with one 16-bit scale for every 32 elements.
+
+8.5 bits a moment before entropy coding. A signed codec holds first moments, an unsigned one the square (or fourth)
+roots of second moments, of which none that is not zero becomes zero. The arithmetic is in ``reference``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from ckpt8 import backend as backends
+from ckpt8.codecs.base import decode_tiles, encode_tiles
+from ckpt8.errors import UsageError
+from ckpt8.tensors import DType, Parts, PartSpec, Role, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+GROUP = 32
+"""Elements that share one scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Companded8:
+    """``signed`` for first moments, else second moments.
+
+    ``Q`` is the largest code, 1 to 127 signed and 1 to 255 unsigned. ``p`` is the power of phi for second moments:
+    1, or 0.5 for the fourth root.
+    """
+
+    id: ClassVar[str] = "companded8/1"
+    measured_as: ClassVar[Literal["weight", "moment"] | None] = "moment"
+    signed: bool = True
+    Q: int = 127
+    p: float = 1
+
+    def __post_init__(self) -> None:
+        top = 127 if self.signed else 255
+        if not (isinstance(self.Q, int) and 1 <= self.Q <= top):
+            raise UsageError(f"companded8: Q must be an integer from 1 to {top}, not {self.Q!r}")
+        if self.p not in ((1,) if self.signed else (1, 0.5)):
+            raise UsageError(f"companded8: p must be 1, or 0.5 for second moments, not {self.p!r}")
+
+    def accepts(self, spec: TensorSpec) -> bool:
+        """Tensors of fp32 and bf16; the roles of moments each with their own kind."""
+        wrong_kind = {Role.MOMENT1: not self.signed, Role.MOMENT2: self.signed}
+        return spec.dtype in (DType.FLOAT32, DType.BFLOAT16) and not wrong_kind.get(spec.role, False)
+
+    def layout(self, spec: TensorSpec) -> dict[str, PartSpec]:
+        """``codes`` int8 or uint8, one per element; ``scales`` uint16, one per group of 32."""
+        return {
+            "codes": PartSpec(DType.INT8 if self.signed else DType.UINT8, spec.numel),
+            "scales": PartSpec(DType.UINT16, -(-spec.numel // GROUP)),
+        }
+
+    def encode(self, x: torch.Tensor, *, backend: backends.Backend | None = None) -> Parts:
+        """Compand an fp32 or bf16 tensor. Raises RefusedError on NaN, Inf, a negative second moment, overflow."""
+        backends.resolve(backend)
+        role = Role.MOMENT1 if self.signed else Role.MOMENT2
+        spec = TensorSpec("", role, DType.from_label(str(x.dtype)), tuple(x.shape))
+        return encode_tiles(self, x, spec, self._kernel("encode"))
+
+    def decode(
+        self,
+        parts: Parts,
+        spec: TensorSpec,
+        *,
+        out: torch.Tensor | None = None,
+        backend: backends.Backend | None = None,
+    ) -> torch.Tensor:
+        """The moments, computed in fp32 and rounded to ``spec.dtype`` last."""
+        backends.resolve(backend)
+        return decode_tiles(self, parts, spec, out, self._kernel("decode"))
+
+    def _kernel(self, direction: str) -> Callable[..., Any]:
+        from ckpt8.codecs.companded8 import reference
+
+        if self.signed:
+            return partial(getattr(reference, f"{direction}_signed"), levels=self.Q)
+        return partial(getattr(reference, f"{direction}_unsigned"), levels=self.Q, fourth_root=self.p != 1)

@@ -1,0 +1,113 @@
+"""Companded 8-bit moments in plain torch, groups of 32 along the flat storage.
+
+    moment1 (signed)    x = m          phi(n) = 2n / (1 + |n|)     phi^-1(y) = y / (2 - |y|)
+    moment2 (unsigned)  x = sqrt(v)    phi(n) = n, or sqrt(n)      phi^-1(y) = y, or y*y
+    scale16  = max|x| of the group, rounded to nearest even to 8 exponent and 8 mantissa bits; s is its fp32 value
+    code     = clamp(floor(Q*phi(x/s) + 0.5), -Q or 0, Q);  moment2: at least 1 where v > 0
+    decode   : x = s * phi^-1(code / Q);  v = x*x
+
+The companding is FlashOptim's (arXiv 2602.23349, section 3); its fp16 scales are not, since real moments lie below
+fp16's range. Every operation is rounded to fp32 once, in the order written, so that all backends give the same bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ckpt8.codecs.companded8 import GROUP
+from ckpt8.errors import RefusedError
+from ckpt8.tensors import Parts
+
+_SMALLEST_MOMENT1 = 2.0**-100
+"""A signed group whose largest magnitude lies below is stored as zeros; no intermediate is then subnormal."""
+
+_SMALLEST_ROOT2 = 2.0**-50
+"""An unsigned group with any v > 0 has at least this scale: rounding so small a v up is invisible beside eps."""
+
+_INFINITE_SCALE = 0xFF00
+
+
+def scale_value(scale16: torch.Tensor) -> torch.Tensor:
+    """The fp32 value of 16-bit scales given as int32."""
+    return (scale16 << 15).view(torch.float32)
+
+
+def decode_scales(scales: torch.Tensor) -> torch.Tensor:
+    """The fp32 value of stored scales (uint16, which is storage only: arithmetic is in int32)."""
+    return scale_value(scales.to(torch.int32))
+
+
+def _round_scale(largest: torch.Tensor) -> torch.Tensor:
+    bits = largest.view(torch.int32)
+    return (bits >> 15).bitwise_and_(1).add_(bits).add_(0x3FFF).bitwise_right_shift_(15)
+
+
+def _groups(x: torch.Tensor) -> torch.Tensor:
+    """The flat tensor as rows of 32, a short last group filled up with zeros."""
+    short = -x.numel() % GROUP
+    if short:
+        x = torch.nn.functional.pad(x, (0, short))
+    return x.view(-1, GROUP)
+
+
+def _store(out: Parts, codes: torch.Tensor, scale16: torch.Tensor) -> None:
+    out["codes"].copy_(codes.view(-1)[: out["codes"].numel()])
+    out["scales"].copy_(scale16)
+
+
+def _normalise(x: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 16-bit scales of the groups of ``x`` and x/s; a zero group is divided by one."""
+    scale16 = _round_scale(largest)
+    divisor = scale_value(scale16)
+    divisor[scale16 == 0] = 1.0
+    return scale16, x / divisor.unsqueeze(1)
+
+
+def encode_signed(x: torch.Tensor, out: Parts, levels: int) -> None:
+    """Encode a flat tile of moment1 into ``codes`` int8 and ``scales`` uint16.
+
+    Raises RefusedError on NaN, Inf and a group whose scale would be infinite.
+    """
+    groups = _groups(x.float())
+    largest = groups.abs().amax(1)
+    largest[largest < _SMALLEST_MOMENT1] = 0.0
+    scale16, n = _normalise(groups, largest)
+    if not int(scale16.amax()) < _INFINITE_SCALE:
+        raise RefusedError("holds NaN, Inf or a value whose scale overflows")
+    t = (2 * n).div_(n.abs_().add_(1))
+    _store(out, t.mul_(levels).add_(0.5).floor_().clamp_(-levels, levels), scale16)
+
+
+def decode_signed(parts: Parts, out: torch.Tensor, levels: int) -> None:
+    """Decode a tile of moment1 into ``out`` (fp32 or bf16)."""
+    y = _groups(parts["codes"]).float().div_(levels)
+    m = (y / (2 - y.abs())).mul_(decode_scales(parts["scales"]).unsqueeze(1))
+    out.copy_(m.view(-1)[: out.numel()])
+
+
+def encode_unsigned(v: torch.Tensor, out: Parts, levels: int, fourth_root: bool) -> None:
+    """Encode a flat tile of moment2 into ``codes`` uint8 and ``scales`` uint16; v > 0 never becomes 0.
+
+    Raises RefusedError on NaN, Inf, a negative value and a group whose decoded maximum would be infinite.
+    """
+    root = _groups(v.float().sqrt())
+    largest = root.amax(1)
+    if bool(largest.isnan().any()):
+        raise RefusedError("holds NaN or a negative second moment")
+    largest = torch.maximum(largest, largest.sign().mul_(_SMALLEST_ROOT2))
+    scale16, n = _normalise(root, largest)
+    if not bool(scale_value(scale16).square_().isfinite().all()):
+        raise RefusedError("holds Inf or a second moment whose decoded maximum overflows")
+    t = n.sqrt_() if fourth_root else n
+    codes = t.mul_(levels).add_(0.5).floor_().clamp_(0, levels)
+    # sign(root) is 1 where v > 0. Through int32, since torch converts float to uint8 element by element.
+    _store(out, torch.maximum(codes, root.sign_()).to(torch.int32), scale16)
+
+
+def decode_unsigned(parts: Parts, out: torch.Tensor, levels: int, fourth_root: bool) -> None:
+    """Decode a tile of moment2 into ``out`` (fp32 or bf16)."""
+    y = _groups(parts["codes"]).float().div_(levels)
+    if fourth_root:
+        y = y * y
+    root = y.mul_(decode_scales(parts["scales"]).unsqueeze(1))
+    out.copy_(root.square_().view(-1)[: out.numel()])

@@ -1,0 +1,51 @@
+"""Split master weights in plain torch, in pure integer arithmetic on the bits of fp32.
+
+    mag, sign = bits & 0x7fffffff, bits >> 31
+    hi        = (mag + 0x7fff + ((mag >> 16) & 1)) >> 16        bf16 magnitude, rounded to nearest even
+    d         = mag - (hi << 16)                                in [-32768, 32768], fp32 steps
+    rho       = sign(d) * ((R*|d| + 16384) >> 15)               in [-R, R]
+    decode    : d' = sign(rho) * min(round(32768*|rho| / R), 32767);  bits = sign | ((hi << 16) + d')
+
+Following FlashOptim (arXiv 2602.23349, section 3), whose ULP-normalised residual this is, in units of fp32 steps.
+The clamp to 32767 keeps a decoded value strictly inside the rounding interval of ``hi``, so that encoding it again
+gives the same ``hi`` and ``rho``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ckpt8.errors import RefusedError
+from ckpt8.tensors import Parts
+
+_FIRST_OVERFLOW = 0x7F7F8000
+"""The smallest fp32 magnitude whose bf16 rounding is infinite; Inf and NaN lie above it."""
+
+
+def encode(x: torch.Tensor, out: Parts, levels: int) -> None:
+    """Split a flat fp32 tile into ``exponent`` uint8, ``mantissa`` uint8 (sign on top) and ``rho`` int8.
+
+    Raises RefusedError on NaN, Inf and magnitudes that overflow bf16.
+    """
+    bits = x.view(torch.int32)
+    mag = bits & 0x7FFFFFFF
+    if int(mag.amax()) >= _FIRST_OVERFLOW:
+        raise RefusedError("holds NaN, Inf or a value outside the range of bf16")
+    hi = (mag >> 16).bitwise_and_(1).add_(mag).add_(0x7FFF).bitwise_right_shift_(16)
+    d = mag.sub_(hi << 16)
+    # Rounding half away from zero is one floor division: the sign of d moves the tie from 16384 to 16383.
+    rho = (d >> 31).add_(d.mul_(levels)).add_(16384).bitwise_right_shift_(15)
+    out["rho"].copy_(rho)
+    out["exponent"].copy_(hi >> 7)
+    out["mantissa"].copy_((bits >> 24).bitwise_and_(0x80).bitwise_or_(hi.bitwise_and_(0x7F)))
+
+
+def decode(parts: Parts, out: torch.Tensor, levels: int) -> None:
+    """Join the parts of a tile into the flat fp32 tile ``out``."""
+    # R is odd, so 32768*rho/R is never a tie, and fp32 holds it to better than 1/(2R): this rounding is exact.
+    d = parts["rho"].float().mul_(32768).div_(levels).round_().clamp_(-32767, 32767).to(torch.int32)
+    mantissa = parts["mantissa"].to(torch.int32)
+    bits = out.view(torch.int32)
+    bits.copy_(parts["exponent"])
+    bits.bitwise_left_shift_(7).bitwise_or_(mantissa & 0x7F).bitwise_left_shift_(16).add_(d)
+    bits.bitwise_or_(mantissa.bitwise_right_shift_(7).bitwise_left_shift_(31))

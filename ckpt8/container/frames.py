@@ -1,0 +1,122 @@
+"""Frames: the stored form of 2^20 elements of one byte plane, each readable alone.
+
+A part of one byte per element is one plane; a wider part is cut into its bytes, most significant first. A frame is
+an independent zstd frame with its content size, or the plane itself where zstd does not make it smaller; the
+stored length tells which. The manifest holds the stored length and the crc32 of the stored bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import zstandard
+
+from ckpt8.codecs.lossless import RAW_PART
+from ckpt8.errors import InputError
+from ckpt8.tensors import PartSpec
+
+if TYPE_CHECKING:
+    import torch
+
+FRAME = 1 << 20
+"""Elements of a storage that one frame covers."""
+
+# A plane has no matches worth looking for. These settings leave zstd its Huffman stage and cost next to nothing;
+# target_length must stay 0, or literals are stored raw.
+_PLANE_SETTINGS = {
+    "strategy": zstandard.STRATEGY_FAST,
+    "window_log": 17,
+    "hash_log": 6,
+    "chain_log": 6,
+    "search_log": 1,
+    "min_match": 7,
+    "target_length": 0,
+}
+_RAW_LEVEL = 3
+_MAX_WINDOW = 1 << 23
+
+_local = threading.local()
+
+
+def _compressor(part: str) -> zstandard.ZstdCompressor:
+    kind = "raw" if part == RAW_PART else "plane"
+    found: zstandard.ZstdCompressor | None = getattr(_local, kind, None)
+    if found is None:
+        if kind == "raw":
+            found = zstandard.ZstdCompressor(level=_RAW_LEVEL)
+        else:
+            found = zstandard.ZstdCompressor(
+                compression_params=zstandard.ZstdCompressionParameters(**_PLANE_SETTINGS)
+            )
+        setattr(_local, kind, found)
+    return found
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    if not hasattr(_local, "decompressor"):
+        _local.decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+    found: zstandard.ZstdDecompressor = _local.decompressor
+    return found
+
+
+def _view(x: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without numpy and without a copy."""
+    import ctypes
+
+    length = x.numel() * x.element_size()
+    return memoryview((ctypes.c_char * length).from_address(x.data_ptr())).cast("B") if length else memoryview(b"")
+
+
+def encode_part(name: str, part: torch.Tensor) -> list[tuple[bytes, int]]:
+    """(stored bytes, crc32) of the frame of every plane of one part. ``part`` is flat, contiguous, on the CPU."""
+    import torch
+
+    size = part.element_size()
+    planes = [part] if size == 1 else list(part.view(torch.uint8).view(-1, size).flip(1).t().contiguous())
+    compressor = _compressor(name)
+    frames = []
+    for plane in planes:
+        view = _view(plane)
+        stored = compressor.compress(view) if len(view) else b""
+        if len(stored) >= len(view):
+            stored = bytes(view)
+        frames.append((stored, zlib.crc32(stored)))
+    return frames
+
+
+def check(stored: bytes | bytearray, crc32: int, where: str) -> None:
+    """Raise InputError when stored bytes do not match their checksum."""
+    if zlib.crc32(stored) != crc32:
+        raise InputError(f"{where}: checksum does not match; the file is damaged")
+
+
+def inflate(stored: bytearray, length: int, where: str) -> bytearray:
+    """The ``length`` bytes of one plane. Raises InputError when the frame is not of that length."""
+    if len(stored) == length:
+        return stored
+    plane = bytearray(length)
+    try:
+        if zstandard.frame_content_size(stored) != length:
+            raise InputError(f"{where}: frame does not declare the {length} bytes it must hold")
+        got = _decompressor().stream_reader(stored).readinto(plane)
+    except zstandard.ZstdError as exc:
+        raise InputError(f"{where}: frame cannot be decompressed: {exc}") from exc
+    if got != length:
+        raise InputError(f"{where}: frame holds {got} bytes, expected {length}")
+    return plane
+
+
+def decode_part(planes: Sequence[bytearray], spec: PartSpec) -> torch.Tensor:
+    """The part whose inflated planes are given, as a flat tensor."""
+    import torch
+
+    dtype = spec.dtype.torch
+    if spec.numel == 0:
+        return torch.empty(0, dtype=dtype)
+    columns = [torch.frombuffer(plane, dtype=torch.uint8) for plane in planes]
+    if len(columns) == 1:
+        return columns[0].view(dtype)
+    return torch.stack(columns[::-1], dim=1).view(dtype).view(-1)

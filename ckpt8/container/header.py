@@ -1,0 +1,122 @@
+"""The safetensors header of a ``.ckpt8``: reserved before the first byte of data, filled in and padded at the end.
+
+    u64 little-endian length of the header | JSON padded with spaces | data
+
+safetensors demands that the entries cover the data without holes or overlaps, in any order of keys; ckpt8 writes and
+reads them in the order of their offsets. Every entry has dtype U8.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt8.errors import InputError, UnsupportedError
+
+MAX_HEADER = 100_000_000
+"""safetensors' own limit in bytes."""
+
+LENGTH_BYTES = 8
+FORMAT_KEY = "ckpt8"
+MAJOR, MINOR = 1, 0
+"""A reader refuses another major version; a higher minor version only adds what may be ignored."""
+
+MANIFEST = "ckpt8.manifest"
+SEAL = "ckpt8.seal"
+SEAL_BYTES = 32
+_WIDEST_OFFSET = 10**16 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One named run of bytes; ``start`` and ``stop`` count from the end of the header."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self.stop - self.start
+
+
+def _text(entries: Iterable[Entry]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": FORMAT_KEY, FORMAT_KEY: f"{MAJOR}.{MINOR}"}}
+    for entry in entries:
+        header[entry.name] = {
+            "dtype": "U8",
+            "shape": [entry.nbytes],
+            "data_offsets": [entry.start, entry.stop],
+        }
+    return json.dumps(header, ensure_ascii=True, separators=(",", ":")).encode("ascii")
+
+
+def reserved_size(names: Iterable[str]) -> int:
+    """Bytes that a header for entries of these names needs at most, a multiple of 8."""
+    widest = [Entry(name, _WIDEST_OFFSET, 2 * _WIDEST_OFFSET) for name in (*names, MANIFEST, SEAL)]
+    return -(-len(_text(widest)) // 8) * 8
+
+
+def render(entries: Iterable[Entry], size: int) -> bytes:
+    """The length field and the header, padded to the reserved ``size``."""
+    text = _text(entries)
+    if len(text) > size:
+        raise ValueError("the header does not fit the room reserved for it")
+    return size.to_bytes(LENGTH_BYTES, "little") + text.ljust(size)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+def _no_constants(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def parse_json(text: bytes, where: str) -> Any:
+    """Strict JSON: UTF-8, no duplicate keys, no NaN. Raises InputError."""
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+    except (ValueError, RecursionError) as exc:
+        raise InputError(f"{where}: is not valid JSON: {exc}") from exc
+
+
+def check_version(text: object, where: str) -> None:
+    """Raise UnsupportedError for a format version that this reader does not know."""
+    major = str(text).partition(".")[0]
+    if major != str(MAJOR):
+        raise UnsupportedError(f"{where}: is ckpt8 format {text}; this version reads format {MAJOR}")
+
+
+def _entry(name: str, value: object, where: str) -> Entry:
+    match value:
+        case {"dtype": "U8", "shape": [int(length)], "data_offsets": [int(start), int(stop)], **rest} if not rest:
+            if 0 <= start <= stop and length == stop - start:
+                return Entry(name, start, stop)
+    raise InputError(f"{where}: header entry {name[:80]!r} is malformed")
+
+
+def parse(text: bytes, data_bytes: int, where: str) -> list[Entry]:
+    """The entries in the order of their offsets. Raises InputError unless they tile ``data_bytes`` exactly."""
+    header = parse_json(text, where)
+    metadata = header.pop("__metadata__", None) if isinstance(header, dict) else None
+    if not isinstance(metadata, Mapping) or FORMAT_KEY not in metadata:
+        raise InputError(f"{where}: is not a ckpt8 file; its header has no {FORMAT_KEY!r} entry")
+    check_version(metadata[FORMAT_KEY], where)
+    entries = sorted(
+        (_entry(name, value, where) for name, value in header.items()), key=lambda entry: (entry.start, entry.stop)
+    )
+    position = 0
+    for entry in entries:
+        if entry.start != position:
+            raise InputError(f"{where}: header entry {entry.name[:80]!r} leaves a hole or overlaps another")
+        position = entry.stop
+    if position != data_bytes:
+        raise InputError(f"{where}: holds {data_bytes} bytes of data, the header describes {position}; truncated?")
+    return entries

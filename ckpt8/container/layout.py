@@ -1,0 +1,46 @@
+"""Where everything of a storage lies: chunks of 2^20 elements, slabs of whole chunks, one entry per part and slab."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckpt8.codecs import Codec
+from ckpt8.container.frames import FRAME
+from ckpt8.tensors import DType, PartSpec, Role, TensorSpec
+
+SLAB = 1 << 24
+"""Elements in a slab unless the header would grow past the limit of safetensors."""
+
+
+def chunk_count(numel: int) -> int:
+    """Number of chunks of a storage."""
+    return -(-numel // FRAME)
+
+
+def chunk_spec(name: str, role: Role, dtype: DType, numel: int, chunk: int) -> TensorSpec:
+    """The specification of one chunk: FRAME elements, the last one fewer."""
+    return TensorSpec(name, role, dtype, (min(FRAME, numel - chunk * FRAME),))
+
+
+def slab_chunks(numel: int, slab: int) -> Iterator[range]:
+    """The chunks of every slab, in order."""
+    total, step = chunk_count(numel), slab // FRAME
+    for first in range(0, total, step):
+        yield range(first, min(first + step, total))
+
+
+def entry_name(storage: str, part: str, slab: int, slabs: int) -> str:
+    """Name of the entry of one part of one slab; the number is left out where there is only one slab."""
+    return f"{storage}/{part}" if slabs == 1 else f"{storage}/{part}@{slab}"
+
+
+def entry_names(codec: Codec, name: str, role: Role, dtype: DType, numel: int, slab: int) -> list[str]:
+    """Names of all entries of a storage in the order in which they are written."""
+    slabs = len(list(slab_chunks(numel, slab)))
+    parts = codec.layout(TensorSpec(name, role, dtype, (numel,)))
+    return [entry_name(name, part, k, slabs) for k in range(slabs) for part in parts]
+
+
+def planes(part: PartSpec) -> int:
+    """Frames that one chunk of a part takes: one for each byte of its elements."""
+    return part.dtype.itemsize

@@ -1,0 +1,252 @@
+"""The manifest: what a ``.ckpt8`` holds besides planes, as dataclasses that read and write JSON.
+
+Reading validates every type and range, since the seal keeps damage out but not malice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from ckpt8.container.header import MAJOR, MINOR, check_version
+from ckpt8.errors import InputError
+from ckpt8.tensors import DType, Role
+
+T = TypeVar("T")
+_LARGEST = 1 << 62
+
+
+@dataclass(slots=True)
+class FrameTable:
+    """Stored length and crc32 of every frame of a part, ordered by chunk, then plane."""
+
+    lengths: list[int] = field(default_factory=list)
+    crcs: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StorageRecord:
+    """One stored run of elements: a storage of the source, or the skeleton of a member.
+
+    ``codec`` is the stored configuration. ``reason`` says why it is lossless where its role would not ask for it.
+    ``error`` holds the figures of ``stats.WeightError`` or ``stats.MomentError``.
+    """
+
+    name: str
+    dtype: DType
+    numel: int
+    role: Role
+    codec: dict[str, Any]
+    reason: str | None = None
+    parts: dict[str, FrameTable] = field(default_factory=dict)
+    error: dict[str, Any] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the source, in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size in the container, in bytes."""
+        return sum(sum(table.lengths) for table in self.parts.values())
+
+
+@dataclass(slots=True)
+class TensorRecord:
+    """A strided view of a storage; ``offset`` and ``stride`` in elements of ``dtype``."""
+
+    name: str
+    storage: int
+    dtype: DType
+    offset: int
+    shape: list[int]
+    stride: list[int]
+
+
+@dataclass(slots=True)
+class ParameterRecord:
+    """The moments of one parameter, and their error in update space.
+
+    ``rule`` is how the optimizer makes a step of its state; None where that is unknown, and ``reason`` says why.
+    """
+
+    name: str
+    moments: dict[str, int]
+    rule: dict[str, Any] | None = None
+    reason: str | None = None
+    error: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class MemberRecord:
+    """One source file. ``segments`` are [offset, storage] in order; all other bytes are its skeleton.
+
+    ``crc_fields`` are [offset, storage]: where the source repeats the crc32 of a storage.
+    """
+
+    path: str
+    format: str
+    size: int
+    skeleton: int
+    segments: list[list[int]]
+    crc_fields: list[list[int]]
+
+
+@dataclass(slots=True)
+class Manifest:
+    """Everything. ``slab`` and ``frame`` are in elements."""
+
+    writer: str
+    preset: str
+    rules: list[str]
+    slab: int
+    frame: int
+    members: list[MemberRecord] = field(default_factory=list)
+    storages: list[StorageRecord] = field(default_factory=list)
+    tensors: list[TensorRecord] = field(default_factory=list)
+    parameters: list[ParameterRecord] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """A tree of plain JSON values."""
+        tree = asdict(self, dict_factory=lambda pairs: {key: _plain(value) for key, value in pairs})
+        return {"version": f"{MAJOR}.{MINOR}", **tree}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, DType):
+        return value.label
+    return value.value if isinstance(value, Role) else value
+
+
+class _Fields:
+    """Typed access to one JSON object. Every mismatch is an InputError that names the field."""
+
+    def __init__(self, value: object, where: str) -> None:
+        if not isinstance(value, Mapping):
+            raise InputError(f"{where}: manifest is malformed: expected an object")
+        self._value = value
+        self._where = where
+
+    def fail(self, key: str) -> InputError:
+        return InputError(f"{self._where}: manifest is malformed at {key!r}")
+
+    def get(self, key: str, kind: type[T]) -> T:
+        value = self._value.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise self.fail(key)
+        return value
+
+    def count(self, key: str, below: int = _LARGEST) -> int:
+        value = self.get(key, int)
+        if not 0 <= value < below:
+            raise self.fail(key)
+        return value
+
+    def optional(self, key: str, kind: type[T]) -> T | None:
+        return None if self._value.get(key) is None else self.get(key, kind)
+
+    def counts(self, key: str, below: int = _LARGEST) -> list[int]:
+        values = self.get(key, list)
+        if not all(type(value) is int and 0 <= value < below for value in values):
+            raise self.fail(key)
+        return values
+
+    def pairs(self, key: str, second_below: int) -> list[list[int]]:
+        values = self.get(key, list)
+        for value in values:
+            match value:
+                case [int(first), int(second)] if 0 <= first < _LARGEST and 0 <= second < second_below:
+                    continue
+            raise self.fail(key)
+        return values
+
+    def choice(self, key: str, lookup: Callable[[str], T]) -> T:
+        try:
+            return lookup(self.get(key, str))
+        except (KeyError, ValueError) as exc:
+            raise self.fail(key) from exc
+
+    def each(self, key: str, read: Callable[[_Fields], T]) -> list[T]:
+        return [read(_Fields(value, self._where)) for value in self.get(key, list)]
+
+    def mapping(self, key: str, read: Callable[[_Fields], T]) -> dict[str, T]:
+        return {name: read(_Fields(value, self._where)) for name, value in self.get(key, dict).items()}
+
+
+def _frame_table(fields: _Fields) -> FrameTable:
+    table = FrameTable(fields.counts("lengths"), fields.counts("crcs", 1 << 32))
+    if len(table.lengths) != len(table.crcs):
+        raise fields.fail("crcs")
+    return table
+
+
+def _storage(fields: _Fields) -> StorageRecord:
+    return StorageRecord(
+        name=fields.get("name", str),
+        dtype=fields.choice("dtype", DType.from_label),
+        numel=fields.count("numel"),
+        role=fields.choice("role", Role),
+        codec=fields.get("codec", dict),
+        reason=fields.optional("reason", str),
+        parts=fields.mapping("parts", _frame_table),
+        error=fields.optional("error", dict),
+    )
+
+
+def _tensor(fields: _Fields, storages: int) -> TensorRecord:
+    record = TensorRecord(
+        name=fields.get("name", str),
+        storage=fields.count("storage", storages),
+        dtype=fields.choice("dtype", DType.from_label),
+        offset=fields.count("offset"),
+        shape=fields.counts("shape"),
+        stride=fields.counts("stride"),
+    )
+    if len(record.shape) != len(record.stride):
+        raise fields.fail("stride")
+    return record
+
+
+def _parameter(fields: _Fields, storages: int) -> ParameterRecord:
+    moments = fields.get("moments", dict)
+    if not all(type(index) is int and 0 <= index < storages for index in moments.values()):
+        raise fields.fail("moments")
+    return ParameterRecord(
+        name=fields.get("name", str),
+        moments=moments,
+        rule=fields.optional("rule", dict),
+        reason=fields.optional("reason", str),
+        error=fields.optional("error", dict),
+    )
+
+
+def _member(fields: _Fields, storages: int) -> MemberRecord:
+    return MemberRecord(
+        path=fields.get("path", str),
+        format=fields.get("format", str),
+        size=fields.count("size"),
+        skeleton=fields.count("skeleton", storages),
+        segments=fields.pairs("segments", storages),
+        crc_fields=fields.pairs("crc_fields", storages),
+    )
+
+
+def read_manifest(tree: object, where: str) -> Manifest:
+    """The manifest of a parsed JSON tree. Raises InputError, or UnsupportedError for another version."""
+    fields = _Fields(tree, where)
+    check_version(fields.get("version", str), where)
+    storages = fields.each("storages", _storage)
+    count = len(storages)
+    return Manifest(
+        writer=fields.get("writer", str),
+        preset=fields.get("preset", str),
+        rules=fields.get("rules", list),
+        slab=fields.count("slab"),
+        frame=fields.count("frame"),
+        members=fields.each("members", lambda each: _member(each, count)),
+        storages=storages,
+        tensors=fields.each("tensors", lambda each: _tensor(each, count)),
+        parameters=fields.each("parameters", lambda each: _parameter(each, count)),
+    )

@@ -1,0 +1,210 @@
+"""A member of a container as the file that it was: seekable, read-only, decoded where it is read.
+
+Bytes outside the storages come from the skeleton; storages are decoded chunk by chunk. Where a storage comes back
+with other values, the checksums that the source kept of it are zero here until ``patch_crc`` sets them; torch does
+not look at them, and ``restore`` sets them as it goes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckpt8.container import frames, layout
+from ckpt8.container.manifest import StorageRecord
+from ckpt8.container.reader import ContainerReader
+from ckpt8.errors import InputError
+from ckpt8.workers import Workers
+
+if TYPE_CHECKING:
+    import torch
+
+CRC_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes ``start`` to ``stop`` of the member, which are those from ``origin`` on of one stored record."""
+
+    start: int
+    stop: int
+    storage: int
+    origin: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes ``start`` to ``stop`` of the member, all within one chunk; ``origin`` counts from its first byte."""
+
+    start: int
+    stop: int
+    storage: int
+    chunk: int
+    origin: int
+
+
+def _runs(reader: ContainerReader, member: int) -> list[Run]:
+    """The member cut at the borders of its storages. Raises InputError where they do not fit."""
+    record = reader.manifest.members[member]
+    storages = reader.manifest.storages
+    runs: list[Run] = []
+    position = skeleton = 0
+
+    def outside(stop: int) -> None:
+        nonlocal skeleton
+        if position < stop:
+            runs.append(Run(position, stop, record.skeleton, skeleton))
+            skeleton += stop - position
+
+    for offset, index in record.segments:
+        if offset < position:
+            raise InputError(f"{reader.path}: manifest is malformed: storages of {record.path!r} overlap")
+        outside(offset)
+        position = offset + storages[index].nbytes
+        if position > offset:
+            runs.append(Run(offset, position, index, 0))
+    outside(record.size)
+    if position > record.size or skeleton != storages[record.skeleton].nbytes:
+        raise InputError(f"{reader.path}: manifest is malformed: {record.path!r} has another size than its parts")
+    return runs
+
+
+class MemberFile(io.RawIOBase):
+    """Reads one member. ``workers`` decode large reads in parallel; reads are safe from one thread at a time."""
+
+    def __init__(self, reader: ContainerReader, member: int, workers: Workers | None = None) -> None:
+        super().__init__()
+        self._reader = reader
+        self._workers = workers
+        self._position = 0
+        self._runs = _runs(reader, member)
+        self._starts = [run.start for run in self._runs]
+        record = reader.manifest.members[member]
+        self.size = record.size
+        self.name = record.path
+        self._skeleton = record.skeleton
+        self._patches: dict[int, bytes] = {}
+        self._crc_fields: dict[int, list[int]] = {}
+        for place, storage in record.crc_fields:
+            if self.changes(storage):
+                self._crc_fields.setdefault(storage, []).append(place)
+                self._patches[place] = bytes(CRC_BYTES)
+        self._places = sorted(self._patches)
+        self._last: tuple[tuple[int, int], bytearray] | None = None
+        self._lock = threading.Lock()
+
+    def changes(self, storage: int) -> bool:
+        """Whether a storage comes back with other bytes than it had."""
+        return self._reader.codec(storage).measured_as is not None
+
+    def patch_crc(self, storage: int, crc32: int) -> list[tuple[int, bytes]]:
+        """Set the checksum of a storage: (offset, bytes) of every field that holds it."""
+        fields = [(place, crc32.to_bytes(CRC_BYTES, "little")) for place in self._crc_fields.get(storage, [])]
+        self._patches.update(fields)
+        return fields
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """The position in bytes."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move the position; as for any file. Raises ValueError."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}.get(whence)
+        if base is None or base + offset < 0:
+            raise ValueError(f"cannot seek to {offset} from {whence}")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill ``buffer`` as far as the member goes; the number of bytes."""
+        view = memoryview(buffer).cast("B")
+        start = self._position
+        length = max(0, min(len(view), self.size - start))
+        pieces = list(self.pieces(start, start + length))
+        if self._workers is not None and len(pieces) > 2:
+            for _ in self._workers.map(lambda piece: self._fill(piece, view, start, keep=False), pieces):
+                pass
+        else:
+            for piece in pieces:
+                self._fill(piece, view, start, keep=True)
+        self._position += length
+        return length
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """The bytes ``start`` to ``stop`` cut at the borders of storages and chunks."""
+        at = bisect_right(self._starts, start) - 1
+        while start < stop:
+            run = self._runs[at]
+            record = self._reader.manifest.storages[run.storage]
+            chunk_bytes = frames.FRAME * record.dtype.itemsize
+            origin = run.origin + start - run.start
+            end = min(stop, run.stop, start - origin % chunk_bytes + chunk_bytes)
+            yield Piece(start, end, run.storage, origin // chunk_bytes, origin % chunk_bytes)
+            start = end
+            at += start == run.stop
+
+    def fill(self, piece: Piece, view: memoryview) -> None:
+        """Decode one piece into ``view``, which has its length. Thread-safe."""
+        self._fill(piece, view, piece.start, keep=False)
+
+    def _fill(self, piece: Piece, view: memoryview, base: int, *, keep: bool) -> None:
+        target = view[piece.start - base : piece.stop - base]
+        record = self._reader.manifest.storages[piece.storage]
+        spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, piece.chunk)
+        whole = len(target) == spec.numel * spec.dtype.itemsize
+        if not (whole and self._decode(record, piece, target)):
+            keep = keep or piece.storage == self._skeleton
+            chunk = self._chunk(record, piece, spec.numel * spec.dtype.itemsize, keep=keep)
+            target[:] = memoryview(chunk)[piece.origin : piece.origin + len(target)]
+        self._patch(piece, target)
+
+    def _decode(self, record: StorageRecord, piece: Piece, target: memoryview) -> bool:
+        """Decode a whole chunk straight into ``target``; False where its address does not suit the element type."""
+        out = _tensor(target)
+        if out.data_ptr() % record.dtype.itemsize:
+            return False
+        self._reader.decode_chunk(piece.storage, piece.chunk, out.view(record.dtype.torch))
+        return True
+
+    def _chunk(self, record: StorageRecord, piece: Piece, length: int, *, keep: bool) -> bytearray:
+        """A whole decoded chunk; with ``keep`` the last one is remembered, since small reads come in sequence."""
+        key = (piece.storage, piece.chunk)
+        with self._lock:
+            if self._last is not None and self._last[0] == key:
+                return self._last[1]
+        chunk = bytearray(length)
+        out = _tensor(memoryview(chunk)).view(record.dtype.torch)
+        self._reader.decode_chunk(piece.storage, piece.chunk, out)
+        if keep:
+            with self._lock:
+                self._last = (key, chunk)
+        return chunk
+
+    def _patch(self, piece: Piece, target: memoryview) -> None:
+        """Lay the checksum fields over a piece of the skeleton; a field may begin or end outside the piece."""
+        if piece.storage != self._skeleton:
+            return
+        for place in self._places[bisect_left(self._places, piece.start - CRC_BYTES + 1) :]:
+            if place >= piece.stop:
+                break
+            first, last = max(place, piece.start), min(place + CRC_BYTES, piece.stop)
+            target[first - piece.start : last - piece.start] = self._patches[place][first - place : last - place]
+
+
+def _tensor(view: memoryview) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(view, dtype=torch.uint8)

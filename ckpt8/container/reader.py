@@ -1,0 +1,184 @@
+"""Reads a ``.ckpt8``: the seal first, then the manifest, then any chunk of any storage on its own."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import zstandard
+
+from ckpt8.codecs import Codec, codec_from_config
+from ckpt8.codecs.base import Parts
+from ckpt8.container import frames, header, layout
+from ckpt8.container.header import Entry
+from ckpt8.container.manifest import FrameTable, Manifest, StorageRecord, read_manifest
+from ckpt8.errors import InputError
+from ckpt8.readers.base import ByteRange, SourceFile
+from ckpt8.tensors import PartSpec, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+_MANIFEST_FLOOR = 1 << 20
+_MANIFEST_RATIO = 64
+"""A manifest may inflate to 1 MiB plus 64 times its stored size: real ones stay below 12."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Where the frames of one part lie: offset in the file, stored length and crc32 of each."""
+
+    offsets: list[int]
+    table: FrameTable
+
+
+class ContainerReader:
+    """An open ``.ckpt8``. Opening verifies the seal and that every frame is where the header says."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = SourceFile(ByteRange.of(path))
+        try:
+            entries, stored = self._open_header()
+            self.manifest = self._open_manifest(stored)
+            self.header_bytes = self._data_start
+            self._parts = self._locate({entry.name: entry for entry in entries})
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> ContainerReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    @property
+    def size(self) -> int:
+        """Size of the file in bytes."""
+        return self._file.source.length
+
+    @property
+    def seal(self) -> bytes:
+        """The stored SHA-256, which identifies this file."""
+        return self._file.read(self.size - header.SEAL_BYTES, header.SEAL_BYTES)
+
+    def _open_header(self) -> tuple[list[Entry], bytes]:
+        """The entries, and the stored manifest, once header and manifest match the seal."""
+        where, size = str(self.path), self._file.source.length
+        if size < header.LENGTH_BYTES + 2:
+            raise InputError(f"{where}: is not a ckpt8 file ({size} bytes)")
+        length = int.from_bytes(self._file.read(0, header.LENGTH_BYTES), "little")
+        if length > min(header.MAX_HEADER, size - header.LENGTH_BYTES):
+            raise InputError(f"{where}: is not a ckpt8 file, or is cut off")
+        head = self._file.read(0, header.LENGTH_BYTES + length)
+        self._data_start = len(head)
+        entries = header.parse(head[header.LENGTH_BYTES :], size - len(head), where)
+        if [entry.name for entry in entries[-2:]] != [header.MANIFEST, header.SEAL]:
+            raise InputError(f"{where}: does not end in a manifest and a seal")
+        manifest, seal = entries[-2:]
+        stored = self._file.read(self._data_start + manifest.start, manifest.nbytes)
+        if self._file.read(self._data_start + seal.start, seal.nbytes) != hashlib.sha256(head + stored).digest():
+            raise InputError(f"{where}: header or manifest does not match the seal; the file is damaged")
+        return entries[:-2], stored
+
+    def _open_manifest(self, stored: bytes) -> Manifest:
+        where = str(self.path)
+        try:
+            declared = zstandard.frame_content_size(stored)
+            if not 0 <= declared <= _MANIFEST_FLOOR + _MANIFEST_RATIO * len(stored):
+                raise InputError(f"{where}: manifest declares an implausible size")
+            text = zstandard.ZstdDecompressor().decompress(stored, max_output_size=declared)
+        except zstandard.ZstdError as exc:
+            raise InputError(f"{where}: manifest cannot be decompressed: {exc}") from exc
+        manifest = read_manifest(header.parse_json(text, f"{where}: manifest"), where)
+        if manifest.frame != frames.FRAME or manifest.slab % frames.FRAME or not manifest.slab:
+            raise InputError(f"{where}: manifest is malformed at 'slab'")
+        return manifest
+
+    def codec(self, storage: int) -> Codec:
+        """The codec of a storage."""
+        return codec_from_config(self.manifest.storages[storage].codec)
+
+    def spec(self, storage: int) -> TensorSpec:
+        """The specification of a whole storage."""
+        record = self.manifest.storages[storage]
+        return TensorSpec(record.name, record.role, record.dtype, (record.numel,))
+
+    def _locate(self, entries: dict[str, Entry]) -> list[dict[str, _Part]]:
+        located = [self._locate_storage(index, entries) for index in range(len(self.manifest.storages))]
+        if entries:
+            raise InputError(f"{self.path}: holds {next(iter(entries))[:80]!r}, which the manifest does not know")
+        return located
+
+    def _locate_storage(self, storage: int, entries: dict[str, Entry]) -> dict[str, _Part]:
+        record = self.manifest.storages[storage]
+        expected = self.codec(storage).layout(self.spec(storage))
+        if set(record.parts) != set(expected):
+            raise InputError(f"{self.path}: {record.name}: parts do not fit its codec")
+        self._check_frame_count(record)
+        slabs = list(layout.slab_chunks(record.numel, self.manifest.slab))
+        return {
+            part: self._locate_part(record, part, layout.planes(expected[part]), slabs, entries) for part in expected
+        }
+
+    def _check_frame_count(self, record: StorageRecord) -> None:
+        """Bound the work that a declared element count can cause by the frames that are really there."""
+        chunks = layout.chunk_count(record.numel)
+        if any(len(table.lengths) < chunks for table in record.parts.values()):
+            raise InputError(f"{self.path}: {record.name}: has fewer frames than its {record.numel} elements need")
+
+    def _locate_part(
+        self, record: StorageRecord, part: str, planes: int, slabs: list[range], entries: dict[str, Entry]
+    ) -> _Part:
+        table = record.parts[part]
+        offsets: list[int] = []
+        position = 0
+        for k, chunks in enumerate(slabs):
+            entry = entries.pop(layout.entry_name(record.name, part, k, len(slabs)), None)
+            lengths = table.lengths[position : position + len(chunks) * planes]
+            if entry is None or sum(lengths) != entry.nbytes:
+                raise InputError(f"{self.path}: {record.name}: frames of {part!r} do not fill their entry")
+            start = self._data_start + entry.start
+            offsets += [start + before for before in accumulate(lengths[:-1], initial=0)]
+            position += len(lengths)
+        if position != len(table.lengths):
+            raise InputError(f"{self.path}: {record.name}: {part!r} has more frames than elements")
+        return _Part(offsets, table)
+
+    def read_parts(self, storage: int, chunk: int) -> Parts:
+        """The parts of one chunk, checksums and declared sizes verified. Raises InputError that names the tensor."""
+        record = self.manifest.storages[storage]
+        spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
+        expected = self.codec(storage).layout(spec)
+        return {part: self._read_part(storage, part, expected[part], chunk) for part in expected}
+
+    def _read_part(self, storage: int, part: str, spec: PartSpec, chunk: int) -> torch.Tensor:
+        located = self._parts[storage][part]
+        count = layout.planes(spec)
+        where = f"{self.path}: {self.manifest.storages[storage].name}"
+        planes = []
+        for k in range(chunk * count, (chunk + 1) * count):
+            stored = bytearray(located.table.lengths[k])
+            self._file.read_into(located.offsets[k], memoryview(stored))
+            frames.check(stored, located.table.crcs[k], where)
+            planes.append(frames.inflate(stored, spec.nbytes // count, where))
+        return frames.decode_part(planes, spec)
+
+    def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
+        """Decode one chunk into ``out``, a flat contiguous CPU tensor of its elements. Returns its parts."""
+        record = self.manifest.storages[storage]
+        spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
+        parts = self.read_parts(storage, chunk)
+        self.codec(storage).decode(parts, spec, out=out)
+        return parts

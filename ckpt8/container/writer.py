@@ -1,0 +1,135 @@
+"""Writes a ``.ckpt8`` so that it is either complete under its name, or not there at all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import zstandard
+
+from ckpt8.container import header
+from ckpt8.container.header import Entry
+from ckpt8.container.manifest import Manifest
+from ckpt8.errors import OutputError
+
+_BUFFER = 1 << 20
+_MANIFEST_LEVEL = 9
+PARTIAL_SUFFIX = ".ckpt8-partial"
+
+
+class AtomicFile:
+    """A temporary file beside ``target`` that takes its name on ``publish`` and vanishes otherwise.
+
+    Every OSError becomes an OutputError that names the target.
+    """
+
+    def __init__(self, target: Path, *, force: bool) -> None:
+        self.target = target
+        if not force and os.path.lexists(target):
+            raise OutputError(f"{target}: exists; use --force to replace it, or -o for another name")
+        if target.is_dir():
+            raise OutputError(f"{target}: is a directory")
+        self.path = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
+        with self.guard():
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            self.file: BinaryIO = os.fdopen(descriptor, "r+b", buffering=_BUFFER)
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterable[None]:  # type: ignore[misc]
+        """Turn an OSError of the body into an OutputError."""
+        try:
+            yield
+        except OSError as exc:
+            raise OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}") from exc
+
+    def publish(self) -> None:
+        """Flush to the disk, rename to the target, flush the directory."""
+        with self.guard():
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
+            self.path.replace(self.target)
+            directory = os.open(self.target.parent, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+
+    def __enter__(self) -> AtomicFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self.file.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+
+class ContainerWriter:
+    """Appends entries behind a reserved header, then fills the header in. Use as a context manager."""
+
+    def __init__(self, target: Path, names: Iterable[str], *, force: bool) -> None:
+        self._header_size = header.reserved_size(names)
+        self._entries: list[Entry] = []
+        self._position = 0
+        self._output = AtomicFile(target, force=force)
+        with self._output.guard():
+            self._output.file.seek(self._data_start)
+
+    @property
+    def _data_start(self) -> int:
+        return header.LENGTH_BYTES + self._header_size
+
+    def __enter__(self) -> ContainerWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._output.__exit__(kind, error, trace)
+
+    def append(self, name: str, frames: Iterable[bytes]) -> None:
+        """Write one entry, whole."""
+        start = self._position
+        with self._output.guard():
+            for frame in frames:
+                self._output.file.write(frame)
+                self._position += len(frame)
+        self._entries.append(Entry(name, start, self._position))
+
+    def mark(self) -> int:
+        """The number of entries written so far."""
+        return len(self._entries)
+
+    def rollback(self, mark: int) -> None:
+        """Take back every entry written since ``mark``."""
+        if mark == len(self._entries):
+            return
+        self._position = self._entries[mark].start
+        del self._entries[mark:]
+        with self._output.guard():
+            self._output.file.seek(self._data_start + self._position)
+            self._output.file.truncate()
+
+    def finish(self, manifest: Manifest) -> None:
+        """Write manifest, header and seal, and publish the file."""
+        text = json.dumps(manifest.to_json(), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+        stored = zstandard.ZstdCompressor(level=_MANIFEST_LEVEL).compress(text.encode("ascii"))
+        self.append(header.MANIFEST, [stored])
+        start = self._position
+        entries = [*self._entries, Entry(header.SEAL, start, start + header.SEAL_BYTES)]
+        head = header.render(entries, self._header_size)
+        with self._output.guard():
+            self._output.file.write(hashlib.sha256(head + stored).digest())
+            self._output.file.seek(0)
+            self._output.file.write(head)
+        self._output.publish()

@@ -1,0 +1,91 @@
+"""A live object as a source: what ``torch.save`` would write of it, with the storages read from memory.
+
+``torch.save`` under ``skip_data`` writes everything but the bytes of the storages into a sparse temporary file, which
+becomes the skeleton; the storages it met on the way are streamed from where they are, on the CPU or a GPU.
+"""
+
+from __future__ import annotations
+
+import bisect
+import pickle
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+from ckpt8.readers import open_checkpoint
+from ckpt8.readers.base import Checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
+    """A pickle module for ``torch.save`` whose Pickler notes the storage behind every persistent id."""
+
+    class Pickler(pickle.Pickler):
+        def __init_subclass__(cls) -> None:
+            # torch.save derives its pickler from the module's and defines persistent_id there.
+            identify = cls.persistent_id
+
+            def persistent_id(self: Pickler, obj: Any) -> Any:
+                identity = identify(self, obj)
+                if identity is not None:
+                    untyped = obj.untyped() if hasattr(obj, "untyped") else obj
+                    storages[str(identity[2])] = untyped
+                return identity
+
+            cls.persistent_id = persistent_id  # type: ignore[method-assign]
+
+    module = ModuleType("pickle")
+    module.__dict__.update({name: getattr(pickle, name) for name in ("dumps", "loads", "Unpickler", "load")})
+    module.__dict__["Pickler"] = Pickler
+    module.__dict__["dump"] = pickle.dump
+    return module
+
+
+class LiveCheckpoint:
+    """A Checkpoint whose storages are tensors in memory and whose other bytes are a file of torch.save."""
+
+    def __init__(self, skeleton: Checkpoint, storages: dict[str, torch.UntypedStorage]) -> None:
+        self._skeleton = skeleton
+        self._live = storages
+        self.format = skeleton.format
+        self.size = skeleton.size
+        self.storages = skeleton.storages
+        self.tree = skeleton.tree
+        self._starts = [storage.offset for storage in self.storages]
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from memory where ``offset`` lies in a storage, else from the skeleton."""
+        import torch
+
+        at = bisect.bisect_right(self._starts, offset) - 1
+        # Empty storages share their offset with whatever follows them.
+        if at >= 0 and offset < self._starts[at] + self.storages[at].nbytes and len(buffer):
+            storage = self.storages[at]
+            live = torch.empty(0, dtype=torch.uint8, device=self._live[storage.key].device)
+            live.set_(self._live[storage.key])
+            first = offset - storage.offset
+            torch.frombuffer(buffer, dtype=torch.uint8).copy_(live[first : first + len(buffer)])
+        else:
+            self._skeleton.read_into(offset, buffer)
+
+    def check_unchanged(self) -> None:
+        """Memory has no time of modification."""
+
+
+@contextmanager
+def live_checkpoint(obj: object) -> Iterator[Checkpoint]:
+    """Open a live object as a checkpoint. Raises what ``torch.save`` raises for objects that cannot be pickled."""
+    import torch
+
+    storages: dict[str, torch.UntypedStorage] = {}
+    with tempfile.TemporaryDirectory(prefix="ckpt8-") as directory:
+        path = Path(directory) / "archive.pt"
+        with torch.serialization.skip_data():
+            torch.save(obj, path, pickle_module=cast("Any", _recording_pickle(storages)))
+        with open_checkpoint(path) as skeleton:
+            yield LiveCheckpoint(skeleton, storages)

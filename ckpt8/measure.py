@@ -1,0 +1,113 @@
+"""Statistics of one chunk of a unit: originals against what the container will give back.
+
+Used while compressing and again by ``verify --against``, so that both take the same sums in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from ckpt8.codecs.base import TILE, pieces, take
+from ckpt8.plan import Stream, Unit
+from ckpt8.stats import ErrorStats, MomentError, UpdateError, WeightError, moment_error, update_error, weight_error
+from ckpt8.tensors import Parts, Role, TensorSpec
+from ckpt8.update_space import Confidence
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class UnitErrors:
+    """Accumulators of a unit: by stream index, and in update space where a moment is lossy and the rule known."""
+
+    streams: dict[int, ErrorStats] = field(default_factory=dict)
+    update: UpdateError | None = None
+
+    @classmethod
+    def of(cls, unit: Unit) -> UnitErrors:
+        """Zero, for the streams and the rule of ``unit``."""
+        kinds = {"weight": WeightError, "moment": MomentError}
+        streams = {s.index: kinds[s.codec.measured_as]() for s in unit.streams if s.codec.measured_as is not None}
+        return cls(streams, UpdateError() if measures_updates(unit) else None)
+
+    def merge(self, later: UnitErrors) -> None:
+        """Add the chunk that follows."""
+        for index, error in self.streams.items():
+            error.merge(later.streams[index])
+        if self.update is not None and later.update is not None:
+            self.update.merge(later.update)
+
+
+def measures_updates(unit: Unit) -> bool:
+    """Whether an error in update space is defined for the unit and not zero by construction."""
+    parameter = unit.parameter
+    return parameter is not None and parameter.rule is not None and any(stream.lossy for stream in unit.streams)
+
+
+class ChunkMeter:
+    """Measures one chunk of a unit. ``confidence`` is CAME's factored term, if the rule needs it."""
+
+    def __init__(self, unit: Unit, confidence: Confidence | None) -> None:
+        self._unit = unit
+        self._confidence = confidence
+        self.errors = UnitErrors.of(unit)
+
+    def measure(self, start: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> UnitErrors:
+        """Figures of the chunk that begins at element ``start``; one original and one set of parts per stream."""
+        cuts = [_cuts(stream, len(x)) for stream, x in zip(self._unit.streams, originals, strict=True)]
+        for position in range(0, len(originals[0]), TILE):
+            tile = position // TILE
+            run = slice(position, min(position + TILE, len(originals[0])))
+            tile_parts = [take(p, cut[tile]) for p, cut in zip(parts, cuts, strict=True)]
+            self._tile(start + run.start, [x[run].float() for x in originals], tile_parts)
+        return self.errors
+
+    def _tile(self, start: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> None:
+        decoded = []
+        for stream, x, part in zip(self._unit.streams, originals, parts, strict=True):
+            y = x
+            if stream.lossy:
+                y = stream.codec.decode(part, _spec(stream, len(x))).float()
+                self.errors.streams[stream.index].merge(_stream_error(stream, x, y, part))
+            decoded.append(y)
+        if self.errors.update is not None:
+            self.errors.update.merge(self._update_error(start, originals, decoded))
+
+    def _update_error(
+        self, start: int, originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tensor]
+    ) -> UpdateError:
+        parameter = self._unit.parameter
+        assert parameter is not None and parameter.rule is not None  # noqa: S101 - measures_updates
+        place = {stream.index: k for k, stream in enumerate(self._unit.streams)}
+        m = place[parameter.moments["moment1"]]
+        v = place[parameter.moments[parameter.denominator]] if parameter.denominator else None
+        factors = self._confidence.at(start, start + len(originals[0])) if self._confidence else None
+        steps = [
+            parameter.rule.apply(side[m], None if v is None else side[v], factors) for side in (originals, decoded)
+        ]
+        return update_error(steps[0], steps[1], parameter.rule.factor)
+
+
+@lru_cache(maxsize=64)
+def _cached_cuts(stream_codec: object, spec: TensorSpec) -> tuple[Mapping[str, slice], ...]:
+    return tuple(cut for _, cut in pieces(stream_codec, spec))  # type: ignore[arg-type]
+
+
+def _cuts(stream: Stream, numel: int) -> tuple[Mapping[str, slice], ...]:
+    return _cached_cuts(stream.codec, TensorSpec("", stream.spec.role, stream.spec.dtype, (numel,)))
+
+
+def _spec(stream: Stream, numel: int) -> TensorSpec:
+    return TensorSpec(stream.spec.name, stream.spec.role, stream.spec.dtype, (numel,))
+
+
+def _stream_error(stream: Stream, x: torch.Tensor, y: torch.Tensor, parts: Parts) -> ErrorStats:
+    if stream.codec.measured_as == "weight":
+        return weight_error(x, y)
+    from ckpt8.codecs.companded8.reference import decode_scales
+
+    return moment_error(x, y, decode_scales(parts["scales"]), second=stream.spec.role is Role.MOMENT2)

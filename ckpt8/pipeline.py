@@ -1,0 +1,202 @@
+"""The one loop of compression: units of storages -> codec -> planes -> container, in the order of the source.
+
+Chunks of 2^20 elements are read, encoded, measured and compressed by a few threads and come back in order. Memory is
+bounded by one slab of stored planes and the chunks in flight. A unit that turns out not to be representable, or to
+break the bound on its update error, is taken back and stored lossless; units after it wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt8._version import __version__
+from ckpt8.codecs import config_of
+from ckpt8.container import frames, header, layout
+from ckpt8.container.manifest import FrameTable, Manifest, StorageRecord
+from ckpt8.container.writer import ContainerWriter
+from ckpt8.crc import combine
+from ckpt8.encoder import ChunkEncoder, EncodedChunk
+from ckpt8.errors import InputError
+from ckpt8.measure import UnitErrors
+from ckpt8.plan import SKELETON, Plan, Unit
+from ckpt8.policy import LOSSLESS
+from ckpt8.readers.base import Checkpoint
+from ckpt8.records import UnitResult, fill
+from ckpt8.tensors import DType, Role
+from ckpt8.workers import Workers
+
+Progress = Callable[[int], None]
+"""Called with the number of source bytes just finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``max_update_error`` bounds max |Δu| of every parameter; ``stats`` False measures nothing."""
+
+    threads: int | None = None
+    stats: bool = True
+    max_update_error: float | None = None
+    progress: Progress = lambda _: None
+
+
+class Compressor:
+    """Compresses one open checkpoint into one container."""
+
+    def __init__(self, checkpoint: Checkpoint, plan: Plan, options: Options) -> None:
+        self._checkpoint = checkpoint
+        self._plan = plan
+        self._options = options
+        self._slab = layout.SLAB
+        self._streams = plan.streams
+        self._encoder = ChunkEncoder(checkpoint, measure=options.stats)
+
+    def run(self, target: Path, *, member: str, preset: str, rules: Sequence[str], force: bool) -> Manifest:
+        """Write ``target``. Raises InputError for damage in the source, OutputError for the target."""
+        names = self._names()
+        with ContainerWriter(target, names, force=force) as writer, Workers(self._options.threads) as workers:
+            skeleton = self._write_skeleton(writer)
+            results = {
+                stream.index: (result, k)
+                for result in self._write_units(writer, workers)
+                for k, stream in enumerate(result.unit.streams)
+            }
+            self._checkpoint.check_unchanged()
+            manifest = Manifest(f"ckpt8 {__version__}", preset, list(rules), self._slab, frames.FRAME)
+            fill(manifest, self._checkpoint, self._plan, member, skeleton, results)
+            writer.finish(manifest)
+        return manifest
+
+    def _names(self) -> list[str]:
+        """The widest set of entry names that the run can need; larger slabs where they would not fit a header."""
+        while True:
+            names = [layout.entry_name(SKELETON, frames.RAW_PART, 0, 1)]
+            for stream in self._streams:
+                spec = stream.spec
+                choices = [
+                    layout.entry_names(codec, spec.name, spec.role, spec.dtype, spec.numel, self._slab)
+                    for codec in (stream.codec, LOSSLESS)
+                ]
+                names += max(choices, key=lambda choice: sum(map(len, choice)) + 100 * len(choice))
+            if header.reserved_size(names) <= header.MAX_HEADER or self._slab > 1 << 40:
+                return names
+            self._slab *= 2
+
+    # --- skeleton ---------------------------------------------------------------------------------------------
+
+    def _skeleton_pieces(self) -> Iterator[bytes]:
+        position = 0
+        places = sorted((s.offset, s.nbytes) for s in self._checkpoint.storages)
+        for offset, nbytes in [*places, (self._checkpoint.size, 0)]:
+            while position < offset:
+                piece = bytearray(min(offset - position, frames.FRAME))
+                self._checkpoint.read_into(position, memoryview(piece))
+                position += len(piece)
+                yield bytes(piece)
+            position = offset + nbytes
+
+    def _write_skeleton(self, writer: ContainerWriter) -> StorageRecord:
+        """Every byte outside the storages, as one run of frames."""
+        import torch
+
+        table, stored, size = FrameTable(), [], 0
+        pending = bytearray()
+
+        def flush(length: int) -> None:
+            [(frame, crc)] = frames.encode_part(frames.RAW_PART, torch.frombuffer(pending[:length], dtype=torch.uint8))
+            stored.append(frame)
+            table.lengths.append(len(frame))
+            table.crcs.append(crc)
+            del pending[:length]
+
+        for piece in self._skeleton_pieces():
+            pending += piece
+            size += len(piece)
+            if len(pending) >= frames.FRAME:
+                flush(frames.FRAME)
+        if pending:
+            flush(len(pending))
+        writer.append(layout.entry_name(SKELETON, frames.RAW_PART, 0, 1), stored)
+        self._options.progress(size)
+        return StorageRecord(
+            SKELETON, DType.UINT8, size, Role.OTHER, config_of(LOSSLESS), parts={frames.RAW_PART: table}
+        )
+
+    # --- units ------------------------------------------------------------------------------------------------
+
+    def _write_units(self, writer: ContainerWriter, workers: Workers) -> Iterator[UnitResult]:
+        units = self._plan.units
+        work = ((unit, chunk) for unit in units for chunk in range(layout.chunk_count(unit.numel)))
+        chunks = workers.map(self._encoder.encode, work)
+        for unit in units:
+            mark = writer.mark()
+            result = self._write_unit(writer, unit, chunks)
+            reason = result if isinstance(result, str) else self._broken_bound(result)
+            if reason is not None:
+                writer.rollback(mark)
+                again = unit.lossless(reason)
+                redo = ((again, chunk) for chunk in range(layout.chunk_count(again.numel)))
+                result = self._write_unit(writer, again, workers.map(self._encoder.encode, redo))
+            assert isinstance(result, UnitResult)  # noqa: S101 - lossless never refuses
+            self._check_source(result)
+            yield result
+
+    def _broken_bound(self, result: UnitResult) -> str | None:
+        bound, parameter = self._options.max_update_error, result.unit.parameter
+        if bound is None or not any(stream.lossy_moment for stream in result.unit.streams):
+            return None
+        error = result.errors.update if result.errors else None
+        if error is None:
+            why = parameter.reason if parameter else "its tensors cannot be read as the state of one parameter"
+            return f"update error unknown: {why}"
+        if not error.max_error <= bound:
+            return f"update error {error.max_error:.3g} exceeds {bound:g}"
+        return None
+
+    def _write_unit(
+        self, writer: ContainerWriter, unit: Unit, chunks: Iterator[EncodedChunk]
+    ) -> UnitResult | str:
+        """Write a unit slab by slab. All its chunks are consumed; a refusal is returned as its reason."""
+        result = UnitResult(
+            unit,
+            [{part: FrameTable() for part in stream.codec.layout(stream.spec)} for stream in unit.streams],
+            UnitErrors.of(unit) if self._options.stats else None,
+            [0] * len(unit.streams),
+        )
+        refused: str | None = None
+        slabs = list(layout.slab_chunks(unit.numel, self._slab))
+        for k, slab in enumerate(slabs):
+            stored: list[dict[str, list[bytes]]] = [{part: [] for part in table} for table in result.tables]
+            for chunk in slab:
+                encoded = next(chunks)
+                refused = refused or encoded.refused
+                if refused is None:
+                    self._collect(result, stored, encoded, chunk)
+            for stream, parts in zip(unit.streams, stored, strict=True):
+                for part, planes in parts.items():
+                    if refused is None:
+                        writer.append(layout.entry_name(stream.spec.name, part, k, len(slabs)), planes)
+        return refused if refused is not None else result
+
+    def _collect(
+        self, result: UnitResult, stored: list[dict[str, list[bytes]]], encoded: EncodedChunk, chunk: int
+    ) -> None:
+        for k, stream in enumerate(result.unit.streams):
+            for part, planes in encoded.frames[k].items():
+                for frame, crc in planes:
+                    stored[k][part].append(frame)
+                    result.tables[k][part].lengths.append(len(frame))
+                    result.tables[k][part].crcs.append(crc)
+            length = stream.chunk_spec(chunk).numel * stream.spec.dtype.itemsize
+            result.crcs[k] = combine(result.crcs[k], encoded.crcs[k], length)
+            self._options.progress(length)
+        if result.errors is not None and encoded.errors is not None:
+            result.errors.merge(encoded.errors)
+
+    def _check_source(self, result: UnitResult) -> None:
+        for stream, crc in zip(result.unit.streams, result.crcs, strict=True):
+            if stream.storage.crc32 is not None and stream.storage.crc32 != crc:
+                raise InputError(
+                    f"{stream.spec.name}: the checksum in the source does not match its bytes; the source is damaged"
+                )

@@ -1,0 +1,266 @@
+"""From an open checkpoint to the units that the pipeline works through, in the order of the source.
+
+A unit is one storage, or the moments of one parameter, which are read in lockstep so that their error in update
+space can be measured on the way.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ckpt8.codecs import Codec
+from ckpt8.container import layout
+from ckpt8.policy import LOSSLESS, Policy
+from ckpt8.readers.base import Checkpoint, StorageInfo, TensorRef
+from ckpt8.roles import NamedTensor, ParameterState, Structure, classify, unique_name
+from ckpt8.tensors import DType, Role, TensorSpec
+from ckpt8.update_space import UpdateRule, recognise
+
+SKELETON = "ckpt8.skeleton"
+"""Name under which the bytes outside the storages are kept."""
+
+_MOMENT_SLOTS = {
+    "exp_avg": "moment1",
+    "momentum_buffer": "moment1",
+    "exp_avg_sq": "moment2",
+    "max_exp_avg_sq": "max_moment2",
+}
+_SCALARS = {
+    DType.FLOAT32: "<f",
+    DType.FLOAT64: "<d",
+    DType.INT32: "<i",
+    DType.INT64: "<q",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One storage on its way into the container. ``spec`` is flat; ``storage`` its place in the source."""
+
+    index: int
+    spec: TensorSpec
+    storage: StorageInfo
+    codec: Codec
+    reason: str | None = None
+
+    @property
+    def lossy(self) -> bool:
+        """Whether decoding gives other values than were read."""
+        return self.codec.measured_as is not None
+
+    @property
+    def lossy_moment(self) -> bool:
+        """Whether an update is made of values that decoding changes."""
+        return self.lossy and self.spec.role in (Role.MOMENT1, Role.MOMENT2)
+
+    def chunk_spec(self, chunk: int) -> TensorSpec:
+        """The specification of one chunk."""
+        spec = self.spec
+        return layout.chunk_spec(spec.name, spec.role, spec.dtype, spec.numel, chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """The moments of one parameter by slot (``moment1``, ``moment2``, ``max_moment2``), as indices of streams.
+
+    ``confidence`` are the storages of CAME's factored statistics. ``rule`` is None where unknown; see ``reason``.
+    """
+
+    name: str
+    moments: Mapping[str, int]
+    rule: UpdateRule | None
+    reason: str | None
+    shape: tuple[int, ...]
+    confidence: tuple[TensorRef, TensorRef] | None = None
+
+    @property
+    def denominator(self) -> str | None:
+        """The slot that the update divides by, if there is one."""
+        return next((slot for slot in ("max_moment2", "moment2") if slot in self.moments), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Streams of one length that are read in lockstep, and the parameter they belong to if they are moments."""
+
+    streams: tuple[Stream, ...]
+    parameter: Parameter | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of each stream."""
+        return self.streams[0].spec.numel
+
+    def lossless(self, reason: str) -> Unit:
+        """The same unit with every lossy stream stored lossless."""
+        streams = tuple(
+            replace(stream, codec=LOSSLESS, reason=reason) if stream.lossy else stream for stream in self.streams
+        )
+        return replace(self, streams=streams)
+
+
+@dataclass(slots=True)
+class Plan:
+    """Units in the order of the source; ``tensors`` with the index of their storage."""
+
+    units: list[Unit]
+    tensors: list[tuple[NamedTensor, int]] = field(default_factory=list)
+
+    @property
+    def streams(self) -> list[Stream]:
+        """All streams, by index."""
+        return sorted((stream for unit in self.units for stream in unit.streams), key=lambda stream: stream.index)
+
+
+def make_plan(checkpoint: Checkpoint, policy: Policy) -> Plan:
+    """Classify the checkpoint, choose a codec for every storage, and group moments into units."""
+    structure = classify(checkpoint.tree)
+    index_of = {storage.key: index for index, storage in enumerate(checkpoint.storages)}
+    views: dict[str, list[NamedTensor]] = defaultdict(list)
+    for tensor in structure.tensors:
+        views[tensor.ref.key].append(tensor)
+    taken = {SKELETON: 1}
+    streams = [
+        _stream(index, storage, views[storage.key], structure, policy, taken)
+        for index, storage in enumerate(checkpoint.storages)
+    ]
+    parameters = _parameters(checkpoint, structure, views, index_of)
+    return Plan(_units(streams, parameters), [(tensor, index_of[tensor.ref.key]) for tensor in structure.tensors])
+
+
+def _stream(
+    index: int,
+    storage: StorageInfo,
+    views: list[NamedTensor],
+    structure: Structure,
+    policy: Policy,
+    taken: dict[str, int],
+) -> Stream:
+    name = unique_name(views[0].name if views else f"storage:{storage.key}", taken)
+    dtypes = {view.ref.dtype for view in views} or {storage.dtype}
+    dtype = dtypes.pop() if len(dtypes) == 1 else DType.UINT8
+    if storage.nbytes % dtype.itemsize:
+        dtype = DType.UINT8
+    roles = {view.role for view in views}
+    role = roles.pop() if len(roles) == 1 else Role.OTHER
+    spec = TensorSpec(name, role, dtype, (storage.nbytes // dtype.itemsize,))
+    if storage.key in structure.opaque:
+        return Stream(index, spec, storage, LOSSLESS, "used by something other than a tensor")
+    if roles:
+        return Stream(index, spec, storage, LOSSLESS, "shared by tensors of several roles")
+    if not covers(spec.numel, [view.ref for view in views]):
+        return Stream(index, spec, storage, LOSSLESS, "not fully covered by its tensors")
+    names, shapes = [view.name for view in views], [view.ref.shape for view in views]
+    return Stream(index, spec, storage, *policy.choose(spec, names, shapes))
+
+
+def is_dense(ref: TensorRef) -> bool:
+    """Whether a tensor's elements fill one run of its storage, each once, in some order of dimensions."""
+    expected = 1
+    for stride, size in sorted((st, sz) for st, sz in zip(ref.stride, ref.shape, strict=True) if sz != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def covers(numel: int, refs: list[TensorRef]) -> bool:
+    """Whether dense tensors cover every element of a storage of ``numel`` elements."""
+    reached = 0
+    for ref in sorted(refs, key=lambda ref: ref.offset):
+        if is_dense(ref) and ref.offset <= reached:
+            reached = max(reached, ref.offset + _numel(ref))
+    return reached >= numel
+
+
+def _numel(ref: TensorRef) -> int:
+    return TensorSpec("", Role.OTHER, ref.dtype, ref.shape).numel
+
+
+def _units(streams: list[Stream], parameters: list[Parameter]) -> list[Unit]:
+    taken: set[int] = set()
+    units = []
+    for parameter in parameters:
+        members = set(parameter.moments.values())
+        if not members & taken:
+            taken |= members
+            units.append(Unit(tuple(streams[index] for index in sorted(members)), parameter))
+    units += [Unit((stream,)) for stream in streams if stream.index not in taken]
+    return sorted(units, key=lambda unit: unit.streams[0].storage.offset)
+
+
+def _parameters(
+    checkpoint: Checkpoint,
+    structure: Structure,
+    views: Mapping[str, list[NamedTensor]],
+    index_of: Mapping[str, int],
+) -> list[Parameter]:
+    found = []
+    storages = {storage.key: storage for storage in checkpoint.storages}
+    for state in structure.parameters:
+        refs = {
+            _MOMENT_SLOTS[key]: ref
+            for key, ref in state.state.items()
+            if key in _MOMENT_SLOTS and isinstance(ref, TensorRef)
+        }
+        owned = all(_owns(ref, storages[ref.key], views[ref.key]) for ref in refs.values())
+        if refs and owned and len({ref.key for ref in refs.values()}) == len(refs) and len(set(map(_form, refs.values()))) == 1:
+            moments = {slot: index_of[ref.key] for slot, ref in refs.items()}
+            found.append(_parameter(checkpoint, state, refs, moments))
+    return found
+
+
+def _form(ref: TensorRef) -> tuple[object, ...]:
+    return ref.shape, ref.stride
+
+
+def _owns(ref: TensorRef, storage: StorageInfo, views: list[NamedTensor]) -> bool:
+    """Whether a tensor has its storage to itself and fills it."""
+    return len(views) == 1 and is_dense(ref) and ref.offset == 0 and _numel(ref) * ref.dtype.itemsize == storage.nbytes
+
+
+def _parameter(
+    checkpoint: Checkpoint, state: ParameterState, refs: Mapping[str, TensorRef], moments: Mapping[str, int]
+) -> Parameter:
+    step = state.state.get("step", state.group.get("step"))
+    if isinstance(step, TensorRef):
+        step = read_scalar(checkpoint, step)
+    rule = recognise(state.state, state.group, step if isinstance(step, (int, float)) else None)
+    shape = next(iter(refs.values())).shape
+    confidence = None
+    if isinstance(rule, UpdateRule) and rule.kind == "came":
+        confidence = (state.state["exp_avg_res_row"], state.state["exp_avg_res_col"])
+        if not _factors_fit(shape, refs["moment1"], *confidence):
+            rule = "CAME's row and column statistics do not have the shape of the parameter"
+    if isinstance(rule, UpdateRule):
+        return Parameter(state.name, moments, rule, None, shape, confidence)
+    return Parameter(state.name, moments, None, rule, shape)
+
+
+def _factors_fit(shape: tuple[int, ...], moment: TensorRef, rows: TensorRef, columns: TensorRef) -> bool:
+    contiguous = list(moment.stride) == sorted(moment.stride, reverse=True)
+    return (
+        len(shape) >= 2
+        and contiguous
+        and rows.shape == shape[:-1]
+        and columns.shape == shape[:-2] + shape[-1:]
+        and is_dense(rows)
+        and is_dense(columns)
+        and rows.dtype is columns.dtype is DType.FLOAT32
+    )
+
+
+def read_scalar(checkpoint: Checkpoint, ref: TensorRef) -> float | None:
+    """The value of a tensor of one element, or None where it is not a plain number."""
+    code = _SCALARS.get(ref.dtype)
+    storage = next(storage for storage in checkpoint.storages if storage.key == ref.key)
+    position = ref.offset * ref.dtype.itemsize
+    if code is None or _numel(ref) != 1 or position + ref.dtype.itemsize > storage.nbytes:
+        return None
+    buffer = bytearray(ref.dtype.itemsize)
+    checkpoint.read_into(storage.offset + position, memoryview(buffer))
+    value: float = struct.unpack(code, buffer)[0]
+    return value

@@ -1,0 +1,124 @@
+"""Which codec a storage gets: presets by role, rules by name, and the tensors that are always lossless."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+from ckpt8.codecs import Codec, parse_codec
+from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.lossless import Lossless
+from ckpt8.codecs.split24 import Split24
+from ckpt8.errors import UsageError
+from ckpt8.tensors import Role, TensorSpec
+
+LOSSLESS = Lossless()
+
+PRESETS: Mapping[str, Mapping[Role, Codec]] = {
+    "flash": {
+        Role.WEIGHT: Split24(),
+        Role.MOMENT1: Companded8(),
+        Role.MOMENT2: Companded8(signed=False, Q=255),
+    },
+    "compact": {
+        Role.WEIGHT: Split24(R=7),
+        Role.MOMENT1: Companded8(Q=31),
+        Role.MOMENT2: Companded8(signed=False, Q=63, p=0.5),
+    },
+    "lossless": {},
+}
+
+SMALL_NUMEL = 4096
+SMALL_VECTOR_NUMEL = 65_536
+"""Biases and norms: below these sizes (the second for 1-D tensors) a tensor costs little and stays exact."""
+
+BUFFERS = frozenset(
+    {
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+        "inv_freq",
+        "position_ids",
+        "cos_cached",
+        "sin_cached",
+        "freqs_cis",
+        "masked_bias",
+    }
+)
+"""Last name component of tensors that a state dict holds beside its parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """``GLOB=CODEC``: tensors whose path matches get that codec. ``text`` is the rule as given."""
+
+    text: str
+    glob: str
+    codec: type[Any]
+    fields: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """Read a rule. Raises UsageError."""
+        match = re.fullmatch(r"(.+?)=([a-z0-9]+\s*(?:\(.*\))?)", text.strip())
+        if match is None:
+            raise UsageError(f"rule {text!r}: expected GLOB=CODEC, as in '*.lm_head.weight=lossless'")
+        codec, fields = parse_codec(match[2])
+        rule = cls(text, match[1].strip(), codec, fields)
+        rule.codec_for(Role.OTHER)
+        return rule
+
+    def codec_for(self, role: Role) -> Codec:
+        """The codec with the parameters given; what is not given follows the role (second moments are unsigned)."""
+        fields = dict(self.fields)
+        if self.codec is Companded8 and role is Role.MOMENT2:
+            fields = {"signed": False, "Q": 255, **fields}
+        codec: Codec = self.codec(**fields)
+        return codec
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A preset and rules; the first rule that matches wins over the preset."""
+
+    preset: str = "flash"
+    rules: tuple[Rule, ...] = ()
+
+    @classmethod
+    def of(cls, preset: str = "flash", rules: Sequence[str] = ()) -> Policy:
+        """From text. Raises UsageError for an unknown preset or a malformed rule."""
+        if preset not in PRESETS:
+            raise UsageError(f"preset {preset!r}: expected one of {', '.join(PRESETS)}")
+        return cls(preset, tuple(Rule.parse(text) for text in rules))
+
+    def choose(
+        self, spec: TensorSpec, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[Codec, str | None]:
+        """The codec of a storage and, where it is lossless against its role or a rule, the reason.
+
+        ``spec`` is the storage, flat; ``names`` and ``shapes`` are those of the tensors over it.
+        """
+        for rule in self.rules:
+            if any(fnmatchcase(name, rule.glob) for name in names):
+                codec = rule.codec_for(spec.role)
+                if codec.accepts(spec):
+                    return codec, None
+                return LOSSLESS, f"rule {rule.text!r} does not fit {spec.dtype.label} {spec.role.value}"
+        wanted = PRESETS[self.preset].get(spec.role)
+        if wanted is None or not wanted.accepts(spec):
+            return LOSSLESS, None
+        if any(name.rpartition(".")[2] in BUFFERS for name in names):
+            return LOSSLESS, "buffer"
+        if any(is_small(shape) for shape in shapes):
+            return LOSSLESS, "small"
+        return wanted, None
+
+
+def is_small(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape is a bias, a norm or otherwise too small to be worth an error."""
+    numel = prod(shape)
+    return numel < SMALL_NUMEL or (len(shape) <= 1 and numel < SMALL_VECTOR_NUMEL)

@@ -1,0 +1,86 @@
+"""The readers: one module per source format, recognised by content and never by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+
+from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.readers.base import ByteRange, Checkpoint, Reader, SourceFile
+
+READERS: tuple[tuple[str, str], ...] = (
+    ("torch-zip", "ckpt8.readers.torch_zip:TorchZipReader"),
+    ("torch-legacy", "ckpt8.readers.torch_legacy:TorchLegacyReader"),
+)
+"""Every format by id and class, in the order in which they are tried. Classes are imported when they are needed."""
+
+_TAR_MAGIC_OFFSET = 257
+_MAX_SAFETENSORS_HEADER = 100_000_000  # the limit of the safetensors library
+_MANIFEST_PART = b"ckpt8"
+
+
+def get_reader(reader_id: str) -> Reader:
+    """Make the reader of that id. Raises KeyError for an unknown id."""
+    module, _, name = dict(READERS)[reader_id].partition(":")
+    reader: Reader = getattr(import_module(module), name)()
+    return reader
+
+
+def find_reader(source: ByteRange) -> Reader:
+    """Pick the reader for the content of ``source``. Raises InputError, saying what the content is, if none fits."""
+    for reader_id, _ in READERS:
+        reader = get_reader(reader_id)
+        if reader.sniff(source):
+            return reader
+    raise _refusal(source)
+
+
+@contextmanager
+def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
+    """Open a checkpoint file of any known format. Raises InputError for everything else."""
+    source = _as_source(path)
+    with find_reader(source).open(source) as checkpoint:
+        yield checkpoint
+
+
+def _as_source(path: Path) -> ByteRange:
+    try:
+        if path.is_dir():
+            raise InputError(_about_directory(path))
+        if not path.exists():
+            raise InputError(f"{path}: no such file")
+        if not path.is_file():
+            raise InputError(f"{path}: not a regular file; give the path of a checkpoint file")
+    except OSError as exc:
+        raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
+    source = ByteRange.of(path)
+    if source.length == 0:
+        raise InputError(f"{path}: an empty file; the save was interrupted or the disk was full")
+    return source
+
+
+def _about_directory(path: Path) -> str:
+    if next(path.iterdir(), None) is None:
+        return f"{path}: an empty directory; give a checkpoint file"
+    return f"{path}: a directory; give one of the checkpoint files inside it"
+
+
+def _refusal(source: ByteRange) -> InputError:
+    """Say what an unknown file is and what to do."""
+    file = SourceFile(source)
+    try:
+        head = file.read(0, min(512, source.length))
+        if head[_TAR_MAGIC_OFFSET : _TAR_MAGIC_OFFSET + 5] == b"ustar":
+            return UnsupportedError(
+                f"{source}: a tar file; if torch before 0.2 wrote it, load it and save it again with torch.save"
+            )
+        if head[:2] == b"PK":
+            return InputError(f"{source}: a zip file without a data.pkl; expected a file written by torch.save")
+        if head[8:9] == b"{":
+            return _about_safetensors(file, int.from_bytes(head[:8], "little"))
+    finally:
+        file.close()
+    return InputError(f"{source}: {_describe(head)}; expected a checkpoint file written by torch.save")

@@ -1,0 +1,112 @@
+"""The format of ``torch.save`` before 1.6: five pickles, then every storage as its element count and its bytes."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.readers.base import ByteRange, SourceFile, StorageInfo
+from ckpt8.readers.inert_pickle import load_pickle
+from ckpt8.readers.torch_common import OpenCheckpoint, StorageTable, opened, shown
+from ckpt8.readers.walk import check_depth
+
+if TYPE_CHECKING:
+    from collections.abc import Buffer
+
+MAGIC = 0x1950A86A20F9469CFC6C
+PROTOCOL_VERSION = 1001
+_MAGIC_BYTES = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+_MAGIC_TEXT = b"L119547037146038801333356L\n."  # how pickle protocol 1 writes it
+_SNIFFED_BYTES = 32
+_COUNT = struct.Struct("<q")
+
+
+class TorchLegacyReader:
+    """Reads what ``torch.save`` wrote before 1.6 or writes with ``_use_new_zipfile_serialization=False``."""
+
+    id: ClassVar[str] = "torch-legacy"
+
+    def sniff(self, source: ByteRange) -> bool:
+        """Whether it starts with the pickled magic number."""
+        with opened(source) as file:
+            head = file.read(0, min(_SNIFFED_BYTES, source.length))
+        return head.startswith(_MAGIC_TEXT) or (head.startswith(b"\x80") and _MAGIC_BYTES in head)
+
+    @contextmanager
+    def open(self, source: ByteRange) -> Iterator[OpenCheckpoint]:
+        """Open it. Raises InputError when it is damaged or cut off, UnsupportedError for big-endian files."""
+        with opened(source) as file:
+            yield _load(file)
+
+
+class _RawStream(io.RawIOBase):
+    """A SourceFile as a stream from its start."""
+
+    def __init__(self, file: SourceFile) -> None:
+        super().__init__()
+        self._file = file
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer) -> int:
+        view = memoryview(buffer).cast("B")
+        count = min(len(view), self._file.source.length - self._position)
+        self._file.read_into(self._position, view[:count])
+        self._position += count
+        return count
+
+    def tell(self) -> int:
+        return self._position
+
+
+def _load(file: SourceFile) -> OpenCheckpoint:
+    source = file.source
+    stream = io.BufferedReader(_RawStream(file))
+
+    def load(what: str, table: StorageTable | None = None) -> Any:
+        return load_pickle(stream, source.length, f"{source}: {what}", table.load if table else None)
+
+    if load("magic number") != MAGIC or load("format version") != PROTOCOL_VERSION:
+        raise InputError(f"{source}: not a checkpoint of torch before 1.6: its magic number or version is another")
+    system = load("system record")
+    if type(system) is not dict or system.get("little_endian") is not True:
+        raise UnsupportedError(f"{source}: saved on a big-endian machine; load and save it again with torch")
+    table = StorageTable(f"{source}: pickle")
+    tree = load("pickle", table)
+    check_depth(tree, table.label)
+    keys = load("list of storages")
+    storages = _storages(file, table, keys, stream.tell())
+    return OpenCheckpoint("torch-legacy", file, storages, tree)
+
+
+def _storages(file: SourceFile, table: StorageTable, keys: Any, offset: int) -> Sequence[StorageInfo]:
+    """The storages, which lie one behind the other from ``offset`` to the end of the file."""
+    source = file.source
+    if type(keys) is not list or not all(type(key) is str for key in keys):
+        raise InputError(f"{source}: damaged: its list of storages is malformed")
+    if len(set(keys)) != len(keys) or set(keys) != set(table.declared):
+        raise InputError(f"{source}: damaged: its list of storages is not the one that its pickle uses")
+    storages = []
+    for key in keys:
+        if offset + _COUNT.size > source.length:
+            raise InputError(f"{source}: cut off before storage {shown(key)}; copy or download it again")
+        (numel,) = _COUNT.unpack(file.read(offset, _COUNT.size))
+        offset += _COUNT.size
+        # The count is in elements of the type under which the storage was met first.
+        first, declared = next(iter(table.declared[key]))
+        if numel != declared:
+            raise InputError(f"{source}: storage {shown(key)} has {numel} elements, its pickle says {declared}")
+        nbytes = numel * first.itemsize
+        if nbytes > source.length - offset:
+            raise InputError(f"{source}: cut off inside storage {shown(key)}; copy or download it again")
+        storages.append(StorageInfo(key, table.dtype_for(key, nbytes), offset, nbytes))
+        offset += nbytes
+    if offset != source.length:
+        raise InputError(f"{source}: {source.length - offset} bytes follow the last storage; the file is damaged")
+    return storages

@@ -1,0 +1,125 @@
+"""The format of ``torch.save`` since 1.6: a zip file of a pickle and one uncompressed record per storage."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.readers.base import ByteRange, SourceFile, StorageInfo
+from ckpt8.readers.inert_pickle import load_pickle
+from ckpt8.readers.torch_common import OpenCheckpoint, StorageTable, opened, shown
+from ckpt8.readers.walk import check_depth
+from ckpt8.readers.zip_directory import LOCAL_SIGNATURE, STORED, ZipEntry, find_prefix, read_directory
+from ckpt8.readers.zip_end import read_end_records
+
+MAX_PICKLE_BYTES = 512 * 2**20
+MAX_SMALL_RECORD_BYTES = 64 * 2**20
+"""Records that are no storage are checked against their CRC up to this size."""
+_PICKLE_MARK = b"/data.pkl"
+
+
+class TorchZipReader:
+    """Reads what ``torch.save`` writes."""
+
+    id: ClassVar[str] = "torch-zip"
+
+    def sniff(self, source: ByteRange) -> bool:
+        """Whether this is a zip file with a ``data.pkl``, or a zip file too damaged to tell: ``open`` says why."""
+        with opened(source) as file:
+            if source.length < len(LOCAL_SIGNATURE) or file.read(0, len(LOCAL_SIGNATURE)) != LOCAL_SIGNATURE:
+                return False
+            try:
+                end = read_end_records(file)
+            except InputError:
+                return True
+            return _PICKLE_MARK in file.read(end.offset, end.size)
+
+    @contextmanager
+    def open(self, source: ByteRange) -> Iterator[OpenCheckpoint]:
+        """Open it. Raises InputError when it is damaged, UnsupportedError for TorchScript and compressed records."""
+        with opened(source) as file:
+            yield _load(file)
+
+
+def _load(file: SourceFile) -> OpenCheckpoint:
+    entries = read_directory(file)
+    prefix = find_prefix(file, entries)
+    records = {entry.name.removeprefix(prefix): entry for entry in entries if entry.name.startswith(prefix)}
+    if "constants.pkl" in records or any(name.startswith("code/") for name in records):
+        raise UnsupportedError(
+            f"{file.source}: a TorchScript archive, which holds code; save the state dict with torch.save instead"
+        )
+    _check_byte_order(file, records)
+    table = StorageTable(f"{file.source}: data.pkl")
+    pickle = _read_stored(file, records["data.pkl"], MAX_PICKLE_BYTES)
+    tree = load_pickle(io.BytesIO(pickle), len(pickle), table.label, table.load)
+    check_depth(tree, table.label)
+    named = {f"data/{key}": key for key in table.declared}
+    for name, entry in records.items():
+        if name not in named and name != "data.pkl" and entry.method == STORED:
+            _check_small(file, entry)
+    return OpenCheckpoint("torch-zip", file, _storages(file, table, records), tree)
+
+
+def _check_byte_order(file: SourceFile, records: Mapping[str, ZipEntry]) -> None:
+    record = records.get("byteorder")
+    if record is None:
+        return
+    order = _read_stored(file, record, len("little"))
+    if order == b"big":
+        raise UnsupportedError(f"{file.source}: saved on a big-endian machine; load and save it again with torch")
+    if order != b"little":
+        raise InputError(f"{file.source}: record byteorder holds {shown(order)}, expected 'little'")
+
+
+def _read_stored(file: SourceFile, entry: ZipEntry, limit: int) -> bytes:
+    """The content of a small record, checked against its CRC. Raises InputError."""
+    _require_stored(file, entry)
+    if entry.size > limit:
+        raise InputError(f"{file.source}: record {shown(entry.name)} has {entry.size} bytes, more than {limit}")
+    content = file.read(entry.data_offset, entry.size)
+    # 0 is what torch writes when set_crc32_options switched CRCs off.
+    if entry.crc32 and zlib.crc32(content) != entry.crc32:
+        raise InputError(f"{file.source}: record {shown(entry.name)} is damaged: its CRC does not match")
+    return content
+
+
+def _check_small(file: SourceFile, entry: ZipEntry) -> None:
+    if entry.size <= MAX_SMALL_RECORD_BYTES:
+        _read_stored(file, entry, MAX_SMALL_RECORD_BYTES)
+
+
+def _require_stored(file: SourceFile, entry: ZipEntry) -> None:
+    if entry.method != STORED:
+        raise UnsupportedError(
+            f"{file.source}: zip record {shown(entry.name)} is compressed; "
+            f"load the file with torch.load and write it again with torch.save"
+        )
+
+
+def _storages(
+    file: SourceFile, table: StorageTable, records: Mapping[str, ZipEntry]
+) -> Sequence[StorageInfo]:
+    """The storages that the pickle names, in the order of the file. A record it does not name is left alone."""
+    storages = []
+    for key in table.declared:
+        entry = records.get(f"data/{key}")
+        if entry is None:
+            raise InputError(f"{file.source}: storage {shown(key)} is named in data.pkl but missing from the file")
+        _require_stored(file, entry)
+        stated = entry.crc32 != 0 or entry.size == 0
+        storages.append(
+            StorageInfo(
+                key=key,
+                dtype=table.dtype_for(key, entry.size),
+                offset=entry.data_offset,
+                nbytes=entry.size,
+                crc32=entry.crc32 if stated else None,
+                crc_fields=entry.crc_fields if stated else (),
+            )
+        )
+    return sorted(storages, key=lambda storage: (storage.offset, storage.key))

@@ -1,0 +1,115 @@
+"""Walk over the tree that a reader gives: every tensor and storage in it, with the path that leads there.
+
+Iterative, so that no nesting can exhaust the interpreter's stack, and every container is visited once, so that a
+structure that refers to itself ends and one that shares its parts a billion times takes no longer than its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ckpt8.errors import InputError
+from ckpt8.readers.base import Global, Inert, StorageRef, TensorRef
+from ckpt8.readers.rebuild import StatefulDict
+
+MAX_DEPTH = 1000
+MAX_COMPONENT_CHARACTERS = 1024
+
+Components = tuple[str, ...]
+Leaf = TensorRef | StorageRef
+Child = tuple[Any, Any]
+"""A name, not yet text, and the value under it."""
+
+_LEAVES = (TensorRef, StorageRef)
+_CONTAINERS = frozenset({dict, StatefulDict, list, tuple, set, frozenset, Inert})
+
+
+def format_path(components: Components) -> str:
+    """The components joined by ``.``; for the root, the empty string. Two different paths may look the same."""
+    return ".".join(components)
+
+
+def iter_leaves(tree: Any, label: str = "checkpoint") -> Iterator[tuple[Components, Leaf]]:
+    """Every tensor and storage of ``tree`` in the order of the document, with its path.
+
+    A tensor that several containers hold comes once for each; what a container holds comes once, however many paths
+    lead to it. Raises InputError, opened by ``label``, for a tree nested deeper than MAX_DEPTH.
+    """
+    if type(tree) in _LEAVES:
+        yield (), tree
+        return
+    seen = {id(tree)}
+    frames: list[tuple[Components, Iterator[Child]]] = [((), _children(tree))]
+    while frames:
+        path, children = frames[-1]
+        for name, value in children:
+            kind = type(value)
+            if kind in _LEAVES:
+                yield (*path, _component(name)), value
+            elif kind in _CONTAINERS and id(value) not in seen:
+                if len(frames) >= MAX_DEPTH:
+                    raise InputError(f"{label}: its objects are nested deeper than {MAX_DEPTH}")
+                seen.add(id(value))
+                frames.append(((*path, _component(name)), _children(value)))
+                break
+        else:
+            frames.pop()
+
+
+def check_depth(tree: Any, label: str) -> None:
+    """Raise InputError, opened by ``label``, for a tree nested deeper than MAX_DEPTH."""
+    for _ in iter_leaves(tree, label):
+        pass
+
+
+def _children(node: Any) -> Iterator[Child]:
+    kind = type(node)
+    if kind is Inert:
+        yield from enumerate(node.args)
+        yield from enumerate(node.items)
+        yield from _entries(node.pairs)
+        yield from _attributes(node.state)
+    elif kind is dict or kind is StatefulDict:
+        yield from _entries(node.items())
+        if kind is StatefulDict:
+            yield from _attributes(node.state)
+    elif kind in _CONTAINERS:
+        yield from enumerate(node)
+
+
+def _entries(pairs: Any) -> Iterator[Child]:
+    """The values by key. A key can itself be or hold a tensor (``optimizer.state`` before it is a state dict)."""
+    for key, value in pairs:
+        if type(key) in _LEAVES or type(key) is tuple or type(key) is Inert:
+            yield "key", key
+        yield key, value
+
+
+def _attributes(state: Any) -> Iterator[Child]:
+    """An object's attributes by name: ``__dict__``, or ``(__dict__, slots)``, or anything under the name "state"."""
+    parts = state if type(state) is tuple and len(state) == 2 else (state,)
+    for part in parts:
+        if type(part) is dict:
+            yield from _entries(part.items())
+        else:
+            yield "state", part
+
+
+def _component(name: Any) -> str:
+    """A short text for a key. Huge keys are cut: a path is for people, and may not outgrow the file."""
+    if type(name) is str:
+        text = name
+    elif type(name) in (int, bool, float, type(None), complex, Global):
+        text = name.name if type(name) is Global else str(name)
+    elif type(name) is bytes:
+        text = repr(name[:MAX_COMPONENT_CHARACTERS])
+    elif type(name) is tuple:
+        text = (
+            "("
+            + ",".join(_component(part) if type(part) is not tuple else "(...)" for part in name[:8])
+            + ")"
+        )
+    else:
+        text = getattr(name, "name", type(name).__name__)
+    return text if len(text) <= MAX_COMPONENT_CHARACTERS else text[:MAX_COMPONENT_CHARACTERS] + "…"

@@ -1,0 +1,92 @@
+"""From the results of a run to the records of the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckpt8.codecs import config_of
+from ckpt8.container.manifest import (
+    FrameTable,
+    Manifest,
+    MemberRecord,
+    ParameterRecord,
+    StorageRecord,
+    TensorRecord,
+)
+from ckpt8.measure import UnitErrors
+from ckpt8.plan import Parameter, Plan, Unit
+from ckpt8.readers.base import Checkpoint
+
+
+@dataclass(slots=True)
+class UnitResult:
+    """What was written for a unit. ``tables`` by stream, then part; ``crcs`` of the source bytes by stream."""
+
+    unit: Unit
+    tables: list[dict[str, FrameTable]]
+    errors: UnitErrors | None = None
+    crcs: list[int] = field(default_factory=list)
+
+
+def fill(
+    manifest: Manifest,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    member: str,
+    skeleton: StorageRecord,
+    results: Mapping[int, tuple[UnitResult, int]],
+) -> None:
+    """Add one member: its storages, its skeleton behind them, its tensors and parameters.
+
+    ``results`` gives, for the index of every stream, the result of its unit and its place in that unit.
+    """
+    manifest.storages += [_storage_record(*results[index]) for index in range(len(results))]
+    manifest.storages.append(skeleton)
+    storages = checkpoint.storages
+    order = sorted(range(len(storages)), key=lambda index: storages[index].offset)
+    manifest.members.append(
+        MemberRecord(
+            member,
+            checkpoint.format,
+            checkpoint.size,
+            len(results),
+            [[storages[index].offset, index] for index in order],
+            [[place, index] for index in order for place in storages[index].crc_fields],
+        )
+    )
+    for tensor, index in plan.tensors:
+        ref = tensor.ref
+        manifest.tensors.append(
+            TensorRecord(tensor.name, index, ref.dtype, ref.offset, list(ref.shape), list(ref.stride))
+        )
+    for unit in plan.units:
+        if unit.parameter is not None:
+            result, _ = results[unit.streams[0].index]
+            manifest.parameters.append(_parameter_record(unit.parameter, result))
+
+
+def _storage_record(result: UnitResult, k: int) -> StorageRecord:
+    stream = result.unit.streams[k]
+    error = result.errors.streams.get(stream.index) if result.errors else None
+    return StorageRecord(
+        stream.spec.name,
+        stream.spec.dtype,
+        stream.spec.numel,
+        stream.spec.role,
+        config_of(stream.codec),
+        stream.reason,
+        result.tables[k],
+        error.to_json() if error and error.finite else None,
+    )
+
+
+def _parameter_record(parameter: Parameter, result: UnitResult) -> ParameterRecord:
+    error = result.errors.update if result.errors else None
+    return ParameterRecord(
+        parameter.name,
+        dict(parameter.moments),
+        parameter.rule.to_json() if parameter.rule else None,
+        parameter.reason,
+        error.to_json() if error and error.finite else None,
+    )

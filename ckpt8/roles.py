@@ -1,0 +1,137 @@
+"""What every tensor of a checkpoint is for, read from where it sits in the tree and never from its values.
+
+    optimizer   a dict with ``state`` and ``param_groups``, anywhere; ``state[id][key]``, id an index or a name
+    weights     under a key that names a model (``model``, ``state_dict``, ``state_dict_ema``, ...), under the
+                ``_parameters`` of a pickled module, or a bare state dict: a dict of nothing but tensors
+    other       everything else
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt8.readers.base import StorageRef, TensorRef
+from ckpt8.readers.walk import Path, iter_nodes
+from ckpt8.tensors import Role
+
+MODEL_KEYS = frozenset(
+    """
+    model state_dict model_state_dict model_state module net network weights params backbone encoder decoder
+    generator discriminator actor critic policy teacher student g_ema
+    ema ema_model ema_state_dict model_ema state_dict_ema params_ema ema_params shadow_params _parameters
+    """.split()
+)
+"""Keys under which checkpoints in the wild keep model weights or an average of them."""
+
+STATE_ROLES: Mapping[str, Role] = {
+    "exp_avg": Role.MOMENT1,
+    "momentum_buffer": Role.MOMENT1,
+    "exp_avg_sq": Role.MOMENT2,
+    "max_exp_avg_sq": Role.MOMENT2,
+    "master_param": Role.WEIGHT,
+    "master_params": Role.WEIGHT,
+    "master_weight": Role.WEIGHT,
+}
+"""Roles of the tensors in an optimizer's per-parameter state; every other key is ``other``."""
+
+_LONGEST_NAME = 512
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """A tensor and where it sits. ``name`` is unique in the checkpoint."""
+
+    name: str
+    role: Role
+    ref: TensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterState:
+    """The optimizer state of one parameter: ``state`` maps keys to values, ``group`` is its parameter group."""
+
+    name: str
+    state: Mapping[Any, Any]
+    group: Mapping[Any, Any]
+
+
+@dataclass(slots=True)
+class Structure:
+    """``opaque`` are the keys of storages that something other than a tensor refers to."""
+
+    tensors: list[NamedTensor] = field(default_factory=list)
+    parameters: list[ParameterState] = field(default_factory=list)
+    opaque: set[str] = field(default_factory=set)
+
+
+def is_optimizer(node: object) -> bool:
+    """Whether a node has the shape of an optimizer's state dict."""
+    return isinstance(node, dict) and isinstance(node.get("state"), dict) and isinstance(node.get("param_groups"), list)
+
+
+def is_bare_state_dict(tree: object) -> bool:
+    """Whether the tree is a model state dict itself: names to tensors, extra states aside."""
+    if not isinstance(tree, dict):
+        return False
+    values = [value for key, value in tree.items() if not str(key).endswith("_extra_state")]
+    return bool(values) and all(isinstance(key, str) for key in tree) and all(isinstance(v, TensorRef) for v in values)
+
+
+def unique_name(name: str, taken: dict[str, int]) -> str:
+    """``name``, printable and short, with ``#2``, ``#3``, ... where it was given before."""
+    name = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in name[:_LONGEST_NAME])
+    candidate = name
+    while candidate in taken:
+        taken[name] += 1
+        candidate = f"{name}#{taken[name]}"
+    taken[candidate] = 1
+    return candidate
+
+
+def classify(tree: object) -> Structure:
+    """Name every tensor of the tree and give it its role. Raises InputError on a tree that is too deep."""
+    structure = Structure()
+    taken: dict[str, int] = {}
+    optimizers: set[Path] = set()
+    bare = is_bare_state_dict(tree)
+    for path, node in iter_nodes(tree):
+        if isinstance(node, TensorRef):
+            name = unique_name(".".join(path) or "tensor", taken)
+            structure.tensors.append(NamedTensor(name, _role(path, optimizers, bare), node))
+        elif isinstance(node, StorageRef):
+            structure.opaque.add(node.key)
+        elif is_optimizer(node):
+            optimizers.add(path)
+            structure.parameters += _parameter_states(".".join(path), node)  # type: ignore[arg-type]
+    return structure
+
+
+def _role(path: Path, optimizers: set[Path], bare: bool) -> Role:
+    for depth in range(len(path)):
+        if path[:depth] in optimizers:
+            in_state = len(path) == depth + 3 and path[depth] == "state"
+            return STATE_ROLES.get(path[-1], Role.OTHER) if in_state else Role.OTHER
+    named_model = any(component in MODEL_KEYS for component in path[:-1])
+    return Role.WEIGHT if bare or named_model else Role.OTHER
+
+
+def _parameter_states(prefix: str, optimizer: Mapping[str, Any]) -> list[ParameterState]:
+    """The states of one optimizer, named as the checkpoint names its parameters, else by their place."""
+    groups: dict[Any, tuple[Mapping[Any, Any], str | None]] = {}
+    for group in optimizer["param_groups"]:
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            continue
+        names = group.get("param_names")
+        known = isinstance(names, list) and len(names) == len(group["params"])
+        for position, identifier in enumerate(group["params"]):
+            if isinstance(identifier, (int, str)):
+                groups[identifier] = (group, str(names[position]) if known and names else None)
+    found = []
+    for identifier, state in optimizer["state"].items():
+        if isinstance(state, dict):
+            group, name = groups.get(identifier, ({}, None))
+            place = f"{prefix}.state.{identifier}" if prefix else f"state.{identifier}"
+            found.append(ParameterState(name or place, state, group))
+    return found

@@ -1,0 +1,160 @@
+"""The error that lossy storage makes, measured while the tile is in cache: accumulators that merge in frame order.
+
+    weight   e = |w' - w| / max(|w|, 2^-126): maximum and mean; the distance in units of the bf16 step (2^16 fp32 steps)
+    moment   NMSE = sum((x' - x)^2) / sum(x^2); the largest |x' - x| / s, with s the scale of the group and x = sqrt(v)
+             for second moments (the domain in which they are quantised)
+    update   u as in ``update_space``: NMSE = sum((u' - u)^2) / sum(u^2), max |u' - u|, max |u|
+
+Sums are taken in float64, maxima in fp32, so that another machine reproduces maxima exactly and sums to 1e-9.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from ckpt8.codecs.companded8 import GROUP
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Self
+
+SMALLEST_NORMAL = 2.0**-126
+FP32_STEPS_PER_BF16_STEP = 1 << 16
+
+
+def _larger(a: float, b: float) -> float:
+    """The larger of two numbers; NaN when either is."""
+    return a if a >= b or math.isnan(a) else b
+
+
+@dataclass(slots=True)
+class ErrorStats:
+    """Base of the accumulators: fields named ``max_*`` merge by maximum, all others by sum."""
+
+    def merge(self, later: Self) -> None:
+        """Add what was measured on the elements that follow."""
+        for field in fields(self):
+            mine, other = getattr(self, field.name), getattr(later, field.name)
+            merged = _larger(mine, other) if field.name.startswith("max_") else mine + other
+            setattr(self, field.name, merged)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers."""
+        return asdict(self)
+
+    @property
+    def finite(self) -> bool:
+        """Whether every figure is a finite number."""
+        return all(math.isfinite(getattr(self, field.name)) for field in fields(self))
+
+    def disagreement(self, other: Self, tolerance: float = 1e-9) -> str | None:
+        """The first figure that differs (maxima exactly, sums beyond ``tolerance`` relative), or None."""
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            exact = field.name.startswith("max_") or isinstance(mine, int)
+            if not (mine == theirs if exact else math.isclose(mine, theirs, rel_tol=tolerance)):
+                return f"{field.name} is {theirs!r}, measured {mine!r}"
+        return None
+
+
+@dataclass(slots=True)
+class WeightError(ErrorStats):
+    """Error of weights. ``sum_relative`` over ``count`` elements; ``max_steps`` in fp32 steps."""
+
+    count: int = 0
+    max_relative: float = 0.0
+    sum_relative: float = 0.0
+    max_steps: int = 0
+
+    @property
+    def mean_relative(self) -> float:
+        """Mean relative error."""
+        return self.sum_relative / self.count if self.count else 0.0
+
+    @property
+    def max_bf16_ulp(self) -> float:
+        """The largest error in steps of bf16."""
+        return self.max_steps / FP32_STEPS_PER_BF16_STEP
+
+
+@dataclass(slots=True)
+class NoiseError(ErrorStats):
+    """Error energy against signal energy."""
+
+    sum_square_error: float = 0.0
+    sum_square: float = 0.0
+
+    @property
+    def nmse(self) -> float:
+        """Normalised mean square error; 0 where there is no signal and no error."""
+        if self.sum_square:
+            return self.sum_square_error / self.sum_square
+        return math.inf if self.sum_square_error else 0.0
+
+    @property
+    def snr_db(self) -> float | None:
+        """Signal-to-noise ratio in decibels, or None where the error is zero."""
+        nmse = self.nmse
+        return -10 * math.log10(nmse) if 0 < nmse < math.inf else None
+
+
+@dataclass(slots=True)
+class MomentError(NoiseError):
+    """Error of a moment; ``max_scaled`` relative to the scale of the group."""
+
+    max_scaled: float = 0.0
+
+
+@dataclass(slots=True)
+class UpdateError(NoiseError):
+    """Error in update space, per unit of learning rate."""
+
+    max_error: float = 0.0
+    max_update: float = 0.0
+
+
+def _square_sum(x: torch.Tensor) -> float:
+    wide = x.double()
+    return float(wide.dot(wide))
+
+
+def weight_error(original: torch.Tensor, decoded: torch.Tensor) -> WeightError:
+    """Measure a flat fp32 tile of weights."""
+    import torch
+
+    relative = (decoded - original).abs_().div_(original.abs().clamp_min_(SMALLEST_NORMAL))
+    steps = decoded.view(torch.int32).sub(original.view(torch.int32)).abs_()
+    return WeightError(
+        original.numel(), float(relative.amax()), float(relative.double().sum()), int(steps.amax())
+    )
+
+
+def moment_error(
+    original: torch.Tensor, decoded: torch.Tensor, scales: torch.Tensor, *, second: bool
+) -> MomentError:
+    """Measure a flat fp32 tile of a moment. ``scales`` is the fp32 scale of each group of 32."""
+    import torch
+
+    error = decoded - original
+    noise, signal = _square_sum(error), _square_sum(original)
+    if second:
+        error = decoded.sqrt().sub_(original.sqrt())
+    short = -error.numel() % GROUP
+    if short:
+        error = torch.nn.functional.pad(error, (0, short))
+    largest = error.view(-1, GROUP).abs().amax(1)
+    scaled = largest.div(scales)[scales > 0]
+    return MomentError(noise, signal, float(scaled.amax()) if scaled.numel() else 0.0)
+
+
+def update_error(original: torch.Tensor, decoded: torch.Tensor, factor: float) -> UpdateError:
+    """Measure a flat fp32 tile of updates; both are ``factor`` times smaller than the update they stand for."""
+    error = decoded - original
+    return UpdateError(
+        _square_sum(error) * factor * factor,
+        _square_sum(original) * factor * factor,
+        float(error.abs_().amax()) * factor,
+        float(original.abs().amax()) * factor,
+    )

@@ -1,0 +1,79 @@
+"""A small thread pool with ordered results and bounded look-ahead.
+
+zstandard, torch and file reads all release the GIL. Each thread runs torch with one intra-op thread, and the
+caller's own setting is left as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+LOOK_AHEAD = 2
+"""Results per thread that may wait for the consumer: bounds memory."""
+
+
+def default_threads() -> int:
+    """One thread for each processor this process may run on, at most eight."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(available, 8)
+
+
+class Workers:
+    """A context manager. ``threads`` of None takes ``default_threads()``."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = threads or default_threads()
+        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt8")
+        self._start()
+
+    def _start(self) -> None:
+        # torch.set_num_threads acts on the calling thread and on the default of threads that start later; putting
+        # the default back after all of ours have started leaves the process as it was.
+        import torch
+
+        before = torch.get_num_threads()
+        barrier = threading.Barrier(self.threads)
+
+        def enter() -> None:
+            torch.set_num_threads(1)
+            barrier.wait()
+
+        for future in [self._pool.submit(enter) for _ in range(self.threads)]:
+            future.result()
+        torch.set_num_threads(before)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop waiting work, wait for running work, end the threads."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+        """Results in the order of ``items``, which are taken only as far ahead as memory allows."""
+        waiting: deque[Future[R]] = deque()
+        limit = self.threads * (1 + LOOK_AHEAD)
+        try:
+            for item in items:
+                waiting.append(self._pool.submit(function, item))
+                if len(waiting) >= limit:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
