@@ -9,14 +9,16 @@ from __future__ import annotations
 import bisect
 import pickle
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from ckpt8.readers import open_checkpoint
-from ckpt8.readers.base import Checkpoint
+from ckpt8.readers.base import ByteRange, Checkpoint, SourceFile, StorageInfo
+from ckpt8.readers.zip_directory import read_directory
 
 if TYPE_CHECKING:
     import torch
@@ -49,12 +51,17 @@ def _recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
 class LiveCheckpoint:
     """A Checkpoint whose storages are tensors in memory and whose other bytes are a file of torch.save."""
 
-    def __init__(self, skeleton: Checkpoint, storages: dict[str, torch.UntypedStorage]) -> None:
+    def __init__(
+        self,
+        skeleton: Checkpoint,
+        storages: Sequence[StorageInfo],
+        live: dict[str, torch.UntypedStorage],
+    ) -> None:
         self._skeleton = skeleton
-        self._live = storages
+        self._live = live
         self.format = skeleton.format
         self.size = skeleton.size
-        self.storages = skeleton.storages
+        self.storages = storages
         self.tree = skeleton.tree
         self._starts = [storage.offset for storage in self.storages]
 
@@ -88,4 +95,14 @@ def live_checkpoint(obj: object) -> Iterator[Checkpoint]:
         with torch.serialization.skip_data():
             torch.save(obj, path, pickle_module=cast("Any", _recording_pickle(storages)))
         with open_checkpoint(path) as skeleton:
-            yield LiveCheckpoint(skeleton, storages)
+            yield LiveCheckpoint(skeleton, _with_crc_fields(path, skeleton), storages)
+
+
+def _with_crc_fields(path: Path, skeleton: Checkpoint) -> list[StorageInfo]:
+    """The storages with the places of their checksums, which torch has left at zero."""
+    file = SourceFile(ByteRange.of(path))
+    try:
+        fields = {entry.data_offset: entry.crc_fields for entry in read_directory(file)}
+    finally:
+        file.close()
+    return [replace(storage, crc_fields=fields[storage.offset]) for storage in skeleton.storages]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckpt8.codecs import config_of
@@ -52,7 +52,7 @@ def fill(
             checkpoint.size,
             len(results),
             [[storages[index].offset, index] for index in order],
-            [[place, index] for index in order for place in storages[index].crc_fields],
+            _crc_fields(checkpoint, order, results),
         )
     )
     for tensor, index in plan.tensors:
@@ -64,6 +64,19 @@ def fill(
         if unit.parameter is not None:
             result, _ = results[unit.streams[0].index]
             manifest.parameters.append(_parameter_record(unit.parameter, result))
+
+
+def _crc_fields(
+    checkpoint: Checkpoint, order: Iterable[int], results: Mapping[int, tuple[UnitResult, int]]
+) -> list[list[int]]:
+    """The checksum fields that ``restore`` must fill in: where bytes change, or where the source knew none yet."""
+    fields = []
+    for index in order:
+        storage = checkpoint.storages[index]
+        result, k = results[index]
+        if storage.crc32 is None or result.unit.streams[k].lossy:
+            fields += [[place, index] for place in storage.crc_fields]
+    return fields
 
 
 def _storage_record(result: UnitResult, k: int) -> StorageRecord:

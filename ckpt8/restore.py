@@ -62,7 +62,7 @@ def _copy(member: MemberFile, output: AtomicFile, workers: Workers, progress: Pr
     def copy(piece: Piece) -> tuple[Piece, int]:
         view = scratch("restore", piece.stop - piece.start)
         member.fill(piece, view)
-        crc = zlib.crc32(view) if member.changes(piece.storage) else 0
+        crc = zlib.crc32(view) if member.needs_crc(piece.storage) else 0
         with output.guard():
             _write_at(descriptor, view, piece.start)
         return piece, crc
@@ -71,7 +71,7 @@ def _copy(member: MemberFile, output: AtomicFile, workers: Workers, progress: Pr
     for piece, crc in workers.map(copy, _pieces(member)):
         length = piece.stop - piece.start
         progress(length)
-        if member.changes(piece.storage):
+        if member.needs_crc(piece.storage):
             crcs[piece.storage] = combine(crcs.get(piece.storage, 0), crc, length)
     return crcs
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt8.readers.base import StorageRef, TensorRef
-from ckpt8.readers.walk import Path, iter_nodes
+from ckpt8.readers.walk import Components, format_path, iter_nodes
 from ckpt8.tensors import Role
 
 MODEL_KEYS = frozenset(
@@ -94,21 +94,21 @@ def classify(tree: object) -> Structure:
     """Name every tensor of the tree and give it its role. Raises InputError on a tree that is too deep."""
     structure = Structure()
     taken: dict[str, int] = {}
-    optimizers: set[Path] = set()
+    optimizers: set[Components] = set()
     bare = is_bare_state_dict(tree)
     for path, node in iter_nodes(tree):
         if isinstance(node, TensorRef):
-            name = unique_name(".".join(path) or "tensor", taken)
+            name = unique_name(format_path(path) or "tensor", taken)
             structure.tensors.append(NamedTensor(name, _role(path, optimizers, bare), node))
         elif isinstance(node, StorageRef):
             structure.opaque.add(node.key)
         elif is_optimizer(node):
             optimizers.add(path)
-            structure.parameters += _parameter_states(".".join(path), node)  # type: ignore[arg-type]
+            structure.parameters += _parameter_states(format_path(path), node)  # type: ignore[arg-type]
     return structure
 
 
-def _role(path: Path, optimizers: set[Path], bare: bool) -> Role:
+def _role(path: Components, optimizers: set[Components], bare: bool) -> Role:
     for depth in range(len(path)):
         if path[:depth] in optimizers:
             in_state = len(path) == depth + 3 and path[depth] == "state"

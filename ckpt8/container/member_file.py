@@ -1,8 +1,8 @@
 """A member of a container as the file that it was: seekable, read-only, decoded where it is read.
 
 Bytes outside the storages come from the skeleton; storages are decoded chunk by chunk. Where a storage comes back
-with other values, the checksums that the source kept of it are zero here until ``patch_crc`` sets them; torch does
-not look at them, and ``restore`` sets them as it goes.
+with other values, the checksums that the source kept of it are zero here until ``patch_crc`` sets them: torch does
+not look at them, and ``restore`` sets them at its end.
 """
 
 from __future__ import annotations
@@ -91,16 +91,15 @@ class MemberFile(io.RawIOBase):
         self._patches: dict[int, bytes] = {}
         self._crc_fields: dict[int, list[int]] = {}
         for place, storage in record.crc_fields:
-            if self.changes(storage):
-                self._crc_fields.setdefault(storage, []).append(place)
-                self._patches[place] = bytes(CRC_BYTES)
+            self._crc_fields.setdefault(storage, []).append(place)
+            self._patches[place] = bytes(CRC_BYTES)
         self._places = sorted(self._patches)
         self._last: tuple[tuple[int, int], bytearray] | None = None
         self._lock = threading.Lock()
 
-    def changes(self, storage: int) -> bool:
-        """Whether a storage comes back with other bytes than it had."""
-        return self._reader.codec(storage).measured_as is not None
+    def needs_crc(self, storage: int) -> bool:
+        """Whether the member repeats the checksum of a storage, which is known once it is decoded."""
+        return storage in self._crc_fields
 
     def patch_crc(self, storage: int, crc32: int) -> list[tuple[int, bytes]]:
         """Set the checksum of a storage: (offset, bytes) of every field that holds it."""

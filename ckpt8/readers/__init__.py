@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -15,11 +14,19 @@ READERS: tuple[tuple[str, str], ...] = (
     ("torch-zip", "ckpt8.readers.torch_zip:TorchZipReader"),
     ("torch-legacy", "ckpt8.readers.torch_legacy:TorchLegacyReader"),
 )
-"""Every format by id and class, in the order in which they are tried. Classes are imported when they are needed."""
+"""Every format by id and class, in the order in which they are tried. Classes are imported when needed."""
 
 _TAR_MAGIC_OFFSET = 257
 _MAX_SAFETENSORS_HEADER = 100_000_000  # the limit of the safetensors library
-_MANIFEST_PART = b"ckpt8"
+_HEAD_BYTES = 512
+_KNOWN_STARTS = (
+    (b"PK", "a zip file without a data.pkl"),
+    (b"version https://git-lfs", "a Git LFS pointer, not the file itself (git lfs pull fetches it)"),
+    (b"\x80", "a plain pickle"),
+    (b"\x1f\x8b", "a gzip file (unpack it first)"),
+    (b"\x28\xb5\x2f\xfd", "a zstandard file (unpack it first)"),
+    (b"\x89HDF", "an HDF5 file"),
+)
 
 
 def get_reader(reader_id: str) -> Reader:
@@ -30,7 +37,7 @@ def get_reader(reader_id: str) -> Reader:
 
 
 def find_reader(source: ByteRange) -> Reader:
-    """Pick the reader for the content of ``source``. Raises InputError, saying what the content is, if none fits."""
+    """Pick the reader for the content of ``source``. Raises InputError, saying what it is, if none fits."""
     for reader_id, _ in READERS:
         reader = get_reader(reader_id)
         if reader.sniff(source):
@@ -69,18 +76,35 @@ def _about_directory(path: Path) -> str:
 
 
 def _refusal(source: ByteRange) -> InputError:
-    """Say what an unknown file is and what to do."""
+    """Say what a file of no known format is, and what to do."""
     file = SourceFile(source)
     try:
-        head = file.read(0, min(512, source.length))
-        if head[_TAR_MAGIC_OFFSET : _TAR_MAGIC_OFFSET + 5] == b"ustar":
-            return UnsupportedError(
-                f"{source}: a tar file; if torch before 0.2 wrote it, load it and save it again with torch.save"
-            )
-        if head[:2] == b"PK":
-            return InputError(f"{source}: a zip file without a data.pkl; expected a file written by torch.save")
-        if head[8:9] == b"{":
-            return _about_safetensors(file, int.from_bytes(head[:8], "little"))
+        head = file.read(0, min(_HEAD_BYTES, source.length))
     finally:
         file.close()
-    return InputError(f"{source}: {_describe(head)}; expected a checkpoint file written by torch.save")
+    if head[_TAR_MAGIC_OFFSET : _TAR_MAGIC_OFFSET + 5] == b"ustar":
+        return UnsupportedError(
+            f"{source}: a tar file; unpack it, or load it and save it again with torch.save"
+        )
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MAX_SAFETENSORS_HEADER:
+        if b'"ckpt8":' in head:
+            return InputError(f"{source}: already a .ckpt8 file; give the checkpoint that it was made from")
+        return UnsupportedError(
+            f"{source}: a safetensors file, which is not read on its own; "
+            f"give a .pt checkpoint, or the checkpoint folder it belongs to"
+        )
+    return InputError(f"{source}: {_describe(head)}; expected a file written by torch.save")
+
+
+def _describe(head: bytes) -> str:
+    for start, what in _KNOWN_STARTS:
+        if head.startswith(start):
+            return what
+    if not head.strip(b"\0"):
+        return "starts with zero bytes only, as after an interrupted save"
+    try:
+        # A multi-byte character may be cut at the end of the head.
+        head[:-3].decode("utf-8")
+    except UnicodeDecodeError:
+        return "of an unknown format"
+    return "of an unknown format" if b"\0" in head else "a text file"

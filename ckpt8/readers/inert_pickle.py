@@ -1,10 +1,11 @@
-"""A pickle machine that executes nothing: protocols 0 to 5 become plain values, ``Inert`` nodes and tensor references.
+"""A pickle machine that executes nothing: it gives plain values, ``Inert`` nodes and tensor references.
 
-A pickle is a program for a stack machine. Python's machine imports names and calls them; this one has no code that
-could do either. A name becomes a ``Global``, a call becomes an ``Inert`` that keeps its arguments, and only the
-constructors listed in ``rebuild.py`` are understood. The memory and time that a stream of n bytes can take are
-proportional to n: every announced length is checked against the bytes that are left, and what a single opcode could
-copy again and again is budgeted. Nothing here recurses, so nesting is limited only by the walk that follows.
+A pickle is a program for a stack machine. Python's machine imports names and calls them; this one has no code
+that could do either. A name becomes a ``Global``, a call becomes an ``Inert`` that keeps its arguments, and
+only the constructors listed in ``rebuild.py`` are understood. The memory and time that a stream of n bytes
+can take are proportional to n: every announced length is checked against the bytes that are left, and what a
+single opcode could copy again and again is budgeted. Nothing here recurses, so nesting is limited only by the
+walk that follows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MAX_CONTAINERS = 16_000_000
 MAX_GLOBALS = 65_536
 MAX_NAME_CHARACTERS = 1024
 COPY_FACTOR = 16
-"""Constructors that copy may copy this many times the length of the pickle in all."""
+"""Constructors that copy may copy in all this many times what was read."""
 COPY_ALLOWANCE = 65_536
 
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # names of Python 2, used by protocols 0 to 2
@@ -36,9 +37,10 @@ def load_pickle(
 ) -> Any:
     """Read one pickle from ``stream``, which is left behind its last byte.
 
-    ``end`` is the position, as ``stream.tell()`` counts, at which the stream's bytes end. ``label`` opens every
-    message. ``persistent_load`` turns a persistent id into a value or raises InputError; without it such an id is
-    refused. Raises InputError for anything but a well-formed pickle. Sets become ``Inert`` nodes with ``items``.
+    ``end`` is the position, as ``stream.tell()`` counts, at which the stream's bytes end. ``label`` opens
+    every message. ``persistent_load`` turns a persistent id into a value or raises InputError; without it
+    such an id is refused. Raises InputError for anything but a well-formed pickle. Sets become ``Inert``
+    nodes with ``items``.
     """
     return _Machine(stream, end, label, persistent_load).run()
 
@@ -66,7 +68,8 @@ class _Machine(StackMachine):
         self.persistent_load = persistent_load
         self.globals: dict[tuple[str, str], Global] = {}
         self.containers = 0
-        self.copies_left = COPY_FACTOR * (end - stream.tell()) + COPY_ALLOWANCE
+        self.start = stream.tell()
+        self.copied = 0
 
     def run(self) -> Any:
         """Execute up to STOP and give the value. Raises InputError."""
@@ -100,8 +103,8 @@ class _Machine(StackMachine):
             raise ValueError(f"it builds more than {MAX_CONTAINERS} objects")
 
     def _spend(self, size: int) -> None:
-        self.copies_left -= size
-        if self.copies_left < 0:
+        self.copied += size
+        if self.copied > COPY_FACTOR * (self.tell() - self.start) + COPY_ALLOWANCE:
             raise ValueError("it copies the same values over and over")
 
     def _empty_tuple(self) -> None:

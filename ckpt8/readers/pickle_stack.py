@@ -1,7 +1,7 @@
-"""The part of the pickle machine below all objects: operands, scalars, the stack with its marks, and the memo.
+"""The part of the pickle machine below all objects: operands, scalars, the stack, its marks, the memo.
 
-Every announced length is checked against the bytes that are left before anything is read. What is wrong raises
-ValueError, IndexError or struct.error, to which ``inert_pickle`` adds the file and the place.
+Every announced length is checked against the bytes that are left before anything is read. What is wrong
+raises ValueError, IndexError or struct.error, to which ``inert_pickle`` adds the file and the place.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _unescape(match: re.Match[bytes]) -> bytes:
 
 
 def _legacy_text(data: bytes) -> str | bytes:
-    """A Python 2 ``str`` is text or bytes; only what decodes as UTF-8 is taken for text."""
+    """Take a Python 2 ``str``, which is text or bytes, for text only if it decodes as UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:

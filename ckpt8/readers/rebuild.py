@@ -1,17 +1,16 @@
-"""The few constructors of a pickle that are understood. They build plain values and tensor references, nothing else.
+"""The few constructors of a pickle that are understood: of plain values and of tensor references.
 
-A constructor takes the pickled arguments and gives a value, or NOT_INTERPRETED when the arguments are none of the
-forms that torch and Python write: the object then stays an ``Inert`` whose arguments remain visible. Arguments that
-can only be damage raise ValueError, to which the pickle machine adds where it happened.
+A constructor takes the pickled arguments and gives a value, or NOT_INTERPRETED when the arguments are none of
+the forms that torch and Python write: the object then stays an ``Inert`` whose arguments remain visible.
+Arguments that can only be damage raise ValueError, to which the pickle machine adds where it happened.
 
-Nothing that a tensor reference drops (hooks, attributes) may hide another tensor or storage: whoever asks which
-storages are used by what must find them all in the tree. So everything dropped is checked to be plain.
+Nothing that a tensor reference drops (hooks, attributes) may hide another tensor or storage: whoever asks
+which storages are used by what must find them all in the tree. So everything dropped is checked to be plain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 from ckpt8.readers.base import Global, Inert, StorageRef, TensorRef
@@ -32,7 +31,7 @@ Constructor = Callable[[tuple[Any, ...], Spend], Any]
 
 
 class StatefulDict(dict[Any, Any]):
-    """An ``OrderedDict`` or ``defaultdict`` of the pickle. ``state`` holds its attributes, such as ``_metadata``."""
+    """An ``OrderedDict`` or ``defaultdict``. ``state``: attributes such as ``_metadata``, or None."""
 
     __slots__ = ("state",)
 
@@ -60,26 +59,35 @@ def is_plain(value: Any) -> bool:
     return all(_is_trivial(part) for part in value)
 
 
-def make_tensor(storage: StorageRef, dtype: DType, offset: Any, shape: Any, stride: Any) -> TensorRef:
-    """A tensor of ``dtype`` over ``storage``. Raises ValueError unless every element lies inside the storage.
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _INT64_MAX:
+        raise ValueError("a tensor's offset, shape or stride is not a count")
+    return value
 
-    ``offset`` and ``stride`` are in elements of ``dtype``, relative to the start of ``storage`` (which may be a view).
+
+def make_tensor(storage: StorageRef, dtype: DType, offset: Any, shape: Any, stride: Any) -> TensorRef:
+    """Make a tensor of ``dtype`` over ``storage``. Raises ValueError unless every element lies inside it.
+
+    ``offset`` and ``stride`` are in elements of ``dtype``, relative to the start of ``storage`` (which may be
+    a view).
     """
     if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
         raise ValueError("a tensor's shape and stride do not belong together")
     if len(shape) > MAX_DIMS:
         raise ValueError(f"a tensor has {len(shape)} dimensions, more than {MAX_DIMS}")
-    if not all(type(n) is int and 0 <= n <= _INT64_MAX for n in (offset, *shape, *stride)):
-        raise ValueError("a tensor's offset, shape or stride is not a count")
-    if prod(shape) > _INT64_MAX:
+    last = _count(offset)
+    numel = 1
+    for n, step in zip(shape, stride, strict=True):
+        last += (_count(n) - 1) * _count(step)
+        numel *= n
+    if numel > _INT64_MAX:
         raise ValueError("a tensor has more elements than can be counted")
     start, misaligned = divmod(storage.offset * storage.dtype.itemsize, dtype.itemsize)
     if misaligned:
         raise ValueError(f"a {dtype.label} tensor starts inside an element")
     available = storage.numel * storage.dtype.itemsize // dtype.itemsize
-    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    if 0 not in shape and last >= available:
-        raise ValueError(f"a tensor reaches element {last} of storage {storage.key}, which has {available}")
+    if numel and last >= available:
+        raise ValueError(f"a tensor reaches element {last} of a storage that has {available}")
     return TensorRef(storage.key, dtype, start + offset, shape, stride)
 
 
@@ -113,7 +121,7 @@ def _wrapped(args: tuple[Any, ...], _spend: Spend) -> Any:
 
 
 def _from_type(args: tuple[Any, ...], spend: Spend) -> Any:
-    """``_rebuild_from_type_v2(function, type, arguments, state)``: a tensor with Python attributes or a subclass.
+    """``_rebuild_from_type_v2(function, type, args, state)``: a tensor with attributes, or of a subclass.
 
     A subclass gives its bytes a meaning of its own, so only the plain types are read as tensors.
     """
@@ -151,7 +159,7 @@ def _default_dict(args: tuple[Any, ...], _spend: Spend) -> Any:
 
 
 def _set_of(name: str) -> Constructor:
-    """A set keeps the order of the pickle, and hashes nothing: it stays an ``Inert`` with ``items``."""
+    """Keep a set in the order of the pickle and hash nothing: it stays an ``Inert`` with ``items``."""
 
     def build(args: tuple[Any, ...], _spend: Spend) -> Any:
         if not args:
@@ -202,7 +210,8 @@ MAX_KEY_BITS = 4096
 def dict_key(key: Any) -> Any:
     """``key``, checked to hash and compare in constant time. Raises ValueError otherwise.
 
-    Hashing a tuple recurses without end or depth check in the interpreter, so tuples are small and hold scalars.
+    Hashing a tuple recurses without end or depth check in the interpreter, so tuples are small and hold
+    scalars.
     """
     pending = [key]
     seen = 0

@@ -57,7 +57,8 @@ def opened(source: ByteRange) -> Iterator[SourceFile]:
 class StorageTable:
     """Collects the storages that a pickle names. ``load`` is the ``persistent_load`` of the pickle machine.
 
-    ``declared`` maps each key to the forms under which it was named, (dtype, element count), the first one first.
+    ``declared`` maps each key to the forms under which it was named, (dtype, element count), the first one
+    first.
     """
 
     def __init__(self, label: str) -> None:
@@ -65,7 +66,7 @@ class StorageTable:
         self.declared: dict[str, dict[tuple[DType, int], None]] = {}
 
     def load(self, pid: Any) -> StorageRef | Global:
-        """Resolve a persistent id. Raises InputError for anything but a storage, or a module class of old files."""
+        """Resolve a persistent id. Raises InputError for anything but a storage or an old module class."""
         if type(pid) is not tuple or len(pid) < 4:
             raise InputError(f"{self.label}: damaged pickle: a persistent id is not that of a storage")
         if pid[0] == "module" and len(pid) == 4 and type(pid[1]) is Global:
@@ -96,9 +97,11 @@ class StorageTable:
             ) from None
 
     def _view(self, key: str, dtype: DType, numel: int, view: Any) -> StorageRef:
-        """Read the ``(view key, offset, length)`` of a file before torch 0.4, in elements of the root storage."""
+        """Read the ``(view key, offset, length)`` of old files, in elements of the root storage."""
         if type(view) is not tuple or len(view) != 3:
-            raise InputError(f"{self.label}: damaged pickle: storage {shown(key)} has malformed view metadata")
+            raise InputError(
+                f"{self.label}: damaged pickle: storage {shown(key)} has malformed view metadata"
+            )
         _, offset, length = view
         counts = type(offset) is int and type(length) is int and offset >= 0 and length >= 0
         if not counts or offset + length > numel:
@@ -106,7 +109,7 @@ class StorageTable:
         return StorageRef(key, dtype, length, offset)
 
     def dtype_for(self, key: str, nbytes: int) -> DType:
-        """Check a storage of ``nbytes`` bytes against every form it was named under, and give its element type.
+        """Check a storage of ``nbytes`` bytes against each form it was named under and give its element type.
 
         UINT8 where the forms differ or the last element is cut off (a storage of odd size viewed as floats).
         Raises InputError when a form states another size.

@@ -1,4 +1,4 @@
-"""The format of ``torch.save`` before 1.6: five pickles, then every storage as its element count and its bytes."""
+"""The format of ``torch.save`` before 1.6: five pickles, then each storage as element count and bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ckpt8.errors import InputError, UnsupportedError
 from ckpt8.readers.base import ByteRange, SourceFile, StorageInfo
@@ -14,14 +14,13 @@ from ckpt8.readers.inert_pickle import load_pickle
 from ckpt8.readers.torch_common import OpenCheckpoint, StorageTable, opened, shown
 from ckpt8.readers.walk import check_depth
 
-if TYPE_CHECKING:
-    from collections.abc import Buffer
-
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
 _MAGIC_BYTES = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 _MAGIC_TEXT = b"L119547037146038801333356L\n."  # how pickle protocol 1 writes it
 _SNIFFED_BYTES = 32
+MAX_PICKLE_BYTES = 512 * 2**20
+_BUFFER_BYTES = 2**16
 _COUNT = struct.Struct("<q")
 
 
@@ -44,19 +43,20 @@ class TorchLegacyReader:
 
 
 class _RawStream(io.RawIOBase):
-    """A SourceFile as a stream from its start."""
+    """The first ``limit`` bytes of a SourceFile as a stream."""
 
-    def __init__(self, file: SourceFile) -> None:
+    def __init__(self, file: SourceFile, limit: int) -> None:
         super().__init__()
         self._file = file
+        self._limit = limit
         self._position = 0
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Buffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        count = min(len(view), self._file.source.length - self._position)
+        count = min(len(view), self._limit - self._position)
         self._file.read_into(self._position, view[:count])
         self._position += count
         return count
@@ -67,13 +67,16 @@ class _RawStream(io.RawIOBase):
 
 def _load(file: SourceFile) -> OpenCheckpoint:
     source = file.source
-    stream = io.BufferedReader(_RawStream(file))
+    limit = min(source.length, MAX_PICKLE_BYTES)
+    stream = io.BufferedReader(_RawStream(file, limit), _BUFFER_BYTES)
 
     def load(what: str, table: StorageTable | None = None) -> Any:
-        return load_pickle(stream, source.length, f"{source}: {what}", table.load if table else None)
+        return load_pickle(stream, limit, f"{source}: {what}", table.load if table else None)
 
     if load("magic number") != MAGIC or load("format version") != PROTOCOL_VERSION:
-        raise InputError(f"{source}: not a checkpoint of torch before 1.6: its magic number or version is another")
+        raise InputError(
+            f"{source}: not a checkpoint of torch before 1.6: its magic number or version is another"
+        )
     system = load("system record")
     if type(system) is not dict or system.get("little_endian") is not True:
         raise UnsupportedError(f"{source}: saved on a big-endian machine; load and save it again with torch")
@@ -86,7 +89,7 @@ def _load(file: SourceFile) -> OpenCheckpoint:
 
 
 def _storages(file: SourceFile, table: StorageTable, keys: Any, offset: int) -> Sequence[StorageInfo]:
-    """The storages, which lie one behind the other from ``offset`` to the end of the file."""
+    """Place the storages, which lie one behind the other from ``offset`` to the end of the file."""
     source = file.source
     if type(keys) is not list or not all(type(key) is str for key in keys):
         raise InputError(f"{source}: damaged: its list of storages is malformed")
@@ -101,12 +104,16 @@ def _storages(file: SourceFile, table: StorageTable, keys: Any, offset: int) -> 
         # The count is in elements of the type under which the storage was met first.
         first, declared = next(iter(table.declared[key]))
         if numel != declared:
-            raise InputError(f"{source}: storage {shown(key)} has {numel} elements, its pickle says {declared}")
+            raise InputError(
+                f"{source}: storage {shown(key)} has {numel} elements, its pickle says {declared}"
+            )
         nbytes = numel * first.itemsize
         if nbytes > source.length - offset:
             raise InputError(f"{source}: cut off inside storage {shown(key)}; copy or download it again")
         storages.append(StorageInfo(key, table.dtype_for(key, nbytes), offset, nbytes))
         offset += nbytes
     if offset != source.length:
-        raise InputError(f"{source}: {source.length - offset} bytes follow the last storage; the file is damaged")
+        raise InputError(
+            f"{source}: {source.length - offset} bytes follow the last storage; the file is damaged"
+        )
     return storages

@@ -28,7 +28,7 @@ class TorchZipReader:
     id: ClassVar[str] = "torch-zip"
 
     def sniff(self, source: ByteRange) -> bool:
-        """Whether this is a zip file with a ``data.pkl``, or a zip file too damaged to tell: ``open`` says why."""
+        """Whether this is a zip file with a ``data.pkl``, or one too damaged to tell: ``open`` says why."""
         with opened(source) as file:
             if source.length < len(LOCAL_SIGNATURE) or file.read(0, len(LOCAL_SIGNATURE)) != LOCAL_SIGNATURE:
                 return False
@@ -40,7 +40,7 @@ class TorchZipReader:
 
     @contextmanager
     def open(self, source: ByteRange) -> Iterator[OpenCheckpoint]:
-        """Open it. Raises InputError when it is damaged, UnsupportedError for TorchScript and compressed records."""
+        """Open it. Raises InputError when it is damaged, UnsupportedError for TorchScript or compression."""
         with opened(source) as file:
             yield _load(file)
 
@@ -51,7 +51,7 @@ def _load(file: SourceFile) -> OpenCheckpoint:
     records = {entry.name.removeprefix(prefix): entry for entry in entries if entry.name.startswith(prefix)}
     if "constants.pkl" in records or any(name.startswith("code/") for name in records):
         raise UnsupportedError(
-            f"{file.source}: a TorchScript archive, which holds code; save the state dict with torch.save instead"
+            f"{file.source}: a TorchScript archive; save the state dict of the model with torch.save instead"
         )
     _check_byte_order(file, records)
     table = StorageTable(f"{file.source}: data.pkl")
@@ -71,16 +71,20 @@ def _check_byte_order(file: SourceFile, records: Mapping[str, ZipEntry]) -> None
         return
     order = _read_stored(file, record, len("little"))
     if order == b"big":
-        raise UnsupportedError(f"{file.source}: saved on a big-endian machine; load and save it again with torch")
+        raise UnsupportedError(
+            f"{file.source}: saved on a big-endian machine; load and save it again with torch"
+        )
     if order != b"little":
         raise InputError(f"{file.source}: record byteorder holds {shown(order)}, expected 'little'")
 
 
 def _read_stored(file: SourceFile, entry: ZipEntry, limit: int) -> bytes:
-    """The content of a small record, checked against its CRC. Raises InputError."""
+    """Read a small record and check its CRC. Raises InputError."""
     _require_stored(file, entry)
     if entry.size > limit:
-        raise InputError(f"{file.source}: record {shown(entry.name)} has {entry.size} bytes, more than {limit}")
+        raise InputError(
+            f"{file.source}: record {shown(entry.name)} has {entry.size} bytes, more than {limit}"
+        )
     content = file.read(entry.data_offset, entry.size)
     # 0 is what torch writes when set_crc32_options switched CRCs off.
     if entry.crc32 and zlib.crc32(content) != entry.crc32:
@@ -104,12 +108,14 @@ def _require_stored(file: SourceFile, entry: ZipEntry) -> None:
 def _storages(
     file: SourceFile, table: StorageTable, records: Mapping[str, ZipEntry]
 ) -> Sequence[StorageInfo]:
-    """The storages that the pickle names, in the order of the file. A record it does not name is left alone."""
+    """List the storages that the pickle names, in the order of the file. Other records are left alone."""
     storages = []
     for key in table.declared:
         entry = records.get(f"data/{key}")
         if entry is None:
-            raise InputError(f"{file.source}: storage {shown(key)} is named in data.pkl but missing from the file")
+            raise InputError(
+                f"{file.source}: storage {shown(key)} is named in data.pkl but missing from the file"
+            )
         _require_stored(file, entry)
         stated = entry.crc32 != 0 or entry.size == 0
         storages.append(

@@ -1,7 +1,8 @@
 """Walk over the tree that a reader gives: every tensor and storage in it, with the path that leads there.
 
-Iterative, so that no nesting can exhaust the interpreter's stack, and every container is visited once, so that a
-structure that refers to itself ends and one that shares its parts a billion times takes no longer than its size.
+Iterative, so that no nesting can exhaust the interpreter's stack, and every container is visited once, so
+that a structure that refers to itself ends and one that shares its parts a billion times takes no longer than
+its size.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _CONTAINERS = frozenset({dict, StatefulDict, list, tuple, set, frozenset, Inert}
 
 
 def format_path(components: Components) -> str:
-    """The components joined by ``.``; for the root, the empty string. Two different paths may look the same."""
+    """Join the components by ``.``. Two different paths may look the same."""
     return ".".join(components)
 
 
@@ -36,9 +37,12 @@ def iter_leaves(tree: Any, label: str = "checkpoint") -> Iterator[tuple[Componen
     A tensor that several containers hold comes once for each; what a container holds comes once, however many paths
     lead to it. Raises InputError, opened by ``label``, for a tree nested deeper than MAX_DEPTH.
     """
-    if type(tree) in _LEAVES:
-        yield (), tree
-        return
+    return ((path, node) for path, node in iter_nodes(tree, label) if type(node) in _LEAVES)
+
+
+def iter_nodes(tree: Any, label: str = "checkpoint") -> Iterator[tuple[Components, Any]]:
+    """As ``iter_leaves``, and every container that is not empty, before what it holds."""
+    yield (), tree
     seen = {id(tree)}
     frames: list[tuple[Components, Iterator[Child]]] = [((), _children(tree))]
     while frames:
@@ -47,11 +51,13 @@ def iter_leaves(tree: Any, label: str = "checkpoint") -> Iterator[tuple[Componen
             kind = type(value)
             if kind in _LEAVES:
                 yield (*path, _component(name)), value
-            elif kind in _CONTAINERS and id(value) not in seen:
+            elif kind in _CONTAINERS and value and id(value) not in seen:
                 if len(frames) >= MAX_DEPTH:
                     raise InputError(f"{label}: its objects are nested deeper than {MAX_DEPTH}")
                 seen.add(id(value))
-                frames.append(((*path, _component(name)), _children(value)))
+                below = (*path, _component(name))
+                yield below, value
+                frames.append((below, _children(value)))
                 break
         else:
             frames.pop()
@@ -79,7 +85,7 @@ def _children(node: Any) -> Iterator[Child]:
 
 
 def _entries(pairs: Any) -> Iterator[Child]:
-    """The values by key. A key can itself be or hold a tensor (``optimizer.state`` before it is a state dict)."""
+    """Give values by key. A key can be a tensor itself, as in ``optimizer.state``."""
     for key, value in pairs:
         if type(key) in _LEAVES or type(key) is tuple or type(key) is Inert:
             yield "key", key
@@ -87,7 +93,7 @@ def _entries(pairs: Any) -> Iterator[Child]:
 
 
 def _attributes(state: Any) -> Iterator[Child]:
-    """An object's attributes by name: ``__dict__``, or ``(__dict__, slots)``, or anything under the name "state"."""
+    """Give attributes by name. A state is a ``__dict__``, ``(__dict__, slots)``, or anything else."""
     parts = state if type(state) is tuple and len(state) == 2 else (state,)
     for part in parts:
         if type(part) is dict:
@@ -97,7 +103,7 @@ def _attributes(state: Any) -> Iterator[Child]:
 
 
 def _component(name: Any) -> str:
-    """A short text for a key. Huge keys are cut: a path is for people, and may not outgrow the file."""
+    """Make a short text of a key. Huge keys are cut: a path is for people, and may not outgrow the file."""
     if type(name) is str:
         text = name
     elif type(name) in (int, bool, float, type(None), complex, Global):

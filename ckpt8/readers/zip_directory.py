@@ -1,12 +1,12 @@
-"""A strict reader for zip directories, including zip64: where each record of a file lies and where its CRC stands.
+"""A strict reader for zip directories, with zip64: where each record lies and where its CRC stands.
 
 The directory at the end of a zip file repeats most of what stands before and after each record. All of it is
-compared, and what nothing repeats must have the one value that torch writes, if torch wrote the file: so that no
-flipped bit of the directory or of the end records goes unnoticed, and a restored file can be patched at every place
-that states a CRC.
+compared, and what nothing repeats must have the one value that torch writes, if torch wrote the file: so that
+no flipped bit of the directory or of the end records goes unnoticed, and a restored file can be patched at
+every place that states a CRC.
 
-Layouts are those of PKWARE's APPNOTE 6.3: 4.3.7 local header, 4.3.9 data descriptor, 4.3.12 central directory,
-4.3.14 to 4.3.16 end records, 4.5.3 zip64 extra field.
+Layouts are those of PKWARE's APPNOTE 6.3: 4.3.7 local header, 4.3.9 data descriptor, 4.3.12 central
+directory, 4.3.14 to 4.3.16 end records, 4.5.3 zip64 extra field.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _DESCRIPTORS = (
 class ZipEntry:
     """One record. Offsets are bytes from the start of the source; sizes are in bytes.
 
-    ``crc_fields`` are the offsets of all 4-byte little-endian fields that hold ``crc32``, the one in the directory
-    first. ``end`` is the offset behind the record and its data descriptor.
+    ``crc_fields`` are the offsets of all 4-byte little-endian fields that hold ``crc32``, the one in the
+    directory first. ``end`` is the offset behind the record and its data descriptor.
     """
 
     name: str
@@ -85,7 +85,9 @@ def read_directory(file: SourceFile) -> list[ZipEntry]:
     # A record that someone added to torch's file with a zip tool may carry the tool's values.
     odd = any(by_torch and not record.bare for record, (_, by_torch) in zip(central, opened, strict=True))
     if odd or (not end.torch_style and all(by_torch for _, by_torch in opened)):
-        raise InputError(f"{file.source}: damaged zip file: its directory holds values that torch never writes")
+        raise InputError(
+            f"{file.source}: damaged zip file: its directory holds values that torch never writes"
+        )
     entries = [entry for entry, _ in opened]
     entries.sort(key=lambda entry: entry.header_offset)
     _check_layout(file, entries)
@@ -93,7 +95,7 @@ def read_directory(file: SourceFile) -> list[ZipEntry]:
 
 
 def find_prefix(file: SourceFile, entries: Sequence[ZipEntry]) -> str:
-    """The folder, with its ``/``, of the one ``data.pkl``. Raises InputError when there is none or several."""
+    """Find the folder, with its ``/``, of the one ``data.pkl``. Raises InputError unless there is one."""
     names = [entry.name for entry in entries if entry.name.endswith("/data.pkl")]
     if len(names) != 1:
         found = "no data.pkl" if not names else f"{len(names)} records named data.pkl"
@@ -102,7 +104,7 @@ def find_prefix(file: SourceFile, entries: Sequence[ZipEntry]) -> str:
 
 
 def _parse_directory(file: SourceFile, data: bytes, offset: int) -> list[_Central]:
-    records = []
+    records: list[_Central] = []
     at = 0
     while at < len(data):
         if at + _CENTRAL.size > len(data) or data[at : at + 4] != b"PK\x01\x02":
@@ -139,7 +141,7 @@ def _parse_entry(file: SourceFile, data: bytes, at: int, offset: int) -> tuple[_
 
 
 def _widen(extra: bytes, values: tuple[int, ...]) -> tuple[tuple[int, ...] | None, int]:
-    """Take the values that are saturated from the zip64 extra field, in order; None when it lacks one of them.
+    """Take saturated values from the zip64 extra field, in order; None when it lacks one of them.
 
     The second result is the length of the extra fields if they are exactly the zip64 values needed, else -1.
     """
@@ -158,9 +160,10 @@ def _widen(extra: bytes, values: tuple[int, ...]) -> tuple[tuple[int, ...] | Non
 
 
 def _open_record(file: SourceFile, record: _Central, limit: int) -> tuple[ZipEntry, bool]:
-    """Compare a directory entry with its local header and data descriptor. ``limit`` is where the directory starts.
+    """Compare a directory entry with its local header and data descriptor, which end before ``limit``.
 
-    The second result tells whether the local header is one that only torch writes: no version, no time, no date.
+    The second result tells whether the local header is one that only torch writes: no version, no time, no
+    date.
     """
     name = record.name.decode("utf-8", "backslashreplace")
     if record.shared[0] & _ENCRYPTED:
@@ -221,7 +224,7 @@ def _are_sizes(sizes: tuple[int, ...], record: _Central, empty: tuple[int, ...])
 
 
 def _find_descriptor(file: SourceFile, record: _Central, at: int, limit: int) -> tuple[int, int]:
-    """Offset of the CRC in the data descriptor at ``at``, and of what follows. Raises InputError if none fits."""
+    """Find the data descriptor at ``at``: offset of its CRC and of its end. Raises InputError."""
     tail = file.read(at, min(_DESCRIPTORS[0][1].size, limit - at))
     wanted = (record.crc32, record.compressed_size, record.size)
     for crc_at, layout in _DESCRIPTORS:
@@ -239,7 +242,9 @@ def _check_layout(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
     end = 0
     for entry in entries:
         if entry.header_offset < end:
-            raise InputError(f"{file.source}: damaged zip file: record {entry.name!r} overlaps the one before it")
+            raise InputError(
+                f"{file.source}: damaged zip file: record {entry.name!r} overlaps the one before it"
+            )
         if entry.name in names:
             raise InputError(f"{file.source}: damaged zip file: record {entry.name!r} is listed twice")
         names.add(entry.name)

@@ -1,4 +1,4 @@
-"""The end records of a zip file: where its directory lies and how many entries it has. See ``zip_directory``."""
+"""The end records of a zip file: where its directory lies and how many entries it has."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read_end_records(file: SourceFile) -> EndRecords:
 
 
 def _find_end(file: SourceFile) -> tuple[int, int, tuple[int, ...]]:
-    """Position of the last end record whose comment ends with the file, its comment's length, and its numbers."""
+    """Find the last end record whose comment ends with the file: position, comment length, numbers."""
     span = min(file.source.length, _END.size + _MAX_COMMENT_BYTES)
     base = file.source.length - span
     tail = file.read(base, span)
@@ -97,9 +97,11 @@ def _agree(numbers: tuple[int, ...], true_numbers: tuple[int, ...]) -> bool:
 
 
 def _check_extent(file: SourceFile, offset: int, size: int, end: int) -> None:
-    """The directory must end exactly where the end records start."""
+    """Require that the directory ends exactly where the end records start. Raises InputError."""
     if size > MAX_DIRECTORY_BYTES:
-        raise InputError(f"{file.source}: its zip directory has {size} bytes, more than {MAX_DIRECTORY_BYTES}")
+        raise InputError(
+            f"{file.source}: its zip directory has {size} bytes, more than {MAX_DIRECTORY_BYTES}"
+        )
     if offset + size == end:
         return
     if offset + size < end and size and file.read(end - size, 4) == b"PK\x01\x02":
@@ -108,8 +110,8 @@ def _check_extent(file: SourceFile, offset: int, size: int, end: int) -> None:
 
 
 def _misplaced(file: SourceFile) -> UnsupportedError:
-    """Name the likely cause of offsets that are too small: the last of several zip files, as in a ``.distcp``."""
+    """Name the likely cause of offsets that are too small: several zip files joined, as in a ``.distcp``."""
     return UnsupportedError(
-        f"{file.source}: its zip directory is not where the end record says; it is damaged, or several zip files "
-        f"joined together as in a .distcp shard: give the folder of a distributed checkpoint instead"
+        f"{file.source}: its zip directory is not where the end record says; it is damaged, or several zip "
+        f"files joined together as in a .distcp shard: give the folder of a distributed checkpoint instead"
     )

@@ -1,0 +1,41 @@
+"""ckpt8 makes PyTorch training checkpoints small: split master weights, companded 8-bit moments, measured error.
+
+    tree = ckpt8.load("run.ckpt8")            as torch.load(..., weights_only=True) of the original
+    ckpt8.save(obj, "run.ckpt8")              as torch.save
+    with ckpt8.open("run.ckpt8") as f: ...    lazy, tensor by tensor
+
+Names are resolved when first used, so that importing the package does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt8._version import __version__
+
+_NAMES = {
+    "compress": ("ckpt8.api", "compress"),
+    "save": ("ckpt8.api", "save"),
+    "load": ("ckpt8.api", "load"),
+    "open": ("ckpt8.api", "open_container"),
+    "restore": ("ckpt8.restore", "restore"),
+    "verify": ("ckpt8.verify", "verify"),
+    "Options": ("ckpt8.pipeline", "Options"),
+}
+
+__all__ = ["Options", "__version__", "compress", "load", "open", "restore", "save", "verify"]  # noqa: F822
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module 'ckpt8' has no attribute {name!r}")
+    from importlib import import_module
+
+    module, attribute = _NAMES[name]
+    value = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

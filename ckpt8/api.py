@@ -1,0 +1,163 @@
+"""The Python interface: ``compress``, ``save``, ``load``, ``open`` and ``restore``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt8.container.manifest import Manifest
+from ckpt8.container.member_file import MemberFile
+from ckpt8.container.reader import ContainerReader
+from ckpt8.errors import InputError, UsageError
+from ckpt8.live import live_checkpoint
+from ckpt8.pipeline import Compressor, Options
+from ckpt8.plan import make_plan
+from ckpt8.policy import Policy
+from ckpt8.readers import open_checkpoint
+from ckpt8.readers.base import Checkpoint
+from ckpt8.workers import Workers
+
+if TYPE_CHECKING:
+    import os
+
+    import torch
+
+SUFFIX = ".ckpt8"
+
+
+def default_target(source: Path) -> Path:
+    """``run.pt`` becomes ``run.ckpt8``."""
+    return source.with_suffix(SUFFIX)
+
+
+def compress(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str] | None = None,
+    *,
+    preset: str = "flash",
+    rules: Sequence[str] = (),
+    options: Options | None = None,
+    force: bool = False,
+) -> Manifest:
+    """Compress a checkpoint file into a ``.ckpt8``, by default beside it; the manifest that was written.
+
+    ``preset`` is flash, compact or lossless; ``rules`` are ``GLOB=CODEC``, the first match wins. Raises InputError
+    for a source that is damaged or holds no tensors, OutputError for the target, UsageError for the arguments.
+    """
+    source = Path(source)
+    target = default_target(source) if target is None else Path(target)
+    policy = Policy.of(preset, rules)
+    with open_checkpoint(source) as checkpoint:
+        if not any(storage.nbytes for storage in checkpoint.storages):
+            raise InputError(f"{source}: holds no tensors; there is nothing to compress")
+        return _write(checkpoint, target, source.name, policy, options, force=force)
+
+
+def save(
+    obj: object,
+    target: str | os.PathLike[str],
+    *,
+    preset: str = "flash",
+    rules: Sequence[str] = (),
+    options: Options | None = None,
+    force: bool = True,
+) -> Manifest:
+    """As ``torch.save``, to a ``.ckpt8``: storages are streamed from where they are, CPU or GPU.
+
+    Replaces an existing file unless ``force`` is False. Raises OutputError, UsageError, and what pickling raises.
+    """
+    target = Path(target)
+    policy = Policy.of(preset, rules)
+    with live_checkpoint(obj) as checkpoint:
+        return _write(checkpoint, target, target.with_suffix(".pt").name, policy, options, force=force)
+
+
+def _write(
+    checkpoint: Checkpoint, target: Path, member: str, policy: Policy, options: Options | None, *, force: bool
+) -> Manifest:
+    options = options or Options()
+    if options.max_update_error is not None and not options.stats:
+        raise UsageError("a bound on the update error needs statistics; leave out --no-stats")
+    compressor = Compressor(checkpoint, make_plan(checkpoint, policy), options)
+    rules = [rule.text for rule in policy.rules]
+    return compressor.run(target, member=member, preset=policy.preset, rules=rules, force=force)
+
+
+def load(
+    path: str | os.PathLike[str], *, map_location: Any = None, member: str | None = None, threads: int | None = None
+) -> Any:
+    """The object of the original, as ``torch.load(..., weights_only=True)`` of it would give.
+
+    ``member`` names one of several files; a container of several without it is a UsageError that lists them. Raises
+    InputError for damage and what ``torch.load`` raises for objects it does not allow.
+    """
+    import torch
+
+    with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
+        file = MemberFile(reader, _member_index(reader, member), workers)
+        return torch.load(file, map_location=map_location, weights_only=True)
+
+
+def _member_index(reader: ContainerReader, member: str | None) -> int:
+    names = [record.path for record in reader.manifest.members]
+    if member is None and len(names) == 1:
+        return 0
+    if member not in names:
+        found = f"no member {member!r}" if member is not None else f"{len(names)} members"
+        raise UsageError(f"{reader.path}: has {found}; give member= one of {', '.join(names)}")
+    return names.index(member)
+
+
+class CheckpointFile:
+    """A ``.ckpt8`` opened for reading tensor by tensor; a context manager. See ``open``."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._reader = ContainerReader(Path(path))
+        self._tensors = {tensor.name: tensor for tensor in self._reader.manifest.tensors}
+
+    def __enter__(self) -> CheckpointFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._reader.close()
+
+    @property
+    def manifest(self) -> Manifest:
+        """Everything the container states about itself."""
+        return self._reader.manifest
+
+    def keys(self) -> list[str]:
+        """Paths of all tensors, in the order of the checkpoint."""
+        return list(self._tensors)
+
+    def _record(self, name: str) -> Any:
+        if name not in self._tensors:
+            raise UsageError(f"{self._reader.path}: has no tensor {name!r}")
+        return self._tensors[name]
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Decode one tensor, with its shape and strides, on the CPU. Raises UsageError for an unknown name."""
+        from ckpt8.decode import decode_storage
+
+        record = self._record(name)
+        flat = decode_storage(self._reader, record.storage).view(record.dtype.torch)
+        try:
+            return flat.as_strided(record.shape, record.stride, record.offset)
+        except RuntimeError as exc:
+            raise InputError(f"{self._reader.path}: {name}: does not fit its storage") from exc
+
+    def stats(self, name: str) -> dict[str, Any]:
+        """What is known of one tensor: role, codec, sizes in bytes, error. Raises UsageError for an unknown name."""
+        from ckpt8.inspect.container import storage_facts
+
+        return storage_facts(self._reader.manifest, self._record(name).storage)
+
+
+def open_container(path: str | os.PathLike[str]) -> CheckpointFile:
+    """Open a ``.ckpt8`` lazily: ``keys``, ``get_tensor``, ``stats``. Raises InputError for damage."""
+    return CheckpointFile(path)

@@ -1,0 +1,230 @@
+"""``verify``: every byte of a container, and every figure it states, against the original.
+
+Opening a container checks its seal; ``check_frames`` reads and decodes all the rest. ``measure`` repeats the
+measurements of compression from the original and the stored planes, without trusting a stored figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt8.container import frames, layout
+from ckpt8.container.member_file import MemberFile
+from ckpt8.container.reader import ContainerReader
+from ckpt8.encoder import ChunkMeters, read_chunk, scratch
+from ckpt8.errors import CheckFailedError
+from ckpt8.measure import UnitErrors
+from ckpt8.pipeline import Progress
+from ckpt8.plan import Plan, Stream, Unit, make_plan
+from ckpt8.policy import Policy
+from ckpt8.readers import open_checkpoint
+from ckpt8.readers.base import Checkpoint
+from ckpt8.stats import ErrorStats, MomentError, UpdateError, WeightError
+from ckpt8.workers import Workers
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class Measured:
+    """Errors measured against an original: by storage index, and by parameter index. ``failures`` are lines of text."""
+
+    storages: dict[int, ErrorStats] = field(default_factory=dict)
+    parameters: dict[int, UpdateError] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+
+def check_frames(reader: ContainerReader, workers: Workers, progress: Progress = lambda _: None) -> None:
+    """Read, check and decode every chunk of every storage. Raises InputError that names the damaged tensor."""
+
+    def decode(work: tuple[int, int]) -> int:
+        storage, chunk = work
+        out = _scratch_tensor(reader, storage, chunk)
+        reader.decode_chunk(storage, chunk, out)
+        return out.numel() * out.element_size()
+
+    for nbytes in workers.map(decode, _all_chunks(reader)):
+        progress(nbytes)
+
+
+def _all_chunks(reader: ContainerReader) -> Iterator[tuple[int, int]]:
+    for index, record in enumerate(reader.manifest.storages):
+        for chunk in range(layout.chunk_count(record.numel)):
+            yield index, chunk
+
+
+def _scratch_tensor(reader: ContainerReader, storage: int, chunk: int) -> torch.Tensor:
+    import torch
+
+    record = reader.manifest.storages[storage]
+    spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
+    view = scratch("decode", spec.numel * spec.dtype.itemsize)
+    return torch.frombuffer(view, dtype=torch.uint8).view(spec.dtype.torch)
+
+
+def measure(
+    reader: ContainerReader, original: Path, workers: Workers, progress: Progress = lambda _: None
+) -> Measured:
+    """Compare a container with the checkpoint it was made from.
+
+    Lossless storages must be equal, and lossy ones are measured. Raises CheckFailedError when the original has
+    another structure, InputError when either file is damaged.
+    """
+    with open_checkpoint(original) as checkpoint:
+        plan = make_plan(checkpoint, Policy.of("lossless"))
+        _check_structure(reader, checkpoint, plan, original)
+        units = [_as_stored(reader, unit) for unit in plan.units]
+        measured = Measured()
+        comparison = _Comparison(reader, checkpoint)
+        results = workers.map(
+            comparison.compare, ((u, c) for u in units for c in range(layout.chunk_count(u.numel)))
+        )
+        parameter_of = {
+            frozenset(parameter.moments.values()): index
+            for index, parameter in enumerate(reader.manifest.parameters)
+        }
+        for unit in units:
+            errors = UnitErrors.of(unit)
+            for chunk in range(layout.chunk_count(unit.numel)):
+                differing, found = next(results)
+                measured.failures += [f"{name}: differs from the original" for name in differing]
+                errors.merge(found)
+                for stream in unit.streams:
+                    progress(stream.chunk_spec(chunk).numel * stream.spec.dtype.itemsize)
+            measured.storages.update(errors.streams)
+            parameter = parameter_of.get(frozenset(stream.index for stream in unit.streams))
+            if errors.update is not None and parameter is not None:
+                measured.parameters[parameter] = errors.update
+        checkpoint.check_unchanged()
+    measured.failures = list(dict.fromkeys(measured.failures))
+    return measured
+
+
+def _check_structure(reader: ContainerReader, checkpoint: Checkpoint, plan: Plan, original: Path) -> None:
+    """Raise CheckFailedError unless storages and the bytes around them are those of the original."""
+    manifest = reader.manifest
+    stored = [(record.nbytes, offset) for offset, index in manifest.members[0].segments for record in [manifest.storages[index]]]
+    found = sorted((stream.storage.offset, stream.storage.nbytes) for stream in plan.streams)
+    if checkpoint.size != manifest.members[0].size or found != sorted((offset, nbytes) for nbytes, offset in stored):
+        raise CheckFailedError(f"{reader.path}: was not made from {original}: the storages are others")
+    with MemberFile(reader, 0) as member:
+        for piece in member.pieces(0, member.size):
+            if piece.storage != manifest.members[0].skeleton:
+                continue
+            ours, theirs = bytearray(piece.stop - piece.start), bytearray(piece.stop - piece.start)
+            member.fill(piece, memoryview(ours))
+            checkpoint.read_into(piece.start, memoryview(theirs))
+            for place, _ in manifest.members[0].crc_fields:
+                first, last = max(place, piece.start) - piece.start, min(place + 4, piece.stop) - piece.start
+                if first < last:
+                    ours[first:last] = theirs[first:last]
+            if ours != theirs:
+                raise CheckFailedError(f"{reader.path}: was not made from {original}: bytes outside the tensors differ")
+
+
+def _as_stored(reader: ContainerReader, unit: Unit) -> Unit:
+    """A unit of the original with the codecs and roles that the container has for its storages."""
+    streams = []
+    for stream in unit.streams:
+        record = reader.manifest.storages[stream.index]
+        spec = replace(stream.spec, name=record.name, role=record.role)
+        streams.append(replace(stream, spec=spec, codec=reader.codec(stream.index)))
+    return replace(unit, streams=tuple(streams))
+
+
+class _Comparison:
+    def __init__(self, reader: ContainerReader, checkpoint: Checkpoint) -> None:
+        self._reader = reader
+        self._checkpoint = checkpoint
+        self._meters = ChunkMeters(checkpoint)
+
+    def compare(self, work: tuple[Unit, int]) -> tuple[list[str], UnitErrors]:
+        """Names of lossless streams that differ in one chunk, and the errors of the lossy ones."""
+        unit, chunk = work
+        originals = [read_chunk(self._checkpoint, s, chunk, slot)[0] for slot, s in enumerate(unit.streams)]
+        parts = [self._reader.read_parts(stream.index, chunk) for stream in unit.streams]
+        differing = [
+            stream.spec.name
+            for stream, x, part in zip(unit.streams, originals, parts, strict=True)
+            if not stream.lossy and not self._equal(stream, chunk, x, part)
+        ]
+        if not any(stream.lossy for stream in unit.streams):
+            return differing, UnitErrors.of(unit)
+        return differing, self._meters.of(unit).measure(chunk * frames.FRAME, originals, parts)
+
+    def _equal(self, stream: Stream, chunk: int, x: torch.Tensor, parts: dict[str, torch.Tensor]) -> bool:
+        import torch
+
+        out = _scratch_tensor(self._reader, stream.index, chunk)
+        stream.codec.decode(parts, stream.chunk_spec(chunk), out=out)
+        return torch.equal(out.view(torch.uint8), x.view(torch.uint8))
+
+
+def check_statistics(reader: ContainerReader, measured: Measured) -> list[str]:
+    """Every stored figure that does not hold: maxima exactly, sums to 1e-9."""
+    failures = list(measured.failures)
+    for index, error in measured.storages.items():
+        record = reader.manifest.storages[index]
+        failures += _compare(record.name, record.error, error)
+    for index, error in measured.parameters.items():
+        parameter = reader.manifest.parameters[index]
+        failures += _compare(f"{parameter.name} (update)", parameter.error, error)
+    return failures
+
+
+def _compare(name: str, stored: dict[str, Any] | None, error: ErrorStats) -> list[str]:
+    if stored is None:
+        return []
+    try:
+        difference = error.disagreement(type(error)(**stored))
+    except TypeError:
+        difference = "the stored figures are of another kind"
+    return [f"{name}: {difference}"] if difference else []
+
+
+def read_error(stored: dict[str, Any] | None) -> WeightError | MomentError | UpdateError | None:
+    """The accumulator of a stored record, or None where nothing was measured."""
+    kinds: tuple[type[WeightError | MomentError | UpdateError], ...] = (WeightError, MomentError, UpdateError)
+    for kind in kinds:
+        if stored is not None and set(stored) == set(kind.__dataclass_fields__):
+            return kind(**stored)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What ``verify`` found. ``failures`` is empty where everything holds; ``against`` says whether it compared."""
+
+    frames: int
+    nbytes: int
+    against: bool
+    statistics: int
+    failures: tuple[str, ...]
+
+
+def verify(
+    source: Path,
+    original: Path | None = None,
+    *,
+    threads: int | None = None,
+    progress: Progress = lambda _: None,
+) -> Verification:
+    """Check a container, and with ``original`` every statistic it states.
+
+    Raises InputError for damage. A statistic that does not hold, or another original, is in ``failures``.
+    """
+    with ContainerReader(source) as reader, Workers(threads) as workers:
+        check_frames(reader, workers, progress)
+        storages = reader.manifest.storages
+        count = sum(len(table.lengths) for record in storages for table in record.parts.values())
+        statistics, failures = 0, []
+        if original is not None:
+            measured = measure(reader, original, workers, progress)
+            statistics = sum(record.error is not None for record in storages)
+            statistics += sum(parameter.error is not None for parameter in reader.manifest.parameters)
+            failures = check_statistics(reader, measured)
+        return Verification(count, reader.size, original is not None, statistics, tuple(failures))
