@@ -23,7 +23,7 @@ _NAMES = {
     "Options": ("ckpt8.pipeline", "Options"),
 }
 
-__all__ = ["Options", "__version__", "compress", "load", "open", "restore", "save", "verify"]  # noqa: F822
+__all__ = ["Options", "__version__", "compress", "load", "open", "restore", "save", "verify"]
 
 
 def __getattr__(name: str) -> Any:

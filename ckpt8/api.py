@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.member_file import MemberFile
@@ -16,6 +16,7 @@ from ckpt8.plan import make_plan
 from ckpt8.policy import Policy
 from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import Checkpoint
+from ckpt8.skeleton import WithSkeleton
 from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def _write(
     options = options or Options()
     if options.max_update_error is not None and not options.stats:
         raise UsageError("a bound on the update error needs statistics; leave out --no-stats")
-    compressor = Compressor(checkpoint, make_plan(checkpoint, policy), options)
+    whole = WithSkeleton(checkpoint)
+    compressor = Compressor(whole, make_plan(whole, policy), options)
     rules = [rule.text for rule in policy.rules]
     return compressor.run(target, member=member, preset=policy.preset, rules=rules, force=force)
 
@@ -96,7 +98,7 @@ def load(
 
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
         file = MemberFile(reader, _member_index(reader, member), workers)
-        return torch.load(file, map_location=map_location, weights_only=True)
+        return torch.load(cast("IO[bytes]", file), map_location=map_location, weights_only=True)
 
 
 def _member_index(reader: ContainerReader, member: str | None) -> int:

@@ -32,11 +32,10 @@ def _recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
             # torch.save derives its pickler from the module's and defines persistent_id there.
             identify = cls.persistent_id
 
-            def persistent_id(self: Pickler, obj: Any) -> Any:
+            def persistent_id(self: Any, obj: Any) -> Any:
                 identity = identify(self, obj)
                 if identity is not None:
-                    untyped = obj.untyped() if hasattr(obj, "untyped") else obj
-                    storages[str(identity[2])] = untyped
+                    storages[str(identity[2])] = obj.untyped() if hasattr(obj, "untyped") else obj
                 return identity
 
             cls.persistent_id = persistent_id  # type: ignore[method-assign]

@@ -81,7 +81,8 @@ class ChunkMeter:
         self, start: int, originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tensor]
     ) -> UpdateError:
         parameter = self._unit.parameter
-        assert parameter is not None and parameter.rule is not None  # noqa: S101 - measures_updates
+        if parameter is None or parameter.rule is None:
+            raise AssertionError("update errors are measured only where measures_updates holds")
         place = {stream.index: k for k, stream in enumerate(self._unit.streams)}
         m = place[parameter.moments["moment1"]]
         v = place[parameter.moments[parameter.denominator]] if parameter.denominator else None

@@ -12,19 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt8._version import __version__
-from ckpt8.codecs import config_of
 from ckpt8.container import frames, header, layout
-from ckpt8.container.manifest import FrameTable, Manifest, StorageRecord
+from ckpt8.container.manifest import FrameTable, Manifest
 from ckpt8.container.writer import ContainerWriter
 from ckpt8.crc import combine
 from ckpt8.encoder import ChunkEncoder, EncodedChunk
 from ckpt8.errors import InputError
 from ckpt8.measure import UnitErrors
-from ckpt8.plan import SKELETON, Plan, Unit
+from ckpt8.plan import Plan, Unit
 from ckpt8.policy import LOSSLESS
 from ckpt8.readers.base import Checkpoint
 from ckpt8.records import UnitResult, fill
-from ckpt8.tensors import DType, Role
 from ckpt8.workers import Workers
 
 Progress = Callable[[int], None]
@@ -56,7 +54,6 @@ class Compressor:
         """Write ``target``. Raises InputError for damage in the source, OutputError for the target."""
         names = self._names()
         with ContainerWriter(target, names, force=force) as writer, Workers(self._options.threads) as workers:
-            skeleton = self._write_skeleton(writer)
             results = {
                 stream.index: (result, k)
                 for result in self._write_units(writer, workers)
@@ -64,66 +61,21 @@ class Compressor:
             }
             self._checkpoint.check_unchanged()
             manifest = Manifest(f"ckpt8 {__version__}", preset, list(rules), self._slab, frames.FRAME)
-            fill(manifest, self._checkpoint, self._plan, member, skeleton, results)
+            fill(manifest, self._checkpoint, self._plan, member, results)
             writer.finish(manifest)
         return manifest
 
     def _names(self) -> list[str]:
         """The widest set of entry names that the run can need; larger slabs where they would not fit a header."""
         while True:
-            names = [layout.entry_name(SKELETON, frames.RAW_PART, 0, 1)]
+            names: list[str] = []
             for stream in self._streams:
                 spec = stream.spec
-                choices = [
-                    layout.entry_names(codec, spec.name, spec.role, spec.dtype, spec.numel, self._slab)
-                    for codec in (stream.codec, LOSSLESS)
-                ]
-                names += max(choices, key=lambda choice: sum(map(len, choice)) + 100 * len(choice))
+                wanted, fallback = (layout.entry_names(codec, spec, self._slab) for codec in (stream.codec, LOSSLESS))
+                names += max(wanted, fallback, key=_header_room)
             if header.reserved_size(names) <= header.MAX_HEADER or self._slab > 1 << 40:
                 return names
             self._slab *= 2
-
-    # --- skeleton ---------------------------------------------------------------------------------------------
-
-    def _skeleton_pieces(self) -> Iterator[bytes]:
-        position = 0
-        places = sorted((s.offset, s.nbytes) for s in self._checkpoint.storages)
-        for offset, nbytes in [*places, (self._checkpoint.size, 0)]:
-            while position < offset:
-                piece = bytearray(min(offset - position, frames.FRAME))
-                self._checkpoint.read_into(position, memoryview(piece))
-                position += len(piece)
-                yield bytes(piece)
-            position = offset + nbytes
-
-    def _write_skeleton(self, writer: ContainerWriter) -> StorageRecord:
-        """Every byte outside the storages, as one run of frames."""
-        import torch
-
-        table, stored, size = FrameTable(), [], 0
-        pending = bytearray()
-
-        def flush(length: int) -> None:
-            [(frame, crc)] = frames.encode_part(frames.RAW_PART, torch.frombuffer(pending[:length], dtype=torch.uint8))
-            stored.append(frame)
-            table.lengths.append(len(frame))
-            table.crcs.append(crc)
-            del pending[:length]
-
-        for piece in self._skeleton_pieces():
-            pending += piece
-            size += len(piece)
-            if len(pending) >= frames.FRAME:
-                flush(frames.FRAME)
-        if pending:
-            flush(len(pending))
-        writer.append(layout.entry_name(SKELETON, frames.RAW_PART, 0, 1), stored)
-        self._options.progress(size)
-        return StorageRecord(
-            SKELETON, DType.UINT8, size, Role.OTHER, config_of(LOSSLESS), parts={frames.RAW_PART: table}
-        )
-
-    # --- units ------------------------------------------------------------------------------------------------
 
     def _write_units(self, writer: ContainerWriter, workers: Workers) -> Iterator[UnitResult]:
         units = self._plan.units
@@ -154,9 +106,7 @@ class Compressor:
             return f"update error {error.max_error:.3g} exceeds {bound:g}"
         return None
 
-    def _write_unit(
-        self, writer: ContainerWriter, unit: Unit, chunks: Iterator[EncodedChunk]
-    ) -> UnitResult | str:
+    def _write_unit(self, writer: ContainerWriter, unit: Unit, chunks: Iterator[EncodedChunk]) -> UnitResult | str:
         """Write a unit slab by slab. All its chunks are consumed; a refusal is returned as its reason."""
         result = UnitResult(
             unit,
@@ -200,3 +150,7 @@ class Compressor:
                 raise InputError(
                     f"{stream.spec.name}: the checksum in the source does not match its bytes; the source is damaged"
                 )
+
+
+def _header_room(names: list[str]) -> tuple[int, int]:
+    return len(names), sum(map(len, names))

@@ -16,11 +16,9 @@ from ckpt8.container import layout
 from ckpt8.policy import LOSSLESS, Policy
 from ckpt8.readers.base import Checkpoint, StorageInfo, TensorRef
 from ckpt8.roles import NamedTensor, ParameterState, Structure, classify, unique_name
+from ckpt8.skeleton import SKELETON
 from ckpt8.tensors import DType, Role, TensorSpec
 from ckpt8.update_space import UpdateRule, recognise
-
-SKELETON = "ckpt8.skeleton"
-"""Name under which the bytes outside the storages are kept."""
 
 _MOMENT_SLOTS = {
     "exp_avg": "moment1",
@@ -116,13 +114,13 @@ class Plan:
 
 
 def make_plan(checkpoint: Checkpoint, policy: Policy) -> Plan:
-    """Classify the checkpoint, choose a codec for every storage, and group moments into units."""
+    """Classify a checkpoint (with its skeleton, if it is to be stored), choose a codec for every storage, and group moments into units."""
     structure = classify(checkpoint.tree)
     index_of = {storage.key: index for index, storage in enumerate(checkpoint.storages)}
     views: dict[str, list[NamedTensor]] = defaultdict(list)
     for tensor in structure.tensors:
         views[tensor.ref.key].append(tensor)
-    taken = {SKELETON: 1}
+    taken: dict[str, int] = {}
     streams = [
         _stream(index, storage, views[storage.key], structure, policy, taken)
         for index, storage in enumerate(checkpoint.storages)
@@ -139,6 +137,9 @@ def _stream(
     policy: Policy,
     taken: dict[str, int],
 ) -> Stream:
+    if storage.key == SKELETON:
+        spec = TensorSpec(unique_name(SKELETON, taken), Role.OTHER, DType.UINT8, (storage.nbytes,))
+        return Stream(index, spec, storage, LOSSLESS)
     name = unique_name(views[0].name if views else f"storage:{storage.key}", taken)
     dtypes = {view.ref.dtype for view in views} or {storage.dtype}
     dtype = dtypes.pop() if len(dtypes) == 1 else DType.UINT8
@@ -207,7 +208,12 @@ def _parameters(
             if key in _MOMENT_SLOTS and isinstance(ref, TensorRef)
         }
         owned = all(_owns(ref, storages[ref.key], views[ref.key]) for ref in refs.values())
-        if refs and owned and len({ref.key for ref in refs.values()}) == len(refs) and len(set(map(_form, refs.values()))) == 1:
+        if (
+            refs
+            and owned
+            and len({ref.key for ref in refs.values()}) == len(refs)
+            and len(set(map(_form, refs.values()))) == 1
+        ):
             moments = {slot: index_of[ref.key] for slot, ref in refs.items()}
             found.append(_parameter(checkpoint, state, refs, moments))
     return found

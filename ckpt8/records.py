@@ -34,23 +34,21 @@ def fill(
     checkpoint: Checkpoint,
     plan: Plan,
     member: str,
-    skeleton: StorageRecord,
     results: Mapping[int, tuple[UnitResult, int]],
 ) -> None:
-    """Add one member: its storages, its skeleton behind them, its tensors and parameters.
+    """Add one member: its storages, of which the last is its skeleton, its tensors and parameters.
 
     ``results`` gives, for the index of every stream, the result of its unit and its place in that unit.
     """
     manifest.storages += [_storage_record(*results[index]) for index in range(len(results))]
-    manifest.storages.append(skeleton)
-    storages = checkpoint.storages
+    storages = checkpoint.storages[:-1]
     order = sorted(range(len(storages)), key=lambda index: storages[index].offset)
     manifest.members.append(
         MemberRecord(
             member,
             checkpoint.format,
             checkpoint.size,
-            len(results),
+            len(storages),
             [[storages[index].offset, index] for index in order],
             _crc_fields(checkpoint, order, results),
         )

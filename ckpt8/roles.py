@@ -1,9 +1,9 @@
 """What every tensor of a checkpoint is for, read from where it sits in the tree and never from its values.
 
-    optimizer   a dict with ``state`` and ``param_groups``, anywhere; ``state[id][key]``, id an index or a name
-    weights     under a key that names a model (``model``, ``state_dict``, ``state_dict_ema``, ...), under the
-                ``_parameters`` of a pickled module, or a bare state dict: a dict of nothing but tensors
-    other       everything else
+optimizer   a dict with ``state`` and ``param_groups``, anywhere; ``state[id][key]``, id an index or a name
+weights     under a key that names a model (``model``, ``state_dict``, ``state_dict_ema``, ...), under the
+            ``_parameters`` of a pickled module, or a bare state dict: a dict of nothing but tensors
+other       everything else
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ckpt8.readers.base import StorageRef, TensorRef
 from ckpt8.readers.walk import Components, format_path, iter_nodes
 from ckpt8.tensors import Role
 
-MODEL_KEYS = frozenset(
-    """
-    model state_dict model_state_dict model_state module net network weights params backbone encoder decoder
-    generator discriminator actor critic policy teacher student g_ema
-    ema ema_model ema_state_dict model_ema state_dict_ema params_ema ema_params shadow_params _parameters
-    """.split()
+_MODEL_NAMES = (
+    "model state_dict model_state_dict model_state module net network weights params backbone encoder decoder",
+    "generator discriminator actor critic policy teacher student",
+    "ema ema_model ema_state_dict model_ema state_dict_ema params_ema ema_params shadow_params g_ema",
+    "_parameters",
 )
+MODEL_KEYS = frozenset(name for names in _MODEL_NAMES for name in names.split())
 """Keys under which checkpoints in the wild keep model weights or an average of them."""
 
 STATE_ROLES: Mapping[str, Role] = {
@@ -104,7 +104,7 @@ def classify(tree: object) -> Structure:
             structure.opaque.add(node.key)
         elif is_optimizer(node):
             optimizers.add(path)
-            structure.parameters += _parameter_states(format_path(path), node)  # type: ignore[arg-type]
+            structure.parameters += _parameter_states(format_path(path), node)
     return structure
 
 

@@ -11,6 +11,7 @@ Sums are taken in float64, maxima in fp32, so that another machine reproduces ma
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,16 @@ class UpdateError(NoiseError):
     max_update: float = 0.0
 
 
+def read_error(stored: Mapping[str, Any] | None) -> WeightError | MomentError | UpdateError | None:
+    """The accumulator of a stored record, or None where nothing was measured or the record is of another kind."""
+    kinds: tuple[type[WeightError | MomentError | UpdateError], ...] = (WeightError, MomentError, UpdateError)
+    for kind in kinds:
+        if stored is not None and set(stored) == {field.name for field in fields(kind)}:
+            numbers = all(isinstance(value, (int, float)) for value in stored.values())
+            return kind(**stored) if numbers else None
+    return None
+
+
 def _square_sum(x: torch.Tensor) -> float:
     wide = x.double()
     return float(wide.dot(wide))
@@ -126,14 +137,10 @@ def weight_error(original: torch.Tensor, decoded: torch.Tensor) -> WeightError:
 
     relative = (decoded - original).abs_().div_(original.abs().clamp_min_(SMALLEST_NORMAL))
     steps = decoded.view(torch.int32).sub(original.view(torch.int32)).abs_()
-    return WeightError(
-        original.numel(), float(relative.amax()), float(relative.double().sum()), int(steps.amax())
-    )
+    return WeightError(original.numel(), float(relative.amax()), float(relative.double().sum()), int(steps.amax()))
 
 
-def moment_error(
-    original: torch.Tensor, decoded: torch.Tensor, scales: torch.Tensor, *, second: bool
-) -> MomentError:
+def moment_error(original: torch.Tensor, decoded: torch.Tensor, scales: torch.Tensor, *, second: bool) -> MomentError:
     """Measure a flat fp32 tile of a moment. ``scales`` is the fp32 scale of each group of 32."""
     import torch
 

@@ -22,6 +22,8 @@ from ckpt8.readers.base import TensorRef
 if TYPE_CHECKING:
     import torch
 
+_UNKNOWN = "the optimizer is not one whose update rule is known"
+
 Kind = Literal["adam", "stable_adamw", "came", "momentum"]
 
 
@@ -47,7 +49,7 @@ class UpdateRule:
     def apply(
         self, moment1: torch.Tensor, moment2: torch.Tensor | None, confidence: torch.Tensor | None
     ) -> torch.Tensor:
-        """u / ``factor`` for a flat fp32 tile. ``confidence`` is CAME's factored term for the same elements."""
+        """U / ``factor`` for a flat fp32 tile. ``confidence`` is CAME's factored term for the same elements."""
         if self.kind == "came" and confidence is not None:
             return moment1 * confidence
         if self.kind == "momentum" or moment2 is None:
@@ -95,7 +97,7 @@ def _betas(group: Mapping[Any, Any]) -> tuple[float, ...] | None:
 def _adam(group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
     betas, eps = _betas(group), _number(group.get("eps"))
     if not {"amsgrad", "bias_correction", "correct_bias"} & group.keys() or betas is None or len(betas) != 2:
-        return "the optimizer is not one whose update rule is known"
+        return _UNKNOWN
     if eps is None or not all(0 <= beta < 1 for beta in betas):
         return "betas or eps are missing from the parameter group"
     if group.get("bias_correction", group.get("correct_bias", True)) in (False, 0):
@@ -116,12 +118,11 @@ def recognise(state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | 
     if "RMS" in state and "exp_avg" in tensors:
         return UpdateRule("momentum")
     if {"exp_avg", "exp_avg_sq"} <= tensors:
-        if tensors & {"exp_avg_diff", "la_param"}:
-            return "the optimizer is not one whose update rule is known"
         eps = _number(group.get("eps"))
-        if eps is not None and ("beta1" in group or "kahan_comp" in state or "eps_sq" in state):
-            return UpdateRule("stable_adamw", eps=eps)
-        return _adam(group, step)
-    if tensors & {"exp_avg", "momentum_buffer"} and not tensors & {"exp_inf", "exp_avg_sq"}:
+        # optimi's own group keys, and the state that only the two StableAdamW write: no bias is left in the state.
+        unbiased = eps is not None and ("beta1" in group or "kahan_comp" in state or "eps_sq" in state)
+        if not tensors & {"exp_avg_diff", "la_param"}:
+            return UpdateRule("stable_adamw", eps=eps or 0.0) if unbiased else _adam(group, step)
+    elif tensors & {"exp_avg", "momentum_buffer"} and "exp_inf" not in tensors:
         return UpdateRule("momentum")
-    return "the optimizer is not one whose update rule is known"
+    return _UNKNOWN

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt8.container import frames, layout
-from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.encoder import ChunkMeters, read_chunk, scratch
 from ckpt8.errors import CheckFailedError
 from ckpt8.measure import UnitErrors
 from ckpt8.pipeline import Progress
-from ckpt8.plan import Plan, Stream, Unit, make_plan
+from ckpt8.plan import Stream, Unit, make_plan
 from ckpt8.policy import Policy
 from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import Checkpoint
-from ckpt8.stats import ErrorStats, MomentError, UpdateError, WeightError
+from ckpt8.skeleton import WithSkeleton
+from ckpt8.stats import ErrorStats, UpdateError
 from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
@@ -66,26 +66,22 @@ def _scratch_tensor(reader: ContainerReader, storage: int, chunk: int) -> torch.
     return torch.frombuffer(view, dtype=torch.uint8).view(spec.dtype.torch)
 
 
-def measure(
-    reader: ContainerReader, original: Path, workers: Workers, progress: Progress = lambda _: None
-) -> Measured:
+def measure(reader: ContainerReader, original: Path, workers: Workers, progress: Progress = lambda _: None) -> Measured:
     """Compare a container with the checkpoint it was made from.
 
     Lossless storages must be equal, and lossy ones are measured. Raises CheckFailedError when the original has
     another structure, InputError when either file is damaged.
     """
-    with open_checkpoint(original) as checkpoint:
+    with open_checkpoint(original) as source:
+        checkpoint = WithSkeleton(source)
+        _check_structure(reader, checkpoint, original)
         plan = make_plan(checkpoint, Policy.of("lossless"))
-        _check_structure(reader, checkpoint, plan, original)
         units = [_as_stored(reader, unit) for unit in plan.units]
         measured = Measured()
         comparison = _Comparison(reader, checkpoint)
-        results = workers.map(
-            comparison.compare, ((u, c) for u in units for c in range(layout.chunk_count(u.numel)))
-        )
+        results = workers.map(comparison.compare, ((u, c) for u in units for c in range(layout.chunk_count(u.numel))))
         parameter_of = {
-            frozenset(parameter.moments.values()): index
-            for index, parameter in enumerate(reader.manifest.parameters)
+            frozenset(parameter.moments.values()): index for index, parameter in enumerate(reader.manifest.parameters)
         }
         for unit in units:
             errors = UnitErrors.of(unit)
@@ -104,26 +100,13 @@ def measure(
     return measured
 
 
-def _check_structure(reader: ContainerReader, checkpoint: Checkpoint, plan: Plan, original: Path) -> None:
-    """Raise CheckFailedError unless storages and the bytes around them are those of the original."""
+def _check_structure(reader: ContainerReader, checkpoint: Checkpoint, original: Path) -> None:
+    """Raise CheckFailedError unless the original has the same storages in the same places."""
     manifest = reader.manifest
-    stored = [(record.nbytes, offset) for offset, index in manifest.members[0].segments for record in [manifest.storages[index]]]
-    found = sorted((stream.storage.offset, stream.storage.nbytes) for stream in plan.streams)
-    if checkpoint.size != manifest.members[0].size or found != sorted((offset, nbytes) for nbytes, offset in stored):
-        raise CheckFailedError(f"{reader.path}: was not made from {original}: the storages are others")
-    with MemberFile(reader, 0) as member:
-        for piece in member.pieces(0, member.size):
-            if piece.storage != manifest.members[0].skeleton:
-                continue
-            ours, theirs = bytearray(piece.stop - piece.start), bytearray(piece.stop - piece.start)
-            member.fill(piece, memoryview(ours))
-            checkpoint.read_into(piece.start, memoryview(theirs))
-            for place, _ in manifest.members[0].crc_fields:
-                first, last = max(place, piece.start) - piece.start, min(place + 4, piece.stop) - piece.start
-                if first < last:
-                    ours[first:last] = theirs[first:last]
-            if ours != theirs:
-                raise CheckFailedError(f"{reader.path}: was not made from {original}: bytes outside the tensors differ")
+    stored = [(offset, manifest.storages[index].nbytes) for offset, index in manifest.members[0].segments]
+    found = sorted((storage.offset, storage.nbytes) for storage in checkpoint.storages[:-1])
+    if checkpoint.size != manifest.members[0].size or found != sorted(stored):
+        raise CheckFailedError(f"{reader.path}: was not made from {original}: its storages are others")
 
 
 def _as_stored(reader: ContainerReader, unit: Unit) -> Unit:
@@ -184,15 +167,6 @@ def _compare(name: str, stored: dict[str, Any] | None, error: ErrorStats) -> lis
     except TypeError:
         difference = "the stored figures are of another kind"
     return [f"{name}: {difference}"] if difference else []
-
-
-def read_error(stored: dict[str, Any] | None) -> WeightError | MomentError | UpdateError | None:
-    """The accumulator of a stored record, or None where nothing was measured."""
-    kinds: tuple[type[WeightError | MomentError | UpdateError], ...] = (WeightError, MomentError, UpdateError)
-    for kind in kinds:
-        if stored is not None and set(stored) == set(kind.__dataclass_fields__):
-            return kind(**stored)
-    return None
 
 
 @dataclass(frozen=True, slots=True)

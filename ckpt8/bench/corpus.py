@@ -38,9 +38,7 @@ def corpus() -> Tensor:
     return torch.frombuffer(text[:CORPUS_BYTES], dtype=torch.uint8)
 
 
-def batch(
-    step: int, *, seed: int, batch_size: int, block_size: int, held_out: bool = False
-) -> tuple[Tensor, Tensor]:
+def batch(step: int, *, seed: int, batch_size: int, block_size: int, held_out: bool = False) -> tuple[Tensor, Tensor]:
     """Draw inputs and targets: a pure function of the arguments.
 
     They come from the first nine tenths of the text, or from the held-out rest.

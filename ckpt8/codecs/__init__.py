@@ -46,11 +46,11 @@ def parse_codec(text: str) -> tuple[type[Any], dict[str, Any]]:
         raise UsageError(f"codec {text!r}: expected one of {', '.join(names)}, with parameters as in companded8(Q=31)")
     try:
         call = cast("ast.Call", ast.parse(f"f({match[2] or ''})", mode="eval").body)
-        if call.args:
-            raise ValueError("parameters need names")
         fields = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError) as exc:
         raise UsageError(f"codec {text!r}: parameters must read key=value, ...") from exc
+    if call.args:
+        raise UsageError(f"codec {text!r}: parameters must read key=value, ...")
     cls = codec_class(names[match[1]])
     unknown = set(fields) - set(cls.__dataclass_fields__)
     if unknown:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from ckpt8.backend import Backend
@@ -15,7 +15,7 @@ TILE = 1 << 16
 """Elements handled at once, so that the temporaries of a codec stay in the L2 cache."""
 
 
-class Codec(Protocol):
+class Codec(Hashable, Protocol):
     """A frozen dataclass whose fields are the stored configuration.
 
     ``id`` names one byte layout for ever: a change of layout is a new id. ``measured_as`` names the statistics

@@ -48,9 +48,7 @@ def _compressor(part: str) -> zstandard.ZstdCompressor:
         if kind == "raw":
             found = zstandard.ZstdCompressor(level=_RAW_LEVEL)
         else:
-            found = zstandard.ZstdCompressor(
-                compression_params=zstandard.ZstdCompressionParameters(**_PLANE_SETTINGS)
-            )
+            found = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(**_PLANE_SETTINGS))
         setattr(_local, kind, found)
     return found
 

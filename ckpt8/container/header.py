@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ckpt8.errors import InputError, UnsupportedError
@@ -41,6 +42,16 @@ class Entry:
     def nbytes(self) -> int:
         """Length in bytes."""
         return self.stop - self.start
+
+
+def is_container(path: Path) -> bool:
+    """Whether a file begins as a ``.ckpt8`` does; False where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(256)
+    except OSError:
+        return False
+    return head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and f'"{FORMAT_KEY}":'.encode() in head
 
 
 def _text(entries: Iterable[Entry]) -> bytes:

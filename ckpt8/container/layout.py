@@ -34,11 +34,10 @@ def entry_name(storage: str, part: str, slab: int, slabs: int) -> str:
     return f"{storage}/{part}" if slabs == 1 else f"{storage}/{part}@{slab}"
 
 
-def entry_names(codec: Codec, name: str, role: Role, dtype: DType, numel: int, slab: int) -> list[str]:
+def entry_names(codec: Codec, spec: TensorSpec, slab: int) -> list[str]:
     """Names of all entries of a storage in the order in which they are written."""
-    slabs = len(list(slab_chunks(numel, slab)))
-    parts = codec.layout(TensorSpec(name, role, dtype, (numel,)))
-    return [entry_name(name, part, k, slabs) for k in range(slabs) for part in parts]
+    slabs = len(list(slab_chunks(spec.numel, slab)))
+    return [entry_name(spec.name, part, k, slabs) for k in range(slabs) for part in codec.layout(spec)]
 
 
 def planes(part: PartSpec) -> int:

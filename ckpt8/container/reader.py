@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 import zstandard
 
 from ckpt8.codecs import Codec, codec_from_config
-from ckpt8.codecs.base import Parts
 from ckpt8.container import frames, header, layout
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import FrameTable, Manifest, StorageRecord, read_manifest
 from ckpt8.errors import InputError
 from ckpt8.readers.base import ByteRange, SourceFile
-from ckpt8.tensors import PartSpec, TensorSpec
+from ckpt8.tensors import Parts, PartSpec, TensorSpec
 
 if TYPE_CHECKING:
     import torch

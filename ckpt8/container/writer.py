@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -42,7 +42,7 @@ class AtomicFile:
             self.file: BinaryIO = os.fdopen(descriptor, "r+b", buffering=_BUFFER)
 
     @contextlib.contextmanager
-    def guard(self) -> Iterable[None]:  # type: ignore[misc]
+    def guard(self) -> Iterator[None]:
         """Turn an OSError of the body into an OutputError."""
         try:
             yield

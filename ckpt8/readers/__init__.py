@@ -83,9 +83,7 @@ def _refusal(source: ByteRange) -> InputError:
     finally:
         file.close()
     if head[_TAR_MAGIC_OFFSET : _TAR_MAGIC_OFFSET + 5] == b"ustar":
-        return UnsupportedError(
-            f"{source}: a tar file; unpack it, or load it and save it again with torch.save"
-        )
+        return UnsupportedError(f"{source}: a tar file; unpack it, or load it and save it again with torch.save")
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MAX_SAFETENSORS_HEADER:
         if b'"ckpt8":' in head:
             return InputError(f"{source}: already a .ckpt8 file; give the checkpoint that it was made from")

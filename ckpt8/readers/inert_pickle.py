@@ -32,9 +32,7 @@ _DAMAGE = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError,
 PersistentLoad = Callable[[Any], Any]
 
 
-def load_pickle(
-    stream: ByteStream, end: int, label: str, persistent_load: PersistentLoad | None = None
-) -> Any:
+def load_pickle(stream: ByteStream, end: int, label: str, persistent_load: PersistentLoad | None = None) -> Any:
     """Read one pickle from ``stream``, which is left behind its last byte.
 
     ``end`` is the position, as ``stream.tell()`` counts, at which the stream's bytes end. ``label`` opens
@@ -60,9 +58,7 @@ def _reason(exc: BaseException) -> str:
 class _Machine(StackMachine):
     """One run: containers, names, calls and object state."""
 
-    def __init__(
-        self, stream: ByteStream, end: int, label: str, persistent_load: PersistentLoad | None
-    ) -> None:
+    def __init__(self, stream: ByteStream, end: int, label: str, persistent_load: PersistentLoad | None) -> None:
         super().__init__(stream, end)
         self.label = label
         self.persistent_load = persistent_load
@@ -86,9 +82,7 @@ class _Machine(StackMachine):
             # Whatever a wrong byte leads to surfaces here as one of these; only the place has to be added.
             raise InputError(f"{self.label}: damaged pickle near byte {self.tell()}: {_reason(exc)}") from exc
         if len(self.stack) != 1 or self.marks or self.tell() > self.end:
-            raise InputError(
-                f"{self.label}: damaged pickle: it ends at byte {self.tell()} with values left over"
-            )
+            raise InputError(f"{self.label}: damaged pickle: it ends at byte {self.tell()} with values left over")
         return self.stack[0]
 
     def _unknown(self) -> NoReturn:

@@ -99,9 +99,7 @@ class StorageTable:
     def _view(self, key: str, dtype: DType, numel: int, view: Any) -> StorageRef:
         """Read the ``(view key, offset, length)`` of old files, in elements of the root storage."""
         if type(view) is not tuple or len(view) != 3:
-            raise InputError(
-                f"{self.label}: damaged pickle: storage {shown(key)} has malformed view metadata"
-            )
+            raise InputError(f"{self.label}: damaged pickle: storage {shown(key)} has malformed view metadata")
         _, offset, length = view
         counts = type(offset) is int and type(length) is int and offset >= 0 and length >= 0
         if not counts or offset + length > numel:
@@ -111,16 +109,14 @@ class StorageTable:
     def dtype_for(self, key: str, nbytes: int) -> DType:
         """Check a storage of ``nbytes`` bytes against each form it was named under and give its element type.
 
-        UINT8 where the forms differ or the last element is cut off (a storage of odd size viewed as floats).
-        Raises InputError when a form states another size.
+        UINT8 where the forms differ. Raises InputError when one of them states another size.
         """
         forms = self.declared[key]
         for dtype, numel in forms:
-            if numel != nbytes // dtype.itemsize:
+            if numel * dtype.itemsize != nbytes:
                 raise InputError(
                     f"{self.label}: storage {shown(key)} has {nbytes} bytes, "
                     f"but the pickle names it with {numel} elements of {dtype.label}"
                 )
         dtypes = {dtype for dtype, _ in forms}
-        dtype = dtypes.pop()
-        return DType.UINT8 if dtypes or nbytes % dtype.itemsize else dtype
+        return dtypes.pop() if len(dtypes) == 1 else DType.UINT8

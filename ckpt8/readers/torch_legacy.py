@@ -74,9 +74,7 @@ def _load(file: SourceFile) -> OpenCheckpoint:
         return load_pickle(stream, limit, f"{source}: {what}", table.load if table else None)
 
     if load("magic number") != MAGIC or load("format version") != PROTOCOL_VERSION:
-        raise InputError(
-            f"{source}: not a checkpoint of torch before 1.6: its magic number or version is another"
-        )
+        raise InputError(f"{source}: not a checkpoint of torch before 1.6: its magic number or version is another")
     system = load("system record")
     if type(system) is not dict or system.get("little_endian") is not True:
         raise UnsupportedError(f"{source}: saved on a big-endian machine; load and save it again with torch")
@@ -104,16 +102,12 @@ def _storages(file: SourceFile, table: StorageTable, keys: Any, offset: int) -> 
         # The count is in elements of the type under which the storage was met first.
         first, declared = next(iter(table.declared[key]))
         if numel != declared:
-            raise InputError(
-                f"{source}: storage {shown(key)} has {numel} elements, its pickle says {declared}"
-            )
+            raise InputError(f"{source}: storage {shown(key)} has {numel} elements, its pickle says {declared}")
         nbytes = numel * first.itemsize
         if nbytes > source.length - offset:
             raise InputError(f"{source}: cut off inside storage {shown(key)}; copy or download it again")
         storages.append(StorageInfo(key, table.dtype_for(key, nbytes), offset, nbytes))
         offset += nbytes
     if offset != source.length:
-        raise InputError(
-            f"{source}: {source.length - offset} bytes follow the last storage; the file is damaged"
-        )
+        raise InputError(f"{source}: {source.length - offset} bytes follow the last storage; the file is damaged")
     return storages

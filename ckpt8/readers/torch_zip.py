@@ -71,9 +71,7 @@ def _check_byte_order(file: SourceFile, records: Mapping[str, ZipEntry]) -> None
         return
     order = _read_stored(file, record, len("little"))
     if order == b"big":
-        raise UnsupportedError(
-            f"{file.source}: saved on a big-endian machine; load and save it again with torch"
-        )
+        raise UnsupportedError(f"{file.source}: saved on a big-endian machine; load and save it again with torch")
     if order != b"little":
         raise InputError(f"{file.source}: record byteorder holds {shown(order)}, expected 'little'")
 
@@ -82,9 +80,7 @@ def _read_stored(file: SourceFile, entry: ZipEntry, limit: int) -> bytes:
     """Read a small record and check its CRC. Raises InputError."""
     _require_stored(file, entry)
     if entry.size > limit:
-        raise InputError(
-            f"{file.source}: record {shown(entry.name)} has {entry.size} bytes, more than {limit}"
-        )
+        raise InputError(f"{file.source}: record {shown(entry.name)} has {entry.size} bytes, more than {limit}")
     content = file.read(entry.data_offset, entry.size)
     # 0 is what torch writes when set_crc32_options switched CRCs off.
     if entry.crc32 and zlib.crc32(content) != entry.crc32:
@@ -105,17 +101,13 @@ def _require_stored(file: SourceFile, entry: ZipEntry) -> None:
         )
 
 
-def _storages(
-    file: SourceFile, table: StorageTable, records: Mapping[str, ZipEntry]
-) -> Sequence[StorageInfo]:
+def _storages(file: SourceFile, table: StorageTable, records: Mapping[str, ZipEntry]) -> Sequence[StorageInfo]:
     """List the storages that the pickle names, in the order of the file. Other records are left alone."""
     storages = []
     for key in table.declared:
         entry = records.get(f"data/{key}")
         if entry is None:
-            raise InputError(
-                f"{file.source}: storage {shown(key)} is named in data.pkl but missing from the file"
-            )
+            raise InputError(f"{file.source}: storage {shown(key)} is named in data.pkl but missing from the file")
         _require_stored(file, entry)
         stated = entry.crc32 != 0 or entry.size == 0
         storages.append(

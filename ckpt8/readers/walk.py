@@ -34,8 +34,8 @@ def format_path(components: Components) -> str:
 def iter_leaves(tree: Any, label: str = "checkpoint") -> Iterator[tuple[Components, Leaf]]:
     """Every tensor and storage of ``tree`` in the order of the document, with its path.
 
-    A tensor that several containers hold comes once for each; what a container holds comes once, however many paths
-    lead to it. Raises InputError, opened by ``label``, for a tree nested deeper than MAX_DEPTH.
+    A tensor that several containers hold comes once for each; what a container holds comes once, however
+    many paths lead to it. Raises InputError, opened by ``label``, for a tree nested deeper than MAX_DEPTH.
     """
     return ((path, node) for path, node in iter_nodes(tree, label) if type(node) in _LEAVES)
 
@@ -44,20 +44,20 @@ def iter_nodes(tree: Any, label: str = "checkpoint") -> Iterator[tuple[Component
     """As ``iter_leaves``, and every container that is not empty, before what it holds."""
     yield (), tree
     seen = {id(tree)}
-    frames: list[tuple[Components, Iterator[Child]]] = [((), _children(tree))]
+    frames: list[tuple[Components, Iterator[Child]]] = [((), _children(tree, seen))]
     while frames:
         path, children = frames[-1]
         for name, value in children:
             kind = type(value)
             if kind in _LEAVES:
                 yield (*path, _component(name)), value
-            elif kind in _CONTAINERS and value and id(value) not in seen:
+            elif kind in _CONTAINERS and (value or kind is StatefulDict) and id(value) not in seen:
                 if len(frames) >= MAX_DEPTH:
                     raise InputError(f"{label}: its objects are nested deeper than {MAX_DEPTH}")
                 seen.add(id(value))
                 below = (*path, _component(name))
                 yield below, value
-                frames.append((below, _children(value)))
+                frames.append((below, _children(value, seen)))
                 break
         else:
             frames.pop()
@@ -69,19 +69,27 @@ def check_depth(tree: Any, label: str) -> None:
         pass
 
 
-def _children(node: Any) -> Iterator[Child]:
+def _children(node: Any, seen: set[int]) -> Iterator[Child]:
+    """Give the children by name. The parts of an object count as containers: several objects may share them."""
     kind = type(node)
     if kind is Inert:
-        yield from enumerate(node.args)
-        yield from enumerate(node.items)
+        for part in (node.args, node.items):
+            if _is_new(part, seen):
+                yield from enumerate(part)
         yield from _entries(node.pairs)
-        yield from _attributes(node.state)
+        yield from _attributes(node.state, seen)
     elif kind is dict or kind is StatefulDict:
         yield from _entries(node.items())
         if kind is StatefulDict:
-            yield from _attributes(node.state)
+            yield from _attributes(node.state, seen)
     elif kind in _CONTAINERS:
         yield from enumerate(node)
+
+
+def _is_new(part: Any, seen: set[int]) -> bool:
+    known = id(part) in seen
+    seen.add(id(part))
+    return not known
 
 
 def _entries(pairs: Any) -> Iterator[Child]:
@@ -92,14 +100,14 @@ def _entries(pairs: Any) -> Iterator[Child]:
         yield key, value
 
 
-def _attributes(state: Any) -> Iterator[Child]:
+def _attributes(state: Any, seen: set[int]) -> Iterator[Child]:
     """Give attributes by name. A state is a ``__dict__``, ``(__dict__, slots)``, or anything else."""
     parts = state if type(state) is tuple and len(state) == 2 else (state,)
     for part in parts:
-        if type(part) is dict:
-            yield from _entries(part.items())
-        else:
+        if type(part) is not dict:
             yield "state", part
+        elif _is_new(part, seen):
+            yield from _entries(part.items())
 
 
 def _component(name: Any) -> str:
@@ -111,11 +119,8 @@ def _component(name: Any) -> str:
     elif type(name) is bytes:
         text = repr(name[:MAX_COMPONENT_CHARACTERS])
     elif type(name) is tuple:
-        text = (
-            "("
-            + ",".join(_component(part) if type(part) is not tuple else "(...)" for part in name[:8])
-            + ")"
-        )
+        parts = ("(...)" if type(part) is tuple else _component(part) for part in name[:8])
+        text = f"({','.join(parts)})"
     else:
         text = getattr(name, "name", type(name).__name__)
     return text if len(text) <= MAX_COMPONENT_CHARACTERS else text[:MAX_COMPONENT_CHARACTERS] + "…"

@@ -78,16 +78,12 @@ def read_directory(file: SourceFile) -> list[ZipEntry]:
     end = read_end_records(file)
     central = _parse_directory(file, file.read(end.offset, end.size), end.offset)
     if len(central) != end.count:
-        raise InputError(
-            f"{file.source}: damaged zip file: {end.count} records announced, {len(central)} listed"
-        )
+        raise InputError(f"{file.source}: damaged zip file: {end.count} records announced, {len(central)} listed")
     opened = [_open_record(file, record, end.offset) for record in central]
     # A record that someone added to torch's file with a zip tool may carry the tool's values.
     odd = any(by_torch and not record.bare for record, (_, by_torch) in zip(central, opened, strict=True))
     if odd or (not end.torch_style and all(by_torch for _, by_torch in opened)):
-        raise InputError(
-            f"{file.source}: damaged zip file: its directory holds values that torch never writes"
-        )
+        raise InputError(f"{file.source}: damaged zip file: its directory holds values that torch never writes")
     entries = [entry for entry, _ in opened]
     entries.sort(key=lambda entry: entry.header_offset)
     _check_layout(file, entries)
@@ -242,9 +238,7 @@ def _check_layout(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
     end = 0
     for entry in entries:
         if entry.header_offset < end:
-            raise InputError(
-                f"{file.source}: damaged zip file: record {entry.name!r} overlaps the one before it"
-            )
+            raise InputError(f"{file.source}: damaged zip file: record {entry.name!r} overlaps the one before it")
         if entry.name in names:
             raise InputError(f"{file.source}: damaged zip file: record {entry.name!r} is listed twice")
         names.add(entry.name)

@@ -64,9 +64,7 @@ def _find_end(file: SourceFile) -> tuple[int, int, tuple[int, ...]]:
     )
 
 
-def _zip64_end(
-    file: SourceFile, locator: int, lead: bytes, numbers: tuple[int, ...], comment: int
-) -> EndRecords:
+def _zip64_end(file: SourceFile, locator: int, lead: bytes, numbers: tuple[int, ...], comment: int) -> EndRecords:
     _, disk, position, disks = _LOCATOR.unpack(lead)
     if disk or disks != 1:
         raise InputError(f"{file.source}: damaged zip file: it claims to be one of several disks")
@@ -99,9 +97,7 @@ def _agree(numbers: tuple[int, ...], true_numbers: tuple[int, ...]) -> bool:
 def _check_extent(file: SourceFile, offset: int, size: int, end: int) -> None:
     """Require that the directory ends exactly where the end records start. Raises InputError."""
     if size > MAX_DIRECTORY_BYTES:
-        raise InputError(
-            f"{file.source}: its zip directory has {size} bytes, more than {MAX_DIRECTORY_BYTES}"
-        )
+        raise InputError(f"{file.source}: its zip directory has {size} bytes, more than {MAX_DIRECTORY_BYTES}")
     if offset + size == end:
         return
     if offset + size < end and size and file.read(end - size, 4) == b"PK\x01\x02":

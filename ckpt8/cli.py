@@ -1,0 +1,224 @@
+"""The command line: parse, call, render. Exit codes: 0 ok, 1 a check does not hold, 2 usage, 3 input, 4 output."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ckpt8 import __version__
+from ckpt8.errors import CheckFailedError, Ckpt8Error, InputError, UsageError
+
+app = typer.Typer(
+    name="ckpt8",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Make training checkpoints about three times smaller; the resumed run does not notice.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Worker threads; by default one per core, at most 8.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; by default beside the input.")]
+Container = Annotated[Path, typer.Argument(metavar="SRC.ckpt8", help="A compressed checkpoint.")]
+
+
+def _print_json(tree: Any) -> None:
+    sys.stdout.write(json.dumps(tree, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def _console() -> Console:
+    return Console(highlight=False)
+
+
+def _file_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as exc:
+        raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
+
+
+def _clock() -> float:
+    """The time, once torch is there: its import is not what is being measured."""
+    import torch  # noqa: F401
+
+    return time.perf_counter()
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"ckpt8 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def compress(
+    src: Annotated[Path, typer.Argument(help="A checkpoint written by torch.save.")],
+    output: Output = None,
+    preset: Annotated[str, typer.Option(help="flash, compact or lossless.")] = "flash",
+    rule: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB=CODEC", help="Override by tensor path; first match wins.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Threads = None,
+    max_update_error: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="X", help="Keep moments lossless where max |Δu| exceeds X or is unknown."),
+    ] = None,
+    stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Measure the error while compressing.")] = True,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Compress SRC into a .ckpt8 and show the error that was made."""
+    from ckpt8 import api
+    from ckpt8.inspect.container import inspect_container
+    from ckpt8.inspect.render import summary
+    from ckpt8.pipeline import Options
+    from ckpt8.progress import progress_bar
+
+    _check_device(device)
+    target = output or api.default_target(src)
+    start = _clock()
+    with progress_bar(f"compress {src.name}", _file_size(src), enabled=not as_json) as progress:
+        options = Options(threads, stats, max_update_error, progress)
+        api.compress(src, target, preset=preset, rules=rule or (), options=options, force=force)
+    seconds = time.perf_counter() - start
+    facts = inspect_container(target)
+    if as_json:
+        _print_json({"target": str(target), "seconds": seconds, **facts})
+    else:
+        summary(_console(), facts, str(target), seconds)
+
+
+def _check_device(device: str) -> None:
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"--device {device}: expected auto, cpu or cuda")
+    if device == "cuda":
+        raise UsageError("--device cuda: this version packs on the CPU; use --device cpu")
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A .ckpt8 or a checkpoint.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    against: Annotated[
+        Path | None, typer.Option(metavar="ORIGINAL", help="Measure the errors of a .ckpt8 again from its original.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a .ckpt8 or a checkpoint is made of, where the bytes are, and the error that was made."""
+    from ckpt8.container.header import is_container
+    from ckpt8.inspect.container import inspect_container
+    from ckpt8.inspect.render import show
+
+    if is_container(path):
+        facts = inspect_container(path, tensors=tensors, original=against)
+    elif against is not None:
+        raise UsageError(f"{path}: is not a .ckpt8; --against compares a .ckpt8 with its original")
+    else:
+        from ckpt8.inspect.checkpoint import inspect_checkpoint
+
+        facts = inspect_checkpoint(path, tensors=tensors)
+    if as_json:
+        _print_json(facts)
+    else:
+        show(_console(), facts)
+
+
+@app.command()
+def restore(
+    src: Container,
+    output: Output = None,
+    threads: Threads = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Write back the checkpoint that SRC was made from."""
+    from ckpt8.container.reader import ContainerReader
+    from ckpt8.inspect.render import size
+    from ckpt8.progress import progress_bar
+    from ckpt8.restore import restore as run
+
+    with ContainerReader(src) as reader:
+        total = sum(member.size for member in reader.manifest.members)
+    start = _clock()
+    with progress_bar(f"restore {src.name}", total, enabled=not as_json) as progress:
+        target = run(src, output, force=force, threads=threads, progress=progress)
+    seconds = time.perf_counter() - start
+    if as_json:
+        _print_json({"target": str(target), "bytes": total, "seconds": seconds})
+    else:
+        _console().print(f"{target}: {size(total)} in {seconds:.2f} s", markup=False, soft_wrap=True)
+
+
+@app.command()
+def verify(
+    src: Container,
+    against: Annotated[
+        Path | None, typer.Option(metavar="ORIGINAL", help="Measure every stored statistic again from the original.")
+    ] = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Check every byte of SRC, and with --against every statistic that it states."""
+    from dataclasses import asdict
+
+    from ckpt8.inspect.render import size
+    from ckpt8.progress import progress_bar
+    from ckpt8.verify import verify as run
+
+    total = _file_size(src) if against is None else 2 * _file_size(against)
+    with progress_bar(f"verify {src.name}", total, enabled=not as_json) as progress:
+        result = run(src, against, threads=threads, progress=progress)
+    if as_json:
+        _print_json({"path": str(src), **asdict(result)})
+    else:
+        text = f"{src}: seal and {result.frames:,} frames hold ({size(result.nbytes)})"
+        if result.against and not result.failures:
+            text += f"; {result.statistics} statistics and all lossless tensors agree with {against}"
+        _console().print(text, markup=False, soft_wrap=True)
+    if result.failures:
+        more = f" (and {len(result.failures) - 1} more)" if len(result.failures) > 1 else ""
+        raise CheckFailedError(f"{src}: {result.failures[0]}{more}")
+
+
+def _terminate(*_: object) -> None:
+    # As an exception, so that temporary files are removed on the way out.
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def main() -> None:
+    """Entry point: run a command and turn every expected error into one line and an exit code."""
+    # A torch without numpy says so at its first use; ckpt8 does not need numpy.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        app()
+    except Ckpt8Error as exc:
+        line = " ".join(str(exc).split())
+        sys.stderr.write(f"ckpt8: {line}\n")
+        sys.exit(exc.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Facts about a ``.ckpt8``, from its manifest alone: no tensor is read and torch is not imported."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from ckpt8.container.header import MAJOR, MINOR
+from ckpt8.container.manifest import Manifest, ParameterRecord
+from ckpt8.container.reader import ContainerReader
+from ckpt8.stats import MomentError, NoiseError, UpdateError, WeightError, read_error
+from ckpt8.tensors import Role
+
+SKELETON_ROLE = "structure"
+_WORST = 5
+
+
+def inspect_container(path: Path, *, tensors: bool = False, original: Path | None = None) -> dict[str, Any]:
+    """Totals, roles, errors and the worst tensors; with ``tensors`` every tensor.
+
+    ``original`` measures the errors again from the checkpoint that the container was made from, in place of the
+    stored ones. Raises InputError for damage.
+    """
+    with ContainerReader(path) as reader:
+        manifest = reader.manifest
+        if original is not None:
+            _measure_again(reader, original)
+        return {"path": str(path), "kind": "ckpt8", **_facts(manifest, reader.size), **_lists(manifest, tensors)}
+
+
+def _measure_again(reader: ContainerReader, original: Path) -> None:
+    from ckpt8.verify import measure
+    from ckpt8.workers import Workers
+
+    with Workers() as workers:
+        measured = measure(reader, original, workers)
+    for index, record in enumerate(reader.manifest.storages):
+        record.error = measured.storages[index].to_json() if index in measured.storages else None
+    for index, parameter in enumerate(reader.manifest.parameters):
+        parameter.error = measured.parameters[index].to_json() if index in measured.parameters else None
+
+
+def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
+    original = sum(member.size for member in manifest.members)
+    parameters = sum(record.numel for record in manifest.storages if record.role is Role.WEIGHT)
+    parts: Counter[str] = Counter()
+    for record in manifest.storages:
+        for part, table in record.parts.items():
+            parts[part] += sum(table.lengths)
+    return {
+        "format": f"{MAJOR}.{MINOR}",
+        "writer": manifest.writer,
+        "preset": manifest.preset,
+        "rules": manifest.rules,
+        "members": [{"path": m.path, "format": m.format, "bytes": m.size} for m in manifest.members],
+        "bytes": original,
+        "stored_bytes": size,
+        "ratio": original / size,
+        "weights": parameters,
+        "bytes_per_weight": size / parameters if parameters else None,
+        "parts": dict(parts),
+        "overhead_bytes": size - sum(parts.values()),
+        "roles": _roles(manifest),
+        "errors": total_errors(manifest),
+    }
+
+
+def _role_name(manifest: Manifest, index: int) -> str:
+    skeletons = {member.skeleton for member in manifest.members}
+    return SKELETON_ROLE if index in skeletons else manifest.storages[index].role.value
+
+
+def _roles(manifest: Manifest) -> list[dict[str, Any]]:
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for index, record in enumerate(manifest.storages):
+        key = _role_name(manifest, index), codec_name(record.codec)
+        row = rows.setdefault(key, {"storages": 0, "elements": 0, "bytes": 0, "stored_bytes": 0})
+        row["storages"] += 1
+        row["elements"] += record.numel
+        row["bytes"] += record.nbytes
+        row["stored_bytes"] += record.stored_bytes
+    return [{"role": role, "codec": codec, **row} for (role, codec), row in sorted(rows.items())]
+
+
+def codec_name(config: dict[str, Any]) -> str:
+    """A stored configuration in one word: ``companded8/1(signed=False, Q=255)``; defaults are left out."""
+    from ckpt8.codecs import codec_from_config
+
+    codec = codec_from_config(config)
+    default = type(codec)()
+    given = [f"{key}={value}" for key, value in config.items() if key != "id" and value != getattr(default, key)]
+    return codec.id + (f"({', '.join(given)})" if given else "")
+
+
+def total_errors(manifest: Manifest) -> dict[str, Any]:
+    """Errors of the whole file by what they are errors of; None where nothing was measured."""
+    weights, updates = WeightError(), UpdateError()
+    moments = {Role.MOMENT1: MomentError(), Role.MOMENT2: MomentError()}
+    counts: Counter[str] = Counter()
+    for record in manifest.storages:
+        error = read_error(record.error)
+        if isinstance(error, WeightError):
+            weights.merge(error)
+        elif isinstance(error, MomentError) and record.role in moments:
+            moments[record.role].merge(error)
+            counts[record.role.value] += 1
+    known = [error for p in manifest.parameters if isinstance(error := read_error(p.error), UpdateError)]
+    for error in known:
+        updates.merge(error)
+    return {
+        "weight": _weight_facts(weights) if weights.count else None,
+        **{role.value: _moment_facts(error) if counts[role.value] else None for role, error in moments.items()},
+        "update": {**_update_facts(updates), "parameters": len(known)} if known else None,
+        "update_unknown": sum(_is_unknown(manifest, parameter) for parameter in manifest.parameters),
+    }
+
+
+def _is_unknown(manifest: Manifest, parameter: ParameterRecord) -> bool:
+    lossy = any(manifest.storages[index].codec.get("id") != "lossless/1" for index in parameter.moments.values())
+    return lossy and parameter.error is None
+
+
+def _weight_facts(error: WeightError) -> dict[str, Any]:
+    return {
+        "max_relative": error.max_relative,
+        "mean_relative": error.mean_relative,
+        "max_bf16_ulp": error.max_bf16_ulp,
+    }
+
+
+def _noise_facts(error: NoiseError) -> dict[str, Any]:
+    return {"nmse": error.nmse, "snr_db": error.snr_db}
+
+
+def _moment_facts(error: MomentError) -> dict[str, Any]:
+    return {**_noise_facts(error), "max_scaled": error.max_scaled}
+
+
+def _update_facts(error: UpdateError) -> dict[str, Any]:
+    return {**_noise_facts(error), "max_error": error.max_error, "max_update": error.max_update}
+
+
+def error_facts(stored: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A stored record as the figures that people read."""
+    match read_error(stored):
+        case WeightError() as weight:
+            return _weight_facts(weight)
+        case MomentError() as moment:
+            return _moment_facts(moment)
+        case UpdateError() as update:
+            return _update_facts(update)
+    return None
+
+
+def storage_facts(manifest: Manifest, index: int) -> dict[str, Any]:
+    """Role, codec, sizes in bytes, error and, where lossless against its role, the reason."""
+    record = manifest.storages[index]
+    return {
+        "role": record.role.value,
+        "dtype": record.dtype.label,
+        "codec": codec_name(record.codec),
+        "reason": record.reason,
+        "elements": record.numel,
+        "bytes": record.nbytes,
+        "stored_bytes": record.stored_bytes,
+        "parts": {part: sum(table.lengths) for part, table in record.parts.items()},
+        "error": error_facts(record.error),
+    }
+
+
+def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:
+    facts: dict[str, Any] = {"worst": worst(manifest), "lossless": lossless_reasons(manifest)}
+    if tensors:
+        facts["tensors"] = [
+            {"name": tensor.name, "shape": tensor.shape, **storage_facts(manifest, tensor.storage)}
+            for tensor in manifest.tensors
+        ]
+        facts["parameters"] = [
+            {
+                "name": parameter.name,
+                "moments": {slot: manifest.storages[index].name for slot, index in parameter.moments.items()},
+                "rule": parameter.rule,
+                "reason": parameter.reason,
+                "error": error_facts(parameter.error),
+            }
+            for parameter in manifest.parameters
+        ]
+    return facts
+
+
+def lossless_reasons(manifest: Manifest) -> list[dict[str, Any]]:
+    """Tensors that are lossless against their role, counted by reason, with the first few names."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for record in manifest.storages:
+        if record.reason is not None:
+            names[record.reason].append(record.name)
+    return [{"reason": reason, "count": len(found), "names": found[:_WORST]} for reason, found in sorted(names.items())]
+
+
+def worst(manifest: Manifest) -> dict[str, list[dict[str, Any]]]:
+    """The parameters with the largest max |Δu|, and the weights with the largest mean relative error."""
+    updates = [
+        {"name": parameter.name, **_update_facts(error)}
+        for parameter in manifest.parameters
+        if isinstance(error := read_error(parameter.error), UpdateError)
+    ]
+    weights = [
+        {"name": record.name, **_weight_facts(error)}
+        for record in manifest.storages
+        if isinstance(error := read_error(record.error), WeightError)
+    ]
+    return {
+        "update": sorted(updates, key=lambda row: -row["max_error"])[:_WORST],
+        "weight": sorted(weights, key=lambda row: -row["mean_relative"])[:_WORST],
+    }

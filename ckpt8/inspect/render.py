@@ -1,0 +1,203 @@
+"""Shows the facts of ``inspect`` and the results of the other commands in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units, as disks are sold and ``ls --si`` shows them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def number(value: float | None) -> str:
+    """Three significant digits; a dash for nothing."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _table(*columns: str, title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for k, column in enumerate(columns):
+        left = k == 0 or column in ("codec", "dtype", "shape", "reason", "role")
+        table.add_column(column, justify="left" if left else "right", overflow="fold", style=None)
+    return table
+
+
+def _rows(table: Table, rows: Iterable[Sequence[str]]) -> Table:
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    return table
+
+
+def show(console: Console, facts: dict[str, Any]) -> None:
+    """Print what ``inspect`` found."""
+    if facts["kind"] == "ckpt8":
+        _show_container(console, facts)
+    else:
+        _show_checkpoint(console, facts)
+
+
+def _show_container(console: Console, facts: dict[str, Any]) -> None:
+    members = ", ".join(f"{m['path']} ({m['format']})" for m in facts["members"])
+    per_weight = f", {facts['bytes_per_weight']:.3f} bytes per weight" if facts["bytes_per_weight"] else ""
+    console.print(
+        f"[bold]{escape(facts['path'])}[/]  ckpt8 {facts['format']}, preset {escape(facts['preset'])}", soft_wrap=True
+    )
+    console.print(f"from {escape(members)}", soft_wrap=True)
+    console.print(
+        f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, [bold]{facts['ratio']:.2f}x[/]{per_weight}\n"
+    )
+    table = _table("role", "codec", "storages", "elements", "original", "stored", "ratio")
+    rows = [
+        (
+            row["role"],
+            _codec(row["codec"]),
+            f"{row['storages']:,}",
+            f"{row['elements']:,}",
+            size(row["bytes"]),
+            size(row["stored_bytes"]),
+            f"{row['bytes'] / row['stored_bytes']:.2f}x" if row["stored_bytes"] else "-",
+        )
+        for row in facts["roles"]
+    ]
+    console.print(_rows(table, rows))
+    _show_errors(console, facts["errors"])
+    _show_worst(console, facts["worst"])
+    _show_lossless(console, facts["lossless"])
+    if "tensors" in facts:
+        _show_stored_tensors(console, facts["tensors"])
+
+
+def _show_errors(console: Console, errors: dict[str, Any]) -> None:
+    lines = []
+    if weight := errors["weight"]:
+        lines.append(
+            f"weights       max relative error {number(weight['max_relative'])}, "
+            f"mean {number(weight['mean_relative'])}, max {weight['max_bf16_ulp']:.5f} bf16 ULP"
+        )
+    lines += [
+        f"{role}       NMSE {number(error['nmse'])} (SNR {number(error['snr_db'])} dB), "
+        f"max error {number(error['max_scaled'])} of the group's scale"
+        for role in ("moment1", "moment2")
+        if (error := errors[role])
+    ]
+    if update := errors["update"]:
+        lines.append(
+            f"update space  NMSE {number(update['nmse'])}, max |Δu| {number(update['max_error'])} "
+            f"where max |u| is {number(update['max_update'])}, {update['parameters']} parameters"
+        )
+    if errors["update_unknown"]:
+        lines.append(f"update space  not measured for {errors['update_unknown']} parameters")
+    if lines:
+        console.print("\n[bold]Measured error[/]")
+        console.print("\n".join(lines), soft_wrap=True)
+
+
+def _show_worst(console: Console, worst: dict[str, list[dict[str, Any]]]) -> None:
+    headings = {
+        "update": ("largest update error", {"max |Δu|": "max_error", "max |u|": "max_update", "NMSE": "nmse"}),
+        "weight": ("largest mean weight error", {"mean relative": "mean_relative", "max relative": "max_relative"}),
+    }
+    for kind, (title, columns) in headings.items():
+        if rows := worst[kind]:
+            table = _table(title, *columns)
+            console.print()
+            console.print(_rows(table, [(r["name"], *(number(r[key]) for key in columns.values())) for r in rows]))
+
+
+def _show_lossless(console: Console, reasons: list[dict[str, Any]]) -> None:
+    if not reasons:
+        return
+    table = _table("kept lossless because", "storages", "reason")
+    table.columns[2].header = "such as"
+    console.print()
+    console.print(_rows(table, [(r["reason"], f"{r['count']:,}", r["names"][0]) for r in reasons]))
+
+
+def _show_stored_tensors(console: Console, tensors: list[dict[str, Any]]) -> None:
+    table = _table("tensor", "role", "shape", "codec", "stored", "error")
+    rows = [
+        (t["name"], t["role"], _shape(t["shape"]), _codec(t["codec"]), size(t["stored_bytes"]), _error(t["error"]))
+        for t in tensors
+    ]
+    console.print()
+    console.print(_rows(table, rows))
+
+
+def _codec(name: str) -> str:
+    """The role stands beside it and tells whether codes are signed."""
+    return name.replace("signed=False, ", "")
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _error(error: dict[str, Any] | None) -> str:
+    if error is None:
+        return "-"
+    if "max_relative" in error:
+        return f"max rel {number(error['max_relative'])}"
+    return f"NMSE {number(error['nmse'])}"
+
+
+def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
+    console.print(
+        f"[bold]{escape(facts['path'])}[/]  {facts['format']}, {size(facts['bytes'])}, "
+        f"{facts['tensor_count']:,} tensors in {facts['storages']:,} storages",
+        soft_wrap=True,
+    )
+    for row in facts["optimizer"]:
+        step = f" at step {row['step']:,}" if row["step"] else ""
+        console.print(
+            f"optimizer state of {row['parameters']:,} parameters, update rule {escape(row['rule'])}{step}",
+            soft_wrap=True,
+        )
+    console.print()
+    table = _table("role", "dtype", "storages", "elements", "bytes", "share")
+    rows = [
+        (
+            row["role"],
+            row["dtype"],
+            f"{row['storages']:,}" if row["storages"] else "-",
+            f"{row['elements']:,}",
+            size(row["bytes"]),
+            f"{100 * row['bytes'] / facts['bytes']:.1f} %",
+        )
+        for row in facts["roles"]
+    ]
+    console.print(_rows(table, rows))
+    console.print()
+    table = _table("ckpt8 compress --preset", "predicted", "ratio")
+    predicted = facts["predicted"].items()
+    console.print(_rows(table, [(name, size(p["bytes"]), f"{p['ratio']:.2f}x") for name, p in predicted]))
+    if "tensors" in facts:
+        table = _table("tensor", "role", "dtype", "shape", "codec", "reason")
+        cells = [
+            (t["name"], t["role"], t["dtype"], _shape(t["shape"]), _codec(t["codec"]), t["reason"] or "")
+            for t in facts["tensors"]
+        ]
+        console.print()
+        console.print(_rows(table, cells))
+
+
+def summary(console: Console, facts: dict[str, Any], target: str, seconds: float) -> None:
+    """Print what ``compress`` did: sizes, speed, the errors it made and what it left lossless."""
+    rate = facts["bytes"] / max(seconds, 1e-9)
+    console.print(f"[bold]{escape(target)}[/]", soft_wrap=True)
+    console.print(
+        f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, [bold]{facts['ratio']:.2f}x[/] "
+        f"in {seconds:.2f} s ({size(rate)}/s)"
+    )
+    _show_errors(console, facts["errors"])
+    refused = [row for row in facts["lossless"] if row["reason"] not in ("small", "buffer")]
+    _show_lossless(console, refused)
