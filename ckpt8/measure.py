@@ -67,30 +67,27 @@ class ChunkMeter:
         return self.errors
 
     def _tile(self, start: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> None:
-        decoded = []
+        sides: list[tuple[torch.Tensor, torch.Tensor]] = []
         for stream, x, part in zip(self._unit.streams, originals, parts, strict=True):
-            y = x
+            y = stream.codec.decode(part, _spec(stream, len(x))).float() if stream.lossy else x
+            roots = (x.sqrt(), y.sqrt()) if stream.spec.role is Role.MOMENT2 else None
             if stream.lossy:
-                y = stream.codec.decode(part, _spec(stream, len(x))).float()
-                self.errors.streams[stream.index].merge(_stream_error(stream, x, y, part))
-            decoded.append(y)
+                self.errors.streams[stream.index].merge(_stream_error(stream, x, y, part, roots))
+            sides.append(roots or (x, y))
         if self.errors.update is not None:
-            self.errors.update.merge(self._update_error(start, originals, decoded))
+            self.errors.update.merge(self._update_error(start, sides))
 
-    def _update_error(
-        self, start: int, originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tensor]
-    ) -> UpdateError:
+    def _update_error(self, start: int, sides: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> UpdateError:
+        """``sides`` are m, or sqrt(v), of the original and as decoded, by stream."""
         parameter = self._unit.parameter
         if parameter is None or parameter.rule is None:
             raise AssertionError("update errors are measured only where measures_updates holds")
         place = {stream.index: k for k, stream in enumerate(self._unit.streams)}
-        m = place[parameter.moments["moment1"]]
-        v = place[parameter.moments[parameter.denominator]] if parameter.denominator else None
-        factors = self._confidence.at(start, start + len(originals[0])) if self._confidence else None
-        steps = [
-            parameter.rule.apply(side[m], None if v is None else side[v], factors) for side in (originals, decoded)
-        ]
-        return update_error(steps[0], steps[1], parameter.rule.factor)
+        m = sides[place[parameter.moments["moment1"]]]
+        v = sides[place[parameter.moments[parameter.denominator]]] if parameter.denominator else (None, None)
+        factors = self._confidence.at(start, start + len(m[0])) if self._confidence else None
+        original, decoded = (parameter.rule.apply(m[k], v[k], factors) for k in (0, 1))
+        return update_error(original, decoded, parameter.rule.factor)
 
 
 @lru_cache(maxsize=64)
@@ -106,9 +103,15 @@ def _spec(stream: Stream, numel: int) -> TensorSpec:
     return TensorSpec(stream.spec.name, stream.spec.role, stream.spec.dtype, (numel,))
 
 
-def _stream_error(stream: Stream, x: torch.Tensor, y: torch.Tensor, parts: Parts) -> ErrorStats:
+def _stream_error(
+    stream: Stream,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    parts: Parts,
+    roots: tuple[torch.Tensor, torch.Tensor] | None,
+) -> ErrorStats:
     if stream.codec.measured_as == "weight":
         return weight_error(x, y)
     from ckpt8.codecs.companded8.reference import decode_scales
 
-    return moment_error(x, y, decode_scales(parts["scales"]), second=stream.spec.role is Role.MOMENT2)
+    return moment_error(x, y, decode_scales(parts["scales"]), roots)

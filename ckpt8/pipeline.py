@@ -66,13 +66,13 @@ class Compressor:
         return manifest
 
     def _names(self) -> list[str]:
-        """The widest set of entry names that the run can need; larger slabs where they would not fit a header."""
+        """Names to reserve a header for: of each storage, the longer list of its codec and lossless."""
         while True:
             names: list[str] = []
             for stream in self._streams:
                 spec = stream.spec
                 wanted, fallback = (layout.entry_names(codec, spec, self._slab) for codec in (stream.codec, LOSSLESS))
-                names += max(wanted, fallback, key=_header_room)
+                names += fallback if _room(fallback) > _room(wanted) else wanted
             if header.reserved_size(names) <= header.MAX_HEADER or self._slab > 1 << 40:
                 return names
             self._slab *= 2
@@ -152,5 +152,6 @@ class Compressor:
                 )
 
 
-def _header_room(names: list[str]) -> tuple[int, int]:
-    return len(names), sum(map(len, names))
+def _room(names: list[str]) -> tuple[int, int]:
+    """Order lists of entry names by the room that they need in a header."""
+    return len(names), len("".join(names))

@@ -114,7 +114,7 @@ class Plan:
 
 
 def make_plan(checkpoint: Checkpoint, policy: Policy) -> Plan:
-    """Classify a checkpoint (with its skeleton, if it is to be stored), choose a codec for every storage, and group moments into units."""
+    """Classify a checkpoint, with its skeleton if it is to be stored; choose codecs; group moments into units."""
     structure = classify(checkpoint.tree)
     index_of = {storage.key: index for index, storage in enumerate(checkpoint.storages)}
     views: dict[str, list[NamedTensor]] = defaultdict(list)
@@ -208,23 +208,14 @@ def _parameters(
             if key in _MOMENT_SLOTS and isinstance(ref, TensorRef)
         }
         owned = all(_owns(ref, storages[ref.key], views[ref.key]) for ref in refs.values())
-        if (
-            refs
-            and owned
-            and len({ref.key for ref in refs.values()}) == len(refs)
-            and len(set(map(_form, refs.values()))) == 1
-        ):
+        if owned and len({(ref.shape, ref.stride) for ref in refs.values()}) == 1:
             moments = {slot: index_of[ref.key] for slot, ref in refs.items()}
             found.append(_parameter(checkpoint, state, refs, moments))
     return found
 
 
-def _form(ref: TensorRef) -> tuple[object, ...]:
-    return ref.shape, ref.stride
-
-
 def _owns(ref: TensorRef, storage: StorageInfo, views: list[NamedTensor]) -> bool:
-    """Whether a tensor has its storage to itself and fills it."""
+    """Whether a tensor has its storage to itself and fills it, so that no two of a parameter's can share one."""
     return len(views) == 1 and is_dense(ref) and ref.offset == 0 and _numel(ref) * ref.dtype.itemsize == storage.nbytes
 
 

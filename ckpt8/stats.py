@@ -140,14 +140,22 @@ def weight_error(original: torch.Tensor, decoded: torch.Tensor) -> WeightError:
     return WeightError(original.numel(), float(relative.amax()), float(relative.double().sum()), int(steps.amax()))
 
 
-def moment_error(original: torch.Tensor, decoded: torch.Tensor, scales: torch.Tensor, *, second: bool) -> MomentError:
-    """Measure a flat fp32 tile of a moment. ``scales`` is the fp32 scale of each group of 32."""
+def moment_error(
+    original: torch.Tensor,
+    decoded: torch.Tensor,
+    scales: torch.Tensor,
+    roots: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> MomentError:
+    """Measure a flat fp32 tile of a moment. ``scales`` is the fp32 scale of each group of 32.
+
+    ``roots`` are the square roots of ``original`` and ``decoded`` for a second moment, else None.
+    """
     import torch
 
     error = decoded - original
     noise, signal = _square_sum(error), _square_sum(original)
-    if second:
-        error = decoded.sqrt().sub_(original.sqrt())
+    if roots is not None:
+        error = roots[1] - roots[0]
     short = -error.numel() % GROUP
     if short:
         error = torch.nn.functional.pad(error, (0, short))

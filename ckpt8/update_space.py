@@ -46,18 +46,18 @@ class UpdateRule:
         """Plain values."""
         return asdict(self)
 
-    def apply(
-        self, moment1: torch.Tensor, moment2: torch.Tensor | None, confidence: torch.Tensor | None
-    ) -> torch.Tensor:
-        """U / ``factor`` for a flat fp32 tile. ``confidence`` is CAME's factored term for the same elements."""
+    def apply(self, moment1: torch.Tensor, root2: torch.Tensor | None, confidence: torch.Tensor | None) -> torch.Tensor:
+        """The update divided by ``factor``, for a flat fp32 tile.
+
+        ``root2`` is sqrt(v) and ``confidence`` is CAME's factored term, each for the same elements.
+        """
         if self.kind == "came" and confidence is not None:
             return moment1 * confidence
-        if self.kind == "momentum" or moment2 is None:
+        if self.kind == "momentum" or root2 is None:
             return moment1
-        root = moment2.sqrt()
         if self.kind == "adam":
-            root.div_(math.sqrt(1.0 - self.beta2**self.step))
-        return moment1 / root.add_(self.eps)
+            root2 = root2 / math.sqrt(1.0 - self.beta2**self.step)
+        return moment1 / (root2 + self.eps)
 
 
 @dataclass(frozen=True, slots=True)

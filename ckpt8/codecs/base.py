@@ -11,7 +11,7 @@ from ckpt8.tensors import Parts, PartSpec, TensorSpec
 if TYPE_CHECKING:
     import torch
 
-TILE = 1 << 16
+TILE = 1 << 18
 """Elements handled at once, so that the temporaries of a codec stay in the L2 cache."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -101,8 +102,8 @@ def _describe(head: bytes) -> str:
     if not head.strip(b"\0"):
         return "starts with zero bytes only, as after an interrupted save"
     try:
-        # A multi-byte character may be cut at the end of the head.
-        head[:-3].decode("utf-8")
+        # Incremental, because a character may be cut at the end of the head.
+        codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
         return "of an unknown format"
     return "of an unknown format" if b"\0" in head else "a text file"

@@ -173,7 +173,7 @@ def _bytes(args: tuple[Any, ...], spend: Spend) -> Any:
     """``bytes()``, and the ``_codecs.encode(text, "latin1")`` by which protocols below 3 write bytes."""
     if not args:
         return b""
-    if len(args) != 2 or type(args[0]) is not str or args[1] not in _LATIN1:
+    if len(args) != 2 or type(args[0]) is not str or type(args[1]) is not str or args[1] not in _LATIN1:
         return NOT_INTERPRETED
     spend(len(args[0]))
     return args[0].encode("latin-1")

@@ -119,7 +119,7 @@ def _parse_entry(file: SourceFile, data: bytes, at: int, offset: int) -> tuple[_
     end = extra_at + extra_length + comment_length
     if end > len(data):
         raise InputError(f"{file.source}: damaged zip file: a directory entry reaches past its end")
-    sizes, zip64_length = _widen(data[extra_at : extra_at + extra_length], (size, compressed, header))
+    sizes = _widen(data[extra_at : extra_at + extra_length], (size, compressed, header))
     if sizes is None or disk:
         raise InputError(f"{file.source}: damaged zip file: a directory entry has no valid sizes")
     record = _Central(
@@ -131,28 +131,24 @@ def _parse_entry(file: SourceFile, data: bytes, at: int, offset: int) -> tuple[_
         compressed_size=sizes[1],
         size=sizes[0],
         header_offset=sizes[2],
-        bare=not (made_by or internal or external or comment_length) and zip64_length == extra_length,
+        bare=not (made_by or internal or external or comment_length),
     )
     return record, end
 
 
-def _widen(extra: bytes, values: tuple[int, ...]) -> tuple[tuple[int, ...] | None, int]:
-    """Take saturated values from the zip64 extra field, in order; None when it lacks one of them.
-
-    The second result is the length of the extra fields if they are exactly the zip64 values needed, else -1.
-    """
+def _widen(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Take saturated values from the zip64 extra field, in order; None when it lacks one of them."""
     needed = sum(value == _SATURATED for value in values)
     if not needed:
-        return values, 0
+        return values
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
         if kind == _ZIP64_ID and 8 * needed <= length <= len(extra) - at - 4:
             wide = iter(struct.unpack_from(f"<{needed}Q", extra, at + 4))
-            exact = 4 + 8 * needed if at == 0 and length == 8 * needed else -1
-            return tuple(next(wide) if value == _SATURATED else value for value in values), exact
+            return tuple(next(wide) if value == _SATURATED else value for value in values)
         at += 4 + length
-    return None, -1
+    return None
 
 
 def _open_record(file: SourceFile, record: _Central, limit: int) -> tuple[ZipEntry, bool]:
@@ -194,7 +190,7 @@ def _open_record(file: SourceFile, record: _Central, limit: int) -> tuple[ZipEnt
         end = data_end
         crc_fields.append(at + _LOCAL_CRC_AT)
         extra = file.read(at + span, extra_length) if _SATURATED in sizes else b""
-        wide, _ = _widen(extra, sizes)
+        wide = _widen(extra, sizes)
         true = wide is not None and crc32 == record.crc32 and _are_sizes(wide, record, ())
     if not true or (record.shared[1] == STORED and record.size != record.compressed_size):
         raise _mismatch(file, name)

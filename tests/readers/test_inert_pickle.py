@@ -7,19 +7,16 @@ import enum
 import io
 import os
 import pickle
-import random
 import sys
 import time
-import tracemalloc
 
 import pytest
 
 from ckpt8.errors import InputError
-from ckpt8.readers import inert_pickle, rebuild
 from ckpt8.readers.base import Global, Inert, StorageRef, TensorRef
 from ckpt8.readers.inert_pickle import load_pickle
 from ckpt8.readers.rebuild import StatefulDict
-from ckpt8.readers.walk import MAX_DEPTH, check_depth, format_path, iter_leaves
+from ckpt8.readers.walk import iter_leaves
 from ckpt8.tensors import DType
 
 PROTOCOLS = range(6)
@@ -114,7 +111,7 @@ class Keyworded:
         return (), {"size": [7]}
 
 
-Point = collections.namedtuple("Point", "x y")  # noqa: PYI024
+Point = collections.namedtuple("Point", "x y")
 HERE = __name__
 
 
@@ -162,16 +159,16 @@ def test_nothing_in_a_pickle_is_executed(protocol, tmp_path):
     data = pickle.dumps(Evil(target), protocol)
     made = load(data)
     assert (made.name, made.args) == (f"{os.mkdir.__module__}.mkdir", (target,))
-    assert not os.listdir(tmp_path)
+    assert not list(tmp_path.iterdir())
     pickle.loads(data)
-    assert os.listdir(tmp_path) == ["ran"]  # the same bytes do run in Python's own machine
+    assert [entry.name for entry in tmp_path.iterdir()] == ["ran"]  # the same bytes do run in Python's own machine
 
 
 @pytest.mark.parametrize("form", ["(S{0!r}\nios\nmkdir\n.", "(cos\nmkdir\nS{0!r}\no."])
 def test_old_instance_opcodes_are_not_executed(form, tmp_path):
     made = load(form.format(str(tmp_path / "ran")).encode())
     assert (made.name, made.args) == ("os.mkdir", (str(tmp_path / "ran"),))
-    assert not os.listdir(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_module_is_imported(tmp_path, monkeypatch):
@@ -205,61 +202,6 @@ def test_no_module_is_imported(tmp_path, monkeypatch):
 )
 def test_opcodes_that_python_3_no_longer_writes(data, value):
     assert repr(load(data)) == repr(value)
-
-
-MALFORMED = {
-    "empty": (b"", "too early"),
-    "no value": (b".", "left over"),
-    "two values": (b"NN.", "left over"),
-    "open mark": (b"N(.", "left over"),
-    "protocol": (b"\x80\x06N.", "protocol 6"),
-    "opcode": (b"N\x01.", "opcode"),
-    "extension": (b"\x82\x01.", "opcode"),
-    "buffer": (b"\x97.", "opcode"),
-    "memo": (b"h\x05.", "memo"),
-    "memo index": (b"Ng" + b"9" * 30 + b"\n.", "digits"),
-    "long4 negative": (b"\x8b\xff\xff\xff\xff.", "announced"),
-    "long4 huge": (b"\x8b\xff\xff\xff\x7f.", "2147483647 bytes"),
-    "long1 short": (b"\x8a\x05\x01.", "announced"),
-    "digits": (b"I" + b"1" * 5000 + b"\n.", "digits"),
-    "integer": (b"Ixyz\n.", "invalid literal"),
-    "float": (b"Fxyz\n.", "could not convert"),
-    "float8": (b"G\0\0.", "too early"),
-    "quotes": (b"Sabc\n.", "quotes"),
-    "line": (b"Vabc", "inside a line"),
-    "escape": (b"V\\u12\n.", "truncated"),
-    "utf8": (b"X\x01\0\0\0\xff.", "utf-8"),
-    "unicode8": (b"\x8d" + b"\xff" * 8 + b".", "announced"),
-    "bytes8": (b"\x8e" + b"\0" * 7 + b"\x40.", "announced"),
-    "bytearray8": (b"\x96" + b"\0" * 7 + b"\x7f.", "announced"),
-    "frame": (b"\x95" + b"\0" * 7 + b"\x01N.", "frame"),
-    "append": (b"NNa.", "NoneType"),
-    "set item": (b"NNNs.", "NoneType"),
-    "odd dict": (b"(Nd.", "no value"),
-    "list key": (b"}]Ns.", "list"),
-    "dict key": (b"}}Ns.", "dict"),
-    "deep key": (b"})" + b"\x85" * 100 + b"Ns.", "key is too large"),
-    "wide key": (b"}(" + b"N" * 100 + b"tNs.", "key is too large"),
-    "huge int key": (b"}\x8b\x00\x04\0\0" + b"\x01" * 1024 + b"Ns.", "key is too large"),
-    "call": (b"cos\nmkdir\nNR.", "argument tuple"),
-    "empty object": (b"(o.", "not enough values"),
-    "name": (b"NN\x93.", "not text"),
-    "long name": (b"c" + b"x" * 2000 + b"\ny\n.", "names"),
-    "state of a list": (b"]}b.", "list"),
-    "state of a dict": (b"}}b.", "dict"),
-    "persistent": (b"NQ.", "outside"),
-    "marks": (b"(" * 20_000, "marks"),
-    "pairs": (b"ccollections\nOrderedDict\n(](N\x85aetR.", ""),
-}
-
-
-@pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_streams_are_one_clear_line(name):
-    data, expected = MALFORMED[name]
-    with pytest.raises(InputError, match=r"^file\.pt: damaged pickle") as caught:
-        load(data)
-    assert expected in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def tensor_pickle():
@@ -300,6 +242,22 @@ def test_a_subclass_or_hidden_tensors_are_not_taken_for_a_plain_tensor():
 
 
 @pytest.mark.parametrize(
+    ("form", "old", "new"),
+    [
+        ("v2", b")R", b")R" + b"U\x01hU\x01kQs"),
+        ("parameter", b"\x88ccollections\nOrderedDict\n)R", b"\x88ccollections\nOrderedDict\n)RU\x01hU\x01kQs"),
+        ("v3", b"ctorch\nbfloat16\n", b"ctorch\nfloat3_e1m1\n"),
+    ],
+)
+def test_a_call_that_hides_a_storage_or_has_an_unknown_type_stays_inert(form, old, new):
+    data = tensor_pickle()[form]
+    assert old in data
+    got = load(data.replace(old, new) + b".", persistent_load=storage)
+    assert type(got) is Inert
+    assert StorageRef in [type(leaf) for _, leaf in iter_leaves(got)]
+
+
+@pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         (b"K\x05K\x02", b"K\x5fK\x02", "reaches element 100"),
@@ -316,141 +274,8 @@ def test_a_tensor_must_lie_inside_its_storage(old, new, message):
         load(good.replace(old, new) + b".", persistent_load=storage)
 
 
-def test_damaged_pickles_never_raise_anything_else():
-    seeds = [pickle.dumps(VALUES[:40] + [Plain(), Colour.RED], protocol) for protocol in PROTOCOLS]
-    seeds += [data + b"." for data in tensor_pickle().values()]
-    generator = random.Random(7)
-    refused = 0
-    for data in [seed[:3000] for seed in seeds for _ in range(150)]:
-        damaged = bytearray(data)
-        for _ in range(generator.randrange(1, 4)):
-            damaged[generator.randrange(len(damaged))] = generator.randrange(256)
-        try:
-            check_depth(load_pickle(io.BytesIO(damaged), len(damaged), "file.pt", storage), "file.pt")
-        except InputError as exc:
-            assert "\n" not in str(exc)
-            refused += 1
-    assert refused > 300
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_every_truncation_is_noticed(protocol):
-    data = pickle.dumps([Plain(), 2**70, 1.5, "text", {"k": (1, b"x")}], protocol)
-    for length in range(len(data)):
-        with pytest.raises(InputError):
-            load_pickle(io.BytesIO(data[:length]), length, "file.pt")
-
-
-def test_announced_lengths_allocate_nothing():
-    tracemalloc.start()
-    try:
-        for name in ("unicode8", "bytes8", "bytearray8", "long4 huge", "frame"):
-            with pytest.raises(InputError):
-                load(MALFORMED[name][0])
-        assert tracemalloc.get_traced_memory()[1] < 200_000
-    finally:
-        tracemalloc.stop()
-
-
-DEEP = {
-    "tuples": b")" + b"\x85" * 1_000_000,
-    "lists": b"]" * 200_000 + b"a" * 199_999,
-    "dicts": b"}U\x01k" * 200_000 + b"N" + b"s" * 200_000,
-    "calls": b")q\x00" + b"0cm\nC\nh\x00\x85Rq\x00" * 100_000,
-    "states": b"cm\nC\n)R" * 100_000 + b"b" * 99_999,
-}
-
-
-@pytest.mark.parametrize("kind", DEEP)
-def test_deep_nesting_is_refused_by_the_walk_and_freed_safely(kind):
-    tree = load(DEEP[kind] + b".")
-    with pytest.raises(InputError, match=f"^file.pt: .*nested deeper than {MAX_DEPTH}"):
-        check_depth(tree, "file.pt")
-    del tree
-
-
-SHARED = {
-    "doubled tuples": b"X\x01\0\0\0kQ\x85" + b"2\x86" * 900,
-    "one argument tuple": b"((X\x01\0\0\0kQ" + b"N" * 20_000 + b"tq\x000" + b"cm\nC\nh\x00R" * 20_000 + b"t",
-    "one state": b"(}(" + b"U\x01kX\x01\0\0\0kQ" * 20_000 + b"uq\x000" + b"cm\nC\n)Rh\x00b" * 20_000 + b"t",
-    "one set": b"((X\x01\0\0\0kQ" + b"N" * 20_000 + b"lq\x000" + b"c__builtin__\nset\nh\x00\x85R" * 20_000 + b"t",
-}
-
-
-@pytest.mark.parametrize("kind", SHARED)
-def test_shared_parts_are_walked_once(kind):
-    tree = load(SHARED[kind] + b".", persistent_load=storage)
-    started = time.perf_counter()
-    assert len(list(iter_leaves(tree))) == 1
-    assert time.perf_counter() - started < 2  # quadratic time would be minutes
-
-
-@pytest.mark.parametrize(
-    "repeat",
-    [b"0c__builtin__\nbytearray\nh\x00\x85R", b"0ccollections\nOrderedDict\nh\x01\x85R"],
-)
-def test_copies_are_budgeted(repeat):
-    pairs = b"](" + b"NN\x86" * 5000 + b"e"
-    data = b"B\x10\x27\0\0" + b"x" * 10_000 + b"q\x00" + b"0" + pairs + b"q\x01" + repeat * 3000 + b"."
-    with pytest.raises(InputError, match="over and over"):
-        load(data)
-
-
-def test_caps_are_enforced(monkeypatch):
-    monkeypatch.setattr(inert_pickle, "MAX_CONTAINERS", 100)
-    with pytest.raises(InputError, match="more than 100 objects"):
-        load(b"(" + b"}" * 101 + b"t.")
-    monkeypatch.setattr(inert_pickle, "MAX_GLOBALS", 2)
-    with pytest.raises(InputError, match="names"):
-        load(b"(ca\nb\nca\nc\nca\nd\nt.")
-    monkeypatch.setattr(rebuild, "MAX_DIMS", 1)
-    with pytest.raises(InputError, match="2 dimensions"):
-        load(tensor_pickle()["v2"] + b".", persistent_load=storage)
-
-
 def test_speed_of_plain_values():
     data = pickle.dumps([{"a": i, "b": float(i), "c": [i, i + 1]} for i in range(10_000)], 2)
     started = time.perf_counter()
     load(data)
     assert time.perf_counter() - started < 1.5  # 150,000 opcodes, a tenth of this on an idle machine
-
-
-def test_walk_names_and_order():
-    tensors = [TensorRef(str(i), DType.FLOAT32, 0, (), ()) for i in range(9)]
-    ref = StorageRef("s", DType.UINT8, 4)
-    metadata = StatefulDict()
-    metadata["w"] = tensors[0]
-    metadata.state = {"_metadata": tensors[1]}
-    tree = {
-        "model": metadata,
-        "state": {0: {"m": tensors[2]}, (1, "x"): [tensors[3]]},
-        "object": Inert("m.C", args=(0, tensors[4]), state={"weight": tensors[5]}),
-        "slots": Inert("m.D", items=[tensors[6]], pairs=[("k", tensors[7])], state=(None, {"s": ref})),
-        "scalar": 3,
-        tensors[8]: None,
-    }
-    got = [(format_path(path), leaf.key) for path, leaf in iter_leaves(tree)]
-    assert got == [
-        ("model.w", "0"),
-        ("model._metadata", "1"),
-        ("state.0.m", "2"),
-        ("state.(1,x).0", "3"),
-        ("object.1", "4"),
-        ("object.weight", "5"),
-        ("slots.0", "6"),
-        ("slots.k", "7"),
-        ("slots.s", "s"),
-        ("key", "8"),
-    ]
-    assert list(iter_leaves(tensors[0])) == [((), tensors[0])]
-    long = next(iter_leaves({"x" * 10_000: tensors[0]}))[0]
-    assert len(format_path(long)) < 2000
-
-
-def test_walk_depth_limit_is_exact():
-    tree = [TensorRef("k", DType.FLOAT32, 0, (), ())]
-    for _ in range(MAX_DEPTH - 1):
-        tree = [tree]
-    assert len(next(iter_leaves(tree))[0]) == MAX_DEPTH
-    with pytest.raises(InputError, match="nested deeper"):
-        check_depth([tree], "file.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import struct
 from collections import OrderedDict
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from ckpt8.errors import InputError, UnsupportedError
-from ckpt8.readers import open_checkpoint
+from ckpt8.readers import open_checkpoint, torch_legacy
 from ckpt8.readers.base import ByteRange
 from ckpt8.readers.torch_legacy import MAGIC, PROTOCOL_VERSION, TorchLegacyReader
 from ckpt8.readers.walk import format_path, iter_leaves
@@ -53,7 +54,7 @@ def test_tensors_are_those_of_torch_load(tmp_path, compare, protocol):
         assert {storage.dtype for storage in storages} >= {DType.BFLOAT16, DType.BOOL, DType.FLOAT32}
         assert all(storage.crc32 is None and storage.crc_fields == () for storage in storages)
         assert storages[-1].offset + storages[-1].nbytes == checkpoint.size
-        for before, after in zip(storages, storages[1:], strict=False):
+        for before, after in itertools.pairwise(storages):
             assert after.offset == before.offset + before.nbytes + 8
         keys = {leaf.key for name, leaf in iter_leaves(checkpoint.tree) if name[0] in ("views", "tied")}
         assert len(keys) == 1
@@ -189,6 +190,16 @@ def test_a_huge_storage_that_is_not_there(tmp_path):
     pid = Pid("storage", torch.FloatStorage, "k", "cpu", 2**40, None)
     path.write_bytes(by_hand([pid], {"k": (2**40, bytes(8))}))
     with pytest.raises(InputError, match="cut off inside storage 'k'"), open_checkpoint(path):
+        pass
+
+
+def test_the_pickles_are_capped(tmp_path, monkeypatch):
+    path = tmp_path / "c.pt"
+    path.write_bytes(by_hand(["x" * 1000], {}))
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.tree == ["x" * 1000]
+    monkeypatch.setattr(torch_legacy, "MAX_PICKLE_BYTES", 1000)
+    with pytest.raises(InputError, match="bytes are announced"), open_checkpoint(path):
         pass
 
 

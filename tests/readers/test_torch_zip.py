@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 import struct
 import zipfile
 import zlib
@@ -14,10 +12,8 @@ import pytest
 import torch
 
 from ckpt8.errors import InputError, UnsupportedError
-from ckpt8.readers import READERS, find_reader, get_reader, open_checkpoint
-from ckpt8.readers.base import ByteRange, Global, Inert, StorageRef
-from ckpt8.readers.torch_common import StorageTable
-from ckpt8.readers.torch_zip import TorchZipReader
+from ckpt8.readers import find_reader, get_reader, open_checkpoint
+from ckpt8.readers.base import ByteRange, Inert
 from ckpt8.readers.walk import format_path, iter_leaves
 from ckpt8.tensors import DType
 
@@ -74,6 +70,7 @@ def test_tensors_are_those_of_torch_load(tmp_path, compare, protocol):
     assert "model.1.running_mean" in names
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", PLAIN_DTYPES, ids=lambda dtype: dtype.label)
 def test_every_dtype(tmp_path, compare, dtype):
     if dtype is DType.BOOL:
@@ -89,6 +86,7 @@ def test_every_dtype(tmp_path, compare, dtype):
         assert storage.nbytes == 32
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_what_is_not_a_plain_tensor_stays_visible_as_storages(tmp_path):
     quantized = torch.quantize_per_tensor(torch.ones(4), 0.5, 0, torch.qint8)
     sparse = torch.eye(3).to_sparse()
@@ -246,125 +244,6 @@ def test_truncation_at_any_length_is_an_input_error(tmp_path):
         assert str(caught.value).startswith(f"{path}: ")
         if length >= 4:
             assert "damaged zip file" in str(caught.value)
-
-
-def test_one_storage_under_two_types():
-    table = StorageTable("file.pt")
-    kinds = [Global("torch.FloatStorage"), Global("torch.cuda.ByteStorage"), Global("torch.storage.UntypedStorage")]
-    assert table.load(("storage", kinds[0], "k", "cpu", 2)) == StorageRef("k", DType.FLOAT32, 2)
-    assert table.dtype_for("k", 8) is DType.FLOAT32
-    assert table.load(("storage", kinds[1], "k", "cpu", 8)) == StorageRef("k", DType.UINT8, 8)
-    assert table.dtype_for("k", 8) is DType.UINT8
-    table.load(("storage", kinds[2], "k", "cpu", 9))
-    with pytest.raises(InputError, match="9 elements"):
-        table.dtype_for("k", 8)
-
-
-FLOAT = Global("torch.FloatStorage")
-
-
-@pytest.mark.parametrize(
-    "pid",
-    [
-        None,
-        "storage",
-        (),
-        ("storage",),
-        ("other", FLOAT, "k", "cpu", 1),
-        ("storage", "FloatStorage", "k", "cpu", 1),
-        ("storage", FLOAT, ("k",), "cpu", 1),
-        ("storage", FLOAT, "k", None, 1),
-        ("storage", FLOAT, "k", "cpu", -1),
-        ("storage", FLOAT, "k", "cpu", 2**63),
-        ("storage", FLOAT, "k", "cpu", True),
-        ("storage", FLOAT, "k", "cpu", 5, ("v", 3, 3)),
-        ("storage", FLOAT, "k", "cpu", 5, ("v", -1, 3)),
-        ("storage", FLOAT, "k", "cpu", 5, (1, 2)),
-        ("module", "x", "y", "z"),
-    ],
-    ids=repr,
-)
-def test_malformed_persistent_ids(pid):
-    with pytest.raises(InputError, match=r"^file\.pt: damaged pickle"):
-        StorageTable("file.pt").load(pid)
-
-
-def test_unknown_storage_types_are_named():
-    with pytest.raises(UnsupportedError, match=r"torch\.QuaternionStorage"):
-        StorageTable("file.pt").load(("storage", Global("torch.QuaternionStorage"), "k", "cpu", 1))
-
-
-def tar_bytes():
-    header = bytearray(512)
-    header[257:262] = b"ustar"
-    return bytes(header)
-
-
-def safetensors_bytes(header):
-    return len(header).to_bytes(8, "little") + header
-
-
-def zip_bytes():
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        archive.writestr("word/document.xml", "x")
-    return stream.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("content", "error", "message"),
-    [
-        (b"", InputError, "an empty file"),
-        (b"hello, world\n" * 50, InputError, "a text file"),
-        ("αβγ".encode() * 200, InputError, "a text file"),
-        (b"version https://git-lfs.github.com/spec/v1\n", InputError, "a Git LFS pointer"),
-        (bytes(range(256)) * 3, InputError, "of an unknown format"),
-        (b"\xff\xfe\xfd\xfc" * 3, InputError, "of an unknown format"),
-        (bytes(1000), InputError, "zero bytes"),
-        (pickle.dumps({"a": 1}), InputError, "a plain pickle"),
-        (tar_bytes(), UnsupportedError, "a tar file"),
-        (zip_bytes(), InputError, "a zip file without a data.pkl"),
-        (b"PK\5\6" + bytes(18), InputError, "a zip file without a data.pkl"),
-        (b"PK\3\4" + bytes(200), InputError, "damaged zip file"),
-        (safetensors_bytes(b'{"w":{"dtype":"F32"}}'), UnsupportedError, "a safetensors file"),
-        (safetensors_bytes(b'{"__metadata__":{"ckpt8":"1.0"}}'), InputError, r"already a \.ckpt8 file"),
-    ],
-)
-def test_other_content_is_named(tmp_path, content, error, message):
-    path = tmp_path / "model.pt"  # the name says nothing
-    path.write_bytes(content)
-    with pytest.raises(error, match=message) as caught, open_checkpoint(path):
-        pass
-    assert type(caught.value) is error
-    assert str(caught.value).startswith(f"{path}: ")
-    assert "\n" not in str(caught.value)
-
-
-def test_what_is_not_a_file_is_named(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    for path, message in [
-        (tmp_path / "missing.pt", "no such file"),
-        (empty, "an empty directory"),
-        (tmp_path, "a directory; give"),
-        (pipe, "not a regular file"),
-    ]:
-        with pytest.raises(InputError, match=f"^{path}: {message}"), open_checkpoint(path):
-            pass
-
-
-def test_the_name_does_not_matter(tmp_path, compare):
-    path = save({"w": torch.arange(5.0)}, tmp_path / "notes.txt")
-    with open_checkpoint(path) as checkpoint:
-        compare(checkpoint, torch.load(path))
-
-
-def test_reader_table():
-    for reader_id, _ in READERS:
-        assert get_reader(reader_id).id == reader_id
-    assert TorchZipReader().sniff(ByteRange(os.devnull, 0, 0)) is False
 
 
 def test_a_change_while_open_is_noticed(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import struct
 import zipfile
@@ -13,7 +12,7 @@ import torch
 
 from ckpt8.errors import InputError, UnsupportedError
 from ckpt8.readers.base import ByteRange, SourceFile
-from ckpt8.readers.zip_directory import find_prefix, read_directory
+from ckpt8.readers.zip_directory import read_directory
 from ckpt8.readers.zip_end import read_end_records
 
 
@@ -94,6 +93,29 @@ def test_every_place_that_states_a_crc_is_listed(saved):
     assert torch.equal(torch.load(saved)["a"], changed)
 
 
+def test_a_local_header_beside_a_descriptor_states_nothing_or_the_truth(saved):
+    before = next(entry for entry in directory(saved) if entry.name == "model/data/0")
+    original = saved.read_bytes()
+    at = before.header_offset + 14
+    for crc32, compressed, size, fields in [
+        (before.crc32, before.size, before.size, 3),
+        (0, 0xFFFFFFFF, 0xFFFFFFFF, 2),
+        (before.crc32 ^ 1, 0, 0, None),
+        (0, before.size + 1, 0, None),
+        (0, 0, before.size + 1, None),
+    ]:
+        data = bytearray(original)
+        struct.pack_into("<3I", data, at, crc32, compressed, size)
+        saved.write_bytes(data)
+        if fields is None:
+            with pytest.raises(InputError, match="does not match its directory entry"):
+                directory(saved)
+        else:
+            found = next(entry for entry in directory(saved) if entry.name == "model/data/0")
+            assert len(found.crc_fields) == fields
+            assert (at in found.crc_fields) is (fields == 3)
+
+
 def sweep(path, start):
     """Flip each bit from ``start`` to the end of the file, in place; give the positions that went unnoticed."""
     unnoticed = []
@@ -105,11 +127,9 @@ def sweep(path, start):
                 os.pwrite(descriptor, bytes([byte ^ 1 << bit]), start + index)
                 try:
                     directory(path)
-                except InputError as exc:
-                    assert str(exc).startswith(f"{path}: ")
-                    assert "\n" not in str(exc)
-                else:
-                    unnoticed.append((start + index, bit))
+                except InputError:
+                    continue
+                unnoticed.append((start + index, bit))
             os.pwrite(descriptor, bytes([byte]), start + index)
     directory(path)
     return unnoticed
@@ -146,6 +166,15 @@ def test_truncation_at_every_boundary_is_noticed(saved):
             directory(saved)
 
 
+def test_a_saturated_count_is_not_taken_for_torchs(saved):
+    """A real count of 0xFFFE is one bit away from "see the zip64 record"."""
+    data = bytearray(saved.read_bytes())
+    struct.pack_into("<HH", data, len(data) - 14, 0xFFFF, 0xFFFF)
+    saved.write_bytes(data)
+    with pytest.raises(InputError, match="torch never writes"):
+        directory(saved)
+
+
 def test_trailing_or_leading_bytes_are_noticed(saved):
     data = saved.read_bytes()
     for wrong in (data + b"\0", b"\0" + data, data + data):
@@ -180,137 +209,3 @@ def test_zip64_values_are_read(zip64):
     big = entries["big/data/1"]
     assert big.end - big.data_offset - big.size == 24
     assert big.crc_fields[1] == big.data_offset + big.size + 4
-
-
-def write_zip(path, names, **options):
-    with zipfile.ZipFile(path, "w", **options) as archive:
-        for index, name in enumerate(names):
-            archive.writestr(name, bytes([index]) * 50)
-
-
-class Unseekable(io.RawIOBase):
-    """Makes zipfile write data descriptors."""
-
-    def __init__(self):
-        self.data = bytearray()
-
-    def writable(self):
-        return True
-
-    def write(self, data):
-        self.data += data
-        return len(data)
-
-
-def test_files_of_other_zip_tools(tmp_path):
-    path = tmp_path / "other.zip"
-    write_zip(path, ["m/data.pkl", "m/data/0"])
-    with zipfile.ZipFile(path, "a") as archive:
-        archive.comment = b"a comment"
-    entries = directory(path)
-    assert [(entry.name, entry.size, len(entry.crc_fields)) for entry in entries] == [
-        ("m/data.pkl", 50, 2),
-        ("m/data/0", 50, 2),
-    ]
-    stream = Unseekable()
-    write_zip(stream, ["m/data.pkl"], compression=zipfile.ZIP_DEFLATED)
-    path.write_bytes(stream.data)
-    (entry,) = directory(path)
-    assert (entry.method, entry.size) == (8, 50)
-    assert entry.compressed_size < 50
-    assert len(entry.crc_fields) == 2
-    with zipfile.ZipFile(path, "w") as archive, archive.open("m/data.pkl", "w", force_zip64=True) as record:
-        record.write(b"abc")
-    assert directory(path)[0].crc32 == zlib.crc32(b"abc")
-
-
-def test_a_record_added_to_a_file_of_torch(saved):
-    before = directory(saved)
-    with zipfile.ZipFile(saved, "a") as archive:
-        archive.writestr("model/notes.txt", "x")
-    assert [entry.name for entry in directory(saved)] == [*(entry.name for entry in before), "model/notes.txt"]
-
-
-@pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_duplicates_and_overlaps(tmp_path):
-    path = tmp_path / "twice.zip"
-    write_zip(path, ["m/data.pkl", "m/data.pkl"])
-    with pytest.raises(InputError, match="'m/data.pkl' is listed twice"):
-        directory(path)
-    write_zip(path, ["m/aaaa"])
-    data = bytearray(path.read_bytes())
-    end = end_of(path)
-    entry = data[end.offset : end.offset + end.size]
-    tail = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 2, 2, 2 * end.size, end.offset, 0)
-    path.write_bytes(data[: end.offset] + entry + entry + tail)
-    with pytest.raises(InputError, match="overlaps"):
-        directory(path)
-
-
-def patched(path, fields):
-    """Write ``(offset, format, value)`` fields into a zip file."""
-    data = bytearray(path.read_bytes())
-    for offset, layout, value in fields:
-        struct.pack_into(layout, data, offset, value)
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ([(6, "<H", 1), (8, "<H", 1)], "encrypted"),
-        ([(20, "<I", 51), (24, "<I", 51)], "does not match"),
-        ([(20, "<I", 2**31), (24, "<I", 2**31)], "does not match"),
-        ([(24, "<I", 51)], "does not match"),
-        ([(42, "<I", 2**31)], "does not match"),
-        ([(34, "<H", 1)], "no valid sizes"),
-        ([(42, "<I", 0xFFFFFFFF)], "no valid sizes"),
-        ([(28, "<H", 5000)], "reaches past its end"),
-    ],
-)
-def test_contradictions_of_a_plain_zip(tmp_path, fields, message):
-    path = tmp_path / "plain.zip"
-    write_zip(path, ["m/data.pkl"])
-    start = end_of(path).offset
-    patched(path, [(start + offset, layout, value) for offset, layout, value in fields])
-    with pytest.raises(InputError, match=message):
-        directory(path)
-
-
-def test_end_record_limits(tmp_path, saved):
-    path = tmp_path / "plain.zip"
-    write_zip(path, ["m/data.pkl"])
-    end = end_of(path)
-    at = end.offset + end.size
-    original = path.read_bytes()
-    for fields, message in [
-        ([(at + 4, "<H", 1)], "disks"),
-        ([(at + 8, "<H", 2)], "disks"),
-        ([(at + 8, "<H", 2), (at + 10, "<H", 2)], "2 records announced, 1 listed"),
-        ([(at + 12, "<I", 2**28)], "directory has"),
-        ([(at + 16, "<I", 0)], "not where the end record says"),
-    ]:
-        path.write_bytes(original)
-        patched(path, fields)
-        with pytest.raises(InputError, match=message):
-            directory(path)
-
-
-def test_prefix(tmp_path):
-    path = tmp_path / "prefix.zip"
-    for names, expected in [
-        (["x/data.pkl", "x/version"], "x/"),
-        (["x/version"], "no data.pkl"),
-        (["x/data.pkl", "y/data.pkl"], "2 records named data.pkl"),
-    ]:
-        write_zip(path, names)
-        file = SourceFile(ByteRange.of(path))
-        try:
-            entries = read_directory(file)
-            if expected.endswith("/"):
-                assert find_prefix(file, entries) == expected
-            else:
-                with pytest.raises(InputError, match=expected):
-                    find_prefix(file, entries)
-        finally:
-            file.close()

@@ -1,0 +1,513 @@
+"""The contract that every codec keeps, tested over the registry: a new codec is tested by being registered."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ckpt8.codecs import CODECS, codec_class, codec_from_config, config_of, parse_codec
+from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.lossless import Lossless
+from ckpt8.codecs.split24 import Split24
+from ckpt8.errors import RefusedError, UnsupportedError, UsageError
+from ckpt8.policy import PRESETS
+from ckpt8.tensors import DType, Role, TensorSpec
+
+TILE = 65_536
+"""Elements that the reference handles at once; written down here so that sizes around it are really tried."""
+
+SIZES = (0, 1, 2, 31, 32, 33, 63, 64, 65, 1000, TILE - 1, TILE, TILE + 1, TILE + 32, 2 * TILE + 45)
+FLOATS = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64)
+
+
+def _codecs():
+    seen = {}
+    for codec_id, _ in CODECS:
+        codec = codec_class(codec_id)()
+        seen[json.dumps(config_of(codec))] = codec
+    for preset in PRESETS.values():
+        for codec in preset.values():
+            seen.setdefault(json.dumps(config_of(codec)), codec)
+    return list(seen.values())
+
+
+CODECS_UNDER_TEST = _codecs()
+LOSSY = [codec for codec in CODECS_UNDER_TEST if codec.measured_as is not None]
+each_codec = pytest.mark.parametrize("codec", CODECS_UNDER_TEST, ids=repr)
+each_lossy = pytest.mark.parametrize("codec", LOSSY, ids=repr)
+
+
+def spec_of(codec, dtype, numel) -> TensorSpec | None:
+    """A specification with a role that the codec is made for, or None where it does not take the type."""
+    for role in Role:
+        spec = TensorSpec("w", role, dtype, (numel,))
+        if codec.accepts(spec):
+            return spec
+    return None
+
+
+def only_nonnegative(codec) -> bool:
+    """Second moments: a codec that takes them and not first moments."""
+    shape = (64,)
+    return any(codec.accepts(TensorSpec("v", Role.MOMENT2, d, shape)) for d in FLOATS) and not any(
+        codec.accepts(TensorSpec("m", Role.MOMENT1, d, shape)) for d in FLOATS
+    )
+
+
+def sample(codec, dtype, numel, seed=0) -> torch.Tensor:
+    """Finite values over many magnitudes, zeros among them, that every codec has to take."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator, dtype=torch.float64)
+    x *= torch.exp2(torch.randint(-12, 4, (numel,), generator=generator).double())
+    x[torch.rand(numel, generator=generator) < 0.05] = 0.0
+    if only_nonnegative(codec):
+        x = x.abs()
+    return x.to(dtype.torch)
+
+
+def float_cases(codec) -> list[DType]:
+    return [dtype for dtype in FLOATS if spec_of(codec, dtype, 8) is not None]
+
+
+def raw(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_same_parts(one, other):
+    assert list(one) == list(other)
+    for name, part in one.items():
+        assert part.dtype == other[name].dtype, name
+        assert torch.equal(raw(part), raw(other[name])), name
+
+
+def both_ways(codec, dtype, numel, seed=0):
+    spec = spec_of(codec, dtype, numel)
+    x = sample(codec, dtype, numel, seed)
+    parts = codec.encode(x)
+    return spec, x, parts, codec.decode(parts, spec)
+
+
+# --- registry ---------------------------------------------------------------------------------------------------
+
+
+def test_ids_are_unique_and_those_of_the_classes():
+    ids = [codec_id for codec_id, _ in CODECS]
+    assert len(set(ids)) == len(ids)
+    assert len({codec_id.partition("/")[0] for codec_id in ids}) == len(ids)
+    for codec_id in ids:
+        assert codec_class(codec_id).id == codec_id
+        assert codec_id.partition("/")[2].isdigit()
+
+
+def test_the_codecs_under_test_hold_every_registered_one_and_every_preset():
+    assert {codec.id for codec in CODECS_UNDER_TEST} == {codec_id for codec_id, _ in CODECS}
+    assert {Split24(R=7), Companded8(Q=31), Companded8(signed=False, Q=63, p=0.5)} <= set(CODECS_UNDER_TEST)
+    assert {codec.id for codec in LOSSY} == {"split24/1", "companded8/1"} | {
+        codec.id for codec in CODECS_UNDER_TEST if codec.measured_as in ("weight", "moment")
+    }
+
+
+@each_codec
+def test_configuration_survives_json(codec):
+    stored = json.loads(json.dumps(config_of(codec)))
+    assert stored["id"] == codec.id
+    assert set(stored) == {"id"} | {field.name for field in dataclasses.fields(codec)}
+    assert codec_from_config(stored) == codec
+    assert type(codec_from_config(stored)) is type(codec)
+
+
+def test_stored_parameters_reach_the_codec():
+    assert codec_from_config({"id": "split24/1", "R": 7}) == Split24(R=7) != Split24()
+    config = {"id": "companded8/1", "signed": False, "Q": 63, "p": 0.5}
+    assert codec_from_config(config) == Companded8(signed=False, Q=63, p=0.5)
+    assert codec_from_config({"id": "lossless/1"}) == Lossless()
+
+
+@each_codec
+def test_codecs_are_frozen_values(codec):
+    assert hash(codec) == hash(codec_from_config(config_of(codec)))
+    for field in dataclasses.fields(codec):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(codec, field.name, getattr(codec, field.name))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"R": 127},
+        {"id": "split24"},
+        {"id": "split24/2"},
+        {"id": "Split24/1"},
+        {"id": None},
+        {"id": ["split24/1"]},
+        {"id": "split24/1", "Q": 127},
+        {"id": "split24/1", "R": 8},
+        {"id": "split24/1", "R": 129},
+        {"id": "split24/1", "R": "127"},
+        {"id": "split24/1", "R": 127.0},
+        {"id": "companded8/1", "Q": 128},
+        {"id": "companded8/1", "Q": 0},
+        {"id": "companded8/1", "signed": False, "Q": 256},
+        {"id": "companded8/1", "p": 0.5},
+        {"id": "companded8/1", "signed": False, "p": 2},
+        {"id": "companded8/1", "signed": False, "p": [1]},
+        {"id": "lossless/1", "level": 3},
+    ],
+    ids=str,
+)
+def test_unknown_configurations_are_unsupported(config):
+    with pytest.raises(UnsupportedError):
+        codec_from_config(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"id": "split24/1", "R": True},
+        {"id": "companded8/1", "Q": True},
+        {"id": "companded8/1", "signed": "no"},
+        {"id": "companded8/1", "signed": 2},
+        {"id": "companded8/1", "p": True},
+    ],
+    ids=str,
+)
+def test_fields_of_the_wrong_type_are_unsupported(config):
+    with pytest.raises(UnsupportedError):
+        codec_from_config(config)
+
+
+# --- the text form ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "codec"),
+    [
+        ("lossless", Lossless()),
+        ("lossless()", Lossless()),
+        ("split24", Split24()),
+        (" split24 ( R = 7 ) ", Split24(R=7)),
+        ("companded8(Q=31)", Companded8(Q=31)),
+        ("companded8(signed=False, Q=63, p=0.5)", Companded8(signed=False, Q=63, p=0.5)),
+    ],
+)
+def test_codecs_as_text(text, codec):
+    cls, fields = parse_codec(text)
+    assert cls(**fields) == codec
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "split",
+        "split24/1",
+        "Split24",
+        "split24(",
+        "split24(R)",
+        "split24(7)",
+        "split24(R=)",
+        "split24(R=7",
+        "split24(R=7) x",
+        "split24(R==7)",
+        "split24(R=seven)",
+        "split24(R=__import__('os'))",
+        "split24(Q=7)",
+        "split24(id='lossless/1')",
+        "split24(measured_as=None)",
+        "companded8(**{'Q': 3})",
+        "companded8(*[3])",
+        "lossless(level=3)",
+        "split24\n(R=7)\nlossless",
+    ],
+)
+def test_malformed_text_is_a_usage_error(text):
+    with pytest.raises(UsageError) as caught:
+        parse_codec(text)
+    assert repr(text) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "companded8(Q=1)+(2)",
+        "companded8() or (Q)",
+        "companded8(Q={[]: 1})",
+        "companded8(Q=" + "-" * 5000 + "1)",
+        "companded8(Q=3)(Q=31)",
+        "companded8(Q=3, Q=31)",
+    ],
+    ids=["sum", "or", "unhashable", "deep", "called-twice", "given-twice"],
+)
+def test_text_that_is_not_one_call_is_a_usage_error(text):
+    with pytest.raises(UsageError):
+        parse_codec(text)
+
+
+@pytest.mark.parametrize("codec_id", [codec_id for codec_id, _ in CODECS])
+def test_unavailable_backends_are_usage_errors(codec_id):
+    codec = codec_class(codec_id)()
+    x = torch.zeros(40)
+    spec = TensorSpec("w", Role.OTHER, DType.FLOAT32, (40,))
+    with pytest.raises(UsageError):
+        codec.encode(x, backend="abacus")
+    with pytest.raises(UsageError):
+        codec.decode(codec.encode(x), spec, backend="abacus")
+
+
+# --- layout, cutting, out= --------------------------------------------------------------------------------------
+
+
+@each_codec
+def test_every_codec_takes_some_float(codec):
+    assert float_cases(codec)
+
+
+@each_codec
+def test_layout_is_what_encode_gives(codec):
+    for dtype in float_cases(codec):
+        for numel in SIZES:
+            spec, x, parts, y = both_ways(codec, dtype, numel)
+            layout = codec.layout(spec)
+            assert list(layout) == list(parts)
+            for name, part in parts.items():
+                assert (part.dtype, part.shape) == (layout[name].dtype.torch, (layout[name].numel,)), (name, numel)
+            assert (y.dtype, y.shape) == (x.dtype, (numel,))
+
+
+@each_codec
+def test_layout_depends_on_the_count_alone(codec):
+    for dtype in float_cases(codec):
+        flat = spec_of(codec, dtype, 6 * 35)
+        for shape in [(6, 35), (2, 3, 35), (210, 1)]:
+            assert codec.layout(dataclasses.replace(flat, shape=shape)) == codec.layout(flat)
+            x = sample(codec, dtype, 210)
+            assert_same_parts(codec.encode(x.view(shape)), codec.encode(x))
+
+
+def _cuts(numel) -> Iterator[list[int]]:
+    """Places to cut at: multiples of 32, regular, around tiles, and at random."""
+    yield list(range(32, numel, 32 * 331))
+    yield [cut for cut in (32, TILE - 32, TILE, TILE + 32) if cut < numel]
+    generator = torch.Generator().manual_seed(numel)
+    yield sorted({32 * int(i) for i in torch.randint(1, numel // 32 + 1, (7,), generator=generator)} - {numel})
+
+
+@each_codec
+def test_parts_do_not_depend_on_cutting(codec):
+    for dtype in float_cases(codec):
+        for numel in (32, 1000, TILE, 2 * TILE + 45):
+            spec, x, parts, y = both_ways(codec, dtype, numel)
+            for cuts in _cuts(numel):
+                bounds = list(zip([0, *cuts], [*cuts, numel], strict=True))
+                pieces = [codec.encode(x[a:b]) for a, b in bounds]
+                assert_same_parts({name: torch.cat([piece[name] for piece in pieces]) for name in parts}, parts)
+                runs = [
+                    codec.decode(piece, dataclasses.replace(spec, shape=(b - a,)))
+                    for piece, (a, b) in zip(pieces, bounds, strict=True)
+                ]
+                assert torch.equal(raw(torch.cat(runs)), raw(y))
+
+
+@each_codec
+def test_a_group_of_32_stands_alone(codec):
+    """Changing the values of one group leaves the parts and the values of all others as they were."""
+    for dtype in float_cases(codec):
+        spec, x, parts, y = both_ways(codec, dtype, 320)
+        changed = x.clone()
+        changed[96:128] = sample(codec, dtype, 32, seed=9) * 4
+        other = codec.encode(changed)
+        for name, part in parts.items():
+            share = len(part) * 32 // 320  # of a part for one group; 1 for a scale
+            keep = torch.ones(len(part), dtype=torch.bool)
+            keep[3 * share : 4 * share] = False
+            assert torch.equal(part.to(torch.int32)[keep], other[name].to(torch.int32)[keep])
+        z = codec.decode(other, spec)
+        assert torch.equal(raw(y[:96]), raw(z[:96]))
+        assert torch.equal(raw(y[128:]), raw(z[128:]))
+        assert not torch.equal(raw(y[96:128]), raw(z[96:128]))
+
+
+@each_codec
+def test_decode_into_out(codec):
+    for dtype in float_cases(codec):
+        for numel in SIZES:
+            spec, _, parts, y = both_ways(codec, dtype, numel)
+            around = torch.full((numel + 6,), 77.0, dtype=dtype.torch)
+            out = around[3 : numel + 3]
+            result = codec.decode(parts, spec, out=out)
+            assert result.data_ptr() == out.data_ptr()
+            assert torch.equal(raw(around[3 : numel + 3]), raw(y))
+            assert torch.equal(around[:3], torch.full((3,), 77.0, dtype=dtype.torch))
+            assert torch.equal(around[numel + 3 :], torch.full((3,), 77.0, dtype=dtype.torch))
+
+
+@each_codec
+def test_what_was_in_out_does_not_matter(codec):
+    for dtype in float_cases(codec):
+        spec, _, parts, y = both_ways(codec, dtype, 1000)
+        for byte in (0x00, 0xFF, 0xA5):
+            out = torch.full((1000 * dtype.itemsize,), byte, dtype=torch.uint8).view(dtype.torch)
+            codec.decode(parts, spec, out=out)
+            assert torch.equal(raw(out), raw(y)), byte
+
+
+@each_codec
+def test_inputs_are_left_alone(codec):
+    for dtype in float_cases(codec):
+        for numel in (33, 2 * TILE + 45):
+            spec, x, parts, _ = both_ways(codec, dtype, numel)
+            before = x.clone()
+            again = codec.encode(x)
+            assert torch.equal(raw(x), raw(before))
+            kept = {name: part.clone() for name, part in again.items()}
+            codec.decode(again, spec)
+            assert_same_parts(again, kept)
+            x.zero_()  # the parts are the codec's own memory
+            assert_same_parts(again, parts)
+
+
+@each_codec
+def test_other_memory_layouts_mean_flat_order(codec):
+    for dtype in float_cases(codec):
+        base = sample(codec, dtype, 96 * 70, seed=2)
+        views = {
+            "transposed": base.view(96, 70).t(),
+            "strided": base.view(96, 70)[::2, 1::3],
+            "expanded": base[:70].expand(5, 70),
+            "channels last": base.view(8, 12, 10, 7).contiguous(memory_format=torch.channels_last),
+            "offset": base[3:],
+            "zero-dim": base[5],
+        }
+        for name, x in views.items():
+            flat = torch.tensor([v for v in x.double().flatten()], dtype=torch.float64).to(dtype.torch)  # noqa: C416
+            assert_same_parts(codec.encode(x), codec.encode(flat)), name
+
+
+# --- values -----------------------------------------------------------------------------------------------------
+
+
+@each_codec
+def test_values_keep_their_type_and_stay_near(codec):
+    """A coarse check that no codec loses the values altogether; the exact bounds stand in its own tests."""
+    for dtype in float_cases(codec):
+        _, x, _, y = both_ways(codec, dtype, 2 * TILE + 45)
+        assert y.dtype == x.dtype == dtype.torch
+        noise, signal = (y.double() - x.double()).square().sum(), x.double().square().sum()
+        assert noise < 1e-3 * signal
+        assert torch.equal(y == 0, x == 0) or not only_nonnegative(codec)
+
+
+@each_codec
+def test_coding_again_changes_nothing(codec):
+    for dtype in float_cases(codec):
+        for numel in (1, 33, TILE + 77):
+            spec, _, parts, y = both_ways(codec, dtype, numel, seed=3)
+            again = codec.encode(y)
+            assert_same_parts(again, parts)
+            assert torch.equal(raw(codec.decode(again, spec)), raw(y))
+
+
+@each_codec
+def test_zeros_stay_zeros(codec):
+    for dtype in float_cases(codec):
+        spec = spec_of(codec, dtype, 1000)
+        assert torch.equal(codec.decode(codec.encode(torch.zeros(1000, dtype=dtype.torch)), spec).double(), torch.zeros(1000).double())
+
+
+NOT_FINITE = {
+    DType.FLOAT16: (0x7C00, 0xFC00, 0x7E00, 0x7C01, 0x7FFF, 0xFFFF),
+    DType.BFLOAT16: (0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0x7FFF, 0xFFFF, 0xFFC1),
+    DType.FLOAT32: (0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0x7FFFC000, 0x7FFFFFFF, 0xFFFFFFFF, 0xFFC12345),
+    DType.FLOAT64: (0x7FF << 52, 0xFFF << 52, 0x7FF8 << 48, (0x7FF << 52) | 1, (1 << 63) - 1, (1 << 64) - 1),
+}
+"""Both infinities, the usual NaN, the smallest signalling NaN, NaNs of all ones, other payloads."""
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def with_bits(x: torch.Tensor, position: int | slice, bits: int) -> torch.Tensor:
+    width = 8 * x.element_size()
+    x = x.clone()
+    x.view(_INTEGERS[x.element_size()])[position] = bits - (1 << width) if bits >> (width - 1) else bits
+    return x
+
+
+POSITIONS = {1: (0,), 33: (0, 7, 31, 32, slice(None)), TILE + 33: (5, TILE - 1, TILE, TILE + 32, slice(64, 96))}
+
+
+@each_lossy
+def test_lossy_codecs_refuse_what_is_not_finite(codec):
+    for dtype in float_cases(codec):
+        for numel, positions in POSITIONS.items():
+            x = sample(codec, dtype, numel, seed=4)
+            codec.encode(x)
+            for position in positions:
+                for bits in NOT_FINITE[dtype]:
+                    with pytest.raises(RefusedError):
+                        codec.encode(with_bits(x, position, bits))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_lossless_keeps_payload_bits(dtype):
+    codec = Lossless()
+    for numel, positions in POSITIONS.items():
+        x = sample(codec, dtype, numel, seed=4)
+        for position in positions:
+            for bits in NOT_FINITE[dtype]:
+                y = with_bits(x, position, bits)
+                spec = TensorSpec("w", Role.OTHER, dtype, (numel,))
+                assert torch.equal(raw(codec.decode(codec.encode(y), spec)), raw(y))
+
+
+# --- lossless/1, byte for byte ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_lossless_holds_every_bit_of_every_type(dtype):
+    codec = Lossless()
+    for numel in (0, 1, 33, TILE + 45):
+        generator = torch.Generator().manual_seed(numel)
+        data = torch.randint(0, 256, (numel * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+        x = data.clone().view(dtype.torch)
+        spec = TensorSpec("w", Role.OTHER, dtype, (numel,))
+        assert codec.accepts(spec)
+        parts = codec.encode(x)
+        layout = codec.layout(spec)
+        assert {n: (p.dtype, p.numel()) for n, p in parts.items()} == {
+            n: (torch.uint8, p.numel) for n, p in layout.items()
+        }
+        assert sum(part.numel() for part in parts.values()) == data.numel()
+        y = codec.decode(parts, spec)
+        assert y.dtype == dtype.torch
+        assert torch.equal(y.view(torch.uint8), data)
+        out = torch.zeros(numel * dtype.itemsize, dtype=torch.uint8)
+        codec.decode(parts, spec, out=out.view(dtype.torch))
+        assert torch.equal(out, data)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_planes_are_the_rotated_bits(dtype):
+    """Plane k is byte k from the top of the bits rotated left by one, worked out with Python integers."""
+    size = dtype.itemsize
+    generator = torch.Generator().manual_seed(size)
+    data = bytes(torch.randint(0, 256, (500 * size,), generator=generator, dtype=torch.uint8).tolist())
+    x = torch.frombuffer(bytearray(data), dtype=dtype.torch)
+    parts = Lossless().encode(x)
+    assert list(parts) == [f"plane{k}" for k in range(size)]
+    for i in range(500):
+        bits = int.from_bytes(data[i * size : (i + 1) * size], "little")
+        rotated = ((bits << 1) & ((1 << (8 * size)) - 1)) | (bits >> (8 * size - 1))
+        assert bytes(int(parts[f"plane{k}"][i]) for k in range(size)) == rotated.to_bytes(size, "big")
+
+
+@pytest.mark.parametrize(("dtype", "bias"), [(DType.BFLOAT16, 127), (DType.FLOAT32, 127)])
+def test_the_first_plane_is_the_exponent(dtype, bias):
+    x = torch.tensor([1.0, -1.0, 2.0, -0.5, 0.0, -0.0, 3.0e38, 1.5], dtype=dtype.torch)
+    expected = [bias, bias, bias + 1, bias - 1, 0, 0, 254, bias]
+    assert Lossless().encode(x)["plane0"].tolist() == expected

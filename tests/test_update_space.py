@@ -1,0 +1,427 @@
+"""Update space against the steps that real optimizers take, and recognition of the states that they write."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt8.readers import open_checkpoint
+from ckpt8.readers.base import TensorRef
+from ckpt8.roles import classify
+from ckpt8.tensors import DType
+from ckpt8.update_space import Confidence, UpdateRule, recognise
+
+LR = 1e-2
+SHAPES = ((48, 20), (20,), (3, 5, 7), (2, 3, 4, 5))
+
+
+def parameters() -> list[nn.Parameter]:
+    """Parameters at zero, so that the change of one step is the new value and loses no digits."""
+    return [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+
+
+def gradients(params, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for p in params:
+        scale = torch.exp2(torch.randint(-8, 3, p.shape, generator=generator).float())
+        p.grad = torch.randn(p.shape, generator=generator) * scale * (1 if step < 3 else 0.05)
+
+
+def run(make, steps: int):
+    """Real steps; gives the optimizer, the parameters, and the change of the last step."""
+    params = parameters()
+    optimizer = make(params)
+    for step in range(steps):
+        gradients(params, step)
+        with torch.no_grad():
+            for p in params:
+                p.zero_()
+        optimizer.step()
+    return optimizer, params, [p.detach().clone() for p in params]
+
+
+def flat(x):
+    return None if x is None else x.reshape(-1)
+
+
+def assert_same_step(change: torch.Tensor, u: torch.Tensor, lr: float = LR, rel: float = 1e-5) -> None:
+    expected = -change.reshape(-1).double() / lr
+    assert float(expected.abs().max()) > 1e-3
+    assert float(((u.double() - expected).abs() / expected.abs().clamp(min=1e-6)).max()) < rel
+
+
+@contextmanager
+def saved(tmp_path, optimizer):
+    """The structure of a checkpoint of this optimizer, as read from disk."""
+    path = tmp_path / "optimizer.pt"
+    torch.save({"optimizer": optimizer.state_dict()}, path)
+    with open_checkpoint(path) as checkpoint:
+        yield checkpoint, classify(checkpoint.tree)
+
+
+def rules(tmp_path, optimizer, step):
+    with saved(tmp_path, optimizer) as (_, structure):
+        return [recognise(found.state, found.group, step) for found in structure.parameters]
+
+
+# --- the rule against real steps --------------------------------------------------------------------------------
+
+ADAMS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.0),
+    "AdamW betas": lambda p: torch.optim.AdamW(p, lr=LR, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.0),
+    "AdamW loop": lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.0, foreach=False),
+    "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.0, amsgrad=True, eps=1e-4),
+    "Adam": lambda p: torch.optim.Adam(p, lr=LR),
+    "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=LR, amsgrad=True),
+}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 40])
+@pytest.mark.parametrize("make", ADAMS.values(), ids=ADAMS.keys())
+def test_adam(tmp_path, make, steps):
+    optimizer, params, changes = run(make, steps)
+    found = rules(tmp_path, optimizer, float(steps))
+    group = optimizer.param_groups[0]
+    for rule, p, change in zip(found, params, changes, strict=True):
+        assert rule == UpdateRule("adam", steps, *group["betas"], group["eps"])
+        state = optimizer.state[p]
+        second = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+        u = rule.apply(flat(state["exp_avg"]), flat(second), None) * rule.factor
+        assert_same_step(change, u)
+    if group["amsgrad"] and steps > 3:
+        assert any(not torch.equal(optimizer.state[p]["max_exp_avg_sq"], optimizer.state[p]["exp_avg_sq"]) for p in params)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 7, 40])
+def test_stable_adamw(tmp_path, steps, foreach):
+    optimi = pytest.importorskip("optimi")
+    eps = 1e-3
+
+    def make(params):
+        return optimi.StableAdamW(params, lr=LR, weight_decay=0.0, eps=eps, foreach=foreach, triton=False)
+
+    optimizer, params, changes = run(make, steps)
+    found = rules(tmp_path, optimizer, None)
+    for rule, p, change in zip(found, params, changes, strict=True):
+        assert rule == UpdateRule("stable_adamw", eps=eps)
+        assert rule.factor == 1.0
+        state = optimizer.state[p]
+        # The learning rate of a tensor is divided by the RMS of g / sqrt(v), where that is above one.
+        ratio = p.grad.double().square() / state["exp_avg_sq"].double().clamp(min=eps**2)
+        u = rule.apply(flat(state["exp_avg"]), flat(state["exp_avg_sq"]), None)
+        assert_same_step(change, u, lr=LR / max(1.0, math.sqrt(float(ratio.mean()))))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_came(tmp_path, steps):
+    came_pytorch = pytest.importorskip("came_pytorch")
+    optimizer, params, changes = run(lambda p: came_pytorch.CAME(p, lr=LR, weight_decay=0.0), steps)
+    found = rules(tmp_path, optimizer, None)
+    for rule, p, change in zip(found, params, changes, strict=True):
+        state = optimizer.state[p]
+        factors = None
+        if p.dim() >= 2:
+            assert rule == UpdateRule("came")
+            factors = Confidence(state["exp_avg_res_row"], state["exp_avg_res_col"]).at(0, p.numel())
+        else:
+            assert rule == UpdateRule("momentum")
+        assert rule.factor == 1.0
+        u = rule.apply(flat(state["exp_avg"]), flat(state.get("exp_avg_sq")), factors)
+        assert_same_step(change, u)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_sgd_with_momentum(tmp_path, steps):
+    optimizer, params, changes = run(lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9), steps)
+    for rule, p, change in zip(rules(tmp_path, optimizer, None), params, changes, strict=True):
+        assert rule == UpdateRule("momentum")
+        assert_same_step(change, rule.apply(flat(optimizer.state[p]["momentum_buffer"]), None, None) * rule.factor)
+
+
+# --- the rule by itself -----------------------------------------------------------------------------------------
+
+
+def test_adam_by_the_formula():
+    m, v = torch.tensor([0.5, -0.25, 0.0, 1e-30]), torch.tensor([0.04, 0.0, 0.0, 1e-38])
+    rule = UpdateRule("adam", 5, 0.9, 0.99, 1e-6)
+    u = (rule.apply(m, v, None) * rule.factor).double()
+    expected = (m.double() / (1 - 0.9**5)) / ((v.double() / (1 - 0.99**5)).sqrt() + 1e-6)
+    assert torch.allclose(u, expected, rtol=1e-6, atol=0)
+
+
+def test_factor():
+    assert UpdateRule("adam", 1, 0.9, 0.999, 1e-8).factor == pytest.approx(10.0)
+    assert UpdateRule("adam", 10**9, 0.9, 0.999, 1e-8).factor == 1.0
+    assert UpdateRule("adam", 3, 0.0, 0.0, 1e-8).factor == 1.0
+    for kind in ("stable_adamw", "came", "momentum"):
+        assert UpdateRule(kind, 1, 0.9, 0.999, 1e-8).factor == 1.0
+
+
+def test_apply_leaves_the_state_alone():
+    m, v, c = torch.ones(8), torch.full((8,), 4.0), torch.full((8,), 3.0)
+    for kind in ("adam", "stable_adamw", "came", "momentum"):
+        UpdateRule(kind, 2, 0.9, 0.99, 1e-8).apply(m, v, c)
+        assert torch.equal(m, torch.ones(8))
+        assert torch.equal(v, torch.full((8,), 4.0))
+        assert torch.equal(c, torch.full((8,), 3.0))
+
+
+def test_plain_values():
+    rule = UpdateRule("adam", 5, 0.9, 0.99, 1e-6)
+    assert rule.to_json() == {"kind": "adam", "step": 5, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6}
+    assert UpdateRule(**rule.to_json()) == rule
+
+
+# --- CAME's factors ---------------------------------------------------------------------------------------------
+
+
+def dense_confidence(rows, columns) -> torch.Tensor:
+    """The outer product as CAME writes it, in float64, and flat."""
+    rows, columns = rows.double(), columns.double()
+    r = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt().unsqueeze(-1)
+    return (r * columns.unsqueeze(-2).rsqrt()).reshape(-1)
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (5, 7), (1, 9), (9, 1), (1, 1), (3, 7, 5), (2, 1, 3), (2, 3, 7, 5)])
+def test_confidence_of_any_run(shape):
+    generator = torch.Generator().manual_seed(len(shape))
+    rows = torch.rand(shape[:-1], generator=generator) + 0.01
+    columns = torch.rand(shape[:-2] + shape[-1:], generator=generator) + 0.01
+    dense = dense_confidence(rows, columns)
+    numel = math.prod(shape)
+    assert dense.numel() == numel
+    confidence = Confidence(rows, columns)
+    before = rows.clone(), columns.clone()
+    runs = [(a, b) for a in range(numel) for b in range(a + 1, numel + 1)]
+    for a, b in runs if numel <= 60 else runs[::37] + [(0, numel)]:
+        got = confidence.at(a, b)
+        assert got.shape == (b - a,)
+        assert torch.allclose(got.double(), dense[a:b], rtol=1e-6, atol=0), (a, b)
+    assert torch.equal(rows, before[0])
+    assert torch.equal(columns, before[1])
+
+
+def test_confidence_does_not_depend_on_the_run():
+    rows, columns = torch.rand(6, 11) + 0.1, torch.rand(6, 13) + 0.1
+    confidence = Confidence(rows, columns)
+    whole = confidence.at(0, 6 * 11 * 13)
+    pieces = [confidence.at(a, min(a + 32, 858)) for a in range(0, 858, 32)]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+# --- recognition ------------------------------------------------------------------------------------------------
+
+UNKNOWN = {
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=LR),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=LR),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=LR),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=LR),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=LR),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=LR),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=LR),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=LR),
+}
+
+
+@pytest.mark.parametrize("make", UNKNOWN.values(), ids=UNKNOWN.keys())
+def test_other_optimizers_are_unknown(tmp_path, make):
+    optimizer, params, _ = run(make, 3)
+    found = rules(tmp_path, optimizer, 3.0)
+    assert len(found) == len(params)
+    assert all(isinstance(rule, str) for rule in found)
+
+
+def test_muon_is_unknown(tmp_path):
+    """Its step is the orthogonalised momentum, not the momentum."""
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch without Muon")
+    p = nn.Parameter(torch.zeros(12, 8))
+    optimizer = torch.optim.Muon([p], lr=LR, weight_decay=0.0)
+    gradients([p], 0)
+    optimizer.step()
+    [rule] = rules(tmp_path, optimizer, None)
+    assert isinstance(rule, str)
+
+
+def tensor(*shape) -> TensorRef:
+    return TensorRef("0", DType.FLOAT32, 0, shape, (1,) * len(shape))
+
+
+ADAM_STATE = {"exp_avg": tensor(4), "exp_avg_sq": tensor(4)}
+ADAM_GROUP = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "lr": 1e-3}
+ADAM = UpdateRule("adam", 7, 0.9, 0.999, 1e-8)
+
+
+def test_groups_that_say_adam():
+    assert recognise(ADAM_STATE, ADAM_GROUP, 7) == ADAM
+    assert recognise(ADAM_STATE, ADAM_GROUP, 7.0) == ADAM
+    assert recognise(ADAM_STATE, {**ADAM_GROUP, "betas": [0.9, 0.999]}, 7) == ADAM
+    # apex and DeepSpeed write bias_correction, the old AdamW of transformers wrote correct_bias
+    for key, on, off in (("bias_correction", True, False), ("bias_correction", 1, 0), ("correct_bias", True, False)):
+        group = {"betas": (0.9, 0.999), "eps": 1e-8}
+        assert recognise(ADAM_STATE, {**group, key: on}, 7) == ADAM
+        assert recognise(ADAM_STATE, {**group, key: off}, 7) == UpdateRule("stable_adamw", eps=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("change", "step"),
+    [
+        ({}, None),
+        ({}, 0),
+        ({}, -3),
+        ({}, 1.5),
+        ({}, 2.0**60),
+        ({"betas": None}, 7),
+        ({"betas": (0.9,)}, 7),
+        ({"betas": (0.9, 0.99, 0.999)}, 7),
+        ({"betas": (0.9, 1.0)}, 7),
+        ({"betas": (-0.1, 0.9)}, 7),
+        ({"betas": (0.9, math.nan)}, 7),
+        ({"betas": ("0.9", "0.99")}, 7),
+        ({"betas": (tensor(), tensor())}, 7),
+        ({"eps": None}, 7),
+        ({"eps": "1e-8"}, 7),
+        ({"eps": True}, 7),
+        ({"eps": (1e-30, 1e-16)}, 7),
+    ],
+    ids=str,
+)
+def test_incomplete_adam_is_unknown(change, step):
+    assert isinstance(recognise(ADAM_STATE, {**ADAM_GROUP, **change}, step), str)
+
+
+def test_adam_without_its_own_keys_is_unknown():
+    group = {key: value for key, value in ADAM_GROUP.items() if key != "amsgrad"}
+    assert isinstance(recognise(ADAM_STATE, group, 7), str)
+    assert isinstance(recognise(ADAM_STATE, {}, 7), str)
+    assert isinstance(recognise({}, ADAM_GROUP, 7), str)
+    assert isinstance(recognise({"exp_avg_sq": tensor(4)}, ADAM_GROUP, 7), str)
+    assert isinstance(recognise({"exp_avg": 1.0, "exp_avg_sq": 2.0}, ADAM_GROUP, 7), str)
+
+
+@pytest.mark.parametrize("step", [math.nan, math.inf], ids=str)
+def test_a_step_that_is_no_number_is_unknown(step):
+    """The step is read from a file that may be damaged."""
+    assert isinstance(recognise(ADAM_STATE, ADAM_GROUP, step), str)
+
+
+@pytest.mark.parametrize("change", [{"eps": 10**400}, {"betas": (10**400, 0.9)}], ids=["eps", "betas"])
+def test_numbers_that_no_float_holds_are_unknown(change):
+    assert isinstance(recognise(ADAM_STATE, {**ADAM_GROUP, **change}, 7), str)
+
+
+@pytest.mark.parametrize(
+    ("state", "group"),
+    [
+        # AdaBelief divides by exp_avg_var, which is not read here.
+        ({"exp_avg": tensor(4), "exp_avg_var": tensor(4)}, ADAM_GROUP),
+        # SOAP keeps its second moments in the rotated basis of Q.
+        (
+            {**ADAM_STATE, "GG": [tensor(4, 4)], "Q": [tensor(4, 4)]},
+            {"betas": (0.95, 0.95), "eps": 1e-8, "correct_bias": True, "precondition_frequency": 10},
+        ),
+        # Adan and LaProp
+        ({**ADAM_STATE, "exp_avg_diff": tensor(4)}, ADAM_GROUP),
+        # AdEMAMix adds a slow average to m.
+        ({**ADAM_STATE, "exp_avg_slow": tensor(4)}, {"betas": (0.9, 0.999, 0.9999), "alpha": 5.0, "eps": 1e-8}),
+    ],
+    ids=["AdaBelief", "SOAP", "Adan", "AdEMAMix"],
+)
+def test_relatives_of_adam_are_unknown(state, group):
+    assert isinstance(recognise(state, group, 7), str)
+
+
+def test_momentum_only():
+    assert recognise({"momentum_buffer": tensor(4)}, {"momentum": 0.9, "nesterov": False}, None) == UpdateRule("momentum")
+    # Lion
+    assert recognise({"exp_avg": tensor(4)}, {"betas": (0.9, 0.99), "lr": 1e-4}, None) == UpdateRule("momentum")
+    assert isinstance(recognise({"momentum_buffer": None}, {"momentum": 0.0}, None), str)
+
+
+# --- where the step stands --------------------------------------------------------------------------------------
+
+
+def planned(tmp_path, optimizer_state):
+    from ckpt8.plan import make_plan
+    from ckpt8.policy import Policy
+
+    path = tmp_path / "step.pt"
+    torch.save({"optimizer": optimizer_state}, path)
+    with open_checkpoint(path) as checkpoint:
+        return [unit.parameter for unit in make_plan(checkpoint, Policy()).units if unit.parameter is not None]
+
+
+def adam_state(step, group_step=None):
+    state = {"exp_avg": torch.ones(4, 4), "exp_avg_sq": torch.ones(4, 4)}
+    if step is not None:
+        state["step"] = step
+    group = {**ADAM_GROUP, "params": [0]}
+    if group_step is not None:
+        group["step"] = group_step
+    return {"state": {0: state}, "param_groups": [group]}
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        7,
+        7.0,
+        torch.tensor(7.0),
+        torch.tensor(7, dtype=torch.int64),
+        torch.tensor(7, dtype=torch.int32),
+        torch.tensor(7.0, dtype=torch.float64),
+        torch.tensor([7.0]),
+        torch.arange(10.0)[7],
+    ],
+    ids=["int", "float", "fp32", "int64", "int32", "fp64", "1-d", "view"],
+)
+def test_step_in_the_state_or_in_the_group(tmp_path, step):
+    for state in (adam_state(step), adam_state(None, step), adam_state(step, 99)):
+        [parameter] = planned(tmp_path, state)
+        assert parameter.rule == ADAM
+        assert parameter.reason is None
+
+
+@pytest.mark.parametrize("step", [None, "7", torch.tensor([7.0, 8.0]), torch.tensor(0.0), torch.tensor(7.5)], ids=str)
+def test_no_step_no_rule(tmp_path, step):
+    [parameter] = planned(tmp_path, adam_state(step))
+    assert parameter.rule is None
+    assert "step" in parameter.reason
+
+
+def test_a_damaged_step_does_not_stop_the_plan(tmp_path):
+    for value in (math.nan, math.inf):
+        [parameter] = planned(tmp_path, adam_state(torch.tensor(value)))
+        assert parameter.rule is None
+
+
+def test_real_checkpoints_plan_to_their_rules(tmp_path):
+    """The step of torch's AdamW is a tensor in the file; the plan reads it from there."""
+    optimizer, _, _ = run(ADAMS["AdamW amsgrad"], 7)
+    found = planned(tmp_path, optimizer.state_dict())
+    assert [parameter.rule for parameter in found] == [UpdateRule("adam", 7, 0.9, 0.999, 1e-4)] * len(SHAPES)
+    assert [parameter.shape for parameter in found] == list(SHAPES)
+    assert {parameter.denominator for parameter in found} == {"max_moment2"}
+    assert {tuple(sorted(parameter.moments)) for parameter in found} == {("max_moment2", "moment1", "moment2")}
+
+
+def test_came_plans_to_its_factors(tmp_path):
+    came_pytorch = pytest.importorskip("came_pytorch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer, _, _ = run(lambda p: came_pytorch.CAME(p, lr=LR), 2)
+    found = planned(tmp_path, optimizer.state_dict())
+    assert [parameter.rule.kind for parameter in found] == ["came", "momentum", "came", "came"]
+    for parameter, shape in zip(found, SHAPES, strict=True):
+        if len(shape) < 2:
+            assert parameter.confidence is None
+        else:
+            rows, columns = parameter.confidence
+            assert (rows.shape, columns.shape) == (shape[:-1], shape[:-2] + shape[-1:])
