@@ -106,14 +106,19 @@ def test_small_tensors_that_would_be_lossless_anyway_have_no_reason():
     assert choose(Policy.of("lossless"), Role.WEIGHT, shapes=[(3,)]) == (Lossless(), None)
 
 
-@pytest.mark.parametrize("buffer", ["running_mean", "running_var", "inv_freq", "freqs_cis", "masked_bias", "cos_cached"])
+@pytest.mark.parametrize(
+    "buffer", ["running_mean", "running_var", "inv_freq", "freqs_cis", "masked_bias", "cos_cached"]
+)
 def test_buffers_stay_exact(buffer):
     assert buffer in BUFFERS
     for name in (f"model.layer.{buffer}", f"state_dict.{buffer}", buffer):
         assert choose(Policy(), Role.WEIGHT, names=[name]) == (Lossless(), "buffer")
     for name in (f"model.{buffer}.weight", f"model.{buffer}_proj", f"model.my_{buffer}"):
         assert choose(Policy(), Role.WEIGHT, names=[name]) == (Split24(), None)
-    assert choose(Policy(), Role.WEIGHT, names=("model.w", f"ema.{buffer}"), shapes=(BIG, BIG)) == (Lossless(), "buffer")
+    assert choose(Policy(), Role.WEIGHT, names=("model.w", f"ema.{buffer}"), shapes=(BIG, BIG)) == (
+        Lossless(),
+        "buffer",
+    )
 
 
 # --- rules ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from ckpt8.codecs.split24 import Split24
 from ckpt8.plan import make_plan
 from ckpt8.policy import Policy
 from ckpt8.readers import open_checkpoint
-from ckpt8.readers.base import TensorRef
+from ckpt8.readers.base import StorageInfo, TensorRef
 from ckpt8.roles import classify, format_path, is_bare_state_dict, is_optimizer, unique_name
+from ckpt8.skeleton import WithSkeleton
 from ckpt8.tensors import DType, Role
 
 WEIGHT, MOMENT1, MOMENT2, OTHER = Role.WEIGHT, Role.MOMENT1, Role.MOMENT2, Role.OTHER
@@ -66,7 +68,15 @@ def stepped(model, make=torch.optim.AdamW, **options):
     return optimizer
 
 
-STATE_DICT = ["fc.weight", "fc.bias", "bn.weight", "bn.bias", "bn.running_mean", "bn.running_var", "bn.num_batches_tracked"]
+STATE_DICT = [
+    "fc.weight",
+    "fc.bias",
+    "bn.weight",
+    "bn.bias",
+    "bn.running_mean",
+    "bn.running_var",
+    "bn.num_batches_tracked",
+]
 
 
 # --- models -----------------------------------------------------------------------------------------------------
@@ -74,7 +84,18 @@ STATE_DICT = ["fc.weight", "fc.bias", "bn.weight", "bn.bias", "bn.running_mean",
 
 @pytest.mark.parametrize(
     "key",
-    ["model", "state_dict", "model_state_dict", "module", "state_dict_ema", "model_ema", "ema", "net", "params", "g_ema"],
+    [
+        "model",
+        "state_dict",
+        "model_state_dict",
+        "module",
+        "state_dict_ema",
+        "model_ema",
+        "ema",
+        "net",
+        "params",
+        "g_ema",
+    ],
 )
 def test_state_dicts_under_the_usual_keys(read, key):
     found = roles(read({key: network().state_dict(), "epoch": 3, "loss": torch.tensor(0.5)}))
@@ -95,7 +116,13 @@ def test_bare_state_dict_with_extra_states(read):
 
 def test_what_is_no_bare_state_dict(read):
     weight = torch.ones(2)
-    for tree in ({"w": weight, "epoch": 3}, {"w": weight, 0: weight}, {"w": weight, "list": [weight]}, [weight], weight):
+    for tree in (
+        {"w": weight, "epoch": 3},
+        {"w": weight, 0: weight},
+        {"w": weight, "list": [weight]},
+        [weight],
+        weight,
+    ):
         assert set(roles(read(tree)).values()) == {OTHER}
     assert not is_bare_state_dict({})
     assert not is_bare_state_dict({"_extra_state": 3})
@@ -108,7 +135,8 @@ def test_a_single_tensor_has_a_name(read):
 
 def test_nested_models(read):
     sd = {"w": torch.ones(2)}
-    found = roles(read({"algo": {"policy": sd, "buffer": sd | {"x": torch.ones(1)}}, "wrapped": {"model": {"module": sd}}}))
+    algorithm = {"policy": dict(sd), "buffer": sd | {"x": torch.ones(1)}}
+    found = roles(read({"algo": algorithm, "wrapped": {"model": {"module": dict(sd)}}}))
     assert found == {
         "algo.policy.w": WEIGHT,
         "algo.buffer.w": OTHER,
@@ -279,7 +307,11 @@ def test_parameters_take_their_names_from_the_groups(read):
 def test_tensors_of_the_groups_are_other(read):
     """A learning rate that is a tensor, even under names that mean something elsewhere."""
     group = {"params": [0], "lr": torch.tensor(0.1), "exp_avg": torch.ones(2), "weights": {"model": torch.ones(2)}}
-    tree = {"model": {"o": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [group], "state_dict": {"w": torch.ones(2)}}}}
+    tree = {
+        "model": {
+            "o": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [group], "state_dict": {"w": torch.ones(2)}}
+        }
+    }
     assert roles(read(tree)) == {
         "model.o.state.0.exp_avg": MOMENT1,
         "model.o.param_groups.0.lr": OTHER,
@@ -290,13 +322,29 @@ def test_tensors_of_the_groups_are_other(read):
 
 
 def test_moments_outside_an_optimizer_are_other(read):
-    found = roles(read({"exp_avg": torch.ones(2), "x": {"exp_avg_sq": torch.ones(2)}, "y": {"state": {0: {"exp_avg": torch.ones(2)}}}}))
+    found = roles(
+        read(
+            {
+                "exp_avg": torch.ones(2),
+                "x": {"exp_avg_sq": torch.ones(2)},
+                "y": {"state": {0: {"exp_avg": torch.ones(2)}}},
+            }
+        )
+    )
     assert set(found.values()) == {OTHER}
 
 
 def test_shape_of_an_optimizer():
     assert is_optimizer({"state": {}, "param_groups": []})
-    for node in ({}, [], None, {"state": {}}, {"param_groups": []}, {"state": [], "param_groups": []}, {"state": {}, "param_groups": {}}):
+    for node in (
+        {},
+        [],
+        None,
+        {"state": {}},
+        {"param_groups": []},
+        {"state": [], "param_groups": []},
+        {"state": {}, "param_groups": {}},
+    ):
         assert not is_optimizer(node)
 
 
@@ -312,7 +360,12 @@ def test_strange_groups_do_no_harm(read):
 
 
 def test_equal_paths_get_numbers(read):
-    tree = {"model": {"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, "model.a": {"b": torch.ones(3)}, 1: torch.ones(4), "1": torch.ones(5)}
+    tree = {
+        "model": {"a.b": torch.ones(1), "a": {"b": torch.ones(2)}},
+        "model.a": {"b": torch.ones(3)},
+        1: torch.ones(4),
+        "1": torch.ones(5),
+    }
     structure = read(tree)
     assert [tensor.name for tensor in structure.tensors] == ["model.a.b", "model.a.b#2", "model.a.b#3", "1", "1#2"]
     assert [tensor.ref.shape for tensor in structure.tensors] == [(1,), (2,), (3,), (4,), (5,)]
@@ -385,7 +438,11 @@ def test_one_role_twice_is_no_conflict(plan):
     made, streams = plan({"model": {"wte": weight, "lm_head": weight}, "ema": {"same": weight.t()}})
     assert list(streams) == ["model.wte"]
     assert streams["model.wte"].codec == Split24()
-    assert [(tensor.name, index) for tensor, index in made.tensors] == [("model.wte", 0), ("model.lm_head", 0), ("ema.same", 0)]
+    assert [(tensor.name, index) for tensor, index in made.tensors] == [
+        ("model.wte", 0),
+        ("model.lm_head", 0),
+        ("ema.same", 0),
+    ]
 
 
 def test_a_weight_that_something_else_holds_too_stays_exact(plan):
@@ -437,7 +494,7 @@ def test_several_views_may_cover_together(plan):
 
 def test_two_types_over_one_storage(plan):
     bits = torch.randn(96, 128)
-    _, streams = plan({"model": {"float": bits, "int": bits.view(torch.int32)}})
+    _, streams = plan({"model": {"wide": bits.view(torch.uint32), "narrow": bits.view(torch.uint16)}})
     [stream] = streams.values()
     assert stream.codec == Lossless()
     assert stream.spec.dtype is DType.UINT8
@@ -447,24 +504,51 @@ def test_two_types_over_one_storage(plan):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_storages_that_something_else_holds_are_opaque(read, plan):
     weight = torch.randn(96, 128)
-    tree = {"model": {"w": weight}, "raw": weight.untyped_storage()}
+    tree = {"model": {"w": weight}, "raw": weight.storage()}
     structure = read(tree)
     assert structure.opaque == {tensor.ref.key for tensor in structure.tensors}
     _, streams = plan(tree)
     assert "other than a tensor" in lossless(streams["model.w"])
     _, streams = plan(tree, Policy.of("flash", ["*=split24"]))
     assert "other than a tensor" in lossless(streams["model.w"])
-    other = {"model": {"w": weight}, "raw": weight.clone().untyped_storage()}
+    other = {"model": {"w": weight}, "raw": weight.clone().storage()}
     _, streams = plan(other)
     assert streams["model.w"].codec == Split24()
     assert sum("other than a tensor" in (stream.reason or "") for stream in streams.values()) == 1
 
 
-def test_names_of_streams_are_unique(plan):
-    tree = {"model": {"ckpt8.skeleton": torch.ones(1)}, "ckpt8.skeleton": torch.ones(2), "ckpt8": {"skeleton": torch.ones(3)}}
-    made, streams = plan(tree)
-    assert len(streams) == len(made.streams) == 3
-    assert "ckpt8.skeleton" not in streams
+def test_names_of_streams_are_unique(tmp_path):
+    tree = {
+        "model": {"w": torch.ones(1)},
+        "model.w": torch.ones(2),
+        "ckpt8.skeleton": torch.ones(3),
+        "ckpt8": {"skeleton": torch.ones(4)},
+    }
+    torch.save(tree, tmp_path / "checkpoint.pt")
+    with open_checkpoint(tmp_path / "checkpoint.pt") as checkpoint:
+        streams = make_plan(WithSkeleton(checkpoint), Policy()).streams
+    assert [stream.spec.numel for stream in streams[:-1]] == [1, 2, 3, 4]
+    assert len({stream.spec.name for stream in streams}) == len(streams) == 5
+    assert (streams[-1].codec, streams[-1].spec.dtype, streams[-1].spec.role) == (Lossless(), DType.UINT8, OTHER)
+
+
+class Fake:
+    """A checkpoint of one storage, as a reader gives it."""
+
+    format, size = "fake", 1 << 18
+    tree: Any = None
+
+    def __init__(self, key: str) -> None:
+        self.storages = (StorageInfo(key, DType.FLOAT32, 64, 4 * 96 * 128),)
+        self.tree = {"model": {"w": TensorRef(key, DType.FLOAT32, 0, (96, 128), (128, 1))}}
+
+
+@pytest.mark.parametrize("key", ["0", "ckpt8.skeleton"])
+def test_no_key_of_a_source_stands_for_the_skeleton(key):
+    """Keys come from the file, which may call a storage anything."""
+    plan = make_plan(WithSkeleton(Fake(key)), Policy())
+    assert [stream.codec for stream in plan.streams] == [Split24(), Lossless()]
+    assert [(tensor.name, index) for tensor, index in plan.tensors] == [("model.w", 0)]
 
 
 def test_moments_that_are_not_alike_are_not_read_in_lockstep(plan):

@@ -33,7 +33,10 @@ def gradients(params, step: int) -> None:
 
 
 def run(make, steps: int):
-    """Real steps; gives the optimizer, the parameters, and the change of the last step."""
+    """Real steps; gives the optimizer, the parameters, and the change of the last step.
+
+    The gradients of the last step are put back, since some optimizers use their memory.
+    """
     params = parameters()
     optimizer = make(params)
     for step in range(steps):
@@ -42,6 +45,7 @@ def run(make, steps: int):
             for p in params:
                 p.zero_()
         optimizer.step()
+    gradients(params, steps - 1)
     return optimizer, params, [p.detach().clone() for p in params]
 
 
@@ -94,7 +98,9 @@ def test_adam(tmp_path, make, steps):
         u = rule.apply(flat(state["exp_avg"]), flat(second), None) * rule.factor
         assert_same_step(change, u)
     if group["amsgrad"] and steps > 3:
-        assert any(not torch.equal(optimizer.state[p]["max_exp_avg_sq"], optimizer.state[p]["exp_avg_sq"]) for p in params)
+        assert any(
+            not torch.equal(optimizer.state[p]["max_exp_avg_sq"], optimizer.state[p]["exp_avg_sq"]) for p in params
+        )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -339,7 +345,9 @@ def test_relatives_of_adam_are_unknown(state, group):
 
 
 def test_momentum_only():
-    assert recognise({"momentum_buffer": tensor(4)}, {"momentum": 0.9, "nesterov": False}, None) == UpdateRule("momentum")
+    assert recognise({"momentum_buffer": tensor(4)}, {"momentum": 0.9, "nesterov": False}, None) == UpdateRule(
+        "momentum"
+    )
     # Lion
     assert recognise({"exp_avg": tensor(4)}, {"betas": (0.9, 0.99), "lr": 1e-4}, None) == UpdateRule("momentum")
     assert isinstance(recognise({"momentum_buffer": None}, {"momentum": 0.0}, None), str)

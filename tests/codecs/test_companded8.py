@@ -11,6 +11,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+from ckpt8.codecs.base import TILE
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.errors import RefusedError, UsageError
 from ckpt8.tensors import DType, Role, TensorSpec
@@ -19,7 +20,6 @@ HALF = Fraction(1, 2)
 TWO = Fraction(2)
 SMALLEST_MOMENT1 = TWO**-100
 SMALLEST_ROOT2 = TWO**-50
-TILE = 65_536
 
 SIGNED = (Companded8(), Companded8(Q=31))
 UNSIGNED = (Companded8(signed=False, Q=255), Companded8(signed=False, Q=63, p=0.5))
@@ -378,7 +378,11 @@ def test_the_worst_relative_errors_are_those_of_the_levels():
     x = torch.linspace(0, 1, 31 * 4000, dtype=torch.float64).float().view(-1, 31)
     x = torch.cat([x, torch.ones(4000, 1)], 1).flatten()
     for codec in CODECS:
-        worst = float((decode(codec, codec.encode(x if codec.signed else x.square())) ** (1 if codec.signed else 0.5) - x).abs().max())
+        worst = float(
+            (decode(codec, codec.encode(x if codec.signed else x.square())) ** (1 if codec.signed else 0.5) - x)
+            .abs()
+            .max()
+        )
         q = codec.Q
         # The widest step is the topmost: phi^-1 is convex.
         expected = 1 - float(expand(codec, torch.tensor((q - 0.5) / q, dtype=torch.float64)))

@@ -10,15 +10,13 @@ import pytest
 import torch
 
 from ckpt8.codecs import CODECS, codec_class, codec_from_config, config_of, parse_codec
+from ckpt8.codecs.base import TILE
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
 from ckpt8.errors import RefusedError, UnsupportedError, UsageError
 from ckpt8.policy import PRESETS
 from ckpt8.tensors import DType, Role, TensorSpec
-
-TILE = 65_536
-"""Elements that the reference handles at once; written down here so that sizes around it are really tried."""
 
 SIZES = (0, 1, 2, 31, 32, 33, 63, 64, 65, 1000, TILE - 1, TILE, TILE + 1, TILE + 32, 2 * TILE + 45)
 FLOATS = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64)
@@ -417,7 +415,9 @@ def test_coding_again_changes_nothing(codec):
 def test_zeros_stay_zeros(codec):
     for dtype in float_cases(codec):
         spec = spec_of(codec, dtype, 1000)
-        assert torch.equal(codec.decode(codec.encode(torch.zeros(1000, dtype=dtype.torch)), spec).double(), torch.zeros(1000).double())
+        assert torch.equal(
+            codec.decode(codec.encode(torch.zeros(1000, dtype=dtype.torch)), spec).double(), torch.zeros(1000).double()
+        )
 
 
 NOT_FINITE = {
