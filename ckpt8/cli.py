@@ -200,6 +200,35 @@ def verify(
         raise CheckFailedError(f"{src}: {result.failures[0]}{more}")
 
 
+@app.command()
+def bench(
+    checkpoint: Annotated[
+        Optional[Path], typer.Argument(help="A checkpoint; without one, a GPT is trained for a few steps.")
+    ] = None,
+    train_size: Annotated[
+        str, typer.Option("--size", metavar="BYTES", help="Size of the checkpoint to train, as in 1.5e9.")
+    ] = "2.5e8",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Threads = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Measure time, size and memory beside cp, zstd and torch in the same run."""
+    from ckpt8.bench.run import bench as run
+    from ckpt8.inspect.render import show_bench
+
+    _check_device(device)
+    try:
+        size = float(train_size)
+    except ValueError as exc:
+        raise UsageError(f"--size {train_size}: expected a number of bytes, as in 1.5e9") from exc
+    result = run(checkpoint, size=size, threads=threads, repeat=repeat)
+    if as_json:
+        _print_json(result)
+    else:
+        show_bench(_console(), result)
+
+
 def _terminate(*_: object) -> None:
     # As an exception, so that temporary files are removed on the way out.
     raise SystemExit(128 + signal.SIGTERM)

@@ -201,3 +201,26 @@ def summary(console: Console, facts: dict[str, Any], target: str, seconds: float
     _show_errors(console, facts["errors"])
     refused = [row for row in facts["lossless"] if row["reason"] not in ("small", "buffer")]
     _show_lossless(console, refused)
+
+
+def show_bench(console: Console, result: dict[str, Any]) -> None:
+    """Print what ``bench`` measured."""
+    console.print(
+        f"{escape(result['checkpoint'])}, {size(result['bytes'])}, {result['threads']} threads, "
+        f"medians of {result['repeat']} rounds",
+        soft_wrap=True,
+    )
+    table = _table("operation", "seconds", "of cp", "throughput", "output", "ratio", "peak memory")
+    rows = [
+        (
+            row["operation"],
+            f"{row['seconds']:.2f}",
+            f"{row['to_cp']:.2f}x",
+            f"{size(row['bytes_per_second'])}/s",
+            size(row["output_bytes"]) if row["output_bytes"] else "-",
+            f"{row['ratio']:.2f}x" if row["ratio"] else "-",
+            size(row["peak_rss"]),
+        )
+        for row in result["results"]
+    ]
+    console.print(_rows(table, rows))

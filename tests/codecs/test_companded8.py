@@ -79,10 +79,7 @@ class Model:
         if scale == 0:
             return 0
         n = rounded((value if self.signed else root(value)) / scale)
-        if self.signed:
-            t = rounded(2 * n / rounded(1 + abs(n)))
-        else:
-            t = root(n) if self.fourth_root else n
+        t = rounded(2 * n / rounded(1 + abs(n))) if self.signed else root(n) if self.fourth_root else n
         code = math.floor(rounded(rounded(self.top * t) + HALF))
         code = min(max(code, -self.top if self.signed else 0), self.top)
         return max(code, 1) if not self.signed and value > 0 else code
@@ -224,10 +221,7 @@ def boundaries(codec) -> torch.Tensor:
     values = []
     for k in range(codec.Q):
         y = Fraction(2 * k + 1, 2 * codec.Q)
-        if codec.signed:
-            at = y / (2 - y)
-        else:
-            at = (y if codec.p == 1 else y * y) ** 2
+        at = y / (2 - y) if codec.signed else (y if codec.p == 1 else y * y) ** 2
         near = [neighbour(fp32(float(at)), step) for step in range(-6, 7)]
         values += [sign * v for v in near for sign in ((1, -1) if codec.signed else (1,))]
     rows = [values[i : i + 31] for i in range(0, len(values), 31)]
@@ -258,8 +252,7 @@ def tops(codec) -> torch.Tensor:
     for exponent in (-60, -49, -1, 0, 1, 62):
         for k in range(256):
             tie = 1 + (2 * k + 1) / 512
-            for step in (-2, -1, 0, 1, 2):
-                found.append(neighbour(fp32(tie), step) * 2.0**exponent)
+            found += [neighbour(fp32(tie), step) * 2.0**exponent for step in (-2, -1, 0, 1, 2)]
             found.append((1 + k / 256) * 2.0**exponent)
     x = torch.tensor(found, dtype=torch.float64)
     if not codec.signed:
