@@ -203,7 +203,7 @@ def verify(
 @app.command()
 def bench(
     checkpoint: Annotated[
-        Optional[Path], typer.Argument(help="A checkpoint; without one, a GPT is trained for a few steps.")
+        Path | None, typer.Argument(help="A checkpoint; without one, a GPT is trained for a few steps.")
     ] = None,
     train_size: Annotated[
         str, typer.Option("--size", metavar="BYTES", help="Size of the checkpoint to train, as in 1.5e9.")
