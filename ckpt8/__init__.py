@@ -18,12 +18,11 @@ _NAMES = {
     "save": ("ckpt8.api", "save"),
     "load": ("ckpt8.api", "load"),
     "open": ("ckpt8.api", "open_container"),
-    "restore": ("ckpt8.restore", "restore"),
-    "verify": ("ckpt8.verify", "verify"),
-    "Options": ("ckpt8.pipeline", "Options"),
+    "restore": ("ckpt8.restoration", "restore"),
+    "verify": ("ckpt8.verification", "verify"),
 }
 
-__all__ = ["Options", "__version__", "compress", "load", "open", "restore", "save", "verify"]
+__all__ = ["__version__", "compress", "load", "open", "restore", "save", "verify"]
 
 
 def __getattr__(name: str) -> Any:

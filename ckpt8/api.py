@@ -11,7 +11,7 @@ from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.errors import InputError, UsageError
 from ckpt8.live import live_checkpoint
-from ckpt8.pipeline import Compressor, Options
+from ckpt8.pipeline import Compressor, Options, Progress
 from ckpt8.plan import make_plan
 from ckpt8.policy import Policy
 from ckpt8.readers import open_checkpoint
@@ -38,17 +38,23 @@ def compress(
     *,
     preset: str = "flash",
     rules: Sequence[str] = (),
-    options: Options | None = None,
+    threads: int | None = None,
+    stats: bool = True,
+    max_update_error: float | None = None,
     force: bool = False,
+    progress: Progress = lambda _: None,
 ) -> Manifest:
     """Compress a checkpoint file into a ``.ckpt8``, by default beside it; the manifest that was written.
 
-    ``preset`` is flash, compact or lossless; ``rules`` are ``GLOB=CODEC``, the first match wins. Raises InputError
-    for a source that is damaged or holds no tensors, OutputError for the target, UsageError for the arguments.
+    ``preset`` is flash, compact or lossless; ``rules`` are ``GLOB=CODEC``, the first match wins. ``stats`` measures
+    the error on the way. A parameter whose max |Δu| exceeds ``max_update_error``, or is unknown, has its moments
+    stored lossless. ``progress`` is called with the number of source bytes just finished. Raises InputError for a
+    source that is damaged or holds no tensors, OutputError for the target, UsageError for the arguments.
     """
     source = Path(source)
     target = default_target(source) if target is None else Path(target)
     policy = Policy.of(preset, rules)
+    options = _options(threads, max_update_error, progress, stats=stats)
     with open_checkpoint(source) as checkpoint:
         if not any(storage.nbytes for storage in checkpoint.storages):
             raise InputError(f"{source}: holds no tensors; there is nothing to compress")
@@ -61,25 +67,34 @@ def save(
     *,
     preset: str = "flash",
     rules: Sequence[str] = (),
-    options: Options | None = None,
+    threads: int | None = None,
+    stats: bool = True,
+    max_update_error: float | None = None,
     force: bool = True,
 ) -> Manifest:
     """As ``torch.save``, to a ``.ckpt8``: storages are streamed from where they are, CPU or GPU.
 
-    Replaces an existing file unless ``force`` is False. Raises OutputError, UsageError, and what pickling raises.
+    Arguments are those of ``compress``, except that an existing file is replaced unless ``force`` is False. Raises
+    OutputError, UsageError, and what pickling raises.
     """
     target = Path(target)
     policy = Policy.of(preset, rules)
+    options = _options(threads, max_update_error, stats=stats)
     with live_checkpoint(obj) as checkpoint:
         return _write(checkpoint, target, target.with_suffix(".pt").name, policy, options, force=force)
 
 
-def _write(
-    checkpoint: Checkpoint, target: Path, member: str, policy: Policy, options: Options | None, *, force: bool
-) -> Manifest:
-    options = options or Options()
-    if options.max_update_error is not None and not options.stats:
+def _options(
+    threads: int | None, max_update_error: float | None, progress: Progress = lambda _: None, *, stats: bool
+) -> Options:
+    if max_update_error is not None and not stats:
         raise UsageError("a bound on the update error needs statistics; leave out --no-stats")
+    return Options(threads, stats, max_update_error, progress)
+
+
+def _write(
+    checkpoint: Checkpoint, target: Path, member: str, policy: Policy, options: Options, *, force: bool
+) -> Manifest:
     whole = WithSkeleton(checkpoint)
     compressor = Compressor(whole, make_plan(whole, policy), options)
     rules = [rule.text for rule in policy.rules]

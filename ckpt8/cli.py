@@ -91,15 +91,23 @@ def compress(
     from ckpt8 import api
     from ckpt8.inspect.container import inspect_container
     from ckpt8.inspect.render import summary
-    from ckpt8.pipeline import Options
     from ckpt8.progress import progress_bar
 
     _check_device(device)
     target = output or api.default_target(src)
     start = _clock()
     with progress_bar(f"compress {src.name}", _file_size(src), enabled=not as_json) as progress:
-        options = Options(threads, stats, max_update_error, progress)
-        api.compress(src, target, preset=preset, rules=rule or (), options=options, force=force)
+        api.compress(
+            src,
+            target,
+            preset=preset,
+            rules=rule or (),
+            threads=threads,
+            stats=stats,
+            max_update_error=max_update_error,
+            force=force,
+            progress=progress,
+        )
     seconds = time.perf_counter() - start
     facts = inspect_container(target)
     if as_json:
@@ -155,7 +163,7 @@ def restore(
     from ckpt8.container.reader import ContainerReader
     from ckpt8.inspect.render import size
     from ckpt8.progress import progress_bar
-    from ckpt8.restore import restore as run
+    from ckpt8.restoration import restore as run
 
     with ContainerReader(src) as reader:
         total = sum(member.size for member in reader.manifest.members)
@@ -183,7 +191,7 @@ def verify(
 
     from ckpt8.inspect.render import size
     from ckpt8.progress import progress_bar
-    from ckpt8.verify import verify as run
+    from ckpt8.verification import verify as run
 
     total = _file_size(src) if against is None else 2 * _file_size(against)
     with progress_bar(f"verify {src.name}", total, enabled=not as_json) as progress:

@@ -46,7 +46,7 @@ def compress(source: Path, target: Path, threads: int, *, preset: str = "flash",
     """``ckpt8 compress``."""
     import ckpt8
 
-    ckpt8.compress(source, target, preset=preset, options=ckpt8.Options(threads, stats), force=True)
+    ckpt8.compress(source, target, preset=preset, threads=threads, stats=stats, force=True)
 
 
 def restore(source: Path, target: Path, threads: int) -> None:

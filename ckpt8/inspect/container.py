@@ -30,7 +30,7 @@ def inspect_container(path: Path, *, tensors: bool = False, original: Path | Non
 
 
 def _measure_again(reader: ContainerReader, original: Path) -> None:
-    from ckpt8.verify import measure
+    from ckpt8.verification import measure
     from ckpt8.workers import Workers
 
     with Workers() as workers:

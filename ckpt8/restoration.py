@@ -26,8 +26,8 @@ def default_target(source: Path, reader: ContainerReader) -> Path:
 
 
 def restore(
-    source: Path,
-    target: Path | None = None,
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str] | None = None,
     *,
     force: bool = False,
     threads: int | None = None,
@@ -38,10 +38,11 @@ def restore(
     What was stored lossless is identical; the rest is within the error that ``inspect`` shows. Raises InputError for
     damage, OutputError when the target exists (without ``force``) or cannot be written.
     """
+    source = Path(source)
     with ContainerReader(source) as reader:
         if len(reader.manifest.members) != 1:
             raise InputError(f"{source}: holds {len(reader.manifest.members)} members, expected one file")
-        target = target or default_target(source, reader)
+        target = default_target(source, reader) if target is None else Path(target)
         member = MemberFile(reader, 0)
         with AtomicFile(target, force=force) as output, Workers(threads) as workers:
             with output.guard():

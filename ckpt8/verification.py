@@ -6,6 +6,7 @@ measurements of compression from the original and the stored planes, without tru
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -181,8 +182,8 @@ class Verification:
 
 
 def verify(
-    source: Path,
-    original: Path | None = None,
+    source: str | os.PathLike[str],
+    original: str | os.PathLike[str] | None = None,
     *,
     threads: int | None = None,
     progress: Progress = lambda _: None,
@@ -191,13 +192,13 @@ def verify(
 
     Raises InputError for damage. A statistic that does not hold, or another original, is in ``failures``.
     """
-    with ContainerReader(source) as reader, Workers(threads) as workers:
+    with ContainerReader(Path(source)) as reader, Workers(threads) as workers:
         check_frames(reader, workers, progress)
         storages = reader.manifest.storages
         count = sum(len(table.lengths) for record in storages for table in record.parts.values())
         statistics, failures = 0, []
         if original is not None:
-            measured = measure(reader, original, workers, progress)
+            measured = measure(reader, Path(original), workers, progress)
             statistics = sum(record.error is not None for record in storages)
             statistics += sum(parameter.error is not None for parameter in reader.manifest.parameters)
             failures = check_statistics(reader, measured)
