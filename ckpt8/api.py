@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from ckpt8.container.manifest import Manifest
+from ckpt8.container.manifest import Manifest, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.errors import InputError, UsageError
@@ -152,7 +152,7 @@ class CheckpointFile:
         """Paths of all tensors, in the order of the checkpoint."""
         return list(self._tensors)
 
-    def _record(self, name: str) -> Any:
+    def _record(self, name: str) -> TensorRecord:
         if name not in self._tensors:
             raise UsageError(f"{self._reader.path}: has no tensor {name!r}")
         return self._tensors[name]
@@ -170,9 +170,9 @@ class CheckpointFile:
 
     def stats(self, name: str) -> dict[str, Any]:
         """What is known of one tensor: role, codec, sizes in bytes, error. Raises UsageError for an unknown name."""
-        from ckpt8.inspect.container import storage_facts
+        from ckpt8.inspect.container import tensor_facts
 
-        return storage_facts(self._reader.manifest, self._record(name).storage)
+        return tensor_facts(self._reader.manifest, self._record(name))
 
 
 def open_container(path: str | os.PathLike[str]) -> CheckpointFile:

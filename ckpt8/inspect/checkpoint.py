@@ -47,9 +47,11 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> dict[str, Any]:
 
 def _roles(checkpoint: Checkpoint, plan: Plan) -> list[dict[str, Any]]:
     rows: dict[tuple[str, str], Counter[str]] = {}
+    dtypes = {index: tensor.ref.dtype for tensor, index in reversed(plan.tensors)}
     for stream in plan.streams:
-        row = rows.setdefault((stream.spec.role.value, stream.spec.dtype.label), Counter())
-        row.update(storages=1, elements=stream.spec.numel, bytes=stream.storage.nbytes)
+        dtype = dtypes.get(stream.index, stream.spec.dtype)
+        row = rows.setdefault((stream.spec.role.value, dtype.label), Counter())
+        row.update(storages=1, elements=stream.storage.nbytes // dtype.itemsize, bytes=stream.storage.nbytes)
     outside = checkpoint.size - sum(stream.storage.nbytes for stream in plan.streams)
     found = [{"role": role, "dtype": dtype, **row} for (role, dtype), row in sorted(rows.items())]
     return [*found, {"role": "structure", "dtype": "uint8", "storages": 0, "elements": outside, "bytes": outside}]

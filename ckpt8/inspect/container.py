@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.container.header import MAJOR, MINOR
-from ckpt8.container.manifest import Manifest, ParameterRecord
+from ckpt8.container.manifest import Manifest, ParameterRecord, TensorRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.stats import MomentError, NoiseError, UpdateError, WeightError, read_error
 from ckpt8.tensors import Role
@@ -153,12 +153,12 @@ def error_facts(stored: dict[str, Any] | None) -> dict[str, Any] | None:
     return None
 
 
-def storage_facts(manifest: Manifest, index: int) -> dict[str, Any]:
-    """Role, codec, sizes in bytes, error and, where lossless against its role, the reason."""
-    record = manifest.storages[index]
+def tensor_facts(manifest: Manifest, tensor: TensorRecord) -> dict[str, Any]:
+    """Role, element type, and of its storage codec, sizes in bytes, error and why it is lossless, if it need not be."""
+    record = manifest.storages[tensor.storage]
     return {
         "role": record.role.value,
-        "dtype": record.dtype.label,
+        "dtype": tensor.dtype.label,
         "codec": codec_name(record.codec),
         "reason": record.reason,
         "elements": record.numel,
@@ -173,7 +173,7 @@ def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:
     facts: dict[str, Any] = {"worst": worst(manifest), "lossless": lossless_reasons(manifest)}
     if tensors:
         facts["tensors"] = [
-            {"name": tensor.name, "shape": tensor.shape, **storage_facts(manifest, tensor.storage)}
+            {"name": tensor.name, "shape": tensor.shape, **tensor_facts(manifest, tensor)}
             for tensor in manifest.tensors
         ]
         facts["parameters"] = [
