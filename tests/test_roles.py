@@ -487,6 +487,9 @@ def test_several_views_may_cover_together(plan):
     assert ["not fully covered" in lossless(stream) for stream in streams.values()] == [True]
     _, streams = plan({"model": {"all": flat.view(192, 128), "a": parts[0]}})
     assert [stream.codec for stream in streams.values()] == [Split24()]
+    gap = {"a": flat[:8192].view(64, 128), "b": flat[8193:].view(1, -1)}
+    _, streams = plan({"model": gap})
+    assert ["not fully covered" in lossless(stream) for stream in streams.values()] == [True]
     overlapping = [flat[:10_000].view(100, 100), flat[9_000:24_576].view(177, 88)]
     _, streams = plan({"model": dict(zip("ab", overlapping, strict=True))})
     assert [stream.codec for stream in streams.values()] == [Split24()]

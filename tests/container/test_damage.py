@@ -26,7 +26,7 @@ from ckpt8.errors import CheckFailedError, InputError, UnsupportedError
 from ckpt8.inspect.container import inspect_container
 from ckpt8.inspect.render import show
 
-RULES = ("model.w=split24", "*.exp_avg=companded8", "*.exp_avg_sq=companded8(Q=63, p=0.5)")
+RULES = ("model.w=split24", "*.exp_avg=companded8", "*.exp_avg_sq=companded8(signed=False, Q=63, p=0.5)")
 INFINITE = "@infinite@"
 """Stands for the JSON number 1e999, which Python reads as infinity."""
 
@@ -334,14 +334,14 @@ def _index(manifest, name):
     return next(k for k, storage in enumerate(manifest["storages"]) if storage["name"] == name)
 
 
-def _storage(name, **fields):
+def _storage(name, /, **fields):
     def change(manifest):
         manifest["storages"][_index(manifest, name)] |= fields
 
     return change
 
 
-def _table(name, part, **fields):
+def _table(name, part, /, **fields):
     def change(manifest):
         table = manifest["storages"][_index(manifest, name)]["parts"][part]
         table |= {key: value(table[key]) if callable(value) else value for key, value in fields.items()}
