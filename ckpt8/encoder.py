@@ -101,7 +101,8 @@ class ChunkEncoder:
             try:
                 parts.append(stream.codec.encode(x))
             except RefusedError as exc:
-                return EncodedChunk([], crcs, None, f"{stream.spec.name} {exc}")
+                whose = "the state of its parameter " if len(unit.streams) > 1 else ""
+                return EncodedChunk([], crcs, None, f"{whose}{exc}")
         errors = None
         if self._meters is not None and any(stream.lossy for stream in unit.streams):
             errors = self._meters.of(unit).measure(chunk * frames.FRAME, originals, parts)

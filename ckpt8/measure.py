@@ -67,10 +67,12 @@ class ChunkMeter:
         return self.errors
 
     def _tile(self, start: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> None:
+        from ckpt8.codecs.companded8.reference import square_root
+
         sides: list[tuple[torch.Tensor, torch.Tensor]] = []
         for stream, x, part in zip(self._unit.streams, originals, parts, strict=True):
             y = stream.codec.decode(part, _spec(stream, len(x))).float() if stream.lossy else x
-            roots = (x.sqrt(), y.sqrt()) if stream.spec.role is Role.MOMENT2 else None
+            roots = (square_root(x), square_root(y)) if _is_second(stream) else None
             if stream.lossy:
                 self.errors.streams[stream.index].merge(_stream_error(stream, x, y, part, roots))
             sides.append(roots or (x, y))
@@ -101,6 +103,11 @@ def _cuts(stream: Stream, numel: int) -> tuple[Mapping[str, slice], ...]:
 
 def _spec(stream: Stream, numel: int) -> TensorSpec:
     return TensorSpec(stream.spec.name, stream.spec.role, stream.spec.dtype, (numel,))
+
+
+def _is_second(stream: Stream) -> bool:
+    """Whether a stream is quantised as square roots, or divides an update by its own."""
+    return stream.spec.role is Role.MOMENT2 or getattr(stream.codec, "signed", True) is False
 
 
 def _stream_error(

@@ -103,7 +103,7 @@ class Compressor:
             why = parameter.reason if parameter else "its tensors cannot be read as the state of one parameter"
             return f"update error unknown: {why}"
         if not error.max_error <= bound:
-            return f"update error {error.max_error:.3g} exceeds {bound:g}"
+            return f"update error exceeds {bound:g}"
         return None
 
     def _write_unit(self, writer: ContainerWriter, unit: Unit, chunks: Iterator[EncodedChunk]) -> UnitResult | str:

@@ -16,7 +16,7 @@ from ckpt8.container import layout
 from ckpt8.policy import LOSSLESS, Policy
 from ckpt8.readers.base import Checkpoint, StorageInfo, TensorRef
 from ckpt8.roles import NamedTensor, ParameterState, Structure, classify, unique_name
-from ckpt8.skeleton import SKELETON
+from ckpt8.skeleton import SKELETON, WithSkeleton
 from ckpt8.tensors import DType, Role, TensorSpec
 from ckpt8.update_space import UpdateRule, recognise
 
@@ -113,20 +113,23 @@ class Plan:
         return sorted((stream for unit in self.units for stream in unit.streams), key=lambda stream: stream.index)
 
 
-def make_plan(checkpoint: Checkpoint, policy: Policy) -> Plan:
+def make_plan(checkpoint: Checkpoint | WithSkeleton, policy: Policy) -> Plan:
     """Classify a checkpoint, with its skeleton if it is to be stored; choose codecs; group moments into units."""
     structure = classify(checkpoint.tree)
-    index_of = {storage.key: index for index, storage in enumerate(checkpoint.storages)}
+    storages = checkpoint.source_storages if isinstance(checkpoint, WithSkeleton) else checkpoint.storages
+    index_of = {storage.key: index for index, storage in enumerate(storages)}
     views: dict[str, list[NamedTensor]] = defaultdict(list)
     for tensor in structure.tensors:
         views[tensor.ref.key].append(tensor)
     taken: dict[str, int] = {}
     streams = [
-        _stream(index, storage, views[storage.key], structure, policy, taken)
-        for index, storage in enumerate(checkpoint.storages)
+        _stream(index, storage, views[storage.key], structure, policy, taken) for index, storage in enumerate(storages)
     ]
-    parameters = _parameters(checkpoint, structure, views, index_of)
-    return Plan(_units(streams, parameters), [(tensor, index_of[tensor.ref.key]) for tensor in structure.tensors])
+    units = _units(streams, _parameters(checkpoint, structure, views, index_of))
+    if isinstance(checkpoint, WithSkeleton):
+        spec = TensorSpec(unique_name(SKELETON, taken), Role.OTHER, DType.UINT8, (checkpoint.skeleton.nbytes,))
+        units.append(Unit((Stream(len(streams), spec, checkpoint.skeleton, LOSSLESS),)))
+    return Plan(units, [(tensor, index_of[tensor.ref.key]) for tensor in structure.tensors])
 
 
 def _stream(
@@ -137,9 +140,6 @@ def _stream(
     policy: Policy,
     taken: dict[str, int],
 ) -> Stream:
-    if storage.key == SKELETON:
-        spec = TensorSpec(unique_name(SKELETON, taken), Role.OTHER, DType.UINT8, (storage.nbytes,))
-        return Stream(index, spec, storage, LOSSLESS)
     name = unique_name(views[0].name if views else f"storage:{storage.key}", taken)
     dtypes = {view.ref.dtype for view in views} or {storage.dtype}
     dtype = dtypes.pop() if len(dtypes) == 1 else DType.UINT8

@@ -69,15 +69,22 @@ class Rule:
             raise UsageError(f"rule {text!r}: expected GLOB=CODEC, as in '*.lm_head.weight=lossless'")
         codec, fields = parse_codec(match[2])
         rule = cls(text, match[1].strip(), codec, fields)
-        rule.codec_for(Role.OTHER)
+        if rule.codec_for(Role.OTHER) is None and rule.codec_for(Role.MOMENT2) is None:
+            codec(**fields)
         return rule
 
-    def codec_for(self, role: Role) -> Codec:
-        """The codec with the parameters given; what is not given follows the role (second moments are unsigned)."""
+    def codec_for(self, role: Role) -> Codec | None:
+        """The codec with the parameters given; what is not given follows the role (second moments are unsigned).
+
+        None where the parameters do not suit the role.
+        """
         fields = dict(self.fields)
         if self.codec is Companded8 and role is Role.MOMENT2:
             fields = {"signed": False, "Q": 255, **fields}
-        codec: Codec = self.codec(**fields)
+        try:
+            codec: Codec = self.codec(**fields)
+        except UsageError:
+            return None
         return codec
 
 
@@ -105,7 +112,7 @@ class Policy:
         for rule in self.rules:
             if any(fnmatchcase(name, rule.glob) for name in names):
                 codec = rule.codec_for(spec.role)
-                if codec.accepts(spec):
+                if codec is not None and codec.accepts(spec):
                     return codec, None
                 return LOSSLESS, f"rule {rule.text!r} does not fit {spec.dtype.label} {spec.role.value}"
         wanted = PRESETS[self.preset].get(spec.role)

@@ -10,7 +10,7 @@ from ckpt8.readers.base import Checkpoint, StorageInfo
 from ckpt8.tensors import DType
 
 SKELETON = "ckpt8.skeleton"
-"""Key of the skeleton among the storages, and the name of its record."""
+"""Name of the record that holds the skeleton."""
 
 
 class WithSkeleton:
@@ -31,8 +31,9 @@ class WithSkeleton:
                 self._in_source.append(position)
                 length += offset - position
             position = offset + nbytes
-        skeleton = StorageInfo(SKELETON, DType.UINT8, self.size, length)
-        self.storages: Sequence[StorageInfo] = (*checkpoint.storages, skeleton)
+        self.skeleton = StorageInfo(SKELETON, DType.UINT8, self.size, length)
+        self.source_storages = checkpoint.storages
+        self.storages: Sequence[StorageInfo] = (*checkpoint.storages, self.skeleton)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from the source or, behind its end, from the skeleton."""

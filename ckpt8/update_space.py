@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt8.readers.base import TensorRef
@@ -22,6 +23,11 @@ from ckpt8.readers.base import TensorRef
 if TYPE_CHECKING:
     import torch
 
+_SIDE_STATE = frozenset({"step", "RMS", "kahan_comp", "eps_sq", "mean_square", "master_param", "group"})
+"""State that no update is made of, or only through the step."""
+
+_CAME_FACTORED = {"exp_avg", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col"}
+_LARGEST = 1e300
 _UNKNOWN = "the optimizer is not one whose update rule is known"
 
 Kind = Literal["adam", "stable_adamw", "came", "momentum"]
@@ -60,7 +66,7 @@ class UpdateRule:
         return moment1 / (root2 + self.eps)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Confidence:
     """CAME's approx(Rr, Cr) = rsqrt(R / mean(R)) (x) rsqrt(C), unfolded only for the elements asked for.
 
@@ -70,59 +76,70 @@ class Confidence:
     rows: torch.Tensor
     columns: torch.Tensor
 
+    @cached_property
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and column factors, computed in float64 and rounded once: the same on every machine."""
+        rows = self.rows.double()
+        row = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt().float().reshape(-1)
+        return row, self.columns.double().rsqrt().float().reshape(-1, self.columns.shape[-1])
+
     def at(self, start: int, stop: int) -> torch.Tensor:
         """The factors of elements ``start`` to ``stop`` of the flat parameter."""
         import torch
 
+        row, column = self._factors
         height, width = self.rows.shape[-1], self.columns.shape[-1]
-        row = (self.rows / self.rows.mean(dim=-1, keepdim=True)).rsqrt_().reshape(-1)
-        column = self.columns.rsqrt().reshape(-1, width)
         index = torch.arange(start // width, -(-stop // width))
         block = row[index].unsqueeze(1) * column[index // height]
-        first = int(index[0]) * width
+        first = start // width * width
         return block.reshape(-1)[start - first : stop - first]
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    """A finite number as a float; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST:
+        return None
+    return float(value)
 
 
 def _betas(group: Mapping[Any, Any]) -> tuple[float, ...] | None:
     betas = group.get("betas")
-    if isinstance(betas, (tuple, list)) and all(_number(beta) is not None for beta in betas):
-        return tuple(float(beta) for beta in betas)
-    return None
+    values = [_number(beta) for beta in betas] if isinstance(betas, (tuple, list)) else [None]
+    return None if None in values else tuple(value for value in values if value is not None)
 
 
 def _adam(group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
     betas, eps = _betas(group), _number(group.get("eps"))
-    if not {"amsgrad", "bias_correction", "correct_bias"} & group.keys() or betas is None or len(betas) != 2:
+    if not {"amsgrad", "bias_correction", "correct_bias"} & group.keys():
         return _UNKNOWN
-    if eps is None or not all(0 <= beta < 1 for beta in betas):
+    if betas is None or len(betas) != 2 or eps is None or not all(0 <= beta < 1 for beta in betas):
         return "betas or eps are missing from the parameter group"
     if group.get("bias_correction", group.get("correct_bias", True)) in (False, 0):
         return UpdateRule("stable_adamw", eps=eps)
-    if step is None or step < 1 or step != int(step) or step > 2**53:
+    count = _number(step)
+    if count is None or not 1 <= count <= 2**53 or count != int(count):
         return "the step is missing"
-    return UpdateRule("adam", int(step), betas[0], betas[1], eps)
+    return UpdateRule("adam", int(count), betas[0], betas[1], eps)
 
 
 def recognise(state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
     """The update rule of one parameter, or why it is unknown.
 
     ``state`` is the parameter's optimizer state, ``group`` its parameter group, ``step`` the step found in either.
+    A rule is taken only where every key of the state is accounted for.
     """
-    tensors = {key for key, value in state.items() if isinstance(value, TensorRef)}
-    if {"exp_avg", "exp_avg_res_row", "exp_avg_res_col"} <= tensors:
+    tensors = {key for key, value in state.items() if isinstance(value, TensorRef)} - _SIDE_STATE
+    if not state.keys() - _SIDE_STATE <= tensors:
+        return _UNKNOWN
+    if "RMS" in state and tensors == _CAME_FACTORED:
         return UpdateRule("came")
-    if "RMS" in state and "exp_avg" in tensors:
+    if "RMS" in state and tensors == {"exp_avg", "exp_avg_sq"}:
         return UpdateRule("momentum")
-    if {"exp_avg", "exp_avg_sq"} <= tensors:
-        eps = _number(group.get("eps"))
+    if {"exp_avg", "exp_avg_sq"} <= tensors <= {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}:
         # optimi's own group keys, and the state that only the two StableAdamW write: no bias is left in the state.
-        unbiased = eps is not None and ("beta1" in group or "kahan_comp" in state or "eps_sq" in state)
-        if not tensors & {"exp_avg_diff", "la_param"}:
-            return UpdateRule("stable_adamw", eps=eps or 0.0) if unbiased else _adam(group, step)
-    elif tensors & {"exp_avg", "momentum_buffer"} and "exp_inf" not in tensors:
-        return UpdateRule("momentum")
-    return _UNKNOWN
+        unbiased = "beta1" in group or "kahan_comp" in state or "eps_sq" in state
+        eps = _number(group.get("eps"))
+        return UpdateRule("stable_adamw", eps=eps) if unbiased and eps is not None else _adam(group, step)
+    is_lion = tensors == {"exp_avg"}
+    is_sgd = tensors == {"momentum_buffer"} and "dampening" in group and not group.get("nesterov")
+    return UpdateRule("momentum") if is_lion or is_sgd else _UNKNOWN

@@ -113,9 +113,7 @@ def test_a_bfloat16_run_has_bfloat16_moments():
     assert {entry["exp_avg_sq"].dtype for entry in state.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(
-    "nbytes", [10**6, 3 * 10**6, 10**8, 250 * 10**6, 5 * 10**8, 15 * 10**8, 4 * 10**9, 8 * 10**9]
-)
+@pytest.mark.parametrize("nbytes", [10**6, 3 * 10**6, 10**8, 250 * 10**6, 5 * 10**8, 15 * 10**8, 4 * 10**9, 8 * 10**9])
 def test_config_for_bytes(nbytes):
     config = config_for_bytes(nbytes)
     assert 12 * config.n_params == pytest.approx(nbytes, rel=0.05)

@@ -349,9 +349,9 @@ def test_relatives_of_adam_are_unknown(state, group):
 
 
 def test_momentum_only():
-    assert recognise({"momentum_buffer": tensor(4)}, {"momentum": 0.9, "nesterov": False}, None) == UpdateRule(
-        "momentum"
-    )
+    assert recognise(
+        {"momentum_buffer": tensor(4)}, {"momentum": 0.9, "dampening": 0, "nesterov": False}, None
+    ) == UpdateRule("momentum")
     # Lion
     assert recognise({"exp_avg": tensor(4)}, {"betas": (0.9, 0.99), "lr": 1e-4}, None) == UpdateRule("momentum")
     assert isinstance(recognise({"momentum_buffer": None}, {"momentum": 0.0}, None), str)

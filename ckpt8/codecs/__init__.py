@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, cast
@@ -31,9 +31,9 @@ def codec_class(codec_id: str) -> type[Any]:
 
 def codec_from_config(config: Mapping[str, Any]) -> Codec:
     """The codec that a stored configuration names. Raises UnsupportedError for one this version does not have."""
-    fields = {key: value for key, value in config.items() if key != "id"}
+    given = {key: value for key, value in config.items() if key != "id"}
     try:
-        return cast("Codec", codec_class(config["id"])(**fields))
+        return cast("Codec", codec_class(config["id"])(**given))
     except (KeyError, TypeError, UsageError) as exc:
         raise UnsupportedError(f"codec {dict(config)} is not known to this version of ckpt8") from exc
 
@@ -41,18 +41,24 @@ def codec_from_config(config: Mapping[str, Any]) -> Codec:
 def parse_codec(text: str) -> tuple[type[Any], dict[str, Any]]:
     """Read ``name`` or ``name(key=value, ...)`` into a codec class and its given fields. Raises UsageError."""
     names = {codec_id.partition("/")[0]: codec_id for codec_id, _ in CODECS}
-    match = re.fullmatch(r"\s*([a-z0-9]+)\s*(?:\((.*)\))?\s*", text)
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\)\s*)?", text)
     if match is None or match[1] not in names:
         raise UsageError(f"codec {text!r}: expected one of {', '.join(names)}, with parameters as in companded8(Q=31)")
-    try:
-        call = cast("ast.Call", ast.parse(f"f({match[2] or ''})", mode="eval").body)
-        fields = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError) as exc:
-        raise UsageError(f"codec {text!r}: parameters must read key=value, ...") from exc
-    if call.args:
-        raise UsageError(f"codec {text!r}: parameters must read key=value, ...")
     cls = codec_class(names[match[1]])
-    unknown = set(fields) - set(cls.__dataclass_fields__)
-    if unknown:
-        raise UsageError(f"codec {text!r}: unknown parameter {', '.join(sorted(unknown))}")
-    return cls, fields
+    known = {field.name for field in fields(cls)}
+    given: dict[str, Any] = {}
+    for item in (match[2] or "").split(",") if (match[2] or "").strip() else ():
+        key, equals, value = (piece.strip() for piece in item.partition("="))
+        if not equals or key not in known or key in given:
+            raise UsageError(f"codec {text!r}: parameters must read {match[1]}(key=value, ...)")
+        given[key] = _parse_value(value, text)
+    return cls, given
+
+
+def _parse_value(value: str, text: str) -> bool | int | float:
+    """Read a parameter: True, False or a number."""
+    words = {"True": True, "False": False}
+    try:
+        return words[value] if value in words else int(value) if value.isdigit() else float(value)
+    except ValueError as exc:
+        raise UsageError(f"codec {text!r}: {value!r} is not a number, True or False") from exc

@@ -94,6 +94,6 @@ class Lossless:
         if spec.dtype.is_plane_float:
             return decode_tiles(self, parts, spec, out, _decode_planes)
         if out is None:
-            out = torch.empty(spec.numel, dtype=spec.dtype.torch, device=parts[RAW_PART].device)
+            return parts[RAW_PART].clone().view(spec.dtype.torch)
         out.view(torch.uint8).copy_(parts[RAW_PART])
         return out

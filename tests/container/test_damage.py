@@ -12,6 +12,7 @@ import json
 import random
 import struct
 import time
+import zlib
 
 import pytest
 import torch
@@ -449,9 +450,9 @@ TENSORS = {
     "a huge stride": {"shape": [2], "stride": [2**61]},
     "a huge stride of many": {"shape": [5, 5], "stride": [2**61, 2**61]},
     "many dimensions": {"shape": [1] * 5000, "stride": [1] * 5000},
-    "another dtype": {"dtype": "complex128"},
+    "a dtype that does not divide the storage": {"dtype": "complex128", "shape": [11], "stride": [1]},
     "a larger dtype": {"dtype": "float64", "shape": [40], "stride": [1]},
-    "a quantised dtype": {"dtype": "qint8"},
+    "a shape that is too large for memory": {"shape": [2**45], "stride": [1]},
 }
 
 
@@ -463,7 +464,7 @@ def test_tensors_that_do_not_fit_their_storage(name, parts, small, tmp_path):
     record |= TENSORS[name]
     path = tmp_path / "x.ckpt8"
     path.write_bytes(pack(changed, entries, metadata))
-    if name not in ("another dtype", "a quantised dtype"):
+    if name != "many dimensions":
         with pytest.raises(InputError), ckpt8.open(path) as file:
             file.get_tensor(W)
     exercise(path, small.with_suffix(".pt"), tmp_path)
@@ -505,8 +506,9 @@ def test_unknown_codecs_are_unsupported(codec, parts, small, tmp_path):
         {"id": "companded8/1", "signed": [], "Q": 127, "p": 1},
         {"id": "companded8/1", "signed": 0, "Q": 127, "p": 1},
         {"id": "companded8/1", "signed": "x", "Q": 127, "p": 1},
-        {"id": "companded8/1", "signed": True, "Q": True, "p": 1},
-        {"id": "companded8/1", "signed": True, "Q": 127, "p": True},
+        {"id": "companded8/1", "signed": None, "Q": 127, "p": 1},
+        {"id": "companded8/1", "signed": True, "Q": None, "p": 1},
+        {"id": "companded8/1", "signed": True, "Q": 127, "p": "1"},
         {"id": "companded8/1", "signed": True, "Q": 127, "p": [1]},
         {"id": "companded8/1", "signed": True, "Q": 127, "p": 0.5},
         {"id": "companded8/1", "signed": True, "Q": 255, "p": 1},
@@ -522,7 +524,7 @@ def test_parameters_of_companded8_that_it_does_not_have(codec, parts, small, tmp
     exercise(path, small.with_suffix(".pt"), tmp_path)
 
 
-@pytest.mark.parametrize("name", [W, "model.n", "optimizer.state.0.exp_avg"])
+@pytest.mark.parametrize("name", [W, "optimizer.state.0.exp_avg"])
 @pytest.mark.parametrize("dtype", ["int32", "float64", "float16", "uint8", "complex64", "qint8", "float8_e4m3fn"])
 def test_a_codec_on_a_type_that_it_is_not_for(name, dtype, parts, small, tmp_path):
     metadata, entries, manifest = parts
@@ -599,14 +601,8 @@ def _with_frame(parts, name, part, frame):
     metadata, entries, manifest = parts
     changed = copy.deepcopy(manifest)
     record = changed["storages"][_index(changed, name)]
-    record["parts"][part] = {"lengths": [len(frame)], "crcs": [zlib_crc(frame)]}
+    record["parts"][part] = {"lengths": [len(frame)], "crcs": [zlib.crc32(frame)]}
     return pack(changed, {**entries, f"{name}/{part}": frame}, metadata)
-
-
-def zlib_crc(data):
-    import zlib
-
-    return zlib.crc32(data)
 
 
 def _declared(content, size):
@@ -763,7 +759,12 @@ def _mutations(parts, data, small, folder):
     metadata, entries, manifest = parts
     changed = copy.deepcopy(manifest)
     for _ in range(data.draw(st.integers(1, 2))):
-        nodes = [path for path in _nodes(changed) if path]
+        # By field first: otherwise nearly all mutations would hit one of the many numbers.
+        fields = {}
+        for path in _nodes(changed):
+            if path:
+                fields.setdefault(tuple(key for key in path if isinstance(key, str)), []).append(path)
+        nodes = fields[data.draw(st.sampled_from(sorted(fields)))]
         where = nodes[data.draw(st.integers(0, len(nodes) - 1))]
         how = data.draw(st.sampled_from(["delete", "repeat", "swap", "add", "replace", "replace"]))
         _mutate(changed, where, how, data.draw(st.integers(0, 10_000)))

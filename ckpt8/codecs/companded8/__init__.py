@@ -38,10 +38,12 @@ class Companded8:
     p: float = 1
 
     def __post_init__(self) -> None:
+        if type(self.signed) is not bool:
+            raise UsageError(f"companded8: signed must be True or False, not {self.signed!r}")
         top = 127 if self.signed else 255
-        if not (isinstance(self.Q, int) and 1 <= self.Q <= top):
+        if not (type(self.Q) is int and 1 <= self.Q <= top):
             raise UsageError(f"companded8: Q must be an integer from 1 to {top}, not {self.Q!r}")
-        if self.p not in ((1,) if self.signed else (1, 0.5)):
+        if type(self.p) is bool or self.p not in ((1,) if self.signed else (1, 0.5)):
             raise UsageError(f"companded8: p must be 1, or 0.5 for second moments, not {self.p!r}")
 
     def accepts(self, spec: TensorSpec) -> bool:

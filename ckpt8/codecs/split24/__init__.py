@@ -29,7 +29,7 @@ class Split24:
     R: int = 127
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.R, int) and 1 <= self.R <= 127 and self.R % 2):
+        if not (type(self.R) is int and 1 <= self.R <= 127 and self.R % 2):
             raise UsageError(f"split24: R must be an odd integer from 1 to 127, not {self.R!r}")
 
     def accepts(self, spec: TensorSpec) -> bool:
