@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 
 from ckpt8.codecs.base import TILE, pieces, take
 from ckpt8.plan import Stream, Unit
-from ckpt8.stats import ErrorStats, MomentError, UpdateError, WeightError, moment_error, update_error, weight_error
+from ckpt8.stats import (
+    ErrorStats,
+    MomentError,
+    UpdateError,
+    WeightError,
+    moment_error,
+    root,
+    update_error,
+    weight_error,
+)
 from ckpt8.tensors import Parts, Role, TensorSpec
 from ckpt8.update_space import Confidence
 
@@ -67,12 +76,10 @@ class ChunkMeter:
         return self.errors
 
     def _tile(self, start: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> None:
-        from ckpt8.codecs.companded8.reference import square_root
-
         sides: list[tuple[torch.Tensor, torch.Tensor]] = []
         for stream, x, part in zip(self._unit.streams, originals, parts, strict=True):
             y = stream.codec.decode(part, _spec(stream, len(x))).float() if stream.lossy else x
-            roots = (square_root(x), square_root(y)) if _is_second(stream) else None
+            roots = (root(x), root(y)) if _is_second(stream) else None
             if stream.lossy:
                 self.errors.streams[stream.index].merge(_stream_error(stream, x, y, part, roots))
             sides.append(roots or (x, y))

@@ -7,11 +7,11 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from ckpt8.container.frames import bytes_of
 from ckpt8.container.member_file import MemberFile, Piece
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.writer import AtomicFile
+from ckpt8.container.writer import AtomicFile, start_writeback
 from ckpt8.crc import combine
-from ckpt8.encoder import scratch
 from ckpt8.errors import InputError
 from ckpt8.pipeline import Progress
 from ckpt8.workers import Workers
@@ -58,22 +58,22 @@ def restore(
 
 def _copy(member: MemberFile, output: AtomicFile, workers: Workers, progress: Progress) -> dict[int, int]:
     """Decode and write every piece; the crc32 of every storage that changed."""
-    descriptor = output.file.fileno()
+    import torch
 
-    def copy(piece: Piece) -> tuple[Piece, int]:
-        view = scratch("restore", piece.stop - piece.start)
+    def decode(piece: Piece) -> tuple[Piece, torch.Tensor, int]:
+        content = torch.empty(piece.stop - piece.start, dtype=torch.uint8)
+        view = bytes_of(content)
         member.fill(piece, view)
-        crc = zlib.crc32(view) if member.needs_crc(piece.storage) else 0
-        with output.guard():
-            _write_at(descriptor, view, piece.start)
-        return piece, crc
+        return piece, content, zlib.crc32(view) if member.needs_crc(piece.storage) else 0
 
     crcs: dict[int, int] = {}
-    for piece, crc in workers.map(copy, _pieces(member)):
-        length = piece.stop - piece.start
-        progress(length)
+    # One thread writes: several would only wait for each other at the file.
+    for piece, content, crc in workers.map(decode, _pieces(member)):
+        with output.guard():
+            _write_at(output.file.fileno(), bytes_of(content), piece.start)
         if member.needs_crc(piece.storage):
-            crcs[piece.storage] = combine(crcs.get(piece.storage, 0), crc, length)
+            crcs[piece.storage] = combine(crcs.get(piece.storage, 0), crc, content.numel())
+        progress(content.numel())
     return crcs
 
 
@@ -82,6 +82,8 @@ def _pieces(member: MemberFile) -> Iterator[Piece]:
 
 
 def _write_at(descriptor: int, view: memoryview, offset: int) -> None:
+    start, length = offset, len(view)
     while view:
         written = os.pwrite(descriptor, view, offset)
         view, offset = view[written:], offset + written
+    start_writeback(descriptor, start, length)

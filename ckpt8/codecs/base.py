@@ -86,6 +86,9 @@ def encode_tiles(
     """Run ``kernel(tile, parts of the tile)`` over the tiles of ``x``, which write into one set of parts."""
     flat = x.reshape(-1)
     parts = empty_parts(codec, spec, x.device)
+    if 0 < spec.numel <= TILE:
+        kernel(flat, parts)
+        return parts
     for run, cuts in pieces(codec, spec):
         kernel(flat[run], take(parts, cuts))
     return parts
@@ -104,6 +107,9 @@ def decode_tiles(
     if out is None:
         device = next(iter(parts.values())).device
         out = torch.empty(spec.numel, dtype=spec.dtype.torch, device=device)
+    if 0 < spec.numel <= TILE:
+        kernel(parts, out)
+        return out
     for run, cuts in pieces(codec, spec):
         kernel(take(parts, cuts), out[run])
     return out

@@ -60,8 +60,8 @@ def _decompressor() -> zstandard.ZstdDecompressor:
     return found
 
 
-def _view(x: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without numpy and without a copy."""
+def bytes_of(x: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, which must outlive it; without numpy and without a copy."""
     import ctypes
 
     length = x.numel() * x.element_size()
@@ -77,7 +77,7 @@ def encode_part(name: str, part: torch.Tensor) -> list[tuple[bytes, int]]:
     compressor = _compressor(name)
     frames = []
     for plane in planes:
-        view = _view(plane)
+        view = bytes_of(plane)
         stored = compressor.compress(view) if len(view) else b""
         if len(stored) >= len(view):
             stored = bytes(view)
@@ -85,21 +85,24 @@ def encode_part(name: str, part: torch.Tensor) -> list[tuple[bytes, int]]:
     return frames
 
 
-def check(stored: bytes | bytearray, crc32: int, where: str) -> None:
+def check(stored: memoryview, crc32: int, where: str) -> None:
     """Raise InputError when stored bytes do not match their checksum."""
     if zlib.crc32(stored) != crc32:
         raise InputError(f"{where}: checksum does not match; the file is damaged")
 
 
-def inflate(stored: bytearray, length: int, where: str) -> bytearray:
+def inflate(stored: torch.Tensor, length: int, where: str) -> torch.Tensor:
     """The ``length`` bytes of one plane. Raises InputError when the frame is not of that length."""
-    if len(stored) == length:
+    import torch
+
+    if stored.numel() == length:
         return stored
-    plane = bytearray(length)
+    plane = torch.empty(length, dtype=torch.uint8)
+    frame = bytes_of(stored)
     try:
-        if zstandard.frame_content_size(stored) != length:
+        if zstandard.frame_content_size(frame) != length:
             raise InputError(f"{where}: frame does not declare the {length} bytes it must hold")
-        got = _decompressor().stream_reader(stored).readinto(plane)
+        got = _decompressor().stream_reader(frame).readinto(bytes_of(plane))
     except zstandard.ZstdError as exc:
         raise InputError(f"{where}: frame cannot be decompressed: {exc}") from exc
     if got != length:
@@ -107,14 +110,10 @@ def inflate(stored: bytearray, length: int, where: str) -> bytearray:
     return plane
 
 
-def decode_part(planes: Sequence[bytearray], spec: PartSpec) -> torch.Tensor:
+def decode_part(planes: Sequence[torch.Tensor], spec: PartSpec) -> torch.Tensor:
     """The part whose inflated planes are given, as a flat tensor."""
     import torch
 
-    dtype = spec.dtype.torch
-    if spec.numel == 0:
-        return torch.empty(0, dtype=dtype)
-    columns = [torch.frombuffer(plane, dtype=torch.uint8) for plane in planes]
-    if len(columns) == 1:
-        return columns[0].view(dtype)
-    return torch.stack(columns[::-1], dim=1).view(dtype).view(-1)
+    if len(planes) == 1:
+        return planes[0].view(spec.dtype.torch)
+    return torch.stack(tuple(reversed(planes)), dim=1).view(spec.dtype.torch).view(-1)

@@ -90,8 +90,8 @@ def encode_signed(x: torch.Tensor, out: Parts, levels: int) -> None:
 def decode_signed(parts: Parts, out: torch.Tensor, levels: int) -> None:
     """Decode a tile of moment1 into ``out`` (fp32 or bf16)."""
     y = _groups(parts["codes"]).float().div_(levels)
-    m = (y / (2 - y.abs())).mul_(decode_scales(parts["scales"]).unsqueeze(1))
-    out.copy_(m.view(-1)[: out.numel()])
+    n = y.div_(y.abs().neg_().add_(2))
+    _scale_into(out, n, parts["scales"])
 
 
 def encode_unsigned(v: torch.Tensor, out: Parts, levels: int, fourth_root: bool) -> None:
@@ -117,6 +117,20 @@ def decode_unsigned(parts: Parts, out: torch.Tensor, levels: int, fourth_root: b
     """Decode a tile of moment2 into ``out`` (fp32 or bf16)."""
     y = _groups(parts["codes"]).float().div_(levels)
     if fourth_root:
-        y = y * y
-    root = y.mul_(decode_scales(parts["scales"]).unsqueeze(1))
-    out.copy_(root.square_().view(-1)[: out.numel()])
+        y.square_()
+    if out.dtype is torch.float32:
+        _scale_into(out, y, parts["scales"])
+        out.square_()
+    else:
+        root = torch.empty(out.numel(), device=out.device)
+        _scale_into(root, y, parts["scales"])
+        out.copy_(root.square_())
+
+
+def _scale_into(out: torch.Tensor, n: torch.Tensor, scales: torch.Tensor) -> None:
+    """Multiply groups by their scales into the flat tile ``out``, rounding to its type last."""
+    s = decode_scales(scales).unsqueeze(1)
+    if out.numel() == n.numel() and out.dtype is torch.float32:
+        torch.mul(n, s, out=out.view(n.shape))
+    else:
+        out.copy_(n.mul_(s).view(-1)[: out.numel()])

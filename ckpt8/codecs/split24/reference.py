@@ -43,9 +43,10 @@ def encode(x: torch.Tensor, out: Parts, levels: int) -> None:
 def decode(parts: Parts, out: torch.Tensor, levels: int) -> None:
     """Join the parts of a tile into the flat fp32 tile ``out``."""
     # R is odd, so 32768*rho/R is never a tie, and fp32 holds it to better than 1/(2R): this rounding is exact.
-    d = parts["rho"].float().mul_(32768).div_(levels).round_().clamp_(-32767, 32767).to(torch.int32)
-    mantissa = parts["mantissa"].to(torch.int32)
+    d = parts["rho"].float().mul_(32768).div_(levels).round_().clamp_(-32767, 32767)
+    # The magnitude stays below 2^31 when d is added, so the sign may be in place before.
+    signed = parts["mantissa"].to(torch.int16)
+    hi = (signed & 0x80).bitwise_left_shift_(8).bitwise_or_(signed.bitwise_and_(0x7F))
+    hi.bitwise_or_(parts["exponent"].to(torch.int16).bitwise_left_shift_(7))
     bits = out.view(torch.int32)
-    bits.copy_(parts["exponent"])
-    bits.bitwise_left_shift_(7).bitwise_or_(mantissa & 0x7F).bitwise_left_shift_(16).add_(d)
-    bits.bitwise_or_(mantissa.bitwise_right_shift_(7).bitwise_left_shift_(31))
+    bits.copy_(hi).bitwise_left_shift_(16).add_(d.to(torch.int32))

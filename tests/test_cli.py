@@ -1,0 +1,628 @@
+"""The command line: exit codes, one line for every failure, nothing left behind, the source untouched.
+
+Most commands run in this process through ``main``; what needs signals, limits or a fresh interpreter is started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import random
+import re
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+
+import pytest
+import torch
+import zstandard
+
+import ckpt8
+from ckpt8 import cli
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of POSIX")
+BEYOND = struct.pack("<Q", 2**63) + b'{"__metadata__":{"ckpt8":"1.0"}}'
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a command in this process: (exit code, stdout, stderr)."""
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["ckpt8", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        return code, *capsys.readouterr()
+
+    yield call
+    signal.signal(signal.SIGTERM, handler)
+
+
+def start(*arguments, **options):
+    """Run ``python -m ckpt8`` as a user does."""
+    command = [sys.executable, "-m", "ckpt8", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+
+
+def snapshot(folder):
+    """Every file with its content and time."""
+    return {
+        str(path.relative_to(folder)): (
+            path.lstat().st_mode,
+            path.lstat().st_mtime_ns,
+            hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None,
+        )
+        for path in folder.rglob("*")
+        if path.is_file() or path.is_dir() or path.is_fifo()
+    }
+
+
+def files(folder):
+    """As ``snapshot``, without directories, whose time changes while temporary files come and go."""
+    return {name: entry for name, entry in snapshot(folder).items() if entry[2] is not None or name == "fifo"}
+
+
+def assert_refused(result, code):
+    exit_code, out, err = result
+    assert (exit_code, out) == (code, "")
+    assert re.fullmatch(r"ckpt8: [^\n]+\n", err)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A small checkpoint that compresses to every codec."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(96, 96)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 96)).square().mean().backward()
+        optimizer.step()
+    path = tmp_path / "run.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}, path)
+    return path
+
+
+@pytest.fixture
+def packed(small):
+    """The container of ``small``, beside it."""
+    ckpt8.compress(small)
+    return small.with_suffix(".ckpt8")
+
+
+def unseal(data):
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    start_, stop = header["ckpt8.manifest"]["data_offsets"]
+    return length, header, json.loads(zstandard.decompress(data[8 + length :][start_:stop]))
+
+
+def with_manifest(path, change):
+    """Change the manifest of a container and seal it again."""
+    data = path.read_bytes()
+    length, header, manifest = unseal(data)
+    change(manifest)
+    stored = zstandard.compress(json.dumps(manifest).encode())
+    first = header["ckpt8.manifest"]["data_offsets"][0]
+    header["ckpt8.manifest"] |= {"shape": [len(stored)], "data_offsets": [first, first + len(stored)]}
+    header["ckpt8.seal"]["data_offsets"] = [first + len(stored), first + len(stored) + 32]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    head = struct.pack("<Q", len(text)) + text
+    frames = data[8 + length : 8 + length + first]
+    path.write_bytes(head + frames + stored + hashlib.sha256(head + stored).digest())
+
+
+# What cannot be read: 3
+
+
+def _zip(**records):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in records.items():
+            archive.writestr(name.replace("__", "/"), content)
+    return buffer.getvalue()
+
+
+def _nested(depth):
+    return _zip(a__version=b"3\n", **{"a/data.pkl": b"\x80\x02)" + b"\x85" * depth + b"."})
+
+
+GARBAGE = {
+    "empty": lambda: b"",
+    "text": lambda: b"learning_rate: 0.1\n" * 100,
+    "zeros": lambda: bytes(5000),
+    "noise": lambda: random.Random(5).randbytes(5000),
+    "a zip file of something else": lambda: _zip(readme__txt=b"hello", a__b=b"x" * 500),
+    "an empty zip file": _zip,
+    "a checkpoint without its storages": lambda: _zip(
+        **{"a/data.pkl": b"\x80\x02X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x01tQ."}
+    ),
+    "ten million nested tuples": lambda: _nested(10_000_000),
+    "a million nested tuples in the old format": lambda: (
+        pickle.dumps(0x1950A86A20F9469CFC6C, 2)
+        + pickle.dumps(1001, 2)
+        + pickle.dumps({"little_endian": True}, 2)
+        + b"\x80\x02)"
+        + b"\x85" * 1_000_000
+        + b"."
+    ),
+    "another magic number": lambda: pickle.dumps(0x1950A86A20F9469CFC6D, 2) + bytes(1000),
+    "a header of 2^63 bytes": lambda: BEYOND,
+    "a header of 100 million bytes": lambda: struct.pack("<Q", 99_999_999) + BEYOND[8:],
+    "a pickle": lambda: pickle.dumps({"a": 1}),
+}
+COMMANDS = ("compress", "inspect", "restore", "verify")
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_what_is_no_checkpoint_is_refused_by_every_command(kind, run, tmp_path):
+    path = tmp_path / "file.pt"
+    path.write_bytes(GARBAGE[kind]())
+    before = files(tmp_path)
+    for command in COMMANDS:
+        started = time.perf_counter()
+        assert_refused(run(command, path), 3)
+        assert time.perf_counter() - started < 20
+        assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_missing_files_and_directories_are_refused(command, run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a.txt").write_text("x")
+    before = snapshot(tmp_path)
+    for path in ("missing.pt", "missing/x.pt", "full/a.txt/x.pt", "empty", "full", "x" * 300):
+        assert_refused(run(command, tmp_path / path), 3)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_checkpoint_without_tensors_is_refused(run, tmp_path):
+    torch.save({"step": 1}, tmp_path / "a.pt")
+    before = snapshot(tmp_path)
+    assert_refused(run("compress", tmp_path / "a.pt"), 3)
+    assert snapshot(tmp_path) == before
+
+
+def _borders(path):
+    """Offsets where records of a zip file, their data and the directory begin."""
+    with zipfile.ZipFile(path) as archive:
+        borders = {archive.start_dir}
+        for info in archive.infolist():
+            borders |= {info.header_offset, info.header_offset + 30}
+            with archive.open(info):
+                pass
+            data = path.read_bytes()
+            name, extra = struct.unpack_from("<HH", data, info.header_offset + 26)
+            first = info.header_offset + 30 + name + extra
+            borders |= {first, first + info.file_size // 2, first + info.file_size}
+    return sorted(borders)
+
+
+def test_a_checkpoint_cut_off_at_any_record_is_refused(run, small, tmp_path):
+    data, path = small.read_bytes(), tmp_path / "cut.pt"
+    borders = [border for border in _borders(small) if border]
+    assert len(borders) > 40
+    for border in [*borders, len(data) - 1]:
+        path.write_bytes(data[:border])
+        before = files(tmp_path)
+        assert_refused(run("compress", path), 3)
+        assert files(tmp_path) == before
+    assert_refused(run("inspect", path), 3)
+
+
+def test_an_old_checkpoint_cut_off_anywhere_is_refused(run, inputs, tmp_path):
+    data, path, rng = (inputs / "legacy.pt").read_bytes(), tmp_path / "cut.pt", random.Random(4)
+    for border in [1, 14, *sorted(rng.randrange(20, len(data)) for _ in range(20)), len(data) - 1]:
+        path.write_bytes(data[:border])
+        assert_refused(run("compress", path), 3)
+        assert list(files(tmp_path)) == ["cut.pt"]
+
+
+def test_a_flipped_bit_in_a_record_is_refused(run, small, tmp_path):
+    data = bytearray(small.read_bytes())
+    with zipfile.ZipFile(small) as archive:
+        info = max(archive.infolist(), key=lambda info: info.file_size)
+    data[info.header_offset + 30 + info.file_size // 2] ^= 4
+    small.write_bytes(data)
+    before = files(tmp_path)
+    code, out, err = run("compress", small)
+    assert_refused((code, out, err), 3)
+    assert "checksum" in err
+    assert files(tmp_path) == before
+
+
+def test_a_flipped_bit_in_a_container_is_refused(run, packed, tmp_path):
+    data, path, rng = packed.read_bytes(), tmp_path / "damaged.ckpt8", random.Random(6)
+    positions = [0, 3, 9, 100, len(data) - 1, len(data) - 40, *(rng.randrange(len(data)) for _ in range(15))]
+    for position in positions:
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        before = files(tmp_path)
+        for command in (
+            ("verify",),
+            ("restore", "-o", tmp_path / "out.pt"),
+            ("verify", "--against", packed.with_suffix(".pt")),
+        ):
+            assert_refused(run(command[0], path, *command[1:]), 3)
+        assert files(tmp_path) == before
+
+
+def test_the_line_names_the_file_and_the_damaged_tensor(run, packed, tmp_path):
+    data = bytearray(packed.read_bytes())
+    length, header, _ = unseal(data)
+    data[8 + length + header["model.weight/rho"]["data_offsets"][0] + 5] ^= 1
+    path = tmp_path / "damaged.ckpt8"
+    path.write_bytes(data)
+    _, _, err = run("verify", path)
+    assert str(path) in err
+    assert "model.weight" in err
+
+
+def test_hostile_member_names_write_nothing_elsewhere(run, packed, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("../escaped.pt", str(tmp_path / "escaped.pt"), "", "..", "a/b.pt"):
+        path = folder / "x.ckpt8"
+        path.write_bytes(packed.read_bytes())
+        with_manifest(path, lambda manifest, name=name: manifest["members"][0].update(path=name))
+        before = files(tmp_path)
+        assert_refused(run("restore", path), 3)
+        assert files(tmp_path) == before
+        assert run("restore", path, "-o", folder / "given.pt")[0] == 0
+        (folder / "given.pt").unlink()
+
+
+def test_a_container_is_not_compressed_again(run, packed, tmp_path):
+    before = files(tmp_path)
+    assert_refused(run("compress", packed, "-o", tmp_path / "again.ckpt8"), 3)
+    assert files(tmp_path) == before
+
+
+def test_a_source_that_has_the_suffix_of_a_container_is_not_lost(run, small, tmp_path):
+    source = small.rename(tmp_path / "odd.ckpt8")
+    before = files(tmp_path)
+    assert_refused(run("compress", source), 4)
+    assert files(tmp_path) == before
+
+
+# What cannot be written: 4
+
+
+def test_existing_targets_are_kept_without_force(run, packed, small, tmp_path):
+    before = files(tmp_path)
+    assert_refused(run("compress", small), 4)
+    assert_refused(run("restore", packed), 4)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    assert_refused(run("restore", packed, "-o", tmp_path / "dangling"), 4)
+    assert files(tmp_path) == before
+    assert run("compress", small, "--force", "--preset", "lossless")[0] == 0
+    assert run("restore", packed, "--force")[0] == 0
+    assert files(tmp_path)["run.pt"][2] == before["run.pt"][2]
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)])
+@pytest.mark.parametrize(
+    "target",
+    ["run.pt/x", "missing/x", "folder", "x" * 300, "fifo"],
+    ids=["under a file", "no folder", "folder", "long", "fifo"],
+)
+def test_targets_that_cannot_be_written(target, force, run, packed, small, tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    before = files(tmp_path)
+    for command in (("compress", small), ("restore", packed)):
+        assert_refused(run(*command, "-o", tmp_path / target, *force), 4)
+        assert files(tmp_path) == before
+    assert (tmp_path / "fifo").is_fifo()
+
+
+def test_any_name_that_the_file_system_takes_will_do(run, small, tmp_path):
+    """Also one that is long in bytes: 80 characters of 3 bytes each."""
+    target = tmp_path / ("漢" * 80 + ".ckpt8")
+    code, _, err = run("compress", small, "-o", target)
+    assert (code, err) == (0, "")
+    assert target.exists()
+
+
+@pytest.mark.parametrize("limit", [0, 100, 20_000])
+def test_a_full_disk(limit, packed, small, tmp_path):
+    """A limit on the size of files fails a write as a full disk does."""
+
+    def restrict():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    before = files(tmp_path)
+    for command in (
+        ("compress", small, "--force"),
+        ("restore", packed, "--force"),
+        ("compress", small, "-o", tmp_path / "new.ckpt8"),
+    )[: 3 if limit == 20_000 else 1]:
+        result = start(*command, preexec_fn=restrict)
+        assert_refused((result.returncode, result.stdout, result.stderr), 4)
+        assert files(tmp_path) == before
+
+
+# What is asked for cannot be meant: 2
+
+USAGE = {
+    "no such command": ("explode",),
+    "no source": ("compress",),
+    "an unknown option": ("compress", "SRC", "--explode"),
+    "an unknown preset": ("compress", "SRC", "--preset", "tiny"),
+    "a rule without a codec": ("compress", "SRC", "--rule", "*"),
+    "a rule of an unknown codec": ("compress", "SRC", "--rule", "*=zip"),
+    "a rule of a parameter that is none": ("compress", "SRC", "--rule", "*=split24(Q=7)"),
+    "a rule of a value out of range": ("compress", "SRC", "--rule", "*=split24(R=200)"),
+    "a rule of code": ("compress", "SRC", "--rule", "*=split24(R=__import__('os').getpid())"),
+    "an unknown device": ("compress", "SRC", "--device", "tpu"),
+    "a device that is not there": ("compress", "SRC", "--device", "cuda"),
+    "no threads": ("compress", "SRC", "--threads", "0"),
+    "a thread count that is none": ("compress", "SRC", "--threads", "x"),
+    "a negative bound": ("compress", "SRC", "--max-update-error", "-1"),
+    "a bound that is no number": ("compress", "SRC", "--max-update-error", "nan"),
+    "a bound without statistics": ("compress", "SRC", "--max-update-error", "1", "--no-stats"),
+    "an original of an original": ("inspect", "SRC", "--against", "SRC"),
+    "a benchmark of a size that is none": ("bench", "--size", "big"),
+}
+
+
+@pytest.mark.parametrize("kind", USAGE)
+def test_usage_errors(kind, run, small, tmp_path):
+    before = files(tmp_path)
+    code, out, err = run(*(small if word == "SRC" else word for word in USAGE[kind]))
+    assert (code, out) == (2, "")
+    assert err
+    assert "Traceback" not in err
+    assert files(tmp_path) == before
+
+
+# What does not hold: 1
+
+
+def _tamper(manifest):
+    record = next(storage for storage in manifest["storages"] if storage["error"])
+    record["error"]["max_relative"] *= 1.0001
+
+
+def _tamper_update(manifest):
+    record = next(parameter for parameter in manifest["parameters"] if parameter["error"])
+    record["error"]["sum_square_error"] *= 1.0001
+
+
+@pytest.mark.parametrize("change", [_tamper, _tamper_update])
+def test_a_statistic_that_does_not_hold(change, run, packed, small):
+    with_manifest(packed, change)
+    assert run("verify", packed)[0] == 0
+    code, out, err = run("verify", packed, "--against", small)
+    assert code == 1
+    assert re.fullmatch(r"ckpt8: [^\n]*measured[^\n]*\n", err)
+    assert "agree" not in out
+    code, out, _ = run("verify", packed, "--against", small, "--json")
+    assert code == 1
+    assert json.loads(out)["failures"]
+
+
+def test_another_original(run, packed, small, tmp_path):
+    tree = torch.load(small, weights_only=True)
+    tree["model"]["bias"][3] += 1
+    torch.save(tree, tmp_path / "run2.pt")
+    assert run("verify", packed, "--against", small)[0] == 0
+    # Another name makes another archive, so the structure differs as well.
+    assert_refused(run("verify", packed, "--against", tmp_path / "run2.pt"), 1)
+    (tmp_path / "other").mkdir()
+    torch.save(tree, tmp_path / "other" / "run.pt")
+    code, _, err = run("verify", packed, "--against", tmp_path / "other" / "run.pt")
+    assert code == 1
+    assert "model.bias" in err
+
+
+# JSON, help, and what works
+
+
+def _one_object(text):
+    value, end = json.JSONDecoder().raw_decode(text)
+    assert text[end:] == "\n"
+    assert isinstance(value, dict)
+    return value
+
+
+def test_json_is_one_object_and_nothing_else(run, small, tmp_path):
+    packed = tmp_path / "run.ckpt8"
+    for command in (
+        ("compress", small),
+        ("inspect", packed),
+        ("inspect", packed, "--tensors"),
+        ("inspect", packed, "--against", small),
+        ("inspect", small),
+        ("inspect", small, "--tensors"),
+        ("verify", packed),
+        ("verify", packed, "--against", small),
+        ("restore", packed, "-o", tmp_path / "back.pt"),
+    ):
+        code, out, err = run(*command, "--json")
+        assert (code, err) == (0, ""), command
+        _one_object(out)
+
+
+@pytest.mark.slow
+def test_the_benchmark_prints_one_object(inputs, tmp_path):
+    result = start("bench", inputs / "crc_off.pt", "--repeat", "1", "--json", cwd=tmp_path)
+    assert result.returncode == 0
+    assert _one_object(result.stdout)["results"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_figures_in_json_are_those_of_the_files(run, small, tmp_path):
+    _, out, _ = run("compress", small, "--json")
+    facts = json.loads(out)
+    assert facts["bytes"] == small.stat().st_size
+    assert facts["stored_bytes"] == (tmp_path / "run.ckpt8").stat().st_size
+    assert facts["target"] == str(tmp_path / "run.ckpt8")
+    _, out, _ = run("inspect", tmp_path / "run.ckpt8", "--tensors", "--json")
+    tensors = {tensor["name"]: tensor for tensor in json.loads(out)["tensors"]}
+    assert tensors["model.weight"]["shape"] == [96, 96]
+    assert tensors["model.weight"]["role"] == "weight"
+    assert tensors["model.bias"]["codec"] == "lossless/1"
+    assert facts["errors"]["weight"]["max_relative"] <= 1.54e-5
+
+
+@pytest.mark.parametrize("key", ["\ud800", "[bold]x[/]", "\x1b[31mred", "a\nb", "é漢"])
+def test_odd_names_are_shown_as_they_are(key, run, tmp_path):
+    torch.save({"model": {key: torch.randn(70, 70)}}, tmp_path / "a.pt")
+    for command in (("compress", tmp_path / "a.pt"), ("inspect", tmp_path / "a.ckpt8"), ("inspect", tmp_path / "a.pt")):
+        flags = () if command[0] == "compress" else ("--tensors",)
+        code, out, err = run(*command, *flags)
+        assert (code, err) == (0, ""), command
+        assert "\x1b" not in out
+        if flags and key == "[bold]x[/]":
+            assert key in out
+        code, out, err = run(*command, *flags, "--json", *(("--force",) if not flags else ()))
+        assert (code, err) == (0, ""), command
+        _one_object(out)
+
+
+def test_round_trip_as_a_user_types_it(inputs, tmp_path):
+    """In a terminal's place, with pipes: silence on stderr, exit code 0, the file back."""
+    source = tmp_path / "run.pt"
+    source.write_bytes((inputs / "legacy.pt").read_bytes())
+    stamp = files(tmp_path)
+    for command in (
+        ("compress", source, "--preset", "lossless"),
+        ("restore", tmp_path / "run.ckpt8", "-o", tmp_path / "back.pt"),
+    ):
+        result = start(*command)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert str(tmp_path) in result.stdout.replace("\n", "")
+    assert (tmp_path / "back.pt").read_bytes() == source.read_bytes()
+    assert files(tmp_path)["run.pt"] == stamp["run.pt"]
+    result = start("restore", tmp_path / "none.ckpt8")
+    assert_refused((result.returncode, result.stdout, result.stderr), 3)
+
+
+def test_every_command_has_help_and_the_version_is_the_packages(run):
+    code, out, err = run("--version")
+    assert (code, out, err) == (0, f"ckpt8 {ckpt8.__version__}\n", "")
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in (*COMMANDS, "bench"):
+        assert command in out
+        assert run(command, "--help")[0] == 0
+
+
+def test_help_version_and_inspect_of_a_container_do_not_import_torch(packed):
+    program = """
+import sys
+from ckpt8.cli import main
+source = sys.argv[1]
+for arguments in (["--help"], ["--version"], ["compress", "--help"], ["inspect", source],
+                  ["inspect", source, "--tensors", "--json"]):
+    sys.argv = ["ckpt8", *arguments]
+    try:
+        main()
+    except SystemExit as exit_:
+        assert not exit_.code, arguments
+    assert "torch" not in sys.modules, arguments
+    assert "numpy" not in sys.modules, arguments
+"""
+    command = [sys.executable, "-c", program, str(packed)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "split24/1" in result.stdout
+
+
+def test_a_reader_that_goes_away_is_no_traceback(packed):
+    command = [sys.executable, "-m", "ckpt8", "inspect", str(packed), "--tensors"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        err = process.stderr.read()
+        process.wait(60)
+    assert "Traceback" not in err
+
+
+# Pickles that want to run something
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_nothing_in_a_pickle_is_executed(zipped, run, tmp_path):
+    mark = tmp_path / "executed"
+    tree = {"evil": Evil(f"touch {mark}"), "model": {"w": torch.randn(80, 80)}}
+    source = tmp_path / "evil.pt"
+    torch.save(tree, source, _use_new_zipfile_serialization=zipped)
+    packed = tmp_path / "evil.ckpt8"
+    back = tmp_path / "back.pt"
+    for command in (
+        ("inspect", source, "--tensors"),
+        ("compress", source, "--preset", "lossless"),
+        ("inspect", packed, "--tensors"),
+        ("verify", packed, "--against", source),
+        ("restore", packed, "-o", back),
+    ):
+        code, _, err = run(*command)
+        assert (code, err) == (0, ""), command
+        assert not mark.exists()
+    assert back.read_bytes() == source.read_bytes()
+    with pytest.raises(pickle.UnpicklingError):
+        ckpt8.load(packed)
+    with ckpt8.open(packed) as file:
+        assert torch.equal(file.get_tensor("model.w"), tree["model"]["w"])
+    assert not mark.exists()
+    # The payload is one: unpickled, it does run.
+    torch.load(source, weights_only=False)
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_without_tensors_is_refused_and_not_executed(zipped, run, tmp_path):
+    mark = tmp_path / "executed"
+    torch.save(Evil(f"touch {mark}"), tmp_path / "evil.pt", _use_new_zipfile_serialization=zipped)
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Evil(f"touch {mark}")))
+    before = files(tmp_path)
+    for name in ("evil.pt", "plain.pt"):
+        assert_refused(run("compress", tmp_path / name), 3)
+    assert files(tmp_path) == before
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_nothing_behind(number, tmp_path):
+    source = tmp_path / "large.pt"
+    torch.save({"model": {"w": torch.randn(16_000_000)}}, source)
+    before = files(tmp_path)
+    command = [sys.executable, "-m", "ckpt8", "compress", str(source), "--threads", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) == 1 and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.005)
+        assert process.poll() is None
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert out == ""
+    assert "Traceback" not in err
+    assert files(tmp_path) == before

@@ -1,0 +1,825 @@
+"""Real checkpoints through the whole program, judged by torch.load of the original, zipfile, and float64 arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import pickle
+import re
+import struct
+import sys
+import types
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt8
+from ckpt8.errors import InputError, OutputError, UsageError
+from ckpt8.inspect.container import inspect_container
+
+INPUTS = Path(__file__).parents[1] / "fixtures" / "inputs"
+NAMES = sorted(path.name for path in INPUTS.glob("*.pt"))
+PRESETS = ("flash", "compact", "lossless")
+UNSAFE = ("custom_objects.pt", "module.pt")
+"""Fixtures of this repository that hold more than torch.load(weights_only=True) allows."""
+MODELS = {"model", "state_dict", "critic", "_parameters"}
+WEIGHT_BOUND = {"flash": 1.54e-5, "compact": 2.9e-4}
+LEVELS = {"flash": (127, 255, 1.0), "compact": (31, 63, 0.5)}
+SMALLEST_NORMAL = 2.0**-126
+
+
+@pytest.fixture(autouse=True)
+def _train_module(monkeypatch):
+    """The script that the classes in custom_objects.pt claim to come from."""
+    module = types.ModuleType("train")
+    fields = ["hidden", "lr", "run_dir", "precision", "tags"]
+    module.Config = dataclasses.make_dataclass("Config", fields)
+    module.Precision = type("Precision", (), {})
+    module.Config.__module__ = module.Precision.__module__ = "train"
+    monkeypatch.setitem(sys.modules, "train", module)
+
+
+def _load(path, name):
+    """``path``, which is a form of the fixture ``name``, as torch loads it."""
+    if name == "custom_objects.pt":
+        pytest.importorskip("numpy")
+    return torch.load(path, weights_only=name not in UNSAFE)
+
+
+def _frames(path):
+    """The stored bytes of every entry but the manifest, the seal and the skeleton."""
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    return {
+        name: data[8 + length :][slice(*entry["data_offsets"])]
+        for name, entry in header.items()
+        if not name.startswith(("__metadata__", "ckpt8."))
+    }
+
+
+def _bits(tensor):
+    """The bytes of a tensor's elements in order, whatever its layout and flags."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return plain.view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def _storage(tensor):
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+class Comparison:
+    """Walks two trees side by side. Types, structure and sharing must be equal; storages are paired for later."""
+
+    def __init__(self):
+        self.objects = {}
+        self.storages = {}
+        self.tensors = []
+
+    def _same_sharing(self, table, a, b):
+        """Whatever is one thing on the left is one thing on the right, and the other way round."""
+        assert table.setdefault(("left", a), b) == b
+        assert table.setdefault(("right", b), a) == a
+
+    def compare(self, a, b, path=()):
+        assert type(a) is type(b), path
+        if isinstance(a, torch.Tensor):
+            self._tensor(a, b, path)
+        elif isinstance(a, (dict, list, tuple, set)) or hasattr(a, "__dict__"):
+            if not isinstance(a, (tuple, type, types.FunctionType, types.BuiltinFunctionType)):
+                known = ("left", id(a)) in self.objects
+                self._same_sharing(self.objects, id(a), id(b))
+                if known:
+                    return
+            self._children(a, b, path)
+        elif type(a).__module__ == "numpy":
+            assert a.dtype == b.dtype
+            assert a.tobytes() == b.tobytes()
+        elif isinstance(a, float):
+            assert struct.pack("<d", a) == struct.pack("<d", b), path
+        else:
+            assert a == b, path
+
+    def _children(self, a, b, path):
+        if isinstance(a, dict):
+            assert list(a) == list(b)
+            for key in a:
+                self.compare(a[key], b[key], (*path, str(key)))
+        elif isinstance(a, (list, tuple)):
+            assert len(a) == len(b)
+            for index, (left, right) in enumerate(zip(a, b, strict=True)):
+                self.compare(left, right, (*path, str(index)))
+        elif isinstance(a, (set, type, types.FunctionType, types.BuiltinFunctionType)):
+            assert a == b
+        if hasattr(a, "__dict__") and not isinstance(a, (type, types.FunctionType, types.BuiltinFunctionType)):
+            assert list(vars(a)) == list(vars(b))
+            for key in vars(a):
+                self.compare(vars(a)[key], vars(b)[key], (*path, key))
+
+    def _tensor(self, a, b, path):
+        for what in ("dtype", "shape", "requires_grad", "layout", "device"):
+            assert getattr(a, what) == getattr(b, what), path
+        assert a.stride() == b.stride(), path
+        assert a.storage_offset() == b.storage_offset(), path
+        assert (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg()), path
+        left, right = a.untyped_storage(), b.untyped_storage()
+        assert left.nbytes() == right.nbytes(), path
+        if left.nbytes():
+            self._same_sharing(self.storages, left.data_ptr(), right.data_ptr())
+        self.tensors.append((path, a, b))
+
+
+def _as_float(storage, dtype):
+    return storage.view(dtype).double()
+
+
+def _grouped(x):
+    """Rows of 32 elements, the last one filled with zeros."""
+    return torch.nn.functional.pad(x, (0, -len(x) % 32)).view(-1, 32)
+
+
+def _check_weight(x, y, preset):
+    normal = x.abs() >= SMALLEST_NORMAL
+    assert ((y - x).abs()[normal] <= WEIGHT_BOUND[preset] * x.abs()[normal]).all()
+    assert ((y - x).abs()[~normal] <= 5000 * 2.0**-149).all()
+    assert (y.sign() == x.sign()).all()
+
+
+def _check_moment1(x, y, preset):
+    levels, *_ = LEVELS[preset]
+    top = _grouped(x).abs().amax(1, keepdim=True)
+    # The inverse of the companding is steepest at 1, where it has slope 2; the scale has 8 bits of mantissa.
+    assert (_grouped(y - x).abs() <= top * (1.01 / levels + 2.0**-8)).all()
+
+
+def _check_moment2(x, y, preset):
+    _, levels, power = LEVELS[preset]
+    assert ((y > 0) == (x > 0)).all()
+    root, decoded = _grouped(x.sqrt()), _grouped(y.sqrt())
+    top = root.amax(1, keepdim=True)
+    # Half a step, a whole one where v was raised to code 1; the fourth root has slope 2 at the top.
+    relative = (root / top).nan_to_num()
+    step = top / levels if power == 1 else 2 * top * relative.sqrt().clamp_min(1 / levels) / levels
+    assert ((decoded - root).abs() <= step * 1.01 + top * 2.0**-8).all()
+
+
+CHECKS = {
+    "exp_avg": _check_moment1,
+    "momentum_buffer": _check_moment1,
+    "exp_avg_sq": _check_moment2,
+    "max_exp_avg_sq": _check_moment2,
+}
+
+
+def _check_values(comparison, preset):
+    """Storages are bit-equal, or of a kind that the preset may change and within its bounds. How many changed."""
+    changed = {}
+    for path, a, b in comparison.tensors:
+        left, right = _storage(a), _storage(b)
+        if torch.equal(left, right):
+            continue
+        changed[a.untyped_storage().data_ptr()] = path
+        assert preset != "lossless", path
+        assert a.numel() >= 4096, path
+        assert len(a.shape) > 1 or a.numel() >= 65_536, path
+        x, y = _as_float(left, a.dtype), _as_float(right, b.dtype)
+        if check := CHECKS.get(path[-1]):
+            assert a.dtype in (torch.float32, torch.bfloat16)
+            check(x, y, preset)
+        else:
+            assert MODELS & set(path), path
+            assert a.dtype == torch.float32
+            _check_weight(x, y, preset)
+    return len(changed)
+
+
+def _zip_is_sound(path):
+    return zipfile.ZipFile(path).testzip() is None
+
+
+@pytest.fixture(scope="session")
+def round_trips(tmp_path_factory):
+    """(container, restored file) of a fixture and a preset, made once."""
+    made = {}
+
+    def make(name, preset):
+        if (name, preset) not in made:
+            folder = tmp_path_factory.mktemp("trip")
+            container = folder / "x.ckpt8"
+            ckpt8.compress(INPUTS / name, container, preset=preset)
+            made[name, preset] = container, ckpt8.restore(container, folder / "restored.pt")
+        return made[name, preset]
+
+    return make
+
+
+every_fixture = pytest.mark.parametrize("name", NAMES)
+every_preset = pytest.mark.parametrize("preset", PRESETS)
+lossy_presets = pytest.mark.parametrize("preset", ["flash", "compact"])
+
+
+def test_all_fixtures_are_there():
+    assert len(NAMES) >= 9
+
+
+@every_fixture
+@every_preset
+def test_verify_agrees_with_the_original(name, preset, round_trips):
+    container, _ = round_trips(name, preset)
+    result = ckpt8.verify(container, INPUTS / name)
+    assert result.failures == ()
+    assert result.against
+    with ckpt8.open(container) as file:
+        lossy = sum(storage.codec["id"] != "lossless/1" for storage in file.manifest.storages)
+    assert (result.statistics > 0) == (lossy > 0)
+
+
+@every_fixture
+@every_preset
+def test_the_restored_file_loads_as_an_equal_structure(name, preset, round_trips):
+    _, restored = round_trips(name, preset)
+    comparison = Comparison()
+    comparison.compare(_load(INPUTS / name, name), _load(restored, name))
+    assert comparison.tensors
+    changed = _check_values(comparison, preset)
+    # Every fixture but the module of small layers has tensors that are large enough to be changed.
+    if preset != "lossless" and name != "module.pt":
+        assert changed
+
+
+@every_fixture
+def test_lossless_restores_the_file_byte_for_byte(name, round_trips):
+    _, restored = round_trips(name, "lossless")
+    assert restored.read_bytes() == (INPUTS / name).read_bytes()
+
+
+@every_fixture
+@lossy_presets
+def test_bytes_outside_the_storages_change_only_where_checksums_are(name, preset, round_trips):
+    _, restored = round_trips(name, preset)
+    before, after = (INPUTS / name).read_bytes(), restored.read_bytes()
+    assert len(before) == len(after)
+    if not zipfile.is_zipfile(INPUTS / name):
+        return
+    with zipfile.ZipFile(INPUTS / name) as left, zipfile.ZipFile(restored) as right:
+        for a, b in zip(left.infolist(), right.infolist(), strict=True):
+            kept = ("filename", "header_offset", "file_size", "compress_size", "extra", "flag_bits", "date_time")
+            assert [getattr(a, key) for key in kept] == [getattr(b, key) for key in kept]
+            # The member is read from its own local header, which repeats the name.
+            start = a.header_offset + 26
+            name_length, extra_length = struct.unpack_from("<HH", before, start)
+            data = start + 4 + name_length + extra_length
+            if "/data/" not in a.filename:
+                assert before[data : data + a.file_size] == after[data : data + a.file_size]
+                assert a.CRC == b.CRC
+
+
+@every_fixture
+@every_preset
+def test_the_checksums_of_the_restored_zip_hold_where_those_of_the_original_do(name, preset, round_trips):
+    if not zipfile.is_zipfile(INPUTS / name):
+        pytest.skip("no zip file")
+    _, restored = round_trips(name, preset)
+    if name == "crc_off.pt":
+        assert {info.CRC for info in zipfile.ZipFile(restored).infolist()} == {0}
+        assert {info.CRC for info in zipfile.ZipFile(INPUTS / name).infolist()} == {0}
+    else:
+        assert _zip_is_sound(INPUTS / name)
+        assert _zip_is_sound(restored)
+
+
+@every_fixture
+@every_preset
+def test_compressing_the_restored_file_gives_the_same_frames(name, preset, round_trips, tmp_path):
+    container, restored = round_trips(name, preset)
+    ckpt8.compress(restored, tmp_path / "again.ckpt8", preset=preset)
+    assert _frames(tmp_path / "again.ckpt8") == _frames(container)
+    again = ckpt8.restore(tmp_path / "again.ckpt8", tmp_path / "again.pt")
+    assert again.read_bytes() == restored.read_bytes()
+
+
+@every_fixture
+@every_preset
+def test_load_is_torch_load_of_the_restored_file(name, preset, round_trips):
+    container, restored = round_trips(name, preset)
+    if name in UNSAFE:
+        for load in (ckpt8.load, torch.load):
+            with pytest.raises(pickle.UnpicklingError):
+                load(container if load is ckpt8.load else restored)
+        return
+    for threads in (1, 3):
+        comparison = Comparison()
+        comparison.compare(torch.load(restored, weights_only=True), ckpt8.load(container, threads=threads))
+        assert all(torch.equal(_storage(a), _storage(b)) for _, a, b in comparison.tensors)
+
+
+def _named(tree, path=()):
+    if isinstance(tree, torch.Tensor):
+        yield ".".join(path), tree.detach()
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _named(value, (*path, str(key)))
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            yield from _named(value, (*path, str(index)))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNSAFE])
+@lossy_presets
+def test_open_gives_every_tensor_by_name(name, preset, round_trips):
+    container, restored = round_trips(name, preset)
+    expected = dict(_named(torch.load(restored, weights_only=True)))
+    with ckpt8.open(container) as file:
+        assert file.keys() == list(expected)
+        wrong = []
+        for key, tensor in expected.items():
+            found = file.get_tensor(key)
+            same = (found.dtype, found.shape, found.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+            if not (same and torch.equal(_bits(found), _bits(tensor))):
+                wrong.append(key)
+            facts = file.stats(key)
+            assert facts["codec"].split("(")[0] in ("lossless/1", "split24/1", "companded8/1")
+            assert facts["bytes"] == tensor.untyped_storage().nbytes()
+            assert (facts["error"] is not None) == (not facts["codec"].startswith("lossless"))
+        assert wrong == []
+        for ask in (file.get_tensor, file.stats):
+            with pytest.raises(UsageError, match="no such"):
+                ask("no such")
+
+
+@lossy_presets
+def test_the_figures_that_are_reported_are_those_of_the_files(preset, round_trips):
+    """Recomputed in float64 from the original and the restored file."""
+    container, restored = round_trips("gpt_adamw.pt", preset)
+    before, after = (torch.load(path, weights_only=True) for path in (INPUTS / "gpt_adamw.pt", restored))
+    errors = inspect_container(container)["errors"]
+    # lm_head.weight is the tied wte.weight.
+    names = [name for name, w in before["model"].items() if w.dim() > 1 and name != "lm_head.weight"]
+    a, b = (torch.cat([tree["model"][name].flatten().double() for name in names]) for tree in (before, after))
+    relative = (b - a).abs() / a.abs().clamp_min(SMALLEST_NORMAL)
+    assert errors["weight"]["max_relative"] == pytest.approx(relative.max().item(), rel=1e-5)
+    assert errors["weight"]["mean_relative"] == pytest.approx(relative.mean().item(), rel=1e-5)
+    nmse, largest, _ = _update_errors(before, after)
+    assert errors["update"]["nmse"] == pytest.approx(nmse, rel=1e-4)
+    assert errors["update"]["max_error"] == pytest.approx(largest, rel=1e-4)
+    assert errors["update_unknown"] == 0
+
+
+# Updates
+
+
+def _updates(checkpoint, key, large_only=True):
+    """AdamW's step per unit of learning rate of every parameter, in float64."""
+    optimizer = checkpoint[key]
+    group_of = {k: group for group in optimizer["param_groups"] for k in group["params"]}
+    updates = {}
+    for k, state in optimizer["state"].items():
+        if large_only and state["exp_avg"].dim() < 2:
+            continue
+        beta1, beta2 = group_of[k]["betas"]
+        step = float(state["step"])
+        m = state["exp_avg"].double() / (1 - beta1**step)
+        v = state["exp_avg_sq"].double() / (1 - beta2**step)
+        updates[k] = m / (v.sqrt() + group_of[k]["eps"])
+    return updates
+
+
+def _update_errors(before, after, key="optimizer"):
+    """NMSE and max |Δu| over all parameters of two dimensions, and max |Δu| of each."""
+    left, right = _updates(before, key), _updates(after, key)
+    noise = sum(((right[k] - left[k]) ** 2).sum().item() for k in left)
+    signal = sum((left[k] ** 2).sum().item() for k in left)
+    largest = {k: (right[k] - left[k]).abs().max().item() for k in left}
+    return noise / signal, max(largest.values()), largest
+
+
+def _scaled(factor):
+    tree = torch.load(INPUTS / "gpt_adamw.pt", weights_only=True)
+    for state in tree["optimizer"]["state"].values():
+        state["exp_avg"] *= factor
+        state["exp_avg_sq"] *= factor * factor
+    return tree
+
+
+def _round_trip(tree, folder, **options):
+    torch.save(tree, folder / "a.pt")
+    manifest = ckpt8.compress(folder / "a.pt", folder / "a.ckpt8", **options)
+    assert not ckpt8.verify(folder / "a.ckpt8", folder / "a.pt").failures
+    restored = ckpt8.restore(folder / "a.ckpt8", folder / "restored.pt")
+    return manifest, torch.load(restored, weights_only=True)
+
+
+def _codecs(manifest, suffix):
+    return {s.name: s.codec["id"] for s in manifest.storages if s.name.endswith(suffix)}
+
+
+def _check_small_gradients(tree, manifest, after):
+    nmse, largest, _ = _update_errors(tree, after)
+    assert nmse <= 1e-4
+    assert largest <= 1
+    for k, state in tree["optimizer"]["state"].items():
+        v, decoded = state["exp_avg_sq"], after["optimizer"]["state"][k]["exp_avg_sq"]
+        assert ((decoded > 0) == (v > 0)).all()
+        wanted = "companded8/1" if v.dim() > 1 else "lossless/1"
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert _codecs(manifest, f".state.{k}.{slot}") == {f"optimizer.state.{k}.{slot}": wanted}
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-4, 1e-8])
+def test_small_gradients_stay_compressed_and_lose_no_second_moment(factor, tmp_path):
+    tree = _scaled(factor)
+    manifest, after = _round_trip(tree, tmp_path)
+    _check_small_gradients(tree, manifest, after)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-4])
+def test_rows_that_have_decayed_to_subnormals_do_not_hurt_their_neighbours(factor, tmp_path):
+    tree = _scaled(factor)
+    state = tree["optimizer"]["state"][0]
+    for rows in (slice(1, None, 3), slice(5, 9)):
+        state["exp_avg"][rows] = 5.6e-45
+        state["exp_avg_sq"][rows] = 1.3e-44
+    # And dead elements inside groups that are alive.
+    state["exp_avg"][0, ::5] = -5.6e-45
+    state["exp_avg_sq"][0, ::5] = 1.3e-44
+    assert (state["exp_avg_sq"] > 0).all()
+    manifest, after = _round_trip(tree, tmp_path)
+    _check_small_gradients(tree, manifest, after)
+
+
+def test_a_bound_on_the_update_error_keeps_those_that_break_it(tmp_path, round_trips):
+    source = INPUTS / "gpt_adamw.pt"
+    before = torch.load(source, weights_only=True)
+    _, restored = round_trips("gpt_adamw.pt", "flash")
+    _, _, largest = _update_errors(before, torch.load(restored, weights_only=True))
+    bound = sorted(largest.values())[len(largest) // 2] * 1.001
+    manifest, after = _round_trip(before, tmp_path, max_update_error=bound)
+    _, _, kept = _update_errors(before, after)
+    exact = {k for k, error in largest.items() if error > bound}
+    assert 0 < len(exact) < len(largest)
+    assert {k for k, error in kept.items() if error == 0} == exact
+    assert max(kept.values()) <= bound
+    for k in largest:
+        for slot in ("exp_avg", "exp_avg_sq"):
+            same = torch.equal(before["optimizer"]["state"][k][slot], after["optimizer"]["state"][k][slot])
+            assert same == (k in exact)
+            (storage,) = (s for s in manifest.storages if s.name == f"optimizer.state.{k}.{slot}")
+            assert ("exceeds" in (storage.reason or "")) == (k in exact)
+    # A bound on moments says nothing about weights.
+    assert set(_codecs(manifest, "attn.c_attn.weight").values()) == {"split24/1"}
+    reasons = {row["reason"] for row in inspect_container(tmp_path / "a.ckpt8")["lossless"]}
+    assert any(f"exceeds {bound:g}" in reason for reason in reasons)
+
+
+def _trained(optimizer_class, **options):
+    torch.manual_seed(11)
+    model = torch.nn.Sequential(torch.nn.Linear(96, 96), torch.nn.Tanh(), torch.nn.Linear(96, 8))
+    optimizer = optimizer_class(model.parameters(), **options)
+    for _ in range(6):
+        optimizer.zero_grad()
+        (model(torch.randn(16, 96)) ** 2).mean().backward()
+        optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def test_an_unknown_rule_is_compressed_without_a_figure_and_kept_exact_under_a_bound(tmp_path):
+    tree = _trained(torch.optim.NAdam, lr=1e-3)
+    manifest, after = _round_trip(tree, tmp_path)
+    assert _codecs(manifest, ".0.exp_avg") == {"optimizer.state.0.exp_avg": "companded8/1"}
+    assert not torch.equal(tree["optimizer"]["state"][0]["exp_avg"], after["optimizer"]["state"][0]["exp_avg"])
+    parameter = next(p for p in manifest.parameters if p.name.endswith("0"))
+    assert parameter.rule is None
+    assert parameter.error is None
+    assert parameter.reason
+    assert inspect_container(tmp_path / "a.ckpt8")["errors"]["update"] is None
+    (tmp_path / "a.ckpt8").unlink()
+    (tmp_path / "restored.pt").unlink()
+    manifest, after = _round_trip(tree, tmp_path, max_update_error=1e9)
+    for slot in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(tree["optimizer"]["state"][0][slot], after["optimizer"]["state"][0][slot])
+        (storage,) = (s for s in manifest.storages if s.name == f"optimizer.state.0.{slot}")
+        assert "unknown" in storage.reason
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "options", "kind"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, "adam"),
+        (torch.optim.Adam, {}, "adam"),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "momentum"),
+    ],
+)
+def test_optimizers_of_torch(optimizer_class, options, kind, tmp_path):
+    tree = _trained(optimizer_class, **options)
+    manifest, after = _round_trip(tree, tmp_path)
+    (parameter,) = (p for p in manifest.parameters if p.error is not None)
+    assert parameter.rule["kind"] == kind
+    before_state, after_state = tree["optimizer"]["state"][0], after["optimizer"]["state"][0]
+    if kind == "momentum":
+        left, right = before_state["momentum_buffer"].double(), after_state["momentum_buffer"].double()
+    else:
+        denominator = "max_exp_avg_sq" if "amsgrad" in options else "exp_avg_sq"
+        left, right = (
+            s["exp_avg"].double() / (1 - 0.9**6) / ((s[denominator].double() / (1 - 0.999**6)).sqrt() + 1e-8)
+            for s in (before_state, after_state)
+        )
+    error = parameter.error
+    assert error["max_error"] == pytest.approx((right - left).abs().max().item(), rel=1e-4)
+    assert error["max_update"] == pytest.approx(left.abs().max().item(), rel=1e-4)
+    assert error["sum_square_error"] / error["sum_square"] == pytest.approx(
+        (((right - left) ** 2).sum() / (left**2).sum()).item(), rel=1e-4
+    )
+
+
+def test_no_statistics_and_a_bound_exclude_each_other(tmp_path):
+    with pytest.raises(UsageError):
+        ckpt8.compress(INPUTS / "crc_off.pt", tmp_path / "x.ckpt8", stats=False, max_update_error=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_statistics_the_frames_are_the_same(tmp_path, round_trips):
+    container, _ = round_trips("gpt_adamw.pt", "flash")
+    manifest = ckpt8.compress(INPUTS / "gpt_adamw.pt", tmp_path / "x.ckpt8", stats=False)
+    assert _frames(tmp_path / "x.ckpt8") == _frames(container)
+    assert all(record.error is None for record in [*manifest.storages, *manifest.parameters])
+
+
+# Policy
+
+
+def test_rules_override_by_name_and_the_first_match_wins(tmp_path):
+    tree = torch.load(INPUTS / "gpt_adamw.pt", weights_only=True)
+    rules = ["*.h.0.*.weight=lossless", "*.h.*.weight=split24(R=7)", "*.exp_avg_sq=lossless", "*.exp_avg_sq=split24"]
+    manifest, after = _round_trip(tree, tmp_path, rules=rules)
+    assert manifest.rules == rules
+    codecs = {storage.name: storage.codec for storage in manifest.storages}
+    for name, weight in tree["model"].items():
+        same = torch.equal(weight, after["model"][name])
+        if ".h.0." in name or (weight.dim() == 1 and ".h." not in name):
+            assert same, name
+        elif ".h.1." in name and name.endswith(".weight"):
+            assert codecs[f"model.{name}"] == {"id": "split24/1", "R": 7}
+            assert not same, name
+        elif weight.dim() > 1 and name != "lm_head.weight":
+            assert codecs[f"model.{name}"] == {"id": "split24/1", "R": 127}
+            assert not same, name
+    for k, state in tree["optimizer"]["state"].items():
+        assert torch.equal(state["exp_avg_sq"], after["optimizer"]["state"][k]["exp_avg_sq"])
+        assert torch.equal(state["exp_avg"], after["optimizer"]["state"][k]["exp_avg"]) == (state["exp_avg"].dim() < 2)
+
+
+def test_a_rule_for_second_moments_needs_no_sign(tmp_path):
+    """Second moments are unsigned without being told."""
+    manifest, _ = _round_trip(
+        torch.load(INPUTS / "crc_off.pt", weights_only=True), tmp_path, rules=["*.exp_avg_sq=companded8(Q=200, p=0.5)"]
+    )
+    found = [storage.codec for storage in manifest.storages if storage.name.endswith("exp_avg_sq")]
+    assert {"id": "companded8/1", "signed": False, "Q": 200, "p": 0.5} in found
+
+
+@pytest.mark.parametrize("bits", [0x7FC12345, 0x7F800001, -0x003EDCBB, 0x7F800000, -0x00800000, 0x7F7FFFFF])
+@pytest.mark.parametrize("where", ["model", "exp_avg", "exp_avg_sq"])
+def test_what_cannot_be_represented_is_lossless_with_its_payload(bits, where, tmp_path):
+    torch.manual_seed(2)
+    tree = _trained(torch.optim.AdamW)
+    target = tree["model"]["0.weight"] if where == "model" else tree["optimizer"]["state"][0][where]
+    target.view(torch.int32)[5, 7] = bits
+    torch.save(tree, tmp_path / "a.pt")
+    manifest = ckpt8.compress(tmp_path / "a.pt")
+    restored = ckpt8.restore(tmp_path / "a.ckpt8", tmp_path / "restored.pt")
+    after = torch.load(restored, weights_only=True)
+    found = after["model"]["0.weight"] if where == "model" else after["optimizer"]["state"][0][where]
+    name = "model.0.weight" if where == "model" else f"optimizer.state.0.{where}"
+    (storage,) = (s for s in manifest.storages if s.name == name)
+    if bits == 0x7F7FFFFF and where != "model":
+        # The largest number is nothing special to a moment.
+        assert storage.codec["id"] == "companded8/1" or storage.reason
+    else:
+        assert storage.codec["id"] == "lossless/1"
+        assert re.search(r"NaN|Inf|outside|overflows", storage.reason)
+        assert torch.equal(found.view(torch.int32), target.view(torch.int32))
+        assert storage.error is None
+        reported = {row["reason"]: row["names"] for row in inspect_container(tmp_path / "a.ckpt8")["lossless"]}
+        assert name in reported[storage.reason]
+    assert not ckpt8.verify(tmp_path / "a.ckpt8", tmp_path / "a.pt").failures
+    others = {s.name: s.codec["id"] for s in manifest.storages if s.name.endswith("0.weight") and s.name != name}
+    assert set(others.values()) <= {"split24/1"}
+
+
+# Sizes and threads
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Storages of several frames whose length is no multiple of anything, tied weights among them."""
+    generator = torch.Generator().manual_seed(12)
+    path = tmp_path_factory.mktemp("large") / "large.pt"
+    shape = (1031, 1277)
+    w = torch.randn(shape, generator=generator) * 0.02
+    m = torch.randn(shape, generator=generator) * torch.logspace(-9, -2, 1277)
+    v = (torch.randn(shape, generator=generator) * torch.logspace(-9, -2, 1277)) ** 2
+    tree = {
+        "model": {"a": w, "tied": w, "half": w.half(), "ids": torch.arange(1_200_001)},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(100.0), "exp_avg": m, "exp_avg_sq": v}},
+            "param_groups": [
+                {"params": [0], "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "param_names": ["a"]}
+            ],
+        },
+    }
+    torch.save(tree, path)
+    return path
+
+
+@every_preset
+def test_storages_of_several_frames(preset, large, tmp_path):
+    ckpt8.compress(large, tmp_path / "x.ckpt8", preset=preset)
+    assert not ckpt8.verify(tmp_path / "x.ckpt8", large).failures
+    restored = ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "restored.pt")
+    assert _zip_is_sound(restored)
+    comparison = Comparison()
+    comparison.compare(torch.load(large, weights_only=True), torch.load(restored, weights_only=True))
+    assert _check_values(comparison, preset) == (0 if preset == "lossless" else 3)
+    loaded = Comparison()
+    loaded.compare(torch.load(restored, weights_only=True), ckpt8.load(tmp_path / "x.ckpt8"))
+    assert all(torch.equal(_storage(a), _storage(b)) for _, a, b in loaded.tensors)
+    with ckpt8.open(tmp_path / "x.ckpt8") as file:
+        assert file.keys()[:2] == ["model.a", "model.tied"]
+        assert len(file.manifest.storages) == 7
+        (parameter,) = file.manifest.parameters
+        assert parameter.name == "a"
+
+
+def test_a_container_does_not_depend_on_the_number_of_threads(large, tmp_path):
+    for source in (large, INPUTS / "gpt_came.pt"):
+        digests = set()
+        for threads in (1, 2, 3):
+            ckpt8.compress(source, tmp_path / "x.ckpt8", threads=threads, force=True)
+            digests.add(hashlib.sha256((tmp_path / "x.ckpt8").read_bytes()).hexdigest())
+        assert len(digests) == 1
+        restored = {
+            hashlib.sha256(
+                ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "y", threads=threads, force=True).read_bytes()
+            ).hexdigest()
+            for threads in (1, 3)
+        }
+        assert len(restored) == 1
+
+
+# save
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNSAFE])
+@lossy_presets
+def test_save_is_compress_of_torch_save(name, preset, tmp_path):
+    tree = torch.load(INPUTS / name, weights_only=True)
+    # The name of the file is the name of the folder inside the zip file.
+    torch.save(tree, tmp_path / "archive.pt")
+    ckpt8.compress(tmp_path / "archive.pt", tmp_path / "compressed.ckpt8", preset=preset)
+    ckpt8.save(tree, tmp_path / "a.ckpt8", preset=preset)
+    assert _frames(tmp_path / "a.ckpt8") == _frames(tmp_path / "compressed.ckpt8")
+    # Only the checksums of the zip directory are not known before the storages have been read.
+    failures = ckpt8.verify(tmp_path / "a.ckpt8", tmp_path / "archive.pt").failures
+    assert all(failure.startswith("ckpt8.skeleton") for failure in failures)
+    restored = ckpt8.restore(tmp_path / "a.ckpt8", tmp_path / "saved.pt")
+    compressed = ckpt8.restore(tmp_path / "compressed.ckpt8", tmp_path / "compressed.pt")
+    assert _zip_is_sound(restored)
+    comparison = Comparison()
+    comparison.compare(torch.load(compressed, weights_only=True), torch.load(restored, weights_only=True))
+    assert all(torch.equal(_storage(a), _storage(b)) for _, a, b in comparison.tensors)
+    loaded = ckpt8.load(tmp_path / "a.ckpt8")
+    ckpt8.save(loaded, tmp_path / "again.ckpt8", preset=preset)
+    assert _frames(tmp_path / "again.ckpt8") == _frames(tmp_path / "a.ckpt8")
+
+
+def test_save_keeps_objects_and_live_flags(tmp_path):
+    linear = torch.nn.Linear(4, 4)
+    tree = {"parameter": linear.weight, "grad": torch.ones(3, requires_grad=True), "n": 2**70, "t": (1, "x", None)}
+    tree["same"] = tree["grad"]
+    ckpt8.save(tree, tmp_path / "a.ckpt8")
+    comparison = Comparison()
+    comparison.compare(tree, ckpt8.load(tmp_path / "a.ckpt8"))
+    assert all(torch.equal(_bits(a), _bits(b)) for _, a, b in comparison.tensors)
+
+
+def test_save_replaces_unless_told_not_to(tmp_path):
+    path = tmp_path / "a.ckpt8"
+    ckpt8.save({"w": torch.zeros(3)}, path)
+    ckpt8.save({"w": torch.ones(3)}, path)
+    with pytest.raises(OutputError):
+        ckpt8.save({"w": torch.zeros(3)}, path, force=False)
+    assert torch.equal(ckpt8.load(path)["w"], torch.ones(3))
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+        ckpt8.save({"w": torch.zeros(3), "f": lambda: 0}, path)
+    assert torch.equal(ckpt8.load(path)["w"], torch.ones(3))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_save_under_switched_off_checksums_restores_a_sound_zip_or_zeros(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        ckpt8.save({"model": {"w": torch.randn(96, 96)}}, tmp_path / "a.ckpt8")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    restored = ckpt8.restore(tmp_path / "a.ckpt8")
+    records = [info for info in zipfile.ZipFile(restored).infolist() if "/data/" in info.filename]
+    assert records
+    for info in records:
+        content = restored.read_bytes()
+        assert info.CRC == 0 or zipfile.ZipFile(restored).read(info) in content
+    assert set(torch.load(restored, weights_only=True)) == {"model"}
+
+
+# Failures of the source
+
+
+def _record(path, suffix):
+    """Where the bytes of a record of a zip file begin, and how many there are."""
+    with zipfile.ZipFile(path) as archive:
+        info = next(i for i in archive.infolist() if i.filename.endswith(suffix))
+    data = path.read_bytes()
+    name_length, extra_length = struct.unpack_from("<HH", data, info.header_offset + 26)
+    return info.header_offset + 30 + name_length + extra_length, info.file_size
+
+
+@pytest.mark.parametrize("record", ["/data/0", "/data/1", "/data.pkl", "/version"])
+@every_preset
+def test_a_record_that_does_not_match_its_checksum_is_refused(record, preset, tmp_path):
+    source = tmp_path / "a.pt"
+    source.write_bytes((INPUTS / "gpt_came.pt").read_bytes())
+    start, size = _record(source, record)
+    damaged = bytearray(source.read_bytes())
+    damaged[start + size // 2] ^= 1
+    source.write_bytes(damaged)
+    assert zipfile.ZipFile(source).testzip() is not None
+    with pytest.raises(InputError):
+        ckpt8.compress(source, preset=preset)
+    assert list(tmp_path.iterdir()) == [source]
+    assert source.read_bytes() == damaged
+
+
+@pytest.mark.parametrize("change", ["touch", "append", "truncate", "overwrite"])
+def test_a_source_that_changes_while_it_is_read_is_refused(change, large, tmp_path):
+    source = tmp_path / "a.pt"
+    source.write_bytes(large.read_bytes())
+    os.utime(source, ns=(1, 1))
+    calls = []
+
+    def interfere(_):
+        if calls.append(1) or len(calls) > 1:
+            return
+        if change == "touch":
+            os.utime(source)
+        elif change == "append":
+            with source.open("ab") as file:
+                file.write(b"x")
+        elif change == "truncate":
+            os.truncate(source, 1000)
+        else:
+            source.write_bytes(source.read_bytes()[::-1])
+
+    with pytest.raises(InputError):
+        ckpt8.compress(source, progress=interfere)
+    assert calls
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_progress_counts_every_byte(large, tmp_path):
+    seen = []
+    ckpt8.compress(large, tmp_path / "x.ckpt8", progress=seen.append)
+    assert sum(seen) == large.stat().st_size
+    seen.clear()
+    ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "y", progress=seen.append)
+    assert sum(seen) == large.stat().st_size
+
+
+def test_verify_notices_another_original(tmp_path):
+    tree = torch.load(INPUTS / "crc_off.pt", weights_only=True)
+    torch.save(tree, tmp_path / "a.pt")
+    ckpt8.compress(tmp_path / "a.pt")
+    changes = {
+        "a lossless tensor": lambda t: t["model"]["norm.bias"].add_(1),
+        "a weight": lambda t: t["model"]["hidden.weight"][3, 3].add_(0.1),
+        "a moment": lambda t: t["optimizer"]["state"][1]["exp_avg"][3, 3].add_(1),
+        "a second moment": lambda t: t["optimizer"]["state"][1]["exp_avg_sq"][3, 3].add_(1),
+        "a number in the pickle": lambda t: t.update(step=t["step"] + 1),
+    }
+    for what, change in changes.items():
+        other = torch.load(INPUTS / "crc_off.pt", weights_only=True)
+        change(other)
+        torch.save(other, tmp_path / "b.pt")
+        assert (tmp_path / "b.pt").stat().st_size == (tmp_path / "a.pt").stat().st_size, what
+        assert ckpt8.verify(tmp_path / "a.ckpt8", tmp_path / "b.pt").failures, what
+
+
+def test_the_size_of_a_flash_file_is_what_is_promised(round_trips):
+    container, _ = round_trips("gpt_adamw.pt", "flash")
+    facts = inspect_container(container)
+    assert facts["ratio"] == pytest.approx((INPUTS / "gpt_adamw.pt").stat().st_size / container.stat().st_size)
+    assert facts["ratio"] > 2.4
+    assert math.isclose(facts["stored_bytes"], container.stat().st_size)
