@@ -1,4 +1,4 @@
-"""CRC-32 of a whole from the CRC-32 of its pieces, so that pieces can be checked by different threads.
+"""CRC-32, and that of a whole from the CRC-32 of its pieces, so that pieces can be checked by different threads.
 
 A CRC is linear over GF(2): appending n bytes to a message multiplies its checksum by x^(8n) modulo the polynomial,
 and the checksum of the appended bytes is added. Polynomials are integers in the reflected order of zlib, x^0 on top.
@@ -7,6 +7,10 @@ and the checksum of the appended bytes is added. Polynomials are integers in the
 from __future__ import annotations
 
 from functools import lru_cache
+
+from isal.isal_zlib import crc32
+
+__all__ = ["combine", "crc32"]
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt8.container import frames
+from ckpt8.crc import crc32
 from ckpt8.errors import RefusedError
 from ckpt8.measure import ChunkMeter, UnitErrors
 from ckpt8.plan import Parameter, Stream, Unit
@@ -50,7 +50,7 @@ def read_chunk(checkpoint: Checkpoint, stream: Stream, chunk: int, slot: int) ->
     view = scratch(slot, spec.numel * spec.dtype.itemsize)
     start = stream.storage.offset + chunk * frames.FRAME * spec.dtype.itemsize
     checkpoint.read_into(start, view)
-    return torch.frombuffer(view, dtype=torch.uint8).view(spec.dtype.torch), zlib.crc32(view)
+    return torch.frombuffer(view, dtype=torch.uint8).view(spec.dtype.torch), crc32(view)
 
 
 def read_tensor(checkpoint: Checkpoint, ref: TensorRef) -> torch.Tensor:

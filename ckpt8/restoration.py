@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from ckpt8.container.frames import bytes_of
 from ckpt8.container.member_file import MemberFile, Piece
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.writer import AtomicFile, start_writeback
-from ckpt8.crc import combine
+from ckpt8.crc import combine, crc32
 from ckpt8.errors import InputError
 from ckpt8.pipeline import Progress
 from ckpt8.workers import Workers
@@ -64,7 +63,7 @@ def _copy(member: MemberFile, output: AtomicFile, workers: Workers, progress: Pr
         content = torch.empty(piece.stop - piece.start, dtype=torch.uint8)
         view = bytes_of(content)
         member.fill(piece, view)
-        return piece, content, zlib.crc32(view) if member.needs_crc(piece.storage) else 0
+        return piece, content, crc32(view) if member.needs_crc(piece.storage) else 0
 
     crcs: dict[int, int] = {}
     # One thread writes: several would only wait for each other at the file.

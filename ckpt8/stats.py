@@ -126,6 +126,12 @@ def read_error(stored: Mapping[str, Any] | None) -> WeightError | MomentError | 
     return None
 
 
+def _largest(x: torch.Tensor) -> float:
+    """Give the largest magnitude in one pass; NaN where there is one."""
+    low, high = x.aminmax()
+    return _larger(-float(low), float(high))
+
+
 def _square_sum(x: torch.Tensor) -> float:
     wide = x.double()
     return float(wide.dot(wide))
@@ -144,9 +150,11 @@ def weight_error(original: torch.Tensor, decoded: torch.Tensor) -> WeightError:
     """Measure a flat fp32 tile of weights."""
     import torch
 
-    relative = (decoded - original).abs_().div_(original.abs().clamp_min_(SMALLEST_NORMAL))
-    steps = decoded.view(torch.int32).sub(original.view(torch.int32)).abs_()
-    return WeightError(original.numel(), float(relative.amax()), float(relative.double().sum()), int(steps.amax()))
+    magnitude = original.abs().clamp_min_(SMALLEST_NORMAL)
+    relative = (decoded - original).abs_().div_(magnitude)
+    steps = decoded.view(torch.int32) - original.view(torch.int32)
+    total = relative.sum(dtype=torch.float64)
+    return WeightError(original.numel(), float(relative.amax()), float(total), int(_largest(steps)))
 
 
 def moment_error(
@@ -169,8 +177,9 @@ def moment_error(
     if short:
         error = torch.nn.functional.pad(error, (0, short))
     largest = error.view(-1, GROUP).abs().amax(1)
-    scaled = largest.div(scales)[scales > 0]
-    return MomentError(noise, signal, float(scaled.amax()) if scaled.numel() else 0.0)
+    # A zero group has no scale to measure by, and no error worth one.
+    scaled = largest.mul_(scales.sign()).div_(scales.clamp_min(SMALLEST_NORMAL))
+    return MomentError(noise, signal, float(scaled.amax()))
 
 
 def update_error(original: torch.Tensor, decoded: torch.Tensor, factor: float) -> UpdateError:
@@ -179,6 +188,6 @@ def update_error(original: torch.Tensor, decoded: torch.Tensor, factor: float) -
     return UpdateError(
         _square_sum(error) * factor * factor,
         _square_sum(original) * factor * factor,
-        float(error.abs_().amax()) * factor,
-        float(original.abs().amax()) * factor,
+        _largest(error) * factor,
+        _largest(original) * factor,
     )

@@ -45,8 +45,12 @@ class UpdateRule:
 
     @property
     def factor(self) -> float:
-        """What ``apply`` leaves out: 1 / (1 - b1^t) for adam, else 1."""
-        return 1.0 / (1.0 - self.beta1**self.step) if self.kind == "adam" else 1.0
+        """What ``apply`` leaves out: sqrt(1 - b2^t) / (1 - b1^t) for adam, else 1."""
+        return self._root_bias2 / (1.0 - self.beta1**self.step) if self.kind == "adam" else 1.0
+
+    @property
+    def _root_bias2(self) -> float:
+        return math.sqrt(1.0 - self.beta2**self.step) if self.kind == "adam" else 1.0
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -61,9 +65,7 @@ class UpdateRule:
             return moment1 * confidence
         if self.kind == "momentum" or root2 is None:
             return moment1
-        if self.kind == "adam":
-            root2 = root2 / math.sqrt(1.0 - self.beta2**self.step)
-        return moment1 / (root2 + self.eps)
+        return moment1 / (root2 + self.eps * self._root_bias2)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ stored length tells which. The manifest holds the stored length and the crc32 of
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import zstandard
 
 from ckpt8.codecs.lossless import RAW_PART
+from ckpt8.crc import crc32
 from ckpt8.errors import InputError
 from ckpt8.tensors import PartSpec
 
@@ -81,13 +81,13 @@ def encode_part(name: str, part: torch.Tensor) -> list[tuple[bytes, int]]:
         stored = compressor.compress(view) if len(view) else b""
         if len(stored) >= len(view):
             stored = bytes(view)
-        frames.append((stored, zlib.crc32(stored)))
+        frames.append((stored, crc32(stored)))
     return frames
 
 
-def check(stored: memoryview, crc32: int, where: str) -> None:
-    """Raise InputError when stored bytes do not match their checksum."""
-    if zlib.crc32(stored) != crc32:
+def check(stored: memoryview, expected: int, where: str) -> None:
+    """Raise InputError when stored bytes do not have the ``expected`` crc32."""
+    if crc32(stored) != expected:
         raise InputError(f"{where}: checksum does not match; the file is damaged")
 
 

@@ -110,6 +110,7 @@ class ContainerWriter:
             for frame in frames:
                 self._output.file.write(frame)
                 self._position += len(frame)
+            start_writeback(self._output.file.fileno(), self._data_start + start, self._position - start)
         self._entries.append(Entry(name, start, self._position))
 
     def mark(self) -> int:

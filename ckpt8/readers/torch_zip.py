@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
+from ckpt8.crc import crc32
 from ckpt8.errors import InputError, UnsupportedError
 from ckpt8.readers.base import ByteRange, SourceFile, StorageInfo
 from ckpt8.readers.inert_pickle import load_pickle
@@ -83,7 +83,7 @@ def _read_stored(file: SourceFile, entry: ZipEntry, limit: int) -> bytes:
         raise InputError(f"{file.source}: record {shown(entry.name)} has {entry.size} bytes, more than {limit}")
     content = file.read(entry.data_offset, entry.size)
     # 0 is what torch writes when set_crc32_options switched CRCs off.
-    if entry.crc32 and zlib.crc32(content) != entry.crc32:
+    if entry.crc32 and crc32(content) != entry.crc32:
         raise InputError(f"{file.source}: record {shown(entry.name)} is damaged: its CRC does not match")
     return content
 

@@ -474,6 +474,18 @@ def test_malformed_manifests(name, parts, small, tmp_path):
     assert time.perf_counter() - started < 5
 
 
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_manifests_are_not_restored(name, parts, small, tmp_path):
+    metadata, entries, manifest = parts
+    changed = copy.deepcopy(manifest)
+    MALFORMED[name](changed)
+    path = tmp_path / "x.ckpt8"
+    path.write_bytes(pack(changed, entries, metadata))
+    with pytest.raises(InputError):
+        ckpt8.restore(path, tmp_path / "restored")
+    assert list(tmp_path.iterdir()) == [path]
+
+
 TENSORS = {
     "behind the end": {"offset": 2**61},
     "one element too far": {"shape": [41], "stride": [1]},
