@@ -9,6 +9,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from ckpt8.container.manifest import Manifest, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
+from ckpt8.container.writer import refuse_same_file
 from ckpt8.errors import InputError, UsageError
 from ckpt8.live import live_checkpoint
 from ckpt8.pipeline import Compressor, Options, Progress
@@ -55,6 +56,7 @@ def compress(
     target = default_target(source) if target is None else Path(target)
     policy = Policy.of(preset, rules)
     options = _options(threads, max_update_error, progress, stats=stats)
+    refuse_same_file(target, source)
     with open_checkpoint(source) as checkpoint:
         if not any(storage.nbytes for storage in checkpoint.storages):
             raise InputError(f"{source}: holds no tensors; there is nothing to compress")
@@ -80,7 +82,7 @@ def save(
     target = Path(target)
     policy = Policy.of(preset, rules)
     options = _options(threads, max_update_error, stats=stats)
-    with live_checkpoint(obj) as checkpoint:
+    with live_checkpoint(obj, target.stem) as checkpoint:
         return _write(checkpoint, target, target.with_suffix(".pt").name, policy, options, force=force)
 
 
@@ -158,15 +160,19 @@ class CheckpointFile:
         return self._tensors[name]
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Decode one tensor, with its shape and strides, on the CPU. Raises UsageError for an unknown name."""
+        """Decode one tensor, with its shape, strides and flags, on the CPU. Raises UsageError for an unknown name."""
+        import torch
+
         from ckpt8.decode import decode_storage
 
         record = self._record(name)
         flat = decode_storage(self._reader, record.storage).view(record.dtype.torch)
         try:
-            return flat.as_strided(record.shape, record.stride, record.offset)
+            tensor = flat.as_strided(record.shape, record.stride, record.offset)
         except RuntimeError as exc:
             raise InputError(f"{self._reader.path}: {name}: does not fit its storage") from exc
+        tensor = tensor.conj() if "conj" in record.flags else tensor
+        return torch._neg_view(tensor) if "neg" in record.flags else tensor
 
     def stats(self, name: str) -> dict[str, Any]:
         """What is known of one tensor: role, codec, sizes in bytes, error. Raises UsageError for an unknown name."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -14,7 +16,7 @@ import typer
 from rich.console import Console
 
 from ckpt8 import __version__
-from ckpt8.errors import CheckFailedError, Ckpt8Error, InputError, UsageError
+from ckpt8.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError
 
 app = typer.Typer(
     name="ckpt8",
@@ -27,13 +29,13 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Worker threads; by default one per core, at most 8.")]
+Threads = Annotated[int | None, typer.Option(min=1, max=256, help="Worker threads; by default one per core, at most 8.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; by default beside the input.")]
 Container = Annotated[Path, typer.Argument(metavar="SRC.ckpt8", help="A compressed checkpoint.")]
 
 
 def _print_json(tree: Any) -> None:
-    sys.stdout.write(json.dumps(tree, allow_nan=False, ensure_ascii=False) + "\n")
+    sys.stdout.write(json.dumps(tree, allow_nan=False, ensure_ascii=True) + "\n")
 
 
 def _console() -> Console:
@@ -248,11 +250,20 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except Ckpt8Error as exc:
-        line = " ".join(str(exc).split())
+        line = " ".join(str(exc).split()).encode("utf-8", "backslashreplace").decode()
         sys.stderr.write(f"ckpt8: {line}\n")
         sys.exit(exc.exit_code)
+    except OSError as exc:
+        # Every file that a command opens answers for itself; what is left is the terminal or a pipe.
+        sys.stderr.write(f"ckpt8: standard output cannot be written: {exc.strerror}\n")
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(OutputError.exit_code)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 

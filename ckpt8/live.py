@@ -35,7 +35,7 @@ def _recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
             def persistent_id(self: Any, obj: Any) -> Any:
                 identity = identify(self, obj)
                 if identity is not None:
-                    storages[str(identity[2])] = obj.untyped() if hasattr(obj, "untyped") else obj
+                    storages[str(identity[2])] = getattr(obj, "_untyped_storage", obj)
                 return identity
 
             cls.persistent_id = persistent_id  # type: ignore[method-assign]
@@ -84,15 +84,25 @@ class LiveCheckpoint:
 
 
 @contextmanager
-def live_checkpoint(obj: object) -> Iterator[Checkpoint]:
-    """Open a live object as a checkpoint. Raises what ``torch.save`` raises for objects that cannot be pickled."""
+def live_checkpoint(obj: object, name: str) -> Iterator[Checkpoint]:
+    """Open a live object as a checkpoint file of that ``name`` without its suffix.
+
+    Raises what ``torch.save`` raises for objects that cannot be pickled.
+    """
     import torch
 
     storages: dict[str, torch.UntypedStorage] = {}
     with tempfile.TemporaryDirectory(prefix="ckpt8-") as directory:
-        path = Path(directory) / "archive.pt"
-        with torch.serialization.skip_data():
-            torch.save(obj, path, pickle_module=cast("Any", _recording_pickle(storages)))
+        path = Path(directory) / f"{name}.pt"
+        try:
+            with torch.serialization.skip_data():
+                torch.save(obj, path, pickle_module=cast("Any", _recording_pickle(storages)))
+        except RuntimeError:
+            # Quantized tensors cannot be written without their data: these few go through a whole file.
+            torch.save(obj, path)
+            with open_checkpoint(path) as written:
+                yield written
+            return
         with open_checkpoint(path) as skeleton:
             yield LiveCheckpoint(skeleton, _with_crc_fields(path, skeleton), storages)
 

@@ -16,7 +16,7 @@ from ckpt8.container.manifest import (
 )
 from ckpt8.measure import UnitErrors
 from ckpt8.plan import Parameter, Plan, Unit
-from ckpt8.readers.base import Checkpoint
+from ckpt8.readers.base import Checkpoint, TensorRef
 
 
 @dataclass(slots=True)
@@ -56,12 +56,16 @@ def fill(
     for tensor, index in plan.tensors:
         ref = tensor.ref
         manifest.tensors.append(
-            TensorRecord(tensor.name, index, ref.dtype, ref.offset, list(ref.shape), list(ref.stride))
+            TensorRecord(tensor.name, index, ref.dtype, ref.offset, list(ref.shape), list(ref.stride), _flags(ref))
         )
     for unit in plan.units:
         if unit.parameter is not None:
             result, _ = results[unit.streams[0].index]
             manifest.parameters.append(_parameter_record(unit.parameter, result))
+
+
+def _flags(ref: TensorRef) -> list[str]:
+    return [name for name, is_set in (("conj", ref.conj), ("neg", ref.neg)) if is_set]
 
 
 def _crc_fields(

@@ -9,7 +9,7 @@ from pathlib import Path
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.member_file import MemberFile, Piece
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.writer import AtomicFile, start_writeback
+from ckpt8.container.writer import AtomicFile, refuse_same_file, start_writeback
 from ckpt8.crc import combine, crc32
 from ckpt8.errors import InputError
 from ckpt8.pipeline import Progress
@@ -42,6 +42,7 @@ def restore(
         if len(reader.manifest.members) != 1:
             raise InputError(f"{source}: holds {len(reader.manifest.members)} members, expected one file")
         target = default_target(source, reader) if target is None else Path(target)
+        refuse_same_file(target, source)
         member = MemberFile(reader, 0)
         with AtomicFile(target, force=force) as output, Workers(threads) as workers:
             with output.guard():

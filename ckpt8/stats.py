@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SMALLEST_NORMAL = 2.0**-126
 FP32_STEPS_PER_BF16_STEP = 1 << 16
+_LARGEST = 1 << 1000
 
 
 def _larger(a: float, b: float) -> float:
@@ -121,8 +122,8 @@ def read_error(stored: Mapping[str, Any] | None) -> WeightError | MomentError | 
     kinds: tuple[type[WeightError | MomentError | UpdateError], ...] = (WeightError, MomentError, UpdateError)
     for kind in kinds:
         if stored is not None and set(stored) == {field.name for field in fields(kind)}:
-            numbers = all(isinstance(value, (int, float)) for value in stored.values())
-            return kind(**stored) if numbers else None
+            plain = all(isinstance(value, (int, float)) and abs(value) < _LARGEST for value in stored.values())
+            return kind(**stored) if plain else None
     return None
 
 

@@ -104,9 +104,10 @@ def measure(reader: ContainerReader, original: Path, workers: Workers, progress:
 def _check_structure(reader: ContainerReader, checkpoint: Checkpoint, original: Path) -> None:
     """Raise CheckFailedError unless the original has the same storages in the same places."""
     manifest = reader.manifest
-    stored = [(offset, manifest.storages[index].nbytes) for offset, index in manifest.members[0].segments]
-    found = sorted((storage.offset, storage.nbytes) for storage in checkpoint.storages[:-1])
-    if checkpoint.size != manifest.members[0].size or found != sorted(stored):
+    member = manifest.members[0]
+    stored = sorted((offset, manifest.storages[index].nbytes, index) for offset, index in member.segments)
+    found = sorted((s.offset, s.nbytes, index) for index, s in enumerate(checkpoint.storages[:-1]))
+    if checkpoint.size != member.size or found != stored or member.skeleton != len(found):
         raise CheckFailedError(f"{reader.path}: was not made from {original}: its storages are others")
 
 

@@ -679,12 +679,12 @@ def test_a_container_does_not_depend_on_the_number_of_threads(large, tmp_path):
 def test_save_is_compress_of_torch_save(name, preset, tmp_path):
     tree = torch.load(INPUTS / name, weights_only=True)
     # The name of the file is the name of the folder inside the zip file.
-    torch.save(tree, tmp_path / "archive.pt")
-    ckpt8.compress(tmp_path / "archive.pt", tmp_path / "compressed.ckpt8", preset=preset)
+    torch.save(tree, tmp_path / "a.pt")
+    ckpt8.compress(tmp_path / "a.pt", tmp_path / "compressed.ckpt8", preset=preset)
     ckpt8.save(tree, tmp_path / "a.ckpt8", preset=preset)
     assert _frames(tmp_path / "a.ckpt8") == _frames(tmp_path / "compressed.ckpt8")
     # Only the checksums of the zip directory are not known before the storages have been read.
-    failures = ckpt8.verify(tmp_path / "a.ckpt8", tmp_path / "archive.pt").failures
+    failures = ckpt8.verify(tmp_path / "a.ckpt8", tmp_path / "a.pt").failures
     assert all(failure.startswith("ckpt8.skeleton") for failure in failures)
     restored = ckpt8.restore(tmp_path / "a.ckpt8", tmp_path / "saved.pt")
     compressed = ckpt8.restore(tmp_path / "compressed.ckpt8", tmp_path / "compressed.pt")

@@ -21,7 +21,7 @@ def _sha256(data):
 
 
 def _digest(tensor):
-    flat = tensor.contiguous().reshape(-1)
+    flat = tensor.resolve_conj().contiguous().reshape(-1)
     return _sha256(bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b"")
 
 

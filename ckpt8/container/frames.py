@@ -36,7 +36,7 @@ _PLANE_SETTINGS = {
     "target_length": 0,
 }
 _RAW_LEVEL = 3
-_MAX_WINDOW = 1 << 23
+_MAX_WINDOW = 1 << 24
 
 _local = threading.local()
 
@@ -100,7 +100,8 @@ def inflate(stored: torch.Tensor, length: int, where: str) -> torch.Tensor:
     plane = torch.empty(length, dtype=torch.uint8)
     frame = bytes_of(stored)
     try:
-        if zstandard.frame_content_size(frame) != length:
+        declared = zstandard.get_frame_parameters(frame)
+        if declared.content_size != length or declared.window_size > _MAX_WINDOW:
             raise InputError(f"{where}: frame does not declare the {length} bytes it must hold")
         got = _decompressor().stream_reader(frame).readinto(bytes_of(plane))
     except zstandard.ZstdError as exc:

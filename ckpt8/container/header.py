@@ -9,6 +9,7 @@ reads them in the order of their offsets. Every entry has dtype U8.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +48,10 @@ class Entry:
 def is_container(path: Path) -> bool:
     """Whether a file begins as a ``.ckpt8`` does; False where it cannot be read."""
     try:
+        if not path.is_file():
+            return False
         with path.open("rb") as file:
-            head = file.read(256)
+            head = file.read(4096)
     except OSError:
         return False
     return head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and f'"{FORMAT_KEY}":'.encode() in head
@@ -93,9 +96,21 @@ def _no_constants(text: str) -> Any:
 def parse_json(text: bytes, where: str) -> Any:
     """Strict JSON: UTF-8, no duplicate keys, no NaN. Raises InputError."""
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+        return json.loads(
+            text.decode("utf-8"),
+            object_pairs_hook=_no_duplicates,
+            parse_constant=_no_constants,
+            parse_float=_finite,
+        )
     except (ValueError, RecursionError) as exc:
         raise InputError(f"{where}: is not valid JSON: {exc}") from exc
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not finite")
+    return value
 
 
 def check_version(text: object, where: str) -> None:

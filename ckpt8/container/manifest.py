@@ -55,7 +55,10 @@ class StorageRecord:
 
 @dataclass(slots=True)
 class TensorRecord:
-    """A strided view of a storage; ``offset`` and ``stride`` in elements of ``dtype``."""
+    """A strided view of a storage; ``offset`` and ``stride`` in elements of ``dtype``.
+
+    ``flags`` are ``conj`` and ``neg``: the values are the conjugate, or the negative, of what is stored.
+    """
 
     name: str
     storage: int
@@ -63,6 +66,7 @@ class TensorRecord:
     offset: int
     shape: list[int]
     stride: list[int]
+    flags: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -136,6 +140,8 @@ class _Fields:
         value = self._value.get(key)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise self.fail(key)
+        if isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            raise self.fail(key)
         return value
 
     def count(self, key: str, below: int = _LARGEST) -> int:
@@ -203,7 +209,10 @@ def _tensor(fields: _Fields, storages: int) -> TensorRecord:
         offset=fields.count("offset"),
         shape=fields.counts("shape"),
         stride=fields.counts("stride"),
+        flags=fields.get("flags", list),
     )
+    if not all(flag in ("conj", "neg") for flag in record.flags):
+        raise fields.fail("flags")
     if len(record.shape) != len(record.stride):
         raise fields.fail("stride")
     return record

@@ -17,24 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt8.container import frames, layout
 from ckpt8.container.manifest import StorageRecord
+from ckpt8.container.member_layout import CRC_BYTES, member_runs
 from ckpt8.container.reader import ContainerReader
-from ckpt8.errors import InputError
 from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
     import torch
-
-CRC_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Bytes ``start`` to ``stop`` of the member, which are those from ``origin`` on of one stored record."""
-
-    start: int
-    stop: int
-    storage: int
-    origin: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +36,6 @@ class Piece:
     origin: int
 
 
-def _runs(reader: ContainerReader, member: int) -> list[Run]:
-    """The member cut at the borders of its storages. Raises InputError where they do not fit."""
-    record = reader.manifest.members[member]
-    storages = reader.manifest.storages
-    runs: list[Run] = []
-    position = skeleton = 0
-
-    def outside(stop: int) -> None:
-        nonlocal skeleton
-        if position < stop:
-            runs.append(Run(position, stop, record.skeleton, skeleton))
-            skeleton += stop - position
-
-    for offset, index in record.segments:
-        if offset < position:
-            raise InputError(f"{reader.path}: manifest is malformed: storages of {record.path!r} overlap")
-        outside(offset)
-        position = offset + storages[index].nbytes
-        if position > offset:
-            runs.append(Run(offset, position, index, 0))
-    outside(record.size)
-    if position > record.size or skeleton != storages[record.skeleton].nbytes:
-        raise InputError(f"{reader.path}: manifest is malformed: {record.path!r} has another size than its parts")
-    return runs
-
-
 class MemberFile(io.RawIOBase):
     """Reads one member. ``workers`` decode large reads in parallel; reads are safe from one thread at a time."""
 
@@ -82,7 +44,7 @@ class MemberFile(io.RawIOBase):
         self._reader = reader
         self._workers = workers
         self._position = 0
-        self._runs = _runs(reader, member)
+        self._runs = member_runs(reader.manifest, member, str(reader.path))
         self._starts = [run.start for run in self._runs]
         record = reader.manifest.members[member]
         self.size = record.size

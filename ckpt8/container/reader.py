@@ -15,6 +15,7 @@ from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.container import frames, header, layout
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import FrameTable, Manifest, StorageRecord, read_manifest
+from ckpt8.container.member_layout import check_members
 from ckpt8.errors import InputError
 from ckpt8.readers.base import ByteRange, SourceFile
 from ckpt8.tensors import Parts, PartSpec, TensorSpec
@@ -46,6 +47,7 @@ class ContainerReader:
             self.manifest = self._open_manifest(stored)
             self.header_bytes = self._data_start
             self._parts = self._locate({entry.name: entry for entry in entries})
+            check_members(self.manifest, str(path))
         except BaseException:
             self._file.close()
             raise
@@ -122,7 +124,10 @@ class ContainerReader:
 
     def _locate_storage(self, storage: int, entries: dict[str, Entry]) -> dict[str, _Part]:
         record = self.manifest.storages[storage]
-        expected = self.codec(storage).layout(self.spec(storage))
+        codec, spec = self.codec(storage), self.spec(storage)
+        if not codec.accepts(spec):
+            raise InputError(f"{self.path}: {record.name}: {codec.id} does not hold {spec.dtype.label}")
+        expected = codec.layout(spec)
         if set(record.parts) != set(expected):
             raise InputError(f"{self.path}: {record.name}: parts do not fit its codec")
         self._check_frame_count(record)

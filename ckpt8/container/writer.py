@@ -22,6 +22,15 @@ from ckpt8.errors import OutputError
 _BUFFER = 1 << 20
 _MANIFEST_LEVEL = 9
 PARTIAL_SUFFIX = ".ckpt8-partial"
+_NAME_KEPT = 40
+"""Characters of the target's name that the temporary file repeats: at most 160 bytes."""
+
+
+def refuse_same_file(target: Path, source: Path) -> None:
+    """Raise OutputError when the target is the very file that is read."""
+    with contextlib.suppress(OSError):
+        if target.samefile(source):
+            raise OutputError(f"{target}: is the file that is read; give another name with -o")
 
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
@@ -38,12 +47,16 @@ class AtomicFile:
 
     def __init__(self, target: Path, *, force: bool) -> None:
         self.target = target
-        if not force and os.path.lexists(target):
-            raise OutputError(f"{target}: exists; use --force to replace it, or -o for another name")
-        if target.is_dir():
-            raise OutputError(f"{target}: is a directory")
-        self.path = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
         with self.guard():
+            # Through a symbolic link to what it names; the temporary file must be on the same file system.
+            self._final = target.resolve()
+            exists = target.exists() or target.is_symlink()
+            if exists and not force:
+                raise OutputError(f"{target}: exists; use --force to replace it, or -o for another name")
+            if self._final.exists() and not self._final.is_file():
+                raise OutputError(f"{target}: exists and is not a regular file")
+            name = f".{self._final.name[:_NAME_KEPT]}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}"
+            self.path = self._final.with_name(name)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             self.file: BinaryIO = os.fdopen(descriptor, "r+b", buffering=_BUFFER)
 
@@ -61,8 +74,8 @@ class AtomicFile:
             self.file.flush()
             os.fsync(self.file.fileno())
             self.file.close()
-            self.path.replace(self.target)
-            directory = os.open(self.target.parent, os.O_RDONLY)
+            self.path.replace(self._final)
+            directory = os.open(self._final.parent, os.O_RDONLY)
             try:
                 os.fsync(directory)
             finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def _weight_facts(error: WeightError) -> dict[str, Any]:
 
 
 def _noise_facts(error: NoiseError) -> dict[str, Any]:
-    return {"nmse": error.nmse, "snr_db": error.snr_db}
+    return {"nmse": error.nmse if math.isfinite(error.nmse) else None, "snr_db": error.snr_db}
 
 
 def _moment_facts(error: MomentError) -> dict[str, Any]:

@@ -25,8 +25,8 @@ class ByteRange:
     def of(cls, path: Path) -> ByteRange:
         """The whole file. Raises InputError when it is missing, unreadable or not a regular file."""
         try:
-            if path.is_dir():
-                raise InputError(f"{path}: is a directory, expected a checkpoint file")
+            if path.exists() and not path.is_file():
+                raise InputError(f"{path}: is not a regular file, expected a checkpoint")
             return cls(path, 0, path.stat().st_size)
         except OSError as exc:
             raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
@@ -117,13 +117,18 @@ class StorageRef:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorRef:
-    """A strided tensor over a storage. ``offset`` and ``stride`` are in elements of ``dtype``."""
+    """A strided tensor over a storage. ``offset`` and ``stride`` are in elements of ``dtype``.
+
+    ``conj`` and ``neg``: its values are the conjugate, or the negative, of what the storage holds.
+    """
 
     key: str
     dtype: DType
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    conj: bool = False
+    neg: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +150,7 @@ class Global:
 
 
 class Checkpoint(Protocol):
-    """An open source. ``tree`` holds dict, list, tuple, set, scalars, and the leaf types of this module."""
+    """An open source. ``tree`` holds dict, list, tuple, scalars, and the types of this module; a set is an Inert."""
 
     format: str
     size: int
