@@ -117,13 +117,18 @@ class StorageRef:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorRef:
-    """A strided tensor over a storage. ``offset`` and ``stride`` are in elements of ``dtype``."""
+    """A strided tensor over a storage. ``offset`` and ``stride`` are in elements of ``dtype``.
+
+    ``conj`` and ``neg``: its values are the conjugate, or the negative, of what the storage holds.
+    """
 
     key: str
     dtype: DType
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    conj: bool = False
+    neg: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -169,3 +174,6 @@ class Reader(Protocol):
 
     def open(self, source: ByteRange) -> AbstractContextManager[Checkpoint]:
         """Open it. Raises InputError when it is damaged."""
+
+    def read(self, file: SourceFile) -> Checkpoint:
+        """As ``open``, from a file that the caller has opened and closes, and that may only look like one."""

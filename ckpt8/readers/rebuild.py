@@ -11,6 +11,7 @@ which storages are used by what must find them all in the tree. So everything dr
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ckpt8.readers.base import Global, Inert, StorageRef, TensorRef
@@ -97,7 +98,14 @@ def _tensor_v2(args: tuple[Any, ...], _spend: Spend) -> Any:
         return NOT_INTERPRETED
     if not all(is_plain(arg) for arg in args[4:]):
         return NOT_INTERPRETED
-    return make_tensor(args[0], args[0].dtype, args[1], args[2], args[3])
+    return _flagged(make_tensor(args[0], args[0].dtype, args[1], args[2], args[3]), args[6:])
+
+
+def _flagged(tensor: TensorRef, metadata: tuple[Any, ...]) -> TensorRef:
+    """``tensor``, marked as a conjugate or negative view where torch's metadata says so."""
+    flags = metadata[0] if metadata and isinstance(metadata[0], dict) else {}
+    conj, neg = bool(flags.get("conj")), bool(flags.get("neg"))
+    return replace(tensor, conj=conj, neg=neg) if conj or neg else tensor
 
 
 def _tensor_v3(args: tuple[Any, ...], _spend: Spend) -> Any:
@@ -110,7 +118,7 @@ def _tensor_v3(args: tuple[Any, ...], _spend: Spend) -> Any:
     except KeyError:
         # A dtype of a later torch: its storage is then opaque, and kept byte for byte.
         return NOT_INTERPRETED
-    return make_tensor(args[0], dtype, args[1], args[2], args[3])
+    return _flagged(make_tensor(args[0], dtype, args[1], args[2], args[3]), args[7:])
 
 
 def _wrapped(args: tuple[Any, ...], _spend: Spend) -> Any:
