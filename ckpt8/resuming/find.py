@@ -32,6 +32,8 @@ def find(tree: object) -> tuple[list[Candidate], list[Candidate]]:
         if is_optimizer(node):
             inside.add(path)
             optimizers.append(Candidate(format_path(path) or TOP_LEVEL, node))
+        elif isinstance(node, Inert):
+            inside.add(path)  # what a pickled object holds has no names of its own
         elif is_bare_state_dict(node) and (not path or path[-1] in MODEL_KEYS):
             inside.add(path)
             models.append(Candidate(format_path(path) or TOP_LEVEL, node))

@@ -39,7 +39,8 @@ class RestBuilder:
         self._storages = {storage.key: storage for storage in checkpoint.storages}
         self._consumed = {id(node) for node in consumed}
         self._loaded: dict[str, torch.Tensor] = {}
-        self._built: dict[int, Any] = {}
+        # By id, with the node itself, so that no id is given again to another.
+        self._built: dict[int, tuple[Any, Any]] = {}
         self._makers: dict[type, Callable[[Any], Any]] = {
             dict: self._dict,
             StatefulDict: self._dict,
@@ -71,12 +72,12 @@ class RestBuilder:
             if make is None:
                 return node
             made = make(node)
-            self._built[id(node)] = made
-        return self._built[id(node)]
+            self._built[id(node)] = (node, made)
+        return self._built[id(node)][1]
 
     def _list(self, node: list[Any]) -> list[Any]:
         made: list[Any] = []
-        self._built[id(node)] = made
+        self._built[id(node)] = (node, made)
         made += self._items(node)
         return made
 
@@ -86,7 +87,7 @@ class RestBuilder:
 
     def _dict(self, node: Mapping[Any, Any]) -> dict[Any, Any]:
         made: dict[Any, Any] = OrderedDict() if isinstance(node, StatefulDict) else {}
-        self._built[id(node)] = made
+        self._built[id(node)] = (node, made)
         for key, value in node.items():
             built = self._build(value)
             if built is not CONSUMED:
@@ -133,7 +134,7 @@ class RestBuilder:
         if array is not None:
             return array
         made = Inert(node.name)
-        self._built[id(node)] = made
+        self._built[id(node)] = (node, made)
         made.args, made.items = tuple(self._items(node.args)), self._items(node.items)
         made.pairs = [(self._build(key), self._build(value)) for key, value in node.pairs]
         made.state = self._build(node.state)
