@@ -202,7 +202,7 @@ def pairs(tmp_path, tree) -> dict[str, str | None]:
 
 
 def with_state(net, params, **settings):
-    optimizer = torch.optim.AdamW(params, **settings)
+    optimizer = torch.optim.Adam(params, **settings)
     for p in net.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -228,3 +228,16 @@ def test_pairing_without_a_guess(tmp_path):
     # One of two weights of a shape is not in the optimizer: which one?
     some = pairs(tmp_path, with_state(net, [net[0].weight, net[0].bias, net[1].bias]))
     assert list(some.values()) == [None, "0.bias", "1.bias"]
+
+
+def test_a_penalty_needs_the_weight(tmp_path):
+    net = model()
+    path = tmp_path / "run.pt"
+    for decay, skipped in ((0.01, 6), (0.0, 0)):
+        state = with_state(net, net.parameters(), weight_decay=decay)
+        torch.save({"optimizer": state["optimizer"]}, path)
+        ckpt8.compress(path, threads=1, force=True)
+        result = steps_of(path)
+        assert list(result["skipped"].values()) == skipped * ["its weight, which an L2 penalty needs, was not found"]
+        assert result["parameters"] == 6 - skipped
+        assert result["steps"][0]["weight_rms"] is None

@@ -260,3 +260,29 @@ def test_a_file_that_fits_gives_no_warning(tmp_path):
         warnings.simplefilter("error")
         ckpt8.resume(path, *live(), strict=False)
     train(model, optimizer, 3, 1)
+
+
+class Copies(nn.Linear):
+    """A model whose state dict is not made of its own tensors."""
+
+    def state_dict(self, **settings):
+        return {name: t.clone() for name, t in super().state_dict(**settings).items()}
+
+
+def test_a_model_that_hides_its_tensors(tmp_path):
+    path = write(tmp_path, nn.Linear(2, 2).state_dict())
+    refused(path, Copies(2, 2), None, "model weight: is not a tensor that can be filled in place")
+
+
+def test_conjugate_views_are_refused(tmp_path):
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    optimizer = ADAMW(model.parameters(), 0.1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    tree = copy.deepcopy(tree_of(model, optimizer))
+    tree["optimizer"]["state"][0]["exp_avg"] = tree["optimizer"]["state"][0]["exp_avg"].conj()
+    refused(write(tmp_path, tree), model, optimizer, "weight: exp_avg was saved as a conjugate")
+    refused(
+        write(tmp_path, {"bias": model.bias.conj(), "weight": model.weight}), model, None, "model bias: was saved as a"
+    )
