@@ -1,11 +1,10 @@
-"""Damaged and hostile containers: every bit is protected, and no manifest gets past the checks but as an error.
+"""Damaged and hostile containers: every bit is protected, and no manifest gets past the checks as anything but an error.
 
 Hostile files are built here byte by byte, with a valid seal: the seal keeps damage out, not malice.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import io
@@ -561,8 +560,10 @@ def test_hostile_figures(error, parts, small, tmp_path):
     path = tmp_path / "x.ckpt8"
     path.write_bytes(pack(changed, entries, metadata))
     exercise(path, small.with_suffix(".pt"), tmp_path)
-    with contextlib.suppress(InputError):
+    try:
         assert ckpt8.verify(path, small.with_suffix(".pt")).failures
+    except InputError:
+        pass
 
 
 NAMES = ["../x", "/etc/x", "a/b", "", ".", "..", "a\0b", "x/", "./x", "\ud800"]
