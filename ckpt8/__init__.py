@@ -3,6 +3,7 @@
     tree = ckpt8.load("run.ckpt8")            as torch.load(..., weights_only=True) of the original
     ckpt8.save(obj, "run.ckpt8")              as torch.save
     with ckpt8.open("run.ckpt8") as f: ...    lazy, tensor by tensor
+    rest = ckpt8.resume("run.ckpt8", model=model, optimizer=optimizer)      streams into live objects
 
 Names are resolved when first used, so that importing the package does not import torch.
 """
@@ -19,10 +20,11 @@ _NAMES = {
     "load": ("ckpt8.api", "load"),
     "open": ("ckpt8.api", "open_container"),
     "restore": ("ckpt8.restoration", "restore"),
+    "resume": ("ckpt8.resuming.run", "resume"),
     "verify": ("ckpt8.verification", "verify"),
 }
 
-__all__ = ["__version__", "compress", "load", "open", "restore", "save", "verify"]
+__all__ = ["__version__", "compress", "load", "open", "restore", "resume", "save", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -114,11 +114,12 @@ def load(
     import torch
 
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
-        file = MemberFile(reader, _member_index(reader, member), workers)
+        file = MemberFile(reader, member_index(reader, member), workers)
         return torch.load(cast("IO[bytes]", file), map_location=map_location, weights_only=True)
 
 
-def _member_index(reader: ContainerReader, member: str | None) -> int:
+def member_index(reader: ContainerReader, member: str | None) -> int:
+    """Which member is meant. Raises UsageError that lists them where that is not clear."""
     names = [record.path for record in reader.manifest.members]
     if member is None and len(names) == 1:
         return 0

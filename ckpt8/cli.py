@@ -185,19 +185,25 @@ def verify(
     against: Annotated[
         Path | None, typer.Option(metavar="ORIGINAL", help="Measure every stored statistic again from the original.")
     ] = None,
+    resume_steps: Annotated[
+        int, typer.Option(min=0, max=1 << 20, metavar="N", help="Replay N optimizer steps on both and show the drift.")
+    ] = 0,
+    max_drift: Annotated[
+        float | None, typer.Option(min=0, metavar="X", help="Fail where the NMSE of a replayed update exceeds X.")
+    ] = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Check every byte of SRC, and with --against every statistic that it states."""
     from dataclasses import asdict
 
-    from ckpt8.inspect.render import size
+    from ckpt8.inspect.render import show_drift, size
     from ckpt8.progress import progress_bar
     from ckpt8.verification import verify as run
 
     total = _file_size(src) if against is None else 2 * _file_size(against)
     with progress_bar(f"verify {src.name}", total, enabled=not as_json) as progress:
-        result = run(src, against, threads=threads, progress=progress)
+        result = run(src, against, resume_steps=resume_steps, max_drift=max_drift, threads=threads, progress=progress)
     if as_json:
         _print_json({"path": str(src), **asdict(result)})
     else:
@@ -205,6 +211,8 @@ def verify(
         if result.against and not result.failures:
             text += f"; {result.statistics} statistics and all lossless tensors agree with {against}"
         _console().print(text, markup=False, soft_wrap=True)
+        if result.resume is not None:
+            show_drift(_console(), result.resume)
     if result.failures:
         more = f" (and {len(result.failures) - 1} more)" if len(result.failures) > 1 else ""
         raise CheckFailedError(f"{src}: {result.failures[0]}{more}")

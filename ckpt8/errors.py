@@ -24,6 +24,21 @@ class UsageError(Ckpt8Error):
     exit_code = 2
 
 
+class ResumeError(UsageError):
+    """A checkpoint does not fit the model or optimizer; neither was changed (exit code 2).
+
+    ``problems`` are all the reasons, one line each; the message shows the first.
+    """
+
+    def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.problems = problems
+
+
+class ResumeWarning(UserWarning):
+    """What ``resume(strict=False)`` left as it was."""
+
+
 class InputError(Ckpt8Error):
     """The input is damaged, hostile or not a checkpoint (exit code 3)."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt8.container import frames, layout
 from ckpt8.container.reader import ContainerReader
 from ckpt8.encoder import ChunkMeters, read_chunk, scratch
-from ckpt8.errors import CheckFailedError
+from ckpt8.errors import CheckFailedError, UsageError
 from ckpt8.measure import UnitErrors
 from ckpt8.pipeline import Progress
 from ckpt8.plan import Stream, Unit, make_plan
@@ -173,34 +173,52 @@ def _compare(name: str, stored: dict[str, Any] | None, error: ErrorStats) -> lis
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What ``verify`` found. ``failures`` is empty where everything holds; ``against`` says whether it compared."""
+    """What ``verify`` found. ``failures`` is empty where everything holds; ``against`` says whether it compared.
+
+    ``resume`` holds the figures of the replayed steps, see ``ckpt8.replay.Drift.to_json``.
+    """
 
     frames: int
     nbytes: int
     against: bool
     statistics: int
     failures: tuple[str, ...]
+    resume: dict[str, Any] | None = None
 
 
 def verify(
     source: str | os.PathLike[str],
     original: str | os.PathLike[str] | None = None,
     *,
+    resume_steps: int = 0,
+    max_drift: float | None = None,
     threads: int | None = None,
     progress: Progress = lambda _: None,
 ) -> Verification:
     """Check a container, and with ``original`` every statistic it states.
 
-    Raises InputError for damage. A statistic that does not hold, or another original, is in ``failures``.
+    ``resume_steps`` steps of the optimizer are then replayed on both; a drift above ``max_drift``, the largest NMSE of
+    an update, is a failure. Raises InputError for damage, CheckFailedError for another original, UsageError for
+    arguments that ask for nothing. A statistic that does not hold is in ``failures``.
     """
+    if resume_steps and original is None:
+        raise UsageError("replayed steps need the original to compare with; give --against ORIGINAL")
+    if max_drift is not None and not resume_steps:
+        raise UsageError("a limit on the drift needs steps to replay; give --resume-steps N")
     with ContainerReader(Path(source)) as reader, Workers(threads) as workers:
         check_frames(reader, workers, progress)
         storages = reader.manifest.storages
         count = sum(len(table.lengths) for record in storages for table in record.parts.values())
-        statistics, failures = 0, []
+        statistics, failures, resume = 0, [], None
         if original is not None:
             measured = measure(reader, Path(original), workers, progress)
             statistics = sum(record.error is not None for record in storages)
             statistics += sum(parameter.error is not None for parameter in reader.manifest.parameters)
             failures = check_statistics(reader, measured)
-        return Verification(count, reader.size, original is not None, statistics, tuple(failures))
+        if original is not None and resume_steps:
+            from ckpt8.replay import replay_files
+
+            drift = replay_files(reader.path, Path(original), resume_steps, workers)
+            failures += drift.failures(max_drift)
+            resume = drift.to_json()
+        return Verification(count, reader.size, original is not None, statistics, tuple(failures), resume)

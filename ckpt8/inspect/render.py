@@ -224,3 +224,19 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
         for row in result["results"]
     ]
     console.print(_rows(table, rows))
+
+
+def show_drift(console: Console, resume: dict[str, Any]) -> None:
+    """Print how far the compressed run is from the original after every replayed step."""
+    skipped = resume["skipped"]
+    console.print(
+        f"replayed {len(resume['steps'])} steps of {resume['parameters']} parameters "
+        f"({resume['with_weights']} with their weights); drift {number(resume['drift'])}"
+    )
+    table = _table("step", "update NMSE", "max |Δu|", "weights RMS", "weights max")
+    keys = ("update_nmse", "update_max", "weight_rms", "weight_max")
+    rows = [(str(k), *(number(step[key]) for key in keys)) for k, step in enumerate(resume["steps"], 1)]
+    console.print(_rows(table, rows))
+    for reason in sorted(set(skipped.values())):
+        count = sum(reason == each for each in skipped.values())
+        console.print(f"not replayed: {count} parameters: {reason}", markup=False, soft_wrap=True)

@@ -174,3 +174,6 @@ class Reader(Protocol):
 
     def open(self, source: ByteRange) -> AbstractContextManager[Checkpoint]:
         """Open it. Raises InputError when it is damaged."""
+
+    def read(self, file: SourceFile) -> Checkpoint:
+        """As ``open``, from a file that the caller has opened and closes, and that may only look like one."""

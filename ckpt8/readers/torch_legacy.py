@@ -41,6 +41,10 @@ class TorchLegacyReader:
         with opened(source) as file:
             yield _load(file)
 
+    def read(self, file: SourceFile) -> OpenCheckpoint:
+        """As ``open``, from a file that is open already."""
+        return _load(file)
+
 
 class _RawStream(io.RawIOBase):
     """The first ``limit`` bytes of a SourceFile as a stream."""

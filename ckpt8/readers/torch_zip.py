@@ -44,6 +44,10 @@ class TorchZipReader:
         with opened(source) as file:
             yield _load(file)
 
+    def read(self, file: SourceFile) -> OpenCheckpoint:
+        """As ``open``, from a file that is open already."""
+        return _load(file)
+
 
 def _load(file: SourceFile) -> OpenCheckpoint:
     entries = read_directory(file)

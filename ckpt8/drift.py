@@ -1,0 +1,101 @@
+"""Figures of replayed steps: sums that parameters add to, and what is told of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckpt8.codecs.base import TILE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(slots=True)
+class StepDrift:
+    """Sums over parameters after one step. ``weights`` counts the parameters whose weights were found."""
+
+    update_error: float = 0.0
+    update: float = 0.0
+    update_max: float = 0.0
+    weight_error: float = 0.0
+    weight: float = 0.0
+    weight_max: float = 0.0
+
+    def merge(self, other: StepDrift) -> None:
+        """Add another parameter."""
+        self.update_error += other.update_error
+        self.update += other.update
+        self.weight_error += other.weight_error
+        self.weight += other.weight
+        self.update_max = max(self.update_max, other.update_max)
+        self.weight_max = max(self.weight_max, other.weight_max)
+
+    @property
+    def nmse(self) -> float:
+        """Sum (du)^2 / sum u^2; 0 where nothing moves and nothing differs."""
+        return self.update_error / self.update if self.update else (math.inf if self.update_error else 0.0)
+
+    @property
+    def finite(self) -> bool:
+        """Whether no sum or maximum is infinite or not a number."""
+        return math.isfinite(self.update_error + self.update + self.weight_error + self.weight)
+
+    def to_json(self) -> dict[str, float | None]:
+        """Plain figures; None for weights that were not found, and for an error where there is no update."""
+        known = self.weight > 0
+        return {
+            "update_nmse": self.nmse if math.isfinite(self.nmse) else None,
+            "update_max": self.update_max,
+            "weight_rms": math.sqrt(self.weight_error / self.weight) if known else None,
+            "weight_max": self.weight_max if known else None,
+        }
+
+
+@dataclass(slots=True)
+class Drift:
+    """What was replayed: figures by step, how many parameters, and why others were left out, by name."""
+
+    steps: list[StepDrift]
+    parameters: int = 0
+    with_weights: int = 0
+    skipped: dict[str, str] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+
+    @property
+    def worst(self) -> float:
+        """The drift: the largest NMSE of the updates."""
+        return max((step.nmse for step in self.steps), default=0.0)
+
+    def failures(self, limit: float | None) -> list[str]:
+        """Lines about steps that broke, and about a drift above ``limit``."""
+        found = [f"{name}: a replayed step is not finite" for name in self.broken]
+        if limit is not None and not self.parameters:
+            found.append("no parameter could be replayed, so that the drift is unknown")
+        elif limit is not None and self.worst > limit:
+            found.append(f"the drift of the update over {len(self.steps)} steps is {self.worst:.3g}, above {limit:.3g}")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "drift": self.worst if math.isfinite(self.worst) else None,
+            "parameters": self.parameters,
+            "with_weights": self.with_weights,
+            "skipped": self.skipped,
+            "steps": [step.to_json() for step in self.steps],
+        }
+
+
+def difference(x: Tensor, y: Tensor) -> tuple[float, float, float]:
+    """Sum (y - x)^2, sum x^2 and max |y - x|, in float64, block by block."""
+    error = total = largest = 0.0
+    a, b = x.reshape(-1), y.reshape(-1)
+    for start in range(0, len(a), TILE):
+        wide = a[start : start + TILE].double()
+        apart = b[start : start + TILE].double() - wide
+        error += float(apart.square().sum())
+        total += float(wide.square().sum())
+        largest = max(largest, float(apart.abs().max()))
+    return error, total, largest

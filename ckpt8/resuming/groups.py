@@ -1,0 +1,75 @@
+"""Parameter groups: what is restored of their hyperparameters, and whether they are those of the same optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpt8.resuming.names import listed
+
+_STRUCTURE = frozenset({"params", "param_names"})
+IMPLEMENTATION = frozenset({"foreach", "fused", "triton", "capturable", "differentiable"})
+"""How a step is computed: a matter of the machine, so the live setting stays where one was made."""
+
+_ADDED_BY_TORCH = IMPLEMENTATION | {"maximize", "amsgrad", "decoupled_weight_decay"}
+"""Keys that files of older versions do not have; the live setting stays."""
+
+_CLASS_MARKERS = ("decoupled_weight_decay", "decouple_wd", "gradient_release")
+"""Settings that make another class of an optimizer, such as Adam of AdamW."""
+
+_HYPERPARAMETERS = frozenset(
+    {
+        *("betas", "beta1", "beta2", "beta2_decay", "eps", "eps1", "eps2", "alpha", "rho", "d", "clip_threshold"),
+        *("amsgrad", "ams_bound", "momentum", "dampening", "nesterov", "centered", "lr_decay", "ns_steps"),
+        *("decoupled_weight_decay", "decouple_wd", "decouple_lr", "weight_decouple", "fixed_decay", "kahan_sum"),
+        *("gradient_release", "quantize", "master_bytewidth"),
+    }
+)
+"""What optimizers call their own settings. Any other key was added by a scheduler or by the user."""
+
+
+def class_problem(saved: Mapping[Any, Any], live: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:
+    """Why a saved group cannot be one of this optimizer, or None."""
+    missing = defaults.keys() - saved.keys() - _ADDED_BY_TORCH - _STRUCTURE
+    if missing:
+        return f"its parameter groups lack {listed(sorted(missing))}"
+    foreign = (saved.keys() & _HYPERPARAMETERS) - defaults.keys() - live.keys()
+    if foreign:
+        return f"its parameter groups have {listed(sorted(foreign))}"
+    for key in _CLASS_MARKERS:
+        if key in saved and key in live and bool(saved[key]) != bool(live[key]):
+            return f"it was saved with {key}={saved[key]}, here it is {live[key]}"
+    for key in ("betas", "eps"):
+        mine, theirs = live.get(key), saved.get(key)
+        if _length(mine) != _length(theirs) and key in saved and key in live:
+            return f"its {key} are {theirs}, here they are {mine}"
+    return None
+
+
+def _length(value: object) -> int:
+    return len(value) if isinstance(value, (tuple, list)) else 1
+
+
+def look_permuted(saved: Sequence[Mapping[Any, Any]], live: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the groups have the same weight decays in another order, so that one may stand for the other."""
+    before = [group.get("weight_decay") for group in saved]
+    now = [group.get("weight_decay") for group in live]
+    numbers = all(isinstance(value, (int, float)) for value in (*before, *now))
+    return numbers and before != now and sorted(map(float, before)) == sorted(map(float, now))  # type: ignore[arg-type]
+
+
+def restored(saved: Mapping[Any, Any], live: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that a live group takes from a saved one, which must already be plain values and tensors."""
+    import torch
+
+    values = {}
+    for key, value in saved.items():
+        if key in _STRUCTURE or (key in IMPLEMENTATION and live.get(key) is not None):
+            continue
+        current = live.get(key)
+        if isinstance(current, torch.Tensor):
+            new = torch.as_tensor(value, dtype=current.dtype, device=current.device).clone()
+            values[key] = new.reshape(current.shape) if new.numel() == current.numel() else new
+        else:
+            values[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return values

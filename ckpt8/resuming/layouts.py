@@ -1,0 +1,96 @@
+"""The state that each known optimizer keeps: keys, shapes and the form of its step counter.
+
+Read in the published code of torch 2.13, torch-optimi 0.3.3, came-pytorch 0.1.3, pytorch-optimizer 4.1.0 and
+lion-pytorch 0.2.5. A fresh optimizer has no state from which to tell what it expects, and a state of another class
+under the same hyperparameters would be taken without complaint: this table is what a wrong class is caught by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+Shape = tuple[int, ...]
+Step = Literal["tensor", "int", "group"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Keys of the state of one parameter, without the step, below two dimensions and from two on.
+
+    ``step`` says where the counter is: a 0-d float tensor or an int in the state, in the group, or nowhere.
+    ``widened``: the state of a 16-bit parameter may be float32.
+    """
+
+    vector: frozenset[str]
+    matrix: frozenset[str]
+    optional: frozenset[str] = frozenset()
+    step: Step | None = None
+    widened: bool = False
+
+    def keys(self, ndim: int) -> frozenset[str]:
+        """Keys that the state of a parameter must have."""
+        keys = self.vector if ndim < 2 else self.matrix
+        return keys | {"step"} if self.step in ("tensor", "int") else keys
+
+
+def _layout(
+    keys: str, *, vector: str | None = None, optional: str = "", step: Step | None = None, widened: bool = False
+) -> Layout:
+    small = keys if vector is None else vector
+    return Layout(frozenset(small.split()), frozenset(keys.split()), frozenset(optional.split()), step, widened)
+
+
+_CAME = "exp_avg exp_avg_sq_row exp_avg_sq_col exp_avg_res_row exp_avg_res_col RMS"
+_CAME_VECTOR = "exp_avg exp_avg_sq RMS"
+_OPTIMI = "mean_square group step"
+
+_ADAM = _layout("exp_avg exp_avg_sq", optional="max_exp_avg_sq", step="tensor")
+LAYOUTS: dict[tuple[str, str], Layout] = {
+    ("torch", "Adam"): _ADAM,
+    ("torch", "AdamW"): _ADAM,
+    ("torch", "SGD"): _layout("", optional="momentum_buffer"),
+    ("torch", "Adafactor"): _layout("row_var col_var", vector="variance", step="tensor"),
+    ("optimi", "StableAdamW"): _layout("exp_avg exp_avg_sq eps_sq kahan_comp", optional=_OPTIMI, step="group"),
+    ("optimi", "AdamW"): _layout("exp_avg exp_avg_sq kahan_comp", optional=_OPTIMI, step="group"),
+    ("optimi", "Adam"): _layout("exp_avg exp_avg_sq kahan_comp", optional=_OPTIMI, step="group"),
+    ("optimi", "Lion"): _layout("exp_avg kahan_comp", optional=_OPTIMI),
+    ("came_pytorch", "CAME"): _layout(_CAME, vector=_CAME_VECTOR, step="int", widened=True),
+    ("pytorch_optimizer", "CAME"): _layout(_CAME, vector=_CAME_VECTOR, step="group", widened=True),
+    ("pytorch_optimizer", "StableAdamW"): _layout("exp_avg exp_avg_sq kahan_comp", step="group", widened=True),
+    ("pytorch_optimizer", "Lion"): _layout("exp_avg", step="group"),
+    ("lion_pytorch", "Lion"): _layout("exp_avg"),
+}
+"""By top-level package and class name."""
+
+_SHAPES: dict[str, Callable[[Shape], Shape]] = {
+    "exp_avg_sq_row": lambda shape: shape[:-1],
+    "exp_avg_sq_col": lambda shape: shape[:-2] + shape[-1:],
+    "exp_avg_res_row": lambda shape: shape[:-1],
+    "exp_avg_res_col": lambda shape: shape[:-2] + shape[-1:],
+    "row_var": lambda shape: (*shape[:-1], 1),
+    "col_var": lambda shape: (*shape[:-2], 1, shape[-1]),
+}
+_LIKE_PARAMETER = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "variance", "kahan_comp"})
+
+
+def layout_of(optimizer: Optimizer) -> Layout | None:
+    """The layout of the first known class that ``optimizer`` is made of; None for a stranger."""
+    # accelerate and others wrap an optimizer and keep it as an attribute.
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for kind in type(inner).__mro__:
+        found = LAYOUTS.get((kind.__module__.partition(".")[0], kind.__name__))
+        if found is not None:
+            return found
+    return None
+
+
+def expected_shape(key: str, shape: Shape) -> Shape | None:
+    """Shape of a state tensor of a parameter of ``shape``; None where it is not known or of one element."""
+    if key in _LIKE_PARAMETER:
+        return shape
+    return _SHAPES[key](shape) if key in _SHAPES and len(shape) >= 2 else None

@@ -1,0 +1,143 @@
+"""Which saved parameter is which live one: by name where both sides know names, else by place in the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckpt8.resuming.groups import look_permuted
+from ckpt8.resuming.names import listed, match
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A live parameter, the identifier of its saved state, and its name for messages."""
+
+    parameter: Tensor
+    identifier: int | str
+    name: str
+
+
+@dataclass(slots=True)
+class ParameterMap:
+    """Pairs by live group, the saved group of each (None where nothing of it was found), and what does not match."""
+
+    pairs: list[list[Pair]]
+    group_of: list[int | None]
+    problems: list[str] = field(default_factory=list)
+
+
+def live_names(optimizer: Optimizer, model: nn.Module | None) -> dict[int, list[str]]:
+    """All names of every parameter, by ``id``: from the model, else as the optimizer was given them."""
+    names: dict[int, list[str]] = {}
+    if model is not None:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+    for group in optimizer.param_groups:
+        given = group.get("param_names")
+        for name, parameter in zip(given or (), group["params"], strict=False):
+            if id(parameter) not in names:
+                names[id(parameter)] = [str(name)]
+    return names
+
+
+def saved_names(groups: Sequence[Mapping[Any, Any]]) -> dict[int | str, str] | str:
+    """The name of every saved identifier, empty where the file has none, or why its groups make no sense."""
+    names: dict[int | str, str] = {}
+    seen: set[int | str] = set()
+    for group in groups:
+        identifiers, given = group.get("params"), group.get("param_names")
+        if not isinstance(identifiers, list) or not all(type(each) in (int, str) for each in identifiers):
+            return "its parameter groups do not list parameters"
+        if len({*seen, *identifiers}) != len(seen) + len(identifiers):
+            return "its parameter groups list a parameter twice"
+        seen.update(identifiers)
+        if isinstance(given, list) and len(given) == len(identifiers):
+            names.update(zip(identifiers, map(str, given), strict=True))
+        else:
+            names.update((each, each) for each in identifiers if isinstance(each, str))
+    if len(set(names.values())) != len(names):
+        return "it has two parameters of one name"
+    return names if len(names) == len(seen) else {}
+
+
+def map_parameters(
+    saved: Sequence[Mapping[Any, Any]], optimizer: Optimizer, model: nn.Module | None
+) -> ParameterMap | str:
+    """Pair saved and live parameters; a text where that cannot be done without a guess."""
+    theirs, mine = saved_names(saved), live_names(optimizer, model)
+    if isinstance(theirs, str):
+        return theirs
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if theirs and all(id(parameter) in mine for parameter in parameters):
+        return _by_name(saved, theirs, optimizer, mine)
+    if any(isinstance(identifier, str) for identifier in theirs):
+        return "its state is kept by parameter names, which this optimizer does not know; give model= as well"
+    return _by_place(saved, optimizer, mine)
+
+
+def _by_name(
+    saved: Sequence[Mapping[Any, Any]],
+    theirs: Mapping[int | str, str],
+    optimizer: Optimizer,
+    mine: Mapping[int, list[str]],
+) -> ParameterMap | str:
+    identifier_of = {name: identifier for identifier, name in theirs.items()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    matched = match(theirs.values(), (name for parameter in parameters for name in mine[id(parameter)]))
+    where = {identifier: k for k, group in enumerate(saved) for identifier in group["params"]}
+    result = ParameterMap([], [])
+    for group in optimizer.param_groups:
+        pairs = []
+        for parameter in group["params"]:
+            found = {matched[name] for name in mine[id(parameter)] if name in matched}
+            if len(found) > 1:
+                return f"{listed(sorted(found))} are one tied parameter here, but several in the checkpoint"
+            if found:
+                name = found.pop()
+                pairs.append(Pair(parameter, identifier_of[name], name))
+            else:
+                result.problems.append(f"{mine[id(parameter)][0]}: is not in the optimizer of the checkpoint")
+        groups = sorted({where[pair.identifier] for pair in pairs})
+        if len(groups) > 1 and not all(_same(saved[groups[0]], saved[other]) for other in groups[1:]):
+            return f"parameters of one group here belong to groups {listed(groups)} with other hyperparameters"
+        result.pairs.append(pairs)
+        result.group_of.append(groups[0] if groups else None)
+    taken = {pair.identifier for pairs in result.pairs for pair in pairs}
+    extra = [name for identifier, name in theirs.items() if identifier not in taken]
+    result.problems += [f"{name}: is in the optimizer of the checkpoint but not in this one" for name in extra]
+    return result
+
+
+def _same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    hyper = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in (one, other)]
+    return bool(hyper[0] == hyper[1])
+
+
+def _by_place(
+    saved: Sequence[Mapping[Any, Any]], optimizer: Optimizer, mine: Mapping[int, list[str]]
+) -> ParameterMap | str:
+    """The running index over the groups is what an identifier means; only equal groups give it a meaning."""
+    live = optimizer.param_groups
+    before, now = [len(group["params"]) for group in saved], [len(group["params"]) for group in live]
+    if before != now:
+        return f"its parameter groups hold {before} parameters, those here hold {now}, and the file has no names"
+    if look_permuted(saved, live):
+        return (
+            "its parameter groups have the weight decays of those here in another order, and the file has no names "
+            "by which to tell them apart"
+        )
+    pairs, number = [], 0
+    for theirs, group in zip(saved, live, strict=True):
+        row = []
+        for identifier, parameter in zip(theirs["params"], group["params"], strict=True):
+            name = mine.get(id(parameter), [f"parameter {number}"])[0]
+            row.append(Pair(parameter, identifier, name))
+            number += 1
+        pairs.append(row)
+    return ParameterMap(pairs, list(range(len(live))))

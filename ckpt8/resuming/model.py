@@ -1,0 +1,108 @@
+"""Which saved tensor goes into which parameter or buffer of a live model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckpt8.readers.base import TensorRef
+from ckpt8.resuming.find import Candidate
+from ckpt8.resuming.names import listed, match
+from ckpt8.resuming.streaming import Copy
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+EXTRA_STATE = "_extra_state"
+Equal = Callable[[TensorRef, TensorRef], bool]
+
+
+@dataclass(slots=True)
+class ModelPlan:
+    """What to copy, what does not fit, and extra states by live name."""
+
+    copies: list[Copy] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def live_state(model: nn.Module) -> dict[str, Any]:
+    """The live tensors and extra states of a model by name, aliases included."""
+    return dict(model.state_dict(keep_vars=True))
+
+
+def choose(candidates: list[Candidate], model: nn.Module) -> Candidate | str:
+    """The state dict whose names are those of ``model``, or why there is not exactly one."""
+    if len(candidates) == 1:
+        return candidates[0]
+    live = live_state(model)
+    paths = listed((candidate.path for candidate in candidates), 10)
+    for same in (_same_names, _same_tensors):
+        fitting = [candidate for candidate in candidates if same(candidate, live)]
+        if len(fitting) == 1:
+            return fitting[0]
+        if fitting:
+            paths = listed((candidate.path for candidate in fitting), 10)
+            break
+    return f"holds {len(candidates)} state dicts that may be meant ({paths}); choose with model_at="
+
+
+def _same_names(candidate: Candidate, live: dict[str, Any]) -> bool:
+    return set(candidate.node) == set(live)
+
+
+def _same_tensors(candidate: Candidate, live: dict[str, Any]) -> bool:
+    return len(match(candidate.node, live)) == len(live) == len(candidate.node)
+
+
+def plan_model(candidate: Candidate, model: nn.Module, equal: Equal) -> ModelPlan:
+    """Match names, shapes and element types. ``equal`` compares the values of two saved tensors."""
+    live = live_state(model)
+    owned = {id(t) for _, t in (*model.named_parameters(), *model.named_buffers())}
+    saved_name = match(candidate.node, live)
+    plan = ModelPlan()
+    filled: dict[int, TensorRef] = {}
+    for name, tensor in live.items():
+        if name not in saved_name:
+            continue
+        value = candidate.node[saved_name[name]]
+        if name.endswith(EXTRA_STATE):
+            plan.extra[name] = value
+        elif id(tensor) not in owned or not isinstance(value, TensorRef):
+            plan.problems.append(f"{name}: is not a tensor that can be filled in place")
+        elif problem := mismatch(value, tensor):
+            plan.problems.append(f"{name}: {problem}")
+        elif id(tensor) not in filled:
+            filled[id(tensor)] = value
+            plan.copies.append(Copy(name, value, tensor))
+        elif not equal(filled[id(tensor)], value):
+            plan.problems.append(f"{name}: is tied in the model, but was saved with other values than its twin")
+    plan.problems += _unmatched(candidate, live, saved_name)
+    return plan
+
+
+def _unmatched(candidate: Candidate, live: dict[str, Any], saved_name: dict[str, str]) -> list[str]:
+    # A tied tensor is there if it was saved under any of its names.
+    present = {id(live[name]) for name in saved_name}
+    missing = [name for name, tensor in live.items() if name not in saved_name and id(tensor) not in present]
+    taken = set(saved_name.values())
+    extra = [name for name in candidate.node if name not in taken]
+    problems = [f"{name}: is missing from the checkpoint" for name in missing]
+    return problems + [f"{name}: is in the checkpoint but not in the model" for name in extra]
+
+
+def mismatch(ref: TensorRef, tensor: Tensor) -> str | None:
+    """Why a saved tensor cannot be copied into a live one, or None."""
+    shape = tuple(tensor.shape)
+    if tensor.is_meta:
+        return "is on the meta device; give it memory first, for instance with to_empty()"
+    if type(tensor).__name__ == "DTensor" or str(tensor.layout) != "torch.strided":
+        return "is distributed or sparse, which resume does not support"
+    if ref.shape != shape:
+        return f"was saved with shape {list(ref.shape)}, here it has {list(shape)}"
+    if ref.dtype.torch != tensor.dtype:
+        return f"was saved as {ref.dtype.label}, here it is {str(tensor.dtype).removeprefix('torch.')}"
+    if ref.conj or ref.neg:
+        return "was saved as a conjugate or negative view, which resume does not support"
+    return None

@@ -1,0 +1,179 @@
+"""``resume``: every check first, then the copy."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt8.errors import InputError, ResumeError, ResumeWarning, UsageError
+from ckpt8.resuming import model as models
+from ckpt8.resuming import optimizer as optimizers
+from ckpt8.resuming.find import Candidate, find, holds_module
+from ckpt8.resuming.names import listed
+from ckpt8.resuming.rest import RestBuilder
+from ckpt8.resuming.source import Source, open_source
+from ckpt8.resuming.streaming import Copy, Streamer
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+def resume(
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    strict: bool = True,
+    *,
+    model_at: str | None = None,
+    optimizer_at: str | None = None,
+    member: str | None = None,
+    threads: int | None = None,
+) -> Any:
+    """Stream a ``.ckpt8`` or a raw checkpoint into a live model and optimizer; the rest of its tree.
+
+    Values are copied into the tensors of ``model`` in place, on whatever device they are. The state of ``optimizer``
+    is replaced by fresh tensors of the saved element types, its hyperparameters by the saved ones; how a step is
+    computed (``foreach``, ``fused``, ``triton``, ``capturable``, ``differentiable``) stays as it was chosen here.
+    Parameters are paired by name (``param_names``, or names as identifiers, beside the names of ``model``), else by
+    their place in equal groups. Wrappers' prefixes do not matter. ``model_at`` and ``optimizer_at`` are the path in
+    the tree where several entries could be meant, with dots: ``state_dict_ema``, ``optimizer_states.0``.
+
+    The rest is the tree without the two entries, on the CPU: see ``ckpt8.resuming.rest`` for what objects become.
+
+    All or nothing: structure and every byte are checked before a live byte changes. Raises ResumeError where the
+    checkpoint does not fit, with all ``problems``; UsageError where it is not clear which entry is meant; InputError
+    for damage. With ``strict`` False, what does not fit is left as it is, and one ResumeWarning lists it; an
+    optimizer of another class, or one that cannot be paired without a guess, is left alone as a whole. An unclear
+    choice of entries and damage stay errors.
+    """
+    path = Path(path)
+    with open_source(path, member=member, threads=threads) as source:
+        plan = _Planner(source, model, optimizer).plan(model_at, optimizer_at)
+        if plan.problems and strict:
+            raise _refusal(path, plan.problems)
+        source.check()
+        rest = plan.builder.tree()
+        _apply(source, plan, model, optimizer)
+    if plan.problems:
+        warnings.warn(f"{path}: left as it was: {'; '.join(plan.problems)}", ResumeWarning, stacklevel=2)
+    return rest
+
+
+def _refusal(path: Path, problems: list[str]) -> ResumeError:
+    more = f" (and {len(problems) - 1} more: {listed(problems[1:], 2)})" if len(problems) > 1 else ""
+    return ResumeError(f"{path}: {problems[0]}{more}; nothing was changed", tuple(problems))
+
+
+@dataclass(slots=True)
+class _Plan:
+    builder: RestBuilder
+    model: models.ModelPlan | None = None
+    optimizer: optimizers.OptimizerPlan | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+class _Planner:
+    """Decides what goes where, and changes nothing."""
+
+    def __init__(self, source: Source, model: nn.Module | None, optimizer: Optimizer | None) -> None:
+        self._source = source
+        self._model = model
+        self._optimizer = optimizer
+        self._tree = source.checkpoint.tree
+        self._models, self._optimizers = find(self._tree)
+        self._values = RestBuilder(source.checkpoint)
+
+    def plan(self, model_at: str | None, optimizer_at: str | None) -> _Plan:
+        consumed: list[Candidate] = []
+        problems: list[str] = []
+        weights = state = None
+        if self._model is not None:
+            chosen = self._choose_model(self._model, model_at)
+            weights = models.plan_model(chosen, self._model, Streamer(self._source.checkpoint).equal)
+            problems += [f"model {problem}" for problem in weights.problems]
+            weights.extra = {name: self._values.build(value) for name, value in weights.extra.items()}
+            consumed.append(chosen)
+        if self._optimizer is not None:
+            chosen, state = self._choose_optimizer(self._optimizer, optimizer_at)
+            problems += [f"optimizer {problem}" for problem in state.problems]
+            if state.wrong is not None:
+                problems.append(f"optimizer at {chosen.path}: {state.wrong}")
+                state = None
+            consumed.append(chosen)
+        builder = RestBuilder(self._source.checkpoint, [candidate.node for candidate in consumed])
+        return _Plan(builder, weights, state, problems)
+
+    def _choose_model(self, model: nn.Module, at: str | None) -> Candidate:
+        candidates = _at(self._source.path, self._models, at, "model_at")
+        if not candidates:
+            why = "a pickled module; save its state_dict()" if holds_module(self._tree) else "no model state dict"
+            raise UsageError(f"{self._source.path}: holds {why}")
+        chosen = models.choose(candidates, model)
+        if isinstance(chosen, str):
+            raise UsageError(f"{self._source.path}: {chosen}")
+        return chosen
+
+    def _choose_optimizer(self, optimizer: Optimizer, at: str | None) -> tuple[Candidate, optimizers.OptimizerPlan]:
+        path = self._source.path
+        candidates = _at(path, self._optimizers, at, "optimizer_at")
+        if not candidates:
+            raise UsageError(f"{path}: holds no optimizer state")
+        plans = [(each, self._plan_optimizer(each, optimizer)) for each in candidates]
+        if len(plans) == 1:
+            return plans[0]
+        fitting = [(each, plan) for each, plan in plans if plan.wrong is None and not plan.problems]
+        if len(fitting) == 1:
+            return fitting[0]
+        paths = listed((candidate.path for candidate in candidates), 10)
+        which = "none fits" if not fitting else f"{len(fitting)} fit"
+        raise UsageError(
+            f"{path}: holds {len(plans)} optimizers ({paths}), of which {which}; choose with optimizer_at="
+        )
+
+    def _plan_optimizer(self, candidate: Candidate, optimizer: Optimizer) -> optimizers.OptimizerPlan:
+        try:
+            return optimizers.plan_optimizer(candidate, optimizer, self._model, self._values)
+        except ResumeError as exc:
+            return optimizers.OptimizerPlan(wrong=str(exc))
+
+
+def _at(path: Path, candidates: list[Candidate], at: str | None, keyword: str) -> list[Candidate]:
+    if at is None:
+        return candidates
+    found = [candidate for candidate in candidates if candidate.path == at]
+    if not found:
+        paths = listed((candidate.path for candidate in candidates), 10) or "nothing of the kind"
+        raise UsageError(f"{path}: {keyword}={at!r} is not one of {paths}")
+    return found
+
+
+def _apply(source: Source, plan: _Plan, model: nn.Module | None, optimizer: Optimizer | None) -> None:
+    """The new optimizer state is complete before the first live byte, which is one of the model, changes."""
+    import torch
+
+    streamer = Streamer(source.checkpoint)
+    with torch.no_grad():
+        if plan.optimizer is not None:
+            streamer.run(optimizers.allocate(plan.optimizer))
+        source.checkpoint.check_unchanged()
+        if plan.model is not None:
+            _copy_model(source, streamer, plan.model.copies)
+        if plan.optimizer is not None and optimizer is not None:
+            optimizers.assign(plan.optimizer, optimizer)
+    if plan.model is not None and model is not None:
+        for name, value in plan.model.extra.items():
+            model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+
+
+def _copy_model(source: Source, streamer: Streamer, copies: Iterable[Copy]) -> None:
+    try:
+        streamer.run(copies)
+    except Exception as exc:
+        raise InputError(
+            f"{source.path}: could be read a moment ago but not now ({exc}); the model is partly overwritten"
+        ) from exc

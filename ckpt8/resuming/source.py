@@ -1,0 +1,89 @@
+"""A ``.ckpt8`` or a raw checkpoint as one and the same open checkpoint, with a check of all its bytes."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt8.api import member_index
+from ckpt8.container.header import is_container
+from ckpt8.container.member_file import MemberFile
+from ckpt8.container.reader import ContainerReader
+from ckpt8.encoder import scratch
+from ckpt8.errors import InputError
+from ckpt8.readers import READERS, get_reader, open_checkpoint
+from ckpt8.readers.base import ByteRange, Checkpoint, SourceFile, StorageInfo
+from ckpt8.verification import check_frames
+from ckpt8.workers import Workers
+
+_BLOCK = 8 << 20
+
+
+class MemberSource(SourceFile):
+    """A member of a container in place of the file that it was. For one thread at a time."""
+
+    def __init__(self, reader: ContainerReader, member: MemberFile) -> None:
+        self.source = ByteRange(reader.path, 0, member.size)
+        self._member = member
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with decoded bytes. Raises InputError for damage and behind the end."""
+        if offset < 0 or offset + len(buffer) > self.source.length:
+            raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + len(buffer)}")
+        self._member.seek(offset)
+        self._member.readinto(buffer)
+
+    def check_unchanged(self) -> None:
+        """Every frame that is read is checked on the way."""
+
+    def close(self) -> None:
+        """The caller closes the container."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An open checkpoint. ``container`` is the reader and its workers where it is a ``.ckpt8``."""
+
+    path: Path
+    checkpoint: Checkpoint
+    container: tuple[ContainerReader, Workers] | None = None
+
+    def check(self) -> None:
+        """Read every byte and check it: decode all frames, or compare the checksums that a raw file states.
+
+        Raises InputError that names what is damaged.
+        """
+        if self.container is not None:
+            check_frames(*self.container)
+            return
+        for storage in self.checkpoint.storages:
+            if storage.crc32 is not None and _crc32(self.checkpoint, storage) != storage.crc32:
+                raise InputError(f"{self.path}: storage {storage.key!r} is damaged: its CRC does not match")
+
+
+def _crc32(checkpoint: Checkpoint, storage: StorageInfo) -> int:
+    crc = 0
+    for start in range(0, storage.nbytes, _BLOCK):
+        view = scratch("crc", min(_BLOCK, storage.nbytes - start))
+        checkpoint.read_into(storage.offset + start, view)
+        crc = zlib.crc32(view, crc)
+    return crc
+
+
+@contextmanager
+def open_source(path: Path, *, member: str | None = None, threads: int | None = None) -> Iterator[Source]:
+    """Open ``path``, recognised by content. Raises InputError for damage, UsageError where ``member`` must be given."""
+    if not is_container(path):
+        with open_checkpoint(path) as checkpoint:
+            yield Source(path, checkpoint)
+        return
+    with ContainerReader(path) as reader, Workers(threads) as workers:
+        index = member_index(reader, member)
+        record = reader.manifest.members[index]
+        if record.format not in dict(READERS):
+            raise InputError(f"{path}: {record.path!r} is of the format {record.format!r}, which is not known")
+        file = MemberSource(reader, MemberFile(reader, index, workers))
+        yield Source(path, get_reader(record.format).read(file), (reader, workers))

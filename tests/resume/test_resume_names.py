@@ -1,0 +1,229 @@
+"""Which parameter is which: wrappers, ties, names and places, several candidates."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from resume_kit import OPTIMIZERS, Net, groups, same, snapshot, trained
+from torch import nn
+
+import ckpt8
+from ckpt8.errors import ResumeError, UsageError
+from ckpt8.resuming.names import match
+
+ADAMW = OPTIMIZERS["torch-adamw"]
+
+
+def write(tmp_path, tree):
+    path = tmp_path / "run.pt"
+    torch.save(tree, path)
+    return path
+
+
+def renamed(tree, prefix):
+    return {prefix + name: value for name, value in tree.items()}
+
+
+def fqn_keyed(model, optimizer):
+    """The optimizer state with names in place of numbers, as FSDP and accelerate write it."""
+    state = optimizer.state_dict()
+    names = {id(p): name for name, p in model.named_parameters()}
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    return {
+        "state": {order[k]: value for k, value in reversed(state["state"].items())},
+        "param_groups": [group | {"params": [order[k] for k in group["params"]]} for group in state["param_groups"]],
+    }
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."])
+def test_prefixes_of_wrappers_do_not_matter(tmp_path, prefix):
+    model, optimizer = trained(ADAMW)
+    keyed = fqn_keyed(model, optimizer)
+    keyed = {
+        "state": renamed(keyed["state"], prefix),
+        "param_groups": [g | {"params": [prefix + name for name in g["params"]]} for g in keyed["param_groups"]],
+    }
+    path = write(tmp_path, {"model": renamed(model.state_dict(), prefix), "optimizer": keyed})
+    other = Net(seed=1)
+    fresh = ADAMW(groups(other), 0.1)
+    assert ckpt8.resume(path, other, fresh) == {}
+    assert same(snapshot(other, None), snapshot(model, None))
+    for (name, mine), theirs in zip(other.named_parameters(), model.parameters(), strict=True):
+        assert same(fresh.state.get(mine), optimizer.state.get(theirs)), name
+
+
+def test_a_compiled_model_takes_plain_names(tmp_path):
+    model, optimizer = trained(ADAMW)
+    path = write(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    other = Net(seed=1)
+    ckpt8.resume(path, torch.compile(other, backend="eager"))
+    assert same(snapshot(other, None), snapshot(model, None))
+    wrapped = nn.DataParallel(Net(seed=2))
+    ckpt8.resume(path, wrapped)
+    assert same(snapshot(wrapped.module, None), snapshot(model, None))
+
+
+def test_names_that_would_become_one_stay_as_they_are():
+    assert match(["a._orig_mod.w", "a.w"], ["a._orig_mod.w", "a.w"]) == {"a._orig_mod.w": "a._orig_mod.w", "a.w": "a.w"}
+    assert match(["module.w", "v"], ["module.w", "v"]) == {"module.w": "module.w", "v": "v"}
+    assert match(["module.w", "module.v"], ["v"]) == {"v": "module.v"}
+    assert match(["w"], ["v"]) == {}
+
+
+def test_names_go_before_places(tmp_path):
+    """Saved from two groups, resumed into one group per parameter in another order."""
+    model = Net()
+    optimizer = ADAMW(groups(model, named=True), 0.1)
+    model(torch.randint(0, 64, (2, 5))).backward()
+    optimizer.step()
+    path = write(tmp_path, {"optimizer": optimizer.state_dict()})
+    other = Net(seed=1)
+    live = reversed([(name, p) for name, p in other.named_parameters() if p.requires_grad])
+    fresh = ADAMW([{"params": [pair]} for pair in live], 0.5)
+    ckpt8.resume(path, optimizer=fresh)
+    assert {group["param_names"][0]: group["weight_decay"] for group in fresh.param_groups} == {
+        name: 0.1 if p.dim() >= 2 else 0.0 for name, p in other.named_parameters() if p.requires_grad
+    }
+    for name, p in other.named_parameters():
+        assert same(fresh.state.get(p), optimizer.state.get(model.get_parameter(name))), name
+
+
+def test_groups_that_became_one_are_refused(tmp_path):
+    model = Net()
+    optimizer = ADAMW(groups(model, named=True), 0.1)
+    path = write(tmp_path, {"optimizer": optimizer.state_dict()})
+    fresh = ADAMW([(name, p) for name, p in model.named_parameters() if p.requires_grad], 0.5)
+    with pytest.raises(ResumeError, match="belong to groups 0, 1 with other hyperparameters"):
+        ckpt8.resume(path, optimizer=fresh)
+
+
+def test_parameters_by_name_that_are_missing_or_too_many(tmp_path):
+    model, optimizer = trained(ADAMW)
+    body = {"params": [model.body.weight]}
+    with pytest.raises(ResumeError, match="is in the optimizer of the checkpoint but not in this one"):
+        with_model(tmp_path, model, optimizer, [body])
+    frozen = {"params": [*groups(model)[1]["params"], model.frozen]}
+    with pytest.raises(ResumeError, match="frozen: is not in the optimizer of the checkpoint"):
+        with_model(tmp_path, model, optimizer, [groups(model)[0], frozen])
+
+
+def with_model(tmp_path, model, optimizer, live):
+    path = write(tmp_path, {"model": model.state_dict(), "optimizer": fqn_keyed(model, optimizer)})
+    ckpt8.resume(path, model, ADAMW(live, 0.1))
+
+
+def test_names_without_a_model(tmp_path):
+    model, optimizer = trained(ADAMW)
+    path = write(tmp_path, fqn_keyed(model, optimizer))
+    with pytest.raises(ResumeError, match="give model= as well"):
+        ckpt8.resume(path, optimizer=ADAMW(groups(model), 0.1))
+
+
+def test_a_tie_that_only_one_side_has(tmp_path):
+    model, _ = trained(ADAMW)
+    path = write(tmp_path, model.state_dict())
+    loose = Net(seed=1)
+    loose.head.weight = nn.Parameter(torch.zeros(64, 72))
+    assert ckpt8.resume(path, loose) == {}
+    assert torch.equal(loose.head.weight, model.head.weight)
+    # Saved apart but equal, or under one of its names alone.
+    apart = {name: t.clone() for name, t in model.state_dict().items()}
+    for tree in (apart, {name: t for name, t in apart.items() if name != "head.weight"}):
+        other = Net(seed=2)
+        ckpt8.resume(write(tmp_path, {"state_dict": tree}), other)
+        assert same(snapshot(other, None), snapshot(model, None))
+        assert other.head.weight is other.embed.weight
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict", "module"])
+def test_where_models_are(tmp_path, key):
+    model, optimizer = trained(ADAMW)
+    path = write(tmp_path, {"epoch": 2, key: model.state_dict(), "nested": {"opt": optimizer.state_dict()}})
+    other = Net(seed=1)
+    fresh = ADAMW(groups(other), 0.1)
+    assert ckpt8.resume(path, other, fresh) == {"epoch": 2, "nested": {}}
+    assert same(snapshot(other, fresh), snapshot(model, optimizer))
+
+
+def test_several_models(tmp_path):
+    model, other = Net(), Net(seed=1)
+    alone = nn.Linear(2, 2)
+    path = write(tmp_path, {"model": model.state_dict(), "critic": alone.state_dict()})
+    rest = ckpt8.resume(path, other)
+    assert same(snapshot(other, None), snapshot(model, None))
+    assert torch.equal(rest["critic"]["weight"], alone.weight)
+    path = write(tmp_path, {"state_dict": model.state_dict(), "state_dict_ema": Net(seed=4).state_dict()})
+    before = snapshot(other, None)
+    with pytest.raises(UsageError, match=re.escape("(state_dict, state_dict_ema); choose with model_at=")):
+        ckpt8.resume(path, other)
+    assert same(snapshot(other, None), before)
+    rest = ckpt8.resume(path, other, model_at="state_dict_ema")
+    assert same(snapshot(other, None), snapshot(Net(seed=4), None))
+    assert list(rest) == ["state_dict"]
+    with pytest.raises(UsageError, match="model_at='x' is not one of state_dict, state_dict_ema"):
+        ckpt8.resume(path, other, model_at="x")
+
+
+def test_several_optimizers(tmp_path):
+    first, second = nn.Linear(3, 4), nn.Linear(4, 3)
+    both = [trained_on(first), trained_on(second)]
+    path = write(tmp_path, {"optimizer_states": [o.state_dict() for o in both], "epoch": 1})
+    fresh = ADAMW(nn.Linear(4, 3).parameters(), 0.5)
+    rest = ckpt8.resume(path, optimizer=fresh)
+    assert same(fresh.state_dict(), both[1].state_dict())
+    assert rest["optimizer_states"][1] is None
+    assert rest["optimizer_states"][0]["param_groups"] == both[0].state_dict()["param_groups"]
+    path = write(tmp_path, {"optimizer_states": [trained_on(first).state_dict(), both[0].state_dict()]})
+    again = ADAMW(nn.Linear(3, 4).parameters(), 0.5)
+    with pytest.raises(UsageError, match=r"2 optimizers \(optimizer_states.0, optimizer_states.1\), of which 2 fit"):
+        ckpt8.resume(path, optimizer=again)
+    ckpt8.resume(path, optimizer=again, optimizer_at="optimizer_states.1")
+    assert same(again.state_dict(), both[0].state_dict())
+
+
+def trained_on(model):
+    optimizer = ADAMW(model.parameters(), 0.1)
+    model(torch.randn(2, model.in_features)).square().sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_schedulers_and_users_may_add_to_groups(tmp_path):
+    _, optimizer = trained(ADAMW)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.param_groups[0]["lr_scale"] = 0.5
+    path = write(tmp_path, {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()})
+    other = Net(seed=1)
+    fresh = ADAMW(groups(other), 0.1)
+    rest = ckpt8.resume(path, optimizer=fresh)
+    assert fresh.param_groups[0]["lr_scale"] == 0.5
+    assert [group["initial_lr"] for group in fresh.param_groups] == [0.004, 0.004]
+    assert rest["scheduler"] == scheduler.state_dict()
+
+
+def test_older_files_lack_settings(tmp_path):
+    _, optimizer = trained(ADAMW)
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        for key in ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"):
+            del group[key]
+    other = Net(seed=1)
+    fresh = ADAMW(groups(other), 0.1)
+    ckpt8.resume(write(tmp_path, {"optimizer": state}), optimizer=fresh)
+    assert same(snapshot(None, fresh)[1]["state"], optimizer.state_dict()["state"])
+    assert fresh.param_groups[0]["decoupled_weight_decay"] is True
+
+
+def test_how_a_step_is_computed_stays(tmp_path):
+    _, optimizer = trained(ADAMW)
+    for group in optimizer.param_groups:
+        group["foreach"] = True
+    path = write(tmp_path, {"optimizer": optimizer.state_dict()})
+    fresh = torch.optim.AdamW(groups(Net()), foreach=False)
+    ckpt8.resume(path, optimizer=fresh)
+    assert [group["foreach"] for group in fresh.param_groups] == [False, False]
+    unset = torch.optim.AdamW(groups(Net()))
+    ckpt8.resume(path, optimizer=unset)
+    assert [group["foreach"] for group in unset.param_groups] == [True, True]

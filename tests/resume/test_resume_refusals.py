@@ -1,0 +1,288 @@
+"""What does not fit is refused with one clear line, and nothing has changed."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from resume_kit import OPTIMIZERS, Net, groups, same, snapshot, train, trained
+from torch import nn
+
+import ckpt8
+from ckpt8.errors import Ckpt8Error, InputError, ResumeError, ResumeWarning, UsageError
+
+ADAMW = OPTIMIZERS["torch-adamw"]
+
+
+@pytest.fixture(params=["raw", "flash"])
+def form(request) -> str:
+    return request.param
+
+
+def write(tmp_path: Path, tree, form: str = "raw") -> Path:
+    path = tmp_path / "run.pt"
+    torch.save(tree, path)
+    if form == "raw":
+        return path
+    ckpt8.compress(path, preset=form, threads=1, force=True)
+    return path.with_suffix(".ckpt8")
+
+
+def tree_of(model, optimizer) -> dict:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+
+
+def refused(path: Path, model, optimizer, match: str, error: type[Ckpt8Error] = ResumeError, **settings) -> Ckpt8Error:
+    before = snapshot(model, optimizer)
+    with pytest.raises(error, match=match) as caught:
+        ckpt8.resume(path, model, optimizer, **settings)
+    assert same(snapshot(model, optimizer), before)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+    return caught.value
+
+
+def live() -> tuple[Net, torch.optim.Optimizer]:
+    """What the checkpoint goes into: in training itself, so that there is state to lose."""
+    return trained(ADAMW, 2, seed=5)
+
+
+def change_weights(change):
+    def make(tree):
+        tree["model"] = dict(tree["model"])
+        change(tree["model"])
+
+    return make
+
+
+def change_state(change):
+    def make(tree):
+        change(tree["optimizer"]["state"])
+
+    return make
+
+
+MATRIX = 0  # the identifier of the tied matrix
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (change_weights(lambda w: w.pop("body.weight")), "model body.weight: is missing"),
+        (change_weights(lambda w: w.pop("norm.running_mean")), "model norm.running_mean: is missing"),
+        (change_weights(lambda w: w.update(other=torch.zeros(3))), "model other: is in the checkpoint but not"),
+        (
+            change_weights(
+                lambda w: w.update({"embed.weight": w["embed.weight"].t(), "head.weight": w["head.weight"].t()})
+            ),
+            r"model embed.weight: was saved with shape \[72, 64\], here it has \[64, 72\]",
+        ),
+        (
+            change_weights(lambda w: w.update({"body.bias": w["body.bias"].double()})),
+            "body.bias: was saved as float64, here",
+        ),
+        (change_weights(lambda w: w.update({"head.weight": w["head.weight"] + 1})), "head.weight: is tied"),
+        (change_state(lambda s: s[MATRIX].pop("exp_avg_sq")), "embed.weight: its optimizer state lacks exp_avg_sq"),
+        (change_state(lambda s: s[MATRIX].update(extra=1)), "embed.weight: its optimizer state has extra, which AdamW"),
+        (
+            change_state(lambda s: s[MATRIX].update(exp_avg=s[MATRIX]["exp_avg"].t())),
+            r"embed.weight: exp_avg was saved with shape \[72, 64\]",
+        ),
+        (
+            change_state(lambda s: s[MATRIX].update(exp_avg=s[MATRIX]["exp_avg"].bfloat16())),
+            "embed.weight: exp_avg was saved as bfloat16, here it is float32",
+        ),
+        (change_state(lambda s: s[MATRIX].update(step=torch.tensor(2.5))), "step is not a whole number"),
+        (change_state(lambda s: s[MATRIX].update(step=2**24 + 1)), "cannot be held exactly"),
+        (change_state(lambda s: s.update({MATRIX: 1})), "embed.weight: its optimizer state is malformed"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit(tmp_path, change, match, form):
+    tree = tree_of(*trained(ADAMW))
+    change(tree)
+    refused(write(tmp_path, tree, form), *live(), match)
+
+
+def test_all_problems_are_told(tmp_path):
+    tree = tree_of(*trained(ADAMW))
+    tree["model"] = {name: t for name, t in tree["model"].items() if not name.startswith("norm.")}
+    error = refused(write(tmp_path, tree), *live(), r"norm.weight: is missing .*\(and 4 more")
+    assert len(error.problems) == 5
+    assert error.exit_code == 2
+
+
+def test_another_model(tmp_path, form):
+    path = write(tmp_path, tree_of(*trained(ADAMW)), form)
+    model = Net(width=80)
+    refused(path, model, ADAMW(groups(model), 0.1), "was saved with shape")
+    other = nn.Linear(3, 4)
+    refused(path, other, ADAMW(other.parameters(), 0.1), "model weight: is missing")
+
+
+def wrong_pairs() -> list[tuple[str, str]]:
+    """Every optimizer into every other of another class."""
+    alike = [{"torch-adamw", "torch-adamw-amsgrad"}, {"torch-sgd", "torch-sgd-momentum"}]
+    return [(a, b) for a in OPTIMIZERS for b in OPTIMIZERS if a != b and {a, b} not in alike]
+
+
+@pytest.fixture(scope="module")
+def all_trained(tmp_path_factory) -> dict[str, Path]:
+    paths = {}
+    for name, make in OPTIMIZERS.items():
+        paths[name] = tmp_path_factory.mktemp(name) / "run.pt"
+        torch.save(tree_of(*trained(make, 1)), paths[name])
+    return paths
+
+
+@pytest.mark.parametrize("target", OPTIMIZERS)
+def test_another_optimizer_class(all_trained, target):
+    model = Net(seed=3)
+    optimizer = OPTIMIZERS[target](groups(model), 0.1)
+    for a, b in wrong_pairs():
+        if b == target:
+            refused(all_trained[a], model, optimizer, "optimizer ")
+
+
+def test_other_numbers_of_parameters(tmp_path):
+    path = write(tmp_path, tree_of(*trained(ADAMW)))
+    model = Net()
+    one_group = ADAMW([p for p in model.parameters() if p.requires_grad], 0.1)
+    refused(path, model, one_group, r"hold \[3, 5\] parameters, those here hold \[8\]")
+    swapped = ADAMW(groups(model)[::-1], 0.1)
+    refused(path, model, swapped, r"hold \[3, 5\] parameters, those here hold \[5, 3\]")
+
+
+def equal_groups(model: nn.Module, *, swapped: bool, named: bool = False) -> list[dict]:
+    """Two groups that look the same: two parameters each, of the same shapes."""
+    names = [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+    both = [
+        {
+            "params": [(n, model.get_parameter(n)) if named else model.get_parameter(n) for n in row],
+            "weight_decay": decay,
+        }
+        for row, decay in zip(names, (0.1, 0.0), strict=True)
+    ]
+    return both[::-1] if swapped else both
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_groups_in_another_order(tmp_path, named):
+    model, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    optimizer = ADAMW(equal_groups(model, swapped=False, named=named), 0.1)
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    path = write(tmp_path, tree_of(model, optimizer))
+    swapped = ADAMW(equal_groups(other, swapped=True, named=named), 0.2)
+    if not named:
+        refused(path, other, swapped, "weight decays of those here in another order")
+        return
+    ckpt8.resume(path, other, swapped)
+    for name in ("0.weight", "1.weight"):
+        mine, theirs = (o.state[m.get_parameter(name)] for o, m in ((swapped, other), (optimizer, model)))
+        assert same(mine, dict(theirs))
+    assert [group["weight_decay"] for group in swapped.param_groups] == [0.0, 0.1]
+
+
+def test_damage_anywhere_is_found_before_anything_changes(tmp_path):
+    path = write(tmp_path, tree_of(*trained(ADAMW)), "flash")
+    whole = path.read_bytes()
+    model, optimizer = live()
+    for place in range(100, len(whole), len(whole) // 25):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        refused(path, model, optimizer, "run", InputError)
+    for length in (0, 10, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        refused(path, model, optimizer, "run", InputError)
+
+
+def test_a_raw_file_with_a_flipped_bit(tmp_path):
+    path = write(tmp_path, tree_of(*trained(ADAMW)))
+    whole = bytearray(path.read_bytes())
+    with ckpt8.readers.open_checkpoint(path) as checkpoint:
+        last = max(checkpoint.storages, key=lambda storage: storage.offset)
+    whole[last.offset] ^= 1
+    path.write_bytes(whole)
+    refused(path, *live(), "CRC", InputError)
+    path.write_bytes(whole[: len(whole) // 2])
+    refused(path, *live(), "run", InputError)
+
+
+def test_a_file_without_what_is_asked_for(tmp_path):
+    model, optimizer = live()
+    refused(write(tmp_path, {"step": 1, "x": torch.ones(2)}), model, None, "holds no model state dict", UsageError)
+    refused(write(tmp_path, model.state_dict()), None, optimizer, "holds no optimizer state", UsageError)
+    refused(write(tmp_path, {"model": model}), model, None, "a pickled module", UsageError)
+    refused(tmp_path / "missing.pt", model, None, "no such file", InputError)
+
+
+def test_a_model_without_memory(tmp_path):
+    path = write(tmp_path, nn.Linear(2, 2).state_dict())
+    with pytest.raises(ResumeError, match="model weight: is on the meta device"):
+        ckpt8.resume(path, nn.Linear(2, 2, device="meta"))
+
+
+def test_not_strict_takes_what_fits_and_lists_the_rest(tmp_path):
+    source, optimizer = trained(ADAMW)
+    tree = copy.deepcopy(tree_of(source, optimizer))
+    tree["model"]["body.weight"] = torch.zeros(2, 2)
+    tree["optimizer"]["state"][MATRIX]["exp_avg"] = torch.zeros(3)
+    path = write(tmp_path, tree)
+    model, mine = live()
+    before = snapshot(model, mine)
+    with pytest.warns(ResumeWarning) as caught:
+        ckpt8.resume(path, model, mine, strict=False)
+    assert len(caught) == 1
+    assert "body.weight: was saved with shape [2, 2]" in str(caught[0].message)
+    assert "embed.weight: exp_avg was saved" in str(caught[0].message)
+    now = snapshot(model, mine)
+    assert torch.equal(now[0]["body.weight"], before[0]["body.weight"])
+    assert torch.equal(now[0]["conv.weight"], source.conv.weight)
+    assert same(now[1]["state"][MATRIX], before[1]["state"][MATRIX])
+    assert same(now[1]["state"][1], optimizer.state_dict()["state"][1])
+
+
+def test_not_strict_leaves_another_optimizer_alone(tmp_path):
+    path = write(tmp_path, tree_of(*trained(OPTIMIZERS["came-pytorch"])))
+    model, mine = live()
+    before = snapshot(None, mine)
+    with pytest.warns(ResumeWarning, match="another optimizer than AdamW"):
+        ckpt8.resume(path, model, mine, strict=False)
+    assert same(snapshot(None, mine), before)
+
+
+def test_a_file_that_fits_gives_no_warning(tmp_path):
+    model, optimizer = trained(ADAMW)
+    path = write(tmp_path, tree_of(model, optimizer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ckpt8.resume(path, *live(), strict=False)
+    train(model, optimizer, 3, 1)
+
+
+class Copies(nn.Linear):
+    """A model whose state dict is not made of its own tensors."""
+
+    def state_dict(self, **settings):
+        return {name: t.clone() for name, t in super().state_dict(**settings).items()}
+
+
+def test_a_model_that_hides_its_tensors(tmp_path):
+    path = write(tmp_path, nn.Linear(2, 2).state_dict())
+    refused(path, Copies(2, 2), None, "model weight: is not a tensor that can be filled in place")
+
+
+def test_conjugate_views_are_refused(tmp_path):
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    optimizer = ADAMW(model.parameters(), 0.1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    tree = copy.deepcopy(tree_of(model, optimizer))
+    tree["optimizer"]["state"][0]["exp_avg"] = tree["optimizer"]["state"][0]["exp_avg"].conj()
+    refused(write(tmp_path, tree), model, optimizer, "weight: exp_avg was saved as a conjugate")
+    refused(
+        write(tmp_path, {"bias": model.bias.conj(), "weight": model.weight}), model, None, "model bias: was saved as a"
+    )

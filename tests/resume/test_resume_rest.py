@@ -1,0 +1,198 @@
+"""The rest of the tree, and copies into tensors of any stride."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from resume_kit import same
+from torch import nn
+
+import ckpt8
+from ckpt8.errors import UsageError
+from ckpt8.readers import open_checkpoint
+from ckpt8.readers.base import Inert, TensorRef
+from ckpt8.readers.walk import iter_leaves
+from ckpt8.resuming import streaming
+from ckpt8.resuming.rest import RestBuilder
+from ckpt8.resuming.streaming import Streamer
+
+
+def round_trip(tmp_path: Path, tree, model=None):
+    path = tmp_path / "run.pt"
+    torch.save(tree, path)
+    ckpt8.compress(path, preset="lossless", force=True)
+    rest = ckpt8.resume(path, model)
+    again = ckpt8.resume(path.with_suffix(".ckpt8"), model)
+    assert repr(again) == repr(rest)
+    return rest
+
+
+def test_plain_values_and_tensors(tmp_path):
+    base = torch.arange(12.0)
+    tree = {
+        "iter": 7,
+        "config": {"lr": 1e-3, "betas": (0.9, 0.95), "names": ["a", None, True], 3: b"bytes", "inf": float("inf")},
+        "rng": torch.get_rng_state(),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "views": [base, base[2:8:2], base.view(3, 4).t()],
+        "ordered": OrderedDict(a=1),
+        "set": {1, 2},
+        "empty": {},
+        "spectrum": torch.randn(4, dtype=torch.complex64).conj(),
+        "negative": torch.randn(4, dtype=torch.complex64).conj().imag,
+        "python": random.getstate(),
+    }
+    rest = round_trip(tmp_path, {**tree, "model": nn.Linear(64, 64).state_dict()}, nn.Linear(64, 64))
+    assert list(rest) == list(tree)
+    assert all(same(rest[key], tree[key]) for key in tree)
+    whole, part, _ = rest["views"]
+    whole[2] = -1
+    assert part[0] == -1
+
+
+def test_shared_and_circular_parts(tmp_path):
+    shared = [1]
+    tree = {"a": shared, "b": shared}
+    tree["self"] = tree
+    rest = round_trip(tmp_path, tree | {"x": torch.ones(1)})
+    assert rest["a"] is rest["b"]
+    assert rest["self"]["self"] is rest["self"]
+
+
+def test_objects_of_other_classes_are_not_made(tmp_path):
+    args = argparse.Namespace(lr=0.1, layers=[1, 2], table=torch.ones(2))
+    rest = round_trip(tmp_path, {"args": args, "path": Path("/x")})
+    assert type(rest["args"]) is Inert
+    assert rest["args"].name == "argparse.Namespace"
+    assert rest["args"].state["layers"] == [1, 2]
+    assert torch.equal(rest["args"].state["table"], torch.ones(2))
+    assert rest["path"].name.startswith("pathlib.")
+
+
+def test_numpy(tmp_path):
+    np = pytest.importorskip("numpy")
+    generator = np.random.RandomState(3)
+    tree = {
+        "state": generator.get_state(),
+        "f": np.float64(0.1),
+        "big": np.arange(6, dtype=">i4").reshape(2, 3, order="F"),
+    }
+    rest = round_trip(tmp_path, tree | {"x": torch.ones(1), "text": np.array(["a"], dtype=object)})
+    assert rest["f"] == tree["f"]
+    assert type(rest["f"]) is np.float64
+    np.testing.assert_array_equal(rest["big"], tree["big"])
+    expected = generator.rand(3)
+    other = np.random.RandomState(4)
+    other.set_state(rest["state"])
+    np.testing.assert_array_equal(other.rand(3), expected)
+    assert type(rest["text"]) is Inert
+
+
+@pytest.mark.parametrize("name", ["views.pt", "legacy.pt", "crc_off.pt"])
+def test_the_rest_is_what_torch_loads(inputs, tmp_path, name):
+    original = torch.load(inputs / name, weights_only=True)
+    assert same_values(ckpt8.resume(inputs / name), original)
+    ckpt8.compress(inputs / name, tmp_path / "run.ckpt8", preset="lossless")
+    assert same_values(ckpt8.resume(tmp_path / "run.ckpt8"), original)
+
+
+def same_values(one, other) -> bool:
+    if isinstance(other, dict):
+        return list(one) == list(other) and all(same_values(one[key], other[key]) for key in other)
+    if isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(same_values(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(other, torch.Tensor):
+        return same(one.detach(), other.detach())
+    return one == other or (one != one and other != other)
+
+
+def test_custom_objects(inputs):
+    rest = ckpt8.resume(inputs / "custom_objects.pt")
+    expected = torch.load(inputs / "custom_objects.pt", weights_only=False, pickle_module=_Stubs)
+    assert list(rest) == list(expected)
+
+
+class _Stubs:
+    """A pickle module that makes something of classes that are not there."""
+
+    import pickle
+
+    load, loads = pickle.load, pickle.loads
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module, name):
+            try:
+                return super().find_class(module, name)
+            except (ImportError, AttributeError):
+                return type(name, (), {})
+
+
+@pytest.mark.parametrize("piece", [1, 3, 7, 64, 1 << 20])
+@pytest.mark.parametrize("name", ["views.pt", "gpt_came.pt"])
+def test_copies_of_any_stride_into_any_stride(inputs, monkeypatch, name, piece):
+    monkeypatch.setattr(streaming, "PIECE", piece)
+    with open_checkpoint(inputs / name) as checkpoint:
+        streamer, builder = Streamer(checkpoint), RestBuilder(checkpoint)
+        refs = [ref for _, ref in iter_leaves(checkpoint.tree) if isinstance(ref, TensorRef)]
+        if piece < 64:
+            refs = [ref for ref in refs if torch.Size(ref.shape).numel() < 300]
+        assert refs
+        for ref in refs:
+            expected = builder.build(replace(ref, conj=False, neg=False))
+            for target in targets(expected):
+                streamer.copy(ref, target)
+                assert same(target.clone(memory_format=torch.contiguous_format), expected.contiguous())
+            assert streamer.equal(ref, ref)
+
+
+def targets(like: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors of one shape: contiguous, transposed, and with gaps."""
+    shape = tuple(like.shape)
+    backwards = torch.empty(shape[::-1], dtype=like.dtype).permute(tuple(reversed(range(len(shape)))))
+    gaps = torch.empty((*shape, 2), dtype=like.dtype)[..., 0]
+    return [torch.empty(shape, dtype=like.dtype), backwards, gaps]
+
+
+def test_channels_last_stays(tmp_path):
+    model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    torch.save(model.state_dict(), tmp_path / "run.pt")
+    for layout in (torch.channels_last, torch.contiguous_format):
+        other = nn.Conv2d(4, 8, 3).to(memory_format=layout)
+        stride = other.weight.stride()
+        assert ckpt8.resume(tmp_path / "run.pt", other) == {}
+        assert torch.equal(other.weight, model.weight)
+        assert other.weight.stride() == stride
+
+
+class WithExtra(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.scale = scale
+
+    def get_extra_state(self):
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale = state["scale"]
+
+
+def test_extra_states(tmp_path):
+    torch.save({"model": nn.Sequential(WithExtra(2.5)).state_dict()}, tmp_path / "run.pt")
+    other = nn.Sequential(WithExtra(1.0))
+    ckpt8.resume(tmp_path / "run.pt", other)
+    assert other[0].scale == 2.5
+
+
+def test_a_path_that_is_text(tmp_path):
+    torch.save({"a": 1, "x": torch.ones(1)}, tmp_path / "run.pt")
+    assert ckpt8.resume(str(tmp_path / "run.pt"))["a"] == 1
+    with pytest.raises(UsageError, match="no optimizer"):
+        ckpt8.resume(str(tmp_path / "run.pt"), None, torch.optim.SGD([torch.ones(1)], 0.1))
