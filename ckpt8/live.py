@@ -35,7 +35,7 @@ def _recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
             def persistent_id(self: Any, obj: Any) -> Any:
                 identity = identify(self, obj)
                 if identity is not None:
-                    storages[str(identity[2])] = obj.untyped() if hasattr(obj, "untyped") else obj
+                    storages[str(identity[2])] = getattr(obj, "_untyped_storage", obj)
                 return identity
 
             cls.persistent_id = persistent_id  # type: ignore[method-assign]
