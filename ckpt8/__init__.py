@@ -3,6 +3,7 @@
     tree = ckpt8.load("run.ckpt8")            as torch.load(..., weights_only=True) of the original
     ckpt8.save(obj, "run.ckpt8")              as torch.save
     with ckpt8.open("run.ckpt8") as f: ...    lazy, tensor by tensor
+    ckpt8.optim.AdamW(params, lr=1e-3)        trains on the packed state itself
 
 Names are resolved when first used, so that importing the package does not import torch.
 """
@@ -22,14 +23,19 @@ _NAMES = {
     "verify": ("ckpt8.verification", "verify"),
 }
 
-__all__ = ["__version__", "compress", "load", "open", "restore", "save", "verify"]
+__all__ = ["__version__", "compress", "load", "open", "optim", "restore", "save", "verify"]
+
+
+_MODULES = ("optim",)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
-        raise AttributeError(f"module 'ckpt8' has no attribute {name!r}")
     from importlib import import_module
 
+    if name in _MODULES:
+        return import_module(f"ckpt8.{name}")
+    if name not in _NAMES:
+        raise AttributeError(f"module 'ckpt8' has no attribute {name!r}")
     module, attribute = _NAMES[name]
     value = getattr(import_module(module), attribute)
     globals()[name] = value
