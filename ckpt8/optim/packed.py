@@ -36,7 +36,7 @@ Cut = tuple[int, int, Block]
 
 
 class PackedOptimizer(torch.optim.Optimizer):
-    """Base class. Besides the arguments of the rule, keyword arguments that a parameter group may override:
+    """Base class. Besides the arguments of the rule it takes these, which a parameter group may override.
 
     ``master``: how bf16 parameters are completed: ``split24`` (int8 residual) or ``split32`` (int16, exact).
     ``moment1``, ``moment2``: ``companded8(...)`` or ``lossless`` (fp32), as text or as a stored configuration.

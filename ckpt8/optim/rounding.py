@@ -36,7 +36,8 @@ rounded to nearest; a state that came with linear codes keeps them. First moment
 beta1 <= .99 they decay as they should (0.978 after 3T at .99), and stochastic codes had twice the error energy.
 
 24-bit weights (split24): rho = floor((R*d + noise) / 2^15), noise from 127 to 32640: a weight that does not change
-keeps its code, and a change under half a step of fp32 is lost, as in fp32. Rounded to nearest, weight decay of 1e-6 a step would be lost altogether.
+keeps its code, and a change under half a step of fp32 is lost, as in fp32. Rounded to nearest, weight decay of 1e-6 a
+step would be lost altogether.
 """
 
 from __future__ import annotations
