@@ -5,8 +5,9 @@
     fp16              ``master`` fp32; the parameter is its fp16 rounding
 
 The arithmetic is that of split24/1 and split32/1, on the bits of the parameter instead of byte planes. In training
-nothing is refused: NaN stays NaN, and what overflows bf16 becomes Inf there. A parameter that was overwritten from outside is
-taken as it is, with the old residual, an error under one bf16 step; a fp16 parameter is written anew from its master.
+nothing is refused: NaN stays NaN, and what overflows bf16 becomes Inf there. A bf16 parameter that was overwritten from
+outside is taken as it is, with the old residual, an error under one bf16 step; an fp16 parameter is written anew from
+its master.
 """
 
 from __future__ import annotations
