@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from ckpt8.optim.packed import PackedOptimizer
 
 StateDict = dict[str, Any]
+_MAGNITUDE = 0x7FFFFFFF
+_HALF_STEP = 1 << 15
+"""Half a step of bf16, in steps of fp32."""
+
 _KINDS = {"exp_avg": "moment1", "momentum_buffer": "moment1", "exp_avg_sq": "moment2"}
 
 
@@ -43,6 +47,28 @@ def split_weight(weight: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torc
     )
     write_master(flat, param, residual, codec, None)
     return param.view(weight.shape), residual.view(weight.shape)
+
+
+def residual_of(master: torch.Tensor, param: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """The residual of fp32 weights over a bf16 parameter that was rounded from them, halves either way.
+
+    A half that the layout would have rounded to the other neighbour is off by one fp32 step (split32), or by 1/254 of
+    a bf16 step (split24). Raises UsageError where the parameter is not a rounding of the weights.
+    """
+    from ckpt8.codecs.split24 import Split24
+
+    bits = master.detach().float().contiguous().view(-1).view(torch.int32)
+    hi = param.detach().reshape(-1).view(torch.int16).to(torch.int32) << 16
+    d = (bits & _MAGNITUDE) - (hi & _MAGNITUDE)
+    # A weight so small that it was rounded to a zero of either sign may differ in sign.
+    differs = ((bits ^ hi) < 0) & (hi & _MAGNITUDE != 0)
+    if bool(((d.abs() > _HALF_STEP) | differs).any()):
+        raise UsageError("the bf16 parameters are not the master weights rounded; set them with split_weight first")
+    if isinstance(codec, Split24):
+        residual = (d >> 31).add_(d.mul_(codec.R)).add_(16384).bitwise_right_shift_(15).to(torch.int8)
+    else:
+        residual = d.clamp_(-_HALF_STEP, _HALF_STEP - 1).to(torch.int16)
+    return residual.view(param.shape)
 
 
 def join_weight(param: torch.Tensor, residual: torch.Tensor | None, codec: Codec) -> torch.Tensor:
@@ -130,9 +156,9 @@ def pack(
 ) -> StateDict:
     """A plain state dict in the packed layout of ``optimizer``, which is only read.
 
-    Parameters are matched by their order, as torch does. ``masters`` gives fp32 weights by id; the residuals of bf16
-    parameters are made of them, else zero (the parameters themselves are set by ``split_weight``). Raises UsageError
-    where groups, keys or shapes do not match.
+    Parameters are matched by their order, as torch does. ``masters`` gives fp32 weights by id, of which the bf16
+    parameters must be the rounding (see ``split_weight``): residuals are made of them, else zero. Raises UsageError
+    where groups, keys, shapes or weights do not match.
     """
     target = optimizer.state_dict()
     if [len(g["params"]) for g in plain["param_groups"]] != [len(g["params"]) for g in target["param_groups"]]:
@@ -161,7 +187,7 @@ def _packed_state(
     if "residual" in layout:
         codec = optimizer.codec(group, "master", param)
         state["residual"] = (
-            torch.zeros(shape, dtype=layout["residual"][0]) if master is None else split_weight(master, codec)[1]
+            torch.zeros(shape, dtype=layout["residual"][0]) if master is None else residual_of(master, param, codec)
         )
     if "master" in layout:
         state["master"] = (param if master is None else master).detach().float().clone()

@@ -141,8 +141,9 @@ def from_flashoptim(flash: Mapping[str, Any], optimizer: PackedOptimizer) -> Sta
         if not given:
             continue
         state[i] = {"step": step_of(given, group)} | _plain_moments(given)
-        bits = given.get("error_bits")
-        masters[i] = master_of(param, bits, int(group.get("master_bytewidth", 0)))
+        # The second spelling is pytorch_optimizer's.
+        width = group.get("master_bytewidth", group.get("master_byte_width", 0))
+        masters[i] = master_of(param, given.get("error_bits"), int(width))
     return pack({"state": state, "param_groups": flash["param_groups"]}, optimizer, masters)
 
 

@@ -31,9 +31,7 @@ def check(mag: torch.Tensor) -> None:
     """Every magnitude and its negative come back, and only the sign tells their parts apart."""
     parts, mirrored = CODEC.encode(weights(mag)), CODEC.encode(weights(mag | SIGN))
     assert torch.equal(CODEC.decode(parts, spec(len(mag))).view(torch.int32), weights(mag).view(torch.int32))
-    assert torch.equal(
-        CODEC.decode(mirrored, spec(len(mag))).view(torch.int32), weights(mag | SIGN).view(torch.int32)
-    )
+    assert torch.equal(CODEC.decode(mirrored, spec(len(mag))).view(torch.int32), weights(mag | SIGN).view(torch.int32))
     assert torch.equal(parts["residual"], mirrored["residual"])
     assert torch.equal(parts["mantissa"] | 0x80, mirrored["mantissa"])
     hi = (parts["exponent"].to(torch.int64) << 7) | (parts["mantissa"].to(torch.int64) & 0x7F)

