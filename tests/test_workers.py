@@ -35,7 +35,7 @@ def test_results_come_in_the_order_of_the_items(threads):
 def test_work_is_done_by_all_threads_at_once():
     barrier = threading.Barrier(3, timeout=10)
     with Workers(3) as workers:
-        names = set(workers.map(lambda _: (barrier.wait() and None) or threading.current_thread().name, range(3)))
+        names = set(workers.map(lambda _: barrier.wait() and None or threading.current_thread().name, range(3)))
     assert len(names) == 3
     assert threading.current_thread().name not in names
 
