@@ -4,6 +4,7 @@
     ckpt8.save(obj, "run.ckpt8")              as torch.save
     with ckpt8.open("run.ckpt8") as f: ...    lazy, tensor by tensor
     rest = ckpt8.resume("run.ckpt8", model=model, optimizer=optimizer)      streams into live objects
+    ckpt8.optim.AdamW(params, lr=1e-3)        trains on the packed state itself
 
 Names are resolved when first used, so that importing the package does not import torch.
 """
@@ -24,14 +25,19 @@ _NAMES = {
     "verify": ("ckpt8.verification", "verify"),
 }
 
-__all__ = ["__version__", "compress", "load", "open", "restore", "resume", "save", "verify"]
+__all__ = ["__version__", "compress", "load", "open", "optim", "restore", "resume", "save", "verify"]
+
+
+_MODULES = ("optim",)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
-        raise AttributeError(f"module 'ckpt8' has no attribute {name!r}")
     from importlib import import_module
 
+    if name in _MODULES:
+        return import_module(f"ckpt8.{name}")
+    if name not in _NAMES:
+        raise AttributeError(f"module 'ckpt8' has no attribute {name!r}")
     module, attribute = _NAMES[name]
     value = getattr(import_module(module), attribute)
     globals()[name] = value

@@ -29,7 +29,7 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
-Threads = Annotated[int | None, typer.Option(min=1, max=256, help="Worker threads; by default one per core, at most 8.")]
+Threads = Annotated[int | None, typer.Option(min=1, max=256, help="Worker threads; by default the cores, at most 8.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; by default beside the input.")]
 Container = Annotated[Path, typer.Argument(metavar="SRC.ckpt8", help="A compressed checkpoint.")]
 

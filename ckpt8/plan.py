@@ -95,7 +95,8 @@ class Unit:
     def lossless(self, reason: str) -> Unit:
         """The same unit with every lossy stream stored lossless."""
         streams = tuple(
-            replace(stream, codec=LOSSLESS, reason=reason) if stream.lossy else stream for stream in self.streams
+            replace(stream, codec=LOSSLESS, reason=reason) if stream.codec != LOSSLESS else stream
+            for stream in self.streams
         )
         return replace(self, streams=streams)
 

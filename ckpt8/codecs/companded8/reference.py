@@ -21,7 +21,7 @@ from ckpt8.tensors import Parts
 _SMALLEST_MOMENT1 = 2.0**-100
 """A signed group whose largest magnitude lies below is stored as zeros; no intermediate is then subnormal."""
 
-_SMALLEST_ROOT2 = 2.0**-50
+SMALLEST_ROOT2 = 2.0**-50
 """An unsigned group with any v > 0 has at least this scale: rounding so small a v up is invisible beside eps."""
 
 _INFINITE_SCALE = 0xFF00
@@ -51,7 +51,7 @@ def _round_scale(largest: torch.Tensor) -> torch.Tensor:
     return (bits >> 15).bitwise_and_(1).add_(bits).add_(0x3FFF).bitwise_right_shift_(15)
 
 
-def _groups(x: torch.Tensor) -> torch.Tensor:
+def as_groups(x: torch.Tensor) -> torch.Tensor:
     """The flat tensor as rows of 32, a short last group filled up with zeros."""
     short = -x.numel() % GROUP
     if short:
@@ -77,19 +77,24 @@ def encode_signed(x: torch.Tensor, out: Parts, levels: int) -> None:
 
     Raises RefusedError on NaN, Inf and a group whose scale would be infinite.
     """
-    groups = _groups(x.float())
+    if not int(compand_signed(x, out, levels).amax()) < _INFINITE_SCALE:
+        raise RefusedError("holds NaN, Inf or a value whose scale overflows")
+
+
+def compand_signed(x: torch.Tensor, out: Parts, levels: int) -> torch.Tensor:
+    """As ``encode_signed`` without its refusals; gives the scales as int32. What is not finite spoils its group."""
+    groups = as_groups(x.float())
     largest = groups.abs().amax(1)
     largest[largest < _SMALLEST_MOMENT1] = 0.0
     scale16, n = _normalise(groups, largest)
-    if not int(scale16.amax()) < _INFINITE_SCALE:
-        raise RefusedError("holds NaN, Inf or a value whose scale overflows")
     t = (2 * n).div_(n.abs_().add_(1))
     _store(out, t.mul_(levels).add_(0.5).floor_().clamp_(-levels, levels), scale16)
+    return scale16
 
 
 def decode_signed(parts: Parts, out: torch.Tensor, levels: int) -> None:
     """Decode a tile of moment1 into ``out`` (fp32 or bf16)."""
-    y = _groups(parts["codes"]).float().div_(levels)
+    y = as_groups(parts["codes"]).float().div_(levels)
     n = y.div_(y.abs().neg_().add_(2))
     _scale_into(out, n, parts["scales"])
 
@@ -99,11 +104,11 @@ def encode_unsigned(v: torch.Tensor, out: Parts, levels: int, fourth_root: bool)
 
     Raises RefusedError on NaN, Inf, a negative value and a group whose decoded maximum would be infinite.
     """
-    root = _groups(square_root(v))
+    root = as_groups(square_root(v))
     largest = root.amax(1)
     if bool(largest.isnan().any()):
         raise RefusedError("holds NaN or a negative second moment")
-    largest = torch.maximum(largest, largest.sign().mul_(_SMALLEST_ROOT2))
+    largest = torch.maximum(largest, largest.sign().mul_(SMALLEST_ROOT2))
     scale16, n = _normalise(root, largest)
     if not bool(scale_value(scale16).square_().isfinite().all()):
         raise RefusedError("holds Inf or a second moment whose decoded maximum overflows")
@@ -115,7 +120,7 @@ def encode_unsigned(v: torch.Tensor, out: Parts, levels: int, fourth_root: bool)
 
 def decode_unsigned(parts: Parts, out: torch.Tensor, levels: int, fourth_root: bool) -> None:
     """Decode a tile of moment2 into ``out`` (fp32 or bf16)."""
-    y = _groups(parts["codes"]).float().div_(levels)
+    y = as_groups(parts["codes"]).float().div_(levels)
     if fourth_root:
         y.square_()
     if out.dtype is torch.float32:

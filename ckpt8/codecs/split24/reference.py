@@ -18,7 +18,7 @@ import torch
 from ckpt8.errors import RefusedError
 from ckpt8.tensors import Parts
 
-_FIRST_OVERFLOW = 0x7F7F8000
+FIRST_OVERFLOW = 0x7F7F8000
 """The smallest fp32 magnitude whose bf16 rounding is infinite; Inf and NaN lie above it."""
 
 
@@ -29,7 +29,7 @@ def encode(x: torch.Tensor, out: Parts, levels: int) -> None:
     """
     bits = x.view(torch.int32)
     mag = bits & 0x7FFFFFFF
-    if int(mag.amax()) >= _FIRST_OVERFLOW:
+    if int(mag.amax()) >= FIRST_OVERFLOW:
         raise RefusedError("holds NaN, Inf or a value outside the range of bf16")
     hi = (mag >> 16).bitwise_and_(1).add_(mag).add_(0x7FFF).bitwise_right_shift_(16)
     d = mag.sub_(hi << 16)

@@ -1,0 +1,45 @@
+"""Optimizers that train on the packed state itself: split master weights and companded 8-bit moments.
+
+    optimizer = ckpt8.optim.AdamW(model.parameters(), lr=1e-3)
+
+An optimizer is one module and one entry in ``OPTIMIZERS``. Classes are imported when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt8.optim.adamw import Adam as Adam
+    from ckpt8.optim.adamw import AdamW as AdamW
+    from ckpt8.optim.came import CAME as CAME
+    from ckpt8.optim.lion import Lion as Lion
+    from ckpt8.optim.sgd import SGD as SGD
+    from ckpt8.optim.stable_adamw import StableAdamW as StableAdamW
+
+OPTIMIZERS: tuple[tuple[str, str], ...] = (
+    ("AdamW", "ckpt8.optim.adamw:AdamW"),
+    ("Adam", "ckpt8.optim.adamw:Adam"),
+    ("StableAdamW", "ckpt8.optim.stable_adamw:StableAdamW"),
+    ("CAME", "ckpt8.optim.came:CAME"),
+    ("SGD", "ckpt8.optim.sgd:SGD"),
+    ("Lion", "ckpt8.optim.lion:Lion"),
+)
+"""(name, "module:Class") of every optimizer."""
+
+__all__ = ["CAME", "OPTIMIZERS", "SGD", "Adam", "AdamW", "Lion", "StableAdamW"]
+
+
+def __getattr__(name: str) -> Any:
+    table = dict(OPTIMIZERS)
+    if name not in table:
+        raise AttributeError(f"module 'ckpt8.optim' has no attribute {name!r}")
+    module, _, attribute = table[name].partition(":")
+    value = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

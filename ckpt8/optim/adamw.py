@@ -1,0 +1,92 @@
+"""AdamW and Adam (Loshchilov and Hutter, arXiv 1711.05101; Kingma and Ba, arXiv 1412.6980), as torch has them.
+
+AdamW: theta = theta (1 - lr wd)                    Adam: g = g + wd theta
+m = m + (1-b1) (g - m)                              first moment
+v = b2 v + (1-b2) g^2                               second moment
+theta -= lr/(1-b1^t) * m / (sqrt(v) / sqrt(1-b2^t) + eps)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from ckpt8.codecs.companded8.reference import square_root
+from ckpt8.optim.blocks import Block, Values
+from ckpt8.optim.packed import PackedOptimizer, Params
+
+
+def adam(
+    blocks: Sequence[Block],
+    whole: Values,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> Iterator[Values]:
+    """One step, ``step`` counting from 1; yields ``param``, ``exp_avg`` and ``exp_avg_sq``."""
+    beta1, beta2 = betas
+    step_size = lr / (1 - beta1**step)
+    root_correction = math.sqrt(1 - beta2**step)
+    for block in blocks:
+        param, grad, m, v = block.load("param", "grad", "exp_avg", "exp_avg_sq")
+        if weight_decay and decoupled:
+            param.mul_(1 - lr * weight_decay)
+        elif weight_decay:
+            grad.add_(param * weight_decay)
+        m.add_((grad - m).mul_(1 - beta1))
+        v.mul_(beta2).add_(grad.square_().mul_(1 - beta2))
+        denominator = square_root(v).div_(root_correction).add_(eps)
+        param.sub_((m / denominator).mul_(step_size))
+        yield {"param": param, "exp_avg": m, "exp_avg_sq": v}
+
+
+class AdamW(PackedOptimizer):
+    """AdamW on packed state. Arguments are those of ``torch.optim.AdamW``; for the others see PackedOptimizer."""
+
+    rule_id: ClassVar[str] = "adamw"
+    rule_arguments: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
+    decoupled: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        **packing: Any,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **packing)
+
+    def moments(self, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, str]:
+        """Both moments."""
+        return {"exp_avg": "moment1", "exp_avg_sq": "moment2"}
+
+    def rule(self, blocks: Sequence[Block], whole: Values, **arguments: Any) -> Iterator[Values]:
+        """See ``adam``."""
+        return adam(blocks, whole, decoupled=self.decoupled, **arguments)
+
+
+class Adam(AdamW):
+    """Adam, whose weight decay is part of the gradient. Arguments are those of ``torch.optim.Adam``."""
+
+    rule_id: ClassVar[str] = "adam"
+    decoupled: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **packing: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, **packing)

@@ -1,0 +1,235 @@
+"""Between packed state and everything else: pure functions on state dicts and tensors.
+
+    unpack(packed state dict)             -> what torch, optimi, came-pytorch or lion-pytorch load
+    pack(plain state dict, optimizer)     -> what ``optimizer.load_state_dict`` takes
+    adamw_to_stable_adamw, and back       -> the same run under the other convention of bias
+    moment_state, split_weight, ...       -> parts of codecs straight into packed state
+
+StableAdamW's moments are Adam's divided by (1 - b^t): both hold the same run at step t (Wortsman et al., appendix).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpt8.codecs import Codec, codec_from_config
+from ckpt8.errors import UsageError
+from ckpt8.optim import foreign
+from ckpt8.optim.masters import read_master, write_master
+from ckpt8.optim.moments import Moment, moment_layout
+from ckpt8.tensors import Parts
+
+if TYPE_CHECKING:
+    from ckpt8.optim.packed import PackedOptimizer
+
+StateDict = dict[str, Any]
+_MAGNITUDE = 0x7FFFFFFF
+_HALF_STEP = 1 << 15
+"""Half a step of bf16, in steps of fp32."""
+
+_KINDS = {"exp_avg": "moment1", "momentum_buffer": "moment1", "exp_avg_sq": "moment2"}
+
+
+# --- parts ------------------------------------------------------------------------------------------------------
+
+
+def split_weight(weight: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bf16 parameter and its residual (int8 for split24, int16 for split32), shaped as the fp32 ``weight``."""
+    from ckpt8.codecs.split24 import Split24
+
+    flat = weight.detach().float().contiguous().view(-1)
+    param = torch.empty(flat.shape, dtype=torch.bfloat16, device=flat.device)
+    residual = torch.empty(
+        flat.shape, dtype=torch.int8 if isinstance(codec, Split24) else torch.int16, device=flat.device
+    )
+    write_master(flat, param, residual, codec, None)
+    return param.view(weight.shape), residual.view(weight.shape)
+
+
+def residual_of(master: torch.Tensor, param: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """The residual of fp32 weights over a bf16 parameter that was rounded from them, halves either way.
+
+    A half that the layout would have rounded to the other neighbour is off by one fp32 step (split32), or by 1/254 of
+    a bf16 step (split24). Raises UsageError where the parameter is not a rounding of the weights.
+    """
+    from ckpt8.codecs.split24 import Split24
+
+    bits = master.detach().float().contiguous().view(-1).view(torch.int32)
+    hi = param.detach().reshape(-1).view(torch.int16).to(torch.int32) << 16
+    d = (bits & _MAGNITUDE) - (hi & _MAGNITUDE)
+    # A weight so small that it was rounded to a zero of either sign may differ in sign.
+    differs = ((bits ^ hi) < 0) & (hi & _MAGNITUDE != 0)
+    if bool(((d.abs() > _HALF_STEP) | differs).any()):
+        raise UsageError("the bf16 parameters are not the master weights rounded; set them with split_weight first")
+    if isinstance(codec, Split24):
+        residual = (d >> 31).add_(d.mul_(codec.R)).add_(16384).bitwise_right_shift_(15).to(torch.int8)
+    else:
+        residual = d.clamp_(-_HALF_STEP, _HALF_STEP - 1).to(torch.int16)
+    return residual.view(param.shape)
+
+
+def join_weight(param: torch.Tensor, residual: torch.Tensor | None, codec: Codec) -> torch.Tensor:
+    """The fp32 weights of a bf16 parameter and its residual; of another parameter and its master, or itself."""
+    part = None if residual is None else residual.reshape(-1)
+    return read_master(param.detach().reshape(-1), part, codec).float().view(param.shape)
+
+
+def weight_from_planes(parts: Parts, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bf16 parameter and its residual from the parts of split24/1 or split32/1, without decoding."""
+    mantissa = parts["mantissa"].to(torch.int32)
+    bits = (mantissa >> 7 << 15) | (parts["exponent"].to(torch.int32) << 7) | (mantissa & 0x7F)
+    residual = parts["rho"] if "rho" in parts else parts["residual"]
+    return bits.to(torch.int16).view(torch.bfloat16).view(shape), residual.clone().view(shape)
+
+
+def planes_from_weight(param: torch.Tensor, residual: torch.Tensor) -> Parts:
+    """The parts of split24/1 (int8 residual) or split32/1 (int16) of a bf16 parameter, without decoding."""
+    bits = param.detach().reshape(-1).view(torch.int16).to(torch.int32)
+    return {
+        "exponent": (bits >> 7).bitwise_and_(0xFF).to(torch.uint8),
+        "mantissa": (bits >> 8).bitwise_and_(0x80).bitwise_or_(bits & 0x7F).to(torch.uint8),
+        "rho" if residual.dtype == torch.int8 else "residual": residual.reshape(-1).clone(),
+    }
+
+
+def moment_state(name: str, codec: Codec, parts: Parts, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """The packed state of moment ``name`` from the parts of companded8/1, without decoding. Raises UsageError."""
+    layout = moment_layout(name, codec, shape, parts["codes"].numel())
+    given = dict(zip(layout, (parts["codes"], parts["scales"]), strict=True))
+    for key, (dtype, size) in layout.items():
+        if given[key].dtype != dtype:
+            raise UsageError(f"{key} is {given[key].dtype}, expected {dtype}")
+        given[key] = given[key].clone().view(size)
+    return given
+
+
+def _encoded(name: str, codec: Codec, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Packed state of a plain moment, rounded to nearest."""
+    layout = moment_layout(name, codec, tuple(values.shape), values.numel())
+    state = {key: torch.empty(size, dtype=dtype, device=values.device) for key, (dtype, size) in layout.items()}
+    Moment.of(name, codec, state).write(0, values.numel(), values.detach().float().reshape(-1), None)
+    return state
+
+
+def _decoded(name: str, config: Mapping[str, Any], state: Mapping[str, Any]) -> torch.Tensor | None:
+    """The moment ``name`` in fp32, or None where there is none."""
+    if name in state:
+        plain: torch.Tensor = state[name]
+        return plain.clone()
+    if f"{name}_codes" not in state:
+        return None
+    codes = state[f"{name}_codes"]
+    return Moment.of(name, codec_from_config(config), dict(state)).read(0, codes.numel()).view(codes.shape)
+
+
+# --- packed <-> plain ---------------------------------------------------------------------------------------------
+
+
+def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The moments and factored statistics of one packed parameter, in fp32."""
+    found = {name: _decoded(name, group[kind], state) for name, kind in _KINDS.items()}
+    factored = {key: value.clone() for key, value in state.items() if key.endswith(("_row", "_col"))}
+    return {name: value for name, value in found.items() if value is not None} | factored
+
+
+def unpack(packed: Mapping[str, Any]) -> StateDict:
+    """The plain fp32 state dict of torch AdamW, Adam or SGD, optimi StableAdamW, came-pytorch CAME or lion-pytorch.
+
+    Which one follows from the ``rule`` of the groups. Residuals and fp32 masters are not in those: see
+    ``join_weight``. Raises UsageError where optimi's one step per group does not hold.
+    """
+    groups, state = [], {}
+    for group in packed["param_groups"]:
+        states = {i: packed["state"][i] for i in group["params"] if packed["state"].get(i)}
+        steps = {i: int(each["step"]) for i, each in states.items()}
+        for i, each in states.items():
+            state[i] = foreign.plain_state(group, steps[i], moments_of(each, group))
+        groups.append(foreign.plain_group(group, set(steps.values())))
+    return {"state": state, "param_groups": groups}
+
+
+def pack(
+    plain: Mapping[str, Any], optimizer: PackedOptimizer, masters: Mapping[Any, torch.Tensor] | None = None
+) -> StateDict:
+    """A plain state dict in the packed layout of ``optimizer``, which is only read.
+
+    Parameters are matched by their order, as torch does. ``masters`` gives fp32 weights by id, of which the bf16
+    parameters must be the rounding (see ``split_weight``): residuals are made of them, else zero. Raises UsageError
+    where groups, keys, shapes or weights do not match.
+    """
+    target = optimizer.state_dict()
+    if [len(g["params"]) for g in plain["param_groups"]] != [len(g["params"]) for g in target["param_groups"]]:
+        raise UsageError("the parameter groups do not have the sizes of the optimizer's")
+    groups, state = [], {}
+    for live, group, given in zip(optimizer.param_groups, target["param_groups"], plain["param_groups"], strict=True):
+        groups.append({**group, **foreign.packed_group(given, group["rule"], optimizer.rule_arguments)})
+        for param, i, source in zip(live["params"], group["params"], given["params"], strict=True):
+            if plain["state"].get(source):
+                master = None if masters is None else masters.get(source)
+                state[i] = _packed_state(optimizer, live, param, plain["state"][source], given, master)
+    return {"state": state, "param_groups": groups}
+
+
+def _packed_state(
+    optimizer: PackedOptimizer,
+    group: dict[str, Any],
+    param: torch.Tensor,
+    plain: Mapping[str, Any],
+    given: Mapping[str, Any],
+    master: torch.Tensor | None,
+) -> dict[str, torch.Tensor]:
+    shape = tuple(param.shape)
+    layout = optimizer.state_layout(group, param)
+    state = {"step": torch.tensor(foreign.step_of(plain, given), dtype=torch.int64)}
+    if "residual" in layout:
+        codec = optimizer.codec(group, "master", param)
+        state["residual"] = (
+            torch.zeros(shape, dtype=layout["residual"][0]) if master is None else residual_of(master, param, codec)
+        )
+    if "master" in layout:
+        state["master"] = (param if master is None else master).detach().float().clone()
+    wanted = {**optimizer.moments(group, shape), **dict.fromkeys(optimizer.factored(shape), "")}
+    for name, kind in wanted.items():
+        values = plain.get(name)
+        size = optimizer.factored(shape).get(name, shape)
+        if not isinstance(values, torch.Tensor) or tuple(values.shape) != size:
+            raise UsageError(f"{name} of a parameter of shape {shape} is missing or has another shape")
+        moment = _encoded(name, optimizer.codec(group, kind, param), values) if kind else {name: values.float().clone()}
+        state |= moment
+    return {name: state[name] for name in layout}
+
+
+# --- AdamW <-> StableAdamW ------------------------------------------------------------------------------------------
+
+
+def adamw_to_stable_adamw(plain: Mapping[str, Any]) -> StateDict:
+    """A torch AdamW state dict as optimi's StableAdamW: moments divided by 1 - b^t, and optimi's groups."""
+    return _rebias(plain, "stable_adamw", -1)
+
+
+def stable_adamw_to_adamw(plain: Mapping[str, Any]) -> StateDict:
+    """An optimi StableAdamW state dict as torch AdamW's: moments multiplied by 1 - b^t, and torch's groups."""
+    return _rebias(plain, "adamw", 1)
+
+
+def _rebias(plain: Mapping[str, Any], rule: str, power: int) -> StateDict:
+    groups, state = [], {}
+    for given in plain["param_groups"]:
+        arguments = ("lr", "betas", "eps", "weight_decay")
+        group = {"params": given["params"], **foreign.packed_group(given, None, arguments), "rule": rule}
+        steps = set()
+        for i in given["params"]:
+            source = plain["state"].get(i)
+            if not source:
+                continue
+            step = foreign.step_of(source, given)
+            steps.add(step)
+            factors = [(1 - beta**step) ** power for beta in group["betas"]]
+            names = ("exp_avg", "exp_avg_sq")
+            scaled = {name: source[name].double().mul(f).float() for name, f in zip(names, factors, strict=True)}
+            state[i] = foreign.plain_state(group, step, scaled)
+        groups.append(foreign.plain_group(group, steps))
+    return {"state": state, "param_groups": groups}

@@ -1,0 +1,58 @@
+"""Lion (Chen et al., arXiv 2302.06675, algorithm 2).
+
+c = b1 m + (1-b1) g;     theta = theta (1 - lr wd) - lr sign(c);     m = b2 m + (1-b2) g
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from ckpt8.optim.blocks import Block, Values
+from ckpt8.optim.packed import PackedOptimizer, Params
+
+
+def lion(
+    blocks: Sequence[Block],
+    whole: Values,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> Iterator[Values]:
+    """One step; yields ``param`` and ``exp_avg``."""
+    beta1, beta2 = betas
+    for block in blocks:
+        param, grad, m = block.load("param", "grad", "exp_avg")
+        direction = (m * beta1).add_(grad * (1 - beta1)).sign_()
+        param.mul_(1 - lr * weight_decay).sub_(direction.mul_(lr))
+        m.mul_(beta2).add_(grad.mul_(1 - beta2))
+        yield {"param": param, "exp_avg": m}
+
+
+class Lion(PackedOptimizer):
+    """Lion on packed state. Arguments and defaults are lion-pytorch's; for the others see PackedOptimizer."""
+
+    rule_id: ClassVar[str] = "lion"
+    rule_arguments: ClassVar[tuple[str, ...]] = ("lr", "betas", "weight_decay")
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        **packing: Any,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **packing)
+
+    def moments(self, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, str]:
+        """The momentum."""
+        return {"exp_avg": "moment1"}
+
+    def rule(self, blocks: Sequence[Block], whole: Values, **arguments: Any) -> Iterator[Values]:
+        """See ``lion``."""
+        return lion(blocks, whole, **arguments)

@@ -1,0 +1,77 @@
+"""A packed state dict against a live optimizer: everything is checked before anything is taken.
+
+``torch.optim.Optimizer.load_state_dict`` casts state to the element type of the parameter, which destroys codes and
+scales, and shares memory with what it was given; neither happens here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpt8.errors import UsageError
+from ckpt8.optim.options import check_group
+
+if TYPE_CHECKING:
+    from ckpt8.optim.packed import PackedOptimizer
+
+State = defaultdict[torch.Tensor, dict[str, Any]]
+
+
+def matched_state(optimizer: PackedOptimizer, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], State]:
+    """New parameter groups and state for ``optimizer``, in memory of their own. Raises UsageError."""
+    saved = state_dict["param_groups"]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if [len(group["params"]) for group in saved] != sizes:
+        found = [len(group["params"]) for group in saved]
+        raise UsageError(f"parameter groups of {found} parameters do not fit an optimizer with groups of {sizes}")
+    groups = []
+    state: State = defaultdict(dict)
+    known = set()
+    for current, given in zip(optimizer.param_groups, saved, strict=True):
+        group = _matched_group(optimizer, current, given)
+        groups.append(group)
+        for param, identifier in zip(current["params"], given["params"], strict=True):
+            known.add(identifier)
+            if state_dict["state"].get(identifier):
+                found_state = state_dict["state"][identifier]
+                state[param] = _matched_tensors(
+                    optimizer, group, param, found_state, f"state of parameter {identifier}"
+                )
+    extra = state_dict["state"].keys() - known
+    if extra:
+        raise UsageError(f"state of parameters that no group has: {sorted(map(str, extra))[:5]}")
+    return groups, state
+
+
+def _matched_group(optimizer: PackedOptimizer, current: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    if given.get("rule") != optimizer.rule_id:
+        raise UsageError(
+            f"state of {given.get('rule', 'another optimizer')!r} does not fit {optimizer.rule_id!r}; "
+            "see ckpt8.optim.convert"
+        )
+    kept = {key: deepcopy(value) for key, value in given.items() if key != "params"}
+    group = {**current, **kept, "params": current["params"]}
+    check_group(group)
+    return group
+
+
+def _matched_tensors(
+    optimizer: PackedOptimizer, group: dict[str, Any], param: torch.Tensor, given: Mapping[str, Any], what: str
+) -> dict[str, torch.Tensor]:
+    layout = optimizer.state_layout(group, param)
+    if given.keys() != layout.keys():
+        raise UsageError(f"{what}: has {sorted(given)}, expected {sorted(layout)}")
+    state = {}
+    for name, (dtype, shape) in layout.items():
+        tensor = given[name]
+        if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+            found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else repr(tensor)[:40]
+            raise UsageError(f"{what}: {name} is {found}, expected {dtype} {shape}")
+        device = torch.device("cpu") if name == "step" else param.device
+        state[name] = torch.empty(shape, dtype=dtype, device=device).copy_(tensor)
+    return state

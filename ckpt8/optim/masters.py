@@ -1,0 +1,85 @@
+"""Master weights: what an optimizer updates, and how it is kept beside a parameter of fewer bits.
+
+    fp32 parameter    the parameter itself
+    bf16              ``residual`` int8 (split24/1, R = 127) or int16 (split32/1); the parameter is ``hi``
+    fp16              ``master`` fp32; the parameter is its fp16 rounding
+
+The arithmetic is that of split24/1 and split32/1, on the bits of the parameter instead of byte planes. In training
+nothing is refused: NaN stays NaN, and what overflows bf16 becomes Inf there. A bf16 parameter that was overwritten from
+outside is taken as it is, with the old residual, an error under one bf16 step; an fp16 parameter is written anew from
+its master.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ckpt8.codecs import Codec
+from ckpt8.codecs.split24 import Split24
+from ckpt8.codecs.split32 import Split32
+from ckpt8.errors import UsageError
+from ckpt8.optim.rounding import weight_noise
+from ckpt8.tensors import DType
+
+_MAGNITUDE = 0x7FFFFFFF
+_QUIET_NAN = 0x7FC00000
+_RESIDUALS: dict[type, torch.dtype] = {Split24: torch.int8, Split32: torch.int16}
+
+
+def master_part(dtype: torch.dtype, codec: Codec) -> tuple[str, torch.dtype] | None:
+    """Key and element type of the state that holds the master weights; None for fp32. Raises UsageError."""
+    if dtype == torch.float32:
+        return None
+    if dtype == torch.float16:
+        return "master", torch.float32
+    if dtype == torch.bfloat16:
+        return "residual", _RESIDUALS[type(codec)]
+    name = DType.from_label(str(dtype)).label
+    raise UsageError(f"parameters of {name} cannot be trained; use float32, bfloat16 or float16")
+
+
+def needs_noise(part: torch.Tensor | None) -> bool:
+    """Whether ``write_master`` rounds stochastically."""
+    return part is not None and part.dtype == torch.int8
+
+
+def read_master(param: torch.Tensor, part: torch.Tensor | None, codec: Codec) -> torch.Tensor:
+    """The fp32 weights of a flat tile, in memory of their own."""
+    if part is None:
+        return param.clone()
+    if part.dtype == torch.float32:
+        return part.clone()
+    bits = param.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    if isinstance(codec, Split24):
+        d = part.float().mul_(32768).div_(codec.R).round_().clamp_(-32767, 32767).to(torch.int32)
+    else:
+        d = part.to(torch.int32)
+    # A parameter set to zero from outside may keep a negative residual.
+    mag = (bits & _MAGNITUDE).add_(d).clamp_min_(0)
+    return mag.bitwise_or_(bits.bitwise_and_(~_MAGNITUDE)).view(torch.float32)
+
+
+def write_master(
+    weight: torch.Tensor, param: torch.Tensor, part: torch.Tensor | None, codec: Codec, bits: torch.Tensor | None
+) -> None:
+    """Store a flat fp32 tile; ``bits`` are random int32 for split24, or None to round to nearest."""
+    if part is None or part.dtype == torch.float32:
+        if part is not None:
+            part.copy_(weight)
+        param.copy_(weight)
+        return
+    raw = weight.view(torch.int32)
+    mag = (raw & _MAGNITUDE).clamp_max_(_QUIET_NAN)
+    if isinstance(codec, Split24):
+        hi = (mag >> 16).bitwise_and_(1).add_(mag).add_(0x7FFF).bitwise_right_shift_(16)
+        d = mag.sub_(hi << 16)
+        if bits is None:
+            rho = (d >> 31).add_(d.mul_(codec.R)).add_(16384).bitwise_right_shift_(15)
+        else:
+            rho = d.mul_(codec.R).add_(weight_noise(bits)).bitwise_right_shift_(15)
+        part.copy_(rho.clamp_(-codec.R, codec.R))
+    else:
+        hi = (mag + 0x8000).bitwise_right_shift_(16)
+        part.copy_(mag.sub_(hi << 16))
+    sign = (raw >> 16).bitwise_and_(0x8000)
+    param.view(torch.int16).copy_(hi.bitwise_or_(sign))

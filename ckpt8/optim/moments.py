@@ -1,0 +1,73 @@
+"""One tensor of optimizer state: kept as fp32, or as the parts of companded8/1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ckpt8.codecs import Codec
+from ckpt8.codecs.companded8 import GROUP, Companded8
+from ckpt8.codecs.companded8 import reference as companding
+from ckpt8.optim.rounding import encode_second_moment, groups_of
+from ckpt8.tensors import Parts
+
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Element type and shape of tensors by key."""
+
+
+def moment_layout(name: str, codec: Codec, shape: tuple[int, ...], numel: int) -> Layout:
+    """Keys of the state of moment ``name``: itself in fp32, or ``_codes`` of the parameter's shape and ``_scales``."""
+    if not isinstance(codec, Companded8):
+        return {name: (torch.float32, shape)}
+    codes = torch.int8 if codec.signed else torch.uint8
+    return {f"{name}_codes": (codes, shape), f"{name}_scales": (torch.uint16, (groups_of(numel),))}
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """``parts``: ``{"values": fp32}`` or ``{"codes", "scales"}``, flat views of the stored tensors."""
+
+    codec: Codec
+    parts: Parts
+
+    @classmethod
+    def of(cls, name: str, codec: Codec, state: dict[str, torch.Tensor]) -> Moment:
+        """The moment ``name`` of a parameter's state."""
+        keys = {"codes": f"{name}_codes", "scales": f"{name}_scales"}
+        if not isinstance(codec, Companded8):
+            keys = {"values": name}
+        return cls(codec, {part: state[key].view(-1) for part, key in keys.items()})
+
+    @property
+    def needs_bits(self) -> bool:
+        """Whether ``write`` rounds stochastically."""
+        return isinstance(self.codec, Companded8) and not self.codec.signed
+
+    def _tile(self, start: int, stop: int) -> Parts:
+        groups = slice(start // GROUP, groups_of(stop))
+        return {name: part[groups if name == "scales" else slice(start, stop)] for name, part in self.parts.items()}
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """fp32 elements ``start`` (a multiple of 32) to ``stop``, in memory of their own."""
+        parts = self._tile(start, stop)
+        if not isinstance(self.codec, Companded8):
+            return parts["values"].clone()
+        out = torch.empty(stop - start, dtype=torch.float32, device=parts["codes"].device)
+        if self.codec.signed:
+            companding.decode_signed(parts, out, self.codec.Q)
+        else:
+            companding.decode_unsigned(parts, out, self.codec.Q, self.codec.p != 1)
+        return out
+
+    def write(self, start: int, stop: int, values: torch.Tensor, bits: torch.Tensor | None) -> None:
+        """Store flat fp32 ``values``; ``bits`` are random int32 where ``needs_bits``, or None to round to nearest."""
+        parts = self._tile(start, stop)
+        if not isinstance(self.codec, Companded8):
+            parts["values"].copy_(values)
+        elif self.codec.signed:
+            companding.compand_signed(values, parts, self.codec.Q)
+        elif bits is None:
+            companding.encode_unsigned(values, parts, self.codec.Q, self.codec.p != 1)
+        else:
+            encode_second_moment(values, parts, self.codec.Q, self.codec.p != 1, bits)

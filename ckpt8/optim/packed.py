@@ -1,0 +1,207 @@
+"""What the packed optimizers share: a ``torch.optim.Optimizer`` whose state is parts of codecs.
+
+Per parameter: ``step`` (int64), ``residual`` or ``master`` (see ``masters``), and for each moment ``NAME_codes`` of
+the parameter's shape and ``NAME_scales`` (see ``moments``), or ``NAME`` in fp32 where the parameter is small. Codec
+ids and configurations stand in the parameter group under ``master``, ``moment1`` and ``moment2``.
+
+An optimizer is a rule over blocks of fp32 values (see ``blocks``). Blocks are tiles of 2^18 elements, so that beside
+the packed state a step needs a few megabytes. Every operation on state is elementwise and rounded once, sums are taken
+over fixed runs, and random bits depend on (seed, index of the parameter, step, element) alone: runs are reproducible,
+resumable bit for bit, and independent of tile size and threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from ckpt8.codecs import Codec, codec_from_config
+from ckpt8.codecs.base import TILE
+from ckpt8.codecs.split32 import Split32
+from ckpt8.errors import UsageError
+from ckpt8.optim.blocks import Block, Values
+from ckpt8.optim.masters import master_part
+from ckpt8.optim.moments import Layout, Moment, moment_layout
+from ckpt8.optim.options import MOMENT2, check_group, unpacked
+from ckpt8.optim.release import GradientRelease
+from ckpt8.optim.rounding import stream_key
+from ckpt8.optim.tiles import PackedTensor
+from ckpt8.policy import is_small
+
+Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
+Cut = tuple[int, int, Block]
+"""First element, last element + 1, and the block as the rule sees it."""
+
+
+class PackedOptimizer(torch.optim.Optimizer):
+    """Base class. Besides the arguments of the rule it takes these, which a parameter group may override.
+
+    ``master``: how bf16 parameters are completed: ``split24`` (int8 residual) or ``split32`` (int16, exact).
+    ``moment1``, ``moment2``: ``companded8(...)`` or ``lossless`` (fp32), as text or as a stored configuration.
+    ``maximize``: ascend instead of descend. ``seed``: of stochastic rounding.
+
+    Raises UsageError for arguments, parameters and gradients that it does not take: complex, integer, float64, sparse.
+    """
+
+    rule_id: ClassVar[str]
+    rule_arguments: ClassVar[tuple[str, ...]]
+    tile: int = TILE
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Params,
+        defaults: dict[str, Any],
+        *,
+        master: str = "split24",
+        moment1: str = "companded8",
+        moment2: str = MOMENT2,
+        maximize: bool = False,
+        seed: int = 0,
+    ) -> None:
+        packing = {"master": master, "moment1": moment1, "moment2": moment2, "maximize": maximize, "seed": seed}
+        super().__init__(params, {**defaults, **packing, "rule": self.rule_id})
+
+    def moments(self, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, str]:
+        """Names of the moments of a parameter of this shape, each with its kind: ``moment1`` or ``moment2``."""
+        raise NotImplementedError
+
+    def factored(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of fp32 state that belongs to the whole tensor."""
+        return {}
+
+    def rule(self, blocks: Sequence[Block], whole: Values, **arguments: Any) -> Iterator[Values]:
+        """The update rule, over blocks of fp32 values."""
+        raise NotImplementedError
+
+    def cuts(self, shape: torch.Size, load: Callable[..., list[torch.Tensor]]) -> list[Cut]:
+        """The blocks of a tensor. ``load(start, stop, shape, names)`` reads its fp32 values."""
+        numel, size = shape.numel(), self.tile
+        runs = [(start, min(start + size, numel)) for start in range(0, numel, size)]
+        return [(a, b, Block(lambda *names, a=a, b=b: load(a, b, (b - a,), names))) for a, b in runs]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch; the codecs of the group are checked and kept as their stored configuration."""
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1])
+        except UsageError:
+            self.param_groups.pop()
+            raise
+
+    def codec(self, group: dict[str, Any], key: str, param: torch.Tensor) -> Codec:
+        """The codec of ``master``, ``moment1`` or ``moment2`` for a parameter; small tensors stay exact."""
+        if is_small(tuple(param.shape)):
+            return Split32() if key == "master" else unpacked()
+        return codec_from_config(group[key])
+
+    def state_layout(self, group: dict[str, Any], param: torch.Tensor) -> Layout:
+        """Element types and shapes of the whole state of a parameter."""
+        shape = tuple(param.shape)
+        layout: Layout = {"step": (torch.int64, ())}
+        part = master_part(param.dtype, self.codec(group, "master", param))
+        if part is not None:
+            layout[part[0]] = (part[1], shape)
+        for name, kind in self.moments(group, shape).items():
+            layout |= moment_layout(name, self.codec(group, kind, param), shape, param.numel())
+        return layout | {name: (torch.float32, size) for name, size in self.factored(shape).items()}
+
+    def _initial_state(self, group: dict[str, Any], param: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = {
+            name: torch.zeros(shape, dtype=dtype, device="cpu" if name == "step" else param.device)
+            for name, (dtype, shape) in self.state_layout(group, param).items()
+        }
+        if "master" in state:
+            state["master"].copy_(param)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. With a ``GradScaler``, gradients are unscaled here, and the step is skipped on overflow."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [(i, group, p) for i, group, p in self.numbered() if p.grad is not None]
+        for _, _, param in work:
+            _check_gradient(param)
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and float(found_inf) != 0:
+            return loss
+        for index, group, param in work:
+            self.update(index, group, param, 1.0 if scale is None else 1.0 / float(scale))
+        return loss
+
+    def numbered(self) -> list[tuple[int, dict[str, Any], torch.Tensor]]:
+        """Every parameter with its group and its index over all groups, which is that of its random bits."""
+        found = [(group, param) for group in self.param_groups for param in group["params"]]
+        return [(index, group, param) for index, (group, param) in enumerate(found)]
+
+    @torch.no_grad()
+    def update(self, index: int, group: dict[str, Any], param: torch.Tensor, grad_factor: float = 1.0) -> None:
+        """Update one parameter from its gradient, multiplied by ``grad_factor``."""
+        _check_gradient(param)
+        if not self.state[param]:
+            self.state[param] = self._initial_state(group, param)
+        state = self.state[param]
+        if not param.numel():
+            return
+        state["step"] += 1
+        step = int(state["step"])
+        weights = param.detach().reshape(-1)
+        tensor = self._packed(group, param, weights, stream_key(group["seed"], index, step), grad_factor)
+        cuts = self.cuts(param.shape, tensor.load)
+        whole = {name: state[name] for name in self.factored(tuple(param.shape))}
+        arguments = {name: group[name] for name in self.rule_arguments} | {"lr": float(group["lr"])}
+        results = self.rule([block for _, _, block in cuts], whole, step=step, **arguments)
+        for start, stop, _ in cuts:
+            tensor.store(start, stop, next(results))
+        for values in results:
+            for name, value in values.items():
+                state[name].copy_(value)
+        if not param.is_contiguous():
+            param.copy_(weights.view(param.shape))
+
+    def _packed(
+        self, group: dict[str, Any], param: torch.Tensor, weights: torch.Tensor, key: int, grad_factor: float
+    ) -> PackedTensor:
+        state = self.state[param]
+        codec = self.codec(group, "master", param)
+        part = master_part(param.dtype, codec)
+        kinds = self.moments(group, tuple(param.shape)).items()
+        moments = {name: Moment.of(name, self.codec(group, kind, param), state) for name, kind in kinds}
+        factor = -grad_factor if group["maximize"] else grad_factor
+        assert param.grad is not None  # noqa: S101
+        master = None if part is None else state[part[0]].view(-1)
+        return PackedTensor(weights, param.grad.reshape(-1), master, codec, moments, key, factor)
+
+    def release_gradients(self) -> GradientRelease:
+        """Update each parameter during the backward pass, as soon as its gradient is there, and free the gradient.
+
+        Calls of ``step`` then find nothing to do. Undone by ``remove()`` of the result. Every backward pass is a
+        step, so it goes with neither gradient accumulation, nor clipping by global norm, nor a ``GradScaler``.
+        """
+        return GradientRelease(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` of the same class gave, copied, with every element type kept.
+
+        Raises UsageError, with nothing changed, where groups, keys, shapes or element types do not match.
+        """
+        from ckpt8.optim.loading import matched_state
+
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        groups, state = matched_state(self, state_dict)
+        self.__setstate__({"state": state, "param_groups": groups})
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+
+def _check_gradient(param: torch.Tensor) -> None:
+    grad = param.grad
+    if grad is None or grad.is_sparse or grad.layout != torch.strided:
+        raise UsageError("sparse gradients are not supported; build the embedding with sparse=False")

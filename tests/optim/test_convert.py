@@ -1,0 +1,192 @@
+"""Packed state to the published packages and back, and parts of codecs straight into packed state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optim_cases import ARGUMENTS, PLAIN, advance, assert_same_state, build, make_params, set_grads
+from test_oracles import ORACLES
+
+from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.split24 import Split24
+from ckpt8.codecs.split32 import Split32
+from ckpt8.errors import UsageError
+from ckpt8.optim import convert
+from ckpt8.tensors import DType, Role, TensorSpec
+
+LINEAR = {"moment2": "companded8(signed=False, Q=255)"}
+
+
+def trained(name, steps=3, **more):
+    params = make_params()
+    optimizer = build(name, params, **more)
+    advance(optimizer, params, 0, steps)
+    return params, optimizer
+
+
+def clones(params):
+    return [torch.nn.Parameter(p.detach().clone()) for p in params]
+
+
+def test_the_published_package_goes_on_from_unpacked_state(name):
+    """With fp32 moments the next step is the same; torch's own load_state_dict takes what ``unpack`` gives."""
+    params, optimizer = trained(name, **PLAIN)
+    theirs = clones(params)
+    oracle = ORACLES[name](theirs, **ARGUMENTS[name])
+    oracle.load_state_dict(convert.unpack(optimizer.state_dict()))
+    for step in (3, 4):
+        for each, stepped in ((params, optimizer), (theirs, oracle)):
+            set_grads(each, step)
+            stepped.step()
+        for p, q in zip(params, theirs, strict=True):
+            assert float((p - q).detach().abs().max()) <= 1e-5
+
+
+def test_the_packed_optimizer_goes_on_from_published_state(name):
+    theirs = make_params()
+    oracle = ORACLES[name](theirs, **ARGUMENTS[name])
+    advance(oracle, theirs, 0, 3)
+    params = clones(theirs)
+    optimizer = build(name, params, **PLAIN)
+    optimizer.load_state_dict(convert.pack(oracle.state_dict(), optimizer))
+    for each, stepped in ((params, optimizer), (theirs, oracle)):
+        set_grads(each, 3)
+        stepped.step()
+    for p, q in zip(params, theirs, strict=True):
+        assert float((p - q).detach().abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("more", [{}, LINEAR], ids=["default", "linear"])
+def test_packing_what_was_unpacked_gives_the_same_values(name, more):
+    """Moments come back to within the rounding of a scale that stochastic rounding had rounded up."""
+    _, optimizer = trained(name, **more)
+    packed = optimizer.state_dict()
+    plain = convert.unpack(packed)
+    again = convert.pack(plain, optimizer)
+    optimizer.load_state_dict(again)
+    twice = convert.unpack(again)
+    for i, state in plain["state"].items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1:
+                error = (twice["state"][i][key] - value).norm() / value.norm()
+                assert float(error) < 1e-2, key
+    assert_same_state(convert.pack(twice, optimizer), again)
+
+
+def test_packing_fits_the_optimizer_or_is_refused(name):
+    _, optimizer = trained(name)
+    plain = convert.unpack(optimizer.state_dict())
+    fewer = build(name, make_params(shapes=((70, 97),)))
+    with pytest.raises(UsageError):
+        convert.pack(plain, fewer)
+    transposed = build(name, make_params(shapes=((97, 70), (100,), (3, 20, 33, 40), (66_000,), ())))
+    with pytest.raises(UsageError):
+        convert.pack(plain, transposed)
+
+
+def test_masters_become_residuals(name):
+    _, optimizer = trained(name)
+    masters = {i: p.detach() for i, p in enumerate(make_params(seed=5))}
+    narrow = [torch.nn.Parameter(convert.split_weight(m, Split24())[0]) for m in masters.values()]
+    target = build(name, narrow, master="split32")
+    target.load_state_dict(convert.pack(convert.unpack(optimizer.state_dict()), target, masters))
+    for i, param in enumerate(narrow):
+        weight = convert.join_weight(param, target.state[param]["residual"], Split32())
+        torch.testing.assert_close(weight, masters[i], rtol=1.2e-7, atol=0)
+    with torch.no_grad():
+        narrow[0].mul_(1.01)
+    with pytest.raises(UsageError, match="split_weight"):
+        convert.pack(convert.unpack(optimizer.state_dict()), target, masters)
+
+
+# --- the two conventions of bias ------------------------------------------------------------------------------------
+
+
+def test_adamw_and_stable_adamw_are_the_same_run():
+    """With gradients that keep RMS <= 1 their steps are equal, so converted state takes the same next step."""
+    arguments = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+    params = make_params()
+    adamw = torch.optim.AdamW(params, foreach=False, **arguments)
+    for _ in range(4):
+        for param in params:
+            param.grad = torch.full_like(param, 0.01)
+        adamw.step()
+    others = clones(params)
+    stable = ORACLES["StableAdamW"](others, **arguments)
+    converted = convert.adamw_to_stable_adamw(adamw.state_dict())
+    stable.load_state_dict(converted)
+    for each, optimizer in ((params, adamw), (others, stable)):
+        for param in each:
+            param.grad = torch.full_like(param, 0.005)
+        optimizer.step()
+    for p, q in zip(params, others, strict=True):
+        assert float((p - q).detach().abs().max()) <= 1e-6
+    back = convert.stable_adamw_to_adamw(stable.state_dict())
+    for i, state in adamw.state_dict()["state"].items():
+        assert float(back["state"][i]["step"]) == float(state["step"])
+        for key in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(back["state"][i][key], state[key], rtol=1e-5, atol=1e-12)
+
+
+def test_conventions_are_never_mixed_up():
+    _, adamw = trained("AdamW")
+    _, stable = trained("StableAdamW")
+    with pytest.raises(UsageError, match="convention"):
+        convert.pack(convert.unpack(adamw.state_dict()), stable)
+    with pytest.raises(UsageError, match="convention"):
+        convert.pack(convert.unpack(stable.state_dict()), adamw)
+    with pytest.raises(UsageError):
+        stable.load_state_dict(adamw.state_dict())
+
+
+def test_a_long_step_is_exact():
+    _, optimizer = trained("AdamW")
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state["step"] = torch.tensor((1 << 24) + 1)
+    again = convert.pack(convert.unpack(saved), optimizer)
+    assert {int(state["step"]) for state in again["state"].values()} == {(1 << 24) + 1}
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [Split24(), Split24(R=7), Split32()], ids=repr)
+def test_planes_are_weights_without_decoding(codec):
+    weight = make_params()[0].detach()
+    spec = TensorSpec("w", Role.WEIGHT, DType.FLOAT32, tuple(weight.shape))
+    parts = codec.encode(weight)
+    param, residual = convert.weight_from_planes(parts, spec.shape)
+    assert param.dtype == torch.bfloat16
+    assert torch.equal(convert.join_weight(param, residual, codec).flatten(), codec.decode(parts, spec))
+    again = convert.planes_from_weight(param, residual)
+    assert again.keys() == parts.keys()
+    assert all(torch.equal(again[key], parts[key]) for key in parts)
+    same_param, same_residual = convert.split_weight(weight, codec)
+    assert torch.equal(same_param, param)
+    assert torch.equal(same_residual, residual)
+
+
+@pytest.mark.parametrize(
+    "codec", [Companded8(), Companded8(signed=False, Q=255), Companded8(signed=False, Q=63, p=0.5)]
+)
+def test_parts_of_a_file_are_state_without_decoding(codec):
+    """Codes and scales of a ``.ckpt8`` of torch's AdamW train on as they are, whatever their parameters."""
+    name, kind = ("exp_avg", "moment1") if codec.signed else ("exp_avg_sq", "moment2")
+    params, optimizer = trained("AdamW")
+    plain = convert.unpack(optimizer.state_dict())["state"][0][name]
+    parts = codec.encode(plain)
+    state = convert.moment_state(name, codec, parts, tuple(plain.shape))
+    from ckpt8.codecs import config_of
+
+    saved = optimizer.state_dict()
+    group = {**saved["param_groups"][0], kind: config_of(codec), "params": [0]}
+    mixed = {"state": {0: {**saved["state"][0], **state}}, "param_groups": [group]}
+    other = build("AdamW", params[:1])
+    other.load_state_dict(mixed)
+    spec = TensorSpec("m", Role.OTHER, DType.FLOAT32, tuple(plain.shape))
+    decoded = convert.unpack(other.state_dict())["state"][0][name]
+    assert torch.equal(decoded.flatten(), codec.decode(parts, spec))
+    advance(other, params[:1], 3, 5)
+    with pytest.raises(UsageError):
+        convert.moment_state(name, codec, {**parts, "codes": parts["codes"].to(torch.int32)}, tuple(plain.shape))

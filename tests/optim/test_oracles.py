@@ -1,0 +1,90 @@
+"""Every rule against its published package, step by step, and packed state against unpacked."""
+
+from __future__ import annotations
+
+import came_pytorch
+import lion_pytorch
+import optimi
+import pytest
+import torch
+from optim_cases import ARGUMENTS, PLAIN, SHAPES, advance, build, make_params, set_grads
+
+ORACLES = {
+    "AdamW": lambda params, **kw: torch.optim.AdamW(params, foreach=False, **kw),
+    "Adam": lambda params, **kw: torch.optim.Adam(params, foreach=False, **kw),
+    "StableAdamW": lambda params, **kw: optimi.StableAdamW(params, triton=False, foreach=False, **kw),
+    "CAME": came_pytorch.CAME,
+    "SGD": lambda params, **kw: torch.optim.SGD(params, foreach=False, **kw),
+    "Lion": lion_pytorch.Lion,
+}
+
+VARIANTS = [
+    ("AdamW", {"betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.0}),
+    ("AdamW", {"maximize": True}),
+    ("Adam", {"weight_decay": 0.0}),
+    ("StableAdamW", {"betas": (0.8, 0.95), "eps": 1e-3}),
+    ("CAME", {"clip_threshold": 0.5, "betas": (0.5, 0.9, 0.99), "eps": (1e-8, 1e-6)}),
+    ("SGD", {"momentum": 0.0}),
+    ("SGD", {"nesterov": True}),
+    ("SGD", {"dampening": 0.3, "maximize": True}),
+    ("Lion", {"betas": (0.95, 0.98), "weight_decay": 0.0}),
+]
+
+DRIFT = {"AdamW": 0.25, "Adam": 0.25, "StableAdamW": 0.25, "CAME": 0.2, "SGD": 0.08, "Lion": 0.25}
+"""Norm of the difference of the weights over the norm of the way they went, 20 steps of pure noise."""
+
+
+def check(name, steps=20, **arguments):
+    ours, theirs = make_params(), make_params()
+    mine = build(name, ours, **PLAIN, **arguments)
+    oracle = ORACLES[name](theirs, **{**ARGUMENTS[name], **arguments})
+    for step in range(steps):
+        for params, optimizer in ((ours, mine), (theirs, oracle)):
+            set_grads(params, step)
+            optimizer.step()
+        for p, q in zip(ours, theirs, strict=True):
+            assert float((p - q).detach().abs().max()) <= 1e-5, (name, step, tuple(p.shape))
+
+
+def test_unpacked_equals_the_published_package(name):
+    check(name)
+
+
+@pytest.mark.parametrize(("which", "arguments"), VARIANTS)
+def test_other_arguments(which, arguments):
+    check(which, steps=8, **arguments)
+
+
+def way(start, end):
+    return torch.cat([(e.detach().float() - s.detach().float()).flatten() for s, e in zip(start, end, strict=True)])
+
+
+@pytest.mark.parametrize("master", ["split24", "split32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_packed_stays_near_unpacked(name, dtype, master):
+    """From the same values; a narrow parameter differs from its master by the rounding of its type besides."""
+    start = make_params(dtype)
+    packed = make_params(dtype)
+    exact = [torch.nn.Parameter(p.detach().float().clone()) for p in start]
+    one, two = build(name, packed, master=master), build(name, exact, **PLAIN)
+    for step in range(20):
+        set_grads(packed, step)
+        for p, q in zip(packed, exact, strict=True):
+            q.grad = p.grad.float()
+        one.step()
+        two.step()
+    moved = way(start, exact)
+    drift = float((way(start, packed) - moved).norm() / moved.norm())
+    assert drift < DRIFT[name]
+    assert drift > 0
+
+
+def test_every_tensor_is_packed_but_small_ones(name):
+    params = make_params(torch.bfloat16)
+    optimizer = build(name, params)
+    advance(optimizer, params, 0, 1)
+    for shape, state in zip(SHAPES, optimizer.state_dict()["state"].values(), strict=True):
+        small = shape in ((100,), ())
+        assert state["residual"].dtype == (torch.int16 if small else torch.int8)
+        assert any(key.endswith("_codes") for key in state) is not small
+        assert state["step"].dtype == torch.int64
