@@ -615,7 +615,14 @@ def test_a_signal_leaves_nothing_behind(number, tmp_path):
     torch.save({"model": {"w": torch.randn(16_000_000)}}, source)
     before = files(tmp_path)
     command = [sys.executable, "-m", "ckpt8", "compress", str(source), "--threads", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A shell that runs the tests in the background has them, and so the command, ignore SIGINT.
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # noqa: PLW1509
+    ) as process:
         deadline = time.monotonic() + 60
         while len(list(tmp_path.iterdir())) == 1 and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.005)
