@@ -98,9 +98,11 @@ def _write(
     checkpoint: Checkpoint, target: Path, member: str, policy: Policy, options: Options, *, force: bool
 ) -> Manifest:
     whole = WithSkeleton(checkpoint)
-    compressor = Compressor(whole, make_plan(whole, policy), options)
+    plan = make_plan(whole, policy)
+    policy.check_rules([tensor.name for tensor, _ in plan.tensors])
+    compressor = Compressor(whole, plan, options, member)
     rules = [rule.text for rule in policy.rules]
-    return compressor.run(target, member=member, preset=policy.preset, rules=rules, force=force)
+    return compressor.run(target, preset=policy.preset, rules=rules, force=force)
 
 
 def load(

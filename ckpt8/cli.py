@@ -27,11 +27,13 @@ app = typer.Typer(
     help="Make training checkpoints about three times smaller; the resumed run does not notice.",
 )
 
+_UNWRAPPED = 500
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
 Threads = Annotated[int | None, typer.Option(min=1, max=256, help="Worker threads; by default the cores, at most 8.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; by default beside the input.")]
-Container = Annotated[Path, typer.Argument(metavar="SRC.ckpt8", help="A compressed checkpoint.")]
+Container = Annotated[Path, typer.Argument(readable=False, metavar="SRC.ckpt8", help="A compressed checkpoint.")]
 
 
 def _print_json(tree: Any) -> None:
@@ -39,7 +41,8 @@ def _print_json(tree: Any) -> None:
 
 
 def _console() -> Console:
-    return Console(highlight=False)
+    # Nothing is wrapped where nobody looks: a log or a pipe gets whole names.
+    return Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNWRAPPED)
 
 
 def _file_size(path: Path) -> int:
@@ -73,7 +76,7 @@ def _global(
 
 @app.command()
 def compress(
-    src: Annotated[Path, typer.Argument(help="A checkpoint written by torch.save.")],
+    src: Annotated[Path, typer.Argument(readable=False, help="A checkpoint written by torch.save.")],
     output: Output = None,
     preset: Annotated[str, typer.Option(help="flash, compact or lossless.")] = "flash",
     rule: Annotated[
@@ -127,10 +130,11 @@ def _check_device(device: str) -> None:
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A .ckpt8 or a checkpoint.")],
+    path: Annotated[Path, typer.Argument(readable=False, help="A .ckpt8 or a checkpoint.")],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     against: Annotated[
-        Path | None, typer.Option(metavar="ORIGINAL", help="Measure the errors of a .ckpt8 again from its original.")
+        Path | None,
+        typer.Option(readable=False, metavar="ORIGINAL", help="Measure a .ckpt8 again from its original."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -183,7 +187,8 @@ def restore(
 def verify(
     src: Container,
     against: Annotated[
-        Path | None, typer.Option(metavar="ORIGINAL", help="Measure every stored statistic again from the original.")
+        Path | None,
+        typer.Option(readable=False, metavar="ORIGINAL", help="Measure all statistics again."),
     ] = None,
     resume_steps: Annotated[
         int, typer.Option(min=0, max=1 << 20, metavar="N", help="Replay N optimizer steps on both and show the drift.")
@@ -210,6 +215,8 @@ def verify(
         text = f"{src}: seal and {result.frames:,} frames hold ({size(result.nbytes)})"
         if result.against and not result.failures:
             text += f"; {result.statistics} statistics and all lossless tensors agree with {against}"
+            if result.unmeasured:
+                text += f"; {result.unmeasured} lossy tensors carry no statistics to check"
         _console().print(text, markup=False, soft_wrap=True)
         if result.resume is not None:
             show_drift(_console(), result.resume)
@@ -221,7 +228,7 @@ def verify(
 @app.command()
 def bench(
     checkpoint: Annotated[
-        Path | None, typer.Argument(help="A checkpoint; without one, a GPT is trained for a few steps.")
+        Path | None, typer.Argument(readable=False, help="A checkpoint; without one, a GPT is trained for a few steps.")
     ] = None,
     train_size: Annotated[
         str, typer.Option("--size", metavar="BYTES", help="Size of the checkpoint to train, as in 1.5e9.")

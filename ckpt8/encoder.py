@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt8.container import frames
 from ckpt8.crc import crc32
-from ckpt8.errors import RefusedError
+from ckpt8.errors import InputError, RefusedError
 from ckpt8.measure import ChunkMeter, UnitErrors
 from ckpt8.plan import Parameter, Stream, Unit
 from ckpt8.readers.base import Checkpoint, TensorRef
@@ -51,6 +52,13 @@ def read_chunk(checkpoint: Checkpoint, stream: Stream, chunk: int, slot: int) ->
     start = stream.storage.offset + chunk * frames.FRAME * spec.dtype.itemsize
     checkpoint.read_into(start, view)
     return torch.frombuffer(view, dtype=torch.uint8).view(spec.dtype.torch), crc32(view)
+
+
+def check_source(unit: Unit, crcs: Sequence[int], source: str) -> None:
+    """Raise InputError where the checksum that the source states for a storage is not that of its bytes."""
+    for stream, crc in zip(unit.streams, crcs, strict=True):
+        if stream.storage.crc32 is not None and stream.storage.crc32 != crc:
+            raise InputError(f"{source}: {stream.spec.name}: checksum and bytes do not match; the file is damaged")
 
 
 def read_tensor(checkpoint: Checkpoint, ref: TensorRef) -> torch.Tensor:

@@ -16,8 +16,7 @@ from ckpt8.container import frames, header, layout
 from ckpt8.container.manifest import FrameTable, Manifest
 from ckpt8.container.writer import ContainerWriter
 from ckpt8.crc import combine
-from ckpt8.encoder import ChunkEncoder, EncodedChunk
-from ckpt8.errors import InputError
+from ckpt8.encoder import ChunkEncoder, EncodedChunk, check_source
 from ckpt8.measure import UnitErrors
 from ckpt8.plan import Plan, Unit
 from ckpt8.policy import LOSSLESS
@@ -40,9 +39,10 @@ class Options:
 
 
 class Compressor:
-    """Compresses one open checkpoint into one container."""
+    """Compresses one open checkpoint into one container, under the file name ``member``."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: Plan, options: Options) -> None:
+    def __init__(self, checkpoint: Checkpoint, plan: Plan, options: Options, member: str) -> None:
+        self._member = member
         self._checkpoint = checkpoint
         self._plan = plan
         self._options = options
@@ -50,7 +50,7 @@ class Compressor:
         self._streams = plan.streams
         self._encoder = ChunkEncoder(checkpoint, measure=options.stats)
 
-    def run(self, target: Path, *, member: str, preset: str, rules: Sequence[str], force: bool) -> Manifest:
+    def run(self, target: Path, *, preset: str, rules: Sequence[str], force: bool) -> Manifest:
         """Write ``target``. Raises InputError for damage in the source, OutputError for the target."""
         names = self._names()
         with ContainerWriter(target, names, force=force) as writer, Workers(self._options.threads) as workers:
@@ -61,7 +61,7 @@ class Compressor:
             }
             self._checkpoint.check_unchanged()
             manifest = Manifest(f"ckpt8 {__version__}", preset, list(rules), self._slab, frames.FRAME)
-            fill(manifest, self._checkpoint, self._plan, member, results)
+            fill(manifest, self._checkpoint, self._plan, self._member, results)
             writer.finish(manifest)
         return manifest
 
@@ -91,7 +91,7 @@ class Compressor:
                 redo = ((again, chunk) for chunk in range(layout.chunk_count(again.numel)))
                 result = self._write_unit(writer, again, workers.map(self._encoder.encode, redo))
             assert isinstance(result, UnitResult)  # noqa: S101 - lossless never refuses
-            self._check_source(result)
+            check_source(result.unit, result.crcs, self._member)
             yield result
 
     def _broken_bound(self, result: UnitResult) -> str | None:
@@ -143,13 +143,6 @@ class Compressor:
             self._options.progress(length)
         if result.errors is not None and encoded.errors is not None:
             result.errors.merge(encoded.errors)
-
-    def _check_source(self, result: UnitResult) -> None:
-        for stream, crc in zip(result.unit.streams, result.crcs, strict=True):
-            if stream.storage.crc32 is not None and stream.storage.crc32 != crc:
-                raise InputError(
-                    f"{stream.spec.name}: the checksum in the source does not match its bytes; the source is damaged"
-                )
 
 
 def _room(names: list[str]) -> tuple[int, int]:

@@ -144,11 +144,14 @@ def _stream(
     name = unique_name(views[0].name if views else f"storage:{storage.key}", taken)
     dtypes = {view.ref.dtype for view in views} or {storage.dtype}
     dtype = dtypes.pop() if len(dtypes) == 1 else DType.UINT8
+    plain_bytes = not dtypes and not dtype.is_plane_float
     if not dtype.is_plane_float or storage.nbytes % dtype.itemsize:
         dtype = DType.UINT8  # kept as bytes, so that this torch need not even know the type
     roles = {view.role for view in views}
     role = roles.pop() if len(roles) == 1 else Role.OTHER
     spec = TensorSpec(name, role, dtype, (storage.nbytes // dtype.itemsize,))
+    if plain_bytes:
+        return Stream(index, spec, storage, LOSSLESS)
     if storage.key in structure.opaque:
         return Stream(index, spec, storage, LOSSLESS, "used by something other than a tensor")
     if roles:

@@ -102,6 +102,12 @@ class Policy:
             raise UsageError(f"preset {preset!r}: expected one of {', '.join(PRESETS)}")
         return cls(preset, tuple(Rule.parse(text) for text in rules))
 
+    def check_rules(self, names: Sequence[str]) -> None:
+        """Raise UsageError for a rule that matches none of the tensors: a typo would leave a tensor unprotected."""
+        for rule in self.rules:
+            if not any(fnmatchcase(name, rule.glob) for name in names):
+                raise UsageError(f"rule {rule.text!r} matches no tensor; inspect --tensors lists them")
+
     def choose(
         self, spec: TensorSpec, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Codec, str | None]:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt8.container import frames, layout
 from ckpt8.container.reader import ContainerReader
-from ckpt8.encoder import ChunkMeters, read_chunk, scratch
+from ckpt8.crc import combine
+from ckpt8.encoder import ChunkMeters, check_source, read_chunk, scratch
 from ckpt8.errors import CheckFailedError, UsageError
 from ckpt8.measure import UnitErrors
 from ckpt8.pipeline import Progress
@@ -86,12 +87,16 @@ def measure(reader: ContainerReader, original: Path, workers: Workers, progress:
         }
         for unit in units:
             errors = UnitErrors.of(unit)
+            sums = [0] * len(unit.streams)
             for chunk in range(layout.chunk_count(unit.numel)):
-                differing, found = next(results)
+                differing, found, crcs = next(results)
                 measured.failures += [f"{name}: differs from the original" for name in differing]
                 errors.merge(found)
-                for stream in unit.streams:
-                    progress(stream.chunk_spec(chunk).numel * stream.spec.dtype.itemsize)
+                for k, stream in enumerate(unit.streams):
+                    length = stream.chunk_spec(chunk).numel * stream.spec.dtype.itemsize
+                    sums[k] = combine(sums[k], crcs[k], length)
+                    progress(length)
+            check_source(unit, sums, original.name)
             measured.storages.update(errors.streams)
             parameter = parameter_of.get(frozenset(stream.index for stream in unit.streams))
             if errors.update is not None and parameter is not None:
@@ -127,10 +132,11 @@ class _Comparison:
         self._checkpoint = checkpoint
         self._meters = ChunkMeters(checkpoint)
 
-    def compare(self, work: tuple[Unit, int]) -> tuple[list[str], UnitErrors]:
-        """Names of lossless streams that differ in one chunk, and the errors of the lossy ones."""
+    def compare(self, work: tuple[Unit, int]) -> tuple[list[str], UnitErrors, list[int]]:
+        """Of one chunk: names of lossless streams that differ, errors of the lossy ones, crc32 of the original."""
         unit, chunk = work
-        originals = [read_chunk(self._checkpoint, s, chunk, slot)[0] for slot, s in enumerate(unit.streams)]
+        read = [read_chunk(self._checkpoint, s, chunk, slot) for slot, s in enumerate(unit.streams)]
+        originals, crcs = [x for x, _ in read], [crc for _, crc in read]
         parts = [self._reader.read_parts(stream.index, chunk) for stream in unit.streams]
         differing = [
             stream.spec.name
@@ -138,8 +144,8 @@ class _Comparison:
             if not stream.lossy and not self._equal(stream, chunk, x, part)
         ]
         if not any(stream.lossy for stream in unit.streams):
-            return differing, UnitErrors.of(unit)
-        return differing, self._meters.of(unit).measure(chunk * frames.FRAME, originals, parts)
+            return differing, UnitErrors.of(unit), crcs
+        return differing, self._meters.of(unit).measure(chunk * frames.FRAME, originals, parts), crcs
 
     def _equal(self, stream: Stream, chunk: int, x: torch.Tensor, parts: dict[str, torch.Tensor]) -> bool:
         import torch
@@ -182,6 +188,7 @@ class Verification:
     nbytes: int
     against: bool
     statistics: int
+    unmeasured: int
     failures: tuple[str, ...]
     resume: dict[str, Any] | None = None
 
@@ -209,11 +216,12 @@ def verify(
         check_frames(reader, workers, progress)
         storages = reader.manifest.storages
         count = sum(len(table.lengths) for record in storages for table in record.parts.values())
-        statistics, failures, resume = 0, [], None
+        statistics, unmeasured, failures, resume = 0, 0, [], None
         if original is not None:
             measured = measure(reader, Path(original), workers, progress)
             statistics = sum(record.error is not None for record in storages)
             statistics += sum(parameter.error is not None for parameter in reader.manifest.parameters)
+            unmeasured = sum(reader.manifest.storages[index].error is None for index in measured.storages)
             failures = check_statistics(reader, measured)
         if original is not None and resume_steps:
             from ckpt8.replay import replay_files
@@ -221,4 +229,4 @@ def verify(
             drift = replay_files(reader.path, Path(original), resume_steps, workers)
             failures += drift.failures(max_drift)
             resume = drift.to_json()
-        return Verification(count, reader.size, original is not None, statistics, tuple(failures), resume)
+        return Verification(count, reader.size, original is not None, statistics, unmeasured, tuple(failures), resume)

@@ -26,6 +26,7 @@ import zstandard
 
 import ckpt8
 from ckpt8 import cli
+from ckpt8.inspect.container import inspect_container
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of POSIX")
 BEYOND = struct.pack("<Q", 2**63) + b'{"__metadata__":{"ckpt8":"1.0"}}'
@@ -633,3 +634,30 @@ def test_a_signal_leaves_nothing_behind(number, tmp_path):
     assert out == ""
     assert "Traceback" not in err
     assert files(tmp_path) == before
+
+
+def test_a_rule_that_matches_nothing_is_a_usage_error(run, small, tmp_path):
+    before = files(tmp_path)
+    assert_refused(run("compress", small, "--rule", "no.such.*=lossless", "-o", tmp_path / "x.ckpt8"), 2)
+    assert files(tmp_path) == before
+
+
+def test_integers_are_counted_as_they_are_and_need_no_reason(run, tmp_path):
+    torch.save({"model": {"w": torch.randn(100, 100), "n": torch.arange(9000)}}, tmp_path / "a.pt")
+    ckpt8.compress(tmp_path / "a.pt")
+    facts = inspect_container(tmp_path / "a.ckpt8", tensors=True)
+    assert facts["weights"] == 100 * 100
+    assert {t["name"]: (t["elements"], t["dtype"], t["reason"]) for t in facts["tensors"]} == {
+        "model.w": (10_000, "float32", None),
+        "model.n": (9000, "int64", None),
+    }
+
+
+def test_verify_blames_an_original_that_is_damaged(run, tmp_path):
+    torch.save({"model": {"w": torch.randn(100, 100)}}, tmp_path / "a.pt")
+    ckpt8.compress(tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    data[20_000] ^= 1
+    (tmp_path / "a.pt").write_bytes(data)
+    result = run("verify", tmp_path / "a.ckpt8", "--against", tmp_path / "a.pt")
+    assert_refused(result, 3)

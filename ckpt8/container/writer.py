@@ -51,10 +51,10 @@ class AtomicFile:
             # Through a symbolic link to what it names; the temporary file must be on the same file system.
             self._final = target.resolve()
             exists = target.exists() or target.is_symlink()
-            if exists and not force:
-                raise OutputError(f"{target}: exists; use --force to replace it, or -o for another name")
             if self._final.exists() and not self._final.is_file():
                 raise OutputError(f"{target}: exists and is not a regular file")
+            if exists and not force:
+                raise OutputError(f"{target}: exists; use --force to replace it, or -o for another name")
             name = f".{self._final.name[:_NAME_KEPT]}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}"
             self.path = self._final.with_name(name)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)

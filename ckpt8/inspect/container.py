@@ -11,7 +11,7 @@ from ckpt8.container.header import MAJOR, MINOR
 from ckpt8.container.manifest import Manifest, ParameterRecord, TensorRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.stats import MomentError, NoiseError, UpdateError, WeightError, read_error
-from ckpt8.tensors import Role
+from ckpt8.tensors import DType, Role
 
 SKELETON_ROLE = "structure"
 _WORST = 5
@@ -44,7 +44,12 @@ def _measure_again(reader: ContainerReader, original: Path) -> None:
 
 def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
     original = sum(member.size for member in manifest.members)
-    parameters = sum(record.numel for record in manifest.storages if record.role is Role.WEIGHT)
+    dtypes = _dtypes(manifest)
+    parameters = sum(
+        record.nbytes // dtypes[index].itemsize
+        for index, record in enumerate(manifest.storages)
+        if record.role is Role.WEIGHT and dtypes[index].is_plane_float
+    )
     parts: Counter[str] = Counter()
     for record in manifest.storages:
         for part, table in record.parts.items():
@@ -67,6 +72,12 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
     }
 
 
+def _dtypes(manifest: Manifest) -> dict[int, DType]:
+    """Element type of every storage as its first tensor has it; what is stored as bytes has another there."""
+    stored = {index: record.dtype for index, record in enumerate(manifest.storages)}
+    return stored | {tensor.storage: tensor.dtype for tensor in reversed(manifest.tensors)}
+
+
 def _role_name(manifest: Manifest, index: int) -> str:
     skeletons = {member.skeleton for member in manifest.members}
     return SKELETON_ROLE if index in skeletons else manifest.storages[index].role.value
@@ -74,11 +85,12 @@ def _role_name(manifest: Manifest, index: int) -> str:
 
 def _roles(manifest: Manifest) -> list[dict[str, Any]]:
     rows: dict[tuple[str, str], dict[str, Any]] = {}
+    dtypes = _dtypes(manifest)
     for index, record in enumerate(manifest.storages):
         key = _role_name(manifest, index), codec_name(record.codec)
         row = rows.setdefault(key, {"storages": 0, "elements": 0, "bytes": 0, "stored_bytes": 0})
         row["storages"] += 1
-        row["elements"] += record.numel
+        row["elements"] += record.nbytes // dtypes[index].itemsize
         row["bytes"] += record.nbytes
         row["stored_bytes"] += record.stored_bytes
     return [{"role": role, "codec": codec, **row} for (role, codec), row in sorted(rows.items())]
@@ -162,7 +174,7 @@ def tensor_facts(manifest: Manifest, tensor: TensorRecord) -> dict[str, Any]:
         "dtype": tensor.dtype.label,
         "codec": codec_name(record.codec),
         "reason": record.reason,
-        "elements": record.numel,
+        "elements": record.nbytes // tensor.dtype.itemsize,
         "bytes": record.nbytes,
         "stored_bytes": record.stored_bytes,
         "parts": {part: sum(table.lengths) for part, table in record.parts.items()},

@@ -28,7 +28,7 @@ def _table(*columns: str, title: str | None = None) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for k, column in enumerate(columns):
         left = k == 0 or column in ("codec", "dtype", "shape", "reason", "role")
-        table.add_column(column, justify="left" if left else "right", overflow="fold", style=None)
+        table.add_column(column, justify="left" if left else "right", overflow="fold", no_wrap=not left)
     return table
 
 
@@ -229,6 +229,9 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
 def show_drift(console: Console, resume: dict[str, Any]) -> None:
     """Print how far the compressed run is from the original after every replayed step."""
     skipped = resume["skipped"]
+    if not resume["parameters"]:
+        console.print("no optimizer state to replay: the drift is unknown")
+        return
     console.print(
         f"replayed {len(resume['steps'])} steps of {resume['parameters']} parameters "
         f"({resume['with_weights']} with their weights); drift {number(resume['drift'])}"

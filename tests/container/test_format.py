@@ -246,7 +246,7 @@ def _example():
 def _compress_example(data, target):
     whole = WithSkeleton(Example(data))
     plan = make_plan(whole, Policy.of("lossless"))
-    Compressor(whole, plan, Options()).run(target, member="a.bin", preset="lossless", rules=[], force=False)
+    Compressor(whole, plan, Options(), "a.bin").run(target, preset="lossless", rules=[], force=False)
 
 
 def test_the_example_of_the_specification_is_what_is_written(tmp_path):
