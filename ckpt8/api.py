@@ -169,13 +169,13 @@ class CheckpointFile:
         from ckpt8.decode import decode_storage
 
         record = self._record(name)
-        flat = decode_storage(self._reader, record.storage).view(record.dtype.torch)
+        flat = decode_storage(self._reader, record.storage)
         try:
-            tensor = flat.as_strided(record.shape, record.stride, record.offset)
-        except RuntimeError as exc:
-            raise InputError(f"{self._reader.path}: {name}: does not fit its storage") from exc
-        tensor = tensor.conj() if "conj" in record.flags else tensor
-        return torch._neg_view(tensor) if "neg" in record.flags else tensor
+            tensor = flat.view(record.dtype.torch).as_strided(record.shape, record.stride, record.offset)
+            tensor = tensor.conj() if "conj" in record.flags else tensor
+            return torch._neg_view(tensor) if "neg" in record.flags else tensor
+        except (AttributeError, RuntimeError) as exc:
+            raise InputError(f"{self._reader.path}: {name}: does not fit its storage, or this torch") from exc
 
     def stats(self, name: str) -> dict[str, Any]:
         """What is known of one tensor: role, codec, sizes in bytes, error. Raises UsageError for an unknown name."""
