@@ -24,7 +24,7 @@ from ckpt8.policy import Policy
 from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import Checkpoint
 from ckpt8.skeleton import WithSkeleton
-from ckpt8.stats import ErrorStats, UpdateError
+from ckpt8.stats import ErrorStats, UpdateError, read_error
 from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
@@ -170,10 +170,10 @@ def check_statistics(reader: ContainerReader, measured: Measured) -> list[str]:
 def _compare(name: str, stored: dict[str, Any] | None, error: ErrorStats) -> list[str]:
     if stored is None:
         return []
-    try:
-        difference = error.disagreement(type(error)(**stored))
-    except TypeError:
-        difference = "the stored figures are of another kind"
+    known = read_error(stored)
+    difference: str | None = "the stored figures are of another kind"
+    if isinstance(known, type(error)):
+        difference = error.disagreement(known)
     return [f"{name}: {difference}"] if difference else []
 
 
