@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -160,12 +161,16 @@ class ContainerReader:
             raise InputError(f"{self.path}: {record.name}: {part!r} has more frames than elements")
         return _Part(offsets, table)
 
-    def read_parts(self, storage: int, chunk: int) -> Parts:
-        """The parts of one chunk, checksums and declared sizes verified. Raises InputError that names the tensor."""
+    def read_parts(self, storage: int, chunk: int, only: Collection[str] | None = None) -> Parts:
+        """The parts of one chunk, or those named, checked against checksums and declared sizes.
+
+        Raises InputError that names the tensor.
+        """
         record = self.manifest.storages[storage]
         spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
         expected = self.codec(storage).layout(spec)
-        return {part: self._read_part(storage, part, expected[part], chunk) for part in expected}
+        wanted = expected if only is None else [part for part in expected if part in only]
+        return {part: self._read_part(storage, part, expected[part], chunk) for part in wanted}
 
     def _read_part(self, storage: int, part: str, spec: PartSpec, chunk: int) -> torch.Tensor:
         import torch

@@ -3,7 +3,7 @@
     unpack(packed state dict)             -> what torch, optimi, came-pytorch or lion-pytorch load
     pack(plain state dict, optimizer)     -> what ``optimizer.load_state_dict`` takes
     adamw_to_stable_adamw, and back       -> the same run under the other convention of bias
-    moment_state, split_weight, ...       -> parts of codecs straight into packed state
+    split_weight, join_weight, ...        -> between fp32 weights, bf16 parameters and their residuals
 
 StableAdamW's moments are Adam's divided by (1 - b^t): both hold the same run at step t (Wortsman et al., appendix).
 """
@@ -77,33 +77,11 @@ def join_weight(param: torch.Tensor, residual: torch.Tensor | None, codec: Codec
     return read_master(param.detach().reshape(-1), part, codec).float().view(param.shape)
 
 
-def weight_from_planes(parts: Parts, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bf16 parameter and its residual from the parts of split24/1 or split32/1, without decoding."""
+def bf16_from_planes(parts: Parts) -> torch.Tensor:
+    """The bf16 parameter, flat, from the planes ``exponent`` and ``mantissa`` of split24/1 or split32/1."""
     mantissa = parts["mantissa"].to(torch.int32)
     bits = (mantissa >> 7 << 15) | (parts["exponent"].to(torch.int32) << 7) | (mantissa & 0x7F)
-    residual = parts["rho"] if "rho" in parts else parts["residual"]
-    return bits.to(torch.int16).view(torch.bfloat16).view(shape), residual.clone().view(shape)
-
-
-def planes_from_weight(param: torch.Tensor, residual: torch.Tensor) -> Parts:
-    """The parts of split24/1 (int8 residual) or split32/1 (int16) of a bf16 parameter, without decoding."""
-    bits = param.detach().reshape(-1).view(torch.int16).to(torch.int32)
-    return {
-        "exponent": (bits >> 7).bitwise_and_(0xFF).to(torch.uint8),
-        "mantissa": (bits >> 8).bitwise_and_(0x80).bitwise_or_(bits & 0x7F).to(torch.uint8),
-        "rho" if residual.dtype == torch.int8 else "residual": residual.reshape(-1).clone(),
-    }
-
-
-def moment_state(name: str, codec: Codec, parts: Parts, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """The packed state of moment ``name`` from the parts of companded8/1, without decoding. Raises UsageError."""
-    layout = moment_layout(name, codec, shape, parts["codes"].numel())
-    given = dict(zip(layout, (parts["codes"], parts["scales"]), strict=True))
-    for key, (dtype, size) in layout.items():
-        if given[key].dtype != dtype:
-            raise UsageError(f"{key} is {given[key].dtype}, expected {dtype}")
-        given[key] = given[key].clone().view(size)
-    return given
+    return bits.to(torch.int16).view(torch.bfloat16)
 
 
 def _encoded(name: str, codec: Codec, values: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ torch AdamW, Adam, SGD; optimi StableAdamW (betas apart, step in the group); cam
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "lion": {},
 }
 _OURS = frozenset({"master", "moment1", "moment2", "seed", "rule"})
+_ALSO_SAVED = frozenset({"step", "RMS", "eps_sq", "kahan_comp", "mean_square", "group"})
+"""State that packed optimizers do without."""
+
 _TAKES_MAXIMIZE = frozenset({"adamw", "adam", "sgd"})
 
 
@@ -73,6 +76,44 @@ def step_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> int:
     return int(step)
 
 
+def class_problem(
+    given: Mapping[Any, Any], rule: str, arguments: Sequence[str], defaults: Mapping[str, Any]
+) -> str | None:
+    """Why a plain group is none of ``rule``, whose arguments have ``defaults``; or None."""
+    try:
+        found = packed_group(given, rule, arguments)
+    except UsageError as exc:
+        return str(exc)
+    missing = {*arguments} - found.keys() - {"clip_threshold"}
+    missing |= {"amsgrad"} - given.keys() if rule in ("adamw", "adam") else set()
+    if missing:
+        return f"its parameter groups lack {', '.join(sorted(missing))}"
+    for key in ("betas", "eps"):
+        if key in arguments and _length(found[key]) != _length(defaults[key]):
+            return f"its {key} are {found[key]}, here they are {defaults[key]}"
+    expected = {"decoupled_weight_decay": rule != "adam", "weight_decouple": True, "fixed_decay": False}
+    for key, value in expected.items():
+        if key in given and bool(given[key]) != value:
+            return f"it was saved with {key}={given[key]}"
+    return None
+
+
+def _length(value: object) -> int:
+    return len(value) if isinstance(value, (tuple, list)) else 1
+
+
+def state_problem(keys: Collection[str], expected: Collection[str], rule: str, group: Mapping[Any, Any]) -> str | None:
+    """Why the ``keys`` of a plain state are none of ``rule``, which has ``expected`` tensors; or None."""
+    needed = set(expected)
+    if rule == "stable_adamw":
+        needed.add("eps_sq" if "beta1" in group else "kahan_comp")  # what tells it from an AdamW
+    if missing := needed - set(keys):
+        return f"its optimizer state lacks {', '.join(sorted(missing))}"
+    if extra := set(keys) - needed - _ALSO_SAVED:
+        return f"its optimizer state has {', '.join(sorted(map(str, extra)))}, which no {rule} has"
+    return None
+
+
 def packed_group(given: Mapping[str, Any], rule: str | None, arguments: Sequence[str]) -> dict[str, Any]:
     """The arguments of a rule out of a plain group, and what schedulers and torch keep there.
 
@@ -88,5 +129,7 @@ def packed_group(given: Mapping[str, Any], rule: str | None, arguments: Sequence
     found = dict(given)
     if optimi:
         found["betas"] = (given["beta1"], given["beta2"])
+    if "eps1" in given:
+        found["eps"] = (given["eps1"], given["eps2"])
     kept = {*arguments, "maximize", "initial_lr", "param_names"}
     return {key: value for key, value in found.items() if key in kept}

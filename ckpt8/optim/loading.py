@@ -19,6 +19,9 @@ from ckpt8.optim.options import check_group
 if TYPE_CHECKING:
     from ckpt8.optim.packed import PackedOptimizer
 
+Found = Mapping[str, tuple[torch.dtype, tuple[int, ...]] | None]
+"""Element type and shape of every entry of a saved state; None for what is no tensor."""
+
 State = defaultdict[torch.Tensor, dict[str, Any]]
 
 
@@ -63,15 +66,31 @@ def _matched_group(optimizer: PackedOptimizer, current: Mapping[str, Any], given
 def _matched_tensors(
     optimizer: PackedOptimizer, group: dict[str, Any], param: torch.Tensor, given: Mapping[str, Any], what: str
 ) -> dict[str, torch.Tensor]:
-    layout = optimizer.state_layout(group, param)
-    if given.keys() != layout.keys():
-        raise UsageError(f"{what}: has {sorted(given)}, expected {sorted(layout)}")
-    state = {}
-    for name, (dtype, shape) in layout.items():
-        tensor = given[name]
-        if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
-            found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else repr(tensor)[:40]
-            raise UsageError(f"{what}: {name} is {found}, expected {dtype} {shape}")
-        device = torch.device("cpu") if name == "step" else param.device
-        state[name] = torch.empty(shape, dtype=dtype, device=device).copy_(tensor)
+    found: Found = {
+        name: (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
+        for name, value in given.items()
+    }
+    problem = layout_problem(optimizer, group, param, found)
+    if problem is not None:
+        raise UsageError(f"{what}: {problem}")
+    state = optimizer.initial_state(group, param, exact_names(found))
+    for name, tensor in state.items():
+        tensor.copy_(given[name])
     return state
+
+
+def exact_names(found: Found) -> set[str]:
+    """What of a state is kept exact: moments under their own name, and a residual of 16 bits."""
+    return {name for name, what in found.items() if name != "residual" or (what and what[0] == torch.int16)}
+
+
+def layout_problem(optimizer: PackedOptimizer, group: dict[str, Any], param: torch.Tensor, found: Found) -> str | None:
+    """Why a state of these element types and shapes is not one of ``param``, or None."""
+    layout = optimizer.state_layout(group, param, exact_names(found))
+    if found.keys() != layout.keys():
+        return f"has {', '.join(sorted(found))}, expected {', '.join(sorted(layout))}"
+    for name, (dtype, shape) in layout.items():
+        what = found[name]
+        if what != (dtype, shape):
+            return f"{name} is {'no tensor' if what is None else f'{what[0]} {what[1]}'}, expected {dtype} {shape}"
+    return None

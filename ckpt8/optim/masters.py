@@ -12,6 +12,8 @@ its master.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from ckpt8.codecs import Codec
@@ -36,6 +38,12 @@ def master_part(dtype: torch.dtype, codec: Codec) -> tuple[str, torch.dtype] | N
         return "residual", _RESIDUALS[type(codec)]
     name = DType.from_label(str(dtype)).label
     raise UsageError(f"parameters of {name} cannot be trained; use float32, bfloat16 or float16")
+
+
+def exact_residual(state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """``("residual",)`` where a state keeps one of 16 bits, which is exact; else nothing."""
+    found = state.get("residual")
+    return ("residual",) if found is not None and found.dtype == torch.int16 else ()
 
 
 def needs_noise(part: torch.Tensor | None) -> bool:

@@ -9,6 +9,7 @@ import torch
 from ckpt8.codecs import Codec
 from ckpt8.codecs.companded8 import GROUP, Companded8
 from ckpt8.codecs.companded8 import reference as companding
+from ckpt8.codecs.lossless import Lossless
 from ckpt8.optim.rounding import encode_second_moment, groups_of
 from ckpt8.tensors import Parts
 
@@ -33,10 +34,10 @@ class Moment:
 
     @classmethod
     def of(cls, name: str, codec: Codec, state: dict[str, torch.Tensor]) -> Moment:
-        """The moment ``name`` of a parameter's state."""
+        """The moment ``name`` of a parameter's state: codes of ``codec``, or fp32 where the state has it so."""
+        if name in state:
+            return cls(Lossless(), {"values": state[name].view(-1)})
         keys = {"codes": f"{name}_codes", "scales": f"{name}_scales"}
-        if not isinstance(codec, Companded8):
-            keys = {"values": name}
         return cls(codec, {part: state[key].view(-1) for part, key in keys.items()})
 
     @property

@@ -12,7 +12,7 @@ resumable bit for bit, and independent of tile size and threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from ckpt8.codecs.base import TILE
 from ckpt8.codecs.split32 import Split32
 from ckpt8.errors import UsageError
 from ckpt8.optim.blocks import Block, Values
-from ckpt8.optim.masters import master_part
+from ckpt8.optim.masters import exact_residual, master_part
 from ckpt8.optim.moments import Layout, Moment, moment_layout
 from ckpt8.optim.options import MOMENT2, check_group, unpacked
 from ckpt8.optim.release import GradientRelease
@@ -91,27 +91,37 @@ class PackedOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
-    def codec(self, group: dict[str, Any], key: str, param: torch.Tensor) -> Codec:
-        """The codec of ``master``, ``moment1`` or ``moment2`` for a parameter; small tensors stay exact."""
-        if is_small(tuple(param.shape)):
+    def codec(self, group: dict[str, Any], key: str, param: torch.Tensor, exact: Collection[str] = ()) -> Codec:
+        """The codec of ``master``, ``moment1`` or ``moment2`` for a parameter; small tensors stay exact.
+
+        With ``residual`` in ``exact``, so does the master.
+        """
+        if is_small(tuple(param.shape)) or (key == "master" and "residual" in exact):
             return Split32() if key == "master" else unpacked()
         return codec_from_config(group[key])
 
-    def state_layout(self, group: dict[str, Any], param: torch.Tensor) -> Layout:
-        """Element types and shapes of the whole state of a parameter."""
+    def state_layout(self, group: dict[str, Any], param: torch.Tensor, exact: Collection[str] = ()) -> Layout:
+        """Element types and shapes of the whole state of a parameter.
+
+        ``exact`` names the moments that stay in fp32, and ``residual`` where it has 16 bits, whatever the group says.
+        """
         shape = tuple(param.shape)
         layout: Layout = {"step": (torch.int64, ())}
-        part = master_part(param.dtype, self.codec(group, "master", param))
+        part = master_part(param.dtype, self.codec(group, "master", param, exact))
         if part is not None:
             layout[part[0]] = (part[1], shape)
         for name, kind in self.moments(group, shape).items():
-            layout |= moment_layout(name, self.codec(group, kind, param), shape, param.numel())
+            codec = unpacked() if name in exact else self.codec(group, kind, param)
+            layout |= moment_layout(name, codec, shape, param.numel())
         return layout | {name: (torch.float32, size) for name, size in self.factored(shape).items()}
 
-    def _initial_state(self, group: dict[str, Any], param: torch.Tensor) -> dict[str, torch.Tensor]:
+    def initial_state(
+        self, group: dict[str, Any], param: torch.Tensor, exact: Collection[str] = ()
+    ) -> dict[str, torch.Tensor]:
+        """The state before the first step, new tensors: see ``state_layout``."""
         state = {
             name: torch.zeros(shape, dtype=dtype, device="cpu" if name == "step" else param.device)
-            for name, (dtype, shape) in self.state_layout(group, param).items()
+            for name, (dtype, shape) in self.state_layout(group, param, exact).items()
         }
         if "master" in state:
             state["master"].copy_(param)
@@ -144,7 +154,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Update one parameter from its gradient, multiplied by ``grad_factor``."""
         _check_gradient(param)
         if not self.state[param]:
-            self.state[param] = self._initial_state(group, param)
+            self.state[param] = self.initial_state(group, param)
         state = self.state[param]
         if not param.numel():
             return
@@ -168,7 +178,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self, group: dict[str, Any], param: torch.Tensor, weights: torch.Tensor, key: int, grad_factor: float
     ) -> PackedTensor:
         state = self.state[param]
-        codec = self.codec(group, "master", param)
+        codec = self.codec(group, "master", param, exact_residual(state))
         part = master_part(param.dtype, codec)
         kinds = self.moments(group, tuple(param.shape)).items()
         moments = {name: Moment.of(name, self.codec(group, kind, param), state) for name, kind in kinds}

@@ -130,6 +130,16 @@ class TensorRef:
     conj: bool = False
     neg: bool = False
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements follow each other in the storage in the order of the dimensions."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
 
 @dataclass(slots=True, eq=False)
 class Inert:

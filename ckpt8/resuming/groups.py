@@ -28,6 +28,10 @@ _HYPERPARAMETERS = frozenset(
 """What optimizers call their own settings. Any other key was added by a scheduler or by the user."""
 
 
+_BOOKKEEPING = frozenset({"step", "setup"})
+"""What optimizers of packages keep in a group for themselves."""
+
+
 def class_problem(saved: Mapping[Any, Any], live: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:
     """Why a saved group cannot be one of this optimizer, or None."""
     missing = defaults.keys() - saved.keys() - _ADDED_BY_TORCH - _STRUCTURE
@@ -48,6 +52,12 @@ def class_problem(saved: Mapping[Any, Any], live: Mapping[str, Any], defaults: M
 
 def _length(value: object) -> int:
     return len(value) if isinstance(value, (tuple, list)) else 1
+
+
+def added_by_others(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What a scheduler or the user keeps in a group, beside the settings of the optimizer."""
+    known = _STRUCTURE | IMPLEMENTATION | _HYPERPARAMETERS | _BOOKKEEPING
+    return {key: value for key, value in saved.items() if key not in known and value is not None}
 
 
 def look_permuted(saved: Sequence[Mapping[Any, Any]], live: Sequence[Mapping[str, Any]]) -> bool:

@@ -7,9 +7,10 @@ under the same hyperparameters would be taken without complaint: this table is w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -80,13 +81,22 @@ _LIKE_PARAMETER = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentu
 
 def layout_of(optimizer: Optimizer) -> Layout | None:
     """The layout of the first known class that ``optimizer`` is made of; None for a stranger."""
-    # accelerate and others wrap an optimizer and keep it as an attribute.
-    inner = getattr(optimizer, "optimizer", optimizer)
-    for kind in type(inner).__mro__:
+    for kind in type(unwrapped(optimizer)).__mro__:
         found = LAYOUTS.get((kind.__module__.partition(".")[0], kind.__name__))
         if found is not None:
             return found
     return None
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer itself: accelerate and others wrap it and keep it as an attribute."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def is_packed(optimizer: Optimizer) -> bool:
+    """Whether it is one of ``ckpt8.optim``, which is not imported for the answer."""
+    packed = sys.modules.get("ckpt8.optim.packed")
+    return packed is not None and isinstance(unwrapped(optimizer), packed.PackedOptimizer)
 
 
 def expected_shape(key: str, shape: Shape) -> Shape | None:

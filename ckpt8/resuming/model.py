@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.find import Candidate
 from ckpt8.resuming.names import listed, match
-from ckpt8.resuming.streaming import Copy
+from ckpt8.resuming.streaming import Copy, Fill
+from ckpt8.tensors import DType
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -20,11 +21,16 @@ Equal = Callable[[TensorRef, TensorRef], bool]
 
 @dataclass(slots=True)
 class ModelPlan:
-    """What to copy, what does not fit, and extra states by live name."""
+    """What to copy, what does not fit, extra states by live name, and the saved tensor of each live one by ``id``.
+
+    ``fills`` is what is done: the copies, some of them replaced where an optimizer shares a weight.
+    """
 
     copies: list[Copy] = field(default_factory=list)
+    fills: list[Fill] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    filled: dict[int, TensorRef] = field(default_factory=dict)
 
 
 def live_state(model: nn.Module) -> dict[str, Any]:
@@ -56,13 +62,16 @@ def _same_tensors(candidate: Candidate, live: dict[str, Any]) -> bool:
     return len(match(candidate.node, live)) == len(live) == len(candidate.node)
 
 
-def plan_model(candidate: Candidate, model: nn.Module, equal: Equal) -> ModelPlan:
-    """Match names, shapes and element types. ``equal`` compares the values of two saved tensors."""
+def plan_model(candidate: Candidate, model: nn.Module, equal: Equal, narrow: Collection[int] = ()) -> ModelPlan:
+    """Match names, shapes and element types. ``equal`` compares the values of two saved tensors.
+
+    ``narrow``: the ``id`` of 16-bit parameters that may take fp32 weights, since an optimizer keeps the rest of them.
+    """
     live = live_state(model)
     owned = {id(t) for _, t in (*model.named_parameters(), *model.named_buffers())}
     saved_name = match(candidate.node, live)
     plan = ModelPlan()
-    filled: dict[int, TensorRef] = {}
+    filled = plan.filled
     for name, tensor in live.items():
         if name not in saved_name:
             continue
@@ -71,7 +80,7 @@ def plan_model(candidate: Candidate, model: nn.Module, equal: Equal) -> ModelPla
             plan.extra[name] = value
         elif id(tensor) not in owned or not isinstance(value, TensorRef):
             plan.problems.append(f"{name}: is not a tensor that can be filled in place")
-        elif problem := mismatch(value, tensor):
+        elif problem := mismatch(value, tensor, narrow=id(tensor) in narrow):
             plan.problems.append(f"{name}: {problem}")
         elif id(tensor) not in filled:
             filled[id(tensor)] = value
@@ -79,6 +88,7 @@ def plan_model(candidate: Candidate, model: nn.Module, equal: Equal) -> ModelPla
         elif not equal(filled[id(tensor)], value):
             plan.problems.append(f"{name}: is tied in the model, but was saved with other values than its twin")
     plan.problems += _unmatched(candidate, live, saved_name)
+    plan.fills += plan.copies
     return plan
 
 
@@ -92,8 +102,8 @@ def _unmatched(candidate: Candidate, live: dict[str, Any], saved_name: dict[str,
     return problems + [f"{name}: is in the checkpoint but not in the model" for name in extra]
 
 
-def mismatch(ref: TensorRef, tensor: Tensor) -> str | None:
-    """Why a saved tensor cannot be copied into a live one, or None."""
+def mismatch(ref: TensorRef, tensor: Tensor, *, narrow: bool = False) -> str | None:
+    """Why a saved tensor cannot be copied into a live one, or None. ``narrow``: it may be rounded from float32."""
     shape = tuple(tensor.shape)
     if tensor.is_meta:
         return "is on the meta device; give it memory first, for instance with to_empty()"
@@ -101,7 +111,7 @@ def mismatch(ref: TensorRef, tensor: Tensor) -> str | None:
         return "is distributed or sparse, which resume does not support"
     if ref.shape != shape:
         return f"was saved with shape {list(ref.shape)}, here it has {list(shape)}"
-    if ref.dtype.torch != tensor.dtype:
+    if ref.dtype.torch != tensor.dtype and not (narrow and ref.dtype is DType.FLOAT32):
         return f"was saved as {ref.dtype.label}, here it is {str(tensor.dtype).removeprefix('torch.')}"
     if ref.conj or ref.neg:
         return "was saved as a conjugate or negative view, which resume does not support"

@@ -6,7 +6,7 @@ State is assigned to ``optimizer.state`` directly, as fresh tensors of the saved
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,49 +20,72 @@ from ckpt8.resuming.mapping import Pair, ParameterMap, map_parameters
 from ckpt8.resuming.names import listed
 from ckpt8.resuming.rest import RestBuilder
 from ckpt8.resuming.steps import exact_step, group_step_problem
-from ckpt8.resuming.streaming import Copy
+from ckpt8.resuming.streaming import Copy, Fill
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from ckpt8.resuming.packed import PackedPlanner
+
 _WHOLE_GROUP = "group"
 """optimi with gradient release keeps a reference to the parameter group in the state of each parameter."""
 
 
+Made = tuple[dict[str, Any], list[Fill]]
+"""New state, and what fills it."""
+
+
 @dataclass(slots=True)
 class StatePlan:
-    """The new state of one parameter; None where the checkpoint has none, as for one that never had a gradient."""
+    """The new state of one parameter; None where the checkpoint has none, as for one that never had a gradient.
+
+    ``make``, where there is one, gives it when the time has come to allocate memory.
+    """
 
     pair: Pair
     values: dict[str, Any] | None
+    make: Callable[[], Made] | None = None
 
 
 @dataclass(slots=True)
 class OptimizerPlan:
-    """What to assign. ``wrong`` says why nothing of the checkpoint fits; ``problems`` are single parameters."""
+    """What to assign. ``wrong`` says why nothing of the checkpoint fits; ``problems`` are single parameters.
+
+    ``rounded``: what fills a live parameter that takes only the upper half of its saved weights, by ``id``.
+    """
 
     states: list[StatePlan] = field(default_factory=list)
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     wrong: str | None = None
+    rounded: dict[int, Fill] = field(default_factory=dict)
 
 
 def plan_optimizer(
-    candidate: Candidate, optimizer: Optimizer, model: nn.Module | None, builder: RestBuilder
+    candidate: Candidate,
+    optimizer: Optimizer,
+    model: nn.Module | None,
+    builder: RestBuilder,
+    packed: PackedPlanner | None = None,
 ) -> OptimizerPlan:
-    """Pair the parameters, check every state and build the hyperparameters; nothing is changed."""
+    """Pair the parameters, check every state and build the hyperparameters; nothing is changed.
+
+    ``packed`` plans in place of the rest where ``optimizer`` is one of ``ckpt8.optim``.
+    """
     saved, live = candidate.node["param_groups"], optimizer.param_groups
     if not all(isinstance(group, dict) for group in saved):
         return OptimizerPlan(wrong="its parameter groups are malformed")
     for group in saved:
-        problem = class_problem(group, live[0], optimizer.defaults)
+        problem = packed.class_problem(group) if packed else class_problem(group, live[0], optimizer.defaults)
         if problem is not None:
             return OptimizerPlan(wrong=f"is of another optimizer than {type(optimizer).__name__}: {problem}")
     mapped = map_parameters(saved, optimizer, model)
     if isinstance(mapped, str):
         return OptimizerPlan(wrong=mapped)
+    if packed is not None:
+        return packed.plan(candidate.node, mapped)
     return _plan_mapped(candidate.node, mapped, optimizer, builder)
 
 
@@ -158,22 +181,26 @@ def _values(
     return values
 
 
-def allocate(plan: OptimizerPlan) -> list[Copy]:
+def allocate(plan: OptimizerPlan) -> list[Fill]:
     """Make the tensors of the new state, on the devices of their parameters, and say what fills them.
 
     Raises ResumeError when there is not enough memory; nothing has been changed then.
     """
-    copies = []
+    fills: list[Fill] = []
     try:
         for state in plan.states:
+            if state.make is not None:
+                state.values, made = state.make()
+                fills += made
+                continue
             values = state.values or {}
             for key, value in values.items():
                 if isinstance(value, TensorRef):
                     values[key] = _empty(value, state.pair.parameter.device if key != "step" else None)
-                    copies.append(Copy(f"{state.pair.name}: {key}", value, values[key]))
+                    fills.append(Copy(f"{state.pair.name}: {key}", value, values[key]))
     except RuntimeError as exc:
         raise ResumeError(f"the optimizer state cannot be allocated: {str(exc).splitlines()[0]}") from exc
-    return copies
+    return fills
 
 
 def _empty(ref: TensorRef, device: torch.device | None) -> Tensor:

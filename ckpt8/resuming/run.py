@@ -7,20 +7,25 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ckpt8.errors import InputError, ResumeError, ResumeWarning, UsageError
 from ckpt8.resuming import model as models
 from ckpt8.resuming import optimizer as optimizers
+from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.find import Candidate, find, holds_module
+from ckpt8.resuming.layouts import is_packed, unwrapped
 from ckpt8.resuming.names import listed
 from ckpt8.resuming.rest import RestBuilder
 from ckpt8.resuming.source import Source, open_source
-from ckpt8.resuming.streaming import Copy, Streamer
+from ckpt8.resuming.streaming import Fill, Streamer
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
+
+    from ckpt8.optim.packed import PackedOptimizer
+    from ckpt8.resuming.packed import PackedPlanner
 
 
 def resume(
@@ -87,6 +92,7 @@ class _Planner:
         self._tree = source.checkpoint.tree
         self._models, self._optimizers = find(self._tree)
         self._values = RestBuilder(source.checkpoint)
+        self._filled: dict[int, TensorRef] = {}
 
     def plan(self, model_at: str | None, optimizer_at: str | None) -> _Plan:
         consumed: list[Candidate] = []
@@ -94,7 +100,9 @@ class _Planner:
         weights = state = None
         if self._model is not None:
             chosen = self._choose_model(self._model, model_at)
-            weights = models.plan_model(chosen, self._model, Streamer(self._source.checkpoint).equal)
+            equal = Streamer(self._source.checkpoint).equal
+            weights = models.plan_model(chosen, self._model, equal, _narrow(self._optimizer))
+            self._filled = weights.filled
             problems += [f"model {problem}" for problem in weights.problems]
             weights.extra = {name: self._values.build(value) for name, value in weights.extra.items()}
             consumed.append(chosen)
@@ -105,6 +113,8 @@ class _Planner:
                 problems.append(f"optimizer at {chosen.path}: {state.wrong}")
                 state = None
             consumed.append(chosen)
+        if weights is not None and state is not None:
+            weights.fills = [state.rounded.get(id(copy.target), copy) for copy in weights.copies]
         builder = RestBuilder(self._source.checkpoint, [candidate.node for candidate in consumed])
         return _Plan(builder, weights, state, problems)
 
@@ -137,9 +147,24 @@ class _Planner:
 
     def _plan_optimizer(self, candidate: Candidate, optimizer: Optimizer) -> optimizers.OptimizerPlan:
         try:
-            return optimizers.plan_optimizer(candidate, optimizer, self._model, self._values)
+            packed = self._packed_planner(optimizer)
+            return optimizers.plan_optimizer(candidate, optimizer, self._model, self._values, packed)
         except ResumeError as exc:
             return optimizers.OptimizerPlan(wrong=str(exc))
+
+    def _packed_planner(self, optimizer: Optimizer) -> PackedPlanner | None:
+        if not is_packed(optimizer):
+            return None
+        from ckpt8.resuming.packed import PackedPlanner
+
+        packed = cast("PackedOptimizer", unwrapped(optimizer))
+        return PackedPlanner(packed, self._values, self._filled, self._source.stored)
+
+
+def _narrow(optimizer: Optimizer | None) -> set[int]:
+    """The ``id`` of parameters that are the upper half of weights whose rest a packed optimizer keeps."""
+    groups = optimizer.param_groups if optimizer is not None and is_packed(optimizer) else []
+    return {id(param) for group in groups for param in group["params"] if param.element_size() == 2}
 
 
 def _at(path: Path, candidates: list[Candidate], at: str | None, keyword: str) -> list[Candidate]:
@@ -162,7 +187,7 @@ def _apply(source: Source, plan: _Plan, model: nn.Module | None, optimizer: Opti
             streamer.run(optimizers.allocate(plan.optimizer))
         source.checkpoint.check_unchanged()
         if plan.model is not None:
-            _copy_model(source, streamer, plan.model.copies)
+            _copy_model(source, streamer, plan.model.fills)
         if plan.optimizer is not None and optimizer is not None:
             optimizers.assign(plan.optimizer, optimizer)
     if plan.model is not None and model is not None:
@@ -170,9 +195,9 @@ def _apply(source: Source, plan: _Plan, model: nn.Module | None, optimizer: Opti
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
-def _copy_model(source: Source, streamer: Streamer, copies: Iterable[Copy]) -> None:
+def _copy_model(source: Source, streamer: Streamer, fills: Iterable[Fill]) -> None:
     try:
-        streamer.run(copies)
+        streamer.run(fills)
     except Exception as exc:
         raise InputError(
             f"{source.path}: could be read a moment ago but not now ({exc}); the model is partly overwritten"

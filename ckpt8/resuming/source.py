@@ -16,6 +16,7 @@ from ckpt8.encoder import scratch
 from ckpt8.errors import InputError
 from ckpt8.readers import READERS, get_reader, open_checkpoint
 from ckpt8.readers.base import ByteRange, Checkpoint, SourceFile, StorageInfo
+from ckpt8.resuming.stored import StoredParts
 from ckpt8.verification import check_frames
 from ckpt8.workers import Workers
 
@@ -45,11 +46,12 @@ class MemberSource(SourceFile):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An open checkpoint. ``container`` is the reader and its workers where it is a ``.ckpt8``."""
+    """An open checkpoint. Where it is a ``.ckpt8``: ``container`` is the reader and its workers, ``stored`` its parts."""
 
     path: Path
     checkpoint: Checkpoint
     container: tuple[ContainerReader, Workers] | None = None
+    stored: StoredParts | None = None
 
     def check(self) -> None:
         """Read every byte and check it: decode all frames, or compare the checksums that a raw file states.
@@ -86,4 +88,5 @@ def open_source(path: Path, *, member: str | None = None, threads: int | None = 
         if record.format not in dict(READERS):
             raise InputError(f"{path}: {record.path!r} is of the format {record.format!r}, which is not known")
         file = MemberSource(reader, MemberFile(reader, index, workers))
-        yield Source(path, get_reader(record.format).read(file), (reader, workers))
+        checkpoint = get_reader(record.format).read(file)
+        yield Source(path, checkpoint, (reader, workers), StoredParts(reader, index, checkpoint))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ckpt8.container.frames import FRAME
 from ckpt8.plan import is_dense
@@ -18,13 +18,28 @@ PIECE = 8 * FRAME
 """Elements that are read at once: 32 MiB of float32, which is what the copy needs in memory."""
 
 
+class Fill(Protocol):
+    """Something live that takes the values of one saved tensor."""
+
+    @property
+    def ref(self) -> TensorRef:
+        """The saved tensor."""
+
+    def fill(self, streamer: Streamer) -> None:
+        """Read it and write the live one. Raises InputError."""
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One saved tensor and the live one that takes its values: of the same shape and element type."""
+    """One saved tensor and the live one of its shape that takes its values, rounded where it has fewer bits."""
 
     name: str
     ref: TensorRef
     target: torch.Tensor
+
+    def fill(self, streamer: Streamer) -> None:
+        """Copy."""
+        streamer.copy(self.ref, self.target.detach())
 
 
 class Streamer:
@@ -35,10 +50,25 @@ class Streamer:
         self._storages = {storage.key: storage for storage in checkpoint.storages}
         self._buffer = bytearray()
 
-    def run(self, copies: Iterable[Copy]) -> None:
-        """Make all copies in the order of the file. Raises InputError for damage and failed reads."""
-        for copy in sorted(copies, key=lambda copy: (self._storages[copy.ref.key].offset, copy.ref.offset)):
-            self.copy(copy.ref, copy.target.detach())
+    def run(self, fills: Iterable[Fill]) -> None:
+        """Fill all in the order of the file. Raises InputError for damage and failed reads."""
+        for fill in sorted(fills, key=lambda fill: (self._storages[fill.ref.key].offset, fill.ref.offset)):
+            fill.fill(self)
+
+    def values(self, ref: TensorRef) -> Iterator[tuple[int, torch.Tensor]]:
+        """The elements of ``ref`` as float32, flat and in the order of its dimensions: pieces, and where each starts.
+
+        A piece starts at a multiple of PIECE and is valid until the next.
+        """
+        import torch
+
+        if ref.is_contiguous:
+            for start, stop in _pieces(0, prod(ref.shape)):
+                yield start, self._read(ref, ref.offset + start, stop - start).float()
+        else:
+            whole = torch.empty(ref.shape, dtype=ref.dtype.torch)
+            self.copy(ref, whole)
+            yield 0, whole.view(-1).float()
 
     def copy(self, ref: TensorRef, target: torch.Tensor) -> None:
         """Fill ``target`` with the values of ``ref``."""
@@ -76,7 +106,7 @@ class Streamer:
         order = sorted(range(len(ref.shape)), key=lambda dim: (-ref.stride[dim], ref.shape[dim] != 1))
         target = target.permute(order) if order else target.reshape(1)
         for start, stop in _pieces(ref.offset, ref.offset + target.numel()):
-            _assign(target, start - ref.offset, self._read(ref, start, stop - start))
+            assign(target, start - ref.offset, self._read(ref, start, stop - start))
 
     def _copy_strided(self, ref: TensorRef, target: torch.Tensor) -> None:
         """Overlapping, expanded, or with gaps: cut along the longest stride until what it spans is small."""
@@ -119,7 +149,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
-def _assign(target: torch.Tensor, start: int, values: torch.Tensor) -> None:
+def assign(target: torch.Tensor, start: int, values: torch.Tensor) -> None:
     """Set the elements from ``start`` on, counted in the order of dimensions, of a tensor of any stride."""
     if target.is_contiguous():
         target.view(-1)[start : start + len(values)].copy_(values)
@@ -136,5 +166,5 @@ def _assign(target: torch.Tensor, start: int, values: torch.Tensor) -> None:
             target[row : row + rows].copy_(values[:taken].view(rows, *target.shape[1:]))
         else:
             taken = min(len(values), inner - into)
-            _assign(target[row], into, values[:taken])
+            assign(target[row], into, values[:taken])
         start, values = start + taken, values[taken:]

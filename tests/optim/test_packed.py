@@ -121,7 +121,7 @@ def damaged(saved):
         elif what == "key":
             del state["residual"]
         elif what == "dtype":
-            state["residual"] = state["residual"].to(torch.int16)
+            state["residual"] = state["residual"].to(torch.int32)
         elif what == "shape":
             state["residual"] = state["residual"].t()
         elif what == "codec":

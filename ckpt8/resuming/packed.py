@@ -1,0 +1,211 @@
+"""From a saved optimizer to the packed state of one of ``ckpt8.optim``.
+
+    saved by the same packed optimizer    every tensor as it is
+    saved by the published optimizer      from a ``.ckpt8``: codes, scales and residuals as they are stored, where they
+                                          have at least the levels that the optimizer has; else, and from a raw
+                                          checkpoint, encoded on the way
+
+Codecs travel with the state: a group takes the configuration of the codes that go straight into it. What the file
+keeps bit for bit for a reason stays exact: fp32 moments, a 16-bit residual. fp32 weights go into bf16 parameters and
+their residuals, or fp16 parameters and their masters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpt8.codecs import Codec, codec_from_config, config_of
+from ckpt8.codecs.companded8 import Companded8
+from ckpt8.errors import UsageError
+from ckpt8.optim import foreign
+from ckpt8.optim.loading import exact_names, layout_problem
+from ckpt8.optim.moments import Moment
+from ckpt8.optim.options import check_group
+from ckpt8.readers.base import TensorRef
+from ckpt8.resuming.groups import added_by_others, restored
+from ckpt8.resuming.mapping import Pair, ParameterMap
+from ckpt8.resuming.optimizer import Made, OptimizerPlan, StatePlan
+from ckpt8.resuming.packing import MomentFill, ResidualFill, RoundedFill
+from ckpt8.resuming.rest import RestBuilder
+from ckpt8.resuming.stored import StoredParts
+from ckpt8.resuming.streaming import Copy, Fill
+
+if TYPE_CHECKING:
+    from ckpt8.optim.packed import PackedOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPlanner:
+    """Plans the state of one packed optimizer; nothing is changed.
+
+    ``weights``: the saved tensor of every live parameter, by ``id``. ``stored``: where the checkpoint is a container.
+    """
+
+    optimizer: PackedOptimizer
+    builder: RestBuilder
+    weights: Mapping[int, TensorRef]
+    stored: StoredParts | None
+
+    def class_problem(self, saved: Mapping[Any, Any]) -> str | None:
+        """Why a saved group is none of this optimizer's, or None."""
+        rule = self.optimizer.rule_id
+        if "rule" in saved:
+            return None if saved["rule"] == rule else f"it was saved by the rule {saved['rule']!r}, here it is {rule!r}"
+        return foreign.class_problem(saved, rule, self.optimizer.rule_arguments, self.optimizer.defaults)
+
+    def plan(self, node: Mapping[str, Any], mapped: ParameterMap) -> OptimizerPlan:
+        """State, groups and rounded weights of a mapped optimizer."""
+        plan = OptimizerPlan(problems=list(mapped.problems))
+        for live, pairs, index in zip(self.optimizer.param_groups, mapped.pairs, mapped.group_of, strict=True):
+            if index is None:
+                continue
+            saved = {key: value for key, value in node["param_groups"][index].items() if key != "params"}
+            hyper = {key: self.builder.build(value) for key, value in saved.items()}
+            states = [node["state"].get(pair.identifier) for pair in pairs]
+            try:
+                group = self._group(live, hyper, states)
+            except UsageError as exc:
+                plan.wrong = plan.wrong or str(exc)
+                continue
+            plan.groups.append((live, {key: value for key, value in group.items() if key != "params"}))
+            for pair, state in zip(pairs, states, strict=True):
+                try:
+                    plan.states.append(self._state(pair, state, group, hyper))
+                except UsageError as exc:
+                    plan.problems.append(f"{pair.name}: {exc}")
+                if (rounded := self._rounded(pair.parameter, group)) is not None:
+                    plan.rounded[id(pair.parameter)] = rounded
+        return plan
+
+    def _group(self, live: dict[str, Any], hyper: Mapping[str, Any], states: Sequence[Any]) -> dict[str, Any]:
+        """The group as it will be, codecs included. Raises UsageError."""
+        if "rule" in hyper:
+            group = {**live, **restored(hyper, live)}
+        else:
+            taken = foreign.packed_group(hyper, self.optimizer.rule_id, self.optimizer.rule_arguments)
+            group = {**live, **restored({**added_by_others(hyper), **taken}, live)}
+            for kind in ("moment1", "moment2"):
+                group[kind] = self._common_codec(group, kind, states)
+        check_group(group)
+        return group
+
+    def _common_codec(self, group: dict[str, Any], kind: str, states: Sequence[Any]) -> dict[str, Any]:
+        """The configuration of most of the stored codes that can be trained on, else the optimizer's own."""
+        mine = codec_from_config(group[kind])
+        found: Counter[Codec] = Counter()
+        for state in states:
+            for ref in state.values() if isinstance(state, dict) else ():
+                codec = self._codec(ref)
+                if (
+                    isinstance(codec, Companded8)
+                    and isinstance(mine, Companded8)
+                    and codec.signed == mine.signed
+                    and codec.Q >= mine.Q
+                ):
+                    found[codec] += 1
+        return config_of(found.most_common(1)[0][0]) if found else dict(group[kind])
+
+    def _codec(self, ref: object) -> Codec | None:
+        return self.stored.codec(ref) if self.stored is not None and isinstance(ref, TensorRef) else None
+
+    def _if_stored(self, ref: TensorRef, codec: Codec) -> StoredParts | None:
+        """The parts of ``ref`` where they are those of ``codec``."""
+        return self.stored if self._codec(ref) == codec else None
+
+    def _narrowed(self, param: torch.Tensor) -> TensorRef | None:
+        """The saved fp32 weights of a live 16-bit parameter, or None."""
+        ref = self.weights.get(id(param))
+        return ref if ref is not None and ref.dtype.torch == torch.float32 and param.element_size() == 2 else None
+
+    def _state(self, pair: Pair, saved: Any, group: dict[str, Any], hyper: Mapping[str, Any]) -> StatePlan:
+        """What the state of one parameter is made of. Raises UsageError where it does not fit."""
+        if saved is not None and not isinstance(saved, dict):
+            raise UsageError("its optimizer state is malformed")
+        saved = {key: value for key, value in (saved or {}).items() if value is not None or key == "kahan_comp"}
+        for key, value in saved.items():
+            if isinstance(value, TensorRef) and (value.conj or value.neg):
+                raise UsageError(f"{key} was saved as a conjugate or negative view, which resume does not support")
+        if not saved and self._narrowed(pair.parameter) is None:
+            return StatePlan(pair, None)
+        if saved and "rule" in hyper:
+            problem = layout_problem(self.optimizer, group, pair.parameter, _found(saved))
+            if problem is not None:
+                raise UsageError(problem)
+            return StatePlan(pair, None, partial(self._same, pair.parameter, saved, group))
+        step = 0
+        if saved:
+            self._check_published(pair.parameter, saved, group, hyper)
+            step = foreign.step_of({k: self.builder.build(v) for k, v in saved.items() if k == "step"}, hyper)
+        return StatePlan(pair, None, partial(self._packed, pair.parameter, saved, group, step))
+
+    def _check_published(
+        self, param: torch.Tensor, saved: Mapping[str, Any], group: dict[str, Any], hyper: Mapping[str, Any]
+    ) -> None:
+        shape = tuple(param.shape)
+        shapes = {**dict.fromkeys(self.optimizer.moments(group, shape), shape), **self.optimizer.factored(shape)}
+        problem = foreign.state_problem(saved.keys(), shapes.keys(), self.optimizer.rule_id, hyper)
+        if problem is not None:
+            raise UsageError(problem)
+        for key, expected in shapes.items():
+            ref = saved[key]
+            if not isinstance(ref, TensorRef) or not ref.dtype.torch.is_floating_point:
+                raise UsageError(f"{key} is not a tensor of floating-point numbers")
+            if ref.shape != expected:
+                raise UsageError(f"{key} was saved with shape {list(ref.shape)}, here it has {list(expected)}")
+        compensation = saved.get("kahan_comp")
+        if isinstance(compensation, TensorRef) and compensation.shape == shape != (1,):
+            raise UsageError("its Kahan compensation has no place beside a residual; resume into the same optimizer")
+        if param.dtype == torch.bfloat16 and id(param) not in self.weights:
+            raise UsageError("its residual is made of the weights; give model= as well")
+
+    def _same(self, param: torch.Tensor, saved: Mapping[str, TensorRef], group: dict[str, Any]) -> Made:
+        """State of the same layout, copied."""
+        state = self.optimizer.initial_state(group, param, exact_names(_found(saved)))
+        return state, [Copy(key, ref, state[key]) for key, ref in saved.items()]
+
+    def _packed(self, param: torch.Tensor, saved: Mapping[str, Any], group: dict[str, Any], step: int) -> Made:
+        """State packed from plain moments and weights; zero moments where none were saved."""
+        shape = tuple(param.shape)
+        moments = self.optimizer.moments(group, shape)
+        exact = {name for name in moments if self._is_exact(saved.get(name))}
+        weight = self._narrowed(param)
+        if self._is_exact(weight):
+            exact.add("residual")
+        state = self.optimizer.initial_state(group, param, exact)
+        state["step"].fill_(step)
+        fills: list[Fill] = []
+        for name in (*moments, *self.optimizer.factored(shape)) if saved else ():
+            ref = saved[name]
+            if name in state:
+                fills.append(Copy(name, ref, state[name]))
+            else:
+                codec = self.optimizer.codec(group, moments[name], param)
+                fills.append(MomentFill(ref, Moment.of(name, codec, state), self._if_stored(ref, codec)))
+        if weight is not None and "master" in state:
+            fills.append(Copy("master", weight, state["master"]))
+        elif weight is not None:
+            codec = self.optimizer.codec(group, "master", param, exact)
+            fills.append(ResidualFill(weight, state["residual"].view(-1), codec, self._if_stored(weight, codec)))
+        return state, fills
+
+    def _is_exact(self, ref: object) -> bool:
+        return self.stored is not None and isinstance(ref, TensorRef) and self.stored.is_exact(ref)
+
+    def _rounded(self, param: torch.Tensor, group: dict[str, Any]) -> Fill | None:
+        """The upper half of fp32 weights into a bf16 parameter, rounded as its residual expects."""
+        weight = self._narrowed(param)
+        if weight is None or param.dtype != torch.bfloat16:
+            return None
+        codec = self.optimizer.codec(group, "master", param, {"residual"} if self._is_exact(weight) else ())
+        return RoundedFill(weight, param, codec, self._if_stored(weight, codec))
+
+
+def _found(saved: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]] | None]:
+    """Element type and shape of saved state; None for what is no tensor."""
+    return {key: (ref.dtype.torch, ref.shape) if isinstance(ref, TensorRef) else None for key, ref in saved.items()}

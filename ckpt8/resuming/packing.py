@@ -1,0 +1,99 @@
+"""What fills the packed state of a parameter: stored parts as they are, or fp32 values encoded on the way.
+
+Everything that is encoded here is rounded to nearest, on the device of the parameter, in pieces of bounded size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ckpt8.codecs.companded8 import GROUP
+from ckpt8.optim.convert import bf16_from_planes
+from ckpt8.optim.masters import write_master
+from ckpt8.optim.moments import Moment
+from ckpt8.readers.base import TensorRef
+from ckpt8.resuming.stored import StoredParts
+from ckpt8.resuming.streaming import Streamer, assign
+
+if TYPE_CHECKING:
+    from ckpt8.codecs import Codec
+
+_ENCODED = 1 << 20
+"""Elements that are encoded at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class MomentFill:
+    """A companded moment. With ``stored``, codes and scales go straight in."""
+
+    ref: TensorRef
+    moment: Moment
+    stored: StoredParts | None
+
+    def fill(self, streamer: Streamer) -> None:
+        """Copy the parts, or encode the values."""
+        parts = self.moment.parts
+        if self.stored is not None:
+            for start, given in self.stored.chunks(self.ref, "codes", "scales"):
+                assign(parts["codes"], start, given["codes"])
+                assign(parts["scales"], start // GROUP, given["scales"])
+            return
+        for start, values in streamer.values(self.ref):
+            for at, piece in _cut(values):
+                self.moment.write(start + at, start + at + len(piece), piece.to(parts["codes"].device), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualFill:
+    """The residual of a bf16 parameter, flat. With ``stored``, it goes straight in."""
+
+    ref: TensorRef
+    residual: torch.Tensor
+    codec: Codec
+    stored: StoredParts | None
+
+    def fill(self, streamer: Streamer) -> None:
+        """Copy the residual, or split the values."""
+        name = "rho" if self.residual.dtype == torch.int8 else "residual"
+        if self.stored is not None:
+            for start, given in self.stored.chunks(self.ref, name):
+                assign(self.residual, start, given[name])
+            return
+        for start, values in streamer.values(self.ref):
+            for at, piece in _cut(values):
+                piece = piece.to(self.residual.device)
+                part = self.residual[start + at : start + at + len(piece)]
+                write_master(piece, torch.empty_like(piece, dtype=torch.bfloat16), part, self.codec, None)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedFill:
+    """A bf16 parameter of any strides: the upper half of the weights whose residual ``ResidualFill`` takes."""
+
+    ref: TensorRef
+    param: torch.Tensor
+    codec: Codec
+    stored: StoredParts | None
+
+    def fill(self, streamer: Streamer) -> None:
+        """Copy the upper half, or split the values."""
+        target = self.param.detach()
+        if not target.dim():
+            target = target.view(1)
+        if self.stored is not None:
+            for start, given in self.stored.chunks(self.ref, "exponent", "mantissa"):
+                assign(target, start, bf16_from_planes(given))
+            return
+        residual = torch.int8 if self.codec.id == "split24/1" else torch.int16
+        for start, values in streamer.values(self.ref):
+            for at, piece in _cut(values):
+                rounded = torch.empty_like(piece, dtype=torch.bfloat16)
+                write_master(piece, rounded, torch.empty_like(piece, dtype=residual), self.codec, None)
+                assign(target, start + at, rounded)
+
+
+def _cut(values: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    return [(start, values[start : start + _ENCODED]) for start in range(0, len(values), _ENCODED)]

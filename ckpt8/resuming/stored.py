@@ -1,0 +1,50 @@
+"""The parts of a container's storages, for whoever trains on them as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import TYPE_CHECKING
+
+from ckpt8.container import layout
+from ckpt8.container.frames import FRAME
+from ckpt8.readers.base import Checkpoint, TensorRef
+
+if TYPE_CHECKING:
+    from ckpt8.codecs import Codec
+    from ckpt8.container.reader import ContainerReader
+    from ckpt8.tensors import Parts
+
+
+class StoredParts:
+    """Parts by the tensors of one member. Only a tensor that is the whole of its storage, in order, has any."""
+
+    def __init__(self, reader: ContainerReader, member: int, checkpoint: Checkpoint) -> None:
+        self._reader = reader
+        storages = reader.manifest.storages
+        at = {offset: index for offset, index in reader.manifest.members[member].segments if storages[index].nbytes}
+        self._index = {storage.key: at[storage.offset] for storage in checkpoint.storages if storage.nbytes}
+
+    def _whole(self, ref: TensorRef) -> int | None:
+        index = self._index.get(ref.key)
+        if index is None or ref.offset or not ref.is_contiguous:
+            return None
+        record = self._reader.manifest.storages[index]
+        return index if (record.dtype, record.numel) == (ref.dtype, prod(ref.shape)) else None
+
+    def codec(self, ref: TensorRef) -> Codec | None:
+        """What ``ref`` is stored with, or None where it has no parts of its own."""
+        index = self._whole(ref)
+        return None if index is None else self._reader.codec(index)
+
+    def is_exact(self, ref: TensorRef) -> bool:
+        """Whether ``ref`` was kept bit for bit for a reason of its own, not because the preset keeps everything."""
+        index = self._index.get(ref.key)
+        return index is not None and self._reader.manifest.storages[index].reason is not None
+
+    def chunks(self, ref: TensorRef, *names: str) -> Iterator[tuple[int, Parts]]:
+        """The named parts piece by piece, with the first element of each. Raises InputError for damage."""
+        index = self._whole(ref)
+        assert index is not None  # noqa: S101
+        for chunk in range(layout.chunk_count(prod(ref.shape))):
+            yield chunk * FRAME, self._reader.read_parts(index, chunk, names)
