@@ -54,6 +54,11 @@ def _length(value: object) -> int:
     return len(value) if isinstance(value, (tuple, list)) else 1
 
 
+def is_packed_group(saved: Mapping[Any, Any]) -> bool:
+    """Whether a group was saved by one of ``ckpt8.optim``."""
+    return {"rule", "master", "moment1", "moment2"} <= saved.keys()
+
+
 def added_by_others(saved: Mapping[str, Any]) -> dict[str, Any]:
     """What a scheduler or the user keeps in a group, beside the settings of the optimizer."""
     known = _STRUCTURE | IMPLEMENTATION | _HYPERPARAMETERS | _BOOKKEEPING

@@ -14,7 +14,7 @@ from ckpt8.errors import ResumeError
 from ckpt8.plan import is_dense
 from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.find import Candidate
-from ckpt8.resuming.groups import class_problem, restored
+from ckpt8.resuming.groups import class_problem, is_packed_group, restored
 from ckpt8.resuming.layouts import Layout, expected_shape, layout_of
 from ckpt8.resuming.mapping import Pair, ParameterMap, map_parameters
 from ckpt8.resuming.names import listed
@@ -77,6 +77,8 @@ def plan_optimizer(
     saved, live = candidate.node["param_groups"], optimizer.param_groups
     if not all(isinstance(group, dict) for group in saved):
         return OptimizerPlan(wrong="its parameter groups are malformed")
+    if packed is None and any(is_packed_group(group) for group in saved):
+        return OptimizerPlan(wrong="is of ckpt8.optim; ckpt8.load(path, unpack=True) gives its state unpacked")
     for group in saved:
         problem = packed.class_problem(group) if packed else class_problem(group, live[0], optimizer.defaults)
         if problem is not None:

@@ -28,7 +28,7 @@ from ckpt8.optim.loading import exact_names, layout_problem
 from ckpt8.optim.moments import Moment
 from ckpt8.optim.options import check_group
 from ckpt8.readers.base import TensorRef
-from ckpt8.resuming.groups import added_by_others, restored
+from ckpt8.resuming.groups import added_by_others, is_packed_group, restored
 from ckpt8.resuming.mapping import Pair, ParameterMap
 from ckpt8.resuming.optimizer import Made, OptimizerPlan, StatePlan
 from ckpt8.resuming.packing import MomentFill, ResidualFill, RoundedFill
@@ -55,7 +55,7 @@ class PackedPlanner:
     def class_problem(self, saved: Mapping[Any, Any]) -> str | None:
         """Why a saved group is none of this optimizer's, or None."""
         rule = self.optimizer.rule_id
-        if "rule" in saved:
+        if is_packed_group(saved):
             return None if saved["rule"] == rule else f"it was saved by the rule {saved['rule']!r}, here it is {rule!r}"
         return foreign.class_problem(saved, rule, self.optimizer.rule_arguments, self.optimizer.defaults)
 
@@ -85,7 +85,7 @@ class PackedPlanner:
 
     def _group(self, live: dict[str, Any], hyper: Mapping[str, Any], states: Sequence[Any]) -> dict[str, Any]:
         """The group as it will be, codecs included. Raises UsageError."""
-        if "rule" in hyper:
+        if is_packed_group(hyper):
             group = {**live, **restored(hyper, live)}
         else:
             taken = foreign.packed_group(hyper, self.optimizer.rule_id, self.optimizer.rule_arguments)
@@ -133,7 +133,7 @@ class PackedPlanner:
                 raise UsageError(f"{key} was saved as a conjugate or negative view, which resume does not support")
         if not saved and self._narrowed(pair.parameter) is None:
             return StatePlan(pair, None)
-        if saved and "rule" in hyper:
+        if saved and is_packed_group(hyper):
             problem = layout_problem(self.optimizer, group, pair.parameter, _found(saved))
             if problem is not None:
                 raise UsageError(problem)
@@ -161,8 +161,10 @@ class PackedPlanner:
         compensation = saved.get("kahan_comp")
         if isinstance(compensation, TensorRef) and compensation.shape == shape != (1,):
             raise UsageError("its Kahan compensation has no place beside a residual; resume into the same optimizer")
-        if param.dtype == torch.bfloat16 and id(param) not in self.weights:
-            raise UsageError("its residual is made of the weights; give model= as well")
+        if param.element_size() == 2 and id(param) not in self.weights:
+            raise UsageError(
+                "what completes its 16-bit weights is made of those of the checkpoint; give model= as well"
+            )
 
     def _same(self, param: torch.Tensor, saved: Mapping[str, TensorRef], group: dict[str, Any]) -> Made:
         """State of the same layout, copied."""
@@ -174,8 +176,8 @@ class PackedPlanner:
         shape = tuple(param.shape)
         moments = self.optimizer.moments(group, shape)
         exact = {name for name in moments if self._is_exact(saved.get(name))}
-        weight = self._narrowed(param)
-        if self._is_exact(weight):
+        weight = self.weights.get(id(param))
+        if self._is_exact(self._narrowed(param)):
             exact.add("residual")
         state = self.optimizer.initial_state(group, param, exact)
         state["step"].fill_(step)
@@ -189,7 +191,7 @@ class PackedPlanner:
                 fills.append(MomentFill(ref, Moment.of(name, codec, state), self._if_stored(ref, codec)))
         if weight is not None and "master" in state:
             fills.append(Copy("master", weight, state["master"]))
-        elif weight is not None:
+        elif "residual" in state and weight is not None and self._narrowed(param) is weight:
             codec = self.optimizer.codec(group, "master", param, exact)
             fills.append(ResidualFill(weight, state["residual"].view(-1), codec, self._if_stored(weight, codec)))
         return state, fills

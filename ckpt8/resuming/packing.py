@@ -64,9 +64,8 @@ class ResidualFill:
             return
         for start, values in streamer.values(self.ref):
             for at, piece in _cut(values):
-                piece = piece.to(self.residual.device)
                 part = self.residual[start + at : start + at + len(piece)]
-                write_master(piece, torch.empty_like(piece, dtype=torch.bfloat16), part, self.codec, None)
+                _split(piece.to(part.device), part, self.codec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +86,17 @@ class RoundedFill:
             for start, given in self.stored.chunks(self.ref, "exponent", "mantissa"):
                 assign(target, start, bf16_from_planes(given))
             return
-        residual = torch.int8 if self.codec.id == "split24/1" else torch.int16
         for start, values in streamer.values(self.ref):
             for at, piece in _cut(values):
-                rounded = torch.empty_like(piece, dtype=torch.bfloat16)
-                write_master(piece, rounded, torch.empty_like(piece, dtype=residual), self.codec, None)
-                assign(target, start + at, rounded)
+                residual = torch.empty_like(piece, dtype=torch.int8 if self.codec.id == "split24/1" else torch.int16)
+                assign(target, start + at, _split(piece, residual, self.codec))
+
+
+def _split(weights: torch.Tensor, residual: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """Write the residual of flat fp32 weights; their bf16 upper half."""
+    rounded = torch.empty_like(weights, dtype=torch.bfloat16)
+    write_master(weights, rounded, residual, codec, None)
+    return rounded
 
 
 def _cut(values: torch.Tensor) -> list[tuple[int, torch.Tensor]]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ckpt8.errors import InputError, ResumeError, ResumeWarning, UsageError
+from ckpt8.readers.base import TensorRef
 from ckpt8.resuming import model as models
 from ckpt8.resuming import optimizer as optimizers
-from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.find import Candidate, find, holds_module
 from ckpt8.resuming.layouts import is_packed, unwrapped
 from ckpt8.resuming.names import listed

@@ -40,7 +40,9 @@ class StoredParts:
     def is_exact(self, ref: TensorRef) -> bool:
         """Whether ``ref`` was kept bit for bit for a reason of its own, not because the preset keeps everything."""
         index = self._index.get(ref.key)
-        return index is not None and self._reader.manifest.storages[index].reason is not None
+        if index is None or self._reader.manifest.preset == "lossless":
+            return False
+        return self._reader.codec(index).id == "lossless/1"
 
     def chunks(self, ref: TensorRef, *names: str) -> Iterator[tuple[int, Parts]]:
         """The named parts piece by piece, with the first element of each. Raises InputError for damage."""

@@ -7,7 +7,6 @@ import torch
 from optim_cases import ARGUMENTS, PLAIN, advance, assert_same_state, build, make_params, set_grads
 from test_oracles import ORACLES
 
-from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split32 import Split32
 from ckpt8.errors import UsageError
