@@ -46,7 +46,7 @@ class MemberSource(SourceFile):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An open checkpoint. ``container`` is the reader and its workers where it is a ``.ckpt8``, ``stored`` its parts."""
+    """An open checkpoint. Of a ``.ckpt8``, ``container`` is the reader and its workers, ``stored`` the parts."""
 
     path: Path
     checkpoint: Checkpoint
