@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +57,12 @@ class StepDrift:
 
 @dataclass(slots=True)
 class Drift:
-    """What was replayed: figures by step, how many parameters, and why others were left out, by name."""
+    """What was replayed: figures by step, how many parameters, and by name why others, or their weights, were not."""
 
     steps: list[StepDrift]
     parameters: int = 0
     with_weights: int = 0
+    without_weights: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
 
@@ -83,9 +86,25 @@ class Drift:
             "drift": self.worst if math.isfinite(self.worst) else None,
             "parameters": self.parameters,
             "with_weights": self.with_weights,
+            "without_weights": self.without_weights,
             "skipped": self.skipped,
             "steps": [step.to_json() for step in self.steps],
         }
+
+
+def left_out(resume: Mapping[str, Any]) -> list[str]:
+    """Lines on what the figures of ``Drift.to_json`` do not speak of: weights, and parameters if none was replayed."""
+    lines = []
+    if resume["without_weights"]:
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in _counted(resume["without_weights"]))
+        lines.append(f"weights: {resume['with_weights']} of {resume['parameters']} parameters ({reasons})")
+    if not resume["parameters"]:
+        lines += [f"not replayed: {count} parameters: {reason}" for reason, count in _counted(resume["skipped"])]
+    return lines
+
+
+def _counted(reasons: Mapping[str, str]) -> list[tuple[str, int]]:
+    return sorted(Counter(reasons.values()).items())
 
 
 def difference(x: Tensor, y: Tensor) -> tuple[float, float, float]:

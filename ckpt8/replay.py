@@ -1,7 +1,8 @@
 """``verify --resume-steps``: the next N steps of the optimizer, on the original and on the compressed state.
 
-Both sides take the same gradients, normal noise scaled to the second moments of the original, drawn from a seed, the
-place of the parameter and the step alone. One parameter at a time is in memory, per thread. After every step
+Steps are calls of the rules of ``ckpt8.optim``. Both sides take the same gradients, normal noise at the scale that the
+moments of the original give, drawn from a seed, the place of the parameter and the step alone. One parameter at a time
+is in memory, per thread. After every step
 
     update   NMSE = sum (du)^2 / sum u^2 over all parameters, and max |du|
     weights  sqrt(sum (dw)^2 / sum w^2), and the largest |dw| in units of the RMS of its tensor
@@ -13,29 +14,24 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from ckpt8.drift import Drift, StepDrift, difference
 from ckpt8.errors import CheckFailedError
 from ckpt8.plan import read_scalar
 from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import Checkpoint, TensorRef
+from ckpt8.replay_rules import ELEMENTWISE, FACTORS, Replayed, find_rule
 from ckpt8.resuming.pairing import SavedParameter, saved_parameters
 from ckpt8.resuming.source import open_source
 from ckpt8.resuming.streaming import Streamer
-from ckpt8.update_rules import RULES, Hyper, Rule, State, factored_variance
-from ckpt8.update_space import UpdateRule, recognise
 from ckpt8.workers import Workers
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 SEED = 0x5EED
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-_FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")
 
 
 def replay(original: Checkpoint, compressed: Checkpoint, steps: int, workers: Workers) -> Drift:
@@ -56,7 +52,10 @@ def replay(original: Checkpoint, compressed: Checkpoint, steps: int, workers: Wo
             drift.broken.append(job.original.name)
         else:
             drift.parameters += 1
-            drift.with_weights += job.original.weight is not None
+            if job.original.unpaired is None:
+                drift.with_weights += 1
+            else:
+                drift.without_weights[job.original.name] = job.original.unpaired
             for total, step in zip(drift.steps, found, strict=True):
                 total.merge(step)
     return drift
@@ -78,22 +77,10 @@ class _Job:
 
 @dataclass(slots=True)
 class _Side:
-    """State and weight of one parameter on one side."""
+    """State and weight of one parameter on one side: flat fp32, but for row and column statistics."""
 
-    state: State
+    state: dict[str, Tensor]
     weight: Tensor | None
-
-    def advance(self, rule: Rule, grad: Tensor, step: int, hyper: Hyper, *, coupled: bool) -> Tensor:
-        """One step; the update."""
-        if coupled and self.weight is not None:
-            grad = grad + hyper.weight_decay * self.weight
-        update, factor = rule(self.state, grad, step, hyper)
-        if self.weight is not None:
-            lr = hyper.lr * factor
-            if not coupled:
-                self.weight.mul_(1 - lr * hyper.weight_decay)
-            self.weight.sub_(update, alpha=lr)
-        return update
 
 
 class _Sides:
@@ -105,111 +92,75 @@ class _Sides:
 
     def replay(self, job: _Job) -> list[StepDrift] | str:
         """The drift of one parameter by step, or why it cannot be replayed."""
+        saved = job.original
         with self._lock:
-            known = self._rule(job.original)
-            if isinstance(known, str):
-                return known
-            sides = _read(self._original, job.original), _read(self._compressed, job.compressed)
-        rule, step, hyper = known
-        problem = _unfit(sides[0], rule)
-        if problem is not None:
-            return problem
-        coupled = hyper.weight_decay != 0 and _is_coupled(job.original.group)
-        if coupled and sides[0].weight is None:
+            rule = self._rule(saved)
+            if isinstance(rule, str):
+                return rule
+            shape = saved.shape or ()
+            problem = _unfit(saved, shape)
+            if problem is not None:
+                return problem
+            original, compressed = _read(self._original, saved), _read(self._compressed, job.compressed)
+        if rule.coupled and rule.weight_decay and original.weight is None:
             return "its weight, which an L2 penalty needs, was not found"
+        broken = _not_finite(original)
+        if broken is not None:
+            return f"{broken} of the original is not finite"
+        if _not_finite(compressed) is not None:
+            return [StepDrift(update_error=math.inf)] * job.steps
         found = []
-        scale = _gradient_scale(sides[0].state, rule, step, hyper)
+        scale = rule.gradient_scale(original.state)
         for k in range(job.steps):
             grad = _noise(scale, job.number, k)
-            u, v = (side.advance(RULES[rule.kind], grad, step + k + 1, hyper, coupled=coupled) for side in sides)
-            found.append(_measure(u, v, *sides))
+            u, v = (
+                rule.advance(side.state, side.weight, grad, shape, rule.step + k + 1) for side in (original, compressed)
+            )
+            found.append(_measure(u, v, original, compressed))
         return found
 
-    def _rule(self, saved: SavedParameter) -> tuple[UpdateRule, int, Hyper] | str:
-        """The rule, the steps taken so far, the hyperparameters."""
+    def _rule(self, saved: SavedParameter) -> Replayed | str:
         step = saved.state.get("step", saved.group.get("step"))
         if isinstance(step, TensorRef):
             step = read_scalar(self._original, step)
-        rule = recognise(saved.state, saved.group, step if isinstance(step, (int, float)) else None)
-        if isinstance(rule, str):
-            return rule
-        if "RMS" in saved.state:
-            rule = UpdateRule("came")
-        if rule.kind not in RULES or saved.group.keys() & {"bias_correction", "correct_bias"}:
-            return f"steps of the kind {rule.kind!r} are not replayed"
-        hyper = _hyper(saved.group, rule)
-        if hyper is None:
-            return "hyperparameters are missing from the parameter group"
-        if rule.kind == "stable_adamw" and "beta1" in saved.group and "eps_sq" not in saved.state:
-            hyper = replace(hyper, clip=math.inf)  # optimi's AdamW: unbiased averages, but no clipping
-        if not isinstance(step, (int, float)) and rule.kind != "came":
-            return "the step is missing"
-        return rule, int(step or 0), hyper
+        return find_rule(saved.state, saved.group, step)
 
 
-def _is_coupled(group: Mapping[Any, Any]) -> bool:
-    """Whether weight decay is an L2 penalty, as in Adam. Files of old versions do not say: then it is AdamW's."""
-    return group.get("decoupled_weight_decay", group.get("decouple_wd", True)) is False
+def _refs(saved: SavedParameter) -> dict[str, TensorRef]:
+    return {key: ref for key in (*ELEMENTWISE, *FACTORS) if isinstance(ref := saved.state.get(key), TensorRef)}
 
 
-def _hyper(group: Mapping[Any, Any], rule: UpdateRule) -> Hyper | None:
-    betas = _numbers(group.get("betas", [group.get("beta1"), group.get("beta2")]))
-    eps = group.get("eps", [group.get("eps1"), group.get("eps2")])
-    eps = _numbers(eps if isinstance(eps, (tuple, list)) else [eps])
-    rest = _numbers([group.get("lr"), group.get("weight_decay", 0.0), group.get("clip_threshold", 1.0)])
-    count = 3 if rule.kind == "came" else 2
-    if len(betas) != count or len(eps) != count - 1 or not rest or not all(0 <= beta < 1 for beta in betas):
-        return None
-    return Hyper(rest[0], betas, eps, rest[1], rest[2])
-
-
-def _numbers(values: Any) -> tuple[float, ...]:
-    """Finite numbers as floats; empty for anything else."""
-    given = tuple(values) if isinstance(values, (tuple, list)) else ()
-    numeric = all(isinstance(n, (int, float)) and math.isfinite(n) for n in given)
-    return tuple(map(float, given)) if numeric else ()
+def _unfit(saved: SavedParameter, shape: tuple[int, ...]) -> str | None:
+    """Why the state cannot be that of one parameter of this shape."""
+    if not math.prod(shape):
+        return "it has no elements"
+    for key, ref in _refs(saved).items():
+        expected = shape
+        if key in FACTORS:
+            expected = shape[:-1] if key.endswith("row") else shape[:-2] + shape[-1:]
+        if ref.shape != expected or (key in FACTORS and len(shape) < 2):
+            return f"{key} does not have the shape of the parameter"
+    return None
 
 
 def _read(checkpoint: Checkpoint, saved: SavedParameter) -> _Side:
     streamer = Streamer(checkpoint)
-    refs = {key: ref for key in (*_MOMENTS, *_FACTORS) if isinstance(ref := saved.state.get(key), TensorRef)}
-    weight = None if saved.weight is None else _load(streamer, saved.weight)
-    return _Side({key: _load(streamer, ref) for key, ref in refs.items()}, weight)
+    state = {key: _load(streamer, ref) for key, ref in _refs(saved).items()}
+    flat = {key: values if key in FACTORS else values.reshape(-1) for key, values in state.items()}
+    return _Side(flat, None if saved.weight is None else _load(streamer, saved.weight).reshape(-1))
 
 
 def _load(streamer: Streamer, ref: TensorRef) -> Tensor:
-    import torch
-
     values = torch.empty(ref.shape, dtype=ref.dtype.torch)
     streamer.copy(ref, values)
     return values.float()
 
 
-def _unfit(side: _Side, rule: UpdateRule) -> str | None:
-    import torch
-
-    shape = side.state["exp_avg"].shape
-    for key, value in side.state.items():
-        factor = rule.kind == "came" and key in _FACTORS
-        expected = (shape[:-1] if key.endswith("row") else shape[:-2] + shape[-1:]) if factor else shape
-        if value.shape != expected:
-            return f"{key} does not have the shape of the parameter"
-        if not torch.isfinite(value).all():
-            return f"{key} of the original is not finite"
-    return None
-
-
-def _gradient_scale(state: State, rule: UpdateRule, step: int, hyper: Hyper) -> Tensor:
-    """The RMS of recent gradients, element by element."""
-    if rule.kind == "came" and "exp_avg_sq_row" in state:
-        return factored_variance(state, "exp_avg_sq").clamp_(min=0).nan_to_num_(0.0).sqrt_()
-    bias = 1 - hyper.betas[1] ** step if rule.kind == "adam" and step else 1.0
-    return (state["exp_avg_sq"].clamp(min=0) / bias).sqrt_()
+def _not_finite(side: _Side) -> str | None:
+    return next((key for key, values in side.state.items() if not torch.isfinite(values).all()), None)
 
 
 def _noise(scale: Tensor, number: int, step: int) -> Tensor:
-    import torch
-
     generator = torch.Generator().manual_seed(SEED + (number << 20) + step)
     return torch.randn(scale.shape, generator=generator) * scale
 

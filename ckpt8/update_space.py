@@ -105,7 +105,7 @@ def _number(value: object) -> float | None:
 
 
 def _betas(group: Mapping[Any, Any]) -> tuple[float, ...] | None:
-    betas = group.get("betas")
+    betas = group.get("betas", (group.get("beta1"), group.get("beta2")))
     values = [_number(beta) for beta in betas] if isinstance(betas, (tuple, list)) else [None]
     return None if None in values else tuple(value for value in values if value is not None)
 
@@ -124,15 +124,33 @@ def _adam(group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
     return UpdateRule("adam", int(count), betas[0], betas[1], eps)
 
 
+def _tensors(state: Mapping[Any, Any]) -> set[Any]:
+    """Keys of the tensors that an update is made of; empty where something in the state is not accounted for."""
+    tensors = {key for key, value in state.items() if isinstance(value, TensorRef)} - _SIDE_STATE
+    return tensors if state.keys() - _SIDE_STATE <= tensors else set()
+
+
+def is_lion(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> bool:
+    """Whether this is Lion: one average and two betas."""
+    return _tensors(state) == {"exp_avg"} and len(_betas(group) or ()) == 2
+
+
+def is_sgd(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> bool:
+    """Whether this is torch's SGD with momentum. Muon has no dampening; LARS, which has all of SGD's keys, an eps."""
+    return (
+        _tensors(state) == {"momentum_buffer"}
+        and {"momentum", "dampening", "nesterov"} <= group.keys()
+        and "eps" not in group
+    )
+
+
 def recognise(state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
     """The update rule of one parameter, or why it is unknown.
 
     ``state`` is the parameter's optimizer state, ``group`` its parameter group, ``step`` the step found in either.
     A rule is taken only where every key of the state is accounted for.
     """
-    tensors = {key for key, value in state.items() if isinstance(value, TensorRef)} - _SIDE_STATE
-    if not state.keys() - _SIDE_STATE <= tensors:
-        return _UNKNOWN
+    tensors = _tensors(state)
     if "RMS" in state and tensors == _CAME_FACTORED:
         return UpdateRule("came")
     if "RMS" in state and tensors == {"exp_avg", "exp_avg_sq"}:
@@ -142,6 +160,5 @@ def recognise(state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | 
         unbiased = "beta1" in group or "kahan_comp" in state or "eps_sq" in state
         eps = _number(group.get("eps"))
         return UpdateRule("stable_adamw", eps=eps) if unbiased and eps is not None else _adam(group, step)
-    is_lion = tensors == {"exp_avg"}
-    is_sgd = tensors == {"momentum_buffer"} and "dampening" in group and not group.get("nesterov")
-    return UpdateRule("momentum") if is_lion or is_sgd else _UNKNOWN
+    plain_sgd = is_sgd(state, group) and not group["nesterov"]
+    return UpdateRule("momentum") if plain_sgd or is_lion(state, group) else _UNKNOWN

@@ -3,7 +3,7 @@
 AdamW: theta = theta (1 - lr wd)                    Adam: g = g + wd theta
 m = m + (1-b1) (g - m)                              first moment
 v = b2 v + (1-b2) g^2                               second moment
-theta -= lr/(1-b1^t) * m / (sqrt(v) / sqrt(1-b2^t) + eps)
+theta -= lr/(1-b1^t) * m / (sqrt(v) / sqrt(1-b2^t) + eps)     amsgrad: with the largest v so far
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def adam(
     eps: float,
     weight_decay: float,
     decoupled: bool,
+    amsgrad: bool = False,
 ) -> Iterator[Values]:
-    """One step, ``step`` counting from 1; yields ``param``, ``exp_avg`` and ``exp_avg_sq``."""
+    """One step, ``step`` counting from 1; yields ``param``, ``exp_avg``, ``exp_avg_sq``, or ``max_exp_avg_sq`` too."""
     beta1, beta2 = betas
     step_size = lr / (1 - beta1**step)
     root_correction = math.sqrt(1 - beta2**step)
@@ -42,16 +43,39 @@ def adam(
             grad.add_(param * weight_decay)
         m.add_((grad - m).mul_(1 - beta1))
         v.mul_(beta2).add_(grad.square_().mul_(1 - beta2))
+        new = {"param": param, "exp_avg": m, "exp_avg_sq": v}
+        if amsgrad:
+            new["max_exp_avg_sq"] = v = torch.maximum(block.load("max_exp_avg_sq")[0], v)
         denominator = square_root(v).div_(root_correction).add_(eps)
         param.sub_((m / denominator).mul_(step_size))
-        yield {"param": param, "exp_avg": m, "exp_avg_sq": v}
+        yield new
 
 
-class AdamW(PackedOptimizer):
+class TwoMoments(PackedOptimizer):
+    """What AdamW, Adam and StableAdamW share: their arguments, and two packed moments."""
+
+    rule_arguments: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        **packing: Any,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **packing)
+
+    def moments(self, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, str]:
+        """Both moments."""
+        return {"exp_avg": "moment1", "exp_avg_sq": "moment2"}
+
+
+class AdamW(TwoMoments):
     """AdamW on packed state. Arguments are those of ``torch.optim.AdamW``; for the others see PackedOptimizer."""
 
     rule_id: ClassVar[str] = "adamw"
-    rule_arguments: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
     decoupled: ClassVar[bool] = True
 
     def __init__(
@@ -63,11 +87,7 @@ class AdamW(PackedOptimizer):
         weight_decay: float = 1e-2,
         **packing: Any,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **packing)
-
-    def moments(self, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, str]:
-        """Both moments."""
-        return {"exp_avg": "moment1", "exp_avg_sq": "moment2"}
+        super().__init__(params, lr, betas, eps, weight_decay, **packing)
 
     def rule(self, blocks: Sequence[Block], whole: Values, **arguments: Any) -> Iterator[Values]:
         """See ``adam``."""

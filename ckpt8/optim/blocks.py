@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ckpt8.codecs.base import TILE
+
 Values = Mapping[str, torch.Tensor]
 """fp32 tensors by name: ``param``, ``grad`` and the state of the optimizer."""
 
@@ -35,9 +37,14 @@ class Block:
     rows: slice = field(default_factory=lambda: slice(None))
 
 
-def whole_block(values: Values) -> list[Block]:
-    """A parameter as one block, from fp32 tensors in memory."""
-    return [Block(lambda *names: [values[name].clone() for name in names])]
+Load = Callable[[int, int, tuple[int, ...], tuple[str, ...]], list[torch.Tensor]]
+"""(first element, last element + 1, shape, names) -> new fp32 tensors."""
+
+
+def flat_blocks(numel: int, load: Load, size: int = TILE) -> list[tuple[int, int, Block]]:
+    """The blocks of a flat tensor: first element, last element + 1, block."""
+    runs = [(start, min(start + size, numel)) for start in range(0, numel, size)]
+    return [(a, b, Block(lambda *names, a=a, b=b: load(a, b, (b - a,), names))) for a, b in runs]
 
 
 def block_sums(x: torch.Tensor) -> list[float]:

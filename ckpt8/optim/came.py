@@ -1,4 +1,4 @@
-"""CAME (Luo et al., arXiv 2307.02047, algorithm 2), as came-pytorch has it: no bias correction.
+"""CAME (Luo et al., arXiv 2307.02047), as came-pytorch has it: no bias correction.
 
     s  = g^2 + eps1;     R = b2 R + (1-b2) mean_-1(s);     C = b2 C + (1-b2) mean_-2(s)
     u  = g * approx(R, C);     approx(R, C) = rsqrt(R / mean_-1(R)) (x) rsqrt(C)
@@ -21,7 +21,7 @@ import torch
 
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.codecs.companded8.reference import square_root
-from ckpt8.optim.blocks import Block, Values, block_sums, exact_sum
+from ckpt8.optim.blocks import Block, Load, Values, block_sums, exact_sum
 from ckpt8.optim.packed import Cut, PackedOptimizer, Params
 
 _ROW_BLOCK = 1 << 18
@@ -164,6 +164,14 @@ def row_runs(shape: tuple[int, ...]) -> Iterator[tuple[int, int, slice, slice, t
             yield start, start + count * size, slice(batch, batch + count), slice(None), (count, height, width)
 
 
+def row_blocks(shape: tuple[int, ...], load: Load) -> list[tuple[int, int, Block]]:
+    """The blocks of a tensor of two dimensions or more: first element, last element + 1, block of rows."""
+    return [
+        (a, b, Block(lambda *names, a=a, b=b, view=view: load(a, b, view, names), batches, rows))
+        for a, b, batches, rows, view in row_runs(shape)
+    ]
+
+
 def _multiple(size: int) -> int:
     """How many pieces of ``size`` elements make a block of whole groups, near the size of a tile."""
     unit = GROUP // math.gcd(GROUP, size)
@@ -210,12 +218,7 @@ class CAME(PackedOptimizer):
 
     def cuts(self, shape: torch.Size, load: Callable[..., list[torch.Tensor]]) -> list[Cut]:
         """Blocks of rows."""
-        if len(shape) < 2:
-            return super().cuts(shape, load)
-        return [
-            (a, b, Block(lambda *names, a=a, b=b, view=view: load(a, b, view, names), batches, rows))
-            for a, b, batches, rows, view in row_runs(tuple(shape))
-        ]
+        return super().cuts(shape, load) if len(shape) < 2 else row_blocks(tuple(shape), load)
 
     def rule(self, blocks: Sequence[Block], whole: Values, **arguments: Any) -> Iterator[Values]:
         """See ``came`` and ``came_vector``."""

@@ -1,9 +1,10 @@
-"""StableAdamW (Wortsman et al., arXiv 2304.13013, section 3): AdamW with AdaFactor's update clipping.
+"""StableAdamW (Wortsman et al., arXiv 2304.13013): AdamW with Adafactor's update clipping and decay rates.
 
-    b^  = b (1 - b^(t-1)) / (1 - b^t)                   for b in b1, b2: the moments stay free of bias
+    b^  = b (1 - b^(t-1)) / (1 - b^t)                   for b in b1, b2: the moments stay free of bias (Shazeer and
+                                                        Stern, arXiv 1804.04235)
     m   = m + (1-b1^) (g - m);     u = b2^ u + (1-b2^) g^2
     RMS = sqrt(mean(g^2 / max(u, eps^2)))               over the whole tensor
-    eta = lr / max(1, RMS)
+    eta = lr / max(1, RMS / d)                          d = 1
     theta = theta (1 - eta wd) - eta m / (sqrt(u) + eps)
 
 The mean is taken in a first pass over the blocks, which forms u and keeps only sums.
@@ -18,8 +19,9 @@ from typing import Any, ClassVar
 import torch
 
 from ckpt8.codecs.companded8.reference import square_root
+from ckpt8.optim.adamw import TwoMoments
 from ckpt8.optim.blocks import Block, Values, block_sums, exact_sum
-from ckpt8.optim.packed import PackedOptimizer, Params
+from ckpt8.optim.packed import Params
 
 
 def debiased(beta: float, step: int) -> float:
@@ -40,8 +42,12 @@ def stable_adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    clip_threshold: float = 1.0,
 ) -> Iterator[Values]:
-    """One step, ``step`` counting from 1; yields ``param``, ``exp_avg`` and ``exp_avg_sq`` (free of bias)."""
+    """One step, ``step`` counting from 1; yields ``param``, ``exp_avg`` and ``exp_avg_sq`` (free of bias).
+
+    ``clip_threshold`` is the RMS above which the step is scaled down; infinity turns that off.
+    """
     beta1, beta2 = debiased(betas[0], step), debiased(betas[1], step)
     sums, count = [], 0
     for block in blocks:
@@ -50,7 +56,7 @@ def stable_adamw(
         sums += block_sums(square / _second_moment(u, square, beta2).clamp_min_(eps * eps))
         count += square.numel()
     rms = math.sqrt(exact_sum(sums) / count)
-    eta = lr / max(1.0, rms)
+    eta = lr / max(1.0, rms / clip_threshold)
     for block in blocks:
         param, grad, m, u = block.load("param", "grad", "exp_avg", "exp_avg_sq")
         m.add_((grad - m).mul_(1 - beta1))
@@ -59,11 +65,10 @@ def stable_adamw(
         yield {"param": param, "exp_avg": m, "exp_avg_sq": u}
 
 
-class StableAdamW(PackedOptimizer):
+class StableAdamW(TwoMoments):
     """StableAdamW on packed state. Arguments and defaults are optimi's; for the others see PackedOptimizer."""
 
     rule_id: ClassVar[str] = "stable_adamw"
-    rule_arguments: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
 
     def __init__(
         self,
@@ -74,11 +79,7 @@ class StableAdamW(PackedOptimizer):
         weight_decay: float = 1e-2,
         **packing: Any,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **packing)
-
-    def moments(self, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, str]:
-        """Both moments."""
-        return {"exp_avg": "moment1", "exp_avg_sq": "moment2"}
+        super().__init__(params, lr, betas, eps, weight_decay, **packing)
 
     def rule(self, blocks: Sequence[Block], whole: Values, **arguments: Any) -> Iterator[Values]:
         """See ``stable_adamw``."""

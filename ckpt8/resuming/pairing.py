@@ -2,7 +2,7 @@
 
 By name where the file has names. Else the parameters of every group are taken to stand in the order of the model, so
 that among those of one shape the order decides, if all of that shape are in one group and as many as there are weights
-of the shape, ties counted once. Where that does not hold, the weight is unknown: None, never a guess.
+of the shape, ties counted once. Where that does not hold, the weight is unknown, with the reason, and never a guess.
 """
 
 from __future__ import annotations
@@ -17,46 +17,68 @@ from ckpt8.resuming.find import Candidate, find
 from ckpt8.resuming.mapping import saved_names
 from ckpt8.resuming.names import match
 
-_MOMENT = "exp_avg"
+FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+_NO_MODEL = "the file has no state dict of a model"
+_SEVERAL = "the file has several models or optimizers"
+_NO_SHAPE = "its shape is not known, for want of a first moment"
+_NOT_NAMED = "no weight has its name"
+_MISNAMED = "the weight of its name has another shape"
+_NONE_ALIKE = "no weight has its shape"
+_UNEQUAL = "cannot be told apart: there are not as many weights of the shape as parameters"
+_SCATTERED = "cannot be told apart: the same shape in several groups"
 
 
 @dataclass(frozen=True, slots=True)
 class SavedParameter:
-    """State and group of one parameter, and its weight where it is known. ``name`` is for people."""
+    """State and group of one parameter, and its weight, or why that is not known. ``name`` is for people.
+
+    ``shape`` is that of the first moment, None without one.
+    """
 
     name: str
     state: Mapping[Any, Any]
     group: Mapping[Any, Any]
+    shape: tuple[int, ...] | None
     weight: TensorRef | None
+    unpaired: str | None
 
 
 def saved_parameters(tree: object) -> list[SavedParameter]:
-    """All parameters that have a state with a first moment, in the order of the optimizers' groups."""
+    """All parameters that have a state, in the order of the optimizers' groups."""
     models, optimizers = find(tree)
-    weights = models[0] if len(models) == 1 and len(optimizers) == 1 else None
+    weights: Candidate | str = _SEVERAL if models else _NO_MODEL
+    if len(models) == len(optimizers) == 1:
+        weights = models[0]
     return [parameter for optimizer in optimizers for parameter in _parameters(optimizer, weights)]
 
 
-def _parameters(optimizer: Candidate, weights: Candidate | None) -> list[SavedParameter]:
+def _parameters(optimizer: Candidate, weights: Candidate | str) -> list[SavedParameter]:
     groups = [group for group in optimizer.node["param_groups"] if isinstance(group, dict)]
+    states = {each: state for each, state in optimizer.node["state"].items() if isinstance(state, dict) and state}
+    place = "state" if optimizer.path.startswith("(") else f"{optimizer.path}.state"
     names = saved_names(groups)
     if isinstance(names, str):
-        return []
-    states = optimizer.node["state"]
-    shapes = {
-        identifier: states[identifier][_MOMENT].shape
-        for group in groups
-        for identifier in group["params"]
-        if isinstance(states.get(identifier), dict) and isinstance(states[identifier].get(_MOMENT), TensorRef)
-    }
-    found = {} if weights is None else _weights(groups, names, shapes, weights)
-    place = "state" if optimizer.path.startswith("(") else f"{optimizer.path}.state"
-    return [
-        SavedParameter(names.get(each, f"{place}.{each}"), states[each], group, found.get(each))
-        for group in groups
-        for each in group["params"]
-        if each in shapes
-    ]
+        return [
+            SavedParameter(f"{place}.{each}", state, {}, _shape(state), None, names) for each, state in states.items()
+        ]
+    shapes = {each: shape for each, state in states.items() if (shape := _shape(state)) is not None}
+    found: Mapping[int | str, TensorRef | str] = dict.fromkeys(shapes, weights) if isinstance(weights, str) else {}
+    if isinstance(weights, Candidate):
+        found = _weights(groups, names, shapes, weights)
+    result = []
+    for group in groups:
+        for each in group["params"]:
+            if each in states:
+                known = found.get(each, _NO_SHAPE)
+                weight, reason = (None, known) if isinstance(known, str) else (known, None)
+                name = names.get(each, f"{place}.{each}")
+                result.append(SavedParameter(name, states[each], group, shapes.get(each), weight, reason))
+    return result
+
+
+def _shape(state: Mapping[Any, Any]) -> tuple[int, ...] | None:
+    """The shape of the first moment."""
+    return next((ref.shape for key in FIRST_MOMENTS if isinstance(ref := state.get(key), TensorRef)), None)
 
 
 def _weights(
@@ -64,25 +86,32 @@ def _weights(
     names: Mapping[int | str, str],
     shapes: Mapping[int | str, tuple[int, ...]],
     weights: Candidate,
-) -> dict[int | str, TensorRef]:
+) -> dict[int | str, TensorRef | str]:
+    """The weight of every parameter of a known shape, or why there is none."""
     if names:
         live = match(weights.node, names.values())
-        found = {each: weights.node[live[name]] for each, name in names.items() if name in live}
-        return {each: ref for each, ref in found.items() if each in shapes and _is(ref, shapes[each])}
+        return {each: _named(weights.node, live.get(names[each]), shape) for each, shape in shapes.items()}
     by_shape: dict[tuple[int, ...], list[TensorRef]] = defaultdict(list)
     seen = set()
     for ref in weights.node.values():
         if isinstance(ref, TensorRef) and (ref.key, ref.offset, ref.shape) not in seen:
             seen.add((ref.key, ref.offset, ref.shape))
             by_shape[ref.shape].append(ref)
-    found = {}
+    found: dict[int | str, TensorRef | str] = {}
     for shape in set(shapes.values()):
         homes = [[each for each in group["params"] if shapes.get(each) == shape] for group in groups]
         homes = [home for home in homes if home]
-        if len(homes) == 1 and len(homes[0]) == len(by_shape[shape]):
-            found.update(zip(homes[0], by_shape[shape], strict=True))
+        alike = by_shape.get(shape, [])
+        if len(homes) == 1 and len(homes[0]) == len(alike):
+            found.update(zip(homes[0], alike, strict=True))
+        else:
+            reason = _NONE_ALIKE if not alike else _SCATTERED if len(homes) > 1 else _UNEQUAL
+            found.update((each, reason) for home in homes for each in home)
     return found
 
 
-def _is(ref: object, shape: tuple[int, ...]) -> bool:
-    return isinstance(ref, TensorRef) and ref.shape == shape
+def _named(weights: Mapping[Any, Any], name: str | None, shape: tuple[int, ...]) -> TensorRef | str:
+    ref = None if name is None else weights[name]
+    if not isinstance(ref, TensorRef):
+        return _NOT_NAMED
+    return ref if ref.shape == shape else _MISNAMED

@@ -9,6 +9,9 @@ import pytest
 import torch
 from optim_cases import ARGUMENTS, PLAIN, SHAPES, advance, build, make_params, set_grads
 
+from ckpt8.optim.adamw import adam
+from ckpt8.optim.blocks import flat_blocks
+
 ORACLES = {
     "AdamW": lambda params, **kw: torch.optim.AdamW(params, foreach=False, **kw),
     "Adam": lambda params, **kw: torch.optim.Adam(params, foreach=False, **kw),
@@ -53,6 +56,33 @@ def test_unpacked_equals_the_published_package(name):
 @pytest.mark.parametrize(("which", "arguments"), VARIANTS)
 def test_other_arguments(which, arguments):
     check(which, steps=8, **arguments)
+
+
+def test_amsgrad():
+    """The rule alone knows it, for replay. The second moment falls, so that the largest is another."""
+    [ours] = make_params(shapes=((70, 97),))
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    settings = {"lr": 1e-2, "betas": (0.8, 0.7), "eps": 1e-8, "weight_decay": 0.1}
+    oracle = torch.optim.AdamW([theirs], amsgrad=True, foreach=False, **settings)
+    values = {name: torch.zeros(ours.numel()) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+    values["param"] = ours.detach().reshape(-1).clone()
+
+    def load(start, stop, shape, names):
+        return [values[name][start:stop].clone().view(shape) for name in names]
+
+    for step in range(1, 13):
+        set_grads([theirs], step, scale=0.1 / step**2)
+        values["grad"] = theirs.grad.reshape(-1).clone()
+        oracle.step()
+        cuts = flat_blocks(ours.numel(), load, 2048)
+        new = adam([block for *_, block in cuts], {}, step=step, decoupled=True, amsgrad=True, **settings)
+        for (start, stop, _), results in zip(cuts, new, strict=True):
+            for name, value in results.items():
+                values[name][start:stop] = value
+        state = {**oracle.state[theirs], "param": theirs.detach()}
+        for name in ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            torch.testing.assert_close(values[name], state[name].reshape(-1), rtol=1e-6, atol=1e-7)
+    assert bool((values["max_exp_avg_sq"] > values["exp_avg_sq"]).float().mean() > 0.9)
 
 
 def way(start, end):

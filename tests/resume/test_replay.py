@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
 from itertools import pairwise
 
+import optimi
 import pytest
+import pytorch_optimizer
 import torch
 from resume_kit import OPTIMIZERS
 from torch import nn
@@ -16,7 +19,10 @@ import ckpt8
 from ckpt8 import cli, replay
 from ckpt8.errors import CheckFailedError, UsageError
 from ckpt8.readers import open_checkpoint
+from ckpt8.readers.base import TensorRef
+from ckpt8.replay_rules import find_rule
 from ckpt8.resuming.pairing import saved_parameters
+from ckpt8.tensors import DType
 
 REPLAYED = {
     "torch-adamw": 0.1,
@@ -27,8 +33,28 @@ REPLAYED = {
     "came-pytorch": 0.1,
     "pytorch-optimizer-came": 0.1,
     "pytorch-optimizer-stable-adamw": 0.1,
+    "torch-sgd-momentum": 0.01,
+    "torch-sgd-dampened": 0.01,
+    "lion-pytorch": 0.1,
+    "optimi-lion": 0.1,
+    "pytorch-optimizer-lion": 0.1,
+    "pytorch-optimizer-lion-l2": 0.01,
 }
+"""Weight decay of every optimizer that is replayed."""
+
+FACTORIES = {
+    **OPTIMIZERS,
+    "torch-sgd-dampened": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.8, dampening=0.3),
+    "pytorch-optimizer-lion-l2": lambda params, lr: pytorch_optimizer.Lion(params, lr=lr, weight_decouple=False),
+    "torch-muon": lambda params, lr: torch.optim.Muon([p for p in params if p.dim() == 2], lr=lr),
+    "optimi-lion-decoupled": lambda params, lr: optimi.Lion(params, lr=lr, decouple_lr=True, triton=False),
+    "torch-sgd-undamped": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=1.0),
+}
+COUPLED = {"torch-adam", "torch-sgd-momentum", "torch-sgd-dampened", "pytorch-optimizer-lion-l2"}
+"""Those whose weight decay is part of the gradient."""
+
 STEPS = 4
+FEW_STEPS = 2.0**-22
 
 
 def model() -> nn.Sequential:
@@ -41,9 +67,9 @@ def model() -> nn.Sequential:
 def make(tmp_path):
     def make(name: str, preset: str = "flash", steps: int = 5):
         net = model()
-        optimizer = OPTIMIZERS[name](net.parameters(), 0.01)
+        optimizer = FACTORIES[name](net.parameters(), 0.01)
         for group in optimizer.param_groups:
-            group["weight_decay"] = REPLAYED.get(name, 0.0)
+            group["weight_decay"] = REPLAYED.get(name, 0.1)
         for _ in range(steps):
             for p in net.parameters():
                 p.grad = torch.randn_like(p) * 10 ** torch.randn(1)
@@ -60,49 +86,70 @@ def steps_of(path, **settings):
     return ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=STEPS, **settings).resume
 
 
-def advance(path, name, gradients) -> list[list[torch.Tensor]]:
-    """Weights after each step of the real optimizer."""
+def update_of(params, optimizer, gradients, name) -> list[torch.Tensor]:
+    """What the real optimizer takes from weights of zero at a learning rate of one: the update with all its digits."""
+    zeros = [nn.Parameter(torch.zeros_like(p)) for p in params]
+    twin = FACTORIES[name](zeros, 1.0)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    decay = twin.param_groups[0]["weight_decay"] if name in COUPLED else 0.0
+    twin.param_groups[0].update(lr=1.0, weight_decay=0.0)
+    for zero, p, grad in zip(zeros, params, gradients, strict=True):
+        zero.grad = grad + decay * p.detach()
+    twin.step()
+    return [-zero.detach() for zero in zeros]
+
+
+def real_steps(path, name, gradients) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Update and weights of each step of the real optimizer."""
     net = model()
-    optimizer = OPTIMIZERS[name](net.parameters(), 0.5)
+    optimizer = FACTORIES[name](net.parameters(), 0.5)
     ckpt8.resume(path, net, optimizer)
+    params = list(net.parameters())
     found = []
     for step in range(STEPS):
-        for number, p in enumerate(net.parameters()):
-            p.grad = gradients[number, step].clone()
+        grads = [gradients[number, step].view(p.shape) for number, p in enumerate(params)]
+        update = update_of(params, optimizer, grads, name)
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad.clone()
         optimizer.step()
-        found.append([p.detach().clone() for p in net.parameters()])
+        found.append((update, [p.detach().clone() for p in params]))
     return found
+
+
+def joined(tensors) -> torch.Tensor:
+    return torch.cat([t.flatten() for t in tensors]).double()
 
 
 @pytest.mark.parametrize("name", REPLAYED)
 def test_the_drift_is_that_of_the_real_optimizer(make, monkeypatch, name):
     path = make(name)
-    gradients, weights = {}, {}
-    noise, measure = replay._noise, replay._measure
+    gradients = {}
+    noise = replay._noise
 
     def recorded(scale, number, step):
         gradients[number, step] = noise(scale, number, step)
-        return gradients[number, step]
-
-    def watched(u, v, original, compressed):
-        number = len(weights) // STEPS
-        weights[number, len(weights) % STEPS] = original.weight.clone(), compressed.weight.clone()
-        return measure(u, v, original, compressed)
+        return gradients[number, step].clone()
 
     monkeypatch.setattr(replay, "_noise", recorded)
-    monkeypatch.setattr(replay, "_measure", watched)
     result = steps_of(path, threads=1)
     assert result["parameters"] == result["with_weights"] == 6
-    assert result["skipped"] == {}
-    sides = [advance(each, name, gradients) for each in (path, path.with_suffix(".ckpt8"))]
-    for step in range(STEPS):
-        for side in (0, 1):
-            for number, real in enumerate(sides[side][step]):
-                torch.testing.assert_close(weights[number, step][side], real, rtol=1e-5, atol=1e-6)
-        before, after = (torch.cat([w.flatten() for w in side[step]]).double() for side in sides)
-        rms = float((after - before).norm() / before.norm())
-        assert result["steps"][step]["weight_rms"] == pytest.approx(rms, rel=0.05)
-        assert rms > 0
+    assert result["skipped"] == result["without_weights"] == {}
+    sides = [real_steps(each, name, gradients) for each in (path, path.with_suffix(".ckpt8"))]
+    for told, (u, w), (v, x) in zip(result["steps"], *sides, strict=True):
+        moved, apart = joined(v) - joined(u), joined(x) - joined(w)
+        assert told["update_nmse"] == pytest.approx(float(moved.square().sum() / joined(u).square().sum()), rel=1e-5)
+        assert told["weight_rms"] == pytest.approx(float(apart.norm() / joined(w).norm()), rel=1e-5)
+        assert min(told.values()) > 0
+        # The largest difference is one of two fp32 numbers: known to a few of their steps.
+        assert told["update_max"] == pytest.approx(
+            float(moved.abs().max()), abs=float(joined(u).abs().max()) * FEW_STEPS
+        )
+        units = [t.double() / t.double().square().mean().sqrt() for t in w]
+        largest = max(
+            float((b.double() - a.double()).abs().max() / a.double().square().mean().sqrt())
+            for a, b in zip(w, x, strict=True)
+        )
+        assert told["weight_max"] == pytest.approx(largest, abs=float(joined(units).abs().max()) * FEW_STEPS)
 
 
 @pytest.mark.parametrize("name", REPLAYED)
@@ -135,14 +182,65 @@ def test_gradients_have_the_scale_of_the_second_moments(make, monkeypatch):
         assert scales[number * STEPS] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["torch-sgd-momentum", "lion-pytorch", "torch-adafactor"])
-def test_what_is_not_replayed_is_told(make, name):
+SKIPPED = {
+    "torch-adafactor": "its state has no first moment; the presets keep all of it lossless",
+    "torch-muon": "the optimizer is not one whose update rule is known",
+    "optimi-lion-decoupled": "its weight decay does not follow the learning rate, which is not replayed",
+    "torch-sgd-undamped": "hyperparameters are missing from the parameter group, or out of range",
+}
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_what_is_not_replayed_is_told(make, monkeypatch, capsys, name):
+    if name == "torch-muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch without Muon")
     path = make(name)
     result = steps_of(path)
     assert result["parameters"] == 0
-    assert len(result["skipped"]) == (0 if name != "lion-pytorch" else 6)
+    assert len(result["skipped"]) == (2 if name == "torch-muon" else 6)
+    assert set(result["skipped"].values()) == {SKIPPED[name]}
     failures = ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=1, max_drift=1.0).failures
     assert failures == ("no parameter could be replayed, so that the drift is unknown",)
+    _, out, _ = run_cli(
+        monkeypatch, capsys, "verify", path.with_suffix(".ckpt8"), "--against", path, "--resume-steps", 1
+    )
+    assert f"not replayed: {len(result['skipped'])} parameters: {SKIPPED[name]}" in out
+
+
+@pytest.mark.parametrize("name", ["torch-sgd-momentum", "torch-sgd-dampened", "lion-pytorch", "optimi-lion"])
+def test_independent_gradients_of_the_scale_give_the_momentum(name):
+    """At the scale found from a momentum, noise brings forth a momentum of the same RMS."""
+    p = nn.Parameter(torch.zeros(20_000))
+    optimizer = FACTORIES[name]([p], 0.1)
+    for step in range(600):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) * 0.3
+        optimizer.step()
+    saved = optimizer.state_dict()
+    [(key, momentum)] = [(k, t) for k, t in saved["state"][0].items() if isinstance(t, torch.Tensor)]
+    ref = TensorRef("0", DType.FLOAT32, 0, tuple(momentum.shape), (1,))
+    rule = find_rule({key: ref}, saved["param_groups"][0], None)
+    scale = rule.gradient_scale({key: momentum})
+    assert scale.shape == p.shape
+    assert float(scale[0]) == pytest.approx(0.3, rel=0.02)
+
+
+def test_a_state_that_is_not_finite(make, monkeypatch):
+    """Lion's sign hides it from the update: it must be told all the same."""
+    path = make("lion-pytorch")
+    read = replay._read
+    sides = []
+
+    def spoiled(checkpoint, saved):
+        side = read(checkpoint, saved)
+        sides.append(side)
+        if len(sides) == 2:
+            side.state["exp_avg"][0] = math.nan
+        return side
+
+    monkeypatch.setattr(replay, "_read", spoiled)
+    found = ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=1, threads=1)
+    assert found.failures == ("optimizer.state.0: a replayed step is not finite",)
+    assert found.resume["parameters"] == 5
 
 
 def test_a_limit_that_is_passed(make):
@@ -201,6 +299,12 @@ def pairs(tmp_path, tree) -> dict[str, str | None]:
         return {p.name: p.weight and weights[id(p.weight)] for p in saved_parameters(checkpoint.tree)}
 
 
+def reasons(tmp_path) -> list[str | None]:
+    """Why the parameters of the file that ``pairs`` wrote have no weight."""
+    with open_checkpoint(tmp_path / "pairs.pt") as checkpoint:
+        return [parameter.unpaired for parameter in saved_parameters(checkpoint.tree)]
+
+
 def with_state(net, params, **settings):
     optimizer = torch.optim.Adam(params, **settings)
     for p in net.parameters():
@@ -225,9 +329,24 @@ def test_pairing_without_a_guess(tmp_path):
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     both = [{"params": list(layer.parameters())} for layer in net]
     assert set(pairs(tmp_path, with_state(net, both)).values()) == {None}
+    assert reasons(tmp_path) == 4 * ["cannot be told apart: the same shape in several groups"]
     # One of two weights of a shape is not in the optimizer: which one?
     some = pairs(tmp_path, with_state(net, [net[0].weight, net[0].bias, net[1].bias]))
     assert list(some.values()) == [None, "0.bias", "1.bias"]
+    unequal = "cannot be told apart: there are not as many weights of the shape as parameters"
+    assert reasons(tmp_path) == [unequal, None, None]
+    tree = with_state(net, list(net.named_parameters()))
+    del tree["model"]["0.weight"]
+    tree["model"]["1.bias"] = torch.zeros(5)
+    assert list(pairs(tmp_path, tree).values()) == [None, "0.bias", "1.weight", None]
+    assert reasons(tmp_path) == ["no weight has its name", None, None, "the weight of its name has another shape"]
+    tree["model"] = {"elsewhere": torch.zeros(3)}
+    tree["optimizer"] = with_state(net, net.parameters())["optimizer"]
+    assert set(pairs(tmp_path, tree).values()) == {None}
+    assert reasons(tmp_path) == 4 * ["no weight has its shape"]
+    tree["optimizer"]["param_groups"] *= 2
+    assert set(pairs(tmp_path, tree).values()) == {None}
+    assert reasons(tmp_path) == 4 * ["its parameter groups list a parameter twice"]
 
 
 def test_a_penalty_needs_the_weight(tmp_path):
@@ -241,3 +360,32 @@ def test_a_penalty_needs_the_weight(tmp_path):
         assert list(result["skipped"].values()) == skipped * ["its weight, which an L2 penalty needs, was not found"]
         assert result["parameters"] == 6 - skipped
         assert result["steps"][0]["weight_rms"] is None
+        assert list(result["without_weights"].values()) == (6 - skipped) * ["the file has no state dict of a model"]
+
+
+def test_weights_that_are_not_found_are_told(make, monkeypatch, capsys):
+    path = make("torch-adamw")
+    tree = torch.load(path, weights_only=True)
+    tree["model"]["another"] = torch.zeros(64)  # a fourth vector of this shape, for three parameters
+    torch.save(tree, path)
+    ckpt8.compress(path, threads=1, force=True)
+    result = steps_of(path)
+    assert (result["parameters"], result["with_weights"]) == (6, 3)
+    assert list(result["without_weights"]) == [f"optimizer.state.{k}" for k in (1, 2, 3)]
+    [reason] = set(result["without_weights"].values())
+    _, out, _ = run_cli(
+        monkeypatch, capsys, "verify", path.with_suffix(".ckpt8"), "--against", path, "--resume-steps", 1
+    )
+    assert f"weights: 3 of 6 parameters (3: {reason})" in out
+
+
+def test_the_update_does_not_need_the_weight(make):
+    """Without decay into the gradient, updates are the same whether the weight is known or not."""
+    for name in ("torch-adamw", "came-pytorch", "lion-pytorch", "optimi-stable-adamw"):
+        path = make(name)
+        known = steps_of(path)
+        torch.save({"optimizer": torch.load(path, weights_only=False)["optimizer"]}, path)
+        ckpt8.compress(path, threads=1, force=True)
+        unknown = steps_of(path)
+        assert unknown["with_weights"] == 0
+        assert unknown["drift"] == known["drift"] > 0
