@@ -106,18 +106,32 @@ def _write(
 
 
 def load(
-    path: str | os.PathLike[str], *, map_location: Any = None, member: str | None = None, threads: int | None = None
+    path: str | os.PathLike[str],
+    *,
+    map_location: Any = None,
+    member: str | None = None,
+    unpack: bool = False,
+    threads: int | None = None,
 ) -> Any:
     """The object of the original, as ``torch.load(..., weights_only=True)`` of it would give.
 
+    With ``unpack``, a run of ``ckpt8.optim`` comes as the published optimizers would have saved it: see
+    ``ckpt8.unpacking``. What came from other optimizers is as without it.
     ``member`` names one of several files; a container of several without it is a UsageError that lists them. Raises
     InputError for damage and what ``torch.load`` raises for objects it does not allow.
     """
     import torch
 
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
-        file = MemberFile(reader, member_index(reader, member), workers)
-        return torch.load(cast("IO[bytes]", file), map_location=map_location, weights_only=True)
+        index = member_index(reader, member)
+        file = MemberFile(reader, index, workers)
+        obj = torch.load(cast("IO[bytes]", file), map_location=map_location, weights_only=True)
+        if unpack:
+            from ckpt8.resuming.source import member_checkpoint
+            from ckpt8.unpacking import unpack_tree
+
+            obj = unpack_tree(obj, member_checkpoint(reader, index, file).tree, str(path))
+        return obj
 
 
 def member_index(reader: ContainerReader, member: str | None) -> int:

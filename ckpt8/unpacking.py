@@ -1,7 +1,7 @@
 """``load(..., unpack=True)``: a run of ``ckpt8.optim`` as the published optimizers would have saved it.
 
-    optimizer    codes and scales become fp32 moments, in the layout of torch, optimi, came-pytorch or lion-pytorch
-    model        a 16-bit weight and what its optimizer keeps of it become the fp32 weight
+optimizer    codes and scales become fp32 moments, in the layout of torch, optimi, came-pytorch or lion-pytorch
+model        a 16-bit weight and what its optimizer keeps of it become the fp32 weight
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def unpack_tree(obj: Any, tree: object, where: str) -> Any:
         if place.parent is None:
             return plain
         if isinstance(place.parent, tuple):
-            raise UsageError(f"{where}: {candidate.path} lies in a tuple, which cannot be changed; load it without unpack")
+            raise UsageError(
+                f"{where}: {candidate.path} lies in a tuple, which cannot be changed; load it without unpack"
+            )
         place.parent[place.key] = plain
     return obj
 

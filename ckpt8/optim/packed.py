@@ -21,7 +21,7 @@ from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.base import TILE
 from ckpt8.codecs.split32 import Split32
 from ckpt8.errors import UsageError
-from ckpt8.optim.blocks import Block, Values
+from ckpt8.optim.blocks import Block, Values, flat_blocks
 from ckpt8.optim.masters import exact_residual, master_part
 from ckpt8.optim.moments import Layout, Moment, moment_layout
 from ckpt8.optim.options import MOMENT2, check_group, unpacked
@@ -78,9 +78,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def cuts(self, shape: torch.Size, load: Callable[..., list[torch.Tensor]]) -> list[Cut]:
         """The blocks of a tensor. ``load(start, stop, shape, names)`` reads its fp32 values."""
-        numel, size = shape.numel(), self.tile
-        runs = [(start, min(start + size, numel)) for start in range(0, numel, size)]
-        return [(a, b, Block(lambda *names, a=a, b=b: load(a, b, (b - a,), names))) for a, b in runs]
+        return flat_blocks(shape.numel(), load, self.tile)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch; the codecs of the group are checked and kept as their stored configuration."""

@@ -2,7 +2,8 @@
 
 By name where the file has names. Else the parameters of every group are taken to stand in the order of the model, so
 that among those of one shape the order decides, if all of that shape are in one group and as many as there are weights
-of the shape, ties counted once. Where that does not hold, the weight is unknown, with the reason, and never a guess.
+of the shape, ties counted once and buffers left out. Where that does not hold, the weight is unknown, with the reason,
+and never a guess.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt8.policy import BUFFERS
 from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.find import Candidate, find
 from ckpt8.resuming.mapping import saved_names
 from ckpt8.resuming.names import match
 
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+_LIKE_WEIGHT = (*FIRST_MOMENTS, *(f"{name}_codes" for name in FIRST_MOMENTS), "residual", "master")
 _NO_MODEL = "the file has no state dict of a model"
 _SEVERAL = "the file has several models or optimizers"
 _NO_SHAPE = "its shape is not known, for want of a first moment"
@@ -32,7 +35,7 @@ _SCATTERED = "cannot be told apart: the same shape in several groups"
 class SavedParameter:
     """State and group of one parameter, and its weight, or why that is not known. ``name`` is for people.
 
-    ``shape`` is that of the first moment, None without one.
+    ``shape`` is that of the first moment or residual, None without one.
     """
 
     name: str
@@ -77,8 +80,8 @@ def _parameters(optimizer: Candidate, weights: Candidate | str) -> list[SavedPar
 
 
 def _shape(state: Mapping[Any, Any]) -> tuple[int, ...] | None:
-    """The shape of the first moment."""
-    return next((ref.shape for key in FIRST_MOMENTS if isinstance(ref := state.get(key), TensorRef)), None)
+    """The shape of the first moment, or of what completes the weight."""
+    return next((ref.shape for key in _LIKE_WEIGHT if isinstance(ref := state.get(key), TensorRef)), None)
 
 
 def _weights(
@@ -93,8 +96,9 @@ def _weights(
         return {each: _named(weights.node, live.get(names[each]), shape) for each, shape in shapes.items()}
     by_shape: dict[tuple[int, ...], list[TensorRef]] = defaultdict(list)
     seen = set()
-    for ref in weights.node.values():
-        if isinstance(ref, TensorRef) and (ref.key, ref.offset, ref.shape) not in seen:
+    for name, ref in weights.node.items():
+        is_buffer = str(name).rpartition(".")[2] in BUFFERS
+        if isinstance(ref, TensorRef) and not is_buffer and (ref.key, ref.offset, ref.shape) not in seen:
             seen.add((ref.key, ref.offset, ref.shape))
             by_shape[ref.shape].append(ref)
     found: dict[int | str, TensorRef | str] = {}

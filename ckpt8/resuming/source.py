@@ -75,6 +75,14 @@ def _crc32(checkpoint: Checkpoint, storage: StorageInfo) -> int:
     return crc
 
 
+def member_checkpoint(reader: ContainerReader, index: int, file: MemberFile) -> Checkpoint:
+    """A member as the open checkpoint that it was. Raises InputError for a format that is not known."""
+    record = reader.manifest.members[index]
+    if record.format not in dict(READERS):
+        raise InputError(f"{reader.path}: {record.path!r} is of the format {record.format!r}, which is not known")
+    return get_reader(record.format).read(MemberSource(reader, file))
+
+
 @contextmanager
 def open_source(path: Path, *, member: str | None = None, threads: int | None = None) -> Iterator[Source]:
     """Open ``path``, recognised by content. Raises InputError for damage, UsageError where ``member`` must be given."""
@@ -84,9 +92,5 @@ def open_source(path: Path, *, member: str | None = None, threads: int | None = 
         return
     with ContainerReader(path) as reader, Workers(threads) as workers:
         index = member_index(reader, member)
-        record = reader.manifest.members[index]
-        if record.format not in dict(READERS):
-            raise InputError(f"{path}: {record.path!r} is of the format {record.format!r}, which is not known")
-        file = MemberSource(reader, MemberFile(reader, index, workers))
-        checkpoint = get_reader(record.format).read(file)
+        checkpoint = member_checkpoint(reader, index, MemberFile(reader, index, workers))
         yield Source(path, checkpoint, (reader, workers), StoredParts(reader, index, checkpoint))

@@ -1,0 +1,114 @@
+"""``load(..., unpack=True)``: from runs of ckpt8.optim to what the published optimizers load."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from resume_kit import OPTIMIZERS, Net, groups, same, train
+from test_resume_packed import BF16, FP16, FP32, PACKED, fresh, masters, save
+
+import ckpt8
+import ckpt8.optim
+from ckpt8.errors import UsageError
+from ckpt8.optim import convert
+
+PUBLISHED = {
+    "AdamW": "torch-adamw",
+    "Adam": "torch-adam",
+    "StableAdamW": "optimi-stable-adamw",
+    "CAME": "came-pytorch",
+    "SGD": "torch-sgd-momentum",
+    "Lion": "lion-pytorch",
+}
+NAMES = [name for name, _ in ckpt8.optim.OPTIMIZERS]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("name", NAMES)
+def test_reloading_is_byte_identical_and_unpacking_gives_the_published_state(tmp_path, name, dtype):
+    model, optimizer = fresh(name, dtype)
+    train(model, optimizer, 0, 3)
+    path = save(tmp_path / "run.ckpt8", model, optimizer, rules=["model.*=lossless"])
+    loaded = ckpt8.load(path)
+    assert same(loaded["optimizer"], optimizer.state_dict())
+    assert same(loaded["model"], model.state_dict())
+
+    plain = ckpt8.load(path, unpack=True)
+    assert same(plain["optimizer"], convert.unpack(optimizer.state_dict()))
+    full = {key: value.clone() for key, value in masters(model, optimizer).items()}
+    for key, value in full.items():
+        if optimizer.state.get(dict(model.named_parameters())[key]):
+            assert same(plain["model"][key], value), key
+    assert plain["model"]["head.weight"].data_ptr() == plain["model"]["embed.weight"].data_ptr()
+
+    live = Net(seed=9)
+    live.load_state_dict({key: value.float() for key, value in plain["model"].items()})
+    published = OPTIMIZERS[PUBLISHED[name]](groups(live), 0.1)
+    published.load_state_dict(plain["optimizer"])
+    assert PACKED[PUBLISHED[name]] == name
+    train(live, published, 3, 1)
+    if dtype == FP32:
+        before = full["body.weight"]
+        train(model, optimizer, 3, 1)
+        moved = model.body.weight.detach() - before
+        assert (live.body.weight.detach() - model.body.weight.detach()).norm() <= 0.1 * moved.norm()
+
+
+def test_what_is_not_packed_stays_as_it_is(tmp_path):
+    model = Net()
+    optimizer = torch.optim.AdamW(groups(model))
+    train(model, optimizer, 0, 1)
+    path = save(tmp_path / "run.ckpt8", model, optimizer)
+    assert same(ckpt8.load(path, unpack=True), ckpt8.load(path))
+
+
+def test_the_state_dict_alone(tmp_path):
+    """Also as a file of its own, and inside a list; in fp32 no weight is needed."""
+    model, optimizer = fresh("AdamW")
+    train(model, optimizer, 0, 2)
+    expected = convert.unpack(optimizer.state_dict())
+    ckpt8.save(optimizer.state_dict(), tmp_path / "alone.ckpt8")
+    assert same(ckpt8.load(tmp_path / "alone.ckpt8", unpack=True), expected)
+    ckpt8.save({"optimizer_states": [optimizer.state_dict()]}, tmp_path / "list.ckpt8")
+    assert same(ckpt8.load(tmp_path / "list.ckpt8", unpack=True), {"optimizer_states": [expected]})
+
+
+def test_weights_that_cannot_be_told_are_never_guessed(tmp_path):
+    model, optimizer = fresh("AdamW", BF16)
+    train(model, optimizer, 0, 2)
+    ckpt8.save(optimizer.state_dict(), tmp_path / "alone.ckpt8")
+    with pytest.raises(UsageError, match="no state dict of a model"):
+        ckpt8.load(tmp_path / "alone.ckpt8", unpack=True)
+    several = {
+        "model": model.state_dict(),
+        "ema": copy.deepcopy(model.state_dict()),
+        "optimizer": optimizer.state_dict(),
+    }
+    ckpt8.save(several, tmp_path / "several.ckpt8")
+    with pytest.raises(UsageError, match="several models"):
+        ckpt8.load(tmp_path / "several.ckpt8", unpack=True)
+
+
+def test_names_decide_where_the_file_has_them(tmp_path):
+    """Two weights of one shape in another order than the model's."""
+    model = torch.nn.Sequential(torch.nn.Linear(80, 80, bias=False), torch.nn.Linear(80, 80, bias=False)).to(BF16)
+    named = list(model.named_parameters())[::-1]
+    optimizer = ckpt8.optim.AdamW(named, lr=0.01)
+    for step in range(3):
+        model(torch.randn(4, 80, generator=torch.Generator().manual_seed(step)).to(BF16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ckpt8.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.ckpt8")
+    plain = ckpt8.load(tmp_path / "run.ckpt8", unpack=True)
+    for key, value in masters(model, optimizer).items():
+        assert same(plain["model"][key], value)
+
+
+def test_a_tuple_cannot_be_changed(tmp_path):
+    model, optimizer = fresh("AdamW")
+    train(model, optimizer, 0, 1)
+    ckpt8.save({"both": (model.state_dict(), optimizer.state_dict())}, tmp_path / "run.ckpt8")
+    with pytest.raises(UsageError, match="tuple"):
+        ckpt8.load(tmp_path / "run.ckpt8", unpack=True)
