@@ -12,7 +12,7 @@ from ckpt8.crc import crc32
 from ckpt8.errors import InputError, RefusedError
 from ckpt8.measure import ChunkMeter, UnitErrors
 from ckpt8.plan import Parameter, Stream, Unit
-from ckpt8.readers.base import Checkpoint, TensorRef
+from ckpt8.readers.base import Checkpoint, StorageInfo, TensorRef
 from ckpt8.update_space import Confidence
 
 if TYPE_CHECKING:
@@ -61,11 +61,10 @@ def check_source(unit: Unit, crcs: Sequence[int], source: str) -> None:
             raise InputError(f"{source}: {stream.spec.name}: checksum and bytes do not match; the file is damaged")
 
 
-def read_tensor(checkpoint: Checkpoint, ref: TensorRef) -> torch.Tensor:
-    """A small dense tensor of the source, in memory."""
+def read_tensor(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) -> torch.Tensor:
+    """A small dense tensor in ``storage``, in memory."""
     import torch
 
-    storage = next(storage for storage in checkpoint.storages if storage.key == ref.key)
     buffer = bytearray(storage.nbytes)
     checkpoint.read_into(storage.offset, memoryview(buffer))
     return torch.frombuffer(buffer, dtype=ref.dtype.torch).as_strided(ref.shape, ref.stride, ref.offset)
@@ -76,6 +75,7 @@ class ChunkMeters:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
+        self._storages = {storage.key: storage for storage in checkpoint.storages}
         self._last: tuple[Parameter, Confidence] | None = None
 
     def of(self, unit: Unit) -> ChunkMeter:
@@ -87,7 +87,9 @@ class ChunkMeters:
             return None
         last = self._last
         if last is None or last[0] is not parameter:
-            rows, columns = (read_tensor(self._checkpoint, ref) for ref in parameter.confidence)
+            rows, columns = (
+                read_tensor(self._checkpoint, self._storages[ref.key], ref) for ref in parameter.confidence
+            )
             last = self._last = (parameter, Confidence(rows, columns))
         return last[1]
 

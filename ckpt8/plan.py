@@ -214,7 +214,7 @@ def _parameters(
         owned = all(_owns(ref, storages[ref.key], views[ref.key]) for ref in refs.values())
         if owned and len({(ref.shape, ref.stride) for ref in refs.values()}) == 1:
             moments = {slot: index_of[ref.key] for slot, ref in refs.items()}
-            found.append(_parameter(checkpoint, state, refs, moments))
+            found.append(_parameter(checkpoint, storages, state, refs, moments))
     return found
 
 
@@ -224,11 +224,15 @@ def _owns(ref: TensorRef, storage: StorageInfo, views: list[NamedTensor]) -> boo
 
 
 def _parameter(
-    checkpoint: Checkpoint, state: ParameterState, refs: Mapping[str, TensorRef], moments: Mapping[str, int]
+    checkpoint: Checkpoint,
+    storages: Mapping[str, StorageInfo],
+    state: ParameterState,
+    refs: Mapping[str, TensorRef],
+    moments: Mapping[str, int],
 ) -> Parameter:
     step = state.state.get("step", state.group.get("step"))
     if isinstance(step, TensorRef):
-        step = read_scalar(checkpoint, step)
+        step = read_scalar(checkpoint, storages[step.key], step)
     rule = recognise(state.state, state.group, step if isinstance(step, (int, float)) else None)
     shape = next(iter(refs.values())).shape
     confidence = None
@@ -254,10 +258,9 @@ def _factors_fit(shape: tuple[int, ...], moment: TensorRef, rows: TensorRef, col
     )
 
 
-def read_scalar(checkpoint: Checkpoint, ref: TensorRef) -> float | None:
-    """The value of a tensor of one element, or None where it is not a plain number."""
+def read_scalar(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) -> float | None:
+    """The value of a tensor of one element in ``storage``, or None where it is not a plain number."""
     code = _SCALARS.get(ref.dtype)
-    storage = next(storage for storage in checkpoint.storages if storage.key == ref.key)
     position = ref.offset * ref.dtype.itemsize
     if code is None or _numel(ref) != 1 or position + ref.dtype.itemsize > storage.nbytes:
         return None

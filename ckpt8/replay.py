@@ -88,6 +88,7 @@ class _Sides:
 
     def __init__(self, original: Checkpoint, compressed: Checkpoint) -> None:
         self._original, self._compressed = original, compressed
+        self._storages = {storage.key: storage for storage in original.storages}
         self._lock = threading.Lock()
 
     def replay(self, job: _Job) -> list[StepDrift] | str:
@@ -122,7 +123,7 @@ class _Sides:
     def _rule(self, saved: SavedParameter) -> Replayed | str:
         step = saved.state.get("step", saved.group.get("step"))
         if isinstance(step, TensorRef):
-            step = read_scalar(self._original, step)
+            step = read_scalar(self._original, self._storages[step.key], step)
         return find_rule(saved.state, saved.group, step)
 
 
