@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -24,6 +25,18 @@ _MANIFEST_LEVEL = 9
 PARTIAL_SUFFIX = ".ckpt8-partial"
 _NAME_KEPT = 40
 """Characters of the target's name that the temporary file repeats: at most 160 bytes."""
+
+
+_unfinished: dict[Path, int] = {}
+"""Temporary files and their processes: a signal may strike before the ``with`` that would remove one is entered."""
+
+
+@atexit.register
+def _remove_unfinished() -> None:
+    for path, process in _unfinished.items():
+        with contextlib.suppress(OSError):
+            if process == os.getpid():
+                path.unlink()
 
 
 def refuse_same_file(target: Path, source: Path) -> None:
@@ -57,6 +70,7 @@ class AtomicFile:
                 raise OutputError(f"{target}: exists; use --force to replace it, or -o for another name")
             name = f".{self._final.name[:_NAME_KEPT]}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}"
             self.path = self._final.with_name(name)
+            _unfinished[self.path] = os.getpid()
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             self.file: BinaryIO = os.fdopen(descriptor, "r+b", buffering=_BUFFER)
 
@@ -75,6 +89,7 @@ class AtomicFile:
             os.fsync(self.file.fileno())
             self.file.close()
             self.path.replace(self._final)
+            _unfinished.pop(self.path, None)
             directory = os.open(self._final.parent, os.O_RDONLY)
             try:
                 os.fsync(directory)
@@ -91,6 +106,7 @@ class AtomicFile:
             self.file.close()
         with contextlib.suppress(OSError):
             self.path.unlink()
+        _unfinished.pop(self.path, None)
 
 
 class ContainerWriter:
