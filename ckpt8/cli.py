@@ -202,7 +202,6 @@ def verify(
     """Check every byte of SRC, and with --against every statistic that it states."""
     from dataclasses import asdict
 
-    from ckpt8.drift import left_out
     from ckpt8.inspect.render import show_drift, size
     from ckpt8.progress import progress_bar
     from ckpt8.verification import verify as run
@@ -221,8 +220,6 @@ def verify(
         _console().print(text, markup=False, soft_wrap=True)
         if result.resume is not None:
             show_drift(_console(), result.resume)
-            for line in left_out(result.resume):
-                _console().print(line, markup=False, soft_wrap=True)
     if result.failures:
         more = f" (and {len(result.failures) - 1} more)" if len(result.failures) > 1 else ""
         raise CheckFailedError(f"{src}: {result.failures[0]}{more}")

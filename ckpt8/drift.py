@@ -93,14 +93,12 @@ class Drift:
 
 
 def left_out(resume: Mapping[str, Any]) -> list[str]:
-    """Lines on what the figures of ``Drift.to_json`` do not speak of: weights, and parameters if none was replayed."""
+    """Lines on what the figures of ``Drift.to_json`` do not speak of: weights, and parameters that were skipped."""
     lines = []
     if resume["without_weights"]:
         reasons = "; ".join(f"{count}: {reason}" for reason, count in _counted(resume["without_weights"]))
         lines.append(f"weights: {resume['with_weights']} of {resume['parameters']} parameters ({reasons})")
-    if not resume["parameters"]:
-        lines += [f"not replayed: {count} parameters: {reason}" for reason, count in _counted(resume["skipped"])]
-    return lines
+    return lines + [f"not replayed: {count} parameters: {reason}" for reason, count in _counted(resume["skipped"])]
 
 
 def _counted(reasons: Mapping[str, str]) -> list[tuple[str, int]]:

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ckpt8.drift import left_out
+
 
 def size(count: float) -> str:
     """Bytes in decimal units, as disks are sold and ``ls --si`` shows them."""
@@ -228,18 +230,16 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
 
 def show_drift(console: Console, resume: dict[str, Any]) -> None:
     """Print how far the compressed run is from the original after every replayed step."""
-    skipped = resume["skipped"]
-    if not resume["parameters"]:
-        console.print("no optimizer state to replay: the drift is unknown")
-        return
-    console.print(
-        f"replayed {len(resume['steps'])} steps of {resume['parameters']} parameters "
-        f"({resume['with_weights']} with their weights); drift {number(resume['drift'])}"
-    )
-    table = _table("step", "update NMSE", "max |Δu|", "weights RMS", "weights max")
-    keys = ("update_nmse", "update_max", "weight_rms", "weight_max")
-    rows = [(str(k), *(number(step[key]) for key in keys)) for k, step in enumerate(resume["steps"], 1)]
-    console.print(_rows(table, rows))
-    for reason in sorted(set(skipped.values())):
-        count = sum(reason == each for each in skipped.values())
-        console.print(f"not replayed: {count} parameters: {reason}", markup=False, soft_wrap=True)
+    if resume["parameters"]:
+        console.print(
+            f"replayed {len(resume['steps'])} steps of {resume['parameters']} parameters; "
+            f"drift {number(resume['drift'])}"
+        )
+        table = _table("step", "update NMSE", "max |Δu|", "weights RMS", "weights max")
+        keys = ("update_nmse", "update_max", "weight_rms", "weight_max")
+        rows = [(str(k), *(number(step[key]) for key in keys)) for k, step in enumerate(resume["steps"], 1)]
+        console.print(_rows(table, rows))
+    else:
+        console.print("nothing could be replayed: the drift is unknown")
+    for line in left_out(resume):
+        console.print(line, markup=False, soft_wrap=True)

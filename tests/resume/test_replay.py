@@ -281,7 +281,7 @@ def test_the_command_line(make, monkeypatch, capsys):
     arguments = ["verify", path.with_suffix(".ckpt8"), "--against", path, "--resume-steps", 3]
     code, out, _ = run_cli(monkeypatch, capsys, *arguments)
     assert code == 0
-    assert "replayed 3 steps of 6 parameters (6 with their weights)" in out
+    assert "replayed 3 steps of 6 parameters; drift" in out
     code, out, err = run_cli(monkeypatch, capsys, *arguments, "--max-drift", "1e-9", "--json")
     assert code == 1
     result = json.loads(out)["resume"]
