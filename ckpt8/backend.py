@@ -1,16 +1,45 @@
-"""Which implementation runs a codec: plain torch, on any device, is the reference and the default."""
+"""Which implementation runs a codec: plain torch is the reference; on CUDA devices there are Triton kernels.
+
+Both give the same parts, bit for bit. ``torch`` runs on every device and is the default everywhere else; ``triton`` is
+the default for tensors on a CUDA device. With ``TRITON_INTERPRET=1`` in the environment it may also be asked for on a
+CPU, where Triton's interpreter runs the kernels: slow, and for tests.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import importlib.util
+import os
+from functools import cache
+from typing import TYPE_CHECKING, Literal
 
 from ckpt8.errors import UsageError
 
-Backend = Literal["torch"]
+if TYPE_CHECKING:
+    import torch
+
+Backend = Literal["torch", "triton"]
 
 
-def resolve(requested: str | None) -> Backend:
-    """The backend for one call. Raises UsageError when an explicit request cannot be met."""
-    if requested not in (None, "torch"):
-        raise UsageError(f"backend {requested!r} is not available; use 'torch'")
-    return "torch"
+@cache
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def resolve(requested: str | None, device: torch.device | None = None) -> Backend:
+    """The backend for one call on tensors of ``device``; None for a codec that has no kernels.
+
+    Raises UsageError when an explicit request cannot be met.
+    """
+    if requested not in (None, "torch", "triton"):
+        raise UsageError(f"backend {requested!r} does not exist; use 'torch' or 'triton'")
+    if requested is None:
+        return "triton" if device is not None and device.type == "cuda" and _triton_is_installed() else "torch"
+    if requested == "torch":
+        return "torch"
+    if device is None:
+        raise UsageError("backend 'triton' has no kernels for this codec; use 'torch'")
+    if not _triton_is_installed():
+        raise UsageError("backend 'triton' needs the package triton, which is not installed; use 'torch'")
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UsageError(f"backend 'triton' needs tensors on a CUDA device, not on {str(device)!r}; use 'torch'")
+    return "triton"
