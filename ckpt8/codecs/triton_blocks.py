@@ -43,7 +43,8 @@ def store_offsets(stored, block: tl.constexpr):
     element has to change its thread.
     """
     width: tl.constexpr = 128 // stored.dtype.element_ty.primitive_bitwidth
-    return tl.max_contiguous(group_offsets(block), [1, width])
+    column = tl.max_contiguous(tl.arange(0, 32), width)
+    return tl.arange(0, block // 32)[:, None] * 32 + column[None, :]
 
 
 @triton.jit
@@ -79,12 +80,11 @@ def narrow(x, to: tl.constexpr):
 @triton.jit
 def refuse(flag, rows):
     """Set the int32 ``flag`` to 1 where any of ``rows`` is true. Plain stores, since all store the same."""
-    tl.store(flag + tl.zeros_like(rows).to(tl.int32), 1, rows)
+    tl.store(flag + tl.zeros_like(rows.to(tl.int32)), 1, rows)
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:
-    """A flat tensor as kernels take it: contiguous, bf16 as int16."""
-    x = x.contiguous()
+    """A tensor as kernels take it: bf16 as int16, in the same memory."""
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 

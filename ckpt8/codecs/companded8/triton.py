@@ -170,7 +170,7 @@ def decode_kernel(
 def _encode(x: torch.Tensor, out: Parts, levels: int, signed: bool, fourth_root: bool) -> list[int]:
     flags = torch.zeros(2, dtype=torch.int32, device=x.device)
     parts = (out["codes"], out["scales"], flags)
-    launch(encode_kernel, x.numel(), x.device, raw(x), *parts, levels, signed, fourth_root)
+    launch(encode_kernel, x.numel(), x.device, raw(x.contiguous()), *parts, levels, signed, fourth_root)
     return flags.tolist()
 
 
