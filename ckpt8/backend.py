@@ -1,13 +1,12 @@
 """Which implementation runs a codec: plain torch is the reference; on CUDA devices there are Triton kernels.
 
-Both give the same parts, bit for bit. ``torch`` runs on every device and is the default everywhere else; ``triton`` is
-the default for tensors on a CUDA device. With ``TRITON_INTERPRET=1`` in the environment it may also be asked for on a
-CPU, where Triton's interpreter runs the kernels: slow, and for tests.
+Both give the same parts, bit for bit. ``triton`` is the default for tensors on a CUDA device, ``torch`` everywhere
+else, and there too where triton is missing or too old. With ``TRITON_INTERPRET=1`` in the environment ``triton`` may
+also be asked for on a CPU, where its interpreter runs the kernels: slow, and for tests.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from functools import cache
 from typing import TYPE_CHECKING, Literal
@@ -19,10 +18,21 @@ if TYPE_CHECKING:
 
 Backend = Literal["torch", "triton"]
 
+OLDEST_TRITON = (3, 6)
+"""Before it ``div_rn`` and ``sqrt_rn`` took subnormal numbers for zero on a device: small second moments were lost."""
+
 
 @cache
-def _triton_is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _fault_of_triton() -> str | None:
+    """Why the kernels cannot be run; None if they can."""
+    try:
+        import triton
+    except ImportError:
+        return "needs the package triton, which cannot be imported"
+    if tuple(int(number) for number in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
+        oldest = ".".join(map(str, OLDEST_TRITON))
+        return f"needs triton {oldest} or newer, not {triton.__version__}"
+    return None
 
 
 def resolve(requested: str | None, device: torch.device | None = None) -> Backend:
@@ -33,13 +43,14 @@ def resolve(requested: str | None, device: torch.device | None = None) -> Backen
     if requested not in (None, "torch", "triton"):
         raise UsageError(f"backend {requested!r} does not exist; use 'torch' or 'triton'")
     if requested is None:
-        return "triton" if device is not None and device.type == "cuda" and _triton_is_installed() else "torch"
+        on_cuda = device is not None and device.type == "cuda"
+        return "triton" if on_cuda and _fault_of_triton() is None else "torch"
     if requested == "torch":
         return "torch"
     if device is None:
         raise UsageError("backend 'triton' has no kernels for this codec; use 'torch'")
-    if not _triton_is_installed():
-        raise UsageError("backend 'triton' needs the package triton, which is not installed; use 'torch'")
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise UsageError(f"backend 'triton' needs tensors on a CUDA device, not on {str(device)!r}; use 'torch'")
+    if fault := _fault_of_triton():
+        raise UsageError(f"backend 'triton' {fault}; use 'torch'")
     return "triton"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from ckpt8.codecs import CODECS, codec_class
 from ckpt8.errors import UsageError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+_FAULT_OF_TRITON = backend._fault_of_triton.__wrapped__
 
 
 @pytest.fixture(autouse=True)
 def _triton(monkeypatch):
     """As if triton were installed, and compiling."""
-    monkeypatch.setattr(backend, "_triton_is_installed", lambda: True)
+    monkeypatch.setattr(backend, "_fault_of_triton", lambda: None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
@@ -39,10 +41,29 @@ def test_requests_that_cannot_be_met(monkeypatch):
         backend.resolve("triton", CPU)
     with pytest.raises(UsageError, match="no kernels for this codec"):
         backend.resolve("triton")
-    monkeypatch.setattr(backend, "_triton_is_installed", lambda: False)
-    with pytest.raises(UsageError, match="not installed"):
-        backend.resolve("triton", CUDA)
+
+
+@pytest.mark.parametrize(
+    ("installed", "fault"),
+    [
+        (None, "cannot be imported"),
+        ("3.2.0", "needs triton 3.6 or newer, not 3.2.0"),
+        ("3.5.1+git0123", "3.6 or newer"),
+        ("3.6.0", None),
+        ("3.10.0a1", None),
+        ("4.0.0", None),
+    ],
+)
+def test_triton_has_to_be_new_enough(monkeypatch, installed, fault):
+    monkeypatch.setattr(backend, "_fault_of_triton", _FAULT_OF_TRITON)
+    monkeypatch.setitem(sys.modules, "triton", installed and SimpleNamespace(__version__=installed))
+    assert backend.resolve(None, CPU) == "torch"
+    if fault is None:
+        assert backend.resolve(None, CUDA) == backend.resolve("triton", CUDA) == "triton"
+        return
     assert backend.resolve(None, CUDA) == "torch"
+    with pytest.raises(UsageError, match=fault):
+        backend.resolve("triton", CUDA)
 
 
 def test_the_interpreter_has_to_be_asked_for(monkeypatch):
