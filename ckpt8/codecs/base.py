@@ -81,12 +81,19 @@ def empty_parts(codec: Codec, spec: TensorSpec, device: torch.device) -> Parts:
 
 
 def encode_tiles(
-    codec: Codec, x: torch.Tensor, spec: TensorSpec, kernel: Callable[[torch.Tensor, Parts], None]
+    codec: Codec,
+    x: torch.Tensor,
+    spec: TensorSpec,
+    kernel: Callable[[torch.Tensor, Parts], None],
+    backend: Backend = "torch",
 ) -> Parts:
-    """Run ``kernel(tile, parts of the tile)`` over the tiles of ``x``, which write into one set of parts."""
+    """Run ``kernel(tile, parts of the tile)`` over the tiles of ``x``, which write into one set of parts.
+
+    Triton kernels take a tensor whole.
+    """
     flat = x.reshape(-1)
     parts = empty_parts(codec, spec, x.device)
-    if 0 < spec.numel <= TILE:
+    if 0 < spec.numel <= TILE or backend == "triton":
         kernel(flat, parts)
         return parts
     for run, cuts in pieces(codec, spec):
@@ -100,14 +107,18 @@ def decode_tiles(
     spec: TensorSpec,
     out: torch.Tensor | None,
     kernel: Callable[[Parts, torch.Tensor], None],
+    backend: Backend = "torch",
 ) -> torch.Tensor:
-    """Run ``kernel(parts of the tile, tile of the result)`` over the tiles of the result."""
+    """Run ``kernel(parts of the tile, tile of the result)`` over the tiles of the result.
+
+    Triton kernels take a tensor whole.
+    """
     import torch
 
     if out is None:
         device = next(iter(parts.values())).device
         out = torch.empty(spec.numel, dtype=spec.dtype.torch, device=device)
-    if 0 < spec.numel <= TILE:
+    if 0 < spec.numel <= TILE or backend == "triton":
         kernel(parts, out)
         return out
     for run, cuts in pieces(codec, spec):

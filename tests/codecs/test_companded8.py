@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt8.codecs.base import TILE
-from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.companded8 import Companded8, reference
 from ckpt8.errors import RefusedError, UsageError
 from ckpt8.tensors import DType, Role, TensorSpec
 
@@ -536,6 +536,12 @@ def test_not_finite_values_are_refused(codec):
         assert refused(codec, [0.5, value, 0.5])
         assert refused(codec, [value] * 32)
     assert not refused(codec, [0.5, 1e-45, 0.0])
+
+
+def test_no_nan_rounds_to_a_finite_scale():
+    """Neither do those of all ones, which CUDA devices make of every NaN."""
+    nans = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    assert bool((reference._round_scale(nans) >= 0xFF00).all())
 
 
 @each_unsigned

@@ -1,7 +1,8 @@
 """``companded8/1``: optimizer moments as 8-bit codes with one 16-bit scale for every 32 elements.
 
 8.5 bits a moment before entropy coding. A signed codec holds first moments, an unsigned one the square (or fourth)
-roots of second moments, of which none that is not zero becomes zero. The arithmetic is in ``reference``.
+roots of second moments, of which none that is not zero becomes zero. The arithmetic is in
+``reference``, and for CUDA devices in ``triton``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ckpt8 import backend as backends
@@ -60,10 +62,10 @@ class Companded8:
 
     def encode(self, x: torch.Tensor, *, backend: backends.Backend | None = None) -> Parts:
         """Compand an fp32 or bf16 tensor. Raises RefusedError on NaN, Inf, a negative second moment, overflow."""
-        backends.resolve(backend)
+        used = backends.resolve(backend, x.device)
         role = Role.MOMENT1 if self.signed else Role.MOMENT2
         spec = TensorSpec("", role, DType.from_label(str(x.dtype)), tuple(x.shape))
-        return encode_tiles(self, x, spec, self._kernel("encode"))
+        return encode_tiles(self, x, spec, self._kernel("encode", used), used)
 
     def decode(
         self,
@@ -74,12 +76,11 @@ class Companded8:
         backend: backends.Backend | None = None,
     ) -> torch.Tensor:
         """The moments, computed in fp32 and rounded to ``spec.dtype`` last."""
-        backends.resolve(backend)
-        return decode_tiles(self, parts, spec, out, self._kernel("decode"))
+        used = backends.resolve(backend, parts["codes"].device)
+        return decode_tiles(self, parts, spec, out, self._kernel("decode", used), used)
 
-    def _kernel(self, direction: str) -> Callable[..., Any]:
-        from ckpt8.codecs.companded8 import reference
-
+    def _kernel(self, direction: str, backend: backends.Backend) -> Callable[..., Any]:
+        module = import_module(f"{__name__}.{'triton' if backend == 'triton' else 'reference'}")
         if self.signed:
-            return partial(getattr(reference, f"{direction}_signed"), levels=self.Q)
-        return partial(getattr(reference, f"{direction}_unsigned"), levels=self.Q, fourth_root=self.p != 1)
+            return partial(getattr(module, f"{direction}_signed"), levels=self.Q)
+        return partial(getattr(module, f"{direction}_unsigned"), levels=self.Q, fourth_root=self.p != 1)

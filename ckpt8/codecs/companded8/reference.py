@@ -26,6 +26,12 @@ SMALLEST_ROOT2 = 2.0**-50
 
 _INFINITE_SCALE = 0xFF00
 
+_QUIET_NAN = 0x7FC00000
+
+REFUSAL_SIGNED = "holds NaN, Inf or a value whose scale overflows"
+REFUSAL_ROOT = "holds NaN or a negative second moment"
+REFUSAL_UNSIGNED = "holds Inf or a second moment whose decoded maximum overflows"
+
 
 def scale_value(scale16: torch.Tensor) -> torch.Tensor:
     """The fp32 value of 16-bit scales given as int32."""
@@ -47,7 +53,8 @@ def square_root(x: torch.Tensor) -> torch.Tensor:
 
 
 def _round_scale(largest: torch.Tensor) -> torch.Tensor:
-    bits = largest.view(torch.int32)
+    # Some devices make NaN of all ones, which would round to a scale of zero.
+    bits = largest.view(torch.int32).clamp_max(_QUIET_NAN)
     return (bits >> 15).bitwise_and_(1).add_(bits).add_(0x3FFF).bitwise_right_shift_(15)
 
 
@@ -78,7 +85,7 @@ def encode_signed(x: torch.Tensor, out: Parts, levels: int) -> None:
     Raises RefusedError on NaN, Inf and a group whose scale would be infinite.
     """
     if not int(compand_signed(x, out, levels).amax()) < _INFINITE_SCALE:
-        raise RefusedError("holds NaN, Inf or a value whose scale overflows")
+        raise RefusedError(REFUSAL_SIGNED)
 
 
 def compand_signed(x: torch.Tensor, out: Parts, levels: int) -> torch.Tensor:
@@ -107,11 +114,11 @@ def encode_unsigned(v: torch.Tensor, out: Parts, levels: int, fourth_root: bool)
     root = as_groups(square_root(v))
     largest = root.amax(1)
     if bool(largest.isnan().any()):
-        raise RefusedError("holds NaN or a negative second moment")
+        raise RefusedError(REFUSAL_ROOT)
     largest = torch.maximum(largest, largest.sign().mul_(SMALLEST_ROOT2))
     scale16, n = _normalise(root, largest)
     if not bool(scale_value(scale16).square_().isfinite().all()):
-        raise RefusedError("holds Inf or a second moment whose decoded maximum overflows")
+        raise RefusedError(REFUSAL_UNSIGNED)
     t = square_root(n) if fourth_root else n
     codes = t.mul_(levels).add_(0.5).floor_().clamp_(0, levels)
     # sign(root) is 1 where v > 0. Through int32, since torch converts float to uint8 element by element.

@@ -2,14 +2,16 @@
 
 On disk three byte planes: ``exponent`` (the bf16 exponent), ``mantissa`` (sign on top of 7 mantissa bits) and
 ``rho``. With R = 127 the error is at most 129 fp32 steps, 1.54e-5 relative for |w| >= 2^-126; a value that is exactly
-bf16 comes back exactly. The arithmetic is in ``reference``.
+bf16 comes back exactly. The arithmetic is in ``reference``, and for CUDA devices in ``triton``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ckpt8 import backend as backends
 from ckpt8.codecs.base import decode_tiles, encode_tiles
@@ -47,11 +49,9 @@ class Split24:
 
     def encode(self, x: torch.Tensor, *, backend: backends.Backend | None = None) -> Parts:
         """Split an fp32 tensor. Raises RefusedError on NaN, Inf and values outside the range of bf16."""
-        from ckpt8.codecs.split24 import reference
-
-        backends.resolve(backend)
+        used = backends.resolve(backend, x.device)
         spec = TensorSpec("", Role.WEIGHT, DType.FLOAT32, tuple(x.shape))
-        return encode_tiles(self, x, spec, partial(reference.encode, levels=self.R))
+        return encode_tiles(self, x, spec, self._kernel("encode", used), used)
 
     def decode(
         self,
@@ -62,7 +62,9 @@ class Split24:
         backend: backends.Backend | None = None,
     ) -> torch.Tensor:
         """The fp32 tensor, each value within the error of the layout."""
-        from ckpt8.codecs.split24 import reference
+        used = backends.resolve(backend, parts["rho"].device)
+        return decode_tiles(self, parts, spec, out, self._kernel("decode", used), used)
 
-        backends.resolve(backend)
-        return decode_tiles(self, parts, spec, out, partial(reference.decode, levels=self.R))
+    def _kernel(self, direction: str, backend: backends.Backend) -> Callable[..., Any]:
+        module = import_module(f"{__name__}.{'triton' if backend == 'triton' else 'reference'}")
+        return partial(getattr(module, direction), levels=self.R)

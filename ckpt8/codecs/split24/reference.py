@@ -18,6 +18,8 @@ import torch
 from ckpt8.errors import RefusedError
 from ckpt8.tensors import Parts
 
+REFUSAL = "holds NaN, Inf or a value outside the range of bf16"
+
 FIRST_OVERFLOW = 0x7F7F8000
 """The smallest fp32 magnitude whose bf16 rounding is infinite; Inf and NaN lie above it."""
 
@@ -30,7 +32,7 @@ def encode(x: torch.Tensor, out: Parts, levels: int) -> None:
     bits = x.view(torch.int32)
     mag = bits & 0x7FFFFFFF
     if int(mag.amax()) >= FIRST_OVERFLOW:
-        raise RefusedError("holds NaN, Inf or a value outside the range of bf16")
+        raise RefusedError(REFUSAL)
     hi = (mag >> 16).bitwise_and_(1).add_(mag).add_(0x7FFF).bitwise_right_shift_(16)
     d = mag.sub_(hi << 16)
     # Rounding half away from zero is one floor division: the sign of d moves the tie from 16384 to 16383.

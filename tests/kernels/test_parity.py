@@ -1,0 +1,39 @@
+"""The kernels give the bits of the reference: through Triton's interpreter, and on a device where there is one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", minversion="3.6")
+pytest.importorskip("numpy")
+
+
+def run(interpret: str) -> None:
+    """Run ``parity.py`` in a process of its own."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name("parity.py"))],
+        env={**os.environ, "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "passed" in result.stdout
+    assert "skipped" not in result.stdout
+
+
+def test_the_interpreter_agrees_with_the_reference():
+    run("1")
+
+
+@pytest.mark.gpu
+def test_a_device_agrees_with_the_reference():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    run("0")

@@ -1,0 +1,94 @@
+"""Which backend runs a codec, and that triton is imported only where its kernels run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ckpt8 import backend
+from ckpt8.codecs import CODECS, codec_class
+from ckpt8.errors import UsageError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+_FAULT_OF_TRITON = backend._fault_of_triton.__wrapped__
+
+
+@pytest.fixture(autouse=True)
+def _triton(monkeypatch):
+    """As if triton were installed, and compiling."""
+    monkeypatch.setattr(backend, "_fault_of_triton", lambda: None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def test_the_device_decides():
+    assert backend.resolve(None, CPU) == "torch"
+    assert backend.resolve(None, CUDA) == "triton"
+    assert backend.resolve(None, torch.device("mps")) == "torch"
+    assert backend.resolve(None) == "torch"
+    assert backend.resolve("torch", CUDA) == "torch"
+    assert backend.resolve("triton", CUDA) == "triton"
+
+
+def test_requests_that_cannot_be_met(monkeypatch):
+    for device in (CPU, CUDA, None):
+        with pytest.raises(UsageError, match="'abacus' does not exist"):
+            backend.resolve("abacus", device)
+    with pytest.raises(UsageError, match="CUDA device, not on 'cpu'"):
+        backend.resolve("triton", CPU)
+    with pytest.raises(UsageError, match="no kernels for this codec"):
+        backend.resolve("triton")
+
+
+@pytest.mark.parametrize(
+    ("installed", "fault"),
+    [
+        (None, "cannot be imported"),
+        ("3.2.0", "needs triton 3.6 or newer, not 3.2.0"),
+        ("3.5.1+git0123", "3.6 or newer"),
+        ("3.6.0", None),
+        ("3.10.0a1", None),
+        ("4.0.0", None),
+    ],
+)
+def test_triton_has_to_be_new_enough(monkeypatch, installed, fault):
+    monkeypatch.setattr(backend, "_fault_of_triton", _FAULT_OF_TRITON)
+    monkeypatch.setitem(sys.modules, "triton", installed and SimpleNamespace(__version__=installed))
+    assert backend.resolve(None, CPU) == "torch"
+    if fault is None:
+        assert backend.resolve(None, CUDA) == backend.resolve("triton", CUDA) == "triton"
+        return
+    assert backend.resolve(None, CUDA) == "torch"
+    with pytest.raises(UsageError, match=fault):
+        backend.resolve("triton", CUDA)
+
+
+def test_the_interpreter_has_to_be_asked_for(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backend.resolve(None, CPU) == "torch"
+    assert backend.resolve("triton", CPU) == "triton"
+
+
+@pytest.mark.parametrize("codec_id", [codec_id for codec_id, _ in CODECS])
+def test_every_codec_says_what_it_cannot_run(codec_id):
+    codec = codec_class(codec_id)()
+    with pytest.raises(UsageError, match="triton"):
+        codec.encode(torch.zeros(40), backend="triton")
+
+
+def test_nothing_needs_triton_on_a_cpu():
+    code = """
+import sys
+sys.modules["triton"] = None  # importing it fails
+import torch
+from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.split24 import Split24
+from ckpt8.tensors import DType, Role, TensorSpec
+x = torch.ones(40)
+for codec in (Split24(), Companded8(), Companded8(signed=False, Q=255)):
+    assert torch.equal(codec.decode(codec.encode(x), TensorSpec("x", Role.OTHER, DType.FLOAT32, (40,))), x)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
