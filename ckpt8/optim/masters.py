@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import torch
 
 from ckpt8.codecs import Codec
+from ckpt8.codecs.companded8.reference import QUIET_NAN
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split32 import Split32
 from ckpt8.errors import UsageError
@@ -24,7 +25,6 @@ from ckpt8.optim.rounding import weight_noise
 from ckpt8.tensors import DType
 
 _MAGNITUDE = 0x7FFFFFFF
-_QUIET_NAN = 0x7FC00000
 _RESIDUALS: dict[type, torch.dtype] = {Split24: torch.int8, Split32: torch.int16}
 
 
@@ -77,7 +77,7 @@ def write_master(
         param.copy_(weight)
         return
     raw = weight.view(torch.int32)
-    mag = (raw & _MAGNITUDE).clamp_max_(_QUIET_NAN)
+    mag = (raw & _MAGNITUDE).clamp_max_(QUIET_NAN)
     if isinstance(codec, Split24):
         hi = (mag >> 16).bitwise_and_(1).add_(mag).add_(0x7FFF).bitwise_right_shift_(16)
         d = mag.sub_(hi << 16)

@@ -48,7 +48,7 @@ from __future__ import annotations
 import torch
 
 from ckpt8.codecs.companded8 import GROUP
-from ckpt8.codecs.companded8.reference import SMALLEST_ROOT2, as_groups, scale_value, square_root
+from ckpt8.codecs.companded8.reference import QUIET_NAN, SMALLEST_ROOT2, as_groups, scale_value, square_root
 from ckpt8.tensors import Parts
 
 _MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
@@ -113,7 +113,8 @@ def encode_second_moment(v: torch.Tensor, out: Parts, levels: int, fourth_root: 
     root = as_groups(square_root(v))
     largest = root.amax(1)
     largest = torch.maximum(largest, largest.sign().mul_(SMALLEST_ROOT2))
-    scale16 = (largest.view(torch.int32) + 0x7FFF).bitwise_right_shift_(15)
+    # Some devices make NaN of all ones, which would round to a scale of zero.
+    scale16 = (largest.view(torch.int32).clamp_max_(QUIET_NAN) + 0x7FFF).bitwise_right_shift_(15)
     divisor = scale_value(scale16)
     divisor[scale16 == 0] = 1.0
     n = root / divisor.unsqueeze(1)

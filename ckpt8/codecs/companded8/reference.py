@@ -26,7 +26,7 @@ SMALLEST_ROOT2 = 2.0**-50
 
 _INFINITE_SCALE = 0xFF00
 
-_QUIET_NAN = 0x7FC00000
+QUIET_NAN = 0x7FC00000
 
 REFUSAL_SIGNED = "holds NaN, Inf or a value whose scale overflows"
 REFUSAL_ROOT = "holds NaN or a negative second moment"
@@ -54,7 +54,7 @@ def square_root(x: torch.Tensor) -> torch.Tensor:
 
 def _round_scale(largest: torch.Tensor) -> torch.Tensor:
     # Some devices make NaN of all ones, which would round to a scale of zero.
-    bits = largest.view(torch.int32).clamp_max(_QUIET_NAN)
+    bits = largest.view(torch.int32).clamp_max(QUIET_NAN)
     return (bits >> 15).bitwise_and_(1).add_(bits).add_(0x3FFF).bitwise_right_shift_(15)
 
 
