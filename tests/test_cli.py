@@ -661,3 +661,14 @@ def test_verify_blames_an_original_that_is_damaged(run, tmp_path):
     (tmp_path / "a.pt").write_bytes(data)
     result = run("verify", tmp_path / "a.ckpt8", "--against", tmp_path / "a.pt")
     assert_refused(result, 3)
+
+
+def test_an_update_error_as_large_as_the_update_is_pointed_out(run, small, tmp_path):
+    """One step from zero moves every weight alike, whatever its gradient: a small first moment takes code 0."""
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 300, generator=torch.Generator().manual_seed(0))).square().mean().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "first.pt")
+    assert "--max-update-error" in run("compress", tmp_path / "first.pt", "-o", tmp_path / "first.ckpt8")[1]
+    assert "--max-update-error" not in run("compress", small, "-o", tmp_path / "small.ckpt8")[1]

@@ -12,6 +12,10 @@ from rich.table import Table
 from ckpt8.drift import left_out
 
 
+_ALARMING = 0.5
+"""max |Δu| of max |u| above which a report says so."""
+
+
 def size(count: float) -> str:
     """Bytes in decimal units, as disks are sold and ``ls --si`` shows them."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -97,6 +101,8 @@ def _show_errors(console: Console, errors: dict[str, Any]) -> None:
             f"update space  NMSE {number(update['nmse'])}, max |Δu| {number(update['max_error'])} "
             f"where max |u| is {number(update['max_update'])}, {update['parameters']} parameters"
         )
+        if update["max_error"] > _ALARMING * update["max_update"]:
+            lines.append("              some updates change as much as they are large; --max-update-error bounds that")
     if errors["update_unknown"]:
         lines.append(f"update space  not measured for {errors['update_unknown']} parameters")
     if lines:
