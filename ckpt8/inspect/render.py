@@ -11,7 +11,6 @@ from rich.table import Table
 
 from ckpt8.drift import left_out
 
-
 _ALARMING = 0.5
 """max |Δu| of max |u| above which a report says so."""
 
