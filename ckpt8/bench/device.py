@@ -1,0 +1,198 @@
+"""``ckpt8 bench --device cuda``: kernels, optimizer steps, save and resume on one device, in one run.
+
+Kernels are held against a copy from the device to itself: the fraction of its bandwidth (bytes read plus bytes
+written) that each reaches. Steps are held against torch's AdamW on fp32 parameters. Times are medians, after a warm-up,
+by events on a CUDA device. The tensors should be several times the last cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+import ckpt8
+from ckpt8._version import __version__
+from ckpt8.codecs import Codec
+from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.split24 import Split24
+from ckpt8.optim import CAME, SGD, AdamW, Lion, StableAdamW
+from ckpt8.tensors import DType, Role, TensorSpec
+
+_WARM_UP = 3
+_SIDE = 4096
+CODECS: dict[str, tuple[Codec, Role]] = {
+    "split24": (Split24(), Role.WEIGHT),
+    "companded8 signed": (Companded8(), Role.MOMENT1),
+    "companded8 unsigned": (Companded8(signed=False, Q=255), Role.MOMENT2),
+    "companded8 unsigned p=1/2": (Companded8(signed=False, Q=255, p=0.5), Role.MOMENT2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Times work on ``device``."""
+
+    device: torch.device
+    repeat: int
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Median time of ``work``, warm."""
+        for _ in range(_WARM_UP):
+            work()
+        return median(self._once(work) for _ in range(self.repeat))
+
+    def _once(self, work: Callable[[], object]) -> float:
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            work()
+            return time.perf_counter() - start
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        work()
+        last.record()
+        torch.cuda.synchronize(self.device)
+        return float(first.elapsed_time(last)) / 1e3
+
+
+def bench_device(device: str, *, elements: int, parameters: int, repeat: int = 20) -> dict[str, Any]:
+    """Everything, as plain values: kernels on ``elements``, steps and files of ``parameters``."""
+    where = torch.device(device)
+    clock = Clock(where, repeat)
+    copied, kernels = _kernels(elements, clock)
+    return {
+        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
+        "elements": elements,
+        "parameters": parameters,
+        "repeat": repeat,
+        "versions": {"ckpt8": __version__, "torch": torch.__version__},
+        "copy_bytes_per_second": copied,
+        "kernels": kernels,
+        "steps": _step_rows(parameters, clock),
+        "files": _file_rows(parameters, where),
+    }
+
+
+def _kernels(elements: int, clock: Clock) -> tuple[float, list[dict[str, Any]]]:
+    """Bandwidth of a copy, and the rows of all kernels."""
+    source = torch.randn(elements, device=clock.device)
+    target = torch.empty_like(source)
+    copied = 2 * source.nbytes / clock.seconds(lambda: target.copy_(source))
+    return copied, [row for name in CODECS for row in _kernel_rows(name, source, clock, copied)]
+
+
+def _kernel_rows(name: str, source: torch.Tensor, clock: Clock, copied: float) -> list[dict[str, Any]]:
+    codec, role = CODECS[name]
+    x = source.square() if role is Role.MOMENT2 else source
+    spec = TensorSpec(name, role, DType.FLOAT32, tuple(x.shape))
+    moved = x.nbytes + sum(part.nbytes for part in codec.layout(spec).values())
+    parts = codec.encode(x)
+    out = torch.empty_like(x)
+    work = {"encode": lambda: codec.encode(x), "decode": lambda: codec.decode(parts, spec, out=out)}
+    rows = []
+    for direction, run in work.items():
+        seconds = clock.seconds(run)
+        speed = moved / seconds
+        rows.append(
+            {
+                "kernel": f"{name} {direction}",
+                "bytes": moved,
+                "seconds": seconds,
+                "bytes_per_second": speed,
+                "of_copy": speed / copied,
+            }
+        )
+    return rows
+
+
+def _parameters(count: int, dtype: torch.dtype, device: torch.device) -> list[torch.nn.Parameter]:
+    """Matrices of 4096 columns with gradients, ``count`` elements or a little more in all."""
+    rows = min(_SIDE, -(-count // _SIDE))
+    found = []
+    for _ in range(max(1, count // (rows * _SIDE))):
+        parameter = torch.nn.Parameter(torch.randn(rows, _SIDE, device=device).mul_(0.02).to(dtype))
+        parameter.grad = torch.randn(rows, _SIDE, device=device).mul_(1e-3).to(dtype)
+        found.append(parameter)
+    return found
+
+
+def _step_rows(count: int, clock: Clock) -> list[dict[str, Any]]:
+    """Time of one step for each parameter, and of torch's fp32 AdamW."""
+    fused = True if clock.device.type == "cuda" else None
+    cases: dict[str, tuple[torch.dtype, Callable[[Any], torch.optim.Optimizer]]] = {
+        "torch AdamW, fp32": (torch.float32, lambda params: torch.optim.AdamW(params, lr=1e-4, fused=fused)),
+        "ckpt8.optim AdamW, bf16": (torch.bfloat16, lambda params: AdamW(params, lr=1e-4)),
+        "ckpt8.optim StableAdamW, bf16": (torch.bfloat16, lambda params: StableAdamW(params, lr=1e-4)),
+        "ckpt8.optim CAME, bf16": (torch.bfloat16, lambda params: CAME(params, lr=1e-4)),
+        "ckpt8.optim Lion, bf16": (torch.bfloat16, lambda params: Lion(params, lr=1e-5)),
+        "ckpt8.optim SGD, bf16": (torch.bfloat16, lambda params: SGD(params, lr=1e-3, momentum=0.9)),
+    }
+    if clock.device.type == "cuda" and find_spec("flashoptim") is not None:
+        from flashoptim import FlashAdamW  # type: ignore[import-not-found]
+
+        cases["flashoptim FlashAdamW, bf16"] = (torch.bfloat16, lambda params: FlashAdamW(params, lr=1e-4))
+    rows: list[dict[str, Any]] = []
+    for name, (dtype, make) in cases.items():
+        params = _parameters(count, dtype, clock.device)
+        optimizer = make(params)
+        seconds = clock.seconds(optimizer.step)
+        total = sum(param.numel() for param in params)
+        reference = rows[0]["seconds"] if rows else seconds
+        rows.append(
+            {
+                "step": name,
+                "seconds": seconds,
+                "seconds_per_parameter": seconds / total,
+                "to_torch": seconds / reference,
+                "bytes_per_parameter": sum(map(_size, params)) / total + _state_size(optimizer) / total,
+            }
+        )
+        del params, optimizer
+    return rows
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _state_size(optimizer: torch.optim.Optimizer) -> int:
+    tensors = (value for state in optimizer.state.values() for value in state.values())
+    return sum(_size(value) for value in tensors if isinstance(value, torch.Tensor))
+
+
+def _file_rows(count: int, device: torch.device) -> list[dict[str, Any]]:
+    """Save and resume from end to end, outputs not flushed to the disk."""
+    model = torch.nn.ParameterList(_parameters(count, torch.float32, device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer.step()
+    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with TemporaryDirectory(prefix="ckpt8-bench-") as directory:
+        raw, packed = Path(directory) / "run.pt", Path(directory) / "run.ckpt8"
+        work: dict[str, Callable[[], object]] = {
+            "torch.save": lambda: torch.save(checkpoint, raw),
+            "ckpt8.save": lambda: ckpt8.save(checkpoint, packed),
+            "torch.load and load_state_dict": lambda: _load(raw, model, optimizer),
+            "ckpt8.resume": lambda: ckpt8.resume(packed, model, optimizer),
+        }
+        rows = []
+        for name, run in work.items():
+            start = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            rows.append({"operation": name, "seconds": time.perf_counter() - start})
+        sizes = {"torch.save": raw.stat().st_size, "ckpt8.save": packed.stat().st_size}
+    return [row | {"bytes": sizes.get(str(row["operation"]))} for row in rows]
+
+
+def _load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    loaded = torch.load(path, weights_only=True)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
