@@ -54,7 +54,7 @@ class Clock:
             start = time.perf_counter()
             work()
             return time.perf_counter() - start
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         first.record()
         work()
         last.record()
