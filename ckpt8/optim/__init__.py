@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt8.optim.adafactor import Adafactor as Adafactor
     from ckpt8.optim.adamw import Adam as Adam
     from ckpt8.optim.adamw import AdamW as AdamW
     from ckpt8.optim.came import CAME as CAME
@@ -25,10 +26,11 @@ OPTIMIZERS: tuple[tuple[str, str], ...] = (
     ("CAME", "ckpt8.optim.came:CAME"),
     ("SGD", "ckpt8.optim.sgd:SGD"),
     ("Lion", "ckpt8.optim.lion:Lion"),
+    ("Adafactor", "ckpt8.optim.adafactor:Adafactor"),
 )
 """(name, "module:Class") of every optimizer."""
 
-__all__ = ["CAME", "OPTIMIZERS", "SGD", "Adam", "AdamW", "Lion", "StableAdamW"]
+__all__ = ["CAME", "OPTIMIZERS", "SGD", "Adafactor", "Adam", "AdamW", "Lion", "StableAdamW"]
 
 
 def __getattr__(name: str) -> Any:

@@ -30,7 +30,8 @@ _MAGNITUDE = 0x7FFFFFFF
 _HALF_STEP = 1 << 15
 """Half a step of bf16, in steps of fp32."""
 
-_KINDS = {"exp_avg": "moment1", "momentum_buffer": "moment1", "exp_avg_sq": "moment2"}
+_KINDS = {"exp_avg": "moment1", "momentum_buffer": "moment1", "exp_avg_sq": "moment2", "variance": "moment2"}
+_FACTORS = ("_row", "_col", "row_var", "col_var")
 
 
 # --- parts ------------------------------------------------------------------------------------------------------
@@ -109,12 +110,12 @@ def _decoded(name: str, config: Mapping[str, Any], state: Mapping[str, Any]) -> 
 def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The moments and factored statistics of one packed parameter, in fp32."""
     found = {name: _decoded(name, group[kind], state) for name, kind in _KINDS.items()}
-    factored = {key: value.clone() for key, value in state.items() if key.endswith(("_row", "_col"))}
+    factored = {key: value.clone() for key, value in state.items() if key.endswith(_FACTORS)}
     return {name: value for name, value in found.items() if value is not None} | factored
 
 
 def unpack(packed: Mapping[str, Any]) -> StateDict:
-    """The plain fp32 state dict of torch AdamW, Adam or SGD, optimi StableAdamW, came-pytorch CAME or lion-pytorch.
+    """The plain fp32 state dict of torch's optimizers, optimi StableAdamW, came-pytorch CAME or lion-pytorch Lion.
 
     Which one follows from the ``rule`` of the groups. Residuals and fp32 masters are not in those: see
     ``join_weight``. Raises UsageError where optimi's one step per group does not hold.

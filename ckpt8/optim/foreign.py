@@ -1,6 +1,7 @@
 """How the published packages lay out their state and parameter groups, without any of them at hand.
 
-torch AdamW, Adam, SGD; optimi StableAdamW (betas apart, step in the group); came-pytorch CAME; lion-pytorch Lion.
+torch AdamW, Adam, SGD, Adafactor; optimi StableAdamW (betas apart, step in the group); came-pytorch CAME; lion-pytorch
+Lion.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "stable_adamw": _OPTIMI,
     "came": {},
     "lion": {},
+    "adafactor": {"foreach": None},
 }
 _OURS = frozenset({"master", "moment1", "moment2", "seed", "rule"})
 _ALSO_SAVED = frozenset({"step", "RMS", "eps_sq", "kahan_comp", "mean_square", "group"})
 """State that packed optimizers do without."""
 
-_TAKES_MAXIMIZE = frozenset({"adamw", "adam", "sgd"})
+_TAKES_MAXIMIZE = frozenset({"adamw", "adam", "sgd", "adafactor"})
 
 
 def plain_state(group: Mapping[str, Any], step: int, moments: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """One parameter's state as the package of the group's rule has it."""
     rule = group["rule"]
-    if rule in ("adamw", "adam"):
+    if rule in ("adamw", "adam", "adafactor"):
         dtype = torch.float32 if step <= _EXACT_IN_FP32 else torch.float64
         return {"step": torch.tensor(float(step), dtype=dtype), **moments}
     if rule == "stable_adamw":

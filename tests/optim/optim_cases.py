@@ -13,6 +13,7 @@ ARGUMENTS = {
     "CAME": {"lr": 1e-3, "weight_decay": 0.1},
     "SGD": {"lr": 1e-1, "momentum": 0.9, "weight_decay": 0.01},
     "Lion": {"lr": 1e-3, "weight_decay": 0.1},
+    "Adafactor": {"lr": 1e-2, "weight_decay": 0.1},
 }
 """Every registered optimizer must stand here."""
 

@@ -18,7 +18,12 @@ TORCHS = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "SGD": torch.opt
 
 SCHEDULES = {
     "lambda": lambda optimizer, peak: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-    "one-cycle": lambda optimizer, peak: lr_scheduler.OneCycleLR(optimizer, max_lr=2 * peak, total_steps=12),
+    "one-cycle": lambda optimizer, peak: lr_scheduler.OneCycleLR(
+        optimizer,
+        max_lr=2 * peak,
+        total_steps=12,
+        cycle_momentum=bool({"betas", "momentum"} & optimizer.defaults.keys()),
+    ),
     "cosine": lambda optimizer, peak: lr_scheduler.CosineAnnealingLR(optimizer, T_max=10, eta_min=0.1 * peak),
 }
 

@@ -28,6 +28,7 @@ PACKED = {
     "optimi-lion": "Lion",
     "pytorch-optimizer-lion": "Lion",
     "lion-pytorch": "Lion",
+    "torch-adafactor": "Adafactor",
 }
 """Published optimizer to packed class."""
 

@@ -21,6 +21,7 @@ PUBLISHED = {
     "CAME": "came-pytorch",
     "SGD": "torch-sgd-momentum",
     "Lion": "lion-pytorch",
+    "Adafactor": "torch-adafactor",
 }
 NAMES = [name for name, _ in ckpt8.optim.OPTIMIZERS]
 

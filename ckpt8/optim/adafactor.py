@@ -1,0 +1,125 @@
+"""Adafactor (Shazeer and Stern, arXiv 1804.04235), as torch has it: no momentum, a factored second moment.
+
+    w  = t^gamma;     rho = min(lr, 1/sqrt(t));     alpha = max(eps2, RMS(theta)) rho
+    R += w (mean_-1(g^2) - R);     C += w (mean_-2(g^2) - C);     V = R (x) C / max(mean_-2(R), eps1)
+    u  = g / sqrt(max(V, eps1^2));     theta = theta (1 - lr wd) - alpha u / max(1, RMS(u)/d)
+
+Below two dimensions V += w (g^2 - V). eps1 is by default that of fp32, the type of the master weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from ckpt8.optim.blocks import Block, Values
+from ckpt8.optim.packed import Cut, PackedOptimizer, Params
+from ckpt8.optim.rows import Factored, clipping, inverse_root, root_mean_square, row_blocks
+
+
+def adafactor(
+    blocks: Sequence[Block],
+    whole: Values,
+    *,
+    step: int,
+    lr: float,
+    beta2_decay: float,
+    eps: tuple[float | None, float],
+    d: float,
+    weight_decay: float,
+) -> Iterator[Values]:
+    """One step, ``step`` counting from 1.
+
+    ``whole`` holds ``row_var`` (..., rows, 1) and ``col_var`` (..., 1, columns) from two dimensions on. Yields
+    ``param`` of every block, and ``variance`` below two dimensions; then the new statistics.
+    """
+    eps1 = torch.finfo(torch.float32).eps if eps[0] is None else eps[0]
+    change = float(step) ** beta2_decay
+    rms = root_mean_square(blocks, lambda block: block.load("param")[0])
+    alpha = max(eps[1], rms) * min(lr, 1 / math.sqrt(step))
+    estimate = _factored(blocks, whole, change, eps1) if whole else _Elementwise(change)
+
+    def direction(block: Block) -> torch.Tensor:
+        grad = block.load("grad")[0]
+        return grad.mul_(inverse_root(estimate(block).clamp_min_(eps1 * eps1)))
+
+    clip = clipping(blocks, direction, d)
+    for block in blocks:
+        (param,) = block.load("param")
+        param.mul_(1 - lr * weight_decay).sub_(direction(block).mul_(alpha / clip))
+        yield {"param": param} | ({} if whole else {"variance": estimate(block)})
+    if isinstance(estimate, _RowsAndColumns):
+        yield estimate.statistics
+
+
+class _Elementwise:
+    """V of one block below two dimensions."""
+
+    def __init__(self, change: float) -> None:
+        self._change = change
+
+    def __call__(self, block: Block) -> torch.Tensor:
+        variance, grad = block.load("variance", "grad")
+        return variance.add_((grad.square_() - variance).mul_(self._change))
+
+
+class _RowsAndColumns:
+    """V of one block from the averages of rows and columns."""
+
+    def __init__(self, averages: Factored, statistics: Values, eps1: float) -> None:
+        self.statistics = statistics
+        self._averages = averages
+        self._means = averages.rows.double().mean(-1, keepdim=True).float().clamp_min_(eps1)
+
+    def __call__(self, block: Block) -> torch.Tensor:
+        rows = (self._averages.rows / self._means)[block.batches, block.rows].unsqueeze(-1)
+        return rows * self._averages.columns[block.batches].unsqueeze(-2)
+
+
+def _factored(blocks: Sequence[Block], whole: Values, change: float, eps1: float) -> _RowsAndColumns:
+    averages = Factored(whole["row_var"], whole["col_var"])
+    for block in blocks:
+        averages.add(block, block.load("grad")[0].square_())
+    new = averages.averaged(1 - change)
+    return _RowsAndColumns(averages, {"row_var": new["row"], "col_var": new["col"]}, eps1)
+
+
+class Adafactor(PackedOptimizer):
+    """Adafactor on packed state. Arguments and defaults are torch's; for the others see PackedOptimizer."""
+
+    rule_id: ClassVar[str] = "adafactor"
+    rule_arguments: ClassVar[tuple[str, ...]] = ("lr", "beta2_decay", "eps", "d", "weight_decay")
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        **packing: Any,
+    ) -> None:
+        defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay}
+        super().__init__(params, defaults, **packing)
+
+    def moments(self, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, str]:
+        """The second moment below two dimensions."""
+        return {} if len(shape) > 1 else {"variance": "moment2"}
+
+    def factored(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Row and column averages."""
+        if len(shape) < 2:
+            return {}
+        return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
+
+    def cuts(self, shape: torch.Size, load: Callable[..., list[torch.Tensor]]) -> list[Cut]:
+        """Blocks of rows."""
+        return super().cuts(shape, load) if len(shape) < 2 else row_blocks(tuple(shape), load)
+
+    def rule(self, blocks: Sequence[Block], whole: Values, **arguments: Any) -> Iterator[Values]:
+        """See ``adafactor``."""
+        return adafactor(blocks, whole, **arguments)
