@@ -11,8 +11,10 @@ from ckpt8.container.manifest import Manifest, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.writer import refuse_same_file
+from ckpt8.device import requested
+from ckpt8.device_encoder import choose_encoder
 from ckpt8.errors import InputError, UsageError
-from ckpt8.live import live_checkpoint
+from ckpt8.live import LiveCheckpoint, live_checkpoint
 from ckpt8.pipeline import Compressor, Options, Progress, Unwritten
 from ckpt8.plan import make_plan
 from ckpt8.policy import Policy
@@ -40,6 +42,7 @@ def compress(
     *,
     preset: str = "flash",
     rules: Sequence[str] = (),
+    device: str = "auto",
     threads: int | None = None,
     stats: bool = True,
     max_update_error: float | None = None,
@@ -48,20 +51,22 @@ def compress(
 ) -> Manifest:
     """Compress a checkpoint file into a ``.ckpt8``, by default beside it; the manifest that was written.
 
-    ``preset`` is flash, compact or lossless; ``rules`` are ``GLOB=CODEC``, the first match wins. ``stats`` measures
-    the error on the way. A parameter whose max |Δu| exceeds ``max_update_error``, or is unknown, has its moments
-    stored lossless. ``progress`` is called with the number of source bytes just finished. Raises InputError for a
-    source that is damaged or holds no tensors, OutputError for the target, UsageError for the arguments.
+    ``preset`` is flash, compact or lossless; ``rules`` are ``GLOB=CODEC``, the first match wins. ``device`` is auto,
+    cpu or cuda: where a file is packed; auto is cpu. ``stats`` measures the error on the way. A parameter whose max
+    |Δu| exceeds ``max_update_error``, or is unknown, has its moments stored lossless. ``progress`` is called with the
+    number of source bytes just finished. Raises InputError for a source that is damaged or holds no tensors,
+    OutputError for the target, UsageError for the arguments.
     """
     source = Path(source)
     target = default_target(source) if target is None else Path(target)
     policy = Policy.of(preset, rules)
     options = _options(threads, max_update_error, progress, stats=stats)
+    gpu = requested(device)
     refuse_same_file(target, source)
     with open_checkpoint(source) as checkpoint:
         if not any(storage.nbytes for storage in checkpoint.storages):
             raise InputError(f"{source}: holds no tensors; there is nothing to compress")
-        compressor = _compressor(checkpoint, source.name, policy, options)
+        compressor = _compressor(checkpoint, source.name, policy, options, gpu)
         return compressor.run(target, preset=policy.preset, rules=policy.texts, force=force)
 
 
@@ -107,7 +112,7 @@ def save(
     force: bool = True,
     background: bool = False,
 ) -> Manifest | PendingSave:
-    """As ``torch.save``, to a ``.ckpt8``: storages are streamed from where they are, CPU or GPU.
+    """As ``torch.save``, to a ``.ckpt8``: storages are packed where they are, CPU or GPU, and streamed from there.
 
     Arguments are those of ``compress``, except that an existing file is replaced unless ``force`` is False. Raises
     OutputError, UsageError, and what pickling raises.
@@ -143,11 +148,15 @@ def _options(
     return Options(threads, stats, max_update_error, progress)
 
 
-def _compressor(checkpoint: Checkpoint, member: str, policy: Policy, options: Options) -> Compressor:
+def _compressor(
+    checkpoint: Checkpoint, member: str, policy: Policy, options: Options, device: torch.device | None = None
+) -> Compressor:
     whole = WithSkeleton(checkpoint)
     plan = make_plan(whole, policy)
     policy.check_rules([tensor.name for tensor, _ in plan.tensors])
-    return Compressor(whole, plan, options, member)
+    live = checkpoint.live if isinstance(checkpoint, LiveCheckpoint) else {}
+    encoder = choose_encoder(whole, live, device, measure=options.stats)
+    return Compressor(whole, plan, options, member, encoder)
 
 
 def load(

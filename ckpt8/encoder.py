@@ -17,6 +17,7 @@ from ckpt8.errors import InputError, RefusedError
 from ckpt8.measure import ChunkMeter, UnitErrors
 from ckpt8.plan import Parameter, Stream, Unit
 from ckpt8.readers.base import Checkpoint, StorageInfo, TensorRef
+from ckpt8.rows import copy_to_row, row_bytes
 from ckpt8.tensors import Parts
 from ckpt8.update_space import Confidence
 from ckpt8.workers import Workers
@@ -24,7 +25,6 @@ from ckpt8.workers import Workers
 if TYPE_CHECKING:
     import torch
 
-_ALIGNMENT = 64
 _local = threading.local()
 
 
@@ -133,32 +133,11 @@ def keep(packed: PackedChunk) -> PackedChunk:
     """
     import torch
 
-    total = sum(_room(part) for each in packed.parts for part in each.values())
+    total = row_bytes(packed.parts)
     if not total:
         return packed
     pages = torch.frombuffer(mmap.mmap(-1, total), dtype=torch.uint8)
-    return PackedChunk(copy_parts(packed.parts, pages), packed.crcs, packed.errors)
-
-
-def copy_parts(parts: Sequence[Parts], room: torch.Tensor, *, wait: bool = True) -> list[Parts]:
-    """Copies of ``parts`` one behind the other in ``room``, flat uint8 of any device."""
-    import torch
-
-    copies: list[Parts] = []
-    start = 0
-    for each in parts:
-        copies.append({})
-        for name, part in each.items():
-            length = part.numel() * part.element_size()
-            copies[-1][name] = room[start : start + length].view(part.dtype)
-            copies[-1][name].view(torch.uint8).copy_(part.view(torch.uint8), non_blocking=not wait)
-            start += _room(part)
-    return copies
-
-
-def _room(part: torch.Tensor) -> int:
-    """Bytes of a part in a row of parts, so that the next is aligned."""
-    return -(-part.numel() * part.element_size() // _ALIGNMENT) * _ALIGNMENT
+    return PackedChunk(copy_to_row(packed.parts, pages), packed.crcs, packed.errors)
 
 
 class ChunkEncoder:

@@ -94,10 +94,13 @@ class Workers:
         for thread in self._pool:
             thread.join()
 
-    def map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-        """Results in the order of ``items``, which are taken only as far ahead as memory allows."""
+    def map(self, function: Callable[[T], R], items: Iterable[T], ahead: int = LOOK_AHEAD) -> Iterator[R]:
+        """Results in the order of ``items``, which are taken only as far ahead as memory allows.
+
+        ``items`` may be results of another ``map``, whose threads are the same.
+        """
         waiting: deque[Future[R]] = deque()
-        limit = self.threads * (1 + LOOK_AHEAD)
+        limit = self.threads * (1 + ahead)
         try:
             for item in items:
                 waiting.append(self._submit(function, item))
