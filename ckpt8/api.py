@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, Literal, cast, overload
 
+from ckpt8.background import PendingSave, start, wait_for
 from ckpt8.container.manifest import Manifest, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.writer import refuse_same_file
+from ckpt8.device import requested
+from ckpt8.device_encoder import choose_encoder
 from ckpt8.errors import InputError, UsageError
-from ckpt8.live import live_checkpoint
-from ckpt8.pipeline import Compressor, Options, Progress
+from ckpt8.live import LiveCheckpoint, live_checkpoint
+from ckpt8.pipeline import Compressor, Options, Progress, Unwritten
 from ckpt8.plan import make_plan
 from ckpt8.policy import Policy
 from ckpt8.readers import open_checkpoint
@@ -39,6 +42,7 @@ def compress(
     *,
     preset: str = "flash",
     rules: Sequence[str] = (),
+    device: str = "auto",
     threads: int | None = None,
     stats: bool = True,
     max_update_error: float | None = None,
@@ -47,20 +51,53 @@ def compress(
 ) -> Manifest:
     """Compress a checkpoint file into a ``.ckpt8``, by default beside it; the manifest that was written.
 
-    ``preset`` is flash, compact or lossless; ``rules`` are ``GLOB=CODEC``, the first match wins. ``stats`` measures
-    the error on the way. A parameter whose max |Δu| exceeds ``max_update_error``, or is unknown, has its moments
-    stored lossless. ``progress`` is called with the number of source bytes just finished. Raises InputError for a
-    source that is damaged or holds no tensors, OutputError for the target, UsageError for the arguments.
+    ``preset`` is flash, compact or lossless; ``rules`` are ``GLOB=CODEC``, the first match wins. ``device`` is auto,
+    cpu or cuda: where a file is packed; auto is cpu. ``stats`` measures the error on the way. A parameter whose max
+    |Δu| exceeds ``max_update_error``, or is unknown, has its moments stored lossless. ``progress`` is called with the
+    number of source bytes just finished. Raises InputError for a source that is damaged or holds no tensors,
+    OutputError for the target, UsageError for the arguments.
     """
     source = Path(source)
     target = default_target(source) if target is None else Path(target)
     policy = Policy.of(preset, rules)
     options = _options(threads, max_update_error, progress, stats=stats)
+    gpu = requested(device)
     refuse_same_file(target, source)
     with open_checkpoint(source) as checkpoint:
         if not any(storage.nbytes for storage in checkpoint.storages):
             raise InputError(f"{source}: holds no tensors; there is nothing to compress")
-        return _write(checkpoint, target, source.name, policy, options, force=force)
+        compressor = _compressor(checkpoint, source.name, policy, options, gpu)
+        return compressor.run(target, preset=policy.preset, rules=policy.texts, force=force)
+
+
+@overload
+def save(
+    obj: object,
+    target: str | os.PathLike[str],
+    *,
+    preset: str = ...,
+    rules: Sequence[str] = ...,
+    threads: int | None = ...,
+    stats: bool = ...,
+    max_update_error: float | None = ...,
+    force: bool = ...,
+    background: Literal[False] = ...,
+) -> Manifest: ...
+
+
+@overload
+def save(
+    obj: object,
+    target: str | os.PathLike[str],
+    *,
+    preset: str = ...,
+    rules: Sequence[str] = ...,
+    threads: int | None = ...,
+    stats: bool = ...,
+    max_update_error: float | None = ...,
+    force: bool = ...,
+    background: Literal[True],
+) -> PendingSave: ...
 
 
 def save(
@@ -73,17 +110,34 @@ def save(
     stats: bool = True,
     max_update_error: float | None = None,
     force: bool = True,
-) -> Manifest:
-    """As ``torch.save``, to a ``.ckpt8``: storages are streamed from where they are, CPU or GPU.
+    background: bool = False,
+) -> Manifest | PendingSave:
+    """As ``torch.save``, to a ``.ckpt8``: storages are packed where they are, CPU or GPU, and streamed from there.
 
     Arguments are those of ``compress``, except that an existing file is replaced unless ``force`` is False. Raises
     OutputError, UsageError, and what pickling raises.
+
+    With ``background`` it returns once everything is packed in memory, in flash 5.1 bytes a parameter for the 12 of
+    fp32 and AdamW: tensors may then be changed in place, the file will hold what they were, and be the same file.
+    Compression and disk go on in a thread, and leaving the interpreter waits for it. What fails by then is raised here,
+    the rest by ``PendingSave.result``. A save to a target that is still being written waits for that first.
     """
     target = Path(target)
     policy = Policy.of(preset, rules)
     options = _options(threads, max_update_error, stats=stats)
+    member = target.with_suffix(".pt").name
+
+    def pack() -> Unwritten:
+        with live_checkpoint(obj, target.stem) as checkpoint:
+            compressor = _compressor(checkpoint, member, policy, options)
+            return compressor.pack(target, preset=policy.preset, rules=policy.texts, force=force)
+
+    if background:
+        return start(target, pack)
+    wait_for(target)
     with live_checkpoint(obj, target.stem) as checkpoint:
-        return _write(checkpoint, target, target.with_suffix(".pt").name, policy, options, force=force)
+        compressor = _compressor(checkpoint, member, policy, options)
+        return compressor.run(target, preset=policy.preset, rules=policy.texts, force=force)
 
 
 def _options(
@@ -94,15 +148,15 @@ def _options(
     return Options(threads, stats, max_update_error, progress)
 
 
-def _write(
-    checkpoint: Checkpoint, target: Path, member: str, policy: Policy, options: Options, *, force: bool
-) -> Manifest:
+def _compressor(
+    checkpoint: Checkpoint, member: str, policy: Policy, options: Options, device: torch.device | None = None
+) -> Compressor:
     whole = WithSkeleton(checkpoint)
     plan = make_plan(whole, policy)
     policy.check_rules([tensor.name for tensor, _ in plan.tensors])
-    compressor = Compressor(whole, plan, options, member)
-    rules = [rule.text for rule in policy.rules]
-    return compressor.run(target, preset=policy.preset, rules=rules, force=force)
+    live = checkpoint.live if isinstance(checkpoint, LiveCheckpoint) else {}
+    encoder = choose_encoder(whole, live, device, measure=options.stats)
+    return Compressor(whole, plan, options, member, encoder)
 
 
 def load(

@@ -1,9 +1,13 @@
-"""What happens to one chunk on a worker thread: read, encode, measure, compress."""
+"""What happens to one chunk on a worker thread: it is packed (read, encoded, measured), then stored (compressed).
+
+A packed chunk no longer needs its source: between the two a save in the background lets the caller go on.
+"""
 
 from __future__ import annotations
 
+import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +17,10 @@ from ckpt8.errors import InputError, RefusedError
 from ckpt8.measure import ChunkMeter, UnitErrors
 from ckpt8.plan import Parameter, Stream, Unit
 from ckpt8.readers.base import Checkpoint, StorageInfo, TensorRef
+from ckpt8.rows import copy_to_row, row_bytes
+from ckpt8.tensors import Parts
 from ckpt8.update_space import Confidence
+from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
     import torch
@@ -21,13 +28,27 @@ if TYPE_CHECKING:
 _local = threading.local()
 
 
+Work = tuple[Unit, int]
+"""A unit and the number of a chunk of it."""
+
+
+@dataclass(slots=True)
+class PackedChunk:
+    """A chunk of a unit as its codecs give it: parts by stream, on the CPU unless a device still has them.
+
+    ``crcs`` by stream are those of the source bytes where the source states one, else 0. ``refused`` is the reason why
+    a codec took none of it.
+    """
+
+    parts: list[Parts]
+    crcs: list[int]
+    errors: UnitErrors | None = None
+    refused: str | None = None
+
+
 @dataclass(slots=True)
 class EncodedChunk:
-    """What one chunk of a unit became.
-
-    ``frames`` by stream, then part: (stored bytes, crc32). ``crcs`` of the source bytes by stream. ``refused`` is the
-    reason why a codec took none of it.
-    """
+    """A packed chunk compressed: ``frames`` by stream, then part: (stored bytes, crc32). The rest is as it was."""
 
     frames: list[dict[str, list[tuple[bytes, int]]]]
     crcs: list[int]
@@ -44,14 +65,19 @@ def scratch(slot: int | str, length: int) -> memoryview:
 
 
 def read_chunk(checkpoint: Checkpoint, stream: Stream, chunk: int, slot: int) -> tuple[torch.Tensor, int]:
-    """One chunk of a stream, in this thread's buffer for ``slot``, and the crc32 of its bytes."""
+    """One chunk of a stream, in this thread's buffer for ``slot``; the crc32 of its bytes, see ``read_bytes``."""
     import torch
 
     spec = stream.chunk_spec(chunk)
     view = scratch(slot, spec.numel * spec.dtype.itemsize)
-    start = stream.storage.offset + chunk * frames.FRAME * spec.dtype.itemsize
-    checkpoint.read_into(start, view)
-    return torch.frombuffer(view, dtype=torch.uint8).view(spec.dtype.torch), crc32(view)
+    crc = read_bytes(checkpoint, stream, chunk, view)
+    return torch.frombuffer(view, dtype=torch.uint8).view(spec.dtype.torch), crc
+
+
+def read_bytes(checkpoint: Checkpoint, stream: Stream, chunk: int, view: memoryview) -> int:
+    """Fill ``view`` with one chunk of a stream; the crc32 of its bytes, or 0 where the source states none."""
+    checkpoint.read_into(stream.storage.offset + chunk * frames.FRAME * stream.spec.dtype.itemsize, view)
+    return crc32(view) if stream.storage.crc32 is not None else 0
 
 
 def check_source(unit: Unit, crcs: Sequence[int], source: str) -> None:
@@ -94,27 +120,58 @@ class ChunkMeters:
         return last[1]
 
 
+def store(packed: PackedChunk) -> EncodedChunk:
+    """Compress a packed chunk whose parts are on the CPU."""
+    stored = [{name: frames.encode_part(name, part) for name, part in each.items()} for each in packed.parts]
+    return EncodedChunk(stored, packed.crcs, packed.errors, packed.refused)
+
+
+def keep(packed: PackedChunk) -> PackedChunk:
+    """The same chunk with parts in pages of its own, which go back to the system with it.
+
+    The allocator would hold on to much of them, a part here and a part there.
+    """
+    import torch
+
+    total = row_bytes(packed.parts)
+    if not total:
+        return packed
+    pages = torch.frombuffer(mmap.mmap(-1, total), dtype=torch.uint8)
+    return PackedChunk(copy_to_row(packed.parts, pages), packed.crcs, packed.errors)
+
+
 class ChunkEncoder:
-    """Encodes chunks of units of one checkpoint; safe to share between threads."""
+    """Encodes chunks of units of one checkpoint, which it reads into memory."""
 
     def __init__(self, checkpoint: Checkpoint, *, measure: bool) -> None:
         self._checkpoint = checkpoint
         self._meters = ChunkMeters(checkpoint) if measure else None
 
-    def encode(self, work: tuple[Unit, int]) -> EncodedChunk:
-        """Encode (unit, chunk number)."""
+    def packed(self, work: Iterable[Work], workers: Workers) -> Iterator[PackedChunk]:
+        """Chunks in the order of ``work``, in memory of their own."""
+        return workers.map(lambda item: keep(self.pack(item)), work)
+
+    def stored(self, work: Iterable[Work], workers: Workers) -> Iterator[EncodedChunk]:
+        """As ``packed``, and compressed: both at once on each thread."""
+        return workers.map(lambda item: store(self.pack(item)), work)
+
+    def pack(self, work: Work) -> PackedChunk:
+        """Read and pack one chunk. Thread-safe."""
         unit, chunk = work
         read = [read_chunk(self._checkpoint, stream, chunk, slot) for slot, stream in enumerate(unit.streams)]
-        originals, crcs = [x for x, _ in read], [crc for _, crc in read]
+        return self.pack_tensors(work, [x for x, _ in read], [crc for _, crc in read])
+
+    def pack_tensors(self, work: Work, originals: Sequence[torch.Tensor], crcs: list[int]) -> PackedChunk:
+        """Pack one chunk where its tensors are, one for each stream. Thread-safe."""
+        unit, chunk = work
         parts = []
         for stream, x in zip(unit.streams, originals, strict=True):
             try:
                 parts.append(stream.codec.encode(x))
             except RefusedError as exc:
                 whose = "the state of its parameter " if len(unit.streams) > 1 else ""
-                return EncodedChunk([], crcs, None, f"{whose}{exc}")
+                return PackedChunk([], crcs, refused=f"{whose}{exc}")
         errors = None
         if self._meters is not None and any(stream.lossy for stream in unit.streams):
             errors = self._meters.of(unit).measure(chunk * frames.FRAME, originals, parts)
-        stored = [{name: frames.encode_part(name, part) for name, part in each.items()} for each in parts]
-        return EncodedChunk(stored, crcs, errors)
+        return PackedChunk(parts, crcs, errors)

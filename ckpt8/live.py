@@ -48,7 +48,10 @@ def _recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
 
 
 class LiveCheckpoint:
-    """A Checkpoint whose storages are tensors in memory and whose other bytes are a file of torch.save."""
+    """A Checkpoint whose storages are tensors in memory and whose other bytes are a file of torch.save.
+
+    ``live`` are its storages by key, while it is open.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class LiveCheckpoint:
         live: dict[str, torch.UntypedStorage],
     ) -> None:
         self._skeleton = skeleton
-        self._live = live
+        self.live = live
         self.format = skeleton.format
         self.size = skeleton.size
         self.storages = storages
@@ -72,8 +75,8 @@ class LiveCheckpoint:
         # Empty storages share their offset with whatever follows them.
         if at >= 0 and offset < self._starts[at] + self.storages[at].nbytes and len(buffer):
             storage = self.storages[at]
-            live = torch.empty(0, dtype=torch.uint8, device=self._live[storage.key].device)
-            live.set_(self._live[storage.key])
+            live = torch.empty(0, dtype=torch.uint8, device=self.live[storage.key].device)
+            live.set_(self.live[storage.key])
             first = offset - storage.offset
             torch.frombuffer(buffer, dtype=torch.uint8).copy_(live[first : first + len(buffer)])
         else:
@@ -104,7 +107,11 @@ def live_checkpoint(obj: object, name: str) -> Iterator[Checkpoint]:
                 yield written
             return
         with open_checkpoint(path) as skeleton:
-            yield LiveCheckpoint(skeleton, _with_crc_fields(path, skeleton), storages)
+            try:
+                yield LiveCheckpoint(skeleton, _with_crc_fields(path, skeleton), storages)
+            finally:
+                # Whoever still has the checkpoint for its structure does not keep the caller's memory.
+                storages.clear()
 
 
 def _with_crc_fields(path: Path, skeleton: Checkpoint) -> list[StorageInfo]:

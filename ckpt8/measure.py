@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ckpt8.codecs.base import TILE, pieces, take
+from ckpt8.container.frames import FRAME
 from ckpt8.plan import Stream, Unit
 from ckpt8.stats import (
     ErrorStats,
@@ -66,11 +67,15 @@ class ChunkMeter:
         self.errors = UnitErrors.of(unit)
 
     def measure(self, start: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> UnitErrors:
-        """Figures of the chunk that begins at element ``start``; one original and one set of parts per stream."""
-        cuts = [_cuts(stream, len(x)) for stream, x in zip(self._unit.streams, originals, strict=True)]
-        for position in range(0, len(originals[0]), TILE):
-            tile = position // TILE
-            run = slice(position, min(position + TILE, len(originals[0])))
+        """Figures of the chunk that begins at element ``start``; one original and one set of parts per stream.
+
+        All on one device, which also measures.
+        """
+        # Tiles are for the cache of a CPU; elsewhere every tile costs a wait for its figures.
+        step = TILE if originals[0].device.type == "cpu" else FRAME
+        cuts = [_cuts(stream, len(x), step) for stream, x in zip(self._unit.streams, originals, strict=True)]
+        for tile, position in enumerate(range(0, len(originals[0]), step)):
+            run = slice(position, min(position + step, len(originals[0])))
             tile_parts = [take(p, cut[tile]) for p, cut in zip(parts, cuts, strict=True)]
             self._tile(start + run.start, [x[run].float() for x in originals], tile_parts)
         return self.errors
@@ -94,18 +99,18 @@ class ChunkMeter:
         place = {stream.index: k for k, stream in enumerate(self._unit.streams)}
         m = sides[place[parameter.moments["moment1"]]]
         v = sides[place[parameter.moments[parameter.denominator]]] if parameter.denominator else (None, None)
-        factors = self._confidence.at(start, start + len(m[0])) if self._confidence else None
+        factors = self._confidence.at(start, start + len(m[0]), m[0].device) if self._confidence else None
         original, decoded = (parameter.rule.apply(m[k], v[k], factors) for k in (0, 1))
         return update_error(original, decoded, parameter.rule.factor)
 
 
 @lru_cache(maxsize=64)
-def _cached_cuts(stream_codec: object, spec: TensorSpec) -> tuple[Mapping[str, slice], ...]:
-    return tuple(cut for _, cut in pieces(stream_codec, spec))  # type: ignore[arg-type]
+def _cached_cuts(stream_codec: object, spec: TensorSpec, step: int) -> tuple[Mapping[str, slice], ...]:
+    return tuple(cut for _, cut in pieces(stream_codec, spec, step))  # type: ignore[arg-type]
 
 
-def _cuts(stream: Stream, numel: int) -> tuple[Mapping[str, slice], ...]:
-    return _cached_cuts(stream.codec, TensorSpec("", stream.spec.role, stream.spec.dtype, (numel,)))
+def _cuts(stream: Stream, numel: int, step: int) -> tuple[Mapping[str, slice], ...]:
+    return _cached_cuts(stream.codec, TensorSpec("", stream.spec.role, stream.spec.dtype, (numel,)), step)
 
 
 def _spec(stream: Stream, numel: int) -> TensorSpec:

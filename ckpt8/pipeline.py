@@ -3,11 +3,16 @@
 Chunks of 2^20 elements are read, encoded, measured and compressed by a few threads and come back in order. Memory is
 bounded by one slab of stored planes and the chunks in flight. A unit that turns out not to be representable, or to
 break the bound on its update error, is taken back and stored lossless; units after it wait.
+
+``run`` does it all in one go. ``pack`` stops where every chunk is packed in memory and every unit is decided, which is
+all that needs the source; what it gives writes the same file later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +21,7 @@ from ckpt8.container import frames, header, layout
 from ckpt8.container.manifest import FrameTable, Manifest
 from ckpt8.container.writer import ContainerWriter
 from ckpt8.crc import combine
-from ckpt8.encoder import ChunkEncoder, EncodedChunk, check_source
+from ckpt8.encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, check_source, store
 from ckpt8.measure import UnitErrors
 from ckpt8.plan import Plan, Unit
 from ckpt8.policy import LOSSLESS
@@ -26,6 +31,9 @@ from ckpt8.workers import Workers
 
 Progress = Callable[[int], None]
 """Called with the number of source bytes just finished."""
+
+Results = dict[int, tuple[UnitResult, int]]
+"""By the index of a stream: the result of its unit, and its place there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,32 +46,108 @@ class Options:
     progress: Progress = lambda _: None
 
 
+@dataclass(slots=True)
+class Unwritten:
+    """A packed checkpoint whose temporary file is open until ``write`` or ``close``."""
+
+    compressor: Compressor
+    labels: tuple[str, list[str]]
+    units: list[Unit]
+    chunks: deque[PackedChunk]
+    writer: ContainerWriter
+    workers: Workers
+    resources: ExitStack
+
+    def write(self) -> Manifest:
+        """Compress and write, letting go of every chunk on the way. Raises OutputError."""
+        with self.resources:
+            waiting = (self.chunks.popleft() for _ in range(len(self.chunks)))
+            chunks = self.workers.map(store, waiting)
+            results = self.compressor.write_units(self.writer, self.workers, self.units, chunks)
+            return self.compressor.publish(self.writer, results, self.labels)
+
+    def close(self) -> None:
+        """Give up: no file remains. Harmless after ``write``."""
+        self.chunks.clear()
+        self.resources.close()
+
+    def discard(self) -> None:
+        """Remove the temporary file, whoever is writing it."""
+        self.writer.discard()
+
+
 class Compressor:
     """Compresses one open checkpoint into one container, under the file name ``member``."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: Plan, options: Options, member: str) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, plan: Plan, options: Options, member: str, encoder: ChunkEncoder | None = None
+    ) -> None:
         self._member = member
         self._checkpoint = checkpoint
         self._plan = plan
         self._options = options
         self._slab = layout.SLAB
         self._streams = plan.streams
-        self._encoder = ChunkEncoder(checkpoint, measure=options.stats)
+        self._encoder = encoder or ChunkEncoder(checkpoint, measure=options.stats)
 
     def run(self, target: Path, *, preset: str, rules: Sequence[str], force: bool) -> Manifest:
         """Write ``target``. Raises InputError for damage in the source, OutputError for the target."""
-        names = self._names()
-        with ContainerWriter(target, names, force=force) as writer, Workers(self._options.threads) as workers:
-            results = {
-                stream.index: (result, k)
-                for result in self._write_units(writer, workers)
-                for k, stream in enumerate(result.unit.streams)
-            }
+        units = self._plan.units
+        with ContainerWriter(target, self._names(), force=force) as writer, Workers(self._options.threads) as workers:
+            results = self.write_units(writer, workers, units, self._encoder.stored(_chunks_of(units), workers))
             self._checkpoint.check_unchanged()
-            manifest = Manifest(f"ckpt8 {__version__}", preset, list(rules), self._slab, frames.FRAME)
-            fill(manifest, self._checkpoint, self._plan, self._member, results)
-            writer.finish(manifest)
+            return self.publish(writer, results, (preset, list(rules)))
+
+    def pack(self, target: Path, *, preset: str, rules: Sequence[str], force: bool) -> Unwritten:
+        """Open ``target``'s temporary file and pack everything. Raises as ``run``."""
+        with ExitStack() as stack:
+            writer = stack.enter_context(ContainerWriter(target, self._names(), force=force))
+            workers = stack.enter_context(Workers(self._options.threads))
+            units: list[Unit] = []
+            chunks: deque[PackedChunk] = deque()
+            for unit, packed in self._pack_units(workers):
+                units.append(unit)
+                chunks += packed
+            self._checkpoint.check_unchanged()
+            return Unwritten(self, (preset, list(rules)), units, chunks, writer, workers, stack.pop_all())
+
+    def write_units(
+        self, writer: ContainerWriter, workers: Workers, units: Iterable[Unit], chunks: Iterator[EncodedChunk]
+    ) -> Results:
+        """Write ``units``, whose chunks come in order. Raises as ``run``."""
+        return {
+            stream.index: (result, k)
+            for result in self._write_units(writer, workers, units, chunks)
+            for k, stream in enumerate(result.unit.streams)
+        }
+
+    def publish(self, writer: ContainerWriter, results: Results, labels: tuple[str, list[str]]) -> Manifest:
+        """Write the manifest and give the file its name. ``labels`` are preset and rules. Raises OutputError."""
+        manifest = Manifest(f"ckpt8 {__version__}", *labels, self._slab, frames.FRAME)
+        fill(manifest, self._checkpoint, self._plan, self._member, results)
+        writer.finish(manifest)
         return manifest
+
+    def _pack_units(self, workers: Workers) -> Iterator[tuple[Unit, list[PackedChunk]]]:
+        """Every unit as it will be written, and its chunks."""
+        chunks = self._encoder.packed(_chunks_of(self._plan.units), workers)
+        for unit in self._plan.units:
+            errors = UnitErrors.of(unit) if self._options.stats else None
+            packed: list[PackedChunk] = []
+            refused: str | None = None
+            for _ in range(layout.chunk_count(unit.numel)):
+                chunk = next(chunks)
+                refused = refused or chunk.refused
+                if refused is None:
+                    packed.append(chunk)
+                    _merge(errors, chunk.errors)
+            reason = refused or self._broken_bound(unit, errors)
+            if reason is None:
+                yield unit, packed
+            else:
+                packed.clear()
+                again = unit.lossless(reason)
+                yield again, list(self._encoder.packed(_chunks_of([again]), workers))
 
     def _names(self) -> list[str]:
         """Names to reserve a header for: of each storage, the longer list of its codec and lossless."""
@@ -77,28 +161,26 @@ class Compressor:
                 return names
             self._slab *= 2
 
-    def _write_units(self, writer: ContainerWriter, workers: Workers) -> Iterator[UnitResult]:
-        units = self._plan.units
-        work = ((unit, chunk) for unit in units for chunk in range(layout.chunk_count(unit.numel)))
-        chunks = workers.map(self._encoder.encode, work)
+    def _write_units(
+        self, writer: ContainerWriter, workers: Workers, units: Iterable[Unit], chunks: Iterator[EncodedChunk]
+    ) -> Iterator[UnitResult]:
         for unit in units:
             mark = writer.mark()
             result = self._write_unit(writer, unit, chunks)
-            reason = result if isinstance(result, str) else self._broken_bound(result)
+            reason = result if isinstance(result, str) else self._broken_bound(unit, result.errors)
             if reason is not None:
                 writer.rollback(mark)
                 again = unit.lossless(reason)
-                redo = ((again, chunk) for chunk in range(layout.chunk_count(again.numel)))
-                result = self._write_unit(writer, again, workers.map(self._encoder.encode, redo))
+                result = self._write_unit(writer, again, self._encoder.stored(_chunks_of([again]), workers))
             assert isinstance(result, UnitResult)  # noqa: S101 - lossless never refuses
             check_source(result.unit, result.crcs, self._member)
             yield result
 
-    def _broken_bound(self, result: UnitResult) -> str | None:
-        bound, parameter = self._options.max_update_error, result.unit.parameter
-        if bound is None or not any(stream.lossy_moment for stream in result.unit.streams):
+    def _broken_bound(self, unit: Unit, errors: UnitErrors | None) -> str | None:
+        bound, parameter = self._options.max_update_error, unit.parameter
+        if bound is None or not any(stream.lossy_moment for stream in unit.streams):
             return None
-        error = result.errors.update if result.errors else None
+        error = errors.update if errors else None
         if error is None:
             why = parameter.reason if parameter else "its tensors cannot be read as the state of one parameter"
             return f"update error unknown: {why}"
@@ -141,8 +223,16 @@ class Compressor:
             length = stream.chunk_spec(chunk).numel * stream.spec.dtype.itemsize
             result.crcs[k] = combine(result.crcs[k], encoded.crcs[k], length)
             self._options.progress(length)
-        if result.errors is not None and encoded.errors is not None:
-            result.errors.merge(encoded.errors)
+        _merge(result.errors, encoded.errors)
+
+
+def _chunks_of(units: Iterable[Unit]) -> Iterator[Work]:
+    return ((unit, chunk) for unit in units for chunk in range(layout.chunk_count(unit.numel)))
+
+
+def _merge(errors: UnitErrors | None, later: UnitErrors | None) -> None:
+    if errors is not None and later is not None:
+        errors.merge(later)
 
 
 def _room(names: list[str]) -> tuple[int, int]:

@@ -102,6 +102,11 @@ class Policy:
             raise UsageError(f"preset {preset!r}: expected one of {', '.join(PRESETS)}")
         return cls(preset, tuple(Rule.parse(text) for text in rules))
 
+    @property
+    def texts(self) -> list[str]:
+        """The rules as they were given."""
+        return [rule.text for rule in self.rules]
+
     def check_rules(self, names: Sequence[str]) -> None:
         """Raise UsageError for a rule that matches none of the tensors: a typo would leave a tensor unprotected."""
         for rule in self.rules:

@@ -85,13 +85,13 @@ class Confidence:
         row = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt().float().reshape(-1)
         return row, self.columns.double().rsqrt().float().reshape(-1, self.columns.shape[-1])
 
-    def at(self, start: int, stop: int) -> torch.Tensor:
-        """The factors of elements ``start`` to ``stop`` of the flat parameter."""
+    def at(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
+        """The factors of elements ``start`` to ``stop`` of the flat parameter, on ``device`` or else the CPU."""
         import torch
 
-        row, column = self._factors
+        row, column = (factor.to(device) for factor in self._factors)
         height, width = self.rows.shape[-1], self.columns.shape[-1]
-        index = torch.arange(start // width, -(-stop // width))
+        index = torch.arange(start // width, -(-stop // width), device=device)
         block = row[index].unsqueeze(1) * column[index // height]
         first = start // width * width
         return block.reshape(-1)[start - first : stop - first]

@@ -1,23 +1,28 @@
 """A small thread pool with ordered results and bounded look-ahead.
 
 zstandard, torch and file reads all release the GIL. Each thread runs torch with one intra-op thread, and the
-caller's own setting is left as it was.
+caller's own setting is left as it was. The threads are our own: those of ``concurrent.futures`` take no more work once
+the interpreter is being left, which is when a save in the background may still have most of its work to do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _KEEP_BYTES = 24 << 20
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+_Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 LOOK_AHEAD = 2
 """Results per thread that may wait for the consumer: bounds memory."""
@@ -34,8 +39,22 @@ class Workers:
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or default_threads()
-        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt8")
+        self._queue: SimpleQueue[_Task | None] = SimpleQueue()
+        # Daemons, so that whoever forgets to close this does not keep the interpreter from leaving.
+        self._pool = [threading.Thread(target=self._serve, name=f"ckpt8_{k}", daemon=True) for k in range(self.threads)]
+        for thread in self._pool:
+            thread.start()
         self._start()
+
+    def _serve(self) -> None:
+        while (task := self._queue.get()) is not None:
+            _run(*task)
+            del task
+
+    def _submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
+        future: Future[R] = Future()
+        self._queue.put((future, function, args))
+        return future
 
     def _start(self) -> None:
         # torch.set_num_threads acts on the calling thread and on the default that threads take at their first use of
@@ -50,7 +69,7 @@ class Workers:
             barrier.wait()
             torch.set_num_threads(1)
 
-        for future in [self._pool.submit(enter) for _ in range(self.threads)]:
+        for future in [self._submit(enter) for _ in range(self.threads)]:
             future.result()
         torch.set_num_threads(before)
         # Freeing one mapped block tells glibc to keep blocks up to this size for reuse from now on. Otherwise it gives
@@ -67,15 +86,24 @@ class Workers:
 
     def close(self) -> None:
         """Drop waiting work, wait for running work, end the threads."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        with contextlib.suppress(Empty):
+            while (task := self._queue.get_nowait()) is not None:
+                task[0].cancel()
+        for _ in self._pool:
+            self._queue.put(None)
+        for thread in self._pool:
+            thread.join()
 
-    def map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-        """Results in the order of ``items``, which are taken only as far ahead as memory allows."""
+    def map(self, function: Callable[[T], R], items: Iterable[T], ahead: int = LOOK_AHEAD) -> Iterator[R]:
+        """Results in the order of ``items``, which are taken only as far ahead as memory allows.
+
+        ``items`` may be results of another ``map``, whose threads are the same.
+        """
         waiting: deque[Future[R]] = deque()
-        limit = self.threads * (1 + LOOK_AHEAD)
+        limit = self.threads * (1 + ahead)
         try:
             for item in items:
-                waiting.append(self._pool.submit(function, item))
+                waiting.append(self._submit(function, item))
                 if len(waiting) >= limit:
                     yield waiting.popleft().result()
             while waiting:
@@ -83,3 +111,15 @@ class Workers:
         finally:
             for future in waiting:
                 future.cancel()
+
+
+def _run(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Give ``future`` what the call returns or raises."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function(*args)
+    except BaseException as exc:
+        future.set_exception(exc)
+    else:
+        future.set_result(result)

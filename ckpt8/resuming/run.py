@@ -13,6 +13,7 @@ from ckpt8.errors import InputError, ResumeError, ResumeWarning, UsageError
 from ckpt8.readers.base import TensorRef
 from ckpt8.resuming import model as models
 from ckpt8.resuming import optimizer as optimizers
+from ckpt8.resuming.device_copy import DeviceCopy
 from ckpt8.resuming.find import Candidate, find, holds_module
 from ckpt8.resuming.layouts import is_packed, unwrapped
 from ckpt8.resuming.names import listed
@@ -181,7 +182,7 @@ def _apply(source: Source, plan: _Plan, model: nn.Module | None, optimizer: Opti
     """The new optimizer state is complete before the first live byte, which is one of the model, changes."""
     import torch
 
-    streamer = Streamer(source.checkpoint)
+    streamer = Streamer(source.checkpoint, DeviceCopy(source.stored) if source.stored is not None else None)
     with torch.no_grad():
         if plan.optimizer is not None:
             streamer.run(optimizers.allocate(plan.optimizer))

@@ -93,4 +93,4 @@ def open_source(path: Path, *, member: str | None = None, threads: int | None = 
     with ContainerReader(path) as reader, Workers(threads) as workers:
         index = member_index(reader, member)
         checkpoint = member_checkpoint(reader, index, MemberFile(reader, index, workers))
-        yield Source(path, checkpoint, (reader, workers), StoredParts(reader, index, checkpoint))
+        yield Source(path, checkpoint, (reader, workers), StoredParts(reader, index, checkpoint, workers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,15 @@ if TYPE_CHECKING:
     from ckpt8.codecs import Codec
     from ckpt8.container.reader import ContainerReader
     from ckpt8.tensors import Parts
+    from ckpt8.workers import Workers
 
 
 class StoredParts:
     """Parts by the tensors of one member. Only a tensor that is the whole of its storage, in order, has any."""
 
-    def __init__(self, reader: ContainerReader, member: int, checkpoint: Checkpoint) -> None:
+    def __init__(self, reader: ContainerReader, member: int, checkpoint: Checkpoint, workers: Workers) -> None:
         self._reader = reader
+        self._workers = workers
         storages = reader.manifest.storages
         at = {offset: index for offset, index in reader.manifest.members[member].segments if storages[index].nbytes}
         self._index = {storage.key: at[storage.offset] for storage in checkpoint.storages if storage.nbytes}
@@ -48,5 +51,6 @@ class StoredParts:
         """The named parts piece by piece, with the first element of each. Raises InputError for damage."""
         index = self._whole(ref)
         assert index is not None  # noqa: S101
-        for chunk in range(layout.chunk_count(prod(ref.shape))):
-            yield chunk * FRAME, self._reader.read_parts(index, chunk, names)
+        read = partial(self._reader.read_parts, index, only=names)
+        for chunk, parts in enumerate(self._workers.map(read, range(layout.chunk_count(prod(ref.shape))))):
+            yield chunk * FRAME, parts

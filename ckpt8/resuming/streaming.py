@@ -14,6 +14,8 @@ from ckpt8.readers.base import Checkpoint, TensorRef
 if TYPE_CHECKING:
     import torch
 
+    from ckpt8.resuming.device_copy import DeviceCopy
+
 PIECE = 8 * FRAME
 """Elements that are read at once: 32 MiB of float32, which is what the copy needs in memory."""
 
@@ -43,10 +45,11 @@ class Copy:
 
 
 class Streamer:
-    """Reads tensors of one checkpoint piece by piece, through one buffer."""
+    """Reads tensors of one checkpoint piece by piece, through one buffer; with ``by_device``, where it can, by that."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, by_device: DeviceCopy | None = None) -> None:
         self._checkpoint = checkpoint
+        self._by_device = by_device
         self._storages = {storage.key: storage for storage in checkpoint.storages}
         self._buffer = bytearray()
 
@@ -72,7 +75,7 @@ class Streamer:
 
     def copy(self, ref: TensorRef, target: torch.Tensor) -> None:
         """Fill ``target`` with the values of ``ref``."""
-        if not target.numel():
+        if not target.numel() or (self._by_device is not None and self._by_device.copy(ref, target)):
             return
         if is_dense(ref):
             self._copy_dense(ref, target)

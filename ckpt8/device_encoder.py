@@ -1,0 +1,203 @@
+"""Packing on a GPU: chunks are encoded and measured where they are, and only their parts cross the bus.
+
+    LiveEncoder     packs tensors that are on a GPU already: ``save``
+    UploadEncoder   sends a file's lossy storages to a GPU, from pinned memory: ``compress(device="cuda")``
+
+One thread, the one that consumes the results, gives the device its work: reads (or waits for an upload), encodes and
+measures on its current stream, then queues the copy of the parts on another. A worker waits for that copy and
+compresses from pinned memory, while the next chunks are packed and copied. Parts are the same bits on every device, so
+whatever does not fit into a GPU's memory is packed on the CPU instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from ckpt8.container import frames
+from ckpt8.device import CudaTransfer, Mark, PinnedBuffers, Transfer
+from ckpt8.encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, keep, read_bytes, store
+from ckpt8.plan import Stream
+from ckpt8.readers.base import Checkpoint
+from ckpt8.rows import padded, row_bytes
+from ckpt8.workers import Workers
+
+if TYPE_CHECKING:
+    import torch
+
+R = TypeVar("R")
+
+_UPLOADS_AHEAD = 1
+"""Uploads per thread that may wait for the device, beside those that are being read."""
+
+
+@dataclass(slots=True)
+class _Landing:
+    """A packed chunk whose parts are being copied into ``buffer``; they are there at ``mark``."""
+
+    chunk: PackedChunk
+    buffer: torch.Tensor
+    mark: Mark
+
+
+class DeviceEncoder(ChunkEncoder):
+    """Encodes on devices what ``_launched`` sends there, and the rest on the CPU."""
+
+    def __init__(self, checkpoint: Checkpoint, *, measure: bool, pinned: Callable[[int], torch.Tensor]) -> None:
+        super().__init__(checkpoint, measure=measure)
+        self._buffers = PinnedBuffers(pinned)
+
+    def packed(self, work: Iterable[Work], workers: Workers) -> Iterator[PackedChunk]:
+        """As ``ChunkEncoder``."""
+        return workers.map(lambda item: self._land(item, keep), self._launched(work, workers))
+
+    def stored(self, work: Iterable[Work], workers: Workers) -> Iterator[EncodedChunk]:
+        """As ``ChunkEncoder``."""
+        return workers.map(lambda item: self._land(item, store), self._launched(work, workers))
+
+    def _launched(self, work: Iterable[Work], workers: Workers) -> Iterator[Work | _Landing]:
+        """Work on its way back from a device, or as it is where it is left to the CPU, in its order."""
+        raise NotImplementedError
+
+    def _launch(
+        self, work: Work, transfer: Transfer, originals: list[torch.Tensor], crcs: list[int]
+    ) -> Work | _Landing:
+        import torch
+
+        try:
+            with transfer.active():
+                packed = self.pack_tensors(work, originals, crcs)
+                buffer = self._buffers.take(row_bytes(packed.parts))
+                packed.parts, mark = transfer.download(packed.parts, buffer)
+        except torch.OutOfMemoryError:
+            return work
+        return _Landing(packed, buffer, mark)
+
+    def _land(self, item: Work | _Landing, then: Callable[[PackedChunk], R]) -> R:
+        """What a worker does: wait for the parts, or pack them itself; ``then`` is given them."""
+        if not isinstance(item, _Landing):
+            return then(self.pack(item))
+        item.mark.synchronize()
+        try:
+            return then(item.chunk)
+        finally:
+            self._buffers.give(item.buffer)
+
+
+class LiveEncoder(DeviceEncoder):
+    """Packs ``live`` storages, by key, on the devices of ``make``'s kind that they are on."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        live: Mapping[str, torch.UntypedStorage],
+        *,
+        measure: bool,
+        make: type[Transfer],
+    ) -> None:
+        self._live = live
+        devices = {storage.device for storage in live.values() if storage.device.type == make.kind}
+        self._transfers = {device: make(device) for device in devices}
+        super().__init__(checkpoint, measure=measure, pinned=next(iter(self._transfers.values())).pinned)
+
+    def _launched(self, work: Iterable[Work], workers: Workers) -> Iterator[Work | _Landing]:  # noqa: ARG002
+        for item in work:
+            unit, chunk = item
+            storages = [self._live.get(stream.storage.key) for stream in unit.streams]
+            here = [storage for storage in storages if storage is not None]
+            transfer = self._transfers.get(here[0].device) if here else None
+            if transfer is None or len(here) < len(storages) or len({storage.device for storage in here}) > 1:
+                yield item
+                continue
+            views = [live_chunk(storage, stream, chunk) for storage, stream in zip(here, unit.streams, strict=True)]
+            # Memory has no checksum to be held against.
+            yield self._launch(item, transfer, views, [0] * len(views))
+
+
+def live_chunk(storage: torch.UntypedStorage, stream: Stream, chunk: int) -> torch.Tensor:
+    """One chunk of a stream as a view of the live ``storage`` behind it."""
+    import torch
+
+    spec = stream.chunk_spec(chunk)
+    start = chunk * frames.FRAME * spec.dtype.itemsize
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return whole[start : start + spec.numel * spec.dtype.itemsize].view(spec.dtype.torch)
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A chunk on its way to a device, as ``row``: it is there, and ``buffer`` is free again, at ``mark``."""
+
+    work: Work
+    row: torch.Tensor
+    mark: Mark
+    buffer: torch.Tensor
+    crcs: list[int]
+
+
+class UploadEncoder(DeviceEncoder):
+    """Reads chunks of units with lossy streams into pinned memory and packs them on one device."""
+
+    def __init__(self, checkpoint: Checkpoint, transfer: Transfer, *, measure: bool) -> None:
+        super().__init__(checkpoint, measure=measure, pinned=transfer.pinned)
+        self._transfer = transfer
+
+    def _launched(self, work: Iterable[Work], workers: Workers) -> Iterator[Work | _Landing]:
+        for arrival in workers.map(self._send, work, _UPLOADS_AHEAD):
+            if not isinstance(arrival, _Arrival):
+                yield arrival
+                continue
+            self._transfer.receive(arrival.row, arrival.mark)
+            originals = self._cut(arrival.work, arrival.row)
+            landing = self._launch(arrival.work, self._transfer, originals, arrival.crcs)
+            arrival.mark.synchronize()
+            self._buffers.give(arrival.buffer)
+            yield landing
+
+    def _send(self, work: Work) -> Work | _Arrival:
+        """What a worker does first: read, take the checksum, queue the upload. Bytes that only move stay here."""
+        import torch
+
+        unit, chunk = work
+        if not any(stream.lossy for stream in unit.streams):
+            return work
+        sizes = [stream.chunk_spec(chunk).numel * stream.spec.dtype.itemsize for stream in unit.streams]
+        total = sum(map(padded, sizes))
+        buffer = self._buffers.take(total)
+        views = [frames.bytes_of(x.view(torch.uint8)) for x in self._cut(work, buffer)]
+        crcs = [
+            read_bytes(self._checkpoint, stream, chunk, view) for stream, view in zip(unit.streams, views, strict=True)
+        ]
+        try:
+            row, mark = self._transfer.upload(buffer[:total])
+        except torch.OutOfMemoryError:
+            self._buffers.give(buffer)
+            return work
+        return _Arrival(work, row, mark, buffer, crcs)
+
+    @staticmethod
+    def _cut(work: Work, row: torch.Tensor) -> list[torch.Tensor]:
+        """The streams of a chunk in its ``row``."""
+        unit, chunk = work
+        tensors, start = [], 0
+        for spec in (stream.chunk_spec(chunk) for stream in unit.streams):
+            length = spec.numel * spec.dtype.itemsize
+            tensors.append(row[start : start + length].view(spec.dtype.torch))
+            start += padded(length)
+        return tensors
+
+
+def choose_encoder(
+    checkpoint: Checkpoint,
+    live: Mapping[str, torch.UntypedStorage],
+    device: torch.device | None,
+    *,
+    measure: bool,
+) -> ChunkEncoder:
+    """Encode on ``device`` where one is asked for, else on the CPU what is there and on GPUs what is there."""
+    if device is not None:
+        return UploadEncoder(checkpoint, CudaTransfer(device), measure=measure)
+    if any(storage.device.type == CudaTransfer.kind for storage in live.values()):
+        return LiveEncoder(checkpoint, live, measure=measure, make=CudaTransfer)
+    return ChunkEncoder(checkpoint, measure=measure)

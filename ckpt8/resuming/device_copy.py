@@ -1,0 +1,73 @@
+"""Tensors on a GPU take stored parts: uploaded packed, 5 bytes a parameter instead of 12, and decoded there."""
+
+from __future__ import annotations
+
+from collections import deque
+from math import prod
+from typing import TYPE_CHECKING
+
+from ckpt8.container.frames import FRAME
+from ckpt8.device import CudaTransfer, Mark, PinnedBuffers, Transfer
+from ckpt8.readers.base import TensorRef
+from ckpt8.resuming.stored import StoredParts
+from ckpt8.resuming.streaming import assign
+from ckpt8.rows import copy_to_row, row_bytes, row_views
+from ckpt8.tensors import Parts, Role, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+_BUFFERS = 2
+"""Uploads under way: one fills while the other is copied."""
+
+
+class DeviceCopy:
+    """Fills tensors on devices of ``make``'s kind from the lossy storages of ``stored``."""
+
+    def __init__(self, stored: StoredParts, make: type[Transfer] = CudaTransfer) -> None:
+        self._stored = stored
+        self._make = make
+        self._lanes: dict[torch.device, _Lane] = {}
+
+    def copy(self, ref: TensorRef, target: torch.Tensor) -> bool:
+        """Fill ``target`` with the values of ``ref``; False, and nothing done, where this is not for it.
+
+        Raises InputError for damage.
+        """
+        if target.device.type != self._make.kind or ref.conj or ref.neg:
+            return False
+        codec = self._stored.codec(ref)
+        if codec is None or codec.measured_as is None:
+            return False
+        if target.device not in self._lanes:
+            self._lanes[target.device] = _Lane(self._make(target.device))
+        lane = self._lanes[target.device]
+        whole = TensorSpec("", Role.OTHER, ref.dtype, (prod(ref.shape),))
+        with lane.transfer.active():
+            for start, parts in self._stored.chunks(ref, *codec.layout(whole)):
+                spec = TensorSpec("", Role.OTHER, ref.dtype, (min(FRAME, whole.numel - start),))
+                assign(target, start, codec.decode(lane.send(parts), spec))
+        return True
+
+
+class _Lane:
+    """Uploads to one device, through buffers that are used in turn."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer = transfer
+        self._buffers = PinnedBuffers(transfer.pinned)
+        self._busy: deque[tuple[torch.Tensor, Mark]] = deque()
+
+    def send(self, parts: Parts) -> Parts:
+        """The parts on the device, for what it computes from now on."""
+        if len(self._busy) == _BUFFERS:
+            buffer, mark = self._busy.popleft()
+            mark.synchronize()
+            self._buffers.give(buffer)
+        total = row_bytes([parts])
+        buffer = self._buffers.take(total)
+        copy_to_row([parts], buffer)
+        there, mark = self.transfer.upload(buffer[:total])
+        self._busy.append((buffer, mark))
+        self.transfer.receive(there, mark)
+        return row_views([parts], there)[0]

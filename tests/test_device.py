@@ -1,0 +1,404 @@
+"""The device path: which chunks take it, in what order copies run, and that its files are those of the CPU.
+
+Without a GPU a stand-in plays the device: its memory is the CPU's, and its copies run as late as they may.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+
+import ckpt8
+from ckpt8 import device_encoder
+from ckpt8.container.reader import ContainerReader
+from ckpt8.device import PinnedBuffers, requested
+from ckpt8.errors import InputError, UsageError
+from ckpt8.resuming import run
+from ckpt8.resuming.device_copy import DeviceCopy
+from ckpt8.rows import copy_to_row, row_bytes, row_views
+from ckpt8.stats import root
+
+PRESETS = ("flash", "compact", "lossless")
+CASES = [
+    *((preset, {}) for preset in PRESETS),
+    ("flash", {"threads": 1}),
+    ("flash", {"threads": 3, "stats": False}),
+    ("compact", {"max_update_error": 1e-9}),
+]
+
+
+class Deferred:
+    """A Transfer whose copies run when somebody waits for them, and not before."""
+
+    kind = "cpu"
+    made: list[Deferred]
+    marks: dict[int, list[Later]]
+
+    def __init__(self, device):
+        self.device = device
+        self.buffers = self.downloads = self.uploads = 0
+        Deferred.made.append(self)
+
+    def pinned(self, nbytes):
+        self.buffers += 1
+        return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+
+    def active(self):
+        return nullcontext()
+
+    def download(self, parts, row):
+        self.downloads += 1
+        assert row_bytes(parts) <= len(row)
+        return row_views(parts, row), self._later(row, partial(copy_to_row, parts, row))
+
+    def upload(self, row):
+        self.uploads += 1
+        there = torch.full_like(row, 0x5A)
+        return there, self._later(row, partial(there.copy_, row))
+
+    def receive(self, row, mark):
+        mark.run()
+
+    def _later(self, row, action):
+        Deferred.marks.setdefault(row.data_ptr(), []).append(mark := Later(action))
+        return mark
+
+
+class Later:
+    """``run`` is what the device does in its own time; only ``synchronize`` tells the host that it has."""
+
+    def __init__(self, action):
+        self._lock = threading.Lock()
+        self._actions = deque([action])
+        self.known = False
+
+    def run(self):
+        with self._lock:
+            while self._actions:
+                self._actions.popleft()()
+
+    def synchronize(self):
+        self.run()
+        self.known = True
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Everything on the CPU counts as being on a GPU; the devices that were opened."""
+    Deferred.made, Deferred.marks = [], {}
+    give = PinnedBuffers.give
+
+    def give_back(self, buffer):
+        assert all(mark.known for mark in Deferred.marks.pop(buffer.data_ptr(), []))
+        give(self, buffer)
+
+    monkeypatch.setattr(PinnedBuffers, "give", give_back)
+    monkeypatch.setattr(device_encoder, "CudaTransfer", Deferred)
+    monkeypatch.setattr("ckpt8.api.requested", lambda device: torch.device("cpu") if device == "cuda" else None)
+    monkeypatch.setattr(run, "DeviceCopy", partial(DeviceCopy, make=Deferred))
+    return Deferred.made
+
+
+def checkpoint(device="cpu"):
+    """A weight and its moments of several chunks, one that is refused at its end, small and odd things."""
+    torch.manual_seed(0)
+    weights = torch.randn(1100, 1930)
+    late = torch.randn(1_100_000)
+    late[-1] = float("nan")
+    state = {"exp_avg": weights * 1e-3, "exp_avg_sq": weights.square() * 1e-6 * torch.rand(1100, 1)}
+    tree = {
+        "model": {
+            "w": weights,
+            "late": late,
+            "t": torch.randn(300, 200).t(),
+            "half": torch.randn(5000).bfloat16(),
+            "n": torch.arange(7),
+            "empty": torch.empty(0),
+            "double": torch.randn(70, 70, dtype=torch.float64),
+        },
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(9.0)} | state},
+            "param_groups": [{"params": [0], "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}],
+        },
+    }
+    return torch.utils._pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, tree)
+
+
+def frames(path):
+    """Codec and frames of every storage but the skeleton, by name."""
+    with ContainerReader(path) as reader:
+        storages = reader.manifest.storages[:-1]
+        return {each.name: (each.codec, {k: (t.lengths, t.crcs) for k, t in each.parts.items()}) for each in storages}
+
+
+# The stand-in
+
+
+@pytest.mark.parametrize(("preset", "options"), CASES)
+def test_live_tensors_of_a_device_give_the_file_of_the_cpu(preset, options, tmp_path, stand_in, monkeypatch):
+    tree, target = checkpoint(), tmp_path / "a.ckpt8"
+    with monkeypatch.context() as patch:
+        patch.setattr(Deferred, "kind", "none")
+        ckpt8.save(tree, target, preset=preset, **options)
+    assert not stand_in
+    expected = target.read_bytes()
+    ckpt8.save(tree, target, preset=preset, **options)
+    (device,) = stand_in
+    assert device.downloads >= 10
+    assert not device.uploads
+    assert target.read_bytes() == expected
+    pending = ckpt8.save(tree, target, preset=preset, background=True, **options)
+    torch.utils._pytree.tree_map(lambda x: x.zero_() if isinstance(x, torch.Tensor) else x, tree)
+    pending.result()
+    assert target.read_bytes() == expected
+
+
+@pytest.mark.parametrize(("preset", "options"), CASES)
+def test_a_file_packed_on_a_device_gives_the_file_of_the_cpu(preset, options, tmp_path, stand_in):
+    source, target = tmp_path / "a.pt", tmp_path / "a.ckpt8"
+    torch.save(checkpoint(), source)
+    ckpt8.compress(source, target, preset=preset, **options)
+    assert not stand_in
+    expected = target.read_bytes()
+    ckpt8.compress(source, target, preset=preset, device="cuda", force=True, **options)
+    (device,) = stand_in
+    # What is kept bit for bit has nothing to gain from the way there and back.
+    assert device.uploads == device.downloads
+    assert (device.uploads > 0) == (preset != "lossless")
+    assert target.read_bytes() == expected
+
+
+def test_checksums_of_the_source_are_checked_on_the_way_to_a_device(tmp_path, stand_in):
+    source = tmp_path / "a.pt"
+    weights = torch.randn(200, 200)
+    torch.save({"model": {"w": weights}}, source)
+    content = source.read_bytes()
+    place = content.index(bytes(weights.untyped_storage())) + 5
+    source.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    with pytest.raises(InputError, match=r"model\.w: checksum"):
+        ckpt8.compress(source, device="cuda")
+    assert stand_in[0].uploads
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_buffers_are_used_again(tmp_path, stand_in):
+    tree = {"model": {"w": torch.randn(20 << 20)}}
+    ckpt8.save(tree, tmp_path / "a.ckpt8", threads=1, stats=False)
+    (device,) = stand_in
+    assert device.downloads >= 20
+    # Those that wait for a worker, the one that it has, and the one that is being filled.
+    assert device.buffers <= 5
+    torch.save(tree, tmp_path / "a.pt")
+    ckpt8.compress(tmp_path / "a.pt", device="cuda", threads=1, stats=False, force=True)
+    assert stand_in[1].uploads == 20
+    assert stand_in[1].buffers <= 9
+
+
+def test_a_pool_gives_the_smallest_buffer_that_fits():
+    made = []
+    pool = PinnedBuffers(lambda nbytes: made.append(nbytes) or torch.empty(nbytes, dtype=torch.uint8))
+    large, small = pool.take(5 << 20), pool.take(0)
+    assert made == [8 << 20, 1 << 20]
+    pool.give(large)
+    pool.give(small)
+    assert pool.take(1 << 20) is small
+    assert pool.take(1 << 20) is large
+    pool.take(1)
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize("way", ["save", "compress", "background"])
+def test_what_does_not_fit_into_the_device_is_packed_on_the_cpu(way, tmp_path, stand_in, monkeypatch):
+    target = tmp_path / "a.ckpt8"
+    torch.save(checkpoint(), tmp_path / "a.pt")
+    options = {"background": True} if way == "background" else {}
+
+    def write():
+        if way == "compress":
+            return ckpt8.compress(tmp_path / "a.pt", target, device="cuda", force=True)
+        done = ckpt8.save(checkpoint(), target, **options)
+        return done.result() if options else done
+
+    write()
+    expected = target.read_bytes()
+    pack, calls = device_encoder.DeviceEncoder.pack_tensors, []
+
+    def scarce(self, work, originals, crcs):
+        if threading.current_thread() is threading.main_thread():
+            calls.append(work)
+            if len(calls) % 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return pack(self, work, originals, crcs)
+
+    monkeypatch.setattr(device_encoder.DeviceEncoder, "pack_tensors", scarce)
+    upload = Deferred.upload
+    monkeypatch.setattr(Deferred, "upload", lambda self, row: full() if self.uploads == 3 else upload(self, row))
+
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    write()
+    assert len(calls) > 2
+    assert target.read_bytes() == expected
+
+
+def test_units_on_several_devices_are_left_to_the_cpu(tmp_path, stand_in):
+    """As they are where only one of a parameter's moments was moved."""
+    tree, target = checkpoint(), tmp_path / "a.ckpt8"
+    ckpt8.save(tree, target)
+    expected, launched = target.read_bytes(), stand_in[0].downloads
+    choose = device_encoder.LiveEncoder.__init__
+
+    def without_one(self, whole, live, **options):
+        moment = tree["optimizer"]["state"][0]["exp_avg"].untyped_storage()
+        some = {key: storage for key, storage in live.items() if storage.data_ptr() != moment.data_ptr()}
+        choose(self, whole, some, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_encoder.LiveEncoder, "__init__", without_one)
+        ckpt8.save(tree, target)
+    assert target.read_bytes() == expected
+    # Three chunks of moments; the skeleton is never on a device.
+    assert stand_in[1].downloads == launched - 3
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_resume_uploads_parts_and_decodes_them_there(preset, tmp_path, stand_in, monkeypatch):
+    def make():
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(1200, 1900), torch.nn.Conv2d(70, 70, 3), torch.nn.Linear(9, 9))
+        model[1].to(memory_format=torch.channels_last)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make()
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    path = tmp_path / "run.ckpt8"
+    with monkeypatch.context() as patch:
+        patch.setattr(Deferred, "kind", "none")
+        ckpt8.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path, preset=preset)
+        expected = make()
+        ckpt8.resume(path, *expected)
+    found = make()
+    ckpt8.resume(path, *found)
+    assert bool(stand_in) == (preset != "lossless")
+    if stand_in:
+        # Per weight and moment of the linear layer three chunks; the rest fits into one, where it is contiguous.
+        assert sum(device.uploads for device in stand_in) >= 9
+        # Two of each of three sizes.
+        assert all(device.buffers <= 6 for device in stand_in)
+    for mine, theirs in zip(found[0].parameters(), expected[0].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(*(each[1].state[p][key] for each, p in ((found, mine), (expected, theirs))))
+
+
+# Which device
+
+
+def test_an_unknown_device_is_refused(tmp_path):
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    for device in ("tpu", "cuda:99", ""):
+        with pytest.raises(UsageError, match="expected one of auto, cpu, cuda"):
+            ckpt8.compress(tmp_path / "a.pt", device=device)
+    assert requested("auto") is requested("cpu") is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(tmp_path):
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    with pytest.raises(UsageError, match="finds no CUDA device"):
+        ckpt8.compress(tmp_path / "a.pt", device="cuda")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+# Statistics
+
+
+def test_the_root_of_a_gpu_is_that_of_a_cpu():
+    """A rounded root, then two rounded divisions, which is what a GPU is given, are the CPU's rsqrt and division."""
+    bits = torch.randint(0, 0x7F800000, (1 << 20,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    x = torch.cat([bits.view(torch.float32), torch.tensor([0.0, 1.0, 1e-45, 2.0**-126, 3.4e38, float("inf")])])
+    rounded = x.double().sqrt().float()
+    assert torch.equal(root(x), rounded.reciprocal().reciprocal())
+
+
+def test_the_size_of_a_tile_does_not_show_in_the_figures(tmp_path, monkeypatch):
+    torch.save(checkpoint(), tmp_path / "a.pt")
+    monkeypatch.setattr("ckpt8.measure.TILE", 1 << 20)
+    ckpt8.compress(tmp_path / "a.pt")
+    monkeypatch.undo()
+    result = ckpt8.verify(tmp_path / "a.ckpt8", tmp_path / "a.pt")
+    assert result.statistics > 2
+    assert result.failures == ()
+
+
+# A GPU
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_gpu_tensors_give_the_parts_of_cpu_tensors(preset, background, tmp_path):
+    there, here = checkpoint("cuda"), checkpoint()
+    ckpt8.save(here, tmp_path / "a.ckpt8", preset=preset)
+    pending = ckpt8.save(there, tmp_path / "b.ckpt8", preset=preset, background=background)
+    if background:
+        torch.utils._pytree.tree_map(lambda x: x.zero_() if isinstance(x, torch.Tensor) else x, there)
+        pending.result()
+    assert frames(tmp_path / "b.ckpt8") == frames(tmp_path / "a.ckpt8")
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_file_packed_on_a_gpu_has_the_parts_and_figures_of_the_cpu(preset, tmp_path):
+    source = tmp_path / "a.pt"
+    torch.save(checkpoint(), source)
+    ckpt8.compress(source, tmp_path / "a.ckpt8", preset=preset)
+    ckpt8.compress(source, tmp_path / "b.ckpt8", preset=preset, device="cuda")
+    assert frames(tmp_path / "b.ckpt8") == frames(tmp_path / "a.ckpt8")
+    assert ckpt8.verify(tmp_path / "b.ckpt8", source).failures == ()
+
+
+@gpu
+@needs_gpu
+def test_what_is_queued_on_any_stream_of_the_caller_is_saved(tmp_path):
+    x = torch.zeros(3 << 20, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)
+        x.fill_(1.5)
+        ckpt8.save({"model": {"w": x}}, tmp_path / "a.ckpt8")
+    assert bool((ckpt8.load(tmp_path / "a.ckpt8", map_location="cpu")["model"]["w"] == 1.5).all())
+
+
+@gpu
+@needs_gpu
+def test_resume_onto_a_gpu_gives_the_values_of_the_cpu(tmp_path):
+    def make(device):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(1200, 1900), torch.nn.Linear(70, 90)).to(device)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make("cpu")
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    ckpt8.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.ckpt8")
+    here, there = make("cpu"), make("cuda")
+    ckpt8.resume(tmp_path / "run.ckpt8", *here)
+    ckpt8.resume(tmp_path / "run.ckpt8", *there)
+    for mine, theirs in zip(here[0].parameters(), there[0].parameters(), strict=True):
+        assert torch.equal(mine, theirs.cpu())
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(here[1].state[mine][key], there[1].state[theirs][key].cpu())
