@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckpt8.background import PendingSave, start, wait_for
+from ckpt8.bundle import Bundle, directory_name, open_bundle
 from ckpt8.container.manifest import Manifest, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.writer import refuse_same_file
+from ckpt8.container.writer import refuse_inside, refuse_same_file
 from ckpt8.device import requested
 from ckpt8.device_encoder import choose_encoder
 from ckpt8.errors import InputError, UsageError
 from ckpt8.live import LiveCheckpoint, live_checkpoint
 from ckpt8.pipeline import Compressor, Options, Progress, Unwritten
-from ckpt8.plan import make_plan
 from ckpt8.policy import Policy
-from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import Checkpoint
-from ckpt8.skeleton import WithSkeleton
+from ckpt8.readers.directory import is_directory
+from ckpt8.readers.safetensors import SafetensorsReader
 from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ SUFFIX = ".ckpt8"
 
 
 def default_target(source: Path) -> Path:
-    """``run.pt`` becomes ``run.ckpt8``."""
+    """``run.pt`` becomes ``run.ckpt8``, ``checkpoint-500/`` becomes ``checkpoint-500.ckpt8``. Raises InputError."""
+    if is_directory(source):
+        name = directory_name(source)
+        return (source if source.name == name else source.resolve()).with_name(name + SUFFIX)
     return source.with_suffix(SUFFIX)
 
 
@@ -49,7 +52,7 @@ def compress(
     force: bool = False,
     progress: Progress = lambda _: None,
 ) -> Manifest:
-    """Compress a checkpoint file into a ``.ckpt8``, by default beside it; the manifest that was written.
+    """Compress a checkpoint, a file or a directory, into a ``.ckpt8``, by default beside it; what it says of itself.
 
     ``preset`` is flash, compact or lossless; ``rules`` are ``GLOB=CODEC``, the first match wins. ``device`` is auto,
     cpu or cuda: where a file is packed; auto is cpu. ``stats`` measures the error on the way. A parameter whose max
@@ -63,10 +66,11 @@ def compress(
     options = _options(threads, max_update_error, progress, stats=stats)
     gpu = requested(device)
     refuse_same_file(target, source)
-    with open_checkpoint(source) as checkpoint:
-        if not any(storage.nbytes for storage in checkpoint.storages):
+    refuse_inside(target, source)
+    with open_bundle(source) as bundle:
+        if not bundle.holds_tensors:
             raise InputError(f"{source}: holds no tensors; there is nothing to compress")
-        compressor = _compressor(checkpoint, source.name, policy, options, gpu)
+        compressor = _compressor(bundle, policy, options, device=gpu)
         return compressor.run(target, preset=policy.preset, rules=policy.texts, force=force)
 
 
@@ -129,14 +133,14 @@ def save(
 
     def pack() -> Unwritten:
         with live_checkpoint(obj, target.stem) as checkpoint:
-            compressor = _compressor(checkpoint, member, policy, options)
+            compressor = _compressor(Bundle.of(checkpoint, member), policy, options, _live(checkpoint))
             return compressor.pack(target, preset=policy.preset, rules=policy.texts, force=force)
 
     if background:
         return start(target, pack)
     wait_for(target)
     with live_checkpoint(obj, target.stem) as checkpoint:
-        compressor = _compressor(checkpoint, member, policy, options)
+        compressor = _compressor(Bundle.of(checkpoint, member), policy, options, _live(checkpoint))
         return compressor.run(target, preset=policy.preset, rules=policy.texts, force=force)
 
 
@@ -148,15 +152,21 @@ def _options(
     return Options(threads, stats, max_update_error, progress)
 
 
+def _live(checkpoint: Checkpoint) -> Mapping[str, torch.UntypedStorage]:
+    return checkpoint.live if isinstance(checkpoint, LiveCheckpoint) else {}
+
+
 def _compressor(
-    checkpoint: Checkpoint, member: str, policy: Policy, options: Options, device: torch.device | None = None
+    source: Bundle,
+    policy: Policy,
+    options: Options,
+    live: Mapping[str, torch.UntypedStorage] | None = None,
+    device: torch.device | None = None,
 ) -> Compressor:
-    whole = WithSkeleton(checkpoint)
-    plan = make_plan(whole, policy)
+    plan = source.plan(policy)
     policy.check_rules([tensor.name for tensor, _ in plan.tensors])
-    live = checkpoint.live if isinstance(checkpoint, LiveCheckpoint) else {}
-    encoder = choose_encoder(whole, live, device, measure=options.stats)
-    return Compressor(whole, plan, options, member, encoder)
+    encoder = choose_encoder(source, live or {}, device, measure=options.stats)
+    return Compressor(source, plan, options, encoder)
 
 
 def load(
@@ -167,36 +177,27 @@ def load(
     unpack: bool = False,
     threads: int | None = None,
 ) -> Any:
-    """The object of the original, as ``torch.load(..., weights_only=True)`` of it would give.
+    """The object of the original: what ``torch.load(..., weights_only=True)`` or safetensors' ``load_file`` would give.
 
     With ``unpack``, a run of ``ckpt8.optim`` comes as the published optimizers would have saved it: see
     ``ckpt8.unpacking``. What came from other optimizers is as without it.
     ``member`` names one of several files; a container of several without it is a UsageError that lists them. Raises
     InputError for damage and what ``torch.load`` raises for objects it does not allow.
     """
-    import torch
+    from ckpt8.loading import load_member, member_index
+    from ckpt8.resuming.source import member_checkpoint
 
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
         index = member_index(reader, member)
         file = MemberFile(reader, index, workers)
-        obj = torch.load(cast("IO[bytes]", file), map_location=map_location, weights_only=True)
-        if unpack:
-            from ckpt8.resuming.source import member_checkpoint
+        is_safetensors = reader.manifest.members[index].format == SafetensorsReader.id
+        checkpoint = member_checkpoint(reader, index, file) if unpack or is_safetensors else None
+        obj = load_member(checkpoint if is_safetensors else None, file, map_location)
+        if unpack and checkpoint is not None:
             from ckpt8.unpacking import unpack_tree
 
-            obj = unpack_tree(obj, member_checkpoint(reader, index, file).tree, str(path))
+            obj = unpack_tree(obj, checkpoint.tree, str(path))
         return obj
-
-
-def member_index(reader: ContainerReader, member: str | None) -> int:
-    """Which member is meant. Raises UsageError that lists them where that is not clear."""
-    names = [record.path for record in reader.manifest.members]
-    if member is None and len(names) == 1:
-        return 0
-    if member not in names:
-        found = f"no member {member!r}" if member is not None else f"{len(names)} members"
-        raise UsageError(f"{reader.path}: has {found}; give member= one of {', '.join(names)}")
-    return names.index(member)
 
 
 class CheckpointFile:

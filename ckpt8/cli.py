@@ -45,8 +45,13 @@ def _console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNWRAPPED)
 
 
-def _file_size(path: Path) -> int:
+def _size(path: Path) -> int:
+    """Bytes of a file, or of all files of a directory."""
     try:
+        if path.is_dir():
+            from ckpt8.readers.directory import directory_bytes
+
+            return directory_bytes(path)
         return path.stat().st_size
     except OSError as exc:
         raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
@@ -76,7 +81,7 @@ def _global(
 
 @app.command()
 def compress(
-    src: Annotated[Path, typer.Argument(readable=False, help="A checkpoint written by torch.save.")],
+    src: Annotated[Path, typer.Argument(readable=False, help="A checkpoint file, or a directory of them.")],
     output: Output = None,
     preset: Annotated[str, typer.Option(help="flash, compact or lossless.")] = "flash",
     rule: Annotated[
@@ -100,7 +105,7 @@ def compress(
 
     target = output or api.default_target(src)
     start = _clock()
-    with progress_bar(f"compress {src.name}", _file_size(src), enabled=not as_json) as progress:
+    with progress_bar(f"compress {src.name}", _size(src), enabled=not as_json) as progress:
         api.compress(
             src,
             target,
@@ -123,7 +128,7 @@ def compress(
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(readable=False, help="A .ckpt8 or a checkpoint.")],
+    path: Annotated[Path, typer.Argument(readable=False, help="A .ckpt8, a checkpoint or a directory.")],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     against: Annotated[
         Path | None,
@@ -199,7 +204,7 @@ def verify(
     from ckpt8.progress import progress_bar
     from ckpt8.verification import verify as run
 
-    total = _file_size(src) if against is None else 2 * _file_size(against)
+    total = _size(src) if against is None else 2 * _size(against)
     with progress_bar(f"verify {src.name}", total, enabled=not as_json) as progress:
         result = run(src, against, resume_steps=resume_steps, max_drift=max_drift, threads=threads, progress=progress)
     if as_json:

@@ -66,6 +66,16 @@ class Drift:
     skipped: dict[str, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
 
+    def merge(self, other: Drift, prefix: str) -> None:
+        """Add another file of the same steps; ``prefix`` stands before its names."""
+        for mine, theirs in zip(self.steps, other.steps, strict=True):
+            mine.merge(theirs)
+        self.parameters += other.parameters
+        self.with_weights += other.with_weights
+        self.without_weights.update({prefix + name: reason for name, reason in other.without_weights.items()})
+        self.skipped.update({prefix + name: reason for name, reason in other.skipped.items()})
+        self.broken += [prefix + name for name in other.broken]
+
     @property
     def worst(self) -> float:
         """The drift: the largest NMSE of the updates."""

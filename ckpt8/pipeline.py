@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt8._version import __version__
+from ckpt8.bundle import Bundle
 from ckpt8.container import frames, header, layout
 from ckpt8.container.manifest import FrameTable, Manifest
 from ckpt8.container.writer import ContainerWriter
@@ -25,7 +26,6 @@ from ckpt8.encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, check_s
 from ckpt8.measure import UnitErrors
 from ckpt8.plan import Plan, Unit
 from ckpt8.policy import LOSSLESS
-from ckpt8.readers.base import Checkpoint
 from ckpt8.records import UnitResult, fill
 from ckpt8.workers import Workers
 
@@ -77,25 +77,22 @@ class Unwritten:
 
 
 class Compressor:
-    """Compresses one open checkpoint into one container, under the file name ``member``."""
+    """Compresses all members of one source into one container."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, plan: Plan, options: Options, member: str, encoder: ChunkEncoder | None = None
-    ) -> None:
-        self._member = member
-        self._checkpoint = checkpoint
+    def __init__(self, source: Bundle, plan: Plan, options: Options, encoder: ChunkEncoder | None = None) -> None:
+        self._source = source
         self._plan = plan
         self._options = options
         self._slab = layout.SLAB
         self._streams = plan.streams
-        self._encoder = encoder or ChunkEncoder(checkpoint, measure=options.stats)
+        self._encoder = encoder or ChunkEncoder(source, measure=options.stats)
 
     def run(self, target: Path, *, preset: str, rules: Sequence[str], force: bool) -> Manifest:
         """Write ``target``. Raises InputError for damage in the source, OutputError for the target."""
         units = self._plan.units
         with ContainerWriter(target, self._names(), force=force) as writer, Workers(self._options.threads) as workers:
             results = self.write_units(writer, workers, units, self._encoder.stored(_chunks_of(units), workers))
-            self._checkpoint.check_unchanged()
+            self._source.check_unchanged()
             return self.publish(writer, results, (preset, list(rules)))
 
     def pack(self, target: Path, *, preset: str, rules: Sequence[str], force: bool) -> Unwritten:
@@ -108,7 +105,7 @@ class Compressor:
             for unit, packed in self._pack_units(workers):
                 units.append(unit)
                 chunks += packed
-            self._checkpoint.check_unchanged()
+            self._source.check_unchanged()
             return Unwritten(self, (preset, list(rules)), units, chunks, writer, workers, stack.pop_all())
 
     def write_units(
@@ -124,7 +121,7 @@ class Compressor:
     def publish(self, writer: ContainerWriter, results: Results, labels: tuple[str, list[str]]) -> Manifest:
         """Write the manifest and give the file its name. ``labels`` are preset and rules. Raises OutputError."""
         manifest = Manifest(f"ckpt8 {__version__}", *labels, self._slab, frames.FRAME)
-        fill(manifest, self._checkpoint, self._plan, self._member, results)
+        fill(manifest, self._source, self._plan, results)
         writer.finish(manifest)
         return manifest
 
@@ -173,7 +170,7 @@ class Compressor:
                 again = unit.lossless(reason)
                 result = self._write_unit(writer, again, self._encoder.stored(_chunks_of([again]), workers))
             assert isinstance(result, UnitResult)  # noqa: S101 - lossless never refuses
-            check_source(result.unit, result.crcs, self._member)
+            check_source(result.unit, result.crcs, self._source.label)
             yield result
 
     def _broken_bound(self, unit: Unit, errors: UnitErrors | None) -> str | None:

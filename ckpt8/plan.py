@@ -15,7 +15,7 @@ from ckpt8.codecs import Codec
 from ckpt8.container import layout
 from ckpt8.policy import LOSSLESS, Policy
 from ckpt8.readers.base import Checkpoint, StorageInfo, TensorRef
-from ckpt8.roles import NamedTensor, ParameterState, Structure, classify, unique_name
+from ckpt8.roles import NamedTensor, Names, ParameterState, Structure, classify, unique_name
 from ckpt8.skeleton import SKELETON, WithSkeleton
 from ckpt8.tensors import DType, Role, TensorSpec
 from ckpt8.update_space import UpdateRule, recognise
@@ -114,22 +114,23 @@ class Plan:
         return sorted((stream for unit in self.units for stream in unit.streams), key=lambda stream: stream.index)
 
 
-def make_plan(checkpoint: Checkpoint | WithSkeleton, policy: Policy) -> Plan:
+def make_plan(checkpoint: Checkpoint | WithSkeleton, policy: Policy, names: Names | None = None) -> Plan:
     """Classify a checkpoint, with its skeleton if it is to be stored; choose codecs; group moments into units."""
-    structure = classify(checkpoint.tree)
+    names = names or Names()
+    structure = classify(checkpoint.tree, names)
     storages = checkpoint.source_storages if isinstance(checkpoint, WithSkeleton) else checkpoint.storages
     index_of = {storage.key: index for index, storage in enumerate(storages)}
     views: dict[str, list[NamedTensor]] = defaultdict(list)
     for tensor in structure.tensors:
         views[tensor.ref.key].append(tensor)
-    taken: dict[str, int] = {}
     streams = [
-        _stream(index, storage, views[storage.key], structure, policy, taken) for index, storage in enumerate(storages)
+        _stream(index, storage, views[storage.key], structure, policy, names) for index, storage in enumerate(storages)
     ]
     units = _units(streams, _parameters(checkpoint, structure, views, index_of))
     if isinstance(checkpoint, WithSkeleton):
-        spec = TensorSpec(unique_name(SKELETON, taken), Role.OTHER, DType.UINT8, (checkpoint.skeleton.nbytes,))
-        units.append(Unit((Stream(len(streams), spec, checkpoint.skeleton, LOSSLESS),)))
+        name = unique_name(names.prefix + SKELETON, names.storages)
+        spec = TensorSpec(name, Role.OTHER, DType.UINT8, (checkpoint.skeleton.nbytes,))
+        units.append(Unit((Stream(len(streams), spec, checkpoint.skeleton, LOSSLESS, checkpoint.reason),)))
     return Plan(units, [(tensor, index_of[tensor.ref.key]) for tensor in structure.tensors])
 
 
@@ -139,9 +140,9 @@ def _stream(
     views: list[NamedTensor],
     structure: Structure,
     policy: Policy,
-    taken: dict[str, int],
+    names: Names,
 ) -> Stream:
-    name = unique_name(views[0].name if views else f"storage:{storage.key}", taken)
+    name = unique_name(views[0].name if views else f"{names.prefix}storage:{storage.key}", names.storages)
     dtypes = {view.ref.dtype for view in views} or {storage.dtype}
     dtype = dtypes.pop() if len(dtypes) == 1 else DType.UINT8
     plain_bytes = not dtypes and not dtype.is_plane_float
@@ -158,8 +159,8 @@ def _stream(
         return Stream(index, spec, storage, LOSSLESS, "shared by tensors of several roles")
     if not covers(spec.numel, [view.ref for view in views]):
         return Stream(index, spec, storage, LOSSLESS, "not fully covered by its tensors")
-    names, shapes = [view.name for view in views], [view.ref.shape for view in views]
-    return Stream(index, spec, storage, *policy.choose(spec, names, shapes))
+    paths, shapes = [view.name for view in views], [view.ref.shape for view in views]
+    return Stream(index, spec, storage, *policy.choose(spec, paths, shapes))
 
 
 def is_dense(ref: TensorRef) -> bool:

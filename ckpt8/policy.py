@@ -51,6 +51,9 @@ BUFFERS = frozenset(
 )
 """Last name component of tensors that a state dict holds beside its parameters."""
 
+_COMPONENTS = re.compile(r"[.:]")
+"""What separates the components of a path: a member is followed by a colon."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -129,7 +132,7 @@ class Policy:
         wanted = PRESETS[self.preset].get(spec.role)
         if wanted is None or not wanted.accepts(spec):
             return LOSSLESS, None
-        if any(name.rpartition(".")[2] in BUFFERS for name in names):
+        if any(_COMPONENTS.split(name)[-1] in BUFFERS for name in names):
             return LOSSLESS, "buffer"
         if any(is_small(shape) for shape in shapes):
             return LOSSLESS, "small"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ckpt8.bundle import Bundle, Member
 from ckpt8.codecs import config_of
 from ckpt8.container.manifest import (
     FrameTable,
@@ -16,7 +17,7 @@ from ckpt8.container.manifest import (
 )
 from ckpt8.measure import UnitErrors
 from ckpt8.plan import Parameter, Plan, Unit
-from ckpt8.readers.base import Checkpoint, TensorRef
+from ckpt8.readers.base import TensorRef
 
 
 @dataclass(slots=True)
@@ -29,30 +30,14 @@ class UnitResult:
     crcs: list[int] = field(default_factory=list)
 
 
-def fill(
-    manifest: Manifest,
-    checkpoint: Checkpoint,
-    plan: Plan,
-    member: str,
-    results: Mapping[int, tuple[UnitResult, int]],
-) -> None:
-    """Add one member: its storages, of which the last is its skeleton, its tensors and parameters.
+def fill(manifest: Manifest, source: Bundle, plan: Plan, results: Mapping[int, tuple[UnitResult, int]]) -> None:
+    """Add all members: their storages, of which the last is the skeleton, their tensors and parameters.
 
     ``results`` gives, for the index of every stream, the result of its unit and its place in that unit.
     """
+    manifest.directory = source.directory
     manifest.storages += [_storage_record(*results[index]) for index in range(len(results))]
-    storages = checkpoint.storages[:-1]
-    order = sorted(range(len(storages)), key=lambda index: storages[index].offset)
-    manifest.members.append(
-        MemberRecord(
-            member,
-            checkpoint.format,
-            checkpoint.size,
-            len(storages),
-            [[storages[index].offset, index] for index in order],
-            _crc_fields(checkpoint, order, results),
-        )
-    )
+    manifest.members += [_member_record(member, results) for member in source.members]
     for tensor, index in plan.tensors:
         ref = tensor.ref
         manifest.tensors.append(
@@ -68,17 +53,19 @@ def _flags(ref: TensorRef) -> list[str]:
     return [name for name, is_set in (("conj", ref.conj), ("neg", ref.neg)) if is_set]
 
 
-def _crc_fields(
-    checkpoint: Checkpoint, order: Iterable[int], results: Mapping[int, tuple[UnitResult, int]]
-) -> list[list[int]]:
-    """The checksum fields that ``restore`` must fill in: where bytes change, or where the source knew none yet."""
-    fields = []
-    for index in order:
-        storage = checkpoint.storages[index]
+def _member_record(member: Member, results: Mapping[int, tuple[UnitResult, int]]) -> MemberRecord:
+    """The record of one member, with the checksum fields that ``restore`` must fill in.
+
+    These are fields of storages whose bytes change, or whose checksum the source did not know yet.
+    """
+    checkpoint, first = member.checkpoint, member.first
+    segments, fields = [], []
+    for index, storage in sorted(enumerate(checkpoint.source_storages, first), key=lambda each: each[1].offset):
+        segments.append([storage.offset, index])
         result, k = results[index]
         if storage.crc32 is None or result.unit.streams[k].lossy:
             fields += [[place, index] for place in storage.crc_fields]
-    return fields
+    return MemberRecord(member.path, checkpoint.format, checkpoint.size, member.skeleton, segments, fields)
 
 
 def _storage_record(result: UnitResult, k: int) -> StorageRecord:

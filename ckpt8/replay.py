@@ -20,10 +20,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ckpt8.container.reader import ContainerReader
 from ckpt8.drift import Drift, StepDrift, difference
 from ckpt8.errors import CheckFailedError
 from ckpt8.plan import read_scalar
-from ckpt8.readers import open_checkpoint
+from ckpt8.readers import READERS, open_checkpoint
 from ckpt8.readers.base import Checkpoint, TensorRef
 from ckpt8.replay_rules import ELEMENTWISE, FACTORS, Replayed, find_rule
 from ckpt8.resuming.pairing import SavedParameter, saved_parameters
@@ -61,10 +62,17 @@ def replay(original: Checkpoint, compressed: Checkpoint, steps: int, workers: Wo
     return drift
 
 
-def replay_files(container: Path, original: Path, steps: int, workers: Workers) -> Drift:
-    """``replay`` of two files. ``workers`` compute; the container is decoded by threads of its own."""
-    with open_checkpoint(original) as first, open_source(container) as second:
-        return replay(first, second.checkpoint, steps, workers)
+def replay_files(reader: ContainerReader, original: Path, steps: int, workers: Workers) -> Drift:
+    """``replay`` of every member. ``workers`` compute; the container is decoded by threads of its own."""
+    drift = Drift([StepDrift() for _ in range(steps)])
+    whole = reader.manifest.directory is None
+    for record in reader.manifest.members:
+        if record.format not in dict(READERS):
+            continue
+        path = original if whole else original / record.path
+        with open_checkpoint(path) as first, open_source(reader.path, member=record.path) as second:
+            drift.merge(replay(first, second.checkpoint, steps, workers), "" if whole else f"{record.path}:")
+    return drift
 
 
 @dataclass(frozen=True, slots=True)

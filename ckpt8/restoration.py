@@ -1,13 +1,17 @@
-"""``restore``: writes the file that a container was made from, decoded, with every checksum in place."""
+"""``restore``: writes the file or directory that a container was made from, with every checksum in place."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+from ckpt8.container.atomic_directory import AtomicDirectory
 from ckpt8.container.frames import bytes_of
+from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.container.member_file import MemberFile, Piece
+from ckpt8.container.member_paths import is_plain_name, link_stays_inside
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.writer import AtomicFile, refuse_same_file, start_writeback
 from ckpt8.crc import combine, crc32
@@ -15,11 +19,15 @@ from ckpt8.errors import InputError
 from ckpt8.pipeline import Progress
 from ckpt8.workers import Workers
 
+Guard = Callable[[], contextlib.AbstractContextManager[None]]
+"""Makes a context that turns an OSError into an OutputError."""
+
 
 def default_target(source: Path, reader: ContainerReader) -> Path:
     """The name of the original, beside the container. Raises InputError for a name that leaves the directory."""
-    name = reader.manifest.members[0].path if reader.manifest.members else ""
-    if not name or name in (".", "..") or Path(name).name != name or "\0" in name:
+    manifest = reader.manifest
+    name = manifest.directory if manifest.directory is not None else manifest.members[0].path
+    if not is_plain_name(name):
         raise InputError(f"{source}: holds a file name that cannot be used ({name[:80]!r}); give one with -o")
     return source.with_name(name)
 
@@ -34,29 +42,65 @@ def restore(
 ) -> Path:
     """Write the original back, to ``target`` or under its own name beside the container; the path written.
 
-    What was stored lossless is identical; the rest is within the error that ``inspect`` shows. Raises InputError for
-    damage, OutputError when the target exists (without ``force``) or cannot be written.
+    What was stored lossless is identical; the rest is within the error that ``inspect`` shows. With ``force`` an
+    existing file, or for a directory an existing directory with all in it, is replaced. Raises InputError for damage,
+    OutputError when the target exists (without ``force``) or cannot be written.
     """
     source = Path(source)
     with ContainerReader(source) as reader:
-        if len(reader.manifest.members) != 1:
-            raise InputError(f"{source}: holds {len(reader.manifest.members)} members, expected one file")
         target = default_target(source, reader) if target is None else Path(target)
         refuse_same_file(target, source)
-        member = MemberFile(reader, 0)
+        if reader.manifest.directory is not None:
+            links = _links(reader)
+            with AtomicDirectory(target, force=force, keep=source) as directory, Workers(threads) as workers:
+                _restore_members(reader, links, directory, workers, progress)
+                directory.publish()
+            return target
         with AtomicFile(target, force=force) as output, Workers(threads) as workers:
-            with output.guard():
-                os.ftruncate(output.file.fileno(), member.size)
-            crcs = _copy(member, output, workers, progress)
-            with output.guard():
-                for storage, crc in crcs.items():
-                    for place, field in member.patch_crc(storage, crc):
-                        os.pwrite(output.file.fileno(), field, place)
+            _write(MemberFile(reader, 0), output.file.fileno(), output.guard, workers, progress)
             output.publish()
     return target
 
 
-def _copy(member: MemberFile, output: AtomicFile, workers: Workers, progress: Progress) -> dict[int, int]:
+def _links(reader: ContainerReader) -> dict[int, str]:
+    """What every link leads to. Raises InputError for one that leads out of the directory."""
+    links = {}
+    for index, member in enumerate(reader.manifest.members):
+        if member.format == SYMLINK:
+            target = os.fsdecode(MemberFile(reader, index).read())
+            if not link_stays_inside(member.path, target):
+                raise InputError(
+                    f"{reader.path}: holds a link {member.path[:80]!r} that leads out of its directory; "
+                    "nothing is written"
+                )
+            links[index] = target
+    return links
+
+
+def _restore_members(
+    reader: ContainerReader, links: dict[int, str], output: AtomicDirectory, workers: Workers, progress: Progress
+) -> None:
+    for index, member in enumerate(reader.manifest.members):
+        if index in links:
+            output.add_link(member.path, links[index])
+        elif member.format == DIRECTORY:
+            output.make_directory(member.path)
+        else:
+            with output.new_file(member.path) as descriptor:
+                _write(MemberFile(reader, index), descriptor, output.guard, workers, progress)
+
+
+def _write(member: MemberFile, descriptor: int, guard: Guard, workers: Workers, progress: Progress) -> None:
+    with guard():
+        os.ftruncate(descriptor, member.size)
+    crcs = _copy(member, descriptor, guard, workers, progress)
+    with guard():
+        for storage, crc in crcs.items():
+            for place, field in member.patch_crc(storage, crc):
+                os.pwrite(descriptor, field, place)
+
+
+def _copy(member: MemberFile, descriptor: int, guard: Guard, workers: Workers, progress: Progress) -> dict[int, int]:
     """Decode and write every piece; the crc32 of every storage that changed."""
     import torch
 
@@ -68,17 +112,13 @@ def _copy(member: MemberFile, output: AtomicFile, workers: Workers, progress: Pr
 
     crcs: dict[int, int] = {}
     # One thread writes: several would only wait for each other at the file.
-    for piece, content, crc in workers.map(decode, _pieces(member)):
-        with output.guard():
-            _write_at(output.file.fileno(), bytes_of(content), piece.start)
+    for piece, content, crc in workers.map(decode, member.pieces(0, member.size)):
+        with guard():
+            _write_at(descriptor, bytes_of(content), piece.start)
         if member.needs_crc(piece.storage):
             crcs[piece.storage] = combine(crcs.get(piece.storage, 0), crc, content.numel())
         progress(content.numel())
     return crcs
-
-
-def _pieces(member: MemberFile) -> Iterator[Piece]:
-    return member.pieces(0, member.size)
 
 
 def _write_at(descriptor: int, view: memoryview, offset: int) -> None:

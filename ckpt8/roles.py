@@ -36,12 +36,24 @@ STATE_ROLES: Mapping[str, Role] = {
 }
 """Roles of the tensors in an optimizer's per-parameter state; every other key is ``other``."""
 
+_FLAT_STATE = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer"})
+"""Last name component of the tensors that make a dict of tensors the state of an optimizer."""
+
 _LONGEST_NAME = 512
+
+
+@dataclass(slots=True)
+class Names:
+    """Names given so far in a container, so that each is unique, and what stands before those of one member."""
+
+    prefix: str = ""
+    tensors: dict[str, int] = field(default_factory=dict)
+    storages: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor and where it sits. ``name`` is unique in the checkpoint."""
+    """A tensor and where it sits. ``name`` is unique in the container."""
 
     name: str
     role: Role
@@ -73,6 +85,18 @@ def is_optimizer(node: object) -> bool:
 
 def is_bare_state_dict(tree: object) -> bool:
     """Whether the tree is a model state dict itself: names to tensors, extra states aside."""
+    return _holds_tensors_alone(tree) and not is_flat_optimizer(tree)
+
+
+def is_flat_optimizer(tree: object) -> bool:
+    """Whether the tree is an optimizer's state with paths for keys: ``state.0.exp_avg``, as in safetensors files."""
+    if not isinstance(tree, dict) or not _holds_tensors_alone(tree):
+        return False
+    paths = (key.rpartition(".") for key in tree)
+    return any(owner and key in _FLAT_STATE for owner, _, key in paths)
+
+
+def _holds_tensors_alone(tree: object) -> bool:
     if not isinstance(tree, dict):
         return False
     values = [value for key, value in tree.items() if not str(key).endswith("_extra_state")]
@@ -90,21 +114,40 @@ def unique_name(name: str, taken: dict[str, int]) -> str:
     return candidate
 
 
-def classify(tree: object) -> Structure:
+def classify(tree: object, names: Names | None = None) -> Structure:
     """Name every tensor of the tree and give it its role. Raises InputError on a tree that is too deep."""
+    names = names or Names()
+    if is_flat_optimizer(tree):
+        return _classify_flat(tree, names)
     structure = Structure()
-    taken: dict[str, int] = {}
     optimizers: set[Components] = set()
     bare = is_bare_state_dict(tree)
     for path, node in iter_nodes(tree):
         if isinstance(node, TensorRef):
-            name = unique_name(format_path(path) or "tensor", taken)
+            name = unique_name(names.prefix + (format_path(path) or "tensor"), names.tensors)
             structure.tensors.append(NamedTensor(name, _role(path, optimizers, bare), node))
         elif isinstance(node, StorageRef):
             structure.opaque.add(node.key)
         elif is_optimizer(node):
             optimizers.add(path)
-            structure.parameters += _parameter_states(format_path(path), node)
+            structure.parameters += _parameter_states(format_path(path), node, names.prefix)
+    return structure
+
+
+def _classify_flat(tree: Any, names: Names) -> Structure:
+    structure = Structure()
+    states: dict[str, dict[str, Any]] = {}
+    for path, node in iter_nodes(tree):
+        if isinstance(node, StorageRef):
+            structure.opaque.add(node.key)
+        elif isinstance(node, TensorRef):
+            owner, _, key = format_path(path).rpartition(".")
+            name = unique_name(names.prefix + format_path(path), names.tensors)
+            structure.tensors.append(NamedTensor(name, STATE_ROLES.get(key, Role.OTHER), node))
+            states.setdefault(owner, {})[key] = node
+    structure.parameters = [
+        ParameterState(names.prefix + owner, state, {}) for owner, state in states.items() if _FLAT_STATE & set(state)
+    ]
     return structure
 
 
@@ -117,7 +160,7 @@ def _role(path: Components, optimizers: set[Components], bare: bool) -> Role:
     return Role.WEIGHT if bare or named_model else Role.OTHER
 
 
-def _parameter_states(prefix: str, optimizer: Mapping[str, Any]) -> list[ParameterState]:
+def _parameter_states(path: str, optimizer: Mapping[str, Any], prefix: str) -> list[ParameterState]:
     """The states of one optimizer, named as the checkpoint names its parameters, else by their place."""
     groups: dict[Any, tuple[Mapping[Any, Any], str | None]] = {}
     for group in optimizer["param_groups"]:
@@ -132,6 +175,6 @@ def _parameter_states(prefix: str, optimizer: Mapping[str, Any]) -> list[Paramet
     for identifier, state in optimizer["state"].items():
         if isinstance(state, dict):
             group, name = groups.get(identifier, ({}, None))
-            place = f"{prefix}.state.{identifier}" if prefix else f"state.{identifier}"
-            found.append(ParameterState(name or place, state, group))
+            place = f"{path}.state.{identifier}" if path else f"state.{identifier}"
+            found.append(ParameterState(prefix + (name or place), state, group))
     return found

@@ -14,10 +14,14 @@ SKELETON = "ckpt8.skeleton"
 
 
 class WithSkeleton:
-    """A checkpoint whose last storage is the skeleton. Its offset is the size of the source."""
+    """A checkpoint whose last storage is the skeleton. Its offset is the size of the source.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    ``reason`` says why the skeleton is all there is, where the source might have been read as a checkpoint.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, reason: str | None = None) -> None:
         self._checkpoint = checkpoint
+        self.reason = reason
         self.format = checkpoint.format
         self.size = checkpoint.size
         self.tree: Any = checkpoint.tree

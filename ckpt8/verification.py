@@ -7,11 +7,12 @@ measurements of compression from the original and the stored planes, without tru
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.bundle import Bundle, open_bundle
 from ckpt8.container import frames, layout
 from ckpt8.container.reader import ContainerReader
 from ckpt8.crc import combine
@@ -19,11 +20,9 @@ from ckpt8.encoder import ChunkMeters, check_source, read_chunk, scratch
 from ckpt8.errors import CheckFailedError, UsageError
 from ckpt8.measure import UnitErrors
 from ckpt8.pipeline import Progress
-from ckpt8.plan import Stream, Unit, make_plan
+from ckpt8.plan import Stream, Unit
 from ckpt8.policy import Policy
-from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import Checkpoint
-from ckpt8.skeleton import WithSkeleton
 from ckpt8.stats import ErrorStats, UpdateError, read_error
 from ckpt8.workers import Workers
 
@@ -40,8 +39,13 @@ class Measured:
     failures: list[str] = field(default_factory=list)
 
 
-def check_frames(reader: ContainerReader, workers: Workers, progress: Progress = lambda _: None) -> None:
-    """Read, check and decode every chunk of every storage. Raises InputError that names the damaged tensor."""
+def check_frames(
+    reader: ContainerReader,
+    workers: Workers,
+    progress: Progress = lambda _: None,
+    only: Iterable[int] | None = None,
+) -> None:
+    """Read, check and decode every chunk of every storage, or of some. Raises InputError that names the tensor."""
 
     def decode(work: tuple[int, int]) -> int:
         storage, chunk = work
@@ -49,13 +53,14 @@ def check_frames(reader: ContainerReader, workers: Workers, progress: Progress =
         reader.decode_chunk(storage, chunk, out)
         return out.numel() * out.element_size()
 
-    for nbytes in workers.map(decode, _all_chunks(reader)):
+    storages = range(len(reader.manifest.storages)) if only is None else only
+    for nbytes in workers.map(decode, _all_chunks(reader, storages)):
         progress(nbytes)
 
 
-def _all_chunks(reader: ContainerReader) -> Iterator[tuple[int, int]]:
-    for index, record in enumerate(reader.manifest.storages):
-        for chunk in range(layout.chunk_count(record.numel)):
+def _all_chunks(reader: ContainerReader, storages: Iterable[int]) -> Iterator[tuple[int, int]]:
+    for index in storages:
+        for chunk in range(layout.chunk_count(reader.manifest.storages[index].numel)):
             yield index, chunk
 
 
@@ -74,13 +79,12 @@ def measure(reader: ContainerReader, original: Path, workers: Workers, progress:
     Lossless storages must be equal, and lossy ones are measured. Raises CheckFailedError when the original has
     another structure, InputError when either file is damaged.
     """
-    with open_checkpoint(original) as source:
-        checkpoint = WithSkeleton(source)
-        _check_structure(reader, checkpoint, original)
-        plan = make_plan(checkpoint, Policy.of("lossless"))
+    with open_bundle(original) as source:
+        _check_structure(reader, source, original)
+        plan = source.plan(Policy.of("lossless"))
         units = [_as_stored(reader, unit) for unit in plan.units]
         measured = Measured()
-        comparison = _Comparison(reader, checkpoint)
+        comparison = _Comparison(reader, source)
         results = workers.map(comparison.compare, ((u, c) for u in units for c in range(layout.chunk_count(u.numel))))
         parameter_of = {
             frozenset(parameter.moments.values()): index for index, parameter in enumerate(reader.manifest.parameters)
@@ -96,24 +100,33 @@ def measure(reader: ContainerReader, original: Path, workers: Workers, progress:
                     length = stream.chunk_spec(chunk).numel * stream.spec.dtype.itemsize
                     sums[k] = combine(sums[k], crcs[k], length)
                     progress(length)
-            check_source(unit, sums, original.name)
+            check_source(unit, sums, source.label)
             measured.storages.update(errors.streams)
             parameter = parameter_of.get(frozenset(stream.index for stream in unit.streams))
             if errors.update is not None and parameter is not None:
                 measured.parameters[parameter] = errors.update
-        checkpoint.check_unchanged()
+        source.check_unchanged()
     measured.failures = list(dict.fromkeys(measured.failures))
     return measured
 
 
-def _check_structure(reader: ContainerReader, checkpoint: Checkpoint, original: Path) -> None:
-    """Raise CheckFailedError unless the original has the same storages in the same places."""
+def _check_structure(reader: ContainerReader, source: Bundle, original: Path) -> None:
+    """Raise CheckFailedError unless the original has the same members with the same storages in the same places."""
     manifest = reader.manifest
-    member = manifest.members[0]
-    stored = sorted((offset, manifest.storages[index].nbytes, index) for offset, index in member.segments)
-    found = sorted((s.offset, s.nbytes, index) for index, s in enumerate(checkpoint.storages[:-1]))
-    if checkpoint.size != member.size or found != stored or member.skeleton != len(found):
-        raise CheckFailedError(f"{reader.path}: was not made from {original}: its storages are others")
+    here = [(member.path, member.checkpoint.format) for member in source.members]
+    there = [(record.path, record.format) for record in manifest.members]
+    is_directory = source.directory is not None
+    if is_directory != (manifest.directory is not None) or len(here) != len(there) or (is_directory and here != there):
+        differ = sorted({path for path, _ in set(here) ^ set(there)})
+        which = f"one has {differ[0]!r} and the other has not, or not so" if differ else "one of them is a directory"
+        raise CheckFailedError(f"{reader.path}: was not made from {original}: {which}")
+    for member, record in zip(source.members, manifest.members, strict=True):
+        stored = sorted((offset, manifest.storages[index].nbytes, index) for offset, index in record.segments)
+        storages = enumerate(member.checkpoint.source_storages, member.first)
+        found = sorted((storage.offset, storage.nbytes, index) for index, storage in storages)
+        if member.checkpoint.size != record.size or found != stored or member.skeleton != record.skeleton:
+            what = f"the storages of {record.path!r}" if manifest.directory is not None else "its storages"
+            raise CheckFailedError(f"{reader.path}: was not made from {original}: {what} are others")
 
 
 def _as_stored(reader: ContainerReader, unit: Unit) -> Unit:
@@ -226,7 +239,7 @@ def verify(
         if original is not None and resume_steps:
             from ckpt8.replay import replay_files
 
-            drift = replay_files(reader.path, Path(original), resume_steps, workers)
+            drift = replay_files(reader, Path(original), resume_steps, workers)
             failures += drift.failures(max_drift)
             resume = drift.to_json()
         return Verification(count, reader.size, original is not None, statistics, unmeasured, tuple(failures), resume)

@@ -22,12 +22,18 @@ MAX_HEADER = 100_000_000
 
 LENGTH_BYTES = 8
 FORMAT_KEY = "ckpt8"
-MAJOR, MINOR = 1, 0
+MAJOR = 1
 """A reader refuses another major version; a higher minor version only adds what may be ignored."""
+
+FILE_VERSION, DIRECTORY_VERSION = f"{MAJOR}.0", f"{MAJOR}.1"
+"""What is written: the lowest version that knows all that is in a container."""
 
 MANIFEST = "ckpt8.manifest"
 SEAL = "ckpt8.seal"
 SEAL_BYTES = 32
+HEAD_BYTES = 4096
+"""The first bytes of a file tell whether it is a container."""
+
 _WIDEST_OFFSET = 10**16 - 1
 
 
@@ -51,14 +57,19 @@ def is_container(path: Path) -> bool:
         if not path.is_file():
             return False
         with path.open("rb") as file:
-            head = file.read(4096)
+            head = file.read(HEAD_BYTES)
     except OSError:
         return False
+    return begins_container(head)
+
+
+def begins_container(head: bytes) -> bool:
+    """Whether the first HEAD_BYTES of a file are those of a ``.ckpt8``."""
     return head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and f'"{FORMAT_KEY}":'.encode() in head
 
 
-def _text(entries: Iterable[Entry]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": FORMAT_KEY, FORMAT_KEY: f"{MAJOR}.{MINOR}"}}
+def _text(entries: Iterable[Entry], version: str) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": FORMAT_KEY, FORMAT_KEY: version}}
     for entry in entries:
         header[entry.name] = {
             "dtype": "U8",
@@ -71,12 +82,12 @@ def _text(entries: Iterable[Entry]) -> bytes:
 def reserved_size(names: Iterable[str]) -> int:
     """Bytes that a header for entries of these names needs at most, a multiple of 8."""
     widest = [Entry(name, _WIDEST_OFFSET, 2 * _WIDEST_OFFSET) for name in (*names, MANIFEST, SEAL)]
-    return -(-len(_text(widest)) // 8) * 8
+    return -(-len(_text(widest, DIRECTORY_VERSION)) // 8) * 8
 
 
-def render(entries: Iterable[Entry], size: int) -> bytes:
+def render(entries: Iterable[Entry], size: int, version: str) -> bytes:
     """The length field and the header, padded to the reserved ``size``."""
-    text = _text(entries)
+    text = _text(entries, version)
     if len(text) > size:
         raise ValueError("the header does not fit the room reserved for it")
     return size.to_bytes(LENGTH_BYTES, "little") + text.ljust(size)

@@ -9,12 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from ckpt8.container.header import MAJOR, MINOR, check_version
+from ckpt8.container.header import DIRECTORY_VERSION, FILE_VERSION, check_version
 from ckpt8.errors import InputError
 from ckpt8.tensors import DType, Role
 
 T = TypeVar("T")
 _LARGEST = 1 << 62
+
+FILE, SYMLINK, DIRECTORY = "file", "symlink", "directory"
+"""Formats of members that are no checkpoints: bytes as they are, the text of a link, an empty directory."""
 
 
 @dataclass(slots=True)
@@ -87,6 +90,7 @@ class ParameterRecord:
 class MemberRecord:
     """One source file. ``segments`` are [offset, storage] in order; all other bytes are its skeleton.
 
+    ``path`` is relative to the source directory, with slashes, or the name of the source where that was one file.
     ``crc_fields`` are [offset, storage]: where the source repeats the crc32 of a storage.
     """
 
@@ -100,7 +104,7 @@ class MemberRecord:
 
 @dataclass(slots=True)
 class Manifest:
-    """Everything. ``slab`` and ``frame`` are in elements."""
+    """Everything. ``slab`` and ``frame`` are in elements; ``directory`` is the name of the source if it was one."""
 
     writer: str
     preset: str
@@ -111,11 +115,19 @@ class Manifest:
     storages: list[StorageRecord] = field(default_factory=list)
     tensors: list[TensorRecord] = field(default_factory=list)
     parameters: list[ParameterRecord] = field(default_factory=list)
+    directory: str | None = None
+
+    @property
+    def version(self) -> str:
+        """The lowest version of the format that has all that this holds."""
+        return FILE_VERSION if self.directory is None else DIRECTORY_VERSION
 
     def to_json(self) -> dict[str, Any]:
         """A tree of plain JSON values."""
         tree = asdict(self, dict_factory=lambda pairs: {key: _plain(value) for key, value in pairs})
-        return {"version": f"{MAJOR}.{MINOR}", **tree}
+        if self.directory is None:
+            del tree["directory"]
+        return {"version": self.version, **tree}
 
 
 def _plain(value: object) -> object:
@@ -258,4 +270,5 @@ def read_manifest(tree: object, where: str) -> Manifest:
         storages=storages,
         tensors=fields.each("tensors", lambda each: _tensor(each, count)),
         parameters=fields.each("parameters", lambda each: _parameter(each, count)),
+        directory=fields.optional("directory", str),
     )

@@ -46,8 +46,13 @@ def check_members(manifest: Manifest, where: str) -> None:
     """Raise InputError unless every member is filled exactly and its checksum fields lie in its skeleton."""
     if not manifest.members:
         raise InputError(f"{where}: manifest is malformed: it has no member")
+    taken: set[int] = set()
     for index, record in enumerate(manifest.members):
         runs = member_runs(manifest, index, where)
+        own = {record.skeleton, *(storage for _, storage in record.segments)}
+        if own & taken:
+            raise InputError(f"{where}: manifest is malformed: {record.path!r} has storages of another member")
+        taken |= own
         _check_crc_fields(record, [run for run in runs if run.storage == record.skeleton], where)
 
 

@@ -17,6 +17,7 @@ from ckpt8.container import frames, header, layout
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import FrameTable, Manifest, StorageRecord, read_manifest
 from ckpt8.container.member_layout import check_members
+from ckpt8.container.member_paths import check_paths
 from ckpt8.errors import InputError
 from ckpt8.readers.base import ByteRange, SourceFile
 from ckpt8.tensors import Parts, PartSpec, TensorSpec
@@ -49,6 +50,7 @@ class ContainerReader:
             self.header_bytes = self._data_start
             self._parts = self._locate({entry.name: entry for entry in entries})
             check_members(self.manifest, str(path))
+            check_paths(self.manifest, str(path))
         except BaseException:
             self._file.close()
             raise

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -27,16 +28,30 @@ _NAME_KEPT = 40
 """Characters of the target's name that the temporary file repeats: at most 160 bytes."""
 
 
-_unfinished: dict[Path, int] = {}
-"""Temporary files and their processes: a signal may strike before the ``with`` that would remove one is entered."""
+unfinished: dict[Path, int] = {}
+"""Temporary files and directories and their processes: a signal may strike before the ``with`` that would remove one
+is entered."""
 
 
 @atexit.register
 def _remove_unfinished() -> None:
-    for path, process in _unfinished.items():
-        with contextlib.suppress(OSError):
-            if process == os.getpid():
-                path.unlink()
+    for path, process in unfinished.items():
+        if process == os.getpid():
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a temporary file or directory as far as that can be done."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def partial_path(final: Path) -> Path:
+    """A name for a temporary file or directory beside ``final``."""
+    return final.with_name(f".{final.name[:_NAME_KEPT]}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
 
 
 def refuse_same_file(target: Path, source: Path) -> None:
@@ -46,10 +61,26 @@ def refuse_same_file(target: Path, source: Path) -> None:
             raise OutputError(f"{target}: is the file that is read; give another name with -o")
 
 
+def refuse_inside(target: Path, directory: Path) -> None:
+    """Raise OutputError when the target lies in the very directory that is read, or holds."""
+    with contextlib.suppress(OSError):
+        if directory.is_dir() and directory.resolve() in target.resolve().parents:
+            raise OutputError(f"{target}: lies in the directory {directory}; give a place outside of it with -o")
+
+
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
     """Let the kernel begin to write a range to the disk, so that the flush at the end finds little left to do."""
     if hasattr(os, "posix_fadvise") and length:
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+def sync_directory(path: Path) -> None:
+    """Flush the names in a directory to the disk. Raises OSError."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 class AtomicFile:
@@ -68,9 +99,8 @@ class AtomicFile:
                 raise OutputError(f"{target}: exists and is not a regular file")
             if exists and not force:
                 raise OutputError(f"{target}: exists; use --force to replace it, or -o for another name")
-            name = f".{self._final.name[:_NAME_KEPT]}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}"
-            self.path = self._final.with_name(name)
-            _unfinished[self.path] = os.getpid()
+            self.path = partial_path(self._final)
+            unfinished[self.path] = os.getpid()
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             self.file: BinaryIO = os.fdopen(descriptor, "r+b", buffering=_BUFFER)
 
@@ -89,18 +119,13 @@ class AtomicFile:
             os.fsync(self.file.fileno())
             self.file.close()
             self.path.replace(self._final)
-            _unfinished.pop(self.path, None)
-            directory = os.open(self._final.parent, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            unfinished.pop(self.path, None)
+            sync_directory(self._final.parent)
 
     def discard(self) -> None:
         """Remove the temporary file, if it still has its name; it can then no longer be published."""
-        with contextlib.suppress(OSError):
-            self.path.unlink()
-        _unfinished.pop(self.path, None)
+        remove(self.path)
+        unfinished.pop(self.path, None)
 
     def __enter__(self) -> AtomicFile:
         return self
@@ -171,7 +196,7 @@ class ContainerWriter:
         self.append(header.MANIFEST, [stored])
         start = self._position
         entries = [*self._entries, Entry(header.SEAL, start, start + header.SEAL_BYTES)]
-        head = header.render(entries, self._header_size)
+        head = header.render(entries, self._header_size, manifest.version)
         with self._output.guard():
             self._output.file.write(hashlib.sha256(head + stored).digest())
             self._output.file.seek(0)

@@ -6,13 +6,13 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.bundle import Bundle, Member, open_bundle
 from ckpt8.codecs import config_of
 from ckpt8.container import frames, layout
-from ckpt8.errors import RefusedError
-from ckpt8.inspect.container import codec_name
-from ckpt8.plan import Plan, Stream, make_plan
+from ckpt8.errors import InputError, RefusedError
+from ckpt8.inspect.container import SKELETON_ROLE, codec_name, skeleton_role
+from ckpt8.plan import Plan, Stream
 from ckpt8.policy import LOSSLESS, PRESETS, Policy
-from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import Checkpoint
 
 if TYPE_CHECKING:
@@ -21,40 +21,61 @@ if TYPE_CHECKING:
 _SAMPLE = 1 << 15
 """Elements of every storage that are encoded to predict its size, taken from its middle."""
 
+_STRUCTURE_LEFT = 0.1
+"""The part of a pickle and a zip directory that is left of them."""
+
 _ENTRY_BYTES = 160
 """Header, manifest and seal take about this much for every entry."""
 
 
 def inspect_checkpoint(path: Path, *, tensors: bool = False) -> dict[str, Any]:
-    """What the file holds and what it would become. Raises InputError when it is damaged or no checkpoint."""
-    with open_checkpoint(path) as checkpoint:
-        plan = make_plan(checkpoint, Policy())
+    """What a file or directory holds and what it would become. Raises InputError for damage or no checkpoint."""
+    with open_bundle(path) as source:
+        if source.directory is not None and not source.holds_tensors:
+            raise InputError(f"{path}: a directory without tensors; give a checkpoint")
+        plan = source.plan(Policy())
+        streams = plan.streams
         facts: dict[str, Any] = {
             "path": str(path),
             "kind": "checkpoint",
-            "format": checkpoint.format,
-            "bytes": checkpoint.size,
+            "format": source.format,
+            "bytes": source.size,
+            "members": [_member_facts(member, streams) for member in source.members],
             "tensor_count": len(plan.tensors),
-            "storages": len(plan.streams),
-            "roles": _roles(checkpoint, plan),
+            "storages": len(streams) - len(source.members),
+            "roles": _roles(source, plan),
             "optimizer": _optimizers(plan),
-            "predicted": {preset: _predict(checkpoint, preset) for preset in PRESETS},
+            "predicted": {preset: _predict(source, preset) for preset in PRESETS},
         }
         if tensors:
-            facts["tensors"] = [_tensor_facts(plan, tensor, index) for tensor, index in plan.tensors]
+            facts["tensors"] = [_tensor_facts(streams, tensor, index) for tensor, index in plan.tensors]
         return facts
 
 
-def _roles(checkpoint: Checkpoint, plan: Plan) -> list[dict[str, Any]]:
+def _member_facts(member: Member, streams: list[Stream]) -> dict[str, Any]:
+    whole = member.checkpoint
+    reason = streams[member.skeleton].reason
+    return {"path": member.path, "format": whole.format, "bytes": whole.size, "reason": reason}
+
+
+def _roles(source: Bundle, plan: Plan) -> list[dict[str, Any]]:
     rows: dict[tuple[str, str], Counter[str]] = {}
     dtypes = {index: tensor.ref.dtype for tensor, index in reversed(plan.tensors)}
+    skeletons = {member.skeleton: skeleton_role(member.checkpoint.format) for member in source.members}
+    outside = Counter({skeleton_role(member.checkpoint.format): 0 for member in source.members})
     for stream in plan.streams:
+        if stream.index in skeletons:
+            outside[skeletons[stream.index]] += stream.storage.nbytes
+            continue
         dtype = dtypes.get(stream.index, stream.spec.dtype)
         row = rows.setdefault((stream.spec.role.value, dtype.label), Counter())
         row.update(storages=1, elements=stream.storage.nbytes // dtype.itemsize, bytes=stream.storage.nbytes)
-    outside = checkpoint.size - sum(stream.storage.nbytes for stream in plan.streams)
     found = [{"role": role, "dtype": dtype, **row} for (role, dtype), row in sorted(rows.items())]
-    return [*found, {"role": "structure", "dtype": "uint8", "storages": 0, "elements": outside, "bytes": outside}]
+    rest = [
+        {"role": role, "dtype": "uint8", "storages": 0, "elements": count, "bytes": count}
+        for role, count in sorted(outside.items(), reverse=True)
+    ]
+    return found + rest
 
 
 def _optimizers(plan: Plan) -> list[dict[str, Any]]:
@@ -67,8 +88,8 @@ def _optimizers(plan: Plan) -> list[dict[str, Any]]:
     return [{"rule": kind, "step": step or None, "parameters": count} for (kind, step), count in rows.items()]
 
 
-def _tensor_facts(plan: Plan, tensor: Any, index: int) -> dict[str, Any]:
-    stream = plan.streams[index]
+def _tensor_facts(streams: list[Stream], tensor: Any, index: int) -> dict[str, Any]:
+    stream = streams[index]
     return {
         "name": tensor.name,
         "role": tensor.role.value,
@@ -81,13 +102,16 @@ def _tensor_facts(plan: Plan, tensor: Any, index: int) -> dict[str, Any]:
     }
 
 
-def _predict(checkpoint: Checkpoint, preset: str) -> dict[str, Any]:
+def _predict(source: Bundle, preset: str) -> dict[str, Any]:
     """Stored size from a sample of every storage; an estimate, good to about a percent for trained weights."""
-    plan = make_plan(checkpoint, Policy.of(preset))
-    stored = sum(_predict_stream(checkpoint, stream) for stream in plan.streams)
-    outside = checkpoint.size - sum(stream.storage.nbytes for stream in plan.streams)
-    size = int(stored + outside * 0.1)
-    return {"bytes": size, "ratio": checkpoint.size / max(size, 1)}
+    streams = source.plan(Policy.of(preset)).streams
+    structure = {
+        member.skeleton for member in source.members if skeleton_role(member.checkpoint.format) == SKELETON_ROLE
+    }
+    stored = sum(_predict_stream(source, stream) for stream in streams if stream.index not in structure)
+    outside = sum(stream.storage.nbytes for stream in streams if stream.index in structure)
+    size = int(stored + outside * _STRUCTURE_LEFT)
+    return {"bytes": size, "ratio": source.size / max(size, 1)}
 
 
 def _predict_stream(checkpoint: Checkpoint, stream: Stream) -> float:

@@ -7,13 +7,20 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from ckpt8.container.header import MAJOR, MINOR
-from ckpt8.container.manifest import Manifest, ParameterRecord, TensorRecord
+from ckpt8.container.manifest import (
+    DIRECTORY,
+    FILE,
+    SYMLINK,
+    Manifest,
+    MemberRecord,
+    ParameterRecord,
+    TensorRecord,
+)
 from ckpt8.container.reader import ContainerReader
 from ckpt8.stats import MomentError, NoiseError, UpdateError, WeightError, read_error
 from ckpt8.tensors import DType, Role
 
-SKELETON_ROLE = "structure"
+SKELETON_ROLE, FILE_ROLE = "structure", "file"
 _WORST = 5
 
 
@@ -55,11 +62,12 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
         for part, table in record.parts.items():
             parts[part] += sum(table.lengths)
     return {
-        "format": f"{MAJOR}.{MINOR}",
+        "format": manifest.version,
         "writer": manifest.writer,
         "preset": manifest.preset,
         "rules": manifest.rules,
-        "members": [{"path": m.path, "format": m.format, "bytes": m.size} for m in manifest.members],
+        "directory": manifest.directory,
+        "members": [_member_facts(manifest, member) for member in manifest.members],
         "bytes": original,
         "stored_bytes": size,
         "ratio": original / size,
@@ -72,28 +80,35 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
     }
 
 
+def _member_facts(manifest: Manifest, member: MemberRecord) -> dict[str, Any]:
+    storages = [member.skeleton, *(index for _, index in member.segments)]
+    stored = sum(manifest.storages[index].stored_bytes for index in storages)
+    return {"path": member.path, "format": member.format, "bytes": member.size, "stored_bytes": stored}
+
+
 def _dtypes(manifest: Manifest) -> dict[int, DType]:
     """Element type of every storage as its first tensor has it; what is stored as bytes has another there."""
     stored = {index: record.dtype for index, record in enumerate(manifest.storages)}
     return stored | {tensor.storage: tensor.dtype for tensor in reversed(manifest.tensors)}
 
 
-def _role_name(manifest: Manifest, index: int) -> str:
-    skeletons = {member.skeleton for member in manifest.members}
-    return SKELETON_ROLE if index in skeletons else manifest.storages[index].role.value
-
-
 def _roles(manifest: Manifest) -> list[dict[str, Any]]:
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     dtypes = _dtypes(manifest)
+    skeletons = {member.skeleton: skeleton_role(member.format) for member in manifest.members}
     for index, record in enumerate(manifest.storages):
-        key = _role_name(manifest, index), codec_name(record.codec)
+        key = skeletons.get(index, record.role.value), codec_name(record.codec)
         row = rows.setdefault(key, {"storages": 0, "elements": 0, "bytes": 0, "stored_bytes": 0})
         row["storages"] += 1
         row["elements"] += record.nbytes // dtypes[index].itemsize
         row["bytes"] += record.nbytes
         row["stored_bytes"] += record.stored_bytes
     return [{"role": role, "codec": codec, **row} for (role, codec), row in sorted(rows.items())]
+
+
+def skeleton_role(member_format: str) -> str:
+    """What the bytes outside the storages of a member are called: of what is no checkpoint they are all it has."""
+    return FILE_ROLE if member_format in (FILE, SYMLINK, DIRECTORY) else SKELETON_ROLE
 
 
 def codec_name(config: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ckpt8.container.manifest import DIRECTORY
 from ckpt8.drift import left_out
 
 _ALARMING = 0.5
@@ -32,7 +33,7 @@ def number(value: float | None) -> str:
 def _table(*columns: str, title: str | None = None) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for k, column in enumerate(columns):
-        left = k == 0 or column in ("codec", "dtype", "shape", "reason", "role")
+        left = k == 0 or column in ("codec", "dtype", "shape", "reason", "role", "format")
         table.add_column(column, justify="left" if left else "right", overflow="fold", no_wrap=not left)
     return table
 
@@ -52,12 +53,11 @@ def show(console: Console, facts: dict[str, Any]) -> None:
 
 
 def _show_container(console: Console, facts: dict[str, Any]) -> None:
-    members = ", ".join(f"{m['path']} ({m['format']})" for m in facts["members"])
     per_weight = f", {facts['bytes_per_weight']:.3f} bytes per weight" if facts["bytes_per_weight"] else ""
     console.print(
         f"[bold]{escape(facts['path'])}[/]  ckpt8 {facts['format']}, preset {escape(facts['preset'])}", soft_wrap=True
     )
-    console.print(f"from {escape(members)}", soft_wrap=True)
+    console.print(f"from {escape(_origin(facts))}", soft_wrap=True)
     console.print(
         f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, [bold]{facts['ratio']:.2f}x[/]{per_weight}\n"
     )
@@ -75,11 +75,25 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
         for row in facts["roles"]
     ]
     console.print(_rows(table, rows))
+    if facts["directory"] is not None:
+        members = [(m["path"], m["format"], size(m["bytes"]), size(m["stored_bytes"])) for m in facts["members"]]
+        _show_members(console, "stored", members)
     _show_errors(console, facts["errors"])
     _show_worst(console, facts["worst"])
     _show_lossless(console, facts["lossless"])
     if "tensors" in facts:
         _show_stored_tensors(console, facts["tensors"])
+
+
+def _origin(facts: dict[str, Any]) -> str:
+    if facts["directory"] is not None:
+        return f"{facts['directory']}/ ({len(facts['members'])} members)"
+    return ", ".join(f"{m['path']} ({m['format']})" for m in facts["members"])
+
+
+def _show_members(console: Console, last: str, rows: Iterable[Sequence[str]]) -> None:
+    console.print()
+    console.print(_rows(_table("member", "format", "original", last), rows))
 
 
 def _show_errors(console: Console, errors: dict[str, Any]) -> None:
@@ -187,6 +201,9 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
     table = _table("ckpt8 compress --preset", "predicted", "ratio")
     predicted = facts["predicted"].items()
     console.print(_rows(table, [(name, size(p["bytes"]), f"{p['ratio']:.2f}x") for name, p in predicted]))
+    if facts["format"] == DIRECTORY:
+        members = [(m["path"], m["format"], size(m["bytes"]), m["reason"] or "") for m in facts["members"]]
+        _show_members(console, "reason", members)
     if "tensors" in facts:
         table = _table("tensor", "role", "dtype", "shape", "codec", "reason")
         cells = [

@@ -8,18 +8,18 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
+from ckpt8.container.header import HEAD_BYTES, begins_container
 from ckpt8.errors import InputError, UnsupportedError
 from ckpt8.readers.base import ByteRange, Checkpoint, Reader, SourceFile
 
 READERS: tuple[tuple[str, str], ...] = (
     ("torch-zip", "ckpt8.readers.torch_zip:TorchZipReader"),
     ("torch-legacy", "ckpt8.readers.torch_legacy:TorchLegacyReader"),
+    ("safetensors", "ckpt8.readers.safetensors:SafetensorsReader"),
 )
 """Every format by id and class, in the order in which they are tried. Classes are imported when needed."""
 
 _TAR_MAGIC_OFFSET = 257
-_MAX_SAFETENSORS_HEADER = 100_000_000  # the limit of the safetensors library
-_HEAD_BYTES = 512
 _KNOWN_STARTS = (
     (b"PK", "a zip file without a data.pkl"),
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself (git lfs pull fetches it)"),
@@ -37,13 +37,18 @@ def get_reader(reader_id: str) -> Reader:
     return reader
 
 
+def match_reader(source: ByteRange) -> Reader | None:
+    """Pick the reader for the content of ``source``, if there is one. Raises InputError where it cannot be read."""
+    readers = (get_reader(reader_id) for reader_id, _ in READERS)
+    return next((reader for reader in readers if reader.sniff(source)), None)
+
+
 def find_reader(source: ByteRange) -> Reader:
-    """Pick the reader for the content of ``source``. Raises InputError, saying what it is, if none fits."""
-    for reader_id, _ in READERS:
-        reader = get_reader(reader_id)
-        if reader.sniff(source):
-            return reader
-    raise _refusal(source)
+    """As ``match_reader``. Raises InputError, saying what it is, if none fits."""
+    reader = match_reader(source)
+    if reader is None:
+        raise _refusal(source)
+    return reader
 
 
 @contextmanager
@@ -80,19 +85,14 @@ def _refusal(source: ByteRange) -> InputError:
     """Say what a file of no known format is, and what to do."""
     file = SourceFile(source)
     try:
-        head = file.read(0, min(_HEAD_BYTES, source.length))
+        head = file.read(0, min(HEAD_BYTES, source.length))
     finally:
         file.close()
     if head[_TAR_MAGIC_OFFSET : _TAR_MAGIC_OFFSET + 5] == b"ustar":
         return UnsupportedError(f"{source}: a tar file; unpack it, or load it and save it again with torch.save")
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MAX_SAFETENSORS_HEADER:
-        if b'"ckpt8":' in head:
-            return InputError(f"{source}: already a .ckpt8 file; give the checkpoint that it was made from")
-        return UnsupportedError(
-            f"{source}: a safetensors file, which is not read on its own; "
-            f"give a .pt checkpoint, or the checkpoint folder it belongs to"
-        )
-    return InputError(f"{source}: {_describe(head)}; expected a file written by torch.save")
+    if begins_container(head):
+        return InputError(f"{source}: already a .ckpt8 file; give the checkpoint that it was made from")
+    return InputError(f"{source}: {_describe(head)}; expected a file written by torch.save or safetensors")
 
 
 def _describe(head: bytes) -> str:

@@ -60,10 +60,13 @@ class SourceFile:
         """Fill ``buffer`` with the bytes at ``offset`` of the range. Raises InputError on a short or failed read."""
         if offset < 0 or offset + len(buffer) > self.source.length:
             raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + len(buffer)}")
+        self._read_at(self._fd, offset, buffer)
+
+    def _read_at(self, descriptor: int, offset: int, buffer: memoryview) -> None:
         done = 0
         try:
             while done < len(buffer):
-                got = os.preadv(self._fd, [buffer[done:]], self.source.offset + offset + done)
+                got = os.preadv(descriptor, [buffer[done:]], self.source.offset + offset + done)
                 if got == 0:
                     raise InputError(f"{self.source}: became shorter while it was read")
                 done += got
@@ -81,7 +84,10 @@ class SourceFile:
     def check_unchanged(self) -> None:
         """Raise InputError when the file's size or modification time changed since it was opened."""
         if self._now() != self._stamp:
-            raise InputError(f"{self.source}: changed while it was read; nothing was written")
+            raise self._changed()
+
+    def _changed(self) -> InputError:
+        return InputError(f"{self.source}: changed while it was read; nothing was written")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt8.api import member_index
 from ckpt8.container.header import is_container
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.encoder import scratch
-from ckpt8.errors import InputError
+from ckpt8.errors import InputError, UsageError
+from ckpt8.loading import member_index
 from ckpt8.readers import READERS, get_reader, open_checkpoint
 from ckpt8.readers.base import ByteRange, Checkpoint, SourceFile, StorageInfo
+from ckpt8.readers.directory import is_directory
 from ckpt8.resuming.stored import StoredParts
 from ckpt8.verification import check_frames
 from ckpt8.workers import Workers
@@ -46,20 +47,26 @@ class MemberSource(SourceFile):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An open checkpoint. Of a ``.ckpt8``, ``container`` is the reader and its workers, ``stored`` the parts."""
+    """An open checkpoint. Of a ``.ckpt8``, ``container`` is the reader and its workers, ``stored`` the parts.
+
+    ``member`` is the index of the member that the checkpoint is.
+    """
 
     path: Path
     checkpoint: Checkpoint
     container: tuple[ContainerReader, Workers] | None = None
     stored: StoredParts | None = None
+    member: int = 0
 
     def check(self) -> None:
-        """Read every byte and check it: decode all frames, or compare the checksums that a raw file states.
+        """Read every byte and check it: decode all frames of the member, or compare the checksums of a raw file.
 
         Raises InputError that names what is damaged.
         """
         if self.container is not None:
-            check_frames(*self.container)
+            reader, workers = self.container
+            record = reader.manifest.members[self.member]
+            check_frames(reader, workers, only=[record.skeleton, *(index for _, index in record.segments)])
             return
         for storage in self.checkpoint.storages:
             if storage.crc32 is not None and _crc32(self.checkpoint, storage) != storage.crc32:
@@ -85,12 +92,25 @@ def member_checkpoint(reader: ContainerReader, index: int, file: MemberFile) -> 
 
 @contextmanager
 def open_source(path: Path, *, member: str | None = None, threads: int | None = None) -> Iterator[Source]:
-    """Open ``path``, recognised by content. Raises InputError for damage, UsageError where ``member`` must be given."""
+    """Open ``path``, recognised by content. Raises InputError for damage, UsageError where ``member`` must be given.
+
+    Of a directory, ``member`` is the path in it.
+    """
     if not is_container(path):
-        with open_checkpoint(path) as checkpoint:
-            yield Source(path, checkpoint)
+        file = path if member is None else _member_path(path, member)
+        with open_checkpoint(file) as checkpoint:
+            yield Source(file, checkpoint)
         return
     with ContainerReader(path) as reader, Workers(threads) as workers:
         index = member_index(reader, member)
         checkpoint = member_checkpoint(reader, index, MemberFile(reader, index, workers))
-        yield Source(path, checkpoint, (reader, workers), StoredParts(reader, index, checkpoint, workers))
+        yield Source(path, checkpoint, (reader, workers), StoredParts(reader, index, checkpoint, workers), index)
+
+
+def _member_path(path: Path, member: str) -> Path:
+    """A file of a checkpoint directory; of a file, which has one member, the file itself by its name."""
+    if is_directory(path):
+        return path / member
+    if member != path.name:
+        raise UsageError(f"{path}: is one file, and has no member {member!r}")
+    return path

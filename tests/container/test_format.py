@@ -18,12 +18,11 @@ from safetensors import safe_open
 
 import ckpt8
 import ckpt8.container
+from ckpt8.bundle import Bundle
 from ckpt8.container import layout
 from ckpt8.pipeline import Compressor, Options
-from ckpt8.plan import make_plan
 from ckpt8.policy import Policy
 from ckpt8.readers.base import StorageInfo, TensorRef
-from ckpt8.skeleton import WithSkeleton
 from ckpt8.tensors import DType
 
 FORMAT = (Path(ckpt8.container.__file__).parent / "FORMAT.md").read_text()
@@ -244,9 +243,9 @@ def _example():
 
 
 def _compress_example(data, target):
-    whole = WithSkeleton(Example(data))
-    plan = make_plan(whole, Policy.of("lossless"))
-    Compressor(whole, plan, Options(), "a.bin").run(target, preset="lossless", rules=[], force=False)
+    bundle = Bundle.of(Example(data), "a.bin")
+    plan = bundle.plan(Policy.of("lossless"))
+    Compressor(bundle, plan, Options()).run(target, preset="lossless", rules=[], force=False)
 
 
 def test_the_example_of_the_specification_is_what_is_written(tmp_path):

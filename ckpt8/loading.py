@@ -1,0 +1,53 @@
+"""One member of a container as the object that its own library would load."""
+
+from __future__ import annotations
+
+from typing import IO, Any, cast
+
+from ckpt8.container.frames import bytes_of
+from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
+from ckpt8.container.member_file import MemberFile
+from ckpt8.container.reader import ContainerReader
+from ckpt8.errors import UsageError
+from ckpt8.readers.base import Checkpoint
+from ckpt8.resuming.names import listed
+
+_SHOWN_MEMBERS = 20
+
+
+def member_index(reader: ContainerReader, member: str | None) -> int:
+    """Which member is meant. Raises UsageError that lists checkpoints where that is not clear, or it is none."""
+    members = reader.manifest.members
+    names = [record.path for record in members]
+    if member is None and len(names) == 1:
+        return 0
+    checkpoints = [record.path for record in members if record.format not in (FILE, SYMLINK, DIRECTORY)]
+    if member not in names:
+        found = f"no member {member!r}" if member is not None else f"{len(names)} members"
+        raise UsageError(f"{reader.path}: has {found}; give member= one of {listed(checkpoints, _SHOWN_MEMBERS)}")
+    if member not in checkpoints:
+        raise UsageError(
+            f"{reader.path}: {member!r} is no checkpoint, it was kept as it is; "
+            f"give member= one of {listed(checkpoints, _SHOWN_MEMBERS)}, or restore it"
+        )
+    return names.index(member)
+
+
+def load_member(checkpoint: Checkpoint | None, file: MemberFile, map_location: Any) -> Any:
+    """What ``file`` holds: of a ``checkpoint`` of safetensors the tensors by name, else what ``torch.load`` gives."""
+    import torch
+
+    if checkpoint is None:
+        file.seek(0)
+        return torch.load(cast("IO[bytes]", file), map_location=map_location, weights_only=True)
+    if not isinstance(map_location, (type(None), str, torch.device)):
+        raise UsageError(f"{file.name}: a safetensors file takes a device for map_location, not {map_location!r}")
+    places = {storage.key: storage for storage in checkpoint.storages}
+    loaded = {}
+    for name, ref in checkpoint.tree.items():
+        place = places[ref.key]
+        content = torch.empty(place.nbytes, dtype=torch.uint8)
+        file.seek(place.offset)
+        file.readinto(bytes_of(content))
+        loaded[name] = content.view(ref.dtype.torch).view(ref.shape).to(map_location or "cpu")
+    return loaded
