@@ -1,0 +1,426 @@
+"""Directories: there and back, member by member, through every entry point."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from members_kit import LAYERS, make_directory, model, optimizer, tree
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import ckpt8
+from ckpt8.container.reader import ContainerReader
+from ckpt8.errors import CheckFailedError, InputError, OutputError, UsageError
+from ckpt8.inspect.checkpoint import inspect_checkpoint
+from ckpt8.inspect.container import inspect_container
+from ckpt8.readers import pool
+from ckpt8.readers.base import ByteRange
+
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+ENCODED = {*SHARDS, "optimizer.pt", "extra/old.pt"}
+
+
+def test_lossless_gives_the_same_directory(run_directory, containers, tmp_path):
+    before = tree(run_directory)
+    target = ckpt8.restore(containers["lossless"], tmp_path / "back")
+    assert tree(target) == before == tree(run_directory)
+    assert [path.name for path in tmp_path.iterdir()] == ["back"]
+
+
+def test_flash_changes_only_what_it_encodes_and_every_library_loads_it(run_directory, containers, tmp_path):
+    target = ckpt8.restore(containers["flash"], tmp_path / "back")
+    before, after = tree(run_directory), tree(target)
+    assert {path for path in before if before[path] != after[path]} == ENCODED
+    assert set(before) == set(after)
+    for shard in SHARDS:
+        original, restored = load_file(run_directory / shard), load_file(target / shard)
+        assert list(original) == list(restored)
+        for name, tensor in original.items():
+            torch.testing.assert_close(restored[name], tensor, rtol=2e-5, atol=0)
+        with safe_open(target / shard, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+    state = torch.load(target / "optimizer.pt")["state"]
+    assert state[0]["step"] == 7
+    assert torch.load(target / "extra" / "old.pt")["ema"]["w"].shape == (80, 80)
+
+
+@pytest.mark.parametrize("preset", ["flash", "lossless"])
+def test_verify_measures_everything_again(preset, run_directory, containers):
+    result = ckpt8.verify(containers[preset], run_directory)
+    assert not result.failures
+    assert (result.statistics > 2 * LAYERS) == (preset == "flash")
+    replayed = ckpt8.verify(containers[preset], run_directory, resume_steps=2)
+    assert replayed.resume["parameters"] == LAYERS + 3
+    assert all(name.startswith("optimizer.pt:") for name in replayed.resume["without_weights"])
+
+
+def test_statistics_are_of_all_members_and_names_say_which(containers):
+    with ckpt8.open(containers["flash"]) as file:
+        keys = file.keys()
+        assert "model-00002-of-00002.safetensors:layers.7.up.weight" in keys
+        assert "optimizer.pt:state.0.exp_avg" in keys
+        facts = file.stats("optimizer.pt:state.0.exp_avg_sq")
+        assert facts["codec"].startswith("companded8")
+        assert file.stats(f"{SHARDS[0]}:embed.weight")["role"] == "weight"
+        shape = file.get_tensor("extra/old.pt:ema.w").shape
+        assert shape == (80, 80)
+
+
+def test_load_gives_what_each_library_gives(run_directory, containers):
+    path = containers["lossless"]
+    loaded = ckpt8.load(path, member=SHARDS[0])
+    expected = load_file(run_directory / SHARDS[0])
+    assert list(loaded) == list(expected)
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert ckpt8.load(path, member="extra/scheduler.bin")["last_epoch"] == 3
+    assert torch.equal(ckpt8.load(path, member="extra/scheduler.bin", unpack=True)["seen"], torch.arange(10))
+    assert next(iter(ckpt8.load(path, member=SHARDS[0], map_location="meta").values())).is_meta
+    with pytest.raises(UsageError, match="takes a device"):
+        ckpt8.load(path, member=SHARDS[0], map_location=lambda storage, _: storage)
+
+
+def test_a_member_must_be_named(containers):
+    with pytest.raises(UsageError, match=r"has \d+ members; give member= one of .*optimizer\.pt"):
+        ckpt8.load(containers["flash"])
+    with pytest.raises(UsageError, match="has no member 'x'"):
+        ckpt8.load(containers["flash"], member="x")
+    with pytest.raises(UsageError, match=r"'config\.json' is no checkpoint"):
+        ckpt8.load(containers["flash"], member="config.json")
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Linear(64, 96)
+
+
+@pytest.mark.parametrize("source", ["container", "directory"])
+def test_resume_from_members(source, tmp_path):
+    torch.manual_seed(0)
+    net, other = Net(), Net()
+    first, second = torch.optim.AdamW(net.parameters()), torch.optim.AdamW(other.parameters())
+    for parameter in net.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    first.step()
+    root = tmp_path / "run"
+    root.mkdir()
+    save_file(net.state_dict(), root / "model.safetensors")
+    torch.save({"optimizer": first.state_dict(), "epoch": 3}, root / "optimizer.pt")
+    path = root
+    if source == "container":
+        ckpt8.compress(root, preset="lossless")
+        path = tmp_path / "run.ckpt8"
+    assert ckpt8.resume(path, model=other, member="model.safetensors") is not None
+    assert ckpt8.resume(path, optimizer=second, member="optimizer.pt")["epoch"] == 3
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+    assert torch.equal(first.state[net.w.weight]["exp_avg"], second.state[other.w.weight]["exp_avg"])
+    with pytest.raises((UsageError, InputError)):
+        ckpt8.resume(path, model=other)
+
+
+def test_damage_in_another_member_does_not_keep_from_resuming(tmp_path):
+    root = tmp_path / "run"
+    root.mkdir()
+    net = Net()
+    save_file(net.state_dict(), root / "model.safetensors")
+    (root / "noise.bin").write_bytes(os.urandom(5000))
+    ckpt8.compress(root)
+    path = tmp_path / "run.ckpt8"
+    data = bytearray(path.read_bytes())
+    with ContainerReader(path) as reader:
+        record = next(m for m in reader.manifest.members if m.path == "noise.bin")
+        offset = reader._parts[record.skeleton]["bytes"].offsets[0]
+    data[offset + 10] ^= 1
+    path.write_bytes(data)
+    ckpt8.resume(path, model=Net(), member="model.safetensors")
+    with pytest.raises(InputError, match=r"noise\.bin"):
+        ckpt8.verify(path)
+    with pytest.raises(InputError, match=r"noise\.bin"):
+        ckpt8.restore(path, tmp_path / "back")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "run.ckpt8"]
+
+
+# Names of parameters from the weights beside the optimizer
+
+
+def test_names_are_told_where_the_order_is_known(containers, run_directory):
+    facts = inspect_container(containers["flash"], tensors=True)
+    names = [parameter["name"].removeprefix("optimizer.pt:") for parameter in facts["parameters"]]
+    layers = [f"layers.{k}.up.weight" for k in range(LAYERS)]
+    # The two vectors have one shape and nothing that orders them.
+    assert names == ["embed.weight", *layers, f"state.{LAYERS + 1}", f"state.{LAYERS + 2}"]
+    assert {row["name"].partition(":")[0] for row in facts["worst"]["update"]} == {"optimizer.pt"}
+
+
+def test_names_of_a_state_dict_of_torch_are_in_the_order_of_the_model(tmp_path):
+    root = tmp_path / "run"
+    root.mkdir()
+    weights = {"b.weight": torch.randn(70, 70), "a.weight": torch.randn(70, 70), "c": torch.randn(90, 80)}
+    torch.save(weights, root / "pytorch_model.bin")
+    live = [torch.nn.Parameter(weight) for weight in weights.values()]
+    adam = torch.optim.AdamW(live)
+    for parameter in live:
+        parameter.grad = torch.randn_like(parameter)
+    adam.step()
+    torch.save(adam.state_dict(), root / "optimizer.pt")
+    manifest = ckpt8.compress(root)
+    assert [p.name for p in manifest.parameters] == [f"optimizer.pt:{name}" for name in weights]
+    (root / "again.bin").write_bytes((root / "pytorch_model.bin").read_bytes())
+    manifest = ckpt8.compress(root, force=True)
+    assert [p.name for p in manifest.parameters] == [f"optimizer.pt:state.{k}" for k in range(3)]
+
+
+def test_frozen_weights_leave_their_shape_without_names(tmp_path):
+    root = make_directory(tmp_path / "run")
+    state = optimizer(model())
+    del state["state"][3]
+    torch.save(state, root / "optimizer.pt")
+    names = {p.name for p in ckpt8.compress(root).parameters}
+    assert "optimizer.pt:embed.weight" in names
+    assert not any("up.weight" in name for name in names)
+
+
+# Other sources
+
+
+def test_a_single_safetensors_file(run_directory, tmp_path):
+    source = tmp_path / "model.safetensors"
+    source.write_bytes((run_directory / SHARDS[0]).read_bytes())
+    for preset in ("flash", "lossless"):
+        manifest = ckpt8.compress(source, preset=preset, force=True)
+        assert (manifest.version, manifest.directory) == ("1.0", None)
+        assert not ckpt8.verify(tmp_path / "model.ckpt8", source).failures
+        (tmp_path / preset).mkdir()
+        moved = (tmp_path / "model.ckpt8").rename(tmp_path / preset / "model.ckpt8")
+        restored = ckpt8.restore(moved)
+        assert restored.name == "model.safetensors"
+        assert (restored.read_bytes() == source.read_bytes()) == (preset == "lossless")
+        assert list(ckpt8.load(moved)) == list(load_file(restored))
+
+
+def test_a_directory_of_one_file_stays_a_directory(tmp_path):
+    root = tmp_path / "a.b"
+    root.mkdir()
+    save_file({"w": torch.randn(80, 80)}, root / "only")
+    ckpt8.compress(root)
+    root.rename(tmp_path / "moved")
+    assert ckpt8.restore(tmp_path / "a.b.ckpt8") == root
+    assert (root / "only").is_file()
+    assert list(ckpt8.load(tmp_path / "a.b.ckpt8")) == ["w"]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_what_no_reader_reads_is_kept_with_the_reason(tmp_path):
+    root = tmp_path / "run"
+    root.mkdir()
+    save_file({"w": torch.randn(80, 80)}, root / "model.safetensors")
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), root / "script.pt")
+    (root / "half.distcp").write_bytes(b"".join(_zipped(torch.ones(k)) for k in (1, 2)))
+    ckpt8.compress(root)
+    facts = inspect_container(tmp_path / "run.ckpt8")
+    reasons = {row["names"][0]: row["reason"] for row in facts["lossless"]}
+    assert "TorchScript" in reasons["script.pt:ckpt8.skeleton"]
+    assert "distributed checkpoint" in reasons["half.distcp:ckpt8.skeleton"]
+    assert tree(ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "b"))["script.pt"] == (root / "script.pt").read_bytes()
+    raw = {m["path"]: m["reason"] for m in inspect_checkpoint(root)["members"]}
+    assert "TorchScript" in raw["script.pt"]
+    assert raw["model.safetensors"] is None
+
+
+def _zipped(value):
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def test_a_container_inside_a_directory_is_a_plain_file(tmp_path):
+    root = tmp_path / "run"
+    root.mkdir()
+    save_file({"w": torch.randn(80, 80)}, root / "model.safetensors")
+    ckpt8.compress(root / "model.safetensors")
+    manifest = ckpt8.compress(root)
+    assert {m.path: m.format for m in manifest.members}["model.ckpt8"] == "file"
+
+
+def test_damage_is_refused_with_the_name_of_the_member(tmp_path):
+    root = make_directory(tmp_path / "run")
+    whole = (root / "optimizer.pt").read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole.replace(b"exp_avg_sq", b"exp_avg_sr", 1)):
+        (root / "optimizer.pt").write_bytes(damaged)
+        with pytest.raises(InputError, match=r"optimizer\.pt") as caught:
+            ckpt8.compress(root)
+        assert "\n" not in str(caught.value)
+    (root / "optimizer.pt").write_bytes(whole)
+    shard = root / SHARDS[0]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(InputError, match=f"{SHARDS[0]}: cut off"):
+        ckpt8.compress(root)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_record_with_a_wrong_checksum_is_named(tmp_path):
+    root = make_directory(tmp_path / "run")
+    data = bytearray((root / "optimizer.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (root / "optimizer.pt").write_bytes(data)
+    with pytest.raises(InputError, match=r"run: optimizer\.pt:state\.\d+\.exp_avg.*checksum"):
+        ckpt8.compress(root)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_links_that_lead_out(tmp_path):
+    root = tmp_path / "run"
+    root.mkdir()
+    save_file({"w": torch.randn(80, 80)}, tmp_path / "blob")
+    (root / "model.safetensors").symlink_to(tmp_path / "blob")
+    (root / "other").symlink_to("../blob")
+    manifest = ckpt8.compress(root)
+    assert {m.path: m.format for m in manifest.members} == {"model.safetensors": "safetensors", "other": "safetensors"}
+    back = ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")
+    assert not (back / "model.safetensors").is_symlink()
+    for target in ("/etc", "../nothing", "."):
+        (root / "bad").unlink(missing_ok=True)
+        (root / "bad").symlink_to(target)
+        if target == ".":
+            ckpt8.compress(root, force=True)
+            continue
+        with pytest.raises(InputError, match="a link out of the directory that leads to no file"):
+            ckpt8.compress(root, force=True)
+
+
+def test_what_a_directory_may_not_hold(tmp_path):
+    root = tmp_path / "run"
+    root.mkdir()
+    with pytest.raises(InputError, match="an empty directory"):
+        ckpt8.compress(root)
+    (root / "a.txt").write_text("x")
+    with pytest.raises(InputError, match="holds no tensors"):
+        ckpt8.compress(root)
+    os.mkfifo(root / "pipe")
+    with pytest.raises(InputError, match="pipe: is neither a file nor a directory nor a link"):
+        ckpt8.compress(root)
+    (root / "pipe").unlink()
+    Path(os.fsdecode(os.fsencode(root) + b"/\xff")).touch()
+    with pytest.raises(InputError, match="its name is not valid UTF-8"):
+        ckpt8.compress(root)
+
+
+def test_the_output_may_not_lie_in_the_directory(run_directory):
+    before = tree(run_directory)
+    with pytest.raises(OutputError, match="lies in the directory"):
+        ckpt8.compress(run_directory, run_directory / "x.ckpt8")
+    assert tree(run_directory) == before
+
+
+@pytest.mark.parametrize("change", ["grows", "appears", "vanishes"])
+def test_a_directory_that_changes_is_refused(change, tmp_path):
+    root = make_directory(tmp_path / "run")
+    done = []
+
+    def meanwhile(_):
+        if not done:
+            done.append(1)
+            path = root / "config.json"
+            if change == "vanishes":
+                (root / "extra" / "deep" / "nothing").unlink()
+            else:
+                (path if change == "grows" else root / "new").write_text("something longer than before")
+
+    with pytest.raises(InputError, match=r"changed while it was read|cannot be read"):
+        ckpt8.compress(root, progress=meanwhile)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_another_original(run_directory, containers, tmp_path):
+    root = make_directory(tmp_path / "run")
+    (root / "more").touch()
+    with pytest.raises(CheckFailedError, match="'more'"):
+        ckpt8.verify(containers["flash"], root)
+    with pytest.raises(CheckFailedError, match="one has"):
+        ckpt8.verify(containers["flash"], run_directory / "optimizer.pt")
+    (root / "more").unlink()
+    (root / "config.json").write_text('{"hidden": 65}')
+    failures = ckpt8.verify(containers["flash"], root).failures
+    assert any("config.json" in failure for failure in failures)
+
+
+def test_a_container_does_not_depend_on_the_number_of_threads(run_directory, tmp_path):
+    for threads in (1, 3):
+        ckpt8.compress(run_directory, tmp_path / f"{threads}.ckpt8", threads=threads)
+    assert (tmp_path / "1.ckpt8").read_bytes() == (tmp_path / "3.ckpt8").read_bytes()
+
+
+def test_more_files_than_may_be_open(tmp_path, monkeypatch):
+    root = tmp_path / "zero"
+    root.mkdir()
+    for k in range(90):
+        torch.save({"w": torch.full((70, 70), float(k))}, root / f"{k:03}.pt")
+    opened = []
+    close, get = pool._Handle.__del__, pool._Handle.__init__
+    monkeypatch.setattr(pool._Handle, "__init__", lambda self, path: (get(self, path), opened.append(1))[0])
+    monkeypatch.setattr(pool._Handle, "__del__", lambda self: (close(self), opened.pop())[0])
+    most = []
+    ckpt8.compress(root, preset="lossless", progress=lambda _: most.append(len(opened)))
+    assert 0 < max(most) <= 64 + 8
+    assert tree(ckpt8.restore(tmp_path / "zero.ckpt8", tmp_path / "back")) == tree(root)
+
+
+def test_a_pool_lets_go_of_files_in_order(tmp_path):
+    files = [tmp_path / str(k) for k in range(3)]
+    for path in files:
+        path.write_bytes(b"abc")
+    shared = pool.FilePool(limit=2)
+    readers = [pool.PooledFile(ByteRange.of(path), shared) for path in files]
+    assert [reader.read(0, 3) for reader in readers] == [b"abc"] * 3
+    assert list(shared._handles) == files[1:]
+    files[0].unlink()
+    files[0].write_bytes(b"abcd")
+    with pytest.raises(InputError, match="changed while it was read"):
+        readers[0].read(0, 3)
+
+
+def run_cli(*arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "ckpt8", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_as_a_user_types_it(tmp_path):
+    root = make_directory(tmp_path / "checkpoint-500")
+    made = run_cli("compress", f"{root}/", "--json")
+    assert made.returncode == 0, made.stderr
+    facts = json.loads(made.stdout)
+    container = tmp_path / "checkpoint-500.ckpt8"
+    assert facts["target"] == str(container)
+    assert facts["directory"] == "checkpoint-500"
+    shown = run_cli("inspect", container)
+    assert "from checkpoint-500/ (14 members)" in shown.stdout
+    assert "extra/scheduler.bin" in shown.stdout
+    raw = run_cli("inspect", root, "--tensors")
+    assert "optimizer.pt:state.0.exp_avg" in raw.stdout, raw.stderr
+    assert "update rule adam at step 7" in raw.stdout
+    assert run_cli("verify", container, "--against", root).returncode == 0
+    refused = run_cli("restore", container)
+    assert (refused.returncode, refused.stdout) == (4, "")
+    assert "exists; use --force" in refused.stderr
+    root.rename(tmp_path / "original")
+    assert run_cli("restore", container).returncode == 0
+    assert set(tree(root)) == set(tree(tmp_path / "original"))
+    (tmp_path / "original" / "more").touch()
+    assert run_cli("verify", container, "--against", tmp_path / "original").returncode == 1
+
+
+def test_help_and_inspect_do_not_import_torch(containers):
+    code = (
+        "import sys; from ckpt8.inspect.container import inspect_container; import ckpt8.cli;"
+        f"inspect_container(__import__('pathlib').Path({str(containers['flash'])!r}), tensors=True);"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

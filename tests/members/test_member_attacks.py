@@ -1,0 +1,297 @@
+"""Containers that are hostile or damaged, and restores that fail: nothing lands outside the target, nothing stays."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from members_kit import make_directory, tampered, tree
+from safetensors.torch import save_file
+
+import ckpt8
+from ckpt8 import restoration
+from ckpt8.container.member_paths import is_inside, link_stays_inside
+from ckpt8.errors import InputError, OutputError
+from ckpt8.readers import directory
+
+
+def everything(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def simple(tmp_path_factory):
+    """A container of a directory of a checkpoint, two files, two links and an empty directory."""
+    root = tmp_path_factory.mktemp("simple") / "run"
+    (root / "a" / "b").mkdir(parents=True)
+    (root / "hollow").mkdir()
+    save_file({"w": torch.randn(80, 80)}, root / "a" / "model.safetensors")
+    (root / "a" / "b" / "one.txt").write_text("one")
+    (root / "two.txt").write_text("../../etc")
+    (root / "a" / "link").symlink_to("../two.txt")
+    (root / "a" / "to").symlink_to("b")
+    ckpt8.compress(root)
+    return root.with_name("run.ckpt8")
+
+
+def refused(simple, tmp_path, change, match):
+    folder = tmp_path / "folder"
+    folder.mkdir(exist_ok=True)
+    path = tampered(simple, folder / "x.ckpt8", change)
+    for target in (None, folder / "out", tmp_path / "other"):
+        with pytest.raises(InputError, match=match) as caught:
+            ckpt8.restore(path, target)
+        assert "\n" not in str(caught.value)
+    assert everything(tmp_path) == ["folder", "folder/x.ckpt8"]
+
+
+def test_a_tampered_container_without_a_change_is_whole(simple, tmp_path):
+    path = tampered(simple, tmp_path / "x.ckpt8", lambda manifest, members: None)
+    assert tree(ckpt8.restore(path, tmp_path / "out")).keys() == tree(simple.with_suffix("")).keys()
+
+
+PATHS = ["../x", "/etc/x", "a/../../x", "a/../x", "..", ".", "", "a//x", "./x", "a/.", "x/", "a\0b", "~/../x", "\ud800"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_paths_that_leave_the_directory(path, simple, tmp_path):
+    refused(simple, tmp_path, lambda _, members: members["two.txt"].update(path=path), "path leaves|malformed")
+
+
+def test_a_path_through_a_link_or_a_file(simple, tmp_path):
+    for path in ("a/link/x", "a/to/x", "a/b/one.txt/x", "hollow/x", "a/to"):
+        match = "two members" if path == "a/to" else "lies below another member"
+        refused(simple, tmp_path, lambda _, members, path=path: members["two.txt"].update(path=path), match)
+
+
+LINKS = ["/etc/passwd", "../../x", "a/../../..", "b/../..", "..//x", "x/../y", "", "\0", "../../run/two.txt"]
+
+
+@pytest.mark.parametrize("target", LINKS)
+def test_links_that_lead_out(target, simple, tmp_path, monkeypatch):
+    assert not link_stays_inside("a/link", target)
+    if target in ("", "\0"):
+        return  # no system makes such links
+    root = tmp_path / "elsewhere" / "run"
+    (root / "a").mkdir(parents=True)
+    save_file({"w": torch.randn(80, 80)}, root / "model.safetensors")
+    (root / "a" / "link").symlink_to(target)
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "link_stays_inside", lambda *_: True)
+        ckpt8.compress(root, tmp_path / "x.ckpt8")
+    before = everything(tmp_path)
+    with pytest.raises(InputError, match="leads out of its directory; nothing is written"):
+        ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "out")
+    assert everything(tmp_path) == before
+
+
+def test_a_link_with_the_content_of_a_hostile_file(simple, tmp_path):
+    # The content of two.txt is ../../etc: as a link at the top it leads out.
+    refused(
+        simple, tmp_path, lambda _, members: members["two.txt"].update(format="symlink"), "leads out of its directory"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [("link", "a"), ("link", "a/b/"), ("link", "./a"), ("a/link", "../x"), ("a/b/link", "../../x"), ("a/l", "..")],
+)
+def test_links_that_stay(path, target):
+    assert link_stays_inside(path, target)
+    assert is_inside(path)
+
+
+def test_no_chain_of_links_leads_out(tmp_path):
+    """Random links that are allowed, resolved by the system: none ends outside."""
+    chance = random.Random(3)
+    names = ["a", "b", "a/c", "a/d", "a/c/e", "a/c/f"]
+    for number in range(150):
+        root = tmp_path / str(number) / "root"
+        (root / "a" / "c").mkdir(parents=True)
+        links = [name for name in names if name not in ("a", "a/c")]
+        for name in links:
+            target = "/".join(chance.choices(["..", "a", "b", "c", "d", "e", "f", "."], k=chance.randint(1, 5)))
+            if link_stays_inside(name, target):
+                (root / name).symlink_to(target)
+        for name in names:
+            assert str(os.path.realpath(root / name) + "/").startswith(f"{os.path.realpath(root)}/")
+
+
+MANIFESTS = {
+    "no directory": lambda manifest, _: manifest.pop("directory"),
+    "no members": lambda manifest, _: manifest.update(members=[]),
+    "a directory that is no text": lambda manifest, _: manifest.update(directory=3),
+    "a directory with content": lambda _, members: members["two.txt"].update(format="directory"),
+    "a file with storages": lambda _, members: members["a/model.safetensors"].update(format="file"),
+    "a link with storages": lambda _, members: members["a/model.safetensors"].update(format="symlink"),
+    "an empty link": lambda _, members: members["hollow"].update(format="symlink"),
+    "a storage twice": lambda _, members: members["two.txt"].update(
+        skeleton=members["a/b/one.txt"]["skeleton"], size=members["a/b/one.txt"]["size"]
+    ),
+    "another size": lambda _, members: members["two.txt"].update(size=10),
+    "a member twice": lambda manifest, members: manifest["members"].append(members["two.txt"]),
+}
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_manifests_that_contradict_themselves(kind, simple, tmp_path):
+    refused(simple, tmp_path, MANIFESTS[kind], "malformed")
+
+
+@pytest.mark.parametrize("name", ["../out", "/tmp/out", "", "..", ".", "a/b"])
+def test_the_name_of_the_directory_leads_nowhere_else(name, simple, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = tampered(simple, folder / "x.ckpt8", lambda manifest, _: manifest.update(directory=name))
+    with pytest.raises(InputError, match="give one with -o"):
+        ckpt8.restore(path)
+    assert everything(tmp_path) == ["folder", "folder/x.ckpt8"]
+    assert ckpt8.restore(path, folder / "given").is_dir()
+
+
+def test_names_that_differ_in_case_are_two_files_or_none(simple, tmp_path, monkeypatch):
+    path = tampered(simple, tmp_path / "x.ckpt8", lambda _, members: members["two.txt"].update(path="a/B/ONE.txt"))
+    found = tree(ckpt8.restore(path, tmp_path / "out"))
+    assert (found["a/b/one.txt"], found["a/B/ONE.txt"]) == (b"one", b"../../etc")
+    # A file system that does not tell them apart: the second is an error, and the first is not overwritten.
+    mkdir, listed = Path.mkdir, {}
+
+    def folding(self, *args, **kwargs):
+        if str(self).lower() in listed:
+            raise FileExistsError(17, "File exists")
+        listed[str(self).lower()] = 1
+        mkdir(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", folding)
+    with pytest.raises(OutputError, match="File exists"):
+        ckpt8.restore(path, tmp_path / "again")
+    assert names(tmp_path) == ["out", "x.ckpt8"]
+
+
+def test_every_flipped_bit_is_noticed(simple, tmp_path):
+    data = bytearray(simple.read_bytes())
+    path = tmp_path / "x.ckpt8"
+    generator = random.Random(5)
+    for _ in range(120):
+        bit = generator.randrange(8 * len(data))
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        with pytest.raises(InputError):
+            ckpt8.restore(path, tmp_path / "out")
+        data[bit // 8] ^= 1 << bit % 8
+        assert names(tmp_path) == ["x.ckpt8"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+def test_a_container_that_is_cut_off(share, simple, tmp_path):
+    data = simple.read_bytes()
+    path = tmp_path / "x.ckpt8"
+    path.write_bytes(data[: int(share * len(data))])
+    with pytest.raises(InputError):
+        ckpt8.restore(path, tmp_path / "out")
+    assert names(tmp_path) == ["x.ckpt8"]
+
+
+# Targets
+
+
+def test_existing_targets(simple, tmp_path):
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "mine.txt").write_text("mine")
+    for existing in (target, tmp_path / "file"):
+        if existing.name == "file":
+            existing.write_text("x")
+        with pytest.raises(OutputError, match="exists"):
+            ckpt8.restore(simple, existing)
+    with pytest.raises(OutputError, match="is not a directory"):
+        ckpt8.restore(simple, tmp_path / "file", force=True)
+    assert (target / "mine.txt").read_text() == "mine"
+    ckpt8.restore(simple, target, force=True)
+    assert "mine.txt" not in tree(target)
+    assert names(tmp_path) == ["file", "out"]
+
+
+def test_force_never_replaces_what_holds_the_container_or_the_current_directory(simple, tmp_path, monkeypatch):
+    (tmp_path / "home" / "here").mkdir(parents=True)
+    path = tmp_path / "home" / "x.ckpt8"
+    path.write_bytes(simple.read_bytes())
+    monkeypatch.chdir(tmp_path / "home" / "here")
+    for target in (tmp_path / "home", tmp_path, Path()):
+        with pytest.raises(OutputError, match="holds the file that is read, or the current directory"):
+            ckpt8.restore(path, target, force=True)
+    assert everything(tmp_path) == ["home", "home/here", "home/x.ckpt8"]
+
+
+def test_a_link_in_place_of_the_target_is_followed_to_a_directory(simple, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    ckpt8.restore(simple, tmp_path / "link", force=True)
+    assert (tmp_path / "link").is_symlink()
+    assert "two.txt" in tree(tmp_path / "real")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("force", [False, True])
+def test_a_failure_leaves_no_output_and_what_was_there(error, force, simple, tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    if force:
+        target.mkdir()
+        (target / "mine.txt").write_text("mine")
+    before = everything(tmp_path)
+    write, calls = restoration._write, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise error("no")
+        write(*args)
+
+    monkeypatch.setattr(restoration, "_write", failing)
+    with pytest.raises(error):
+        ckpt8.restore(simple, target, force=force)
+    assert everything(tmp_path) == before
+    # At the last moment: the old directory is back.
+    monkeypatch.setattr(restoration, "_write", write)
+    rename = Path.rename
+
+    def refusing(self, other):
+        if self.name.endswith("partial") and Path(other).name == "out" and "mine.txt" not in tree(self):
+            raise OSError(5, "no")
+        return rename(self, other)
+
+    monkeypatch.setattr(Path, "rename", refusing)
+    with pytest.raises(OutputError):
+        ckpt8.restore(simple, target, force=force)
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_nothing_behind(number, tmp_path):
+    root = make_directory(tmp_path / "run")
+    torch.save({"w": torch.randn(12_000_000)}, root / "large.pt")
+    ckpt8.compress(root, preset="lossless", threads=2)
+    before = names(tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckpt8", "restore", str(tmp_path / "run.ckpt8"), "-o", str(tmp_path / "out")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while process.poll() is None and len(names(tmp_path)) == len(before) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(number)
+    code = process.wait(60)
+    assert (names(tmp_path) == before) == (code != 0)
+    assert not [name for name in names(tmp_path) if "partial" in name]
