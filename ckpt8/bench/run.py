@@ -18,6 +18,7 @@ from typing import Any
 from ckpt8._version import __version__
 from ckpt8.bench.probe import OPERATIONS
 from ckpt8.errors import InputError, UsageError
+from ckpt8.readers.directory import is_directory
 from ckpt8.workers import default_threads
 
 _READ_CONTAINER = frozenset({"restore", "verify", "load"})
@@ -55,6 +56,8 @@ def bench(
 
     Figures are medians of ``repeat`` rounds. Raises InputError when the checkpoint cannot be read.
     """
+    if checkpoint is not None and is_directory(checkpoint):
+        raise InputError(f"{checkpoint}: a directory; the benchmark takes one of the checkpoint files inside it")
     threads = threads or default_threads()
     with tempfile.TemporaryDirectory(prefix="ckpt8-bench-") as directory:
         work = Path(directory)

@@ -58,8 +58,8 @@ def collect_weights(members: Iterable[tuple[str, object]]) -> Weights:
 
 def parameter_names(tree: object, weights: Weights) -> Mapping[str, str]:
     """The names that can be told of the parameters of the optimizer in ``tree``, by the place of their state."""
-    _, optimizers = find(tree)
-    if len(optimizers) != 1 or not weights.unique:
+    models, optimizers = find(tree)
+    if models or len(optimizers) != 1 or not weights.unique:
         return {}
     groups = [group for group in optimizers[0].node["param_groups"] if isinstance(group, dict)]
     if saved_names(groups) != {}:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import zstandard
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 import ckpt8
 import ckpt8.container
@@ -39,7 +40,7 @@ class Plain:
         assert length <= 100_000_000
         head = data[: 8 + length]
         header = json.loads(head[8:].decode(), object_pairs_hook=self._unique, parse_constant=self._refuse)
-        assert header.pop("__metadata__")["ckpt8"] == "1.0"
+        version = header.pop("__metadata__")["ckpt8"]
         self.entries, position = {}, 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             start, stop = entry["data_offsets"]
@@ -55,7 +56,7 @@ class Plain:
         text = zstandard.ZstdDecompressor().decompress(stored)
         assert len(text) == size
         self.manifest = json.loads(text.decode(), object_pairs_hook=self._unique, parse_constant=self._refuse)
-        assert self.manifest["version"] == "1.0"
+        assert self.manifest["version"] == version == ("1.1" if "directory" in self.manifest else "1.0")
         assert self.manifest["frame"] == CHUNK
         assert self.manifest["slab"] % CHUNK == 0
         self.storages = self.manifest["storages"]
@@ -137,8 +138,28 @@ class Plain:
         )
 
     def member(self):
-        """The bytes of the source."""
+        """The bytes of a source that was one file."""
+        assert "directory" not in self.manifest
         (member,) = self.manifest["members"]
+        return self.content(member)
+
+    def directory(self):
+        """Of a source that was a directory, the format and content of every member."""
+        members = self.manifest["members"]
+        paths = [member["path"] for member in members]
+        assert len(set(paths)) == len(paths)
+        for member in members:
+            components = member["path"].split("/")
+            assert not {"", ".", ".."} & set(components)
+            assert not {"/".join(components[:k]) for k in range(1, len(components))} & set(paths)
+            own = [member["skeleton"], *(index for _, index in member["segments"])]
+            assert all(self.storages[index]["name"].startswith(f"{member['path']}:") for index in own)
+            if member["format"] in ("file", "symlink", "directory"):
+                assert not member["segments"]
+                assert not member["crc_fields"]
+        return {member["path"]: (member["format"], self.content(member)) for member in members}
+
+    def content(self, member):
         rest = self.storage(member["skeleton"])
         out, position, used = b"", 0, 0
         contents = {}
@@ -324,7 +345,7 @@ def _agrees(path):
 def _agrees_with_safetensors(path, plain):
     with safe_open(path, framework="pt") as file:
         assert set(file.keys()) == set(plain.entries)
-        assert file.metadata()["ckpt8"] == "1.0"
+        assert file.metadata()["ckpt8"] == plain.manifest["version"]
         for name, content in plain.entries.items():
             assert file.get_slice(name).get_dtype() == "U8"
             assert file.get_slice(name).get_shape() == [len(content)]
@@ -337,6 +358,36 @@ def test_golden_files_read_from_the_specification_alone(path, tmp_path):
     copy = tmp_path / path.name
     copy.write_bytes(path.read_bytes())
     _agrees(copy)
+
+
+@pytest.mark.parametrize("preset", ["flash", "lossless"])
+def test_a_directory_read_from_the_specification_alone(preset, inputs, tmp_path):
+    root = tmp_path / "run"
+    (root / "a" / "hollow").mkdir(parents=True)
+    for name in ("gpt_bf16.pt", "views.pt", "legacy.pt"):
+        (root / "a" / name).write_bytes((inputs / name).read_bytes())
+    save_file({"w": torch.randn(80, 80), "b": torch.ones(3)}, root / "model.safetensors")
+    (root / "notes").write_text("notes")
+    (root / "nothing").touch()
+    (root / "a" / "link").symlink_to("../notes")
+    ckpt8.compress(root, preset=preset)
+    plain = Plain((tmp_path / "run.ckpt8").read_bytes())
+    assert plain.manifest["directory"] == "run"
+    found = plain.directory()
+    assert found.pop("a/hollow") == ("directory", b"")
+    assert found.pop("a/link") == ("symlink", b"../notes")
+    assert {path: kind for path, (kind, _) in found.items()} == {
+        "a/gpt_bf16.pt": "torch-zip",
+        "a/legacy.pt": "torch-legacy",
+        "a/views.pt": "torch-zip",
+        "model.safetensors": "safetensors",
+        "notes": "file",
+        "nothing": "file",
+    }
+    back = ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")
+    assert all((back / path).read_bytes() == content for path, (_, content) in found.items())
+    assert plain.read == set(plain.entries) - {"ckpt8.manifest", "ckpt8.seal"}
+    _agrees_with_safetensors(tmp_path / "run.ckpt8", plain)
 
 
 @pytest.mark.parametrize("preset", ["flash", "compact", "lossless"])

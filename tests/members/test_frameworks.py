@@ -1,4 +1,4 @@
-"""A checkpoint of the Trainer of transformers: the resumed run goes on from the restored directory."""
+"""Checkpoint directories that transformers and accelerate wrote: runs go on from the restored directory."""
 
 from __future__ import annotations
 
@@ -81,6 +81,43 @@ def test_the_run_goes_on(preset, drift, trained, tmp_path):
     # What has a shape of its own, or one that only the layers of one kind share; the rest has no name.
     assert {"optimizer.pt:model.embed_tokens.weight", "optimizer.pt:model.layers.1.mlp.down_proj.weight"} <= names
     assert "optimizer.pt:state.1" in names
+
+
+def test_a_sharded_model(trained, tmp_path):
+    _, checkpoint = trained
+    model = transformers.LlamaForCausalLM.from_pretrained(checkpoint)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="500KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    ckpt8.compress(tmp_path / "sharded")
+    restored = transformers.LlamaForCausalLM.from_pretrained(
+        ckpt8.restore(tmp_path / "sharded.ckpt8", tmp_path / "back")
+    )
+    for name, tensor in restored.state_dict().items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=2e-5, atol=0)
+
+
+def test_a_state_of_accelerate(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(80, 80), torch.nn.Linear(80, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    data = torch.randn(16, 80, generator=torch.Generator().manual_seed(1))
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(data).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        return loss.item()
+
+    step()
+    accelerator.save_state(str(tmp_path / "state"))
+    expected = [step() for _ in range(3)]
+    manifest = ckpt8.compress(tmp_path / "state", preset="lossless")
+    assert {"model.safetensors", "optimizer.bin", "random_states_0.pkl"} <= {m.path for m in manifest.members}
+    accelerator.load_state(str(ckpt8.restore(tmp_path / "state.ckpt8", tmp_path / "back")))
+    assert [step() for _ in range(3)] == expected
 
 
 def test_the_model_loads_from_the_restored_directory(trained, tmp_path):
