@@ -166,7 +166,7 @@ def open_bundle(path: Path) -> Iterator[Bundle]:
 
 def directory_name(path: Path) -> str:
     """The name of a directory however it was given: ``.``, ``run/``, ``run/..``. Raises InputError for the root."""
-    name = path.absolute().name if path.name not in ("", "..") else path.resolve().name
+    name = path.name if path.name not in ("", "..") else path.resolve().name
     if not name:
         raise InputError(f"{path}: the root of the file system; give a checkpoint directory")
     return name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -100,7 +99,6 @@ class AtomicDirectory:
                 old.rename(self._final)
             raise
         if old is not None:
-            _make_removable(old)
             remove(old)
 
     def __enter__(self) -> AtomicDirectory:
@@ -112,10 +110,3 @@ class AtomicDirectory:
         if self.path in unfinished:
             remove(self.path)
             unfinished.pop(self.path, None)
-
-
-def _make_removable(root: Path) -> None:
-    """Let the owner write into every directory below ``root``, so that it can be emptied."""
-    for directory, _, _ in os.walk(root):
-        with contextlib.suppress(OSError):
-            Path(directory).chmod(stat.S_IRWXU)

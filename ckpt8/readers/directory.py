@@ -117,7 +117,7 @@ def _entry(root: Path, path: str) -> Entry | None:
         if stat.S_ISLNK(mode):
             return _link(full, path)
     except UnicodeEncodeError as exc:
-        raise InputError(f"{full}: its name is not valid UTF-8; rename it") from exc
+        raise InputError(f"{full}: its name, or where it leads, is not valid UTF-8; rename it") from exc
     except OSError as exc:
         raise InputError(f"{full}: cannot be read: {exc.strerror}") from exc
     if stat.S_ISDIR(mode):

@@ -205,6 +205,16 @@ def test_a_single_safetensors_file(run_directory, tmp_path):
         assert list(ckpt8.load(moved)) == list(load_file(restored))
 
 
+@pytest.mark.parametrize("given", [".", "", "../run", "deep/..", "../run/"])
+def test_a_directory_has_its_name_however_it_is_given(given, tmp_path, monkeypatch):
+    root = tmp_path / "run"
+    (root / "deep").mkdir(parents=True)
+    save_file({"w": torch.randn(80, 80)}, root / "w")
+    monkeypatch.chdir(root)
+    assert ckpt8.compress(given or root).directory == "run"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.ckpt8"]
+
+
 def test_a_directory_of_one_file_stays_a_directory(tmp_path):
     root = tmp_path / "a.b"
     root.mkdir()
@@ -308,7 +318,7 @@ def test_what_a_directory_may_not_hold(tmp_path):
         ckpt8.compress(root)
     (root / "pipe").unlink()
     Path(os.fsdecode(os.fsencode(root) + b"/\xff")).touch()
-    with pytest.raises(InputError, match="its name is not valid UTF-8"):
+    with pytest.raises(InputError, match="is not valid UTF-8; rename it"):
         ckpt8.compress(root)
 
 
