@@ -22,7 +22,7 @@ from ckpt8.codecs.base import TILE
 from ckpt8.codecs.split32 import Split32
 from ckpt8.errors import UsageError
 from ckpt8.optim.blocks import Block, Values, flat_blocks
-from ckpt8.optim.masters import exact_residual, master_part
+from ckpt8.optim.masters import CHECKS, exact_residual, master_part, weight_check
 from ckpt8.optim.moments import Layout, Moment, moment_layout
 from ckpt8.optim.options import MOMENT2, check_group, unpacked
 from ckpt8.optim.release import GradientRelease
@@ -192,6 +192,18 @@ class PackedOptimizer(torch.optim.Optimizer):
         step, so it goes with neither gradient accumulation, nor clipping by global norm, nor a ``GradScaler``.
         """
         return GradientRelease(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch, packed. Groups of 16-bit parameters hold ``weight_checks`` as well: see ``weight_check``."""
+        saved = super().state_dict()
+        for live, group in zip(self.param_groups, saved["param_groups"], strict=True):
+            states = [self.state.get(param, {}) for param in live["params"]]
+            if any({"residual", "master"} & state.keys() for state in states):
+                pairs = zip(live["params"], states, strict=True)
+                group[CHECKS] = [
+                    weight_check(param) if {"residual", "master"} & state.keys() else None for param, state in pairs
+                ]
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` of the same class gave, copied, with every element type kept.
