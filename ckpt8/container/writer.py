@@ -96,12 +96,6 @@ class AtomicFile:
             finally:
                 os.close(directory)
 
-    def discard(self) -> None:
-        """Remove the temporary file, if it still has its name; it can then no longer be published."""
-        with contextlib.suppress(OSError):
-            self.path.unlink()
-        _unfinished.pop(self.path, None)
-
     def __enter__(self) -> AtomicFile:
         return self
 
@@ -110,7 +104,9 @@ class AtomicFile:
     ) -> None:
         with contextlib.suppress(OSError):
             self.file.close()
-        self.discard()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+        _unfinished.pop(self.path, None)
 
 
 class ContainerWriter:
@@ -135,10 +131,6 @@ class ContainerWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._output.__exit__(kind, error, trace)
-
-    def discard(self) -> None:
-        """Remove the temporary file and nothing else: for the end of the process, while another thread may write."""
-        self._output.discard()
 
     def append(self, name: str, frames: Iterable[bytes]) -> None:
         """Write one entry, whole."""
