@@ -36,7 +36,7 @@ from ckpt8.tensors import Parts
 _SMALLEST_MOMENT1 = tl.constexpr((127 - 100) << 23)
 """The bits of 2^-100."""
 
-_SMALLEST_ROOT2 = tl.constexpr((127 - 50) << 23)
+SMALLEST_ROOT2 = tl.constexpr((127 - 50) << 23)
 """The bits of 2^-50."""
 
 _INFINITE_SCALE = tl.constexpr(0xFF00)
@@ -98,7 +98,7 @@ def compand_unsigned(v, levels: tl.constexpr, fourth_root: tl.constexpr):
     """
     root = tl.sqrt_rn(v)
     largest = tl.max(magnitude_bits(root), axis=1)
-    scale16 = group_scale(tl.where(largest == 0, 0, tl.maximum(largest, _SMALLEST_ROOT2)))
+    scale16 = group_scale(tl.where(largest == 0, 0, tl.maximum(largest, SMALLEST_ROOT2)))
     n = normalise(root, scale16)
     t = tl.sqrt_rn(n) if fourth_root else n
     return tl.maximum(nearest_code(t, 0, levels), (root > 0).to(tl.int32)), scale16

@@ -1,0 +1,161 @@
+"""Which parameters are updated by kernels, why the others are not, and the plans of those that are.
+
+A parameter is updated here where it lies on a CUDA device (or with ``TRITON_INTERPRET=1`` on a CPU, for tests), it and
+its gradient are contiguous, and the rule has kernels. Plans are kept from step to step: a step then compares addresses,
+and rewrites those of gradients on the device where they are new.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpt8 import backend
+from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.split24 import Split24
+from ckpt8.errors import UsageError
+from ckpt8.optim.masters import exact_residual, master_part
+from ckpt8.optim.moments import Moment
+from ckpt8.optim.rounding import stream_key
+
+if TYPE_CHECKING:
+    from ckpt8.optim.packed import PackedOptimizer
+    from ckpt8.optim.triton.plan import Layout, Plan, Row
+
+RULES = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "lion": "lion"}
+"""The module here that has the kernels of a rule."""
+
+Work = tuple[int, dict[str, Any], torch.Tensor]
+"""Index of a parameter, its group, itself."""
+
+
+def obstacle(rule_id: str, param: torch.Tensor) -> str | None:
+    """Why a parameter cannot be updated by kernels; None if it can."""
+    if rule_id not in RULES:
+        return f"the rule {rule_id!r} has no kernels"
+    if (fault := backend.obstacle(param.device)) is not None:
+        return fault
+    if not param.is_contiguous():
+        return "it is not contiguous"
+    if param.grad is not None and not param.grad.is_contiguous():
+        return "its gradient is not contiguous"
+    return None
+
+
+class Fused:
+    """The plans of one optimizer."""
+
+    def __init__(self, optimizer: PackedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._captured: list[Plan] = []
+        self._told: set[int] = set()
+
+    def takes(self, index: int, param: torch.Tensor) -> bool:
+        """Whether a parameter is updated here. Where it lies on a CUDA device and is not, a warning says why, once.
+
+        With ``fused=True`` that is a UsageError.
+        """
+        optimizer = self._optimizer
+        if optimizer.fused is False:
+            return False
+        reason = obstacle(optimizer.rule_id, param)
+        if reason is None:
+            return optimizer.fused is True or param.device.type == "cuda"
+        if optimizer.fused:
+            raise UsageError(f"fused=True, but parameter {index} cannot be updated by kernels: {reason}")
+        if param.device.type == "cuda" and index not in self._told:
+            self._told.add(index)
+            warnings.warn(f"parameter {index} is not updated by fused kernels: {reason}", stacklevel=4)
+        return False
+
+    def update(self, work: Iterable[Work], grad_scale: Any, found_inf: Any) -> None:
+        """One step of parameters for which there is no obstacle."""
+        tensors: dict[tuple[Any, ...], list[tuple[Row, int]]] = {}
+        groups: dict[int, dict[str, Any]] = {}
+        for index, group, param in work:
+            if not param.numel():
+                continue
+            if not self._optimizer.state[param]:
+                self._optimizer.state[param] = self._optimizer.initial_state(group, param)
+            layout, row = self._tensor(index, group, param)
+            groups[id(group)] = group
+            grad = param.grad
+            assert grad is not None  # noqa: S101
+            tensors.setdefault((id(group), layout, param.device), []).append((row, grad.data_ptr()))
+        for key, found in tensors.items():
+            group = groups[key[0]]
+            plan = self._plan(key, found)
+            module = import_module(f"ckpt8.optim.triton.{RULES[group['rule']]}")
+            module.step(plan, group, *(_on(value, plan.device) for value in (grad_scale, found_inf)))
+
+    def _plan(self, key: tuple[Any, ...], found: list[tuple[Row, int]]) -> Plan:
+        from ckpt8.optim.triton.plan import Plan
+
+        rows = [row for row, _ in found]
+        capturing = key[-1].type == "cuda" and torch.cuda.is_current_stream_capturing()
+        plan = self._plans.get(key)
+        if plan is None or plan.rows != rows:
+            if capturing:
+                raise UsageError("take a step with these parameters before capturing one in a CUDA graph")
+            plan = self._plans[key] = Plan(key[1], rows, key[-1])
+        if capturing:
+            # The graph reads these tables when it is replayed.
+            self._captured.append(plan)
+        plan.use([grad for _, grad in found], always=capturing)
+        return plan
+
+    def _tensor(self, index: int, group: dict[str, Any], param: torch.Tensor) -> tuple[Layout, Row]:
+        from ckpt8.optim.triton.plan import Layout, Row
+
+        optimizer = self._optimizer
+        state = optimizer.state[param]
+        grad = param.grad
+        assert grad is not None  # noqa: S101
+        codec = optimizer.codec(group, "master", param, exact_residual(state))
+        part = master_part(param.dtype, codec)
+        weight, levels = _weight(param.dtype, codec)
+        kinds = optimizer.moments(group, tuple(param.shape)).items()
+        moments = {kind: Moment.of(name, optimizer.codec(group, kind, param), state) for name, kind in kinds}
+        first, second = moments.get("moment1"), moments.get("moment2")
+        tensors = [param, None if part is None else state[part[0]], *_parts(first), *_parts(second)]
+        addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+        aligned = not any(address % 16 for address in (*addresses, grad.data_ptr()))
+        fourth_root = second is not None and isinstance(second.codec, Companded8) and second.codec.p != 1
+        layout = Layout(weight, levels, _kind(grad.dtype), _levels(first), _levels(second), fourth_root, aligned)
+        where = addresses, state["step"].data_ptr()
+        return layout, Row(*where, param.numel(), stream_key(group["seed"], index))
+
+
+def _weight(dtype: torch.dtype, codec: Any) -> tuple[str, int]:
+    if dtype == torch.float32:
+        return "fp32", 0
+    if dtype == torch.float16:
+        return "fp16", 0
+    return ("split24", codec.R) if isinstance(codec, Split24) else ("split32", 0)
+
+
+def _kind(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.int16}[dtype]
+
+
+def _parts(moment: Moment | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if moment is None:
+        return None, None
+    parts = moment.parts
+    return (parts["codes"], parts["scales"]) if "codes" in parts else (parts["values"], None)
+
+
+def _levels(moment: Moment | None) -> int:
+    return moment.codec.Q if moment is not None and isinstance(moment.codec, Companded8) else 0
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """A scalar tensor of a GradScaler on ``device``."""
+    return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,96 @@
+"""Tensors that one launch updates together: their element types, their table, and the blocks of its programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt8.optim.triton.prologue import OPTIONS as PROLOGUE
+from ckpt8.optim.triton.prologue import bits_of_float, write_addresses
+from ckpt8.optim.triton.state import BLOCK, COLUMNS, OPTIONS, SCALARS
+
+
+class Layout(NamedTuple):
+    """What kernels are compiled for: see ``state``."""
+
+    weight: str
+    levels: int
+    grad: Any
+    first: int
+    second: int
+    fourth_root: bool
+    aligned: bool
+
+
+class Row(NamedTuple):
+    """One tensor. ``values``: addresses of parameter, its part, and codes and scales of both moments; 0 for none.
+
+    ``step``: the address of the counter; ``stream``: ``stream_key(seed, index)``.
+    """
+
+    values: tuple[int, ...]
+    step: int
+    numel: int
+    stream: int
+
+
+class Plan:
+    """The tables of tensors of one layout on one device, and the launches over them."""
+
+    def __init__(self, layout: Layout, rows: Sequence[Row], device: torch.device) -> None:
+        self.layout, self.rows, self.device = layout, list(rows), device
+        self._gradients: list[int] = []
+        numbers = [[row.values[0], 0, *row.values[1:], row.step, row.numel, _signed(row.stream), 0, 0] for row in rows]
+        self.table = torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, COLUMNS.value)
+        self.scalars = torch.zeros(len(rows), SCALARS.value, dtype=torch.float32, device=device)
+        index, whole = torch.arange(len(rows)), torch.tensor([row.numel // BLOCK for row in rows])
+        first = torch.repeat_interleave(whole.cumsum(0) - whole, whole)
+        short = torch.tensor([bool(row.numel % BLOCK) for row in rows])
+        self.whole = _programs(torch.repeat_interleave(index, whole), torch.arange(len(first)) - first, device)
+        self.short = _programs(index[short], whole[short], device)
+
+    def use(self, gradients: list[int], always: bool) -> None:
+        """Take over the addresses of this step's gradients, where they changed or ``always``."""
+        if always or gradients != self._gradients:
+            with self._on_device():
+                write_addresses(self.table, gradients)
+            self._gradients = gradients
+
+    def prologue(self, kernel: Any, lr: Any, *args: Any, **constants: Any) -> None:
+        """Run ``kernel`` for each tensor, with a learning rate that is a number, or a tensor on the device."""
+        there = isinstance(lr, torch.Tensor) and lr.device == self.device
+        bits = 0 if there else bits_of_float(float(lr))
+        with self._on_device():
+            kernel[(len(self.rows),)](
+                self.table, self.scalars, bits, lr if there else None, *args, **constants, **PROLOGUE
+            )
+
+    def blocks(self, kernel: Any, **constants: Any) -> None:
+        """Run ``kernel`` for each block."""
+        with self._on_device():
+            for programs, masked in ((self.whole, False), (self.short, True)):
+                if len(programs):
+                    kernel[(len(programs),)](
+                        self.table,
+                        self.scalars,
+                        programs,
+                        **constants,
+                        **self.layout._asdict(),
+                        masked=masked,
+                        block=BLOCK,
+                        **OPTIONS,
+                    )
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+def _programs(rows: torch.Tensor, blocks: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.stack((rows, blocks), 1).to(torch.int32).to(device)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
