@@ -22,7 +22,7 @@ from ckpt8.optim.triton import plan as plans
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-NAMES = ["AdamW", "Adam", "SGD", "Lion"]
+NAMES = ["AdamW", "Adam", "StableAdamW", "SGD", "Lion"]
 SHAPES = ((70, 97), (100,), ())
 """Packed, with a whole block and a short last group; small; a scalar."""
 
@@ -71,7 +71,7 @@ def assert_same(one, other):
 
 def compare(one, other, steps=2):
     for step in range(steps):
-        same_grads(one[1], other[1], step, scale=(0.01, 1e-4, 0.3)[step % 3])
+        same_grads(one[1], other[1], step, scale=(0.01, 0.3, 1e-4)[step % 3])
         one[0].step()
         other[0].step()
         assert_same(one, other)

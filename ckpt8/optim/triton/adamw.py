@@ -113,7 +113,7 @@ def step_kernel(
 def step(plan: Plan, group: dict[str, Any], grad_scale: Any, found_inf: Any) -> None:
     """One step of the tensors of a plan."""
     decoupled = group["rule"] == "adamw"
-    plan.prologue(
+    plan.tensors(
         prologue_kernel,
         group["lr"],
         grad_scale,

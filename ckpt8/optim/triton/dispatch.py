@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckpt8.optim.packed import PackedOptimizer
     from ckpt8.optim.triton.plan import Layout, Plan, Row
 
-RULES = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "lion": "lion"}
+RULES = {"adamw": "adamw", "adam": "adamw", "stable_adamw": "stable_adamw", "sgd": "sgd", "lion": "lion"}
 """The module here that has the kernels of a rule."""
 
 Work = tuple[int, dict[str, Any], torch.Tensor]

@@ -86,5 +86,5 @@ def step_kernel(
 def step(plan: Plan, group: dict[str, Any], grad_scale: Any, found_inf: Any) -> None:
     """One step of the tensors of a plan."""
     numbers = map(bits_of_float, (*group["betas"], group["weight_decay"]))
-    plan.prologue(prologue_kernel, group["lr"], grad_scale, found_inf, *numbers, maximize=group["maximize"])
+    plan.tensors(prologue_kernel, group["lr"], grad_scale, found_inf, *numbers, maximize=group["maximize"])
     plan.blocks(step_kernel)

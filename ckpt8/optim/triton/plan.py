@@ -51,6 +51,9 @@ class Plan:
         short = torch.tensor([bool(row.numel % BLOCK) for row in rows])
         self.whole = _programs(torch.repeat_interleave(index, whole), torch.arange(len(first)) - first, device)
         self.short = _programs(index[short], whole[short], device)
+        after = torch.where(short, len(first) + short.cumsum(0) - 1, -1)
+        self._runs = torch.stack((whole.cumsum(0) - whole, whole, after), 1).to(device)
+        self._partials: torch.Tensor | None = None
 
     def use(self, gradients: list[int], always: bool) -> None:
         """Take over the addresses of this step's gradients, where they changed or ``always``."""
@@ -59,7 +62,7 @@ class Plan:
                 write_addresses(self.table, gradients)
             self._gradients = gradients
 
-    def prologue(self, kernel: Any, lr: Any, *args: Any, **constants: Any) -> None:
+    def tensors(self, kernel: Any, lr: Any, *args: Any, **constants: Any) -> None:
         """Run ``kernel`` for each tensor, with a learning rate that is a number, or a tensor on the device."""
         there = isinstance(lr, torch.Tensor) and lr.device == self.device
         bits = 0 if there else bits_of_float(float(lr))
@@ -70,19 +73,26 @@ class Plan:
 
     def blocks(self, kernel: Any, **constants: Any) -> None:
         """Run ``kernel`` for each block."""
-        with self._on_device():
-            for programs, masked in ((self.whole, False), (self.short, True)):
-                if len(programs):
-                    kernel[(len(programs),)](
-                        self.table,
-                        self.scalars,
-                        programs,
-                        **constants,
-                        **self.layout._asdict(),
-                        masked=masked,
-                        block=BLOCK,
-                        **OPTIONS,
-                    )
+        self._blocks(kernel, self.whole, (), masked=False, **constants)
+        self._blocks(kernel, self.short, (), masked=True, **constants)
+
+    def sums(self, kernel: Any, **constants: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run ``kernel`` for each block, of which each gives a float64; gives those, and which are of a tensor.
+
+        The second result has for each tensor: the first of its whole blocks, their number, its short block or -1.
+        """
+        if self._partials is None:
+            count = len(self.whole) + len(self.short)
+            self._partials = torch.zeros(count, dtype=torch.float64, device=self.device)
+        self._blocks(kernel, self.whole, (self._partials,), masked=False, **constants)
+        self._blocks(kernel, self.short, (self._partials[len(self.whole) :],), masked=True, **constants)
+        return self._partials, self._runs
+
+    def _blocks(self, kernel: Any, programs: torch.Tensor, args: tuple[Any, ...], **constants: Any) -> None:
+        if len(programs):
+            constants |= {**self.layout._asdict(), "block": BLOCK, **OPTIONS}
+            with self._on_device():
+                kernel[(len(programs),)](self.table, self.scalars, programs, *args, **constants)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()

@@ -128,7 +128,8 @@ def _write_scales(tensor, column: tl.constexpr, start, count, scale16, block: tl
 
 
 @triton.jit
-def _without_padding(x, count, block: tl.constexpr):
+def without_padding(x, count, block: tl.constexpr):
+    """Zero beyond ``count``."""
     return x if count is None else tl.where(offsets(block) < count, x, 0.0)
 
 
@@ -199,7 +200,7 @@ def write_first(tensor, levels: tl.constexpr, start, count, m, block: tl.constex
     if levels == 0:
         write(tensor, FIRST, tl.float32, start, count, m, block, aligned)
     else:
-        code, scale16 = compand_signed(_without_padding(m, count, block), levels)
+        code, scale16 = compand_signed(without_padding(m, count, block), levels)
         write(tensor, FIRST, tl.int8, start, count, code, block, aligned)
         _write_scales(tensor, FIRST_SCALES, start, count, scale16, block, aligned)
 
@@ -234,6 +235,17 @@ def write_second(
     if levels == 0:
         write(tensor, SECOND, tl.float32, start, count, v, block, aligned)
     else:
-        code, scale16 = compand_unsigned_randomly(_without_padding(v, count, block), levels, fourth_root, bits)
+        code, scale16 = compand_unsigned_randomly(without_padding(v, count, block), levels, fourth_root, bits)
         write(tensor, SECOND, tl.uint8, start, count, code, block, aligned)
         _write_scales(tensor, SECOND_SCALES, start, count, scale16, block, aligned)
+
+
+@triton.jit
+def total(partials, runs, row, chunk: tl.constexpr):
+    """The float64 sum over the blocks of a tensor, always in the same order: see ``Plan.sums``."""
+    first, whole, short = tl.load(runs + row * 3), tl.load(runs + row * 3 + 1), tl.load(runs + row * 3 + 2)
+    at = tl.arange(0, chunk)
+    gathered = tl.zeros([chunk], tl.float64)
+    for begin in range(0, whole, chunk):
+        gathered += tl.load(partials + first + begin + at, begin + at < whole, 0.0)
+    return tl.sum(gathered) + tl.load(partials + short, short >= 0, 0.0)
