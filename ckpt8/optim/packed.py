@@ -170,6 +170,11 @@ class PackedOptimizer(torch.optim.Optimizer):
             found = self._fused = Fused(self)
         return found
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch; what was known of the old state is forgotten."""
+        self.__dict__.pop("_fused", None)
+        super().__setstate__(state)
+
     def _step_device(self, param: torch.Tensor) -> torch.device:
         """Where the step counter is read: beside the parameter by kernels, else by the host."""
         return param.device if self.fused is not False and param.device.type == "cuda" else torch.device("cpu")

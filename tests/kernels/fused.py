@@ -22,7 +22,7 @@ from ckpt8.optim.triton import plan as plans
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-NAMES = ["AdamW", "Adam", "StableAdamW", "SGD", "Lion"]
+NAMES = ["AdamW", "Adam", "StableAdamW", "SGD", "Lion", "CAME"]
 SHAPES = ((70, 97), (100,), ())
 """Packed, with a whole block and a short last group; small; a scalar."""
 
@@ -105,6 +105,21 @@ def test_equal_to_the_torch_path(name, dtype, arguments):
 )
 def test_other_arguments(name, arguments):
     compare(*pair(name, BF16, shapes=SHAPES[:2], **arguments))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "arguments"),
+    [
+        (((3, 20, 33, 4), (2, 40, 96)), {}),
+        (((300, 160), (2, 3)), {"clip_threshold": 0.5, "eps": (1e-8, 1e-6)}),
+        (((70_000,), (9, 517)), {"moment1": "lossless", "master": "split32"}),
+    ],
+    ids=str,
+)
+def test_matrices(shapes, arguments, monkeypatch):
+    """Batches, more than one tile and line each way, rows of uneven length, and the rule of vectors."""
+    monkeypatch.setattr(plans, "BLOCK", 1 << 14)
+    compare(*pair("CAME", BF16, shapes=shapes, **arguments))
 
 
 @each_rule

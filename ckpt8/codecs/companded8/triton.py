@@ -84,10 +84,16 @@ def compand_signed(x, levels: tl.constexpr):
 
 
 @triton.jit
+def expand_signed_each(codes, scale16, levels: tl.constexpr):
+    """fp32 moment1 from int32 codes, each with its scale."""
+    y = tl.div_rn(codes.to(tl.float32), levels * 1.0)
+    return scale_value(scale16) * tl.div_rn(y, 2.0 - tl.abs(y))
+
+
+@triton.jit
 def expand_signed(codes, scale16, levels: tl.constexpr):
     """fp32 moment1 from int32 rows of codes and their scales."""
-    y = tl.div_rn(codes.to(tl.float32), levels * 1.0)
-    return scale_value(scale16)[:, None] * tl.div_rn(y, 2.0 - tl.abs(y))
+    return expand_signed_each(codes, scale16[:, None], levels)
 
 
 @triton.jit

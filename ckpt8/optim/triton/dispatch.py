@@ -10,7 +10,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -26,7 +27,14 @@ if TYPE_CHECKING:
     from ckpt8.optim.packed import PackedOptimizer
     from ckpt8.optim.triton.plan import Layout, Plan, Row
 
-RULES = {"adamw": "adamw", "adam": "adamw", "stable_adamw": "stable_adamw", "sgd": "sgd", "lion": "lion"}
+RULES = {
+    "adamw": "adamw",
+    "adam": "adamw",
+    "stable_adamw": "stable_adamw",
+    "sgd": "sgd",
+    "lion": "lion",
+    "came": "came",
+}
 """The module here that has the kernels of a rule."""
 
 Work = tuple[int, dict[str, Any], torch.Tensor]
@@ -46,12 +54,33 @@ def obstacle(rule_id: str, param: torch.Tensor) -> str | None:
     return None
 
 
+class _Known(NamedTuple):
+    """A parameter as it was in the last step. ``layouts``: its layout by that of the gradient."""
+
+    tensors: tuple[torch.Tensor, ...]
+    addresses: list[int]
+    setup: tuple[Any, ...]
+    layout: Layout
+    row: Row
+    layouts: dict[tuple[torch.dtype, bool], Layout]
+
+    def layout_with(self, grad: torch.Tensor, address: int) -> Layout:
+        """The layout with this gradient."""
+        key = grad.dtype, address % 16 == 0
+        found = self.layouts.get(key)
+        if found is None:
+            aligned = self.layout.aligned and key[1]
+            found = self.layouts[key] = self.layout._replace(grad=str(grad.dtype), aligned=aligned)
+        return found
+
+
 class Fused:
     """The plans of one optimizer."""
 
     def __init__(self, optimizer: PackedOptimizer) -> None:
         self._optimizer = optimizer
         self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._known: dict[int, _Known] = {}
         self._captured: list[Plan] = []
         self._told: set[int] = set()
 
@@ -61,14 +90,14 @@ class Fused:
         With ``fused=True`` that is a UsageError.
         """
         optimizer = self._optimizer
-        if optimizer.fused is False:
+        if not optimizer.fused and (optimizer.fused is False or param.device.type != "cuda"):
             return False
         reason = obstacle(optimizer.rule_id, param)
         if reason is None:
-            return optimizer.fused is True or param.device.type == "cuda"
+            return True
         if optimizer.fused:
             raise UsageError(f"fused=True, but parameter {index} cannot be updated by kernels: {reason}")
-        if param.device.type == "cuda" and index not in self._told:
+        if index not in self._told:
             self._told.add(index)
             warnings.warn(f"parameter {index} is not updated by fused kernels: {reason}", stacklevel=4)
         return False
@@ -82,11 +111,11 @@ class Fused:
                 continue
             if not self._optimizer.state[param]:
                 self._optimizer.state[param] = self._optimizer.initial_state(group, param)
-            layout, row = self._tensor(index, group, param)
-            groups[id(group)] = group
-            grad = param.grad
+            known, grad = self._tensor(index, group, param), param.grad
             assert grad is not None  # noqa: S101
-            tensors.setdefault((id(group), layout, param.device), []).append((row, grad.data_ptr()))
+            groups[id(group)], address = group, grad.data_ptr()
+            key = id(group), known.layout_with(grad, address), param.device
+            tensors.setdefault(key, []).append((known.row, address))
         for key, found in tensors.items():
             group = groups[key[0]]
             plan = self._plan(key, found)
@@ -109,26 +138,45 @@ class Fused:
         plan.use([grad for _, grad in found], always=capturing)
         return plan
 
-    def _tensor(self, index: int, group: dict[str, Any], param: torch.Tensor) -> tuple[Layout, Row]:
+    def _tensor(self, index: int, group: dict[str, Any], param: torch.Tensor) -> _Known:
+        """What is known of a parameter, anew where any of its tensors is another or lies elsewhere."""
+        tensors = (param, *self._optimizer.state[param].values())
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        setup = group["master"], group["moment1"], group["moment2"], group["seed"]
+        known = self._known.get(index)
+        if (
+            known is None
+            or known.addresses != addresses
+            or not all(map(is_, known.tensors, tensors))
+            or known.setup != setup
+        ):
+            known = self._known[index] = _Known(tensors, addresses, setup, *self._found(index, group, param), {})
+        return known
+
+    def _found(self, index: int, group: dict[str, Any], param: torch.Tensor) -> tuple[Layout, Row]:
+        """Layout and table row of a parameter; the layout's gradient is like the parameter."""
         from ckpt8.optim.triton.plan import Layout, Row
 
         optimizer = self._optimizer
         state = optimizer.state[param]
-        grad = param.grad
-        assert grad is not None  # noqa: S101
+        state["step"] = state["step"].to(param.device)
         codec = optimizer.codec(group, "master", param, exact_residual(state))
         part = master_part(param.dtype, codec)
-        weight, levels = _weight(param.dtype, codec)
         kinds = optimizer.moments(group, tuple(param.shape)).items()
         moments = {kind: Moment.of(name, optimizer.codec(group, kind, param), state) for name, kind in kinds}
         first, second = moments.get("moment1"), moments.get("moment2")
         tensors = [param, None if part is None else state[part[0]], *_parts(first), *_parts(second)]
         addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        aligned = not any(address % 16 for address in (*addresses, grad.data_ptr()))
         fourth_root = second is not None and isinstance(second.codec, Companded8) and second.codec.p != 1
-        layout = Layout(weight, levels, _kind(grad.dtype), _levels(first), _levels(second), fourth_root, aligned)
-        where = addresses, state["step"].data_ptr()
-        return layout, Row(*where, param.numel(), stream_key(group["seed"], index))
+        aligned = not any(address % 16 for address in addresses)
+        levels = _levels(first), _levels(second)
+        layout = Layout(*_weight(param.dtype, codec), str(param.dtype), *levels, fourth_root, aligned)
+        whole = tuple(state[name].data_ptr() for name in optimizer.factored(tuple(param.shape)))
+        if whole:
+            layout = layout._replace(matrix=True, even=param.shape[-1] % 16 == 0)
+        stream = stream_key(group["seed"], index)
+        shape = tuple(param.shape) if whole else ()
+        return layout, Row(addresses, state["step"].data_ptr(), param.numel(), stream, whole, shape)
 
 
 def _weight(dtype: torch.dtype, codec: Any) -> tuple[str, int]:
@@ -137,12 +185,6 @@ def _weight(dtype: torch.dtype, codec: Any) -> tuple[str, int]:
     if dtype == torch.float16:
         return "fp16", 0
     return ("split24", codec.R) if isinstance(codec, Split24) else ("split32", 0)
-
-
-def _kind(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.int16}[dtype]
 
 
 def _parts(moment: Moment | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -64,8 +64,6 @@ def step_kernel(
     levels: tl.constexpr,
     grad: tl.constexpr,
     first: tl.constexpr,
-    second: tl.constexpr,
-    fourth_root: tl.constexpr,
     aligned: tl.constexpr,
     masked: tl.constexpr,
     block: tl.constexpr,

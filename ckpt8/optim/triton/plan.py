@@ -7,42 +7,58 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 
 from ckpt8.optim.triton.prologue import OPTIONS as PROLOGUE
 from ckpt8.optim.triton.prologue import bits_of_float, write_addresses
 from ckpt8.optim.triton.state import BLOCK, COLUMNS, OPTIONS, SCALARS
 
+_KINDS = {"torch.float32": tl.float32, "torch.float16": tl.float16, "torch.bfloat16": tl.int16}
+
 
 class Layout(NamedTuple):
-    """What kernels are compiled for: see ``state``."""
+    """What kernels are compiled for: see ``state``. ``grad`` is torch's name of the element type.
+
+    ``matrix``: for rules that work row by row, whether it has rows; ``even``: whether those are multiples of 16.
+    """
 
     weight: str
     levels: int
-    grad: Any
+    grad: str
     first: int
     second: int
     fourth_root: bool
     aligned: bool
+    matrix: bool = False
+    even: bool = False
 
 
 class Row(NamedTuple):
     """One tensor. ``values``: addresses of parameter, its part, and codes and scales of both moments; 0 for none.
 
-    ``step``: the address of the counter; ``stream``: ``stream_key(seed, index)``.
+    ``step``: the address of the counter; ``stream``: ``stream_key(seed, index)``; ``factored``: the addresses of state
+    that belongs to the whole tensor, and ``shape`` of tensors that have such.
     """
 
     values: tuple[int, ...]
     step: int
     numel: int
     stream: int
+    factored: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
 
 
 class Plan:
-    """The tables of tensors of one layout on one device, and the launches over them."""
+    """The tables of tensors of one layout on one device, and the launches over them.
+
+    ``extra`` is for tables that the kernels of one rule need besides.
+    """
 
     def __init__(self, layout: Layout, rows: Sequence[Row], device: torch.device) -> None:
         self.layout, self.rows, self.device = layout, list(rows), device
+        self._constants = {**layout._asdict(), "grad": _KINDS[layout.grad]}
         self._gradients: list[int] = []
+        self.extra: Any = None
         numbers = [[row.values[0], 0, *row.values[1:], row.step, row.numel, _signed(row.stream), 0, 0] for row in rows]
         self.table = torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, COLUMNS.value)
         self.scalars = torch.zeros(len(rows), SCALARS.value, dtype=torch.float32, device=device)
@@ -71,12 +87,12 @@ class Plan:
                 self.table, self.scalars, bits, lr if there else None, *args, **constants, **PROLOGUE
             )
 
-    def blocks(self, kernel: Any, **constants: Any) -> None:
+    def blocks(self, kernel: Any, *args: Any, **constants: Any) -> None:
         """Run ``kernel`` for each block."""
-        self._blocks(kernel, self.whole, (), masked=False, **constants)
-        self._blocks(kernel, self.short, (), masked=True, **constants)
+        self.launch(kernel, self.whole, *args, masked=False, **constants)
+        self.launch(kernel, self.short, *args, masked=True, **constants)
 
-    def sums(self, kernel: Any, **constants: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def sums(self, kernel: Any, *args: Any, **constants: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Run ``kernel`` for each block, of which each gives a float64; gives those, and which are of a tensor.
 
         The second result has for each tensor: the first of its whole blocks, their number, its short block or -1.
@@ -84,15 +100,17 @@ class Plan:
         if self._partials is None:
             count = len(self.whole) + len(self.short)
             self._partials = torch.zeros(count, dtype=torch.float64, device=self.device)
-        self._blocks(kernel, self.whole, (self._partials,), masked=False, **constants)
-        self._blocks(kernel, self.short, (self._partials[len(self.whole) :],), masked=True, **constants)
+        self.launch(kernel, self.whole, self._partials, *args, masked=False, **constants)
+        self.launch(kernel, self.short, self._partials[len(self.whole) :], *args, masked=True, **constants)
         return self._partials, self._runs
 
-    def _blocks(self, kernel: Any, programs: torch.Tensor, args: tuple[Any, ...], **constants: Any) -> None:
+    def launch(self, kernel: Any, programs: torch.Tensor, *args: Any, **constants: Any) -> None:
+        """Run ``kernel`` for each row of ``programs``, with the constants of the layout that it has."""
         if len(programs):
-            constants |= {**self.layout._asdict(), "block": BLOCK, **OPTIONS}
+            known = {**self._constants, "block": BLOCK}
+            constants |= {name: known[name] for name in kernel.arg_names if name in known}
             with self._on_device():
-                kernel[(len(programs),)](self.table, self.scalars, programs, *args, **constants)
+                kernel[(len(programs),)](self.table, self.scalars, programs, *args, **constants, **OPTIONS)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()

@@ -43,7 +43,7 @@ NOW = tl.constexpr(11)
 
 COLUMNS = tl.constexpr(12)
 
-SCALARS = tl.constexpr(8)
+SCALARS = tl.constexpr(12)
 """fp32 numbers for each tensor, written by the prologue; the first multiplies gradients."""
 
 BLOCK = 1024
