@@ -189,7 +189,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Update one parameter from its gradient."""
         _check_gradient(param)
         if self._fusion().takes(index, param):
-            self._fusion().update([(index, group, param)], None, None)
+            self._fusion().update([(index, group, param)], None, None, alone=True)
         else:
             self._update(index, group, param, 1.0)
 

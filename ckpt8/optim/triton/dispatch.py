@@ -102,8 +102,8 @@ class Fused:
             warnings.warn(f"parameter {index} is not updated by fused kernels: {reason}", stacklevel=4)
         return False
 
-    def update(self, work: Iterable[Work], grad_scale: Any, found_inf: Any) -> None:
-        """One step of parameters for which there is no obstacle."""
+    def update(self, work: Iterable[Work], grad_scale: Any, found_inf: Any, alone: bool = False) -> None:
+        """One step of parameters for which there is no obstacle; ``alone`` if they come one by one."""
         tensors: dict[tuple[Any, ...], list[tuple[Row, int]]] = {}
         groups: dict[int, dict[str, Any]] = {}
         for index, group, param in work:
@@ -114,7 +114,7 @@ class Fused:
             known, grad = self._tensor(index, group, param), param.grad
             assert grad is not None  # noqa: S101
             groups[id(group)], address = group, grad.data_ptr()
-            key = id(group), known.layout_with(grad, address), param.device
+            key = id(group), known.layout_with(grad, address), param.device, index if alone else None
             tensors.setdefault(key, []).append((known.row, address))
         for key, found in tensors.items():
             group = groups[key[0]]
@@ -125,17 +125,21 @@ class Fused:
     def _plan(self, key: tuple[Any, ...], found: list[tuple[Row, int]]) -> Plan:
         from ckpt8.optim.triton.plan import Plan
 
-        rows = [row for row, _ in found]
-        capturing = key[-1].type == "cuda" and torch.cuda.is_current_stream_capturing()
+        rows, gradients = [row for row, _ in found], [gradient for _, gradient in found]
+        layout, device = key[1:3]
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         plan = self._plans.get(key)
-        if plan is None or plan.rows != rows:
+        if plan is None or not plan.covers(rows):
             if capturing:
                 raise UsageError("take a step with these parameters before capturing one in a CUDA graph")
-            plan = self._plans[key] = Plan(key[1], rows, key[-1])
+            # Parameters that have no gradient this time stay, so that they may come and go.
+            streams = {row.stream for row in rows}
+            absent = [] if plan is None else [row for row in plan.rows if row.stream not in streams]
+            plan = self._plans[key] = Plan(layout, [*rows, *absent], device)
         if capturing:
-            # The graph reads these tables when it is replayed.
+            # The graph reads these tables when it is replayed, and has to set the gradients itself.
             self._captured.append(plan)
-        plan.use([grad for _, grad in found], always=capturing)
+        plan.use(rows, gradients, always=capturing)
         return plan
 
     def _tensor(self, index: int, group: dict[str, Any], param: torch.Tensor) -> _Known:
@@ -165,6 +169,8 @@ class Fused:
         kinds = optimizer.moments(group, tuple(param.shape)).items()
         moments = {kind: Moment.of(name, optimizer.codec(group, kind, param), state) for name, kind in kinds}
         first, second = moments.get("moment1"), moments.get("moment2")
+        if any(tensor.device != param.device for tensor in state.values()):
+            raise UsageError(f"the state of parameter {index} is not on {str(param.device)!r}, where the parameter is")
         tensors = [param, None if part is None else state[part[0]], *_parts(first), *_parts(second)]
         addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         fourth_root = second is not None and isinstance(second.codec, Companded8) and second.codec.p != 1

@@ -57,6 +57,7 @@ class Plan:
     def __init__(self, layout: Layout, rows: Sequence[Row], device: torch.device) -> None:
         self.layout, self.rows, self.device = layout, list(rows), device
         self._constants = {**layout._asdict(), "grad": _KINDS[layout.grad]}
+        self._places = {row: place for place, row in enumerate(rows)}
         self._gradients: list[int] = []
         self.extra: Any = None
         numbers = [[row.values[0], 0, *row.values[1:], row.step, row.numel, _signed(row.stream), 0, 0] for row in rows]
@@ -71,12 +72,22 @@ class Plan:
         self._runs = torch.stack((whole.cumsum(0) - whole, whole, after), 1).to(device)
         self._partials: torch.Tensor | None = None
 
-    def use(self, gradients: list[int], always: bool) -> None:
-        """Take over the addresses of this step's gradients, where they changed or ``always``."""
-        if always or gradients != self._gradients:
+    def covers(self, rows: Sequence[Row]) -> bool:
+        """Whether all of ``rows`` are in the tables."""
+        return rows == self.rows or all(row in self._places for row in rows)
+
+    def use(self, rows: Sequence[Row], gradients: Sequence[int], always: bool) -> None:
+        """Set the addresses of the gradients of ``rows``, where any is new or ``always``; the others have none."""
+        if rows == self.rows:
+            new = list(gradients)
+        else:
+            new = [0] * len(self.rows)
+            for row, gradient in zip(rows, gradients, strict=True):
+                new[self._places[row]] = gradient
+        if always or new != self._gradients:
             with self._on_device():
-                write_addresses(self.table, gradients)
-            self._gradients = gradients
+                write_addresses(self.table, new)
+            self._gradients = new
 
     def tensors(self, kernel: Any, lr: Any, *args: Any, **constants: Any) -> None:
         """Run ``kernel`` for each tensor, with a learning rate that is a number, or a tensor on the device."""

@@ -1,6 +1,6 @@
 """What is computed once per tensor and step, on the device: nothing of it is known to the host.
 
-    step += 1, unless a gradient overflowed (``found_inf`` of a GradScaler)
+    step += 1, unless there is no gradient, or one overflowed (``found_inf`` of a GradScaler)
     key   = stream_key(seed, index, step)
     the numbers of the rule, in float64 as Python computes them, and rounded to fp32
 
@@ -36,11 +36,12 @@ def advance(table, row, found_inf):
     """Count the step of a tensor and derive its key; gives the number of the step, also where it is skipped."""
     tensor = table + row * COLUMNS
     counter = tl.load(tensor + STEP).to(tl.pointer_type(tl.int64))
-    step = tl.load(counter) + 1
-    now = step
+    given = tl.load(tensor + GRAD) != 0
+    step = tl.load(counter, given, 0) + 1
+    now = tl.where(given, step, 0)
     if found_inf is not None:
-        now = tl.where(tl.load(found_inf) != 0, 0, step)
-    tl.store(counter, tl.where(now == 0, step - 1, step))
+        now = tl.where(tl.load(found_inf) != 0, 0, now)
+    tl.store(counter, step, now != 0)
     key = extended_key(tl.load(tensor + STREAM).to(tl.uint64, bitcast=True), step.to(tl.uint64, bitcast=True))
     tl.store(tensor + KEY, key.to(tl.int64, bitcast=True))
     tl.store(tensor + NOW, now)

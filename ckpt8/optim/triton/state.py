@@ -39,7 +39,7 @@ KEY = tl.constexpr(10)
 """Written by the prologue: ``stream_key(seed, index, step)``."""
 
 NOW = tl.constexpr(11)
-"""Written by the prologue: the number of the step, or 0 where there is none because a gradient overflowed."""
+"""Written by the prologue: the number of the step, or 0 where nothing is done: then no other address is read."""
 
 COLUMNS = tl.constexpr(12)
 
