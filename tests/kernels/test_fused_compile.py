@@ -92,8 +92,8 @@ def assert_nothing_is_spilled(kernel: Fused, spare: bool = False) -> None:
     """With ``spare`` the assembler may keep two words on the stack where it has registers to spare."""
     assert kernel.usage["LOCAL"] == 0
     assert kernel.usage["STACK"] <= (8 if spare and kernel.usage["REG"] <= 80 else 0)
-    # Four programs of 128 threads share a multiprocessor, five where nothing is masked and there are no matrices.
-    assert 0 < kernel.usage["REG"] <= 128
+    # Three programs of 128 threads share a multiprocessor, or five: see below. Triton 3.6 takes more than 3.9.
+    assert 0 < kernel.usage["REG"] <= 168
 
 
 def assert_rounded_once(kernel: Fused) -> None:

@@ -143,8 +143,9 @@ def tile_kernel(
     begin = batch * height * width
     columns = tl.zeros([8, tile], tl.float64)
     row_sums = sums + tl.load(matrix + ROW_SUMS) + batch * height * tl.load(matrix + TILES_ACROSS) + across
-    for i in range(0, tl.minimum(tile, height - down * tile), 8):
-        line = down * tile + i + tl.arange(0, 8)
+    top, bottom = down * tile, tl.minimum(down * tile + tile, height)
+    while top < bottom:
+        line = top + tl.arange(0, 8)
         mask = (line < height)[:, None] & (column < width)[None, :]
         at = begin + line.to(tl.int64)[:, None] * width + column[None, :]
         g = widen(tl.load(address(tensor, GRAD, grad, aligned) + at, mask, 0)).to(tl.float32)
@@ -165,6 +166,7 @@ def tile_kernel(
         wide = tl.where(mask, x, 0.0).to(tl.float64)
         tl.store(row_sums + line.to(tl.int64) * tl.load(matrix + TILES_ACROSS), tl.sum(wide, axis=1), line < height)
         columns += wide
+        top += 8
     place = tl.load(matrix + COLUMN_SUMS) + (batch * tl.load(matrix + TILES_DOWN) + down) * width
     tl.store(sums + place + column, tl.sum(columns, axis=0), column < width)
 

@@ -95,8 +95,10 @@ def average_kernel(table, scalars, lines, matrices, sums, factors, beta, pair: t
     at = block * line + tl.arange(0, line)
     inside = at < length
     gathered = tl.zeros([line], tl.float64)
-    for part in range(parts):
+    part = 0
+    while part < parts:
         gathered += tl.load(sums + base + at * each + part * next_part, inside, 0.0)
+        part += 1
     mean = (gathered / divisor.to(tl.float64)).to(tl.float32)
     averages = tl.load(matrix + AVERAGES + 2 * pair + of_columns).to(tl.pointer_type(tl.float32)) + batch * length
     keep, towards = double(beta).to(tl.float32), (1 - double(beta)).to(tl.float32)
@@ -122,9 +124,11 @@ def factor_kernel(table, scalars, lines, matrices, sums, factors, pair: tl.const
     height, blocks = tl.load(matrix + HEIGHT), tl.load(matrix + LINES_DOWN)
     each = tl.arange(0, line)
     gathered = tl.zeros([line], tl.float64)
-    for begin in range(0, blocks, line):
+    begin = 0
+    while begin < blocks:
         offset = tl.load(matrix + SUMS) + batch * blocks + begin
         gathered += tl.load(sums + offset + each, begin + each < blocks, 0.0)
+        begin += line
     mean = (tl.sum(gathered) / height.to(tl.float64)).to(tl.float32)
     at = block * line + each
     averages = tl.load(matrix + AVERAGES + 2 * pair).to(tl.pointer_type(tl.float32)) + batch * height

@@ -246,6 +246,9 @@ def total(partials, runs, row, chunk: tl.constexpr):
     first, whole, short = tl.load(runs + row * 3), tl.load(runs + row * 3 + 1), tl.load(runs + row * 3 + 2)
     at = tl.arange(0, chunk)
     gathered = tl.zeros([chunk], tl.float64)
-    for begin in range(0, whole, chunk):
+    # Older interpreters take no bounds of ``range`` that were loaded.
+    begin = 0
+    while begin < whole:
         gathered += tl.load(partials + first + begin + at, begin + at < whole, 0.0)
+        begin += chunk
     return tl.sum(gathered) + tl.load(partials + short, short >= 0, 0.0)
