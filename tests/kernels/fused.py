@@ -28,7 +28,7 @@ SHAPES = ((70, 97), (100,), ())
 
 LINEAR = "companded8(signed=False)"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-each_kind = pytest.mark.parametrize("name", [name for name in NAMES if name != "Adam"])
+each_kind = pytest.mark.parametrize("name", ["AdamW", "StableAdamW", "SGD", "CAME"])
 
 
 @pytest.fixture(autouse=True)
@@ -181,15 +181,14 @@ def test_learning_rate_on_the_device_and_groups(name):
 
 
 @each_kind
-@pytest.mark.parametrize("scale", [4.0, 3.0])
-def test_grad_scaler(name, scale):
+def test_grad_scaler(name):
     """A step whose gradients overflowed leaves everything as it was, the step counter too."""
     one, other = pair(name, BF16, shapes=((70, 70), (9,)))
     for step in range(3):
         same_grads(one[1], other[1], step)
         for optimizer, params in (one, other):
             device = params[0].device
-            optimizer.grad_scale = torch.tensor(scale, device=device)
+            optimizer.grad_scale = torch.tensor(3.0, device=device)
             optimizer.found_inf = torch.tensor(float(step == 1), device=device)
             optimizer.step()
         assert_same(one, other)

@@ -143,7 +143,7 @@ def test_bf16(tmp_path, module, name, capability):
         assert kernel.usage["REG"] <= 102
 
 
-@EACH
+@pytest.mark.parametrize(("module", "name"), [key for key in KERNELS if key[1] == "step_kernel"])
 def test_short_blocks(tmp_path, module, name):
     kernel = block_kernel(module, name, "bf16", True, 90, tmp_path)
     assert_nothing_is_spilled(kernel, spare=True)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ckpt8.optim.triton.prologue import OPTIONS as PROLOGUE
 from ckpt8.optim.triton.prologue import bits_of_float, write_addresses
-from ckpt8.optim.triton.state import BLOCK, COLUMNS, OPTIONS, SCALARS
+from ckpt8.optim.triton.state import ABSENT, BLOCK, COLUMNS, OPTIONS, SCALARS
 
 _KINDS = {"torch.float32": tl.float32, "torch.float16": tl.float16, "torch.bfloat16": tl.int16}
 
@@ -81,7 +81,7 @@ class Plan:
         if rows == self.rows:
             new = list(gradients)
         else:
-            new = [0] * len(self.rows)
+            new = [ABSENT.value] * len(self.rows)
             for row, gradient in zip(rows, gradients, strict=True):
                 new[self._places[row]] = gradient
         if always or new != self._gradients:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ckpt8.optim.triton.device import double, extended_key
-from ckpt8.optim.triton.state import COLUMNS, GRAD, KEY, NOW, SCALARS, STEP, STREAM
+from ckpt8.optim.triton.state import ABSENT, COLUMNS, GRAD, KEY, NOW, SCALARS, STEP, STREAM
 
 ADDRESSES = 64
 """How many addresses one launch writes."""
@@ -36,7 +36,7 @@ def advance(table, row, found_inf):
     """Count the step of a tensor and derive its key; gives the number of the step, also where it is skipped."""
     tensor = table + row * COLUMNS
     counter = tl.load(tensor + STEP).to(tl.pointer_type(tl.int64))
-    given = tl.load(tensor + GRAD) != 0
+    given = tl.load(tensor + GRAD) != ABSENT
     step = tl.load(counter, given, 0) + 1
     now = tl.where(given, step, 0)
     if found_inf is not None:
@@ -71,7 +71,10 @@ def put_gradient_factor(scalars, row, grad_scale, maximize: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first"])
 def addresses_kernel(table, first, odd):
-    """Write addresses of gradients. Each comes doubled and one more, so that no kernel is compiled for its value."""
+    """Write addresses of gradients.
+
+    Each comes doubled and one more: all are then of one kind to the compiler, which tells 1 and multiples of 16 apart.
+    """
     for i in tl.static_range(len(odd)):
         tl.store(table + (first + i) * COLUMNS + GRAD, odd[i] >> 1)
 

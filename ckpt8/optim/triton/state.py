@@ -27,6 +27,9 @@ PARAM, GRAD, PART = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FIRST, FIRST_SCALES = tl.constexpr(3), tl.constexpr(4)
 SECOND, SECOND_SCALES = tl.constexpr(5), tl.constexpr(6)
 
+ABSENT = tl.constexpr(1 << 61)
+"""What stands for the address of a gradient where there is none."""
+
 STEP = tl.constexpr(7)
 """Address of the step counter, int64."""
 
