@@ -21,7 +21,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def test_demanded_where_it_cannot_be(name):
-    with pytest.raises(UsageError, match="parameter 0 cannot be updated by kernels: needs tensors on a CUDA device"):
+    with pytest.raises(
+        UsageError,
+        match="parameter 0 cannot be updated by kernels: (needs tensors on a CUDA device|the rule .adafactor. has no kernels)",
+    ):
         build(name, make_params(), fused=True)
     optimizer = build(name, make_params())
     optimizer.fused = True
