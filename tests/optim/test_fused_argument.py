@@ -21,10 +21,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def test_demanded_where_it_cannot_be(name):
-    with pytest.raises(
-        UsageError,
-        match="parameter 0 cannot be updated by kernels: (needs tensors on a CUDA device|the rule .adafactor. has no kernels)",
-    ):
+    why = "the rule 'adafactor' has no kernels" if name == "Adafactor" else "needs tensors on a CUDA device"
+    with pytest.raises(UsageError, match=f"parameter 0 cannot be updated by kernels: {why}"):
         build(name, make_params(), fused=True)
     optimizer = build(name, make_params())
     optimizer.fused = True
