@@ -35,6 +35,13 @@ def _fault_of_triton() -> str | None:
     return None
 
 
+def obstacle(device: torch.device) -> str | None:
+    """Why kernels cannot be run on tensors of ``device``; None if they can."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs tensors on a CUDA device, not on {str(device)!r}"
+    return _fault_of_triton()
+
+
 def resolve(requested: str | None, device: torch.device | None = None) -> Backend:
     """The backend for one call on tensors of ``device``; None for a codec that has no kernels.
 
@@ -49,8 +56,6 @@ def resolve(requested: str | None, device: torch.device | None = None) -> Backen
         return "torch"
     if device is None:
         raise UsageError("backend 'triton' has no kernels for this codec; use 'torch'")
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise UsageError(f"backend 'triton' needs tensors on a CUDA device, not on {str(device)!r}; use 'torch'")
-    if fault := _fault_of_triton():
+    if fault := obstacle(device):
         raise UsageError(f"backend 'triton' {fault}; use 'torch'")
     return "triton"

@@ -1,12 +1,12 @@
 """Saves that go on in the background once their snapshot is packed in memory: one thread each, and who waits for whom.
 
 The thread is not a daemon: leaving the interpreter waits for it. Of two saves to one target the second waits until the
-first is done, whatever became of it. A process that is made to leave before a save is done removes its temporary file.
+first is done, whatever became of it. A process that is made to leave before that, by a second Ctrl-C say, removes its
+temporary file as every other does.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import warnings
@@ -28,9 +28,6 @@ class Packed(Protocol):
 
     def close(self) -> None:
         """Give up, or do nothing after ``write``."""
-
-    def discard(self) -> None:
-        """Remove the temporary file while another thread is still writing it."""
 
 
 _lock = threading.RLock()
@@ -170,11 +167,3 @@ def _reserve(target: Path) -> _Job:
 
 def _key(target: Path) -> str:
     return os.path.realpath(target)
-
-
-@atexit.register
-def _discard_all() -> None:
-    """The wait for the threads was cut short, by a second Ctrl-C say: what they write will never be complete."""
-    for job in list(_pending.values()):
-        if job.packed is not None:
-            job.packed.discard()

@@ -231,17 +231,28 @@ def bench(
     train_size: Annotated[
         str, typer.Option("--size", metavar="BYTES", help="Size of the checkpoint to train, as in 1.5e9.")
     ] = "2.5e8",
-    device: Annotated[str, typer.Option(help="cpu.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu: files; cuda: kernels and optimizer steps.")] = "cpu",
+    parameters: Annotated[int, typer.Option(min=1, help="With cuda: parameters that a step updates.")] = 1 << 30,
     threads: Threads = None,
     repeat: Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Measure time, size and memory beside cp, zstd and torch in the same run."""
-    from ckpt8.bench.run import bench as run
-    from ckpt8.inspect.render import show_bench
+    """Measure time, size and memory beside cp, zstd and torch; on a GPU, kernels and steps beside a copy and torch."""
+    from ckpt8.device import requested
+    from ckpt8.inspect.render import show_bench, show_device_bench
 
-    if device not in ("auto", "cpu"):
-        raise UsageError(f"--device {device}: this version measures on the cpu")
+    where = requested(device)
+    if where is not None and where.type != "cpu":
+        from ckpt8.bench.device import bench_device
+
+        measured = bench_device(where, parameters=parameters)
+        if as_json:
+            _print_json(measured)
+        else:
+            show_device_bench(_console(), measured)
+        return
+    from ckpt8.bench.run import bench as run
+
     try:
         size = float(train_size)
     except ValueError as exc:

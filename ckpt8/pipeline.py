@@ -71,10 +71,6 @@ class Unwritten:
         self.chunks.clear()
         self.resources.close()
 
-    def discard(self) -> None:
-        """Remove the temporary file, whoever is writing it."""
-        self.writer.discard()
-
 
 class Compressor:
     """Compresses all members of one source into one container."""

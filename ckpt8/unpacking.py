@@ -42,32 +42,33 @@ def unpack_tree(obj: Any, tree: object, where: str) -> Any:
     from ckpt8.optim.convert import unpack
 
     places = _places(tree, obj, {id(each.node) for each in (*models, *packed)})
-    _join_weights(saved_parameters(tree), models, packed, places, where)
+    _join_weights(_Loaded(saved_parameters(tree), models, packed, places), where)
     for candidate in packed:
-        place = places[id(candidate.node)]
-        plain = unpack(place.value)
-        if place.parent is None:
-            return plain
-        if isinstance(place.parent, tuple):
-            raise UsageError(
-                f"{where}: {candidate.path} lies in a tuple, which cannot be changed; load it without unpack"
-            )
-        place.parent[place.key] = plain
+        found = places[id(candidate.node)]
+        plain = unpack(found[0].value)
+        for place in found:
+            if place.parent is None:
+                return plain
+            if isinstance(place.parent, tuple):
+                raise UsageError(
+                    f"{where}: {candidate.path} lies in a tuple, which cannot be changed; leave out unpack"
+                )
+            place.parent[place.key] = plain
     return obj
 
 
-def _places(tree: object, obj: Any, wanted: Collection[int]) -> dict[int, _Place]:
-    """The values that nodes of ``tree``, given by ``id``, have become; both are walked side by side."""
-    places: dict[int, _Place] = {}
+def _places(tree: object, obj: Any, wanted: Collection[int]) -> dict[int, list[_Place]]:
+    """Where the values hang that nodes of ``tree``, given by ``id``, have become; both are walked side by side."""
+    places: dict[int, list[_Place]] = {}
     seen = set()
     stack: list[tuple[Any, _Place]] = [(tree, _Place(obj, None, None))]
     while stack:
         node, place = stack.pop()
+        if id(node) in wanted:
+            places.setdefault(id(node), []).append(place)
         if id(node) in seen:
             continue
         seen.add(id(node))
-        if id(node) in wanted:
-            places[id(node)] = place
         value = place.value
         if isinstance(node, dict) and isinstance(value, dict):
             pairs = zip(node.values(), value.items(), strict=True)
@@ -77,45 +78,91 @@ def _places(tree: object, obj: Any, wanted: Collection[int]) -> dict[int, _Place
     return places
 
 
-def _join_weights(
-    parameters: list[SavedParameter],
-    models: list[Candidate],
-    packed: list[Candidate],
-    places: Mapping[int, _Place],
-    where: str,
-) -> None:
-    """Put fp32 weights in the place of 16-bit ones, under all of their names."""
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """Saved parameters, and the models and optimizers that they are of, with where these are in the loaded object."""
+
+    parameters: list[SavedParameter]
+    models: list[Candidate]
+    packed: list[Candidate]
+    places: Mapping[int, list[_Place]]
+
+    def model(self) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """The only model, as it was saved and as it was loaded."""
+        node = self.models[0].node
+        return node, self.places[id(node)][0].value
+
+    def states(self) -> dict[int, Mapping[str, torch.Tensor]]:
+        """The loaded state of each saved one, by ``id``."""
+        found: dict[int, Mapping[str, torch.Tensor]] = {}
+        for candidate in self.packed:
+            loaded = self.places[id(candidate.node)][0].value["state"]
+            pairs = zip(candidate.node["state"].values(), loaded.values(), strict=True)
+            found.update((id(saved), state) for saved, state in pairs)
+        return found
+
+
+def _join_weights(loaded: _Loaded, where: str) -> None:
+    """Put fp32 weights in the place of 16-bit ones, under all of their names.
+
+    Names or order propose which weight a state completes, the check in its group decides.
+    """
+    states = loaded.states()
+    full: dict[str, torch.Tensor] = {}
+    for parameter in loaded.parameters:
+        state = states.get(id(parameter.state))
+        part = None if state is None else state.get("residual", state.get("master"))
+        if part is not None:
+            name, joined = _joined(loaded, parameter, part, where)
+            full[name] = joined
+    if not full:
+        return
+    saved, model = loaded.model()
+    aliases = {}
+    for name, joined in full.items():
+        for other in model:
+            if other not in full and _is_alias(saved, model, name, other):
+                aliases[other] = joined
+    model.update(full | aliases)
+
+
+def _joined(loaded: _Loaded, parameter: SavedParameter, part: torch.Tensor, where: str) -> tuple[str, torch.Tensor]:
+    """Name and fp32 value of the weight that ``part`` completes. Raises UsageError."""
     import torch
 
     from ckpt8.codecs import codec_from_config
     from ckpt8.codecs.split32 import Split32
     from ckpt8.optim.convert import join_weight
+    from ckpt8.optim.masters import CHECKS, weight_check
 
-    states = {id(state): place for each in packed for state, place in _states(each, places[id(each.node)].value)}
-    joined: dict[tuple[str, int], torch.Tensor] = {}
-    for parameter in parameters:
-        state = states.get(id(parameter.state))
-        part = None if state is None else state.get("residual", state.get("master"))
-        if part is None:
-            continue
-        ref = parameter.weight
-        if ref is None:
-            raise UsageError(
-                f"{where}: {parameter.name}: its weight in full cannot be told, since {parameter.unpaired}; "
-                "load it without unpack"
-            )
-        codec = Split32() if part.dtype == torch.int16 else codec_from_config(parameter.group["master"])
-        model = places[id(models[0].node)].value
-        name = next(key for key, value in models[0].node.items() if value is ref)
-        joined[ref.key, ref.offset] = join_weight(model[name], part, codec)
-    for candidate in models:
-        model = places[id(candidate.node)].value
-        for name, value in candidate.node.items():
-            if isinstance(value, TensorRef) and (value.key, value.offset) in joined:
-                full = joined[value.key, value.offset]
-                model[name] = full if model[name].shape == full.shape else model[name]
+    where = f"{where}: {parameter.name}"
+    if part.is_meta:
+        raise UsageError(f"{where}: cannot be unpacked on the meta device")
+    if parameter.weight is None:
+        raise UsageError(f"{where}: its weight in full cannot be told, since {parameter.unpaired}; leave out unpack")
+    saved, model = loaded.model()
+    name = next(key for key, value in saved.items() if value is parameter.weight)
+    weight = model[name]
+    checks = dict(zip(parameter.group["params"], parameter.group.get(CHECKS, ()), strict=False))
+    if weight.element_size() != 2 or checks.get(parameter.identifier) != weight_check(weight):
+        raise UsageError(
+            f"{where}: its state belongs to another weight than {name}, which has its place; leave out unpack"
+        )
+    codec = Split32() if part.dtype == torch.int16 else codec_from_config(parameter.group["master"])
+    return name, join_weight(weight, part, codec)
 
 
-def _states(candidate: Candidate, loaded: Mapping[str, Any]) -> list[tuple[object, Mapping[str, Any]]]:
-    """The states of an optimizer, each beside the one that was loaded."""
-    return list(zip(candidate.node["state"].values(), loaded["state"].values(), strict=True))
+def _is_alias(saved: Mapping[str, Any], model: Mapping[str, torch.Tensor], name: str, other: str) -> bool:
+    """Whether ``other`` is the same tensor as ``name``, or a matrix that was copied from it bit for bit."""
+    mine, theirs = saved[name], saved[other]
+    if not isinstance(theirs, TensorRef) or theirs.shape != mine.shape or theirs.dtype is not mine.dtype:
+        return False
+    if (theirs.key, theirs.offset, theirs.stride) == (mine.key, mine.offset, mine.stride):
+        return True
+    return len(mine.shape) > 1 and bool(model[name].any()) and _bits_equal(model[name], model[other])
+
+
+def _bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    import torch
+
+    return torch.equal(one.contiguous().view(torch.int16), other.contiguous().view(torch.int16))

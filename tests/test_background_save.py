@@ -409,7 +409,7 @@ def test_a_fork_leaves_the_save_to_the_parent(tmp_path, gate):
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
-        background._discard_all()
+        writers._remove_unfinished()
         background.wait_for(target)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

@@ -12,7 +12,7 @@ ELEMENTS, PARAMETERS = 1 << 14, 1 << 16
 
 @pytest.fixture(scope="module")
 def result():
-    return bench_device("cpu", elements=ELEMENTS, parameters=PARAMETERS, repeat=2)
+    return bench_device(torch.device("cpu"), elements=ELEMENTS, parameters=PARAMETERS, repeat=2)
 
 
 def test_kernels_state_what_they_move(result):

@@ -28,6 +28,9 @@ from ckpt8.tensors import DType, Role, TensorSpec
 
 _WARM_UP = 3
 _SIDE = 4096
+ELEMENTS = 1 << 27
+"""Half a gigabyte of fp32."""
+
 CODECS: dict[str, tuple[Codec, Role]] = {
     "split24": (Split24(), Role.WEIGHT),
     "companded8 signed": (Companded8(), Role.MOMENT1),
@@ -62,9 +65,8 @@ class Clock:
         return float(first.elapsed_time(last)) / 1e3
 
 
-def bench_device(device: str, *, elements: int, parameters: int, repeat: int = 20) -> dict[str, Any]:
+def bench_device(where: torch.device, *, parameters: int, elements: int = ELEMENTS, repeat: int = 20) -> dict[str, Any]:
     """Everything, as plain values: kernels on ``elements``, steps and files of ``parameters``."""
-    where = torch.device(device)
     clock = Clock(where, repeat)
     copied, kernels = _kernels(elements, clock)
     return {

@@ -122,11 +122,6 @@ class AtomicFile:
             unfinished.pop(self.path, None)
             sync_directory(self._final.parent)
 
-    def discard(self) -> None:
-        """Remove the temporary file, if it still has its name; it can then no longer be published."""
-        remove(self.path)
-        unfinished.pop(self.path, None)
-
     def __enter__(self) -> AtomicFile:
         return self
 
@@ -135,7 +130,8 @@ class AtomicFile:
     ) -> None:
         with contextlib.suppress(OSError):
             self.file.close()
-        self.discard()
+        remove(self.path)
+        unfinished.pop(self.path, None)
 
 
 class ContainerWriter:
@@ -160,10 +156,6 @@ class ContainerWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._output.__exit__(kind, error, trace)
-
-    def discard(self) -> None:
-        """Remove the temporary file and nothing else: for the end of the process, while another thread may write."""
-        self._output.discard()
 
     def append(self, name: str, frames: Iterable[bytes]) -> None:
         """Write one entry, whole."""

@@ -250,6 +250,41 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
     console.print(_rows(table, rows))
 
 
+def show_device_bench(console: Console, result: dict[str, Any]) -> None:
+    """Print what ``bench --device`` measured."""
+    console.print(
+        f"{escape(result['device'])}: a copy moves {size(result['copy_bytes_per_second'])}/s; "
+        f"kernels on {result['elements']:,} elements, steps of {result['parameters']:,} parameters",
+        soft_wrap=True,
+    )
+    kernels = _table("kernel", "ms", "throughput", "of copy")
+    moved = [
+        (
+            row["kernel"],
+            f"{row['seconds'] * 1e3:.3f}",
+            f"{size(row['bytes_per_second'])}/s",
+            f"{row['of_copy']:.2f}",
+        )
+        for row in result["kernels"]
+    ]
+    console.print(_rows(kernels, moved))
+    steps = _table("step", "ms", "ps per parameter", "of torch", "bytes per parameter")
+    stepped = [
+        (
+            row["step"],
+            f"{row['seconds'] * 1e3:.3f}",
+            f"{row['seconds_per_parameter'] * 1e12:.1f}",
+            f"{row['to_torch']:.2f}x",
+            f"{row['bytes_per_parameter']:.2f}",
+        )
+        for row in result["steps"]
+    ]
+    console.print(_rows(steps, stepped))
+    files = _table("operation", "seconds", "size")
+    ended = [(row["operation"], f"{row['seconds']:.2f}", size(row["bytes"] or 0)) for row in result["files"]]
+    console.print(_rows(files, ended))
+
+
 def show_drift(console: Console, resume: dict[str, Any]) -> None:
     """Print how far the compressed run is from the original after every replayed step."""
     if resume["parameters"]:

@@ -17,6 +17,7 @@ import torch
 from ckpt8.codecs.companded8.reference import square_root
 from ckpt8.optim.blocks import Block, Values
 from ckpt8.optim.packed import PackedOptimizer, Params
+from ckpt8.optim.rounding import power
 
 
 def adam(
@@ -33,8 +34,8 @@ def adam(
 ) -> Iterator[Values]:
     """One step, ``step`` counting from 1; yields ``param``, ``exp_avg``, ``exp_avg_sq``, or ``max_exp_avg_sq`` too."""
     beta1, beta2 = betas
-    step_size = lr / (1 - beta1**step)
-    root_correction = math.sqrt(1 - beta2**step)
+    step_size = lr / (1 - power(beta1, step))
+    root_correction = math.sqrt(1 - power(beta2, step))
     for block in blocks:
         param, grad, m, v = block.load("param", "grad", "exp_avg", "exp_avg_sq")
         if weight_decay and decoupled:

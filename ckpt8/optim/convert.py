@@ -118,11 +118,13 @@ def unpack(packed: Mapping[str, Any]) -> StateDict:
     """The plain fp32 state dict of torch's optimizers, optimi StableAdamW, came-pytorch CAME or lion-pytorch Lion.
 
     Which one follows from the ``rule`` of the groups. Residuals and fp32 masters are not in those: see
-    ``join_weight``. Raises UsageError where optimi's one step per group does not hold.
+    ``join_weight``. Parameters that never took a step have no state there. Raises UsageError where optimi's one step
+    per group does not hold.
     """
     groups, state = [], {}
     for group in packed["param_groups"]:
         states = {i: packed["state"][i] for i in group["params"] if packed["state"].get(i)}
+        states = {i: state for i, state in states.items() if int(state["step"])}
         steps = {i: int(each["step"]) for i, each in states.items()}
         for i, each in states.items():
             state[i] = foreign.plain_state(group, steps[i], moments_of(each, group))

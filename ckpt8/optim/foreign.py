@@ -14,6 +14,7 @@ import torch
 from ckpt8.errors import UsageError
 
 _EXACT_IN_FP32 = 1 << 24
+_STEPS = 1 << 62
 _TORCH: dict[str, Any] = {"foreach": None, "differentiable": False, "fused": None}
 _ADAM: dict[str, Any] = {**_TORCH, "amsgrad": False, "capturable": False}
 _OPTIMI: dict[str, Any] = {
@@ -72,9 +73,10 @@ def plain_group(group: Mapping[str, Any], steps: set[int]) -> dict[str, Any]:
 def step_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> int:
     """The step of a parameter, from its state or its group; 1 where none is kept (SGD, Lion)."""
     step = state.get("step", group.get("step", 1))
-    value = float(step)
-    if value != int(value) or value < 0:
-        raise UsageError(f"step is {value!r}, not a whole number")
+    if isinstance(step, torch.Tensor) and step.numel() == 1:
+        step = step.item()
+    if isinstance(step, bool) or not isinstance(step, (int, float)) or not 0 <= step < _STEPS or step != int(step):
+        raise UsageError(f"its step is {repr(step)[:40]}, not a whole number")
     return int(step)
 
 
@@ -107,6 +109,8 @@ def _length(value: object) -> int:
 def state_problem(keys: Collection[str], expected: Collection[str], rule: str, group: Mapping[Any, Any]) -> str | None:
     """Why the ``keys`` of a plain state are none of ``rule``, which has ``expected`` tensors; or None."""
     needed = set(expected)
+    if rule not in ("sgd", "lion") and "step" not in keys and group.get("step") is None:
+        return "its step is missing"
     if rule == "stable_adamw":
         needed.add("eps_sq" if "beta1" in group else "kahan_comp")  # what tells it from an AdamW
     if missing := needed - set(keys):

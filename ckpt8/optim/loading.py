@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt8.errors import UsageError
+from ckpt8.optim.masters import CHECKS
 from ckpt8.optim.options import check_group
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def _matched_group(optimizer: PackedOptimizer, current: Mapping[str, Any], given
             f"state of {given.get('rule', 'another optimizer')!r} does not fit {optimizer.rule_id!r}; "
             "see ckpt8.optim.convert"
         )
-    kept = {key: deepcopy(value) for key, value in given.items() if key != "params"}
+    kept = {key: deepcopy(value) for key, value in given.items() if key not in ("params", CHECKS)}
     group = {**current, **kept, "params": current["params"]}
     check_group(group)
     return group

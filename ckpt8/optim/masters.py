@@ -25,6 +25,12 @@ from ckpt8.optim.rounding import weight_noise
 from ckpt8.tensors import DType
 
 _MAGNITUDE = 0x7FFFFFFF
+CHECKS = "weight_checks"
+"""Key of a saved parameter group: the ``weight_check`` of each parameter, None for one that nothing completes."""
+
+_MASK63 = (1 << 63) - 1
+_ODD = 0x9E3779B1
+_CHECKED = 1 << 20
 _RESIDUALS: dict[type, torch.dtype] = {Split24: torch.int8, Split32: torch.int16}
 
 
@@ -38,6 +44,17 @@ def master_part(dtype: torch.dtype, codec: Codec) -> tuple[str, torch.dtype] | N
         return "residual", _RESIDUALS[type(codec)]
     name = DType.from_label(str(dtype)).label
     raise UsageError(f"parameters of {name} cannot be trained; use float32, bfloat16 or float16")
+
+
+def weight_check(param: torch.Tensor) -> int:
+    """A sum over the bits of a 16-bit parameter and their places, by which what completes it is told to be its own."""
+    bits = param.detach().reshape(-1).view(torch.int16)
+    total = 0
+    for start in range(0, len(bits), _CHECKED):
+        piece = bits[start : start + _CHECKED].to(torch.int64)
+        places = torch.arange(start, start + len(piece), device=bits.device).mul_(_ODD).bitwise_or_(1)
+        total += int(piece.mul_(places).sum())
+    return total & _MASK63
 
 
 def exact_residual(state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from ckpt8.codecs import Codec, codec_from_config, config_of, parse_codec
 from ckpt8.codecs.companded8 import Companded8
@@ -24,8 +27,10 @@ def unpacked() -> Codec:
 
 def as_codec(given: Any) -> Codec:
     """A codec from text, as in ``companded8(Q=31)``, or from its stored configuration. Raises UsageError."""
-    if not isinstance(given, str):
+    if isinstance(given, Mapping):
         return codec_from_config(given)
+    if not isinstance(given, str):
+        raise UsageError(f"{given!r} is neither the name of a codec nor a stored configuration")
     cls, fields = parse_codec(given)
     codec: Codec = cls(**fields)
     return codec
@@ -49,9 +54,27 @@ def check_group(group: dict[str, Any]) -> None:
     master = codec_from_config(group["master"])
     for param in group["params"]:
         master_part(param.dtype, master)
-    for key in ("lr", "weight_decay", "momentum"):
-        value = float(group.get(key, 0.0))
-        if not 0.0 <= value < math.inf:
-            raise UsageError(f"{key} must be a number of at least 0, not {value!r}")
-    if not all(0.0 <= float(beta) < 1.0 for beta in group.get("betas", ())):
-        raise UsageError(f"betas must lie in [0, 1), not {group['betas']!r}")
+    for key in ("lr", "weight_decay", "momentum", "clip_threshold", "d"):
+        _check_number(key, group.get(key, 0.0), math.inf)
+    for beta in _sequence("betas", group.get("betas", ())):
+        _check_number("betas", beta, 1.0)
+    eps = group.get("eps", ())
+    for each in eps if isinstance(eps, (tuple, list)) else (eps,):
+        if each is not None or group["rule"] != "adafactor":
+            _check_number("eps", each, math.inf)
+    for key, kind in (("maximize", bool), ("seed", int)):
+        if not isinstance(group[key], kind):
+            raise UsageError(f"{key} must be of the type {kind.__name__}, not {group[key]!r}")
+
+
+def _sequence(key: str, value: Any) -> Sequence[Any]:
+    if not isinstance(value, (tuple, list)):
+        raise UsageError(f"{key} must be several numbers, not {value!r}")
+    return value
+
+
+def _check_number(key: str, value: Any, limit: float) -> None:
+    """Raise UsageError unless ``value``, a number or a tensor of one, lies in [0, limit)."""
+    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0.0 <= number < limit:
+        raise UsageError(f"{key} must be a number in [0, {limit:g}), not {value!r}")

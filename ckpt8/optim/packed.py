@@ -8,12 +8,16 @@ An optimizer is a rule over blocks of fp32 values (see ``blocks``). Blocks are t
 the packed state a step needs a few megabytes. Every operation on state is elementwise and rounded once, sums are taken
 over fixed runs, and random bits depend on (seed, index of the parameter, step, element) alone: runs are reproducible,
 resumable bit for bit, and independent of tile size and threads.
+
+On a CUDA device Triton kernels take the step, with the same results (see ``triton``): all of a group in a few launches,
+nothing read by the host, so that steps can be captured in a CUDA graph. ``step`` lies on the device there. Parameters
+that they cannot take are updated as on a CPU, and a warning says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -22,13 +26,16 @@ from ckpt8.codecs.base import TILE
 from ckpt8.codecs.split32 import Split32
 from ckpt8.errors import UsageError
 from ckpt8.optim.blocks import Block, Values, flat_blocks
-from ckpt8.optim.masters import exact_residual, master_part
+from ckpt8.optim.masters import CHECKS, exact_residual, master_part, weight_check
 from ckpt8.optim.moments import Layout, Moment, moment_layout
 from ckpt8.optim.options import MOMENT2, check_group, unpacked
 from ckpt8.optim.release import GradientRelease
 from ckpt8.optim.rounding import stream_key
 from ckpt8.optim.tiles import PackedTensor
 from ckpt8.policy import is_small
+
+if TYPE_CHECKING:
+    from ckpt8.optim.triton.dispatch import Fused
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 Cut = tuple[int, int, Block]
@@ -41,6 +48,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     ``master``: how bf16 parameters are completed: ``split24`` (int8 residual) or ``split32`` (int16, exact).
     ``moment1``, ``moment2``: ``companded8(...)`` or ``lossless`` (fp32), as text or as a stored configuration.
     ``maximize``: ascend instead of descend. ``seed``: of stochastic rounding.
+    ``fused``: True demands the kernels, False forbids them, None takes them on CUDA devices. Not part of the state.
 
     Raises UsageError for arguments, parameters and gradients that it does not take: complex, integer, float64, sparse.
     """
@@ -48,6 +56,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     rule_id: ClassVar[str]
     rule_arguments: ClassVar[tuple[str, ...]]
     tile: int = TILE
+    fused: bool | None = None
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -60,7 +69,9 @@ class PackedOptimizer(torch.optim.Optimizer):
         moment2: str = MOMENT2,
         maximize: bool = False,
         seed: int = 0,
+        fused: bool | None = None,
     ) -> None:
+        self.fused = fused
         packing = {"master": master, "moment1": moment1, "moment2": moment2, "maximize": maximize, "seed": seed}
         super().__init__(params, {**defaults, **packing, "rule": self.rule_id})
 
@@ -85,6 +96,10 @@ class PackedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
+            if self.fused:
+                for index, group, param in self.numbered():
+                    if group is self.param_groups[-1]:
+                        self._fusion().takes(index, param)
         except UsageError:
             self.param_groups.pop()
             raise
@@ -118,7 +133,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     ) -> dict[str, torch.Tensor]:
         """The state before the first step, new tensors: see ``state_layout``."""
         state = {
-            name: torch.zeros(shape, dtype=dtype, device="cpu" if name == "step" else param.device)
+            name: torch.zeros(shape, dtype=dtype, device=self._step_device(param) if name == "step" else param.device)
             for name, (dtype, shape) in self.state_layout(group, param, exact).items()
         }
         if "master" in state:
@@ -136,11 +151,33 @@ class PackedOptimizer(torch.optim.Optimizer):
         for _, _, param in work:
             _check_gradient(param)
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if found_inf is not None and float(found_inf) != 0:
+        fusion = self._fusion()
+        fused = [item for item in work if fusion.takes(item[0], item[2])]
+        fusion.update(fused, scale, found_inf)
+        taken = {index for index, _, _ in fused}
+        rest = [item for item in work if item[0] not in taken]
+        if not rest or (found_inf is not None and float(found_inf) != 0):
             return loss
-        for index, group, param in work:
-            self.update(index, group, param, 1.0 if scale is None else 1.0 / float(scale))
+        for index, group, param in rest:
+            self._update(index, group, param, 1.0 if scale is None else 1.0 / float(scale))
         return loss
+
+    def _fusion(self) -> Fused:
+        from ckpt8.optim.triton.dispatch import Fused
+
+        found: Fused | None = self.__dict__.get("_fused")
+        if found is None:
+            found = self._fused = Fused(self)
+        return found
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch; what was known of the old state is forgotten."""
+        self.__dict__.pop("_fused", None)
+        super().__setstate__(state)
+
+    def _step_device(self, param: torch.Tensor) -> torch.device:
+        """Where the step counter is read: beside the parameter by kernels, else by the host."""
+        return param.device if self.fused is not False and param.device.type == "cuda" else torch.device("cpu")
 
     def numbered(self) -> list[tuple[int, dict[str, Any], torch.Tensor]]:
         """Every parameter with its group and its index over all groups, which is that of its random bits."""
@@ -148,9 +185,15 @@ class PackedOptimizer(torch.optim.Optimizer):
         return [(index, group, param) for index, (group, param) in enumerate(found)]
 
     @torch.no_grad()
-    def update(self, index: int, group: dict[str, Any], param: torch.Tensor, grad_factor: float = 1.0) -> None:
-        """Update one parameter from its gradient, multiplied by ``grad_factor``."""
+    def update(self, index: int, group: dict[str, Any], param: torch.Tensor) -> None:
+        """Update one parameter from its gradient."""
         _check_gradient(param)
+        if self._fusion().takes(index, param):
+            self._fusion().update([(index, group, param)], None, None, alone=True)
+        else:
+            self._update(index, group, param, 1.0)
+
+    def _update(self, index: int, group: dict[str, Any], param: torch.Tensor, grad_factor: float) -> None:
         if not self.state[param]:
             self.state[param] = self.initial_state(group, param)
         state = self.state[param]
@@ -192,6 +235,18 @@ class PackedOptimizer(torch.optim.Optimizer):
         step, so it goes with neither gradient accumulation, nor clipping by global norm, nor a ``GradScaler``.
         """
         return GradientRelease(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch, packed. Groups of 16-bit parameters hold ``weight_checks`` as well: see ``weight_check``."""
+        saved = super().state_dict()
+        for live, group in zip(self.param_groups, saved["param_groups"], strict=True):
+            states = [self.state.get(param, {}) for param in live["params"]]
+            if any({"residual", "master"} & state.keys() for state in states):
+                pairs = zip(live["params"], states, strict=True)
+                group[CHECKS] = [
+                    weight_check(param) if {"residual", "master"} & state.keys() else None for param, state in pairs
+                ]
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` of the same class gave, copied, with every element type kept.

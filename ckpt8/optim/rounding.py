@@ -52,16 +52,16 @@ from ckpt8.codecs.companded8.reference import QUIET_NAN, SMALLEST_ROOT2, as_grou
 from ckpt8.tensors import Parts
 
 _MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
-_GOLDEN64 = 0x9E3779B97F4A7C15
-_GOLDEN32 = 0x9E3779B1
-_MIX64 = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_MIX32 = (0x7FEB352D, 0x846CA68B)
+GOLDEN64 = 0x9E3779B97F4A7C15
+GOLDEN32 = 0x9E3779B1
+MIX64 = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+MIX32 = (0x7FEB352D, 0x846CA68B)
 """Multipliers of published bit mixers: Weyl's golden ratio, splitmix64's finaliser, Wellons's lowbias32."""
 
-_NARROW = 16
+NARROW = 16
 """Below 1/16 of the scale it is the mean of 1/x that is kept; v is there under 1/256 of the group's largest."""
 
-_WEIGHT_MARGIN = 127
+WEIGHT_MARGIN = 127
 """R times the distance, in fp32 steps, of a decoded weight from its exact level: at most 1/2, and 1 at rho = +-R."""
 
 
@@ -69,9 +69,9 @@ def stream_key(*counters: int) -> int:
     """A 64-bit key for a run of random bits: of (seed, parameter index, step)."""
     key = 0
     for counter in counters:
-        key = (key + _GOLDEN64) ^ (counter & _MASK64)
-        key = ((key ^ (key >> 30)) * _MIX64[0]) & _MASK64
-        key = ((key ^ (key >> 27)) * _MIX64[1]) & _MASK64
+        key = ((key + GOLDEN64) ^ counter) & _MASK64
+        key = ((key ^ (key >> 30)) * MIX64[0]) & _MASK64
+        key = ((key ^ (key >> 27)) * MIX64[1]) & _MASK64
         key ^= key >> 31
     return key
 
@@ -92,17 +92,17 @@ def random_bits(key: int, start: int, count: int, device: torch.device) -> torch
     x = torch.arange(count, dtype=torch.int32, device=device).add_(_as_int32(start))
     for word in (key, (key >> 32) ^ (start >> 32)):
         x.bitwise_xor_(_as_int32(word))
-        x.bitwise_xor_(_shift(x, 16)).mul_(_as_int32(_MIX32[0]))
-        x.bitwise_xor_(_shift(x, 15)).mul_(_as_int32(_MIX32[1]))
+        x.bitwise_xor_(_shift(x, 16)).mul_(_as_int32(MIX32[0]))
+        x.bitwise_xor_(_shift(x, 15)).mul_(_as_int32(MIX32[1]))
         x.bitwise_xor_(_shift(x, 16))
     return x
 
 
 def weight_noise(bits: torch.Tensor) -> torch.Tensor:
     """int32 from 127 to 32640, from random bits: what is added to R*d before it is shifted down by 15."""
-    noise = _shift(bits * _as_int32(_GOLDEN32), 17)
+    noise = _shift(bits * _as_int32(GOLDEN32), 17)
     # 2^15 values onto 254/256 as many, their mean unchanged.
-    return noise.sub_((noise >> 8).mul_(2)).add_(_WEIGHT_MARGIN)
+    return noise.sub_((noise >> 8).mul_(2)).add_(WEIGHT_MARGIN)
 
 
 def encode_second_moment(v: torch.Tensor, out: Parts, levels: int, fourth_root: bool, bits: torch.Tensor) -> None:
@@ -113,8 +113,9 @@ def encode_second_moment(v: torch.Tensor, out: Parts, levels: int, fourth_root: 
     root = as_groups(square_root(v))
     largest = root.amax(1)
     largest = torch.maximum(largest, largest.sign().mul_(SMALLEST_ROOT2))
-    # Some devices make NaN of all ones, which would round to a scale of zero.
-    scale16 = (largest.view(torch.int32).clamp_max_(QUIET_NAN) + 0x7FFF).bitwise_right_shift_(15)
+    # torch.maximum makes NaN of all ones, the sign too, which would round to a scale of zero.
+    magnitude = largest.view(torch.int32).bitwise_and_(0x7FFFFFFF).clamp_max_(QUIET_NAN)
+    scale16 = magnitude.add_(0x7FFF).bitwise_right_shift_(15)
     divisor = scale_value(scale16)
     divisor[scale16 == 0] = 1.0
     n = root / divisor.unsqueeze(1)
@@ -130,15 +131,25 @@ def encode_second_moment(v: torch.Tensor, out: Parts, levels: int, fourth_root: 
 
 def _probability_linear(t: torch.Tensor, low: torch.Tensor, levels: int) -> torch.Tensor:
     high = low + 1
-    ratio = torch.where(low < levels / _NARROW, high / t, (t + low) / (high + low))
+    ratio = torch.where(low < levels / NARROW, high / t, (t + low) / (high + low))
     return ratio.mul_(t - low)
 
 
 def _probability_fourth_root(t: torch.Tensor, low: torch.Tensor, levels: int) -> torch.Tensor:
     high = low + 1
     high2, low2, t2 = high * high, low * low, t * t
-    ratio = torch.where(low < levels / _NARROW**0.5, high2 / t2, (t2 + low2) / (high2 + low2))
+    ratio = torch.where(low < levels / NARROW**0.5, high2 / t2, (t2 + low2) / (high2 + low2))
     return ratio.mul_(t - low).mul_(t + low).div_(high + low)
+
+
+def power(base: float, exponent: int) -> float:
+    """``base ** exponent`` by squaring: multiplications alone, so that every device gives the same float."""
+    result = 1.0
+    while exponent > 0:
+        result = result * base if exponent & 1 else result
+        base *= base
+        exponent >>= 1
+    return result
 
 
 def groups_of(numel: int) -> int:

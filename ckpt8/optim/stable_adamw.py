@@ -22,11 +22,12 @@ from ckpt8.codecs.companded8.reference import square_root
 from ckpt8.optim.adamw import TwoMoments
 from ckpt8.optim.blocks import Block, Values, block_sums, exact_sum
 from ckpt8.optim.packed import Params
+from ckpt8.optim.rounding import power
 
 
 def debiased(beta: float, step: int) -> float:
     """The beta that keeps an average free of the bias of its zero start; 0 at the first step."""
-    return beta * (1 - beta ** (step - 1)) / (1 - beta**step) if beta else 0.0
+    return beta * (1 - power(beta, step - 1)) / (1 - power(beta, step)) if beta else 0.0
 
 
 def _second_moment(u: torch.Tensor, square: torch.Tensor, beta2: float) -> torch.Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ckpt8.resuming.names import listed
 
-_STRUCTURE = frozenset({"params", "param_names"})
+_STRUCTURE = frozenset({"params", "param_names", "weight_checks"})
 IMPLEMENTATION = frozenset({"foreach", "fused", "triton", "capturable", "differentiable"})
 """How a step is computed: a matter of the machine, so the live setting stays where one was made."""
 
@@ -23,13 +23,23 @@ _HYPERPARAMETERS = frozenset(
         *("amsgrad", "ams_bound", "momentum", "dampening", "nesterov", "centered", "lr_decay", "ns_steps"),
         *("decoupled_weight_decay", "decouple_wd", "decouple_lr", "weight_decouple", "fixed_decay", "kahan_sum"),
         *("gradient_release", "quantize", "master_bytewidth"),
+        *("trust_coefficient", "momentum_decay", "rectify", "degenerated_to_sgd", "nus", "gamma", "hessian_power"),
+        *("update_period", "final_lr", "k", "adanorm", "adam_debias", "stable_adamw", "cautious"),
     }
 )
 """What optimizers call their own settings. Any other key was added by a scheduler or by the user."""
 
 
-_BOOKKEEPING = frozenset({"step", "setup"})
-"""What optimizers of packages keep in a group for themselves."""
+_FORMS = frozenset(
+    {
+        *("beta1", "beta2", "eps1", "eps2", "amsgrad", "ams_bound", "decoupled_weight_decay", "decouple_wd"),
+        *("decouple_lr", "weight_decouple", "fixed_decay", "kahan_sum", "gradient_release"),
+    }
+)
+"""Settings in which packages spell one and the same optimizer differently, or which are looked at one by one."""
+
+_BOOKKEEPING = frozenset({"step", "setup", "master", "moment1", "moment2", "seed", "rule"})
+"""What optimizers of packages keep in a group for themselves, and what ours do."""
 
 
 def class_problem(saved: Mapping[Any, Any], live: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:
@@ -48,6 +58,12 @@ def class_problem(saved: Mapping[Any, Any], live: Mapping[str, Any], defaults: M
         if _length(mine) != _length(theirs) and key in saved and key in live:
             return f"its {key} are {theirs}, here they are {mine}"
     return None
+
+
+def of_another(saved: Mapping[Any, Any], arguments: Collection[str]) -> str | None:
+    """Why a group that has ``arguments`` is one of an optimizer that has more settings of weight, or None."""
+    found = (saved.keys() & _HYPERPARAMETERS) - set(arguments) - _FORMS
+    return f"its parameter groups have {listed(sorted(found))}" if found else None
 
 
 def _length(value: object) -> int:

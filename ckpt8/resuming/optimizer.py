@@ -86,6 +86,9 @@ def plan_optimizer(
     mapped = map_parameters(saved, optimizer, model)
     if isinstance(mapped, str):
         return OptimizerPlan(wrong=mapped)
+    listed_ids = {identifier for group in saved for identifier in group["params"]}
+    unlisted = [str(identifier) for identifier in candidate.node["state"] if identifier not in listed_ids]
+    mapped.problems += [f"state of {listed(unlisted)}: belongs to no parameter of its groups"] if unlisted else []
     if packed is not None:
         return packed.plan(candidate.node, mapped)
     return _plan_mapped(candidate.node, mapped, optimizer, builder)

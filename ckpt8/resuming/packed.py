@@ -25,16 +25,16 @@ from ckpt8.codecs.companded8 import Companded8
 from ckpt8.errors import UsageError
 from ckpt8.optim import foreign
 from ckpt8.optim.loading import exact_names, layout_problem
-from ckpt8.optim.moments import Moment
+from ckpt8.optim.masters import CHECKS, weight_check
 from ckpt8.optim.options import check_group
 from ckpt8.readers.base import TensorRef
-from ckpt8.resuming.groups import added_by_others, is_packed_group, restored
+from ckpt8.resuming.groups import added_by_others, is_packed_group, of_another, restored
 from ckpt8.resuming.mapping import Pair, ParameterMap
 from ckpt8.resuming.optimizer import Made, OptimizerPlan, StatePlan
 from ckpt8.resuming.packing import MomentFill, ResidualFill, RoundedFill
 from ckpt8.resuming.rest import RestBuilder
 from ckpt8.resuming.stored import StoredParts
-from ckpt8.resuming.streaming import Copy, Fill
+from ckpt8.resuming.streaming import Copy, Fill, Streamer
 
 if TYPE_CHECKING:
     from ckpt8.optim.packed import PackedOptimizer
@@ -49,6 +49,7 @@ class PackedPlanner:
 
     optimizer: PackedOptimizer
     builder: RestBuilder
+    streamer: Streamer
     weights: Mapping[int, TensorRef]
     stored: StoredParts | None
 
@@ -57,7 +58,8 @@ class PackedPlanner:
         rule = self.optimizer.rule_id
         if is_packed_group(saved):
             return None if saved["rule"] == rule else f"it was saved by the rule {saved['rule']!r}, here it is {rule!r}"
-        return foreign.class_problem(saved, rule, self.optimizer.rule_arguments, self.optimizer.defaults)
+        arguments = self.optimizer.rule_arguments
+        return of_another(saved, arguments) or foreign.class_problem(saved, rule, arguments, self.optimizer.defaults)
 
     def plan(self, node: Mapping[str, Any], mapped: ParameterMap) -> OptimizerPlan:
         """State, groups and rounded weights of a mapped optimizer."""
@@ -65,8 +67,8 @@ class PackedPlanner:
         for live, pairs, index in zip(self.optimizer.param_groups, mapped.pairs, mapped.group_of, strict=True):
             if index is None:
                 continue
-            saved = {key: value for key, value in node["param_groups"][index].items() if key != "params"}
-            hyper = {key: self.builder.build(value) for key, value in saved.items()}
+            saved = node["param_groups"][index]
+            hyper = {key: self.builder.build(value) for key, value in saved.items() if key != "params"}
             states = [node["state"].get(pair.identifier) for pair in pairs]
             try:
                 group = self._group(live, hyper, states)
@@ -76,12 +78,36 @@ class PackedPlanner:
             plan.groups.append((live, {key: value for key, value in group.items() if key != "params"}))
             for pair, state in zip(pairs, states, strict=True):
                 try:
+                    self._check_weights(pair, state, saved)
                     plan.states.append(self._state(pair, state, group, hyper))
                 except UsageError as exc:
                     plan.problems.append(f"{pair.name}: {exc}")
                 if (rounded := self._rounded(pair.parameter, group)) is not None:
                     plan.rounded[id(pair.parameter)] = rounded
+            if self._mixes(live, group, plan):
+                plan.wrong = (
+                    plan.wrong or "the codecs of its state are not those of parameters that would be left alone"
+                )
         return plan
+
+    def _mixes(self, live: dict[str, Any], group: dict[str, Any], plan: OptimizerPlan) -> bool:
+        """Whether a group would change its codecs although some of its state keeps the old ones."""
+        replaced = {id(state.pair.parameter) for state in plan.states}
+        kept = [p for p in live["params"] if id(p) not in replaced and self.optimizer.state.get(p)]
+        return bool(kept) and any(group[key] != live[key] for key in ("master", "moment1", "moment2"))
+
+    def _check_weights(self, pair: Pair, state: Any, saved: Mapping[Any, Any]) -> None:
+        """Raise UsageError where what completes a 16-bit weight was saved beside another weight than the one here."""
+        ref, checks = self.weights.get(id(pair.parameter)), saved.get(CHECKS)
+        if not state or ref is None or not isinstance(checks, list) or len(checks) != len(saved["params"]):
+            return
+        expected = checks[saved["params"].index(pair.identifier)]
+        if expected is None or ref.dtype.itemsize != 2:
+            return
+        weight = torch.empty(ref.shape, dtype=ref.dtype.torch)
+        self.streamer.copy(ref, weight)
+        if weight_check(weight) != expected:
+            raise UsageError("its optimizer state belongs to another weight; the parameters are in another order")
 
     def _group(self, live: dict[str, Any], hyper: Mapping[str, Any], states: Sequence[Any]) -> dict[str, Any]:
         """The group as it will be, codecs included. Raises UsageError."""
@@ -134,7 +160,11 @@ class PackedPlanner:
         if not saved and self._narrowed(pair.parameter) is None:
             return StatePlan(pair, None)
         if saved and is_packed_group(hyper):
-            problem = layout_problem(self.optimizer, group, pair.parameter, _found(saved))
+            found = _found(saved)
+            if id(pair.parameter) in self.weights and not {"residual", "master"} & found.keys():
+                layout = self.optimizer.state_layout(group, pair.parameter, exact_names(found))
+                found |= {key: what for key, what in layout.items() if key in ("residual", "master")}
+            problem = layout_problem(self.optimizer, group, pair.parameter, found)
             if problem is not None:
                 raise UsageError(problem)
             return StatePlan(pair, None, partial(self._same, pair.parameter, saved, group))
@@ -162,21 +192,22 @@ class PackedPlanner:
         if isinstance(compensation, TensorRef) and compensation.shape == shape != (1,):
             raise UsageError("its Kahan compensation has no place beside a residual; resume into the same optimizer")
         if param.element_size() == 2 and id(param) not in self.weights:
-            raise UsageError(
-                "what completes its 16-bit weights is made of those of the checkpoint; give model= as well"
-            )
+            raise UsageError("what completes its 16 bits is made of the weights of model=, which does not have it")
 
     def _same(self, param: torch.Tensor, saved: Mapping[str, TensorRef], group: dict[str, Any]) -> Made:
         """State of the same layout, copied."""
-        state = self.optimizer.initial_state(group, param, exact_names(_found(saved)))
-        return state, [Copy(key, ref, state[key]) for key, ref in saved.items()]
+        exact = exact_names(_found(saved))
+        state = self.optimizer.initial_state(group, param, exact)
+        fills: list[Fill] = [Copy(key, ref, state[key]) for key, ref in saved.items()]
+        if not {"residual", "master"} & saved.keys():
+            fills += self._completed(param, group, state, exact)
+        return state, fills
 
     def _packed(self, param: torch.Tensor, saved: Mapping[str, Any], group: dict[str, Any], step: int) -> Made:
         """State packed from plain moments and weights; zero moments where none were saved."""
         shape = tuple(param.shape)
         moments = self.optimizer.moments(group, shape)
         exact = {name for name in moments if self._is_exact(saved.get(name))}
-        weight = self.weights.get(id(param))
         if self._is_exact(self._narrowed(param)):
             exact.add("residual")
         state = self.optimizer.initial_state(group, param, exact)
@@ -188,13 +219,20 @@ class PackedPlanner:
                 fills.append(Copy(name, ref, state[name]))
             else:
                 codec = self.optimizer.codec(group, moments[name], param)
-                fills.append(MomentFill(ref, Moment.of(name, codec, state), self._if_stored(ref, codec)))
+                fills.append(MomentFill(ref, name, state, codec, self._if_stored(ref, codec)))
+        return state, fills + self._completed(param, group, state, exact)
+
+    def _completed(
+        self, param: torch.Tensor, group: dict[str, Any], state: dict[str, torch.Tensor], exact: set[str]
+    ) -> list[Fill]:
+        """What fills the master of a parameter, or the residual of one that takes 16 bits of its fp32 weights."""
+        weight = self.weights.get(id(param))
         if weight is not None and "master" in state:
-            fills.append(Copy("master", weight, state["master"]))
-        elif "residual" in state and weight is not None and self._narrowed(param) is weight:
-            codec = self.optimizer.codec(group, "master", param, exact)
-            fills.append(ResidualFill(weight, state["residual"].view(-1), codec, self._if_stored(weight, codec)))
-        return state, fills
+            return [Copy("master", weight, state["master"])]
+        if weight is None or self._narrowed(param) is None:
+            return []
+        codec = self.optimizer.codec(group, "master", param, exact)
+        return [ResidualFill(weight, state["residual"].view(-1), codec, self._if_stored(weight, codec))]
 
     def _is_exact(self, ref: object) -> bool:
         return self.stored is not None and isinstance(ref, TensorRef) and self.stored.is_exact(ref)

@@ -5,21 +5,23 @@ Everything that is encoded here is rounded to nearest, on the device of the para
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from ckpt8.codecs.companded8 import GROUP
+from ckpt8.errors import RefusedError
 from ckpt8.optim.convert import bf16_from_planes
 from ckpt8.optim.masters import write_master
-from ckpt8.optim.moments import Moment
 from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.stored import StoredParts
 from ckpt8.resuming.streaming import Streamer, assign
 
 if TYPE_CHECKING:
     from ckpt8.codecs import Codec
+    from ckpt8.tensors import Parts
 
 _ENCODED = 1 << 20
 """Elements that are encoded at once."""
@@ -27,23 +29,36 @@ _ENCODED = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class MomentFill:
-    """A companded moment. With ``stored``, codes and scales go straight in."""
+    """The codes and scales of moment ``name`` in ``state``. With ``stored``, they go straight in.
+
+    Values that the codec refuses stay in fp32, as they would in a file.
+    """
 
     ref: TensorRef
-    moment: Moment
+    name: str
+    state: dict[str, torch.Tensor]
+    codec: Codec
     stored: StoredParts | None
 
     def fill(self, streamer: Streamer) -> None:
         """Copy the parts, or encode the values."""
-        parts = self.moment.parts
+        codes, scales = self.state[f"{self.name}_codes"], self.state[f"{self.name}_scales"]
+        try:
+            for start, given in self._parts(streamer, codes.device):
+                assign(codes.view(-1), start, given["codes"])
+                assign(scales, start // GROUP, given["scales"])
+        except RefusedError:
+            del self.state[f"{self.name}_codes"], self.state[f"{self.name}_scales"]
+            self.state[self.name] = torch.empty(self.ref.shape, dtype=torch.float32, device=codes.device)
+            streamer.copy(self.ref, self.state[self.name])
+
+    def _parts(self, streamer: Streamer, device: torch.device) -> Iterator[tuple[int, Parts]]:
         if self.stored is not None:
-            for start, given in self.stored.chunks(self.ref, "codes", "scales"):
-                assign(parts["codes"], start, given["codes"])
-                assign(parts["scales"], start // GROUP, given["scales"])
+            yield from self.stored.chunks(self.ref, "codes", "scales")
             return
         for start, values in streamer.values(self.ref):
             for at, piece in _cut(values):
-                self.moment.write(start + at, start + at + len(piece), piece.to(parts["codes"].device), None)
+                yield start + at, self.codec.encode(piece.to(device))
 
 
 @dataclass(frozen=True, slots=True)

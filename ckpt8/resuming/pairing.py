@@ -35,10 +35,13 @@ _SCATTERED = "cannot be told apart: the same shape in several groups"
 class SavedParameter:
     """State and group of one parameter, and its weight, or why that is not known. ``name`` is for people.
 
+    ``identifier`` is what its group lists it by.
+
     ``shape`` is that of the first moment or residual, None without one.
     """
 
     name: str
+    identifier: int | str
     state: Mapping[Any, Any]
     group: Mapping[Any, Any]
     shape: tuple[int, ...] | None
@@ -62,7 +65,8 @@ def _parameters(optimizer: Candidate, weights: Candidate | str) -> list[SavedPar
     names = saved_names(groups)
     if isinstance(names, str):
         return [
-            SavedParameter(f"{place}.{each}", state, {}, _shape(state), None, names) for each, state in states.items()
+            SavedParameter(f"{place}.{each}", each, state, {}, _shape(state), None, names)
+            for each, state in states.items()
         ]
     shapes = {each: shape for each, state in states.items() if (shape := _shape(state)) is not None}
     found: Mapping[int | str, TensorRef | str] = dict.fromkeys(shapes, weights) if isinstance(weights, str) else {}
@@ -75,7 +79,7 @@ def _parameters(optimizer: Candidate, weights: Candidate | str) -> list[SavedPar
                 known = found.get(each, _NO_SHAPE)
                 weight, reason = (None, known) if isinstance(known, str) else (known, None)
                 name = names.get(each, f"{place}.{each}")
-                result.append(SavedParameter(name, states[each], group, shapes.get(each), weight, reason))
+                result.append(SavedParameter(name, each, states[each], group, shapes.get(each), weight, reason))
     return result
 
 

@@ -114,10 +114,27 @@ class _Planner:
                 problems.append(f"optimizer at {chosen.path}: {state.wrong}")
                 state = None
             consumed.append(chosen)
-        if weights is not None and state is not None:
-            weights.fills = [state.rounded.get(id(copy.target), copy) for copy in weights.copies]
+        if weights is not None:
+            problems += self._share(weights, state)
         builder = RestBuilder(self._source.checkpoint, [candidate.node for candidate in consumed])
         return _Plan(builder, weights, state, problems)
+
+    def _share(self, weights: models.ModelPlan, state: optimizers.OptimizerPlan | None) -> list[str]:
+        """Let the optimizer fill its share of 16-bit weights; a weight whose other share stays must stay itself."""
+        if self._optimizer is None or not is_packed(self._optimizer):
+            return []
+        problems: list[str] = []
+        weights.fills = []
+        narrow = _narrow(self._optimizer)
+        replaced = {id(each.pair.parameter) for each in state.states} if state is not None else set()
+        rounded = state.rounded if state is not None else {}
+        for copy in weights.copies:
+            parted = id(copy.target) in narrow and id(copy.target) not in replaced
+            if parted and (self._optimizer.state.get(copy.target) or copy.ref.dtype.itemsize > 2):
+                problems.append(f"model {copy.name}: cannot change alone, without what the optimizer keeps of it")
+            else:
+                weights.fills.append(rounded.get(id(copy.target), copy))
+        return problems
 
     def _choose_model(self, model: nn.Module, at: str | None) -> Candidate:
         candidates = _at(self._source.path, self._models, at, "model_at")
@@ -159,7 +176,8 @@ class _Planner:
         from ckpt8.resuming.packed import PackedPlanner
 
         packed = cast("PackedOptimizer", unwrapped(optimizer))
-        return PackedPlanner(packed, self._values, self._filled, self._source.stored)
+        streamer = Streamer(self._source.checkpoint)
+        return PackedPlanner(packed, self._values, streamer, self._filled, self._source.stored)
 
 
 def _narrow(optimizer: Optimizer | None) -> set[int]:

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING
 from ckpt8.container import layout
 from ckpt8.container.frames import FRAME
 from ckpt8.readers.base import Checkpoint, TensorRef
+from ckpt8.tensors import DType
 
 if TYPE_CHECKING:
     from ckpt8.codecs import Codec
     from ckpt8.container.reader import ContainerReader
     from ckpt8.tensors import Parts
     from ckpt8.workers import Workers
+
+
+_PACKABLE = (DType.FLOAT32, DType.BFLOAT16)
 
 
 class StoredParts:
@@ -41,9 +45,9 @@ class StoredParts:
         return None if index is None else self._reader.codec(index)
 
     def is_exact(self, ref: TensorRef) -> bool:
-        """Whether ``ref`` was kept bit for bit for a reason of its own, not because the preset keeps everything."""
+        """Whether ``ref`` was kept bit for bit for a reason of its own, not for its preset or its element type."""
         index = self._index.get(ref.key)
-        if index is None or self._reader.manifest.preset == "lossless":
+        if index is None or self._reader.manifest.preset == "lossless" or ref.dtype not in _PACKABLE:
             return False
         return self._reader.codec(index).id == "lossless/1"
 

@@ -14,10 +14,13 @@ pytest.importorskip("triton", minversion="3.6")
 pytest.importorskip("numpy")
 
 
-def run(interpret: str) -> None:
-    """Run ``parity.py`` in a process of its own."""
+FILES = pytest.mark.parametrize("file", ["parity.py", "fused.py"])
+
+
+def run(file: str, interpret: str) -> None:
+    """Run a file of tests in a process of its own."""
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name("parity.py"))],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(file))],
         env={**os.environ, "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -28,12 +31,14 @@ def run(interpret: str) -> None:
     assert "skipped" not in result.stdout
 
 
-def test_the_interpreter_agrees_with_the_reference():
-    run("1")
+@FILES
+def test_the_interpreter_agrees_with_the_reference(file):
+    run(file, "1")
 
 
 @pytest.mark.gpu
-def test_a_device_agrees_with_the_reference():
+@FILES
+def test_a_device_agrees_with_the_reference(file):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    run("0")
+    run(file, "0")

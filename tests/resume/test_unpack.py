@@ -11,7 +11,7 @@ from test_resume_packed import BF16, FP16, FP32, PACKED, fresh, masters, save
 
 import ckpt8
 import ckpt8.optim
-from ckpt8.errors import UsageError
+from ckpt8.errors import ResumeError, UsageError
 from ckpt8.optim import convert
 
 PUBLISHED = {
@@ -113,3 +113,76 @@ def test_a_tuple_cannot_be_changed(tmp_path):
     ckpt8.save({"both": (model.state_dict(), optimizer.state_dict())}, tmp_path / "run.ckpt8")
     with pytest.raises(UsageError, match="tuple"):
         ckpt8.load(tmp_path / "run.ckpt8", unpack=True)
+
+
+def two_layers(dtype, order):
+    """Two weights of one shape that have gone different ways, their optimizer without names."""
+    model = torch.nn.Sequential(torch.nn.Linear(80, 80, bias=False), torch.nn.Linear(80, 80, bias=False)).to(dtype)
+    optimizer = ckpt8.optim.AdamW(list(model.parameters())[::order], lr=0.01)
+    for step in range(3):
+        inputs = torch.randn(4, 80, generator=torch.Generator().manual_seed(step)).to(dtype)
+        model(inputs).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_state_is_never_joined_to_another_weight(tmp_path, dtype):
+    model, optimizer = two_layers(dtype, -1)
+    path = save(tmp_path / "run.ckpt8", model, optimizer)
+    with pytest.raises(UsageError, match="belongs to another weight"):
+        ckpt8.load(path, unpack=True)
+    live, usual = two_layers(dtype, 1)
+    before = copy.deepcopy((live.state_dict(), usual.state_dict()))
+    with pytest.raises(ResumeError, match="belongs to another weight"):
+        ckpt8.resume(path, live, usual)
+    assert same((live.state_dict(), usual.state_dict()), before)
+    live, reversed_too = two_layers(dtype, -1)
+    ckpt8.resume(path, live, reversed_too)
+    assert same(reversed_too.state_dict(), optimizer.state_dict())
+
+
+def test_a_tied_weight_that_was_saved_twice_is_joined_twice(tmp_path):
+    model, _ = fresh("AdamW", BF16)
+    optimizer = ckpt8.optim.AdamW(model.named_parameters(), lr=0.01)
+    train(model, optimizer, 0, 3)
+    clones = {key: value.clone() for key, value in model.state_dict().items()}
+    ckpt8.save({"model": clones, "optimizer": optimizer.state_dict()}, tmp_path / "run.ckpt8")
+    plain = ckpt8.load(tmp_path / "run.ckpt8", unpack=True)
+    assert same(plain["model"]["head.weight"], masters(model, optimizer)["embed.weight"])
+    assert plain["model"]["frozen"].dtype == BF16
+
+
+def test_a_state_dict_that_hangs_in_two_places_is_unpacked_in_both(tmp_path):
+    model, optimizer = fresh("AdamW")
+    train(model, optimizer, 0, 1)
+    state = optimizer.state_dict()
+    ckpt8.save({"optimizer": state, "best": {"optimizer": state}}, tmp_path / "run.ckpt8")
+    plain = ckpt8.load(tmp_path / "run.ckpt8", unpack=True)
+    assert same(plain["optimizer"], convert.unpack(state))
+    assert plain["best"]["optimizer"] is plain["optimizer"]
+
+
+@pytest.mark.parametrize("name", ["StableAdamW", "SGD"])
+def test_a_parameter_that_never_took_a_step_has_no_state(tmp_path, name):
+    published = OPTIMIZERS[PUBLISHED[name]]
+    model = Net()
+    optimizer = published(groups(model), 0.01)
+    train(model, optimizer, 0, 2)
+    model.norm.to(BF16)
+    model.frozen.data = model.frozen.data.to(BF16)
+    narrow, packed = fresh(name, BF16)
+    ckpt8.resume(save(tmp_path / "run.pt", model, optimizer), narrow, packed)
+    assert int(packed.state[narrow.unused]["step"]) == 0
+    plain = ckpt8.load(save(tmp_path / "again.ckpt8", narrow, packed), unpack=True)
+    assert len(plain["optimizer"]["state"]) == len(optimizer.state_dict()["state"])
+    assert torch.equal(plain["model"]["unused"], model.unused.detach())
+
+
+def test_the_meta_device_holds_nothing_to_unpack(tmp_path):
+    model, optimizer = fresh("AdamW", BF16)
+    train(model, optimizer, 0, 1)
+    path = save(tmp_path / "run.ckpt8", model, optimizer)
+    with pytest.raises(UsageError, match="meta"):
+        ckpt8.load(path, map_location="meta", unpack=True)

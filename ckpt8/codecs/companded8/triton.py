@@ -36,7 +36,7 @@ from ckpt8.tensors import Parts
 _SMALLEST_MOMENT1 = tl.constexpr((127 - 100) << 23)
 """The bits of 2^-100."""
 
-_SMALLEST_ROOT2 = tl.constexpr((127 - 50) << 23)
+SMALLEST_ROOT2 = tl.constexpr((127 - 50) << 23)
 """The bits of 2^-50."""
 
 _INFINITE_SCALE = tl.constexpr(0xFF00)
@@ -84,10 +84,16 @@ def compand_signed(x, levels: tl.constexpr):
 
 
 @triton.jit
+def expand_signed_each(codes, scale16, levels: tl.constexpr):
+    """fp32 moment1 from int32 codes, each with its scale."""
+    y = tl.div_rn(codes.to(tl.float32), levels * 1.0)
+    return scale_value(scale16) * tl.div_rn(y, 2.0 - tl.abs(y))
+
+
+@triton.jit
 def expand_signed(codes, scale16, levels: tl.constexpr):
     """fp32 moment1 from int32 rows of codes and their scales."""
-    y = tl.div_rn(codes.to(tl.float32), levels * 1.0)
-    return scale_value(scale16)[:, None] * tl.div_rn(y, 2.0 - tl.abs(y))
+    return expand_signed_each(codes, scale16[:, None], levels)
 
 
 @triton.jit
@@ -98,7 +104,7 @@ def compand_unsigned(v, levels: tl.constexpr, fourth_root: tl.constexpr):
     """
     root = tl.sqrt_rn(v)
     largest = tl.max(magnitude_bits(root), axis=1)
-    scale16 = group_scale(tl.where(largest == 0, 0, tl.maximum(largest, _SMALLEST_ROOT2)))
+    scale16 = group_scale(tl.where(largest == 0, 0, tl.maximum(largest, SMALLEST_ROOT2)))
     n = normalise(root, scale16)
     t = tl.sqrt_rn(n) if fourth_root else n
     return tl.maximum(nearest_code(t, 0, levels), (root > 0).to(tl.int32)), scale16

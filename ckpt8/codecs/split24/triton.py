@@ -25,11 +25,16 @@ _FIRST_OVERFLOW = tl.constexpr(reference.FIRST_OVERFLOW)
 
 
 @triton.jit
+def upper_half(mag):
+    """``hi``, the bits of bf16, and the distance ``d`` from it, of the int32 bits of magnitudes."""
+    hi = (mag + 0x7FFF + ((mag >> 16) & 1)) >> 16
+    return hi, mag - (hi << 16)
+
+
+@triton.jit
 def split_weight(bits, levels: tl.constexpr):
     """``hi``, the bits of bf16, and ``rho``, both int32, of the int32 bits of fp32 weights."""
-    mag = bits & MAGNITUDE
-    hi = (mag + 0x7FFF + ((mag >> 16) & 1)) >> 16
-    d = mag - (hi << 16)
+    hi, d = upper_half(bits & MAGNITUDE)
     # Rounding half away from zero is one floor division: the sign of d moves the tie from 16384 to 16383.
     rho = (d * levels + (d >> 31) + 16384) >> 15
     return hi | ((bits >> 16) & 0x8000), rho

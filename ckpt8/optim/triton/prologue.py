@@ -1,0 +1,86 @@
+"""What is computed once per tensor and step, on the device: nothing of it is known to the host.
+
+    step += 1, unless there is no gradient, or one overflowed (``found_inf`` of a GradScaler)
+    key   = stream_key(seed, index, step)
+    the numbers of the rule, in float64 as Python computes them, and rounded to fp32
+
+One program for each tensor. Arguments that are Python floats come as the integers of their bits: see ``bits_of_float``.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+import triton
+import triton.language as tl
+
+from ckpt8.optim.triton.device import double, extended_key
+from ckpt8.optim.triton.state import ABSENT, COLUMNS, GRAD, KEY, NOW, SCALARS, STEP, STREAM
+
+ADDRESSES = 64
+"""How many addresses one launch writes."""
+
+OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
+"""How prologues are compiled."""
+
+
+def bits_of_float(value: float) -> int:
+    """The bits of a float64 as a signed integer, which a kernel reads with ``double``."""
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits
+
+
+@triton.jit
+def advance(table, row, found_inf):
+    """Count the step of a tensor and derive its key; gives the number of the step, also where it is skipped."""
+    tensor = table + row * COLUMNS
+    counter = tl.load(tensor + STEP).to(tl.pointer_type(tl.int64))
+    given = tl.load(tensor + GRAD) != ABSENT
+    step = tl.load(counter, given, 0) + 1
+    now = tl.where(given, step, 0)
+    if found_inf is not None:
+        now = tl.where(tl.load(found_inf) != 0, 0, now)
+    tl.store(counter, step, now != 0)
+    key = extended_key(tl.load(tensor + STREAM).to(tl.uint64, bitcast=True), step.to(tl.uint64, bitcast=True))
+    tl.store(tensor + KEY, key.to(tl.int64, bitcast=True))
+    tl.store(tensor + NOW, now)
+    return step
+
+
+@triton.jit
+def rate(lr, lr_tensor):
+    """The learning rate in float64: of a tensor on the device where there is one, else of its bits."""
+    return double(lr) if lr_tensor is None else tl.load(lr_tensor).to(tl.float64)
+
+
+@triton.jit
+def put(scalars, row, which: tl.constexpr, value):
+    """Keep a float64 number, rounded to fp32."""
+    tl.store(scalars + row * SCALARS + which, value.to(tl.float32))
+
+
+@triton.jit
+def put_gradient_factor(scalars, row, grad_scale, maximize: tl.constexpr):
+    """1/scale of a GradScaler, negated to maximise."""
+    factor = tl.full([], -1.0 if maximize else 1.0, tl.float64)
+    if grad_scale is not None:
+        factor = factor / tl.load(grad_scale).to(tl.float64)
+    put(scalars, row, 0, factor)
+
+
+@triton.jit(do_not_specialize=["first"])
+def addresses_kernel(table, first, odd):
+    """Write addresses of gradients.
+
+    Each comes doubled and one more: all are then of one kind to the compiler, which tells 1 and multiples of 16 apart.
+    """
+    for i in tl.static_range(len(odd)):
+        tl.store(table + (first + i) * COLUMNS + GRAD, odd[i] >> 1)
+
+
+def write_addresses(table: torch.Tensor, addresses: list[int]) -> None:
+    """Set the addresses of gradients by kernel arguments: no copy from the host, and a CUDA graph keeps them."""
+    for first in range(0, len(addresses), ADDRESSES):
+        some = [(2 * address) | 1 for address in addresses[first : first + ADDRESSES]]
+        addresses_kernel[(1,)](table, first, tuple(some), **OPTIONS)

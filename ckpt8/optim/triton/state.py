@@ -1,0 +1,257 @@
+"""The table of tensors on the device, and how a block of their values is read and written.
+
+One row of int64 for each tensor: addresses, size, and what the prologue computes. A program is told by ``programs``
+(row, block) which ``block`` elements of which tensor are its own. Whole blocks are one launch without masks, the
+last, short blocks of all tensors another. A kernel gets the element types of its tensors as constants:
+
+    weight       "fp32", "fp16" (with a master), "split24" (R = ``levels``) or "split32"
+    grad         tl.float32, tl.float16, or tl.int16 for the bits of bf16
+    first        Q of the codes of the first moment, or 0 where it is fp32
+    second       Q of the codes of the second, or 0;  ``fourth_root`` where p = 1/2
+    aligned      whether every address is a multiple of 16
+
+``tensor`` is a row of the table; ``count`` is the number of elements of a masked block, None for a whole one. A
+thread's elements are eight neighbours: 16 bytes of bf16, and no element changes its thread.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ckpt8.codecs.companded8.triton import compand_signed, expand_signed, expand_unsigned
+from ckpt8.codecs.triton_blocks import widen
+from ckpt8.optim.triton.device import compand_unsigned_randomly, join, random_bits, split24, split32
+
+PARAM, GRAD, PART = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+FIRST, FIRST_SCALES = tl.constexpr(3), tl.constexpr(4)
+SECOND, SECOND_SCALES = tl.constexpr(5), tl.constexpr(6)
+
+ABSENT = tl.constexpr(1 << 61)
+"""What stands for the address of a gradient where there is none."""
+
+STEP = tl.constexpr(7)
+"""Address of the step counter, int64."""
+
+NUMEL = tl.constexpr(8)
+
+STREAM = tl.constexpr(9)
+"""``stream_key(seed, index of the parameter)``."""
+
+KEY = tl.constexpr(10)
+"""Written by the prologue: ``stream_key(seed, index, step)``."""
+
+NOW = tl.constexpr(11)
+"""Written by the prologue: the number of the step, or 0 where nothing is done: then no other address is read."""
+
+COLUMNS = tl.constexpr(12)
+
+SCALARS = tl.constexpr(12)
+"""fp32 numbers for each tensor, written by the prologue; the first multiplies gradients."""
+
+BLOCK = 1024
+"""Elements of a program: 8 for each of its 128 threads."""
+
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+"""How the kernels over blocks are compiled."""
+
+
+@triton.jit
+def offsets(block: tl.constexpr):
+    """Offsets in a block, as rows of 32, of which a thread has 8 neighbours."""
+    column = tl.max_contiguous(tl.arange(0, 32), 8)
+    return tl.arange(0, block // 32)[:, None] * 32 + column[None, :]
+
+
+@triton.jit
+def address(tensor, column: tl.constexpr, kind: tl.constexpr, aligned: tl.constexpr):
+    """A pointer to elements of ``kind``."""
+    pointer = tl.load(tensor + column).to(tl.pointer_type(kind))
+    if aligned:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def scalar(scalars, row, which: tl.constexpr):
+    """One of the fp32 numbers of a tensor."""
+    return tl.load(scalars + row * SCALARS + which)
+
+
+@triton.jit
+def work(table, programs, block: tl.constexpr):
+    """The number of the row, the row, and the first element of this program's block."""
+    row = tl.load(programs + tl.program_id(0) * 2).to(tl.int64)
+    start = tl.load(programs + tl.program_id(0) * 2 + 1).to(tl.int64) * block
+    return row, table + row * COLUMNS, start
+
+
+@triton.jit
+def elements(tensor, start):
+    """The number of elements of a short block, as int32."""
+    return (tl.load(tensor + NUMEL) - start).to(tl.int32)
+
+
+@triton.jit
+def bits_of_block(tensor, start, block: tl.constexpr):
+    """The random bits of a block in this step."""
+    return random_bits(tl.load(tensor + KEY).to(tl.uint64, bitcast=True), start, offsets(block))
+
+
+@triton.jit
+def read(tensor, column: tl.constexpr, kind: tl.constexpr, start, count, block: tl.constexpr, aligned: tl.constexpr):
+    """The values of a block; zero beyond ``count``."""
+    at = offsets(block)
+    pointer = address(tensor, column, kind, aligned) + start + at
+    return tl.load(pointer) if count is None else tl.load(pointer, at < count, 0)
+
+
+@triton.jit
+def write(
+    tensor, column: tl.constexpr, kind: tl.constexpr, start, count, values, block: tl.constexpr, aligned: tl.constexpr
+):
+    """Store the values of a block."""
+    at = offsets(block)
+    pointer = address(tensor, column, kind, aligned) + start + at
+    tl.store(pointer, values.to(kind), None if count is None else at < count)
+
+
+@triton.jit
+def _read_scales(tensor, column: tl.constexpr, start, count, block: tl.constexpr, aligned: tl.constexpr):
+    group = tl.arange(0, block // 32)
+    pointer = address(tensor, column, tl.uint16, aligned) + start // 32 + group
+    return (tl.load(pointer) if count is None else tl.load(pointer, group * 32 < count, 0)).to(tl.int32)
+
+
+@triton.jit
+def _write_scales(tensor, column: tl.constexpr, start, count, scale16, block: tl.constexpr, aligned: tl.constexpr):
+    group = tl.arange(0, block // 32)
+    pointer = address(tensor, column, tl.uint16, aligned) + start // 32 + group
+    tl.store(pointer, scale16.to(tl.uint16), None if count is None else group * 32 < count)
+
+
+@triton.jit
+def without_padding(x, count, block: tl.constexpr):
+    """Zero beyond ``count``."""
+    return x if count is None else tl.where(offsets(block) < count, x, 0.0)
+
+
+@triton.jit
+def read_gradient(tensor, kind: tl.constexpr, factor, start, count, block: tl.constexpr, aligned: tl.constexpr):
+    """fp32 gradients, multiplied by ``factor``."""
+    return widen(read(tensor, GRAD, kind, start, count, block, aligned)).to(tl.float32) * factor
+
+
+@triton.jit
+def read_weight(
+    tensor, weight: tl.constexpr, levels: tl.constexpr, start, count, block: tl.constexpr, aligned: tl.constexpr
+):
+    """fp32 master weights."""
+    if weight == "fp32":
+        x = read(tensor, PARAM, tl.float32, start, count, block, aligned)
+    elif weight == "fp16":
+        x = read(tensor, PART, tl.float32, start, count, block, aligned)
+    else:
+        rest: tl.constexpr = tl.int8 if weight == "split24" else tl.int16
+        hi = read(tensor, PARAM, tl.int16, start, count, block, aligned).to(tl.int32)
+        x = join(hi, read(tensor, PART, rest, start, count, block, aligned).to(tl.int32), levels)
+    return x
+
+
+@triton.jit
+def write_weight(
+    tensor,
+    weight: tl.constexpr,
+    levels: tl.constexpr,
+    start,
+    count,
+    x,
+    bits,
+    block: tl.constexpr,
+    aligned: tl.constexpr,
+):
+    """Store fp32 master weights, and the parameter that is rounded from them."""
+    if weight == "fp32":
+        write(tensor, PARAM, tl.float32, start, count, x, block, aligned)
+    elif weight == "fp16":
+        write(tensor, PART, tl.float32, start, count, x, block, aligned)
+        write(tensor, PARAM, tl.float16, start, count, x, block, aligned)
+    elif weight == "split24":
+        hi, rho = split24(x, bits, levels)
+        write(tensor, PARAM, tl.int16, start, count, hi, block, aligned)
+        write(tensor, PART, tl.int8, start, count, rho, block, aligned)
+    else:
+        hi, rest = split32(x)
+        write(tensor, PARAM, tl.int16, start, count, hi, block, aligned)
+        write(tensor, PART, tl.int16, start, count, rest, block, aligned)
+
+
+@triton.jit
+def read_first(tensor, levels: tl.constexpr, start, count, block: tl.constexpr, aligned: tl.constexpr):
+    """A first moment in fp32."""
+    if levels == 0:
+        m = read(tensor, FIRST, tl.float32, start, count, block, aligned)
+    else:
+        code = read(tensor, FIRST, tl.int8, start, count, block, aligned).to(tl.int32)
+        m = expand_signed(code, _read_scales(tensor, FIRST_SCALES, start, count, block, aligned), levels)
+    return m
+
+
+@triton.jit
+def write_first(tensor, levels: tl.constexpr, start, count, m, block: tl.constexpr, aligned: tl.constexpr):
+    """Store a first moment, its codes rounded to nearest."""
+    if levels == 0:
+        write(tensor, FIRST, tl.float32, start, count, m, block, aligned)
+    else:
+        code, scale16 = compand_signed(without_padding(m, count, block), levels)
+        write(tensor, FIRST, tl.int8, start, count, code, block, aligned)
+        _write_scales(tensor, FIRST_SCALES, start, count, scale16, block, aligned)
+
+
+@triton.jit
+def read_second(
+    tensor, levels: tl.constexpr, fourth_root: tl.constexpr, start, count, block: tl.constexpr, aligned: tl.constexpr
+):
+    """A second moment in fp32."""
+    if levels == 0:
+        v = read(tensor, SECOND, tl.float32, start, count, block, aligned)
+    else:
+        code = read(tensor, SECOND, tl.uint8, start, count, block, aligned).to(tl.int32)
+        scale16 = _read_scales(tensor, SECOND_SCALES, start, count, block, aligned)
+        v = expand_unsigned(code, scale16, levels, fourth_root)
+    return v
+
+
+@triton.jit
+def write_second(
+    tensor,
+    levels: tl.constexpr,
+    fourth_root: tl.constexpr,
+    start,
+    count,
+    v,
+    bits,
+    block: tl.constexpr,
+    aligned: tl.constexpr,
+):
+    """Store a second moment, its codes rounded by random ``bits``."""
+    if levels == 0:
+        write(tensor, SECOND, tl.float32, start, count, v, block, aligned)
+    else:
+        code, scale16 = compand_unsigned_randomly(without_padding(v, count, block), levels, fourth_root, bits)
+        write(tensor, SECOND, tl.uint8, start, count, code, block, aligned)
+        _write_scales(tensor, SECOND_SCALES, start, count, scale16, block, aligned)
+
+
+@triton.jit
+def total(partials, runs, row, chunk: tl.constexpr):
+    """The float64 sum over the blocks of a tensor, always in the same order: see ``Plan.sums``."""
+    first, whole, short = tl.load(runs + row * 3), tl.load(runs + row * 3 + 1), tl.load(runs + row * 3 + 2)
+    at = tl.arange(0, chunk)
+    gathered = tl.zeros([chunk], tl.float64)
+    # Older interpreters take no bounds of ``range`` that were loaded.
+    begin = 0
+    while begin < whole:
+        gathered += tl.load(partials + first + begin + at, begin + at < whole, 0.0)
+        begin += chunk
+    return tl.sum(gathered) + tl.load(partials + short, short >= 0, 0.0)

@@ -1,0 +1,70 @@
+"""Who takes a step, kernels or torch: what is demanded, what is told, what is saved. The kernels: ``tests/kernels``."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from optim_cases import advance, build, make_params, set_grads
+
+from ckpt8 import backend
+from ckpt8.errors import UsageError
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter takes CPU tensors", allow_module_level=True)
+
+
+def test_demanded_where_it_cannot_be(name):
+    why = "the rule 'adafactor' has no kernels" if name == "Adafactor" else "needs tensors on a CUDA device"
+    with pytest.raises(UsageError, match=f"parameter 0 cannot be updated by kernels: {why}"):
+        build(name, make_params(), fused=True)
+    optimizer = build(name, make_params())
+    optimizer.fused = True
+    with pytest.raises(UsageError, match="parameter 0"):
+        advance(optimizer, optimizer.param_groups[0]["params"], 0, 1)
+
+
+def test_it_is_no_part_of_the_state(name):
+    params = make_params(shapes=((80, 80),))
+    optimizer = build(name, params, fused=False)
+    advance(optimizer, params, 0, 1)
+    assert "fused" not in optimizer.state_dict()["param_groups"][0]
+    other = copy.deepcopy(optimizer)
+    [twin] = other.param_groups[0]["params"]
+    set_grads([twin], 1)
+    other.step()
+    assert int(other.state[twin]["step"]) == 2
+
+
+def test_training_on_a_cpu_imports_no_kernels():
+    code = (
+        "import sys, torch, ckpt8.optim as o; p = torch.nn.Parameter(torch.zeros(80, 80)); p.grad = p.data.clone();"
+        "o.AdamW([p]).step(); assert 'ckpt8.optim.triton.plan' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_parameter_on_a_device_that_is_not_fused_is_told_of_once(monkeypatch):
+    monkeypatch.setattr(backend, "obstacle", lambda device: None)
+    fusion = build("AdamW", make_params())._fusion()
+    turned = SimpleNamespace(device=torch.device("cuda"), grad=None, is_contiguous=lambda: False)
+    with pytest.warns(UserWarning, match="parameter 3 is not updated by fused kernels: it is not contiguous"):
+        assert not fusion.takes(3, turned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not fusion.takes(3, turned)
+        assert fusion.takes(4, SimpleNamespace(device=turned.device, grad=None, is_contiguous=lambda: True))
+
+
+def test_powers_of_betas_are_those_of_python_nearly():
+    from ckpt8.optim.rounding import power
+
+    for beta in (0.0, 0.5, 0.9, 0.999, 0.9999):
+        for step in (0, 1, 2, 3, 10, 1000, 123_457):
+            assert power(beta, step) == pytest.approx(beta**step, rel=1e-10)
