@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,10 @@ pytest.importorskip("numpy")
 FILES = pytest.mark.parametrize("file", ["parity.py", "fused.py"])
 
 
-def run(file: str, interpret: str) -> None:
-    """Run a file of tests in a process of its own."""
+def run(file: str, interpret: str, *under: str) -> None:
+    """Run a file of tests in a process of its own, ``under`` another program if need be."""
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(file))],
+        [*under, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(file))],
         env={**os.environ, "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -42,3 +43,15 @@ def test_a_device_agrees_with_the_reference(file):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     run(file, "0")
+
+
+@pytest.mark.gpu
+@FILES
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_a_device_touches_no_other_memory(file, tool):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("no compute-sanitizer")
+    run(file, "0", sanitizer, "--tool", tool, "--error-exitcode", "9")
