@@ -16,7 +16,7 @@ def decode_storage(reader: ContainerReader, storage: int) -> torch.Tensor:
     import torch
 
     record = reader.manifest.storages[storage]
-    out = torch.empty(record.numel, dtype=record.dtype.torch)
+    out = torch.empty(record.numel, dtype=record.dtype.torch, device="cpu")
     for chunk in range(layout.chunk_count(record.numel)):
         start = chunk * frames.FRAME
         reader.decode_chunk(storage, chunk, out[start : start + frames.FRAME])

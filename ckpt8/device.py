@@ -69,7 +69,7 @@ class CudaTransfer:
         """As ``Transfer``."""
         import torch
 
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def active(self) -> AbstractContextManager[Any]:
         """As ``Transfer``."""

@@ -46,7 +46,7 @@ def load_member(checkpoint: Checkpoint | None, file: MemberFile, map_location: A
     loaded = {}
     for name, ref in checkpoint.tree.items():
         place = places[ref.key]
-        content = torch.empty(place.nbytes, dtype=torch.uint8)
+        content = torch.empty(place.nbytes, dtype=torch.uint8, device="cpu")
         file.seek(place.offset)
         file.readinto(bytes_of(content))
         loaded[name] = content.view(ref.dtype.torch).view(ref.shape).to(map_location or "cpu")

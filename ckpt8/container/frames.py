@@ -97,7 +97,7 @@ def inflate(stored: torch.Tensor, length: int, where: str) -> torch.Tensor:
 
     if stored.numel() == length:
         return stored
-    plane = torch.empty(length, dtype=torch.uint8)
+    plane = torch.empty(length, dtype=torch.uint8, device="cpu")
     frame = bytes_of(stored)
     try:
         declared = zstandard.get_frame_parameters(frame)

@@ -182,7 +182,7 @@ class ContainerReader:
         where = f"{self.path}: {self.manifest.storages[storage].name}"
         planes = []
         for k in range(chunk * count, (chunk + 1) * count):
-            stored = torch.empty(located.table.lengths[k], dtype=torch.uint8)
+            stored = torch.empty(located.table.lengths[k], dtype=torch.uint8, device="cpu")
             self._file.read_into(located.offsets[k], frames.bytes_of(stored))
             frames.check(frames.bytes_of(stored), located.table.crcs[k], where)
             planes.append(frames.inflate(stored, spec.nbytes // count, where))

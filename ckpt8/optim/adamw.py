@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ckpt8.codecs.companded8.reference import square_root
+from ckpt8.codecs.companded8.reference import divide, square_root
 from ckpt8.optim.blocks import Block, Values
 from ckpt8.optim.packed import PackedOptimizer, Params
 from ckpt8.optim.rounding import power
@@ -47,7 +47,7 @@ def adam(
         new = {"param": param, "exp_avg": m, "exp_avg_sq": v}
         if amsgrad:
             new["max_exp_avg_sq"] = v = torch.maximum(block.load("max_exp_avg_sq")[0], v)
-        denominator = square_root(v).div_(root_correction).add_(eps)
+        denominator = divide(square_root(v), root_correction).add_(eps)
         param.sub_((m / denominator).mul_(step_size))
         yield new
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ckpt8.codecs.companded8.reference import divide
 from ckpt8.optim.blocks import Block, Values
 from ckpt8.optim.packed import Cut, PackedOptimizer, Params
 from ckpt8.optim.rows import Factored, clipping, inverse_root, row_blocks
@@ -51,7 +52,7 @@ def came(
     clip = clipping(blocks, direction, clip_threshold)
 
     def moved(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        u, (m,) = direction(block).div_(clip), block.load("exp_avg")
+        u, (m,) = divide(direction(block), clip), block.load("exp_avg")
         return u, m.mul_(betas[0]).add_(u * (1 - betas[0]))
 
     for block in blocks:
@@ -87,7 +88,7 @@ def came_vector(
     clip = clipping(blocks, lambda block: second(block)[0], clip_threshold)
     for block in blocks:
         (u, v), (param, m) = second(block), block.load("param", "exp_avg")
-        m.mul_(betas[0]).add_(u.div_(clip).mul_(1 - betas[0]))
+        m.mul_(betas[0]).add_(divide(u, clip).mul_(1 - betas[0]))
         param.mul_(1 - lr * weight_decay).sub_(m * lr)
         yield {"param": param, "exp_avg": m, "exp_avg_sq": v}
 

@@ -217,7 +217,8 @@ def _empty(ref: TensorRef, device: torch.device | None) -> Tensor:
 
 
 def assign(plan: OptimizerPlan, optimizer: Optimizer) -> None:
-    """Put the new state and hyperparameters in place of the old."""
+    """Put the new state and hyperparameters in place of the old, of which fused steps keep tables."""
+    optimizer.__dict__.pop("_fused", None)
     for state in plan.states:
         old = optimizer.state.pop(state.pair.parameter, None) or {}
         if state.values is not None or _WHOLE_GROUP in old:

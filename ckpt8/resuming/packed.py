@@ -104,7 +104,7 @@ class PackedPlanner:
         expected = checks[saved["params"].index(pair.identifier)]
         if expected is None or ref.dtype.itemsize != 2:
             return
-        weight = torch.empty(ref.shape, dtype=ref.dtype.torch)
+        weight = torch.empty(ref.shape, dtype=ref.dtype.torch, device="cpu")
         self.streamer.copy(ref, weight)
         if weight_check(weight) != expected:
             raise UsageError("its optimizer state belongs to another weight; the parameters are in another order")

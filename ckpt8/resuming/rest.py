@@ -101,7 +101,7 @@ class RestBuilder:
 
         if key not in self._loaded:
             storage = self._storages[key]
-            loaded = torch.empty(storage.nbytes, dtype=torch.uint8)
+            loaded = torch.empty(storage.nbytes, dtype=torch.uint8, device="cpu")
             if storage.nbytes:
                 view = bytearray(storage.nbytes)
                 self._checkpoint.read_into(storage.offset, memoryview(view))

@@ -69,7 +69,7 @@ class Streamer:
             for start, stop in _pieces(0, prod(ref.shape)):
                 yield start, self._read(ref, ref.offset + start, stop - start).float()
         else:
-            whole = torch.empty(ref.shape, dtype=ref.dtype.torch)
+            whole = torch.empty(ref.shape, dtype=ref.dtype.torch, device="cpu")
             self.copy(ref, whole)
             yield 0, whole.view(-1).float()
 
@@ -94,7 +94,7 @@ class Streamer:
             return False
         if not (is_dense(one) and one.stride == other.stride):
             # Rare, and then small: rows of a flat buffer, saved twice.
-            first, second = (torch.empty(ref.shape, dtype=ref.dtype.torch) for ref in (one, other))
+            first, second = (torch.empty(ref.shape, dtype=ref.dtype.torch, device="cpu") for ref in (one, other))
             self.copy(one, first)
             self.copy(other, second)
             return torch.equal(_bytes(first), _bytes(second))

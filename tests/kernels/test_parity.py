@@ -19,10 +19,14 @@ FILES = pytest.mark.parametrize("file", ["parity.py", "fused.py"])
 
 
 def run(file: str, interpret: str, *under: str) -> None:
-    """Run a file of tests in a process of its own, ``under`` another program if need be."""
+    """Run a file of tests in a process of its own, ``under`` another program if need be.
+
+    That one sees the borders of tensors only where torch does not keep memory for later.
+    """
     result = subprocess.run(
         [*under, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(file))],
-        env={**os.environ, "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
+        | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if under else {}),
         capture_output=True,
         text=True,
         check=False,

@@ -31,7 +31,7 @@ def set_grads(params, step, scale=0.01):
     generator = torch.Generator().manual_seed(1000 + step)
     for param in params:
         grad = torch.randn(param.shape, generator=generator) * scale * (1 + step % 3)
-        param.grad = grad.to(param.dtype)
+        param.grad = grad.to(param.device, param.dtype)
 
 
 def build(name, params, **more):

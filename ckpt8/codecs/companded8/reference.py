@@ -58,6 +58,11 @@ def _round_scale(largest: torch.Tensor) -> torch.Tensor:
     return (bits >> 15).bitwise_and_(1).add_(bits).add_(0x3FFF).bitwise_right_shift_(15)
 
 
+def divide(x: torch.Tensor, by: float) -> torch.Tensor:
+    """``x / by`` in place, rounded once: by a Python number CUDA multiplies with a reciprocal, rounded itself."""
+    return x.div_(x.new_full((), by))
+
+
 def as_groups(x: torch.Tensor) -> torch.Tensor:
     """The flat tensor as rows of 32, a short last group filled up with zeros."""
     short = -x.numel() % GROUP
@@ -101,7 +106,7 @@ def compand_signed(x: torch.Tensor, out: Parts, levels: int) -> torch.Tensor:
 
 def decode_signed(parts: Parts, out: torch.Tensor, levels: int) -> None:
     """Decode a tile of moment1 into ``out`` (fp32 or bf16)."""
-    y = as_groups(parts["codes"]).float().div_(levels)
+    y = divide(as_groups(parts["codes"]).float(), levels)
     n = y.div_(y.abs().neg_().add_(2))
     _scale_into(out, n, parts["scales"])
 
@@ -127,7 +132,7 @@ def encode_unsigned(v: torch.Tensor, out: Parts, levels: int, fourth_root: bool)
 
 def decode_unsigned(parts: Parts, out: torch.Tensor, levels: int, fourth_root: bool) -> None:
     """Decode a tile of moment2 into ``out`` (fp32 or bf16)."""
-    y = as_groups(parts["codes"]).float().div_(levels)
+    y = divide(as_groups(parts["codes"]).float(), levels)
     if fourth_root:
         y.square_()
     if out.dtype is torch.float32:

@@ -105,7 +105,7 @@ def moved(u, m, scalars, row):
     return u, m * scalar(scalars, row, KEEP) + u * scalar(scalars, row, RATE)
 
 
-@triton.jit(do_not_specialize=["threshold"])
+@triton.jit(do_not_specialize=["lr", "threshold"])
 def clip_kernel(table, scalars, lr, lr_tensor, partials, runs, threshold, chunk: tl.constexpr):
     """What the direction of one tensor is divided by: max(1, RMS(u)/d)."""
     row = tl.program_id(0)

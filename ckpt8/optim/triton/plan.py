@@ -58,7 +58,7 @@ class Plan:
         self.layout, self.rows, self.device = layout, list(rows), device
         self._constants = {**layout._asdict(), "grad": _KINDS[layout.grad]}
         self._places = {row: place for place, row in enumerate(rows)}
-        self._gradients: list[int] = []
+        self._gradients: list[int] | None = []  # None for good: a graph may write them behind our back
         self.extra: Any = None
         numbers = [[row.values[0], 0, *row.values[1:], row.step, row.numel, _signed(row.stream), 0, 0] for row in rows]
         self.table = torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, COLUMNS.value)
@@ -84,10 +84,13 @@ class Plan:
             new = [ABSENT.value] * len(self.rows)
             for row, gradient in zip(rows, gradients, strict=True):
                 new[self._places[row]] = gradient
-        if always or new != self._gradients:
+        if always:
+            self._gradients = None
+        if self._gradients is None or new != self._gradients:
             with self._on_device():
                 write_addresses(self.table, new)
-            self._gradients = new
+            if self._gradients is not None:
+                self._gradients = new
 
     def tensors(self, kernel: Any, lr: Any, *args: Any, **constants: Any) -> None:
         """Run ``kernel`` for each tensor, with a learning rate that is a number, or a tensor on the device."""
