@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt8.errors import UsageError
 from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.find import Candidate, find
-from ckpt8.resuming.groups import is_packed_group
+from ckpt8.resuming.groups import is_packed_group, weight_checks
 from ckpt8.resuming.pairing import SavedParameter, saved_parameters
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _joined(loaded: _Loaded, parameter: SavedParameter, part: torch.Tensor, wher
     from ckpt8.codecs import codec_from_config
     from ckpt8.codecs.split32 import Split32
     from ckpt8.optim.convert import join_weight
-    from ckpt8.optim.masters import CHECKS, weight_check
+    from ckpt8.optim.masters import weight_check
 
     where = f"{where}: {parameter.name}"
     if part.is_meta:
@@ -143,8 +143,8 @@ def _joined(loaded: _Loaded, parameter: SavedParameter, part: torch.Tensor, wher
     saved, model = loaded.model()
     name = next(key for key, value in saved.items() if value is parameter.weight)
     weight = model[name]
-    checks = dict(zip(parameter.group["params"], parameter.group.get(CHECKS, ()), strict=False))
-    if weight.element_size() != 2 or checks.get(parameter.identifier) != weight_check(weight):
+    expected = weight_checks(parameter.group).get(parameter.identifier)
+    if weight.element_size() != 2 or expected != weight_check(weight):
         raise UsageError(
             f"{where}: its state belongs to another weight than {name}, which has its place; leave out unpack"
         )

@@ -7,7 +7,12 @@ from typing import Any
 
 from ckpt8.resuming.names import listed
 
-_STRUCTURE = frozenset({"params", "param_names", "weight_checks"})
+CHECKS = "weight_checks"
+"""Key of a group of ckpt8.optim: the ``weight_check`` of each parameter, None for one that nothing completes."""
+
+STRUCTURE = frozenset({"params", "param_names", CHECKS})
+"""Keys that speak of the parameters, not of how they are stepped."""
+
 IMPLEMENTATION = frozenset({"foreach", "fused", "triton", "capturable", "differentiable"})
 """How a step is computed: a matter of the machine, so the live setting stays where one was made."""
 
@@ -44,7 +49,7 @@ _BOOKKEEPING = frozenset({"step", "setup", "master", "moment1", "moment2", "seed
 
 def class_problem(saved: Mapping[Any, Any], live: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:
     """Why a saved group cannot be one of this optimizer, or None."""
-    missing = defaults.keys() - saved.keys() - _ADDED_BY_TORCH - _STRUCTURE
+    missing = defaults.keys() - saved.keys() - _ADDED_BY_TORCH - STRUCTURE
     if missing:
         return f"its parameter groups lack {listed(sorted(missing))}"
     foreign = (saved.keys() & _HYPERPARAMETERS) - defaults.keys() - live.keys()
@@ -53,6 +58,11 @@ def class_problem(saved: Mapping[Any, Any], live: Mapping[str, Any], defaults: M
     for key in _CLASS_MARKERS:
         if key in saved and key in live and bool(saved[key]) != bool(live[key]):
             return f"it was saved with {key}={saved[key]}, here it is {live[key]}"
+    return length_problem(saved, live)
+
+
+def length_problem(saved: Mapping[Any, Any], live: Mapping[str, Any]) -> str | None:
+    """Why the settings that are several numbers are not as many as here, or None."""
     for key in ("betas", "eps"):
         mine, theirs = live.get(key), saved.get(key)
         if _length(mine) != _length(theirs) and key in saved and key in live:
@@ -70,6 +80,12 @@ def _length(value: object) -> int:
     return len(value) if isinstance(value, (tuple, list)) else 1
 
 
+def weight_checks(saved: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The checks of 16-bit weights in a group of ckpt8.optim, by identifier; nothing where there are none."""
+    checks = saved.get(CHECKS)
+    return dict(zip(saved["params"], checks, strict=False)) if isinstance(checks, list) else {}
+
+
 def is_packed_group(saved: Mapping[Any, Any]) -> bool:
     """Whether a group was saved by one of ``ckpt8.optim``."""
     return {"rule", "master", "moment1", "moment2"} <= saved.keys()
@@ -77,7 +93,7 @@ def is_packed_group(saved: Mapping[Any, Any]) -> bool:
 
 def added_by_others(saved: Mapping[str, Any]) -> dict[str, Any]:
     """What a scheduler or the user keeps in a group, beside the settings of the optimizer."""
-    known = _STRUCTURE | IMPLEMENTATION | _HYPERPARAMETERS | _BOOKKEEPING
+    known = STRUCTURE | IMPLEMENTATION | _HYPERPARAMETERS | _BOOKKEEPING
     return {key: value for key, value in saved.items() if key not in known and value is not None}
 
 
@@ -95,7 +111,7 @@ def restored(saved: Mapping[Any, Any], live: Mapping[str, Any]) -> dict[str, Any
 
     values = {}
     for key, value in saved.items():
-        if key in _STRUCTURE or (key in IMPLEMENTATION and live.get(key) is not None):
+        if key in STRUCTURE or (key in IMPLEMENTATION and live.get(key) is not None):
             continue
         current = live.get(key)
         if isinstance(current, torch.Tensor):

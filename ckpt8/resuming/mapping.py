@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.resuming.groups import look_permuted
+from ckpt8.resuming.groups import STRUCTURE, look_permuted
 from ckpt8.resuming.names import listed, match
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _by_name(
 
 
 def _same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    hyper = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in (one, other)]
+    hyper = [{k: v for k, v in group.items() if k not in STRUCTURE} for group in (one, other)]
     return bool(hyper[0] == hyper[1])
 
 

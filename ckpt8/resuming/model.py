@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.find import Candidate
 from ckpt8.resuming.names import listed, match
-from ckpt8.resuming.streaming import Copy, Fill
+from ckpt8.resuming.streaming import Copy
 from ckpt8.tensors import DType
 
 if TYPE_CHECKING:
@@ -21,13 +21,9 @@ Equal = Callable[[TensorRef, TensorRef], bool]
 
 @dataclass(slots=True)
 class ModelPlan:
-    """What to copy, what does not fit, extra states by live name, and the saved tensor of each live one by ``id``.
-
-    ``fills`` is what is done: the copies, some of them replaced where an optimizer shares a weight.
-    """
+    """What to copy, what does not fit, extra states by live name, and the saved tensor of each live one by ``id``."""
 
     copies: list[Copy] = field(default_factory=list)
-    fills: list[Fill] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     filled: dict[int, TensorRef] = field(default_factory=dict)
@@ -88,7 +84,6 @@ def plan_model(candidate: Candidate, model: nn.Module, equal: Equal, narrow: Col
         elif not equal(filled[id(tensor)], value):
             plan.problems.append(f"{name}: is tied in the model, but was saved with other values than its twin")
     plan.problems += _unmatched(candidate, live, saved_name)
-    plan.fills += plan.copies
     return plan
 
 

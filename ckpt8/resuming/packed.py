@@ -25,10 +25,10 @@ from ckpt8.codecs.companded8 import Companded8
 from ckpt8.errors import UsageError
 from ckpt8.optim import foreign
 from ckpt8.optim.loading import exact_names, layout_problem
-from ckpt8.optim.masters import CHECKS, weight_check
+from ckpt8.optim.masters import weight_check
 from ckpt8.optim.options import check_group
 from ckpt8.readers.base import TensorRef
-from ckpt8.resuming.groups import added_by_others, is_packed_group, of_another, restored
+from ckpt8.resuming.groups import added_by_others, is_packed_group, length_problem, of_another, restored, weight_checks
 from ckpt8.resuming.mapping import Pair, ParameterMap
 from ckpt8.resuming.optimizer import Made, OptimizerPlan, StatePlan
 from ckpt8.resuming.packing import MomentFill, ResidualFill, RoundedFill
@@ -59,11 +59,13 @@ class PackedPlanner:
         if is_packed_group(saved):
             return None if saved["rule"] == rule else f"it was saved by the rule {saved['rule']!r}, here it is {rule!r}"
         arguments = self.optimizer.rule_arguments
-        return of_another(saved, arguments) or foreign.class_problem(saved, rule, arguments, self.optimizer.defaults)
+        problem = of_another(saved, arguments) or foreign.class_problem(saved, rule, arguments)
+        return problem or length_problem(foreign.packed_group(saved, rule, arguments), self.optimizer.defaults)
 
     def plan(self, node: Mapping[str, Any], mapped: ParameterMap) -> OptimizerPlan:
         """State, groups and rounded weights of a mapped optimizer."""
         plan = OptimizerPlan(problems=list(mapped.problems))
+        checks = {key: check for group in node["param_groups"] for key, check in weight_checks(group).items()}
         for live, pairs, index in zip(self.optimizer.param_groups, mapped.pairs, mapped.group_of, strict=True):
             if index is None:
                 continue
@@ -78,7 +80,7 @@ class PackedPlanner:
             plan.groups.append((live, {key: value for key, value in group.items() if key != "params"}))
             for pair, state in zip(pairs, states, strict=True):
                 try:
-                    self._check_weights(pair, state, saved)
+                    self._check_weights(pair, state, checks.get(pair.identifier))
                     plan.states.append(self._state(pair, state, group, hyper))
                 except UsageError as exc:
                     plan.problems.append(f"{pair.name}: {exc}")
@@ -96,13 +98,10 @@ class PackedPlanner:
         kept = [p for p in live["params"] if id(p) not in replaced and self.optimizer.state.get(p)]
         return bool(kept) and any(group[key] != live[key] for key in ("master", "moment1", "moment2"))
 
-    def _check_weights(self, pair: Pair, state: Any, saved: Mapping[Any, Any]) -> None:
+    def _check_weights(self, pair: Pair, state: Any, expected: Any) -> None:
         """Raise UsageError where what completes a 16-bit weight was saved beside another weight than the one here."""
-        ref, checks = self.weights.get(id(pair.parameter)), saved.get(CHECKS)
-        if not state or ref is None or not isinstance(checks, list) or len(checks) != len(saved["params"]):
-            return
-        expected = checks[saved["params"].index(pair.identifier)]
-        if expected is None or ref.dtype.itemsize != 2:
+        ref = self.weights.get(id(pair.parameter))
+        if not state or ref is None or expected is None or ref.dtype.itemsize != 2:
             return
         weight = torch.empty(ref.shape, dtype=ref.dtype.torch, device="cpu")
         self.streamer.copy(ref, weight)

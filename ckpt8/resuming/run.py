@@ -79,6 +79,7 @@ def _refusal(path: Path, problems: list[str]) -> ResumeError:
 class _Plan:
     builder: RestBuilder
     model: models.ModelPlan | None = None
+    fills: list[Fill] = field(default_factory=list)
     optimizer: optimizers.OptimizerPlan | None = None
     problems: list[str] = field(default_factory=list)
 
@@ -99,6 +100,7 @@ class _Planner:
         consumed: list[Candidate] = []
         problems: list[str] = []
         weights = state = None
+        fills: list[Fill] = []
         if self._model is not None:
             chosen = self._choose_model(self._model, model_at)
             equal = Streamer(self._source.checkpoint).equal
@@ -115,16 +117,17 @@ class _Planner:
                 state = None
             consumed.append(chosen)
         if weights is not None:
-            problems += self._share(weights, state)
+            fills = self._share(weights, state, problems)
         builder = RestBuilder(self._source.checkpoint, [candidate.node for candidate in consumed])
-        return _Plan(builder, weights, state, problems)
+        return _Plan(builder, weights, fills, state, problems)
 
-    def _share(self, weights: models.ModelPlan, state: optimizers.OptimizerPlan | None) -> list[str]:
-        """Let the optimizer fill its share of 16-bit weights; a weight whose other share stays must stay itself."""
+    def _share(
+        self, weights: models.ModelPlan, state: optimizers.OptimizerPlan | None, problems: list[str]
+    ) -> list[Fill]:
+        """The copies, with the optimizer's share of 16-bit weights; where the other share stays there is a problem."""
         if self._optimizer is None or not is_packed(self._optimizer):
-            return []
-        problems: list[str] = []
-        weights.fills = []
+            return list(weights.copies)
+        fills: list[Fill] = []
         narrow = _narrow(self._optimizer)
         replaced = {id(each.pair.parameter) for each in state.states} if state is not None else set()
         rounded = state.rounded if state is not None else {}
@@ -133,8 +136,8 @@ class _Planner:
             if parted and (self._optimizer.state.get(copy.target) or copy.ref.dtype.itemsize > 2):
                 problems.append(f"model {copy.name}: cannot change alone, without what the optimizer keeps of it")
             else:
-                weights.fills.append(rounded.get(id(copy.target), copy))
-        return problems
+                fills.append(rounded.get(id(copy.target), copy))
+        return fills
 
     def _choose_model(self, model: nn.Module, at: str | None) -> Candidate:
         candidates = _at(self._source.path, self._models, at, "model_at")
@@ -206,7 +209,7 @@ def _apply(source: Source, plan: _Plan, model: nn.Module | None, optimizer: Opti
             streamer.run(optimizers.allocate(plan.optimizer))
         source.checkpoint.check_unchanged()
         if plan.model is not None:
-            _copy_model(source, streamer, plan.model.fills)
+            _copy_model(source, streamer, plan.fills)
         if plan.optimizer is not None and optimizer is not None:
             optimizers.assign(plan.optimizer, optimizer)
     if plan.model is not None and model is not None:

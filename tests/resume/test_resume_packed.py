@@ -319,3 +319,17 @@ def test_a_packed_run_of_wide_parameters_goes_into_narrow_ones(tmp_path, dtype):
     assert same(mine["exp_avg_codes"], theirs["exp_avg_codes"])
     error = masters(narrow, packed)["body.weight"] - model.body.weight.detach()
     assert (error.abs() <= 1.54e-5 * model.body.weight.detach().abs()).all()
+
+
+def test_groups_of_equal_settings_may_be_merged(tmp_path):
+    """What a group says of its parameters does not make it another."""
+    model = Net(dtype=BF16)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = ckpt8.optim.AdamW([{"params": named[:3]}, {"params": named[3:]}], lr=0.01)
+    train(model, optimizer, 0, 3)
+    live = Net(seed=9, dtype=BF16)
+    packed = ckpt8.optim.AdamW([(name, p) for name, p in live.named_parameters() if p.requires_grad], lr=0.01)
+    ckpt8.resume(save(tmp_path / "run.pt", model, optimizer), live, packed)
+    assert same(live.state_dict(), model.state_dict())
+    for (_, mine), (_, theirs) in zip(live.named_parameters(), model.named_parameters(), strict=True):
+        assert same(dict(packed.state.get(mine) or {}), dict(optimizer.state.get(theirs) or {}))
