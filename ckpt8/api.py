@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -131,17 +132,20 @@ def save(
     options = _options(threads, max_update_error, stats=stats)
     member = target.with_suffix(".pt").name
 
-    def pack() -> Unwritten:
+    @contextmanager
+    def compressor() -> Iterator[Compressor]:
         with live_checkpoint(obj, target.stem) as checkpoint:
-            compressor = _compressor(Bundle.of(checkpoint, member), policy, options, _live(checkpoint))
-            return compressor.pack(target, preset=policy.preset, rules=policy.texts, force=force)
+            yield _compressor(Bundle.of(checkpoint, member), policy, options, _live(checkpoint))
+
+    def pack() -> Unwritten:
+        with compressor() as packs:
+            return packs.pack(target, preset=policy.preset, rules=policy.texts, force=force)
 
     if background:
         return start(target, pack)
     wait_for(target)
-    with live_checkpoint(obj, target.stem) as checkpoint:
-        compressor = _compressor(Bundle.of(checkpoint, member), policy, options, _live(checkpoint))
-        return compressor.run(target, preset=policy.preset, rules=policy.texts, force=force)
+    with compressor() as runs:
+        return runs.run(target, preset=policy.preset, rules=policy.texts, force=force)
 
 
 def _options(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import IO, Any, cast
 
-from ckpt8.container.frames import bytes_of
+from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
@@ -46,7 +46,7 @@ def load_member(checkpoint: Checkpoint | None, file: MemberFile, map_location: A
     loaded = {}
     for name, ref in checkpoint.tree.items():
         place = places[ref.key]
-        content = torch.empty(place.nbytes, dtype=torch.uint8, device="cpu")
+        content = host_bytes(place.nbytes)
         file.seek(place.offset)
         file.readinto(bytes_of(content))
         loaded[name] = content.view(ref.dtype.torch).view(ref.shape).to(map_location or "cpu")

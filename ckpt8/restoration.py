@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt8.container.atomic_directory import AtomicDirectory
-from ckpt8.container.frames import bytes_of
+from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.container.member_file import MemberFile, Piece
 from ckpt8.container.member_paths import is_plain_name, link_stays_inside
@@ -105,7 +105,7 @@ def _copy(member: MemberFile, descriptor: int, guard: Guard, workers: Workers, p
     import torch
 
     def decode(piece: Piece) -> tuple[Piece, torch.Tensor, int]:
-        content = torch.empty(piece.stop - piece.start, dtype=torch.uint8)
+        content = host_bytes(piece.stop - piece.start)
         view = bytes_of(content)
         member.fill(piece, view)
         return piece, content, crc32(view) if member.needs_crc(piece.storage) else 0

@@ -60,6 +60,13 @@ def _decompressor() -> zstandard.ZstdDecompressor:
     return found
 
 
+def host_bytes(length: int) -> torch.Tensor:
+    """Flat uint8 memory of the host, whatever torch's default device is, for ``bytes_of``."""
+    import torch
+
+    return torch.empty(length, dtype=torch.uint8, device="cpu")
+
+
 def bytes_of(x: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, which must outlive it; without numpy and without a copy."""
     import ctypes
@@ -93,11 +100,9 @@ def check(stored: memoryview, expected: int, where: str) -> None:
 
 def inflate(stored: torch.Tensor, length: int, where: str) -> torch.Tensor:
     """The ``length`` bytes of one plane. Raises InputError when the frame is not of that length."""
-    import torch
-
     if stored.numel() == length:
         return stored
-    plane = torch.empty(length, dtype=torch.uint8, device="cpu")
+    plane = host_bytes(length)
     frame = bytes_of(stored)
     try:
         declared = zstandard.get_frame_parameters(frame)

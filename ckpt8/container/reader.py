@@ -175,14 +175,13 @@ class ContainerReader:
         return {part: self._read_part(storage, part, expected[part], chunk) for part in wanted}
 
     def _read_part(self, storage: int, part: str, spec: PartSpec, chunk: int) -> torch.Tensor:
-        import torch
 
         located = self._parts[storage][part]
         count = layout.planes(spec)
         where = f"{self.path}: {self.manifest.storages[storage].name}"
         planes = []
         for k in range(chunk * count, (chunk + 1) * count):
-            stored = torch.empty(located.table.lengths[k], dtype=torch.uint8, device="cpu")
+            stored = frames.host_bytes(located.table.lengths[k])
             self._file.read_into(located.offsets[k], frames.bytes_of(stored))
             frames.check(frames.bytes_of(stored), located.table.crcs[k], where)
             planes.append(frames.inflate(stored, spec.nbytes // count, where))
