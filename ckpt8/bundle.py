@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.errors import InputError
+from ckpt8.masters import refer_to_masters
 from ckpt8.plan import Parameter, Plan, Stream, Unit, make_plan
 from ckpt8.policy import Policy
 from ckpt8.readers import open_checkpoint
@@ -22,6 +23,7 @@ from ckpt8.readers.directory import DirectoryMember, is_directory, open_director
 from ckpt8.resuming.member_names import Weights, collect_weights, parameter_names
 from ckpt8.roles import Names
 from ckpt8.skeleton import WithSkeleton
+from ckpt8.universal import Universal
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +106,15 @@ class Bundle:
         names = Names()
         plan = Plan([])
         weights: dict[str, Weights] = {}
+        universal = Universal(self.members)
         for number, member in enumerate(self.members):
             names.prefix = "" if self.directory is None else f"{member.path}:"
-            own = make_plan(member.checkpoint, policy, names)
+            own = make_plan(member.checkpoint, policy, names, universal.role(member.path))
             named = self._parameter_names(member, weights) if any(unit.parameter for unit in own.units) else {}
             plan.units += [self._unit(unit, number, named) for unit in own.units]
             plan.tensors += [(tensor, member.first + index) for tensor, index in own.tensors]
+        universal.join_moments(plan)
+        refer_to_masters(plan, self, [(member.path, member.checkpoint.tree) for member in self.members], policy)
         return plan
 
     def _parameter_names(self, member: Member, weights: dict[str, Weights]) -> Mapping[str, str]:

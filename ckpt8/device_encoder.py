@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from ckpt8.codecs.reference import Run
 from ckpt8.container import frames
 from ckpt8.device import CudaTransfer, Mark, PinnedBuffers, Transfer
 from ckpt8.encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, keep, read_bytes, store
 from ckpt8.plan import Stream
 from ckpt8.readers.base import Checkpoint
 from ckpt8.rows import padded, row_bytes
+from ckpt8.tensors import DType
 from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
@@ -114,15 +116,27 @@ class LiveEncoder(DeviceEncoder):
             # Memory has no checksum to be held against.
             yield self._launch(item, transfer, views, [0] * len(views))
 
+    def master(self, run: Run, device: torch.device) -> torch.Tensor:
+        """As ``ChunkEncoder``; where the master is on that device, it is a view of it."""
+        assert run.storage is not None  # noqa: S101 - padding has no master
+        live, size = self._live.get(self._checkpoint.storages[run.storage].key), DType.FLOAT32.itemsize
+        if live is None or live.device != device:
+            return super().master(run, device)
+        return _live_bytes(live, run.start * size, run.length * size).view(DType.FLOAT32.torch)
+
 
 def live_chunk(storage: torch.UntypedStorage, stream: Stream, chunk: int) -> torch.Tensor:
     """One chunk of a stream as a view of the live ``storage`` behind it."""
+    spec = stream.chunk_spec(chunk)
+    size = spec.dtype.itemsize
+    return _live_bytes(storage, chunk * frames.FRAME * size, spec.numel * size).view(spec.dtype.torch)
+
+
+def _live_bytes(storage: torch.UntypedStorage, start: int, length: int) -> torch.Tensor:
     import torch
 
-    spec = stream.chunk_spec(chunk)
-    start = chunk * frames.FRAME * spec.dtype.itemsize
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return whole[start : start + spec.numel * spec.dtype.itemsize].view(spec.dtype.torch)
+    return whole[start : start + length]
 
 
 @dataclass(slots=True)

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from ckpt8.codecs.reference import Reference, Run, round_masters
 from ckpt8.container import frames
+from ckpt8.container.copies import fill_padding
 from ckpt8.crc import crc32
 from ckpt8.errors import InputError, RefusedError
 from ckpt8.measure import ChunkMeter, UnitErrors
 from ckpt8.plan import Parameter, Stream, Unit
 from ckpt8.readers.base import Checkpoint, StorageInfo, TensorRef
 from ckpt8.rows import copy_to_row, row_bytes
-from ckpt8.tensors import Parts
+from ckpt8.tensors import DType, Parts
 from ckpt8.update_space import Confidence
 from ckpt8.workers import Workers
 
@@ -96,6 +99,26 @@ def read_tensor(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) ->
     return torch.frombuffer(buffer, dtype=ref.dtype.torch).as_strided(ref.shape, ref.stride, ref.offset)
 
 
+def check_copy(x: torch.Tensor, first: int, codec: Reference, master: Callable[[Run], torch.Tensor]) -> None:
+    """Raise RefusedError unless ``x``, elements from ``first`` on of a copy, is what ``codec`` gives, bit for bit.
+
+    ``master`` gives the fp32 elements of a run where ``x`` is.
+    """
+    import torch
+
+    at = 0
+    for run in codec.cut(first, x.numel()):
+        copy = x[at : at + run.length]
+        if run.storage is None:
+            expected = torch.empty_like(copy)
+            fill_padding(expected, run.start)
+        else:
+            expected = round_masters(master(run))
+        if not torch.equal(copy.view(torch.int16), expected.view(torch.int16)):
+            raise RefusedError("differs from its fp32 master rounded to bf16")
+        at += run.length
+
+
 class ChunkMeters:
     """Makes the meter of any chunk; keeps CAME's factored statistics of the parameter at hand."""
 
@@ -167,6 +190,8 @@ class ChunkEncoder:
         parts = []
         for stream, x in zip(unit.streams, originals, strict=True):
             try:
+                if isinstance(stream.codec, Reference):
+                    check_copy(x, chunk * frames.FRAME, stream.codec, partial(self.master, device=x.device))
                 parts.append(stream.codec.encode(x))
             except RefusedError as exc:
                 whose = "the state of its parameter " if len(unit.streams) > 1 else ""
@@ -175,3 +200,13 @@ class ChunkEncoder:
         if self._meters is not None and any(stream.lossy for stream in unit.streams):
             errors = self._meters.of(unit).measure(chunk * frames.FRAME, originals, parts)
         return PackedChunk(parts, crcs, errors)
+
+    def master(self, run: Run, device: torch.device) -> torch.Tensor:
+        """The fp32 elements of a run, on ``device``, until this thread asks for others."""
+        import torch
+
+        assert run.storage is not None  # noqa: S101 - padding has no master
+        view = scratch("master", run.length * DType.FLOAT32.itemsize)
+        storage = self._checkpoint.storages[run.storage]
+        self._checkpoint.read_into(storage.offset + run.start * DType.FLOAT32.itemsize, view)
+        return torch.frombuffer(view, dtype=torch.float32).to(device)

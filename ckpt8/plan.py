@@ -32,6 +32,8 @@ _SCALARS = {
     DType.INT32: "<i",
     DType.INT64: "<q",
 }
+_MOST_PADDING = 4096
+"""Elements between and behind tensors that may only be there to align them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +116,23 @@ class Plan:
         return sorted((stream for unit in self.units for stream in unit.streams), key=lambda stream: stream.index)
 
 
-def make_plan(checkpoint: Checkpoint | WithSkeleton, policy: Policy, names: Names | None = None) -> Plan:
-    """Classify a checkpoint, with its skeleton if it is to be stored; choose codecs; group moments into units."""
+def make_plan(
+    checkpoint: Checkpoint | WithSkeleton, policy: Policy, names: Names | None = None, role: Role | None = None
+) -> Plan:
+    """Classify a checkpoint, with its skeleton if it is to be stored; choose codecs; group moments into units.
+
+    ``role`` is that of all its tensors where something else than their place in it tells.
+    """
     names = names or Names()
-    structure = classify(checkpoint.tree, names)
+    structure = classify(checkpoint.tree, names, role)
     storages = checkpoint.source_storages if isinstance(checkpoint, WithSkeleton) else checkpoint.storages
     index_of = {storage.key: index for index, storage in enumerate(storages)}
     views: dict[str, list[NamedTensor]] = defaultdict(list)
     for tensor in structure.tensors:
         views[tensor.ref.key].append(tensor)
     streams = [
-        _stream(index, storage, views[storage.key], structure, policy, names) for index, storage in enumerate(storages)
+        _stream(index, storage, views[storage.key], structure, policy, names, checkpoint)
+        for index, storage in enumerate(storages)
     ]
     units = _units(streams, _parameters(checkpoint, structure, views, index_of))
     if isinstance(checkpoint, WithSkeleton):
@@ -141,6 +149,7 @@ def _stream(
     structure: Structure,
     policy: Policy,
     names: Names,
+    checkpoint: Checkpoint,
 ) -> Stream:
     name = unique_name(views[0].name if views else f"{names.prefix}storage:{storage.key}", names.storages)
     dtypes = {view.ref.dtype for view in views} or {storage.dtype}
@@ -157,7 +166,8 @@ def _stream(
         return Stream(index, spec, storage, LOSSLESS, "used by something other than a tensor")
     if roles:
         return Stream(index, spec, storage, LOSSLESS, "shared by tensors of several roles")
-    if not covers(spec.numel, [view.ref for view in views]):
+    gaps = gaps_between(spec.numel, [view.ref for view in views])
+    if not all(_is_zero(checkpoint, storage, dtype, gap) for gap in gaps):
         return Stream(index, spec, storage, LOSSLESS, "not fully covered by its tensors")
     paths, shapes = [view.name for view in views], [view.ref.shape for view in views]
     return Stream(index, spec, storage, *policy.choose(spec, paths, shapes))
@@ -173,13 +183,25 @@ def is_dense(ref: TensorRef) -> bool:
     return True
 
 
-def covers(numel: int, refs: list[TensorRef]) -> bool:
-    """Whether dense tensors cover every element of a storage of ``numel`` elements."""
+def gaps_between(numel: int, refs: list[TensorRef]) -> list[range]:
+    """Elements of a storage of ``numel`` elements that no dense tensor covers."""
+    gaps = []
     reached = 0
     for ref in sorted(refs, key=lambda ref: ref.offset):
-        if is_dense(ref) and ref.offset <= reached:
+        if is_dense(ref):
+            gaps.append(range(reached, ref.offset))
             reached = max(reached, ref.offset + _numel(ref))
-    return reached >= numel
+    gaps.append(range(reached, numel))
+    return [gap for gap in gaps if gap]
+
+
+def _is_zero(checkpoint: Checkpoint, storage: StorageInfo, dtype: DType, gap: range) -> bool:
+    """Whether a gap is padding: few elements, all zero, which every codec keeps."""
+    if len(gap) > _MOST_PADDING:
+        return False
+    buffer = bytearray(len(gap) * dtype.itemsize)
+    checkpoint.read_into(storage.offset + gap.start * dtype.itemsize, memoryview(buffer))
+    return not any(buffer)
 
 
 def _numel(ref: TensorRef) -> int:

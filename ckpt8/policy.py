@@ -116,6 +116,10 @@ class Policy:
             if not any(fnmatchcase(name, rule.glob) for name in names):
                 raise UsageError(f"rule {rule.text!r} matches no tensor; inspect --tensors lists them")
 
+    def has_rule(self, names: Sequence[str]) -> bool:
+        """Whether a rule speaks of any of these tensors."""
+        return any(fnmatchcase(name, rule.glob) for rule in self.rules for name in names)
+
     def choose(
         self, spec: TensorSpec, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Codec, str | None]:

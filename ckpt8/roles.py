@@ -1,6 +1,7 @@
 """What every tensor of a checkpoint is for, read from where it sits in the tree and never from its values.
 
 optimizer   a dict with ``state`` and ``param_groups``, anywhere; ``state[id][key]``, id an index or a name
+masters     under a key that names a list of fp32 master weights, anywhere
 weights     under a key that names a model (``model``, ``state_dict``, ``state_dict_ema``, ...), under the
             ``_parameters`` of a pickled module, or a bare state dict: a dict of nothing but tensors
 other       everything else
@@ -35,6 +36,21 @@ STATE_ROLES: Mapping[str, Role] = {
     "master_weight": Role.WEIGHT,
 }
 """Roles of the tensors in an optimizer's per-parameter state; every other key is ``other``."""
+
+MASTER_LISTS = frozenset(
+    {
+        "fp32_from_fp16_params",
+        "fp32_from_fp16",
+        "fp32_groups",
+        "fp32_groups_flat",
+        "fp32_flat_groups",
+        "single_partition_of_fp32_groups",
+    }
+)
+"""Keys under which Megatron, apex and DeepSpeed keep the fp32 master weights of a model that trains in 16 bits."""
+
+_STATE_LISTS = "base_optimizer_state"
+"""DeepSpeed's elastic checkpoints keep under it a list of bare states, one for each group."""
 
 _FLAT_STATE = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer"})
 """Last name component of the tensors that make a dict of tensors the state of an optimizer."""
@@ -114,8 +130,8 @@ def unique_name(name: str, taken: dict[str, int]) -> str:
     return candidate
 
 
-def classify(tree: object, names: Names | None = None) -> Structure:
-    """Name every tensor of the tree and give it its role. Raises InputError on a tree that is too deep."""
+def classify(tree: object, names: Names | None = None, role: Role | None = None) -> Structure:
+    """Name every tensor of the tree and give it its role, or ``role``. Raises InputError on a tree that is too deep."""
     names = names or Names()
     if is_flat_optimizer(tree):
         return _classify_flat(tree, names)
@@ -125,7 +141,7 @@ def classify(tree: object, names: Names | None = None) -> Structure:
     for path, node in iter_nodes(tree):
         if isinstance(node, TensorRef):
             name = unique_name(names.prefix + (format_path(path) or "tensor"), names.tensors)
-            structure.tensors.append(NamedTensor(name, _role(path, optimizers, bare), node))
+            structure.tensors.append(NamedTensor(name, role or _role(path, optimizers, bare), node))
         elif isinstance(node, StorageRef):
             structure.opaque.add(node.key)
         elif is_optimizer(node):
@@ -152,10 +168,14 @@ def _classify_flat(tree: Any, names: Names) -> Structure:
 
 
 def _role(path: Components, optimizers: set[Components], bare: bool) -> Role:
+    if any(component in MASTER_LISTS for component in path):
+        return Role.WEIGHT
     for depth in range(len(path)):
         if path[:depth] in optimizers:
             in_state = len(path) == depth + 3 and path[depth] == "state"
             return STATE_ROLES.get(path[-1], Role.OTHER) if in_state else Role.OTHER
+    if _STATE_LISTS in path[:-1]:
+        return STATE_ROLES.get(path[-1], Role.OTHER)
     named_model = any(component in MODEL_KEYS for component in path[:-1])
     return Role.WEIGHT if bare or named_model else Role.OTHER
 

@@ -18,15 +18,18 @@ CODECS: tuple[tuple[str, str], ...] = (
     ("split32/1", "ckpt8.codecs.split32:Split32"),
     ("companded8/1", "ckpt8.codecs.companded8:Companded8"),
 )
-"""(id, "module:Class") of every codec."""
+"""(id, "module:Class") of every codec that a tensor alone is encoded with, which rules may name."""
 
-__all__ = ["CODECS", "Codec", "codec_class", "codec_from_config", "config_of", "parse_codec"]
+RELATIONS: tuple[tuple[str, str], ...] = (("reference/1", "ckpt8.codecs.reference:Reference"),)
+"""Those of codecs that need other storages: no rule names them."""
+
+__all__ = ["CODECS", "RELATIONS", "Codec", "codec_class", "codec_from_config", "config_of", "parse_codec"]
 
 
 @lru_cache
 def codec_class(codec_id: str) -> type[Any]:
     """The class of a codec id. Raises KeyError."""
-    module, _, name = dict(CODECS)[codec_id].partition(":")
+    module, _, name = dict((*CODECS, *RELATIONS))[codec_id].partition(":")
     return cast("type[Any]", getattr(import_module(module), name))
 
 

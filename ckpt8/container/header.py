@@ -23,9 +23,9 @@ MAX_HEADER = 100_000_000
 LENGTH_BYTES = 8
 FORMAT_KEY = "ckpt8"
 MAJOR = 1
-"""A reader refuses another major version; a higher minor version only adds what may be ignored."""
+"""A reader refuses another major version; a higher minor version adds what may be ignored, and codecs."""
 
-FILE_VERSION, DIRECTORY_VERSION = f"{MAJOR}.0", f"{MAJOR}.1"
+FILE_VERSION, DIRECTORY_VERSION, REFERENCE_VERSION = f"{MAJOR}.0", f"{MAJOR}.1", f"{MAJOR}.2"
 """What is written: the lowest version that knows all that is in a container."""
 
 MANIFEST = "ckpt8.manifest"
@@ -82,7 +82,7 @@ def _text(entries: Iterable[Entry], version: str) -> bytes:
 def reserved_size(names: Iterable[str]) -> int:
     """Bytes that a header for entries of these names needs at most, a multiple of 8."""
     widest = [Entry(name, _WIDEST_OFFSET, 2 * _WIDEST_OFFSET) for name in (*names, MANIFEST, SEAL)]
-    return -(-len(_text(widest, DIRECTORY_VERSION)) // 8) * 8
+    return -(-len(_text(widest, REFERENCE_VERSION)) // 8) * 8
 
 
 def render(entries: Iterable[Entry], size: int, version: str) -> bytes:

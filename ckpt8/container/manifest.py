@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from ckpt8.container.header import DIRECTORY_VERSION, FILE_VERSION, check_version
+from ckpt8.container.header import DIRECTORY_VERSION, FILE_VERSION, REFERENCE_VERSION, check_version
 from ckpt8.errors import InputError
 from ckpt8.tensors import DType, Role
 
@@ -49,6 +49,11 @@ class StorageRecord:
     def nbytes(self) -> int:
         """Size in the source, in bytes."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this is the rounded copy of masters that are storages of their own."""
+        return self.codec.get("id") == "reference/1"
 
     @property
     def stored_bytes(self) -> int:
@@ -120,6 +125,8 @@ class Manifest:
     @property
     def version(self) -> str:
         """The lowest version of the format that has all that this holds."""
+        if any(record.is_reference for record in self.storages):
+            return REFERENCE_VERSION
         return FILE_VERSION if self.directory is None else DIRECTORY_VERSION
 
     def to_json(self) -> dict[str, Any]:

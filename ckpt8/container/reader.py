@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 import zstandard
 
 from ckpt8.codecs import Codec, codec_from_config
+from ckpt8.codecs.reference import ROUNDED, Reference
 from ckpt8.container import frames, header, layout
+from ckpt8.container.copies import check_references, read_copy
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import FrameTable, Manifest, StorageRecord, read_manifest
 from ckpt8.container.member_layout import check_members
@@ -48,7 +50,9 @@ class ContainerReader:
             entries, stored = self._open_header()
             self.manifest = self._open_manifest(stored)
             self.header_bytes = self._data_start
+            self._codecs = [codec_from_config(record.codec) for record in self.manifest.storages]
             self._parts = self._locate({entry.name: entry for entry in entries})
+            check_references(self)
             check_members(self.manifest, str(path))
             check_paths(self.manifest, str(path))
         except BaseException:
@@ -112,7 +116,7 @@ class ContainerReader:
 
     def codec(self, storage: int) -> Codec:
         """The codec of a storage."""
-        return codec_from_config(self.manifest.storages[storage].codec)
+        return self._codecs[storage]
 
     def spec(self, storage: int) -> TensorSpec:
         """The specification of a whole storage."""
@@ -133,6 +137,8 @@ class ContainerReader:
         expected = codec.layout(spec)
         if set(record.parts) != set(expected):
             raise InputError(f"{self.path}: {record.name}: parts do not fit its codec")
+        if not expected:
+            return {}
         self._check_frame_count(record)
         slabs = list(layout.slab_chunks(record.numel, self.manifest.slab))
         return {
@@ -166,11 +172,15 @@ class ContainerReader:
     def read_parts(self, storage: int, chunk: int, only: Collection[str] | None = None) -> Parts:
         """The parts of one chunk, or those named, checked against checksums and declared sizes.
 
-        Raises InputError that names the tensor.
+        Of a reference it is what ``decode`` wants, put together from its masters. Raises InputError that names the
+        tensor.
         """
         record = self.manifest.storages[storage]
         spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
-        expected = self.codec(storage).layout(spec)
+        codec = self.codec(storage)
+        if isinstance(codec, Reference):
+            return {ROUNDED: read_copy(self, codec.cut(chunk * frames.FRAME, spec.numel), spec.numel)}
+        expected = codec.layout(spec)
         wanted = expected if only is None else [part for part in expected if part in only]
         return {part: self._read_part(storage, part, expected[part], chunk) for part in wanted}
 

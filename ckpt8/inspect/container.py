@@ -14,6 +14,7 @@ from ckpt8.container.manifest import (
     Manifest,
     MemberRecord,
     ParameterRecord,
+    StorageRecord,
     TensorRecord,
 )
 from ckpt8.container.reader import ContainerReader
@@ -55,7 +56,7 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
     parameters = sum(
         record.nbytes // dtypes[index].itemsize
         for index, record in enumerate(manifest.storages)
-        if record.role is Role.WEIGHT and dtypes[index].is_plane_float
+        if record.role is Role.WEIGHT and dtypes[index].is_plane_float and not record.is_reference
     )
     parts: Counter[str] = Counter()
     for record in manifest.storages:
@@ -112,12 +113,16 @@ def skeleton_role(member_format: str) -> str:
 
 
 def codec_name(config: dict[str, Any]) -> str:
-    """A stored configuration in one word: ``companded8/1(signed=False, Q=255)``; defaults are left out."""
+    """A stored configuration in one word: ``companded8/1(signed=False, Q=255)``; defaults and runs are left out."""
     from ckpt8.codecs import codec_from_config
 
     codec = codec_from_config(config)
     default = type(codec)()
-    given = [f"{key}={value}" for key, value in config.items() if key != "id" and value != getattr(default, key)]
+    given = [
+        f"{key}={value}"
+        for key, value in config.items()
+        if key not in ("id", "runs") and value != getattr(default, key)
+    ]
     return codec.id + (f"({', '.join(given)})" if given else "")
 
 
@@ -193,8 +198,15 @@ def tensor_facts(manifest: Manifest, tensor: TensorRecord) -> dict[str, Any]:
         "bytes": record.nbytes,
         "stored_bytes": record.stored_bytes,
         "parts": {part: sum(table.lengths) for part, table in record.parts.items()},
+        "masters": _masters(manifest, record),
         "error": error_facts(record.error),
     }
+
+
+def _masters(manifest: Manifest, record: StorageRecord) -> list[str]:
+    """The storages that a reference leads to."""
+    runs = record.codec.get("runs", []) if record.is_reference else []
+    return [manifest.storages[index].name for index in dict.fromkeys(run[0] for run in runs) if index is not None]
 
 
 def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:

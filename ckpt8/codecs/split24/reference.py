@@ -24,6 +24,19 @@ FIRST_OVERFLOW = 0x7F7F8000
 """The smallest fp32 magnitude whose bf16 rounding is infinite; Inf and NaN lie above it."""
 
 
+def upper_half(bits: torch.Tensor) -> torch.Tensor:
+    """The bits of bf16, int16, of the int32 bits of fp32, rounded to nearest even; of NaN something, not always NaN."""
+    # The sign may stay where it is: rounding up ends at infinity, before it.
+    return (bits >> 16).bitwise_and_(1).add_(bits).add_(0x7FFF).bitwise_right_shift_(16).to(torch.int16)
+
+
+def joined_planes(parts: Parts) -> torch.Tensor:
+    """The bits of bf16, int16, of the planes ``exponent`` and ``mantissa``."""
+    signed = parts["mantissa"].to(torch.int16)
+    hi = (signed & 0x80).bitwise_left_shift_(8).bitwise_or_(signed.bitwise_and_(0x7F))
+    return hi.bitwise_or_(parts["exponent"].to(torch.int16).bitwise_left_shift_(7))
+
+
 def encode(x: torch.Tensor, out: Parts, levels: int) -> None:
     """Split a flat fp32 tile into ``exponent`` uint8, ``mantissa`` uint8 (sign on top) and ``rho`` int8.
 
@@ -47,8 +60,5 @@ def decode(parts: Parts, out: torch.Tensor, levels: int) -> None:
     # R is odd, so 32768*rho/R is never a tie, and fp32 holds it to better than 1/(2R): this rounding is exact.
     d = parts["rho"].float().mul_(32768).div_(levels).round_().clamp_(-32767, 32767)
     # The magnitude stays below 2^31 when d is added, so the sign may be in place before.
-    signed = parts["mantissa"].to(torch.int16)
-    hi = (signed & 0x80).bitwise_left_shift_(8).bitwise_or_(signed.bitwise_and_(0x7F))
-    hi.bitwise_or_(parts["exponent"].to(torch.int16).bitwise_left_shift_(7))
     bits = out.view(torch.int32)
-    bits.copy_(hi).bitwise_left_shift_(16).add_(d.to(torch.int32))
+    bits.copy_(joined_planes(parts)).bitwise_left_shift_(16).add_(d.to(torch.int32))
