@@ -23,6 +23,8 @@ CODECS: tuple[tuple[str, str], ...] = (
 RELATIONS: tuple[tuple[str, str], ...] = (("reference/1", "ckpt8.codecs.reference:Reference"),)
 """Those of codecs that need other storages: no rule names them."""
 
+_SHOWN = 200
+
 __all__ = ["CODECS", "RELATIONS", "Codec", "codec_class", "codec_from_config", "config_of", "parse_codec"]
 
 
@@ -39,7 +41,8 @@ def codec_from_config(config: Mapping[str, Any]) -> Codec:
     try:
         return cast("Codec", codec_class(config["id"])(**given))
     except (KeyError, TypeError, UsageError) as exc:
-        raise UnsupportedError(f"codec {dict(config)} is not known to this version of ckpt8") from exc
+        shown = str(dict(config))[:_SHOWN]
+        raise UnsupportedError(f"codec {shown} is not known to this version of ckpt8") from exc
 
 
 def parse_codec(text: str) -> tuple[type[Any], dict[str, Any]]:

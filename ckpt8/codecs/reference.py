@@ -19,7 +19,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from ckpt8 import backend as backends
-from ckpt8.codecs.split24.reference import upper_half
 from ckpt8.errors import UsageError
 from ckpt8.tensors import DType, Parts, PartSpec, TensorSpec
 
@@ -45,11 +44,11 @@ class Run(NamedTuple):
 
 def _run(value: Any) -> Run:
     match value:
-        case [int() | None as storage, int(start), int(count)]:
-            limit = 1 << 16 if storage is None else _LARGEST
-            if (storage or 0) >= 0 and 0 <= start < limit and 0 < count < _LARGEST:
-                return Run(storage, start, count)
-    raise UsageError("reference: runs must be lists of storage, start and count")
+        case [storage, start, length] if type(start) is type(length) is int and 0 <= start and 0 < length < _LARGEST:
+            limit = _LARGEST if type(storage) is int and storage >= 0 else 1 << 16 if storage is None else 0
+            if start < limit:
+                return Run(storage, start, length)
+    raise UsageError("reference: runs must be lists of storage, start and length")
 
 
 @dataclass(frozen=True)
@@ -108,5 +107,7 @@ class Reference:
 def round_masters(x: torch.Tensor) -> torch.Tensor:
     """Flat fp32 masters rounded to bf16, on any device."""
     import torch
+
+    from ckpt8.codecs.split24.reference import upper_half
 
     return upper_half(x.view(torch.int32)).view(torch.bfloat16)

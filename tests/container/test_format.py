@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import zstandard
+from reference_kit import LAYOUTS, masters
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -56,12 +57,17 @@ class Plain:
         text = zstandard.ZstdDecompressor().decompress(stored)
         assert len(text) == size
         self.manifest = json.loads(text.decode(), object_pairs_hook=self._unique, parse_constant=self._refuse)
-        assert self.manifest["version"] == version == ("1.1" if "directory" in self.manifest else "1.0")
+        assert self.manifest["version"] == version == self.lowest_version()
         assert self.manifest["frame"] == CHUNK
         assert self.manifest["slab"] % CHUNK == 0
         self.storages = self.manifest["storages"]
         assert len({storage["name"] for storage in self.storages}) == len(self.storages)
         self.read = set()
+
+    def lowest_version(self):
+        if any(storage["codec"]["id"] == "reference/1" for storage in self.manifest["storages"]):
+            return "1.2"
+        return "1.1" if "directory" in self.manifest else "1.0"
 
     @staticmethod
     def _unique(pairs):
@@ -131,11 +137,31 @@ class Plain:
     def storage(self, index):
         """The bytes of a storage."""
         storage = self.storages[index]
+        if storage["codec"]["id"] == "reference/1":
+            return self.copy(storage)
         frames, chunks = self.frames(storage)
         decode = {"lossless/1": lossless, "split24/1": split24, "companded8/1": companded8}[storage["codec"]["id"]]
         return b"".join(
             decode({part: planes[k] for part, planes in frames.items()}, storage, n) for k, n in enumerate(chunks)
         )
+
+    def copy(self, storage):
+        """The bytes of a reference: masters rounded to bf16, and padding."""
+        assert set(storage["codec"]) == {"id", "runs"}
+        assert storage["dtype"] == "bfloat16"
+        assert not storage["parts"]
+        out = b""
+        for master, start, length in storage["codec"]["runs"]:
+            if master is None:
+                out += struct.pack("<H", start) * length
+                continue
+            assert self.storages[master]["dtype"] == "float32"
+            assert self.storages[master]["codec"]["id"] in ("lossless/1", "split24/1", "split32/1")
+            u = integers(self.storage(master)[4 * start : 4 * (start + length)], torch.int32) & 0xFFFFFFFF
+            assert len(u) == length
+            out += low_bytes((u + 0x7FFF + ((u >> 16) & 1)) % 2**32 >> 16, 2)
+        assert len(out) == 2 * storage["numel"]
+        return out
 
     def member(self):
         """The bytes of a source that was one file."""
@@ -403,6 +429,15 @@ def test_a_directory_read_from_the_specification_alone(preset, inputs, tmp_path)
 def test_fresh_files_read_from_the_specification_alone(name, preset, inputs, tmp_path):
     ckpt8.compress(inputs / name, tmp_path / "x.ckpt8", preset=preset)
     _agrees(tmp_path / "x.ckpt8")
+
+
+@pytest.mark.parametrize("preset", ["flash", "lossless"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_references_read_from_the_specification_alone(layout, preset, tmp_path):
+    torch.save(LAYOUTS[layout](masters()), tmp_path / "a.pt")
+    manifest = ckpt8.compress(tmp_path / "a.pt", preset=preset)
+    assert any(storage.is_reference for storage in manifest.storages)
+    _agrees(tmp_path / "a.ckpt8")
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")

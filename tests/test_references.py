@@ -1,0 +1,355 @@
+"""bf16 copies of fp32 masters: found in every layout, proven on every element, and given back bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from reference_kit import LAYOUTS, adamw, codecs, copies, masters, rounded
+
+import ckpt8
+from ckpt8 import device_encoder
+from ckpt8.bundle import Bundle, open_bundle
+from ckpt8.codecs.reference import Reference, Run, round_masters
+from ckpt8.codecs.split24 import Split24
+from ckpt8.codecs.split32 import Split32
+from ckpt8.container.reader import ContainerReader
+from ckpt8.errors import InputError, UsageError
+from ckpt8.inspect.checkpoint import inspect_checkpoint
+from ckpt8.inspect.container import inspect_container
+from ckpt8.policy import Policy
+from ckpt8.tensors import DType, Role, TensorSpec
+
+PRESETS = ("flash", "compact", "lossless")
+FRAME = 1 << 20
+
+
+def same(one, other):
+    return torch.equal(one.contiguous().view(torch.int16), other.contiguous().view(torch.int16))
+
+
+def written(tree, folder, **options):
+    torch.save(tree, folder / "run.pt")
+    manifest = ckpt8.compress(folder / "run.pt", folder / "run.ckpt8", force=True, **options)
+    return manifest, folder / "run.ckpt8"
+
+
+def of_copies(manifest):
+    """The distinct (codec, reason) of the storages that only bf16 tensors have."""
+    narrow = {tensor.storage for tensor in manifest.tensors if tensor.dtype is DType.BFLOAT16}
+    return {(manifest.storages[index].codec["id"], manifest.storages[index].reason) for index in narrow}
+
+
+# Rounding
+
+
+def test_masters_are_rounded_as_torch_and_split24_do():
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (1 << 18,), generator=generator).to(torch.int32)
+    edges = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000])
+    bits = torch.cat([bits, edges.int(), (edges - 2**31).int()])
+    x = bits.view(torch.float32)
+    x = x[~x.isnan()]
+    assert same(round_masters(x), x.bfloat16())
+    finite = x[x.bfloat16().isfinite()]
+    spec = TensorSpec("", Role.WEIGHT, DType.FLOAT32, (finite.numel(),))
+    for codec in (Split24(), Split24(R=7), Split24(R=1), Split32()):
+        assert same(round_masters(codec.decode(codec.encode(finite), spec)), finite.bfloat16())
+
+
+def test_runs_are_cut_where_asked():
+    runs = (Run(3, 10, 5), Run(None, 0x3F80, 4), Run(2, 0, 7))
+    codec = Reference(runs)
+    elements = [each for storage, start, length in runs for each in spread(storage, start, length)]
+    for first in range(16):
+        for length in range(1, 17 - first):
+            found = [each for run in codec.cut(first, length) for each in spread(*run)]
+            assert found == elements[first : first + length]
+
+
+def spread(storage, start, length):
+    return [(storage, start + (k if storage is not None else 0)) for k in range(length)]
+
+
+@pytest.mark.parametrize(
+    "runs",
+    ["x", [1], [[0, 0]], [[0, 0, 0]], [[0, -1, 5]], [[-1, 0, 5]], [[0, 0, 2**62]], [[None, 2**16, 5]], [[True, 0, 5]]],
+)
+def test_runs_that_are_none(runs):
+    with pytest.raises(UsageError, match="reference: runs"):
+        Reference(runs)
+
+
+# Layouts
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_copies_of_every_layout_are_references(layout, preset, tmp_path):
+    tree = LAYOUTS[layout](masters())
+    manifest, path = written(tree, tmp_path, preset=preset)
+    assert of_copies(manifest) == {("reference/1", None)}
+    assert manifest.version == "1.2"
+    kinds = {record.codec["id"] for record in manifest.storages if record.dtype is DType.FLOAT32}
+    assert ("split24/1" in kinds) == (preset != "lossless")
+    assert not ckpt8.verify(path, tmp_path / "run.pt").failures
+    restored = torch.load(ckpt8.restore(path, tmp_path / "back.pt"), weights_only=True)
+    loaded = ckpt8.load(path)
+    with ckpt8.open(path) as file:
+        key = "model" if "model" in tree else "module"
+        for name, expected in copies(tree).items():
+            for found in (copies(restored)[name], copies(loaded)[name], file.get_tensor(f"{key}.{name}")):
+                assert same(found, expected)
+                assert found.shape == expected.shape
+        assert file.stats(f"{key}.{name}")["codec"] == "reference/1"
+        assert all(master.startswith("optimizer.") for master in file.stats(f"{key}.{name}")["masters"])
+    if preset == "lossless":
+        assert (tmp_path / "back.pt").read_bytes() == (tmp_path / "run.pt").read_bytes()
+
+
+def test_a_parameter_of_mixed_precision_costs_what_one_of_fp32_costs(tmp_path):
+    shapes = {"a": (1000, 512), "b": (512, 512)}
+    weights = masters(shapes=shapes)
+    numel = sum(w.numel() for w in weights.values())
+    optimizer = adamw(list(weights.values()), master_param=weights.values())
+    manifest, path = written({"model": rounded(weights), "optimizer": optimizer}, tmp_path)
+    assert (tmp_path / "run.pt").stat().st_size / numel > 14
+    assert path.stat().st_size / numel < 4.75
+    wide = adamw(list(weights.values()))
+    torch.save({"model": weights, "optimizer": wide}, tmp_path / "wide.pt")
+    ckpt8.compress(tmp_path / "wide.pt")
+    assert abs(path.stat().st_size - (tmp_path / "wide.ckpt8").stat().st_size) < 2048
+    facts = inspect_container(path)
+    assert facts["weights"] == numel
+    (row,) = [row for row in facts["roles"] if row["codec"] == "reference/1"]
+    assert (row["role"], row["bytes"], row["stored_bytes"]) == ("weight", 2 * numel, 0)
+    predicted = inspect_checkpoint(tmp_path / "run.pt")["predicted"]["flash"]["bytes"]
+    assert 0.95 < predicted / path.stat().st_size < 1.05
+    assert manifest.to_json()["version"] == "1.2"
+
+
+def test_chunks_of_long_copies(tmp_path):
+    """Runs that begin and end anywhere, read from anywhere."""
+    weights = masters(shapes={"a": (FRAME + 77,), "b": (65, 1001), "c": (FRAME // 2 + 5,), "d": (FRAME // 2,)})
+    weights = {name: torch.randn(w.shape) for name, w in weights.items()}
+    manifest, path = written(LAYOUTS["flat buffer"](weights), tmp_path)
+    assert of_copies(manifest) == {("reference/1", None)}
+    assert not ckpt8.verify(path, tmp_path / "run.pt").failures
+    expected = torch.cat([w.flatten() for w in weights.values()]).bfloat16()
+    index = next(k for k, record in enumerate(manifest.storages) if record.is_reference)
+    with ContainerReader(path) as reader:
+        for chunk in (2, 0, 1):
+            out = torch.empty(min(FRAME, expected.numel() + 9 - chunk * FRAME), dtype=torch.bfloat16)
+            reader.decode_chunk(index, chunk, out)
+            wanted = expected[chunk * FRAME :][: len(out)]
+            assert same(out[: len(wanted)], wanted)
+            assert not out[len(wanted) :].any()
+        # One master with several chunks: those that a run needs are all that is read.
+        assert reader.read_parts(index, 0).keys() == {"rounded"}
+
+
+def test_copies_in_several_pieces_of_masters(tmp_path):
+    """A parameter that lies in the shares of two ranks, see test_deepspeed for real ones."""
+    weights = {"a": torch.randn(300, 300), "b": torch.randn(200, 300)}
+    whole = torch.cat([w.flatten() for w in weights.values()])
+    root = tmp_path / "step"
+    root.mkdir()
+    torch.save({"module": rounded(weights)}, root / "mp_rank_00_model_states.pt")
+    for rank in range(11):  # rank 10 comes behind rank 2
+        share = whole[rank * 14_000 : (rank + 1) * 14_000].clone()
+        state = {"single_partition_of_fp32_groups": [share], "base_optimizer_state": adamw([share])}
+        path = root / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": state}, path)
+    manifest = ckpt8.compress(root)
+    assert of_copies(manifest) == {("reference/1", None)}
+    assert not ckpt8.verify(tmp_path / "step.ckpt8", root).failures
+    back = ckpt8.restore(tmp_path / "step.ckpt8", tmp_path / "back")
+    name = "mp_rank_00_model_states.pt"
+    assert (back / name).read_bytes() == (root / name).read_bytes()
+
+
+# What is not a copy
+
+
+@pytest.mark.parametrize("at", [0, 5000, -1])
+def test_one_element_that_differs(at, tmp_path):
+    weights = masters()
+    tree = LAYOUTS["master_param"](weights)
+    spoiled = tree["model"]["layers.0.up.weight"].view(-1)
+    spoiled.view(torch.int16)[at] += 1
+    manifest, path = written(tree, tmp_path)
+    found = codecs(manifest)
+    codec, reason = found.pop("model.layers.0.up.weight")
+    assert codec == "lossless/1"
+    # What the sample shows is not expected to match; what only the proof finds is told.
+    assert reason == ("differs from its fp32 master rounded to bf16" if at == 5000 else None)
+    assert all(codec == "reference/1" for name, (codec, _) in found.items() if name.startswith("model."))
+    assert same(ckpt8.load(path)["model"]["layers.0.up.weight"], tree["model"]["layers.0.up.weight"])
+    assert not ckpt8.verify(path, tmp_path / "run.pt").failures
+
+
+def test_padding_that_is_not_constant(tmp_path):
+    tree = LAYOUTS["flat buffer"](masters())
+    buffer = torch.empty(0, dtype=torch.bfloat16).set_(tree["module"]["embed.weight"].untyped_storage())
+    buffer[-1] = 3.0
+    manifest, path = written(tree, tmp_path)
+    assert of_copies(manifest) == {("lossless/1", "differs from its fp32 master rounded to bf16")}
+    assert same(ckpt8.load(path)["module"]["embed.weight"], tree["module"]["embed.weight"])
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), 3.4e38, float("nan"), 1e-45, -0.0, "payload"])
+def test_values_at_the_edges(value, tmp_path):
+    weights = masters()
+    w = weights["layers.0.up.weight"].view(-1)
+    if value == "payload":
+        w.view(torch.int32)[7000] = 0x7F800001  # a NaN that rounding turns into infinity
+    else:
+        w[7000] = value
+    tree = LAYOUTS["master_param"](weights)
+    if value != value:  # which NaN a cast gives is torch's affair
+        tree["model"]["layers.0.up.weight"].view(-1).view(torch.int16)[7000] = 0x7FC0
+        w.view(torch.int32)[7000] = 0x7FC00000
+    manifest, path = written(tree, tmp_path)
+    assert codecs(manifest)["model.layers.0.up.weight"][0] == ("lossless/1" if value == "payload" else "reference/1")
+    loaded = ckpt8.load(path)
+    assert same(loaded["model"]["layers.0.up.weight"], tree["model"]["layers.0.up.weight"])
+    assert not ckpt8.verify(path, tmp_path / "run.pt").failures
+
+
+def test_fp16_copies_and_other_trees_are_left_as_they_are(tmp_path):
+    weights = masters()
+    tree = LAYOUTS["master_param"](weights)
+    tree["model"] = {name: w.half() for name, w in weights.items()}
+    assert written(tree, tmp_path)[0].version == "1.0"
+    other = {"model": rounded(masters(seed=7)), "optimizer": tree["optimizer"]}
+    manifest, _ = written(other, tmp_path)
+    # Norms of ones agree, whoever they belong to.
+    assert {name for name, (codec, _) in codecs(manifest).items() if codec == "reference/1"} == {
+        "model.layers.0.norm.weight",
+        "model.layers.1.norm.weight",
+    }
+
+
+def test_what_is_no_copy_costs_a_few_reads(tmp_path, monkeypatch):
+    read = []
+    read_into = Bundle.read_into
+    weights = masters(shapes={f"w{k}": (128, 128) for k in range(20)})
+    other = masters(seed=3, shapes={f"w{k}": (128, 128) for k in range(20)})
+    tree = {"model": rounded(weights), "optimizer": adamw(list(other.values()), master_param=other.values())}
+    torch.save(tree, tmp_path / "run.pt")
+
+    def counting(self, offset, buffer):
+        read.append(len(buffer))
+        read_into(self, offset, buffer)
+
+    monkeypatch.setattr(Bundle, "read_into", counting)
+    with open_bundle(tmp_path / "run.pt") as bundle:
+        plan = bundle.plan(Policy())
+    assert not any(isinstance(stream.codec, Reference) for stream in plan.streams)
+    assert sum(read) <= 20 * 3 * 32 * (2 + 4)
+
+
+@pytest.mark.parametrize(
+    ("rule", "copy_codec"),
+    [
+        ("model.embed.weight=lossless", "lossless/1"),
+        ("optimizer.*master_param=split32", "reference/1"),
+        ("optimizer.*master_param=split24(R=1)", "reference/1"),
+        ("optimizer.state.0.master_param=companded8", "lossless/1"),
+    ],
+)
+def test_rules(rule, copy_codec, tmp_path):
+    tree = LAYOUTS["master_param"](masters())
+    manifest, path = written(tree, tmp_path, rules=(rule,))
+    found = codecs(manifest)
+    assert found["model.embed.weight"][0] == copy_codec
+    assert found["model.layers.1.up.weight"][0] == "reference/1"
+    assert not ckpt8.verify(path, tmp_path / "run.pt").failures
+    assert same(ckpt8.load(path)["model"]["embed.weight"], tree["model"]["embed.weight"])
+
+
+def test_a_master_is_copied_four_times_at_most(tmp_path):
+    weights = {"w": torch.randn(80, 80)}
+    tree = {"model": {f"w{k}": weights["w"].bfloat16() for k in range(6)}}
+    tree["optimizer"] = adamw(list(weights.values()), master_param=weights.values())
+    manifest, path = written(tree, tmp_path)
+    kinds = [codec for name, (codec, _) in codecs(manifest).items() if name.startswith("model.")]
+    assert (kinds.count("reference/1"), kinds.count("lossless/1")) == (4, 2)
+    assert not ckpt8.verify(path, tmp_path / "run.pt").failures
+
+
+# Live objects, the background, devices
+
+
+@pytest.mark.parametrize("layout", ["megatron", "flat buffer"])
+def test_live_objects(layout, tmp_path):
+    tree = LAYOUTS[layout](masters())
+    for folder in ("front", "behind"):
+        (tmp_path / folder).mkdir()
+    front = ckpt8.save(tree, tmp_path / "front" / "run.ckpt8")
+    assert of_copies(front) == {("reference/1", None)}
+    kept = copy.deepcopy(tree)
+    pending = ckpt8.save(tree, tmp_path / "behind" / "run.ckpt8", background=True)
+    for tensor in copies(tree).values():
+        tensor.zero_()
+    pending.result()
+    assert (tmp_path / "front" / "run.ckpt8").read_bytes() == (tmp_path / "behind" / "run.ckpt8").read_bytes()
+    for name, expected in copies(kept).items():
+        assert same(copies(ckpt8.load(tmp_path / "behind" / "run.ckpt8"))[name], expected)
+    spoiled = copy.deepcopy(kept)
+    next(iter(copies(spoiled).values())).view(-1).view(torch.int16)[9000] += 1
+    for background in (False, True):
+        target = tmp_path / f"spoiled-{background}.ckpt8"
+        done = ckpt8.save(spoiled, target, background=background)
+        manifest = done.result() if background else done
+        assert "differs from its fp32 master rounded to bf16" in {reason for _, reason in of_copies(manifest)}
+        assert same(*(next(iter(copies(each).values())) for each in (ckpt8.load(target), spoiled)))
+
+
+@pytest.mark.parametrize("asked", [None, "cuda"])
+def test_the_device_path(asked, tmp_path, monkeypatch):
+    """A stand-in for a GPU, see test_device."""
+    from test_device import Deferred
+
+    Deferred.made, Deferred.marks = [], {}
+    tree = LAYOUTS["megatron"](masters())
+    _, path = written(tree, tmp_path)
+    monkeypatch.setattr(device_encoder, "CudaTransfer", Deferred)
+    monkeypatch.setattr("ckpt8.api.requested", lambda device: torch.device("cpu") if device == "cuda" else None)
+    if asked:
+        ckpt8.compress(tmp_path / "run.pt", tmp_path / "other.ckpt8", device=asked)
+        assert path.read_bytes() == (tmp_path / "other.ckpt8").read_bytes()
+    else:
+        (tmp_path / "live").mkdir()
+        manifest = ckpt8.save(tree, tmp_path / "live" / "run.ckpt8")
+        assert of_copies(manifest) == {("reference/1", None)}
+        assert all(same(copies(ckpt8.load(tmp_path / "live" / "run.ckpt8"))[k], v) for k, v in copies(tree).items())
+    assert Deferred.made
+
+
+# Resuming, damage
+
+
+def test_a_live_model_takes_its_copies(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(128, 300), torch.nn.Linear(300, 100)).bfloat16()
+    weights = {name: p.detach().float() + torch.randn(p.shape) * 1e-5 for name, p in model.named_parameters()}
+    tree = {"model": rounded(weights), "optimizer": adamw(list(weights.values()), master_param=weights.values())}
+    manifest, path = written(tree, tmp_path)
+    assert of_copies(manifest) == {("reference/1", None)}
+    live = torch.nn.Sequential(torch.nn.Linear(128, 300), torch.nn.Linear(300, 100)).bfloat16()
+    ckpt8.resume(path, model=live)
+    assert all(same(live.state_dict()[name], w) for name, w in tree["model"].items())
+
+
+def test_damage_of_a_master_is_told_of_its_copy(tmp_path):
+    manifest, path = written(LAYOUTS["master_param"](masters()), tmp_path)
+    data = bytearray(path.read_bytes())
+    with ContainerReader(path) as reader:
+        index = next(k for k, record in enumerate(manifest.storages) if record.name.endswith("state.0.master_param"))
+        offset = reader._parts[index]["mantissa"].offsets[0]
+    data[offset + random.Random(0).randrange(100)] ^= 1
+    path.write_bytes(data)
+    with ckpt8.open(path) as file, pytest.raises(InputError, match="state.0.master_param"):
+        file.get_tensor("model.embed.weight")
