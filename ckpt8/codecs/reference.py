@@ -65,8 +65,8 @@ class Reference:
         object.__setattr__(self, "runs", tuple(_run(run) for run in self.runs))
 
     def accepts(self, spec: TensorSpec) -> bool:
-        """Tensors of bf16 with as many elements as the runs have."""
-        return spec.dtype is DType.BFLOAT16 and self._starts[-1] == spec.numel
+        """Tensors of bf16."""
+        return spec.dtype is DType.BFLOAT16
 
     def layout(self, spec: TensorSpec) -> dict[str, PartSpec]:  # noqa: ARG002
         """Nothing is stored."""
@@ -88,6 +88,11 @@ class Reference:
         """The copy, from the part ``rounded``, which whoever reads the masters has put together."""
         backends.resolve(backend)
         return parts[ROUNDED].clone() if out is None else out.copy_(parts[ROUNDED])
+
+    @property
+    def numel(self) -> int:
+        """Elements of the copy."""
+        return self._starts[-1]
 
     @cached_property
     def _starts(self) -> list[int]:

@@ -33,9 +33,8 @@ _WORK = 4
 
 def reference_problem(codec: Reference, numel_of: Callable[[int], int | None]) -> str | None:
     """Why a reference is not sound, or None. ``numel_of`` gives the elements of a storage, None if it is no master."""
-    elements = padding = work = 0
+    padding = work = 0
     for storage, start, count in codec.runs:
-        elements += count
         if storage is None:
             padding += count
             continue
@@ -43,9 +42,9 @@ def reference_problem(codec: Reference, numel_of: Callable[[int], int | None]) -
         if numel is None or start + count > numel:
             return "refers to something other than elements of fp32 masters"
         work += min(numel, -(-(start + count) // FRAME) * FRAME) - start // FRAME * FRAME
-    if 2 * padding > elements:
+    if 2 * padding > codec.numel:
         return "is mostly padding"
-    if work > _WORK * (elements + FRAME):
+    if work > _WORK * (codec.numel + FRAME):
         return "refers to masters in too many small pieces"
     return None
 
@@ -82,6 +81,8 @@ def check_references(reader: ContainerReader) -> None:
         codec = reader.codec(index)
         if isinstance(codec, Reference):
             problem = reference_problem(codec, numel_of)
+            if codec.numel != record.numel:
+                problem = f"refers to {codec.numel} elements for the {record.numel} that it has"
             if problem is None and not copied.add(codec, numel_of):
                 problem = "is one copy too many of its masters"
             if problem is not None:
