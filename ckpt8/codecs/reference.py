@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 def _run(value: Any) -> Run:
     match value:
-        case [storage, start, length] if type(start) is type(length) is int and 0 <= start and 0 < length < _LARGEST:
+        case [storage, start, length] if type(start) is type(length) is int and start >= 0 and 0 < length < _LARGEST:
             limit = _LARGEST if type(storage) is int and storage >= 0 else 1 << 16 if storage is None else 0
             if start < limit:
                 return Run(storage, start, length)

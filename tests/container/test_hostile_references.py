@@ -1,4 +1,4 @@
-"""References in hostile containers: each is sound or refused, soon, and asks for no more work than its file is worth."""
+"""References in hostile containers: each is sound or refused, soon, and none asks for more work than it may."""
 
 from __future__ import annotations
 
@@ -118,14 +118,14 @@ def test_other_references_that_are_sound(parts, tmp_path):
     """The checks above refuse what they name, not whatever was changed."""
     metadata, entries, manifest = parts
     path = tmp_path / "x.ckpt8"
-    for given in (
+    for change in (
         runs((MASTER, 0, 6400)),
         runs((MASTER, 0, 3200), (None, 0x3F80, 3200)),
         runs(*[(MASTER, 10, 1600)] * 4),
         runs(("optimizer.state.2.master_param", 80, 6400)),
     ):
         changed = copy.deepcopy(manifest)
-        given(changed)
+        change(changed)
         path.write_bytes(pack(changed, entries, metadata))
         assert not ckpt8.verify(path).failures
         with ckpt8.open(path) as file:
