@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from reference_kit import LAYOUTS, adamw, codecs, copies, masters, rounded
+from safetensors.torch import save_file
 
 import ckpt8
 from ckpt8 import device_encoder
@@ -16,7 +17,7 @@ from ckpt8.codecs.reference import Reference, Run, round_masters
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split32 import Split32
 from ckpt8.container.reader import ContainerReader
-from ckpt8.errors import InputError, UsageError
+from ckpt8.errors import CheckFailedError, InputError, UsageError
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
 from ckpt8.policy import Policy
@@ -168,6 +169,34 @@ def test_copies_in_several_pieces_of_masters(tmp_path):
     back = ckpt8.restore(tmp_path / "step.ckpt8", tmp_path / "back")
     name = "mp_rank_00_model_states.pt"
     assert (back / name).read_bytes() == (root / name).read_bytes()
+
+
+def test_a_model_and_its_masters_in_several_files(tmp_path):
+    weights = masters()
+    root = tmp_path / "run"
+    root.mkdir()
+    names = sorted(weights)
+    save_file(rounded({name: weights[name] for name in names[:3]}), root / "model-1.safetensors")
+    save_file(rounded({name: weights[name] for name in names[3:]}), root / "model-2.safetensors")
+    torch.save(adamw(list(weights.values()), master_param=weights.values()), root / "optimizer.pt")
+    manifest = ckpt8.compress(root)
+    assert of_copies(manifest) == {("reference/1", None)}
+    back = ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")
+    for name in ("model-1.safetensors", "model-2.safetensors"):
+        assert (back / name).read_bytes() == (root / name).read_bytes()
+        assert all(same(w, weights[k].bfloat16()) for k, w in ckpt8.load(tmp_path / "run.ckpt8", member=name).items())
+    # The same directory with a model of another step.
+    save_file(rounded(dict.fromkeys(names[:3], torch.randn(7, 7))), root / "model-1.safetensors")
+    with pytest.raises(CheckFailedError):
+        ckpt8.verify(tmp_path / "run.ckpt8", root)
+
+
+def test_another_copy_is_told(tmp_path):
+    tree = LAYOUTS["megatron"](masters())
+    _, path = written(tree, tmp_path)
+    tree["model"]["embed.weight"][3, 5] += 1
+    torch.save(tree, tmp_path / "run.pt")
+    assert ckpt8.verify(path, tmp_path / "run.pt").failures [0] == "model.embed.weight: differs from the original"
 
 
 # What is not a copy
