@@ -17,6 +17,7 @@ from ckpt8.codecs.reference import Reference, Run, round_masters
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split32 import Split32
 from ckpt8.container.reader import ContainerReader
+from ckpt8.decode import decode_storage
 from ckpt8.errors import CheckFailedError, InputError, UsageError
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
@@ -196,7 +197,7 @@ def test_another_copy_is_told(tmp_path):
     _, path = written(tree, tmp_path)
     tree["model"]["embed.weight"][3, 5] += 1
     torch.save(tree, tmp_path / "run.pt")
-    assert ckpt8.verify(path, tmp_path / "run.pt").failures [0] == "model.embed.weight: differs from the original"
+    assert ckpt8.verify(path, tmp_path / "run.pt").failures[0] == "model.embed.weight: differs from the original"
 
 
 # What is not a copy
@@ -219,12 +220,17 @@ def test_one_element_that_differs(at, tmp_path):
     assert not ckpt8.verify(path, tmp_path / "run.pt").failures
 
 
-def test_padding_that_is_not_constant(tmp_path):
+@pytest.mark.parametrize(("padding", "codec"), [((-2.0,) * 9, "reference/1"), ((0.0,) * 8 + (3.0,), "lossless/1")])
+def test_padding(padding, codec, tmp_path):
     tree = LAYOUTS["flat buffer"](masters())
     buffer = torch.empty(0, dtype=torch.bfloat16).set_(tree["module"]["embed.weight"].untyped_storage())
-    buffer[-1] = 3.0
+    buffer[-9:] = torch.tensor(padding)
     manifest, path = written(tree, tmp_path)
-    assert of_copies(manifest) == {("lossless/1", "differs from its fp32 master rounded to bf16")}
+    reason = None if codec == "reference/1" else "differs from its fp32 master rounded to bf16"
+    assert of_copies(manifest) == {(codec, reason)}
+    with ContainerReader(path) as reader:
+        index = next(tensor.storage for tensor in manifest.tensors if tensor.dtype is DType.BFLOAT16)
+        assert same(decode_storage(reader, index), buffer)
     assert same(ckpt8.load(path)["module"]["embed.weight"], tree["module"]["embed.weight"])
 
 

@@ -1,8 +1,8 @@
 """Runs of DeepSpeed on CPUs: ``python deepspeed_worker.py FOLDER WORLD CASE...`` trains, saves, and goes on.
 
 A case is ``z1-bf16``, ``z2-fp32``, ... Every case is trained SAVED steps and saved to ``FOLDER/CASE``, compressed with
-every preset, and restored. Then the run goes on from memory, and anew from each of the restored checkpoints, read by
-DeepSpeed itself. A case that ends in ``-universal`` goes on from the universal form of its checkpoint. The losses of
+every preset, and restored. Then the run goes on from memory, and anew from restored checkpoints, which DeepSpeed itself
+reads. A case that ends in ``-universal`` goes on from the universal form of its checkpoint. The losses of
 rank 0 are written to ``FOLDER/losses-WORLD.json``: {case: {"none", preset or "no moments": [loss, ...]}}, the last for
 a run that starts its moments anew.
 """
@@ -21,6 +21,7 @@ import torch.multiprocessing
 
 SAVED, LAST = 5, 9
 PRESETS = ("lossless", "flash", "compact")
+RESUMED = ("lossless", "flash")
 
 
 def make_model():
@@ -34,6 +35,10 @@ def make_engine(stage, dtype, universal):
     import deepspeed
 
     model = make_model()
+    groups = model.parameters()
+    if stage == 2:  # as most trainers make them: what decays, and what does not
+        matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -44,7 +49,7 @@ def make_engine(stage, dtype, universal):
     }
     if dtype == "bf16":
         config["bf16"] = {"enabled": True}
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
 
 
 def train(engine, rank, first, last):
@@ -94,12 +99,12 @@ def run_case(folder, case, rank):
             ckpt8.compress(root, folder / f"{case}.{preset}.ckpt8", preset=preset)
             ckpt8.restore(folder / f"{case}.{preset}.ckpt8", folder / f"{case}.{preset}")
     dist.barrier()
-    for preset in PRESETS:
+    for preset in RESUMED:
         engine = make_engine(stage, dtype, universal)
         engine.load_checkpoint(str(folder / f"{case}.{preset}"), tag=f"{tag}_universal" if universal else tag)
         assert engine.global_steps == SAVED
         losses[preset] = train(engine, rank, SAVED, LAST)
-    if not universal:
+    if stage == 1:
         engine = make_engine(stage, dtype, universal)
         engine.load_checkpoint(str(root), tag=tag, load_optimizer_states=False)
         losses["no moments"] = train(engine, rank, SAVED, LAST)
