@@ -9,7 +9,7 @@ other       everything else
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt8.readers.base import StorageRef, TensorRef
@@ -53,11 +53,28 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor and where it sits. ``name`` is unique in the container."""
+    """A tensor and where it sits. ``name`` is unique in the container; ``whole`` that of what it is a slice of."""
 
     name: str
     role: Role
     ref: TensorRef
+    whole: str | None = None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What a rule may call it by."""
+        return (self.name,) if self.whole is None else (self.name, self.whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """A tree of a format that itself tells names and roles, without the prefix of a member.
+
+    ``opaque`` are the keys of storages that something other than a tensor refers to.
+    """
+
+    tensors: tuple[NamedTensor, ...]
+    opaque: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +134,8 @@ def unique_name(name: str, taken: dict[str, int]) -> str:
 def classify(tree: object, names: Names | None = None) -> Structure:
     """Name every tensor of the tree and give it its role. Raises InputError on a tree that is too deep."""
     names = names or Names()
+    if isinstance(tree, Labelled):
+        return _classify_labelled(tree, names)
     if is_flat_optimizer(tree):
         return _classify_flat(tree, names)
     structure = Structure()
@@ -131,6 +150,15 @@ def classify(tree: object, names: Names | None = None) -> Structure:
         elif is_optimizer(node):
             optimizers.add(path)
             structure.parameters += _parameter_states(format_path(path), node, names.prefix)
+    return structure
+
+
+def _classify_labelled(tree: Labelled, names: Names) -> Structure:
+    structure = Structure(opaque=set(tree.opaque))
+    for tensor in tree.tensors:
+        name = unique_name(names.prefix + tensor.name, names.tensors)
+        whole = None if tensor.whole is None else names.prefix + tensor.whole
+        structure.tensors.append(replace(tensor, name=name, whole=whole))
     return structure
 
 
