@@ -24,6 +24,13 @@ def run_processes(action, root, *arguments, world=2):
     return json.loads((root / f"{action}.json").read_text())
 
 
+def run_cli(*arguments):
+    """``ckpt8`` as a program."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "ckpt8", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
 def read_metadata(root):
     """The metadata as torch reads it."""
     return pickle.loads((root / ".metadata").read_bytes())
