@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt8.plan import MOMENT_SLOTS
 from ckpt8.readers.base import TensorRef
-from ckpt8.roles import ParameterState
+from ckpt8.roles import ParameterState, printable
 
 if TYPE_CHECKING:
     from ckpt8.readers.dcp import DcpCheckpoint, StateSlice
@@ -77,7 +77,7 @@ def _name(state: JointState) -> str:
     name = key.parameter
     if name.isdecimal():
         name = f"{key.optimizer}.state.{name}" if key.optimizer else f"state.{name}"
-    return f"{state.member}:{name}{state.slice.suffix}"
+    return printable(f"{state.member}:{name}{state.slice.suffix}")
 
 
 def in_bundle(home: DcpCheckpoint, states: Iterable[StateSlice], member: str, number: int) -> list[JointState]:

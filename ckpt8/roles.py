@@ -120,10 +120,14 @@ def _holds_tensors_alone(tree: object) -> bool:
     return bool(values) and all(isinstance(key, str) for key in tree) and all(isinstance(v, TensorRef) for v in values)
 
 
+def printable(name: str) -> str:
+    """``name`` for people and manifests: printable and short."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in name[:_LONGEST_NAME])
+
+
 def unique_name(name: str, taken: dict[str, int]) -> str:
     """``name``, printable and short, with ``#2``, ``#3``, ... where it was given before."""
-    name = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in name[:_LONGEST_NAME])
-    candidate = name
+    name = candidate = printable(name)
     while candidate in taken:
         taken[name] += 1
         candidate = f"{name}#{taken[name]}"

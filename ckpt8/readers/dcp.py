@@ -28,6 +28,9 @@ from ckpt8.roles import Labelled, NamedTensor
 MAX_VALUE_BYTES = 64 * 2**20
 """The longest value that is no tensor of which an option of an optimizer is read."""
 
+_KNOWN_BYTES = 4096
+"""Options are the same for every parameter: most of these small files are equal, byte for byte, and read once."""
+
 
 @dataclass(frozen=True, slots=True)
 class StateSlice:
@@ -43,11 +46,11 @@ class StateSlice:
 class DcpFile:
     """One file as a Checkpoint. ``states`` are the slices that belong to the state of an optimizer."""
 
-    def __init__(self, file: SourceFile, storages: Sequence[StorageInfo], tree: Labelled) -> None:
+    def __init__(self, file: SourceFile, storages: Sequence[StorageInfo], tree: Any) -> None:
         self.format = DCP
         self.size = file.source.length
         self.storages = storages
-        self.tree: Any = tree
+        self.tree = tree
         self._file = file
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -146,13 +149,15 @@ class DcpCheckpoint:
         if window is None or window.source.length > MAX_VALUE_BYTES:
             return None
         content = window.read(0, window.source.length)
-        if content not in self._known:
-            # Options are the same for every parameter: most of these small files are equal, byte for byte.
-            try:
-                self._known[content] = TorchZipReader().read(window).tree
-            except InputError:
-                self._known[content] = None
-        return self._known[content]
+        if content in self._known:
+            return self._known[content]
+        try:
+            value = TorchZipReader().read(window).tree
+        except InputError:
+            value = None
+        if len(content) <= _KNOWN_BYTES:
+            self._known[content] = value
+        return value
 
     def group(self, key: StateKey) -> Mapping[str, Any]:
         """The options of the parameter's group that tell the update rule."""

@@ -91,12 +91,16 @@ class StoredTensor:
 
 @dataclass(slots=True)
 class Metadata:
-    """``paths`` lead to a value in the state dict that was saved, where that is known; ``tree`` is the inert pickle."""
+    """``paths`` lead to a value in the state dict that was saved, where that is known.
+
+    ``tree`` is the inert pickle, of ``nbytes`` bytes.
+    """
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     slices: list[Slice] = field(default_factory=list)
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     tree: Any = None
+    nbytes: int = 0
 
     @property
     def names(self) -> list[str]:
@@ -128,7 +132,9 @@ def read_metadata(data: bytes, where: str) -> Metadata:
             f"{where}: refers to {shown(foreign[0])}, which no distributed checkpoint needs; do not load it"
         )
     check_depth(tree, where)
-    return _Parser(where).parse(tree)
+    found = _Parser(where).parse(tree)
+    found.nbytes = len(data)
+    return found
 
 
 class _Parser:
@@ -161,7 +167,7 @@ class _Parser:
         return node.state
 
     def _counts(self, value: Any, what: str) -> tuple[int, ...]:
-        if type(value) is not tuple or len(value) > MAX_DIMS or not all(_is_count(number) for number in value):
+        if type(value) is not tuple or len(value) > MAX_DIMS or not all(is_count(number) for number in value):
             raise self._fail(f"{what}: offsets or sizes that are no counts")
         if prod(value) >= _LARGEST:
             raise self._fail(f"{what}: more elements than can be counted")
@@ -223,7 +229,7 @@ class _Parser:
             raise self._fail(f"{shown(name)}: it lies in {shown(path)}, which is no file of the checkpoint")
         offset: Any = entry.get("offset")
         length: Any = entry.get("length")
-        if not _is_count(offset) or not _is_count(length):
+        if not is_count(offset) or not is_count(length):
             raise self._fail(f"{shown(name)}: its place in {shown(path)} is no count of bytes")
         transforms = entry.get("transform_descriptors") or []
         if type(transforms) is not list or not all(type(each) is str for each in transforms):
@@ -236,12 +242,13 @@ class _Parser:
             return {}
         found = {}
         for name, path in data.items():
-            if type(name) is str and type(path) is tuple and all(type(part) in (str, int) for part in path):
+            if type(name) is str and type(path) is tuple and all(type(part) is str or is_count(part) for part in path):
                 components = tuple(str(part) for part in path)
                 if ".".join(components) == name:
                     found[name] = components
         return found
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Whether a value is a number of bytes or elements, or a place among them."""
     return type(value) is int and 0 <= value < _LARGEST

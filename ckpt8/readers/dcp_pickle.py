@@ -19,6 +19,9 @@ _HEAD, _STOP = b"\x80\x04", b"."
 _CONSTANTS: Mapping[Any, bytes] = {None: b"N", True: b"\x88", False: b"\x89"}
 _SIZE = Global("torch.Size")
 
+_GROWTH, _ALLOWANCE = 16, 1 << 16
+"""Texts are written in full each time: a real pickle grows about threefold."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Code:
@@ -51,7 +54,8 @@ def rewritten(metadata: Metadata, places: Mapping[Slice, tuple[int, int]], where
         name: _sized_tensor(value) if name in metadata.tensors else value
         for name, value in state["state_dict_metadata"].items()
     }
-    return _Writer(where).write(replace(metadata.tree, state=state))
+    limit = _GROWTH * metadata.nbytes + _ALLOWANCE
+    return _Writer(where, limit).write(replace(metadata.tree, state=state))
 
 
 def _sized(node: Inert, *keys: str) -> Inert:
@@ -68,8 +72,9 @@ def _sized_tensor(node: Inert) -> Inert:
 class _Writer:
     """Writes without recursion: ``_pending`` is what is still to come, the next one last."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, limit: int) -> None:
         self._where = where
+        self._limit = limit
         self._out = bytearray(_HEAD)
         self._memo: dict[str, int] = {}
         self._pending: list[Any] = []
@@ -94,6 +99,8 @@ class _Writer:
         self._pending.append(value)
         while self._pending:
             item = self._pending.pop()
+            if len(self._out) > self._limit:
+                raise InputError(f"{self._where}: repeats the same values over and over")
             if item is None or item is True or item is False:
                 self._put(_CONSTANTS[item])
                 continue

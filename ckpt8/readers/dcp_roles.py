@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt8.readers.dcp_metadata import Metadata
+from ckpt8.readers.dcp_metadata import Metadata, is_count
 from ckpt8.roles import MODEL_KEYS, STATE_ROLES
 from ckpt8.tensors import Role
 
@@ -40,6 +40,9 @@ _OPTIONS = frozenset(
 )
 """What an update rule is recognised by."""
 
+_MAX_COMPONENTS = 64
+"""Names of modules have a few; what follows is taken for one."""
+
 Components = tuple[str, ...]
 Value = Callable[[str], Any]
 """Reads a value that is no tensor, by name."""
@@ -59,7 +62,7 @@ class DcpRoles:
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
-        self._names = {name: tuple(name.split(".")) for name in metadata.names}
+        self._names = {name: tuple(name.split(".", _MAX_COMPONENTS)) for name in metadata.names}
         self._inside: dict[str, tuple[Components, Components]] = {}
         self._find_optimizers()
         self._owners = self._find_owners()
@@ -68,6 +71,10 @@ class DcpRoles:
         self._keys: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
         for name, key in self.states.items():
             self._keys[key.optimizer, key.parameter][key.key] = name
+        self._options: dict[str, list[tuple[str, Components]]] = defaultdict(list)
+        for name, (home, rest) in self._inside.items():
+            if rest[0] == _GROUPS and len(rest) > 2:
+                self._options[".".join(home)].append((name, rest[1:]))
         self._groups: dict[str, dict[str, Mapping[str, str]]] = {}
 
     def _find_optimizers(self) -> None:
@@ -137,12 +144,11 @@ class DcpRoles:
     def _read_groups(self, optimizer: str, value: Value) -> dict[str, Mapping[str, str]]:
         """By parameter, the names of the options of its group."""
         options: dict[Components, dict[str, str]] = defaultdict(dict)
-        for name, (home, (kind, *rest)) in self._inside.items():
-            if kind == _GROUPS and len(rest) > 1 and ".".join(home) == optimizer:
-                options[tuple(rest[:-1])][rest[-1]] = name
+        for name, rest in self._options[optimizer]:
+            options[rest[:-1]][rest[-1]] = name
         groups: dict[str, Mapping[str, str]] = {}
         for path, names in options.items():
             listed = value(names[_PARAMETERS]) if _PARAMETERS in names else None
             members = listed if isinstance(listed, list) else [".".join(path)]
-            groups.update({str(member): names for member in members if isinstance(member, (str, int))})
+            groups.update({str(member): names for member in members if type(member) is str or is_count(member)})
         return groups

@@ -1,12 +1,12 @@
-"""A member of a container as a checkpoint of the tensors that the manifest knows, where nothing else tells them."""
+"""A file of a distributed checkpoint in a container: the manifest knows its tensors, its metadata is not needed."""
 
 from __future__ import annotations
 
 from ckpt8.container.reader import ContainerReader
 from ckpt8.errors import InputError
 from ckpt8.readers.base import Checkpoint, SourceFile, StorageInfo, StorageRef, TensorRef
+from ckpt8.readers.dcp import DcpFile
 from ckpt8.readers.rebuild import make_tensor
-from ckpt8.readers.torch_common import OpenCheckpoint
 from ckpt8.tensors import DType
 
 
@@ -32,4 +32,4 @@ def stored_checkpoint(reader: ContainerReader, index: int, file: SourceFile) -> 
         except ValueError as exc:
             raise InputError(f"{reader.path}: {tensor.name}: does not fit its storage: {exc}") from exc
         tree[tensor.name.removeprefix(f"{record.path}:")] = ref
-    return OpenCheckpoint(record.format, file, list(storages.values()), tree)
+    return DcpFile(file, list(storages.values()), tree)

@@ -1,4 +1,4 @@
-"""Distributed checkpoints for tests: those of ``make_dcp``, made once, and small ones with metadata that was changed."""
+"""Distributed checkpoints for tests: those of ``make_dcp``, and small ones whose metadata is changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ PROGRAM = Path(__file__).with_name("make_dcp.py")
 def run_processes(action, root, *arguments, world=2):
     """Run ``make_dcp`` in processes of its own; the losses that it gives."""
     command = [sys.executable, str(PROGRAM), action, str(world), str(root), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads((root / f"{action}.json").read_text())
 
