@@ -38,7 +38,7 @@ class JointState:
 
 
 def joint_parameters(states: Iterable[JointState]) -> list[ParameterState]:
-    """The states of all slices of parameters, each named by the member of its first moment."""
+    """The states of all slices of parameters, each named by the member of the moment that comes first."""
     owners: dict[tuple[int, str, str], list[JointState]] = defaultdict(list)
     for state in states:
         key = state.slice.key

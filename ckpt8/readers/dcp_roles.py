@@ -71,6 +71,7 @@ class DcpRoles:
         self._keys: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
         for name, key in self.states.items():
             self._keys[key.optimizer, key.parameter][key.key] = name
+        self._is_bare = self._find_bare()
         self._options: dict[str, list[tuple[str, Components]]] = defaultdict(list)
         for name, (home, rest) in self._inside.items():
             if rest[0] == _GROUPS and len(rest) > 2:
@@ -124,11 +125,11 @@ class DcpRoles:
         at_top = path is not None and len(path) == 1 and "." in name
         return Role.WEIGHT if in_model or at_top or name in self._trained or self._is_bare else Role.OTHER
 
-    @property
-    def _is_bare(self) -> bool:
-        """Whether the checkpoint is a state dict of a model: nothing but tensors, extra states aside."""
-        extra = "_extra_state"
-        return not self._inside and all(name in self._metadata.tensors or extra in name for name in self._names)
+    def _find_bare(self) -> bool:
+        """Whether the checkpoint is a state dict of a model: nothing but tensors in one dict, extra states aside."""
+        tensors, paths = self._metadata.tensors, self._metadata.paths.values()
+        alone = all(name in tensors or "_extra_state" in name for name in self._names)
+        return alone and not self._inside and all(len(path) == 1 for path in paths)
 
     def values_of(self, key: StateKey) -> Mapping[str, str]:
         """By key, the names of all state of the parameter of ``key``."""
