@@ -45,7 +45,9 @@ def load_member(checkpoint: Checkpoint | None, file: MemberFile, map_location: A
         file.seek(0)
         return torch.load(cast("IO[bytes]", file), map_location=map_location, weights_only=True)
     if not isinstance(map_location, (type(None), str, torch.device)):
-        raise UsageError(f"{file.name}: is loaded tensor by tensor and takes a device for map_location, not {map_location!r}")
+        raise UsageError(
+            f"{file.name}: is loaded tensor by tensor and takes a device for map_location, not {map_location!r}"
+        )
     places = {storage.key: storage for storage in checkpoint.storages}
     loaded = {}
     for name, ref in checkpoint.tree.items():

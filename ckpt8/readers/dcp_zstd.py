@@ -11,7 +11,7 @@ import tempfile
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import zstandard
 
@@ -21,8 +21,10 @@ from ckpt8.readers.base import ByteRange, SourceFile, StorageInfo
 MAX_DECODED = 6
 """Slices that are there decoded: those of one unit, and of the next."""
 
-_FED_BYTES = 2048
-"""Fed to zstandard at once: a block of 4 bytes becomes at most 128 KiB, so that it gives back 64 MiB at most."""
+_HEAD_BYTES, _BLOCK_HEAD, _CHECKSUM = 18, 3, 4
+_MAX_BLOCK = 128 * 1024
+_BLOCKS = 8
+"""Blocks decoded at once: a mebibyte."""
 
 _MAX_WINDOW = 1 << 27
 _MAX_KEPT = 1 << 20
@@ -158,20 +160,41 @@ class DecodedFile(SourceFile):
     def _spool(self, offset: int, length: int) -> _Spool:
         where = f"{self._file.source}: the compressed slice at byte {offset}"
         machine = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
-        target, done = _Spool(), 0
+        target = _Spool()
         try:
-            while not machine.eof and done < length:
-                fed = self._file.read(offset + done, min(_FED_BYTES, length - done))
-                content = machine.decompress(fed)
-                done += len(fed)
+            for start, stop in self._blocks(offset, length, where):
+                content = machine.decompress(self._file.read(start, stop - start))
                 if target.size + len(content) > self._limits[offset]:
                     raise InputError(f"{where}: becomes more than the {self._limits[offset]} bytes that it may have")
                 target.append(content)
         except zstandard.ZstdError as exc:
             raise InputError(f"{where}: cannot be decompressed: {exc}") from exc
-        if not machine.eof or machine.unused_data or done < length:
-            raise InputError(f"{where}: is damaged: its frame does not end where the slice does")
+        if not machine.eof or machine.unused_data:
+            raise _misfit(where)
         return target
+
+    def _blocks(self, offset: int, length: int, where: str) -> Iterator[tuple[int, int]]:
+        """Runs of a few blocks of the one frame (RFC 8878, 3.1.1) that a slice is: what one can become is bounded."""
+        head = self._file.read(offset, min(length, _HEAD_BYTES))
+        parameters = zstandard.get_frame_parameters(head)
+        start, end = offset, offset + length
+        at = start + zstandard.frame_header_size(head)
+        count, last = 0, False
+        while not last:
+            if at + _BLOCK_HEAD > end:
+                raise _misfit(where)
+            block = int.from_bytes(self._file.read(at, _BLOCK_HEAD), "little")
+            last, repeated, size = bool(block & 1), block >> 1 & 3 == 1, block >> 3
+            at += _BLOCK_HEAD + (1 if repeated else size)
+            at += _CHECKSUM if last and parameters.has_checksum else 0
+            if size > _MAX_BLOCK or at > end:
+                raise _misfit(where)
+            count += 1
+            if last or count % _BLOCKS == 0:
+                yield start, at
+                start = at
+        if at != end:
+            raise _misfit(where)
 
     def check_unchanged(self) -> None:
         """Raise InputError when the file changed since it was opened."""
@@ -180,6 +203,10 @@ class DecodedFile(SourceFile):
     def close(self) -> None:
         """Let go of what is decoded."""
         self._decoded.clear()
+
+
+def _misfit(where: str) -> InputError:
+    return InputError(f"{where}: is damaged: its frame does not end where the slice does")
 
 
 def _unwritten(exc: OSError) -> OutputError:
