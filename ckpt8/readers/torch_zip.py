@@ -64,7 +64,8 @@ def _load(file: SourceFile) -> OpenCheckpoint:
     names: set[str] = set()
     tree = load_pickle(io.BytesIO(pickle), len(pickle), table.label, table.load, names=names)
     check_depth(tree, table.label)
-    refuse_shard(tree, names, str(file.source))
+    if table.declared:
+        refuse_shard(tree, names, str(file.source))
     named = {f"data/{key}": key for key in table.declared}
     for name, entry in records.items():
         if name not in named and name != "data.pkl" and entry.method == STORED:

@@ -7,6 +7,7 @@ import json
 import make_dcp
 import pytest
 import torch
+import torch.distributed as dist
 from dcp_kit import adam_state, gaps, load_all, run_cli, run_processes, save_small
 from members_kit import tree
 
@@ -145,15 +146,31 @@ def test_training_goes_on_at_two_ranks(trained, packed, tmp_path):
         assert losses[str(directory)] != expected
 
 
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of gloo that this process has to itself."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("layout", ["nested", "flat", "zstd"])
-def test_training_goes_on_at_one_rank(layout, trained, packed):
-    """In this process, without a process group: the slices of two ranks become the tensors of one."""
+def test_training_goes_on_at_one_rank(layout, trained, packed, alone):
+    """The slices of two ranks become those of one."""
     for directory, tolerance in ((trained[0] / layout, 1e-6), (packed[layout][1], 1e-4)):
-        net, optimizer = make_dcp.make()
-        loaded = make_dcp.load(directory, net, optimizer, flat=layout == "flat")
-        assert loaded["iteration"] == make_dcp.BEFORE
-        losses = [make_dcp.step(net, optimizer, make_dcp.BEFORE + k) for k in range(make_dcp.AFTER)]
-        assert losses == pytest.approx(trained[1], rel=tolerance)
+        assert go_on(directory, layout, sharded=True) == pytest.approx(trained[1], rel=tolerance)
+
+
+def test_training_goes_on_without_processes(trained, packed):
+    for directory, tolerance in ((trained[0] / "nested", 1e-6), (packed["nested"][1], 1e-4)):
+        assert go_on(directory, "nested") == pytest.approx(trained[1], rel=tolerance)
+
+
+def go_on(directory, layout, **options):
+    net, optimizer = make_dcp.make(**options)
+    loaded = make_dcp.load(directory, net, optimizer, flat=layout == "flat")
+    assert loaded["iteration"] == make_dcp.BEFORE
+    return [make_dcp.step(net, optimizer, make_dcp.BEFORE + k) for k in range(make_dcp.AFTER)]
 
 
 # Names, roles, update space
