@@ -21,7 +21,6 @@ from ckpt8.pipeline import Compressor, Options, Progress, Unwritten
 from ckpt8.policy import Policy
 from ckpt8.readers.base import Checkpoint
 from ckpt8.readers.directory import is_directory
-from ckpt8.readers.safetensors import SafetensorsReader
 from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def compress(
     gpu = requested(device)
     refuse_same_file(target, source)
     refuse_inside(target, source)
-    with open_bundle(source) as bundle:
+    with open_bundle(source, decode=not policy.keeps_compressed) as bundle:
         if not bundle.holds_tensors:
             raise InputError(f"{source}: holds no tensors; there is nothing to compress")
         compressor = _compressor(bundle, policy, options, device=gpu)
@@ -168,7 +167,7 @@ def _compressor(
     device: torch.device | None = None,
 ) -> Compressor:
     plan = source.plan(policy)
-    policy.check_rules([tensor.name for tensor, _ in plan.tensors])
+    policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
     encoder = choose_encoder(source, live or {}, device, measure=options.stats)
     return Compressor(source, plan, options, encoder)
 
@@ -183,20 +182,23 @@ def load(
 ) -> Any:
     """The object of the original: what ``torch.load(..., weights_only=True)`` or safetensors' ``load_file`` would give.
 
+    Of a file of a distributed checkpoint these are the slices of tensors in it, by name: ``wte.weight[0:64,:]``. The
+    checkpoint as a whole is restored, and loaded with ``torch.distributed.checkpoint``.
+
     With ``unpack``, a run of ``ckpt8.optim`` comes as the published optimizers would have saved it: see
     ``ckpt8.unpacking``. What came from other optimizers is as without it.
     ``member`` names one of several files; a container of several without it is a UsageError that lists them. Raises
     InputError for damage and what ``torch.load`` raises for objects it does not allow.
     """
-    from ckpt8.loading import load_member, member_index
+    from ckpt8.loading import NAMED_FORMATS, load_member, member_index
     from ckpt8.resuming.source import member_checkpoint
 
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
         index = member_index(reader, member)
         file = MemberFile(reader, index, workers)
-        is_safetensors = reader.manifest.members[index].format == SafetensorsReader.id
-        checkpoint = member_checkpoint(reader, index, file) if unpack or is_safetensors else None
-        obj = load_member(checkpoint if is_safetensors else None, file, map_location)
+        is_named = reader.manifest.members[index].format in NAMED_FORMATS
+        checkpoint = member_checkpoint(reader, index, file) if unpack or is_named else None
+        obj = load_member(checkpoint if is_named else None, file, map_location)
         if unpack and checkpoint is not None:
             from ckpt8.unpacking import unpack_tree
 

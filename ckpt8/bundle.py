@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.errors import InputError
+from ckpt8.joint_states import JointState, in_bundle, joint_parameters
 from ckpt8.masters import refer_to_masters
-from ckpt8.plan import Parameter, Plan, Stream, Unit, make_plan
+from ckpt8.plan import Parameter, Plan, Stream, Unit, make_plan, plan_joint
 from ckpt8.policy import Policy
 from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import Checkpoint, StorageInfo
@@ -28,12 +29,16 @@ from ckpt8.universal import Universal
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member. Its storages have the indices from ``first`` on, its bytes the addresses from ``base`` on."""
+    """One member. Its storages have the indices from ``first`` on, its bytes the addresses from ``base`` on.
+
+    ``states`` are its slices of the optimizer state of a distributed checkpoint.
+    """
 
     path: str
     checkpoint: WithSkeleton
     first: int = 0
     base: int = 0
+    states: Sequence[JointState] = ()
 
     @property
     def skeleton(self) -> int:
@@ -64,13 +69,17 @@ class Bundle:
         base = 0
         for member in members:
             whole = WithSkeleton(member.checkpoint, member.reason)
-            self.members.append(Member(member.path, whole, len(storages), base))
+            states = (
+                () if member.home is None else in_bundle(member.home, member.states, member.path, len(self.members))
+            )
+            self.members.append(Member(member.path, whole, len(storages), base, states))
             storages += [self._shifted(storage, len(self.members) - 1) for storage in whole.storages]
             base += whole.size + whole.skeleton.nbytes
         self.storages = storages
         self.format = members[0].checkpoint.format if directory is None else "directory"
         self.size = sum(member.checkpoint.size for member in self.members)
         self.tree: Any = None if directory is not None else self.members[0].checkpoint.tree
+        self._keeps_tensors = any(member.holds_tensors for member in members)
         self._bases = [member.base for member in self.members]
 
     @classmethod
@@ -87,8 +96,10 @@ class Bundle:
 
     @property
     def holds_tensors(self) -> bool:
-        """Whether any member has a storage that is not empty."""
-        return any(storage.nbytes for member in self.members for storage in member.checkpoint.source_storages)
+        """Whether any member has a storage that is not empty, or is kept as it is with tensors in it."""
+        return self._keeps_tensors or any(
+            storage.nbytes for member in self.members for storage in member.checkpoint.source_storages
+        )
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from the member at the address ``offset``. Thread-safe. Raises InputError."""
@@ -114,6 +125,9 @@ class Bundle:
             plan.units += [self._unit(unit, number, named) for unit in own.units]
             plan.tensors += [(tensor, member.first + index) for tensor, index in own.tensors]
         universal.join_moments(plan)
+        states = [state for member in self.members for state in member.states]
+        if states:
+            plan_joint(self, plan, joint_parameters(states))
         refer_to_masters(plan, self, [(member.path, member.checkpoint.tree) for member in self.members], policy)
         return plan
 
@@ -153,8 +167,12 @@ class Bundle:
 
 
 @contextmanager
-def open_bundle(path: Path) -> Iterator[Bundle]:
-    """Open a checkpoint file, or a directory with everything in it. Raises InputError."""
+def open_bundle(path: Path, *, decode: bool = True) -> Iterator[Bundle]:
+    """Open a checkpoint file, or a directory with everything in it. Raises InputError.
+
+    ``decode``: slices of distributed checkpoints that are compressed are presented as if they were not; else the files
+    are kept as they are.
+    """
     if not is_directory(path):
         with open_checkpoint(path) as checkpoint:
             yield Bundle.of(checkpoint, path.name)
@@ -165,7 +183,7 @@ def open_bundle(path: Path) -> Iterator[Bundle]:
         if walk(path) != entries:
             raise InputError(f"{path}: changed while it was read; nothing was written")
 
-    with open_directory(path, entries) as members:
+    with open_directory(path, entries, decode=decode) as members:
         yield Bundle(members, path.name, directory_name(path), check)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import IO, Any, cast
 
 from ckpt8.container.frames import bytes_of, host_bytes
-from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
+from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.errors import UsageError
@@ -33,15 +33,21 @@ def member_index(reader: ContainerReader, member: str | None) -> int:
     return names.index(member)
 
 
+NAMED_FORMATS = frozenset({"safetensors", DCP})
+"""Formats of members that are loaded as a dict of tensors by name."""
+
+
 def load_member(checkpoint: Checkpoint | None, file: MemberFile, map_location: Any) -> Any:
-    """What ``file`` holds: of a ``checkpoint`` of safetensors the tensors by name, else what ``torch.load`` gives."""
+    """What ``file`` holds: of a ``checkpoint`` of named tensors these, else what ``torch.load`` gives."""
     import torch
 
     if checkpoint is None:
         file.seek(0)
         return torch.load(cast("IO[bytes]", file), map_location=map_location, weights_only=True)
     if not isinstance(map_location, (type(None), str, torch.device)):
-        raise UsageError(f"{file.name}: a safetensors file takes a device for map_location, not {map_location!r}")
+        raise UsageError(
+            f"{file.name}: is loaded tensor by tensor and takes a device for map_location, not {map_location!r}"
+        )
     places = {storage.key: storage for storage in checkpoint.storages}
     loaded = {}
     for name, ref in checkpoint.tree.items():
@@ -49,5 +55,6 @@ def load_member(checkpoint: Checkpoint | None, file: MemberFile, map_location: A
         content = host_bytes(place.nbytes)
         file.seek(place.offset)
         file.readinto(bytes_of(content))
-        loaded[name] = content.view(ref.dtype.torch).view(ref.shape).to(map_location or "cpu")
+        tensor = content.view(ref.dtype.torch).as_strided(ref.shape, ref.stride, ref.offset)
+        loaded[name] = tensor.to(map_location or "cpu")
     return loaded

@@ -20,12 +20,14 @@ from ckpt8.skeleton import SKELETON, WithSkeleton
 from ckpt8.tensors import DType, Role, TensorSpec
 from ckpt8.update_space import UpdateRule, recognise
 
-_MOMENT_SLOTS = {
+MOMENT_SLOTS = {
     "exp_avg": "moment1",
     "momentum_buffer": "moment1",
     "exp_avg_sq": "moment2",
     "max_exp_avg_sq": "max_moment2",
 }
+"""What the moments of a parameter are called in the state of an optimizer, and here."""
+
 _SCALARS = {
     DType.FLOAT32: "<f",
     DType.FLOAT64: "<d",
@@ -134,7 +136,7 @@ def make_plan(
         _stream(index, storage, views[storage.key], structure, policy, names, checkpoint)
         for index, storage in enumerate(storages)
     ]
-    units = _units(streams, _parameters(checkpoint, structure, views, index_of))
+    units = join([Unit((stream,)) for stream in streams], _parameters(checkpoint, structure, views, index_of))
     if isinstance(checkpoint, WithSkeleton):
         name = unique_name(names.prefix + SKELETON, names.storages)
         spec = TensorSpec(name, Role.OTHER, DType.UINT8, (checkpoint.skeleton.nbytes,))
@@ -169,7 +171,7 @@ def _stream(
     gaps = gaps_between(spec.numel, [view.ref for view in views])
     if not all(_is_zero(checkpoint, storage, dtype, gap) for gap in gaps):
         return Stream(index, spec, storage, LOSSLESS, "not fully covered by its tensors")
-    paths, shapes = [view.name for view in views], [view.ref.shape for view in views]
+    paths, shapes = [path for view in views for path in view.paths], [view.ref.shape for view in views]
     return Stream(index, spec, storage, *policy.choose(spec, paths, shapes))
 
 
@@ -208,16 +210,27 @@ def _numel(ref: TensorRef) -> int:
     return TensorSpec("", Role.OTHER, ref.dtype, ref.shape).numel
 
 
-def _units(streams: list[Stream], parameters: list[Parameter]) -> list[Unit]:
+def join(units: list[Unit], parameters: list[Parameter]) -> list[Unit]:
+    """``units`` in the order of the source, with the moments of each parameter in one of them."""
+    streams = {stream.index: stream for unit in units for stream in unit.streams}
     taken: set[int] = set()
-    units = []
+    joined = []
     for parameter in parameters:
         members = set(parameter.moments.values())
         if not members & taken:
             taken |= members
-            units.append(Unit(tuple(streams[index] for index in sorted(members)), parameter))
-    units += [Unit((stream,)) for stream in streams if stream.index not in taken]
-    return sorted(units, key=lambda unit: unit.streams[0].storage.offset)
+            joined.append(Unit(tuple(streams[index] for index in sorted(members)), parameter))
+    joined += [unit for unit in units if unit.streams[0].index not in taken]
+    return sorted(joined, key=lambda unit: unit.streams[0].storage.offset)
+
+
+def plan_joint(checkpoint: Checkpoint, plan: Plan, states: list[ParameterState]) -> None:
+    """Join units of ``plan`` whose moments are those of one parameter. All is of ``checkpoint``, its keys too."""
+    views: dict[str, list[NamedTensor]] = defaultdict(list)
+    for tensor, index in plan.tensors:
+        views[checkpoint.storages[index].key].append(tensor)
+    index_of = {storage.key: index for index, storage in enumerate(checkpoint.storages)}
+    plan.units = join(plan.units, _parameters(checkpoint, Structure(parameters=states), views, index_of))
 
 
 def _parameters(
@@ -230,9 +243,9 @@ def _parameters(
     storages = {storage.key: storage for storage in checkpoint.storages}
     for state in structure.parameters:
         refs = {
-            _MOMENT_SLOTS[key]: ref
+            MOMENT_SLOTS[key]: ref
             for key, ref in state.state.items()
-            if key in _MOMENT_SLOTS and isinstance(ref, TensorRef)
+            if key in MOMENT_SLOTS and isinstance(ref, TensorRef)
         }
         owned = all(_owns(ref, storages[ref.key], views[ref.key]) for ref in refs.values())
         if owned and len({(ref.shape, ref.stride) for ref in refs.values()}) == 1:

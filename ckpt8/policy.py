@@ -110,6 +110,11 @@ class Policy:
         """The rules as they were given."""
         return [rule.text for rule in self.rules]
 
+    @property
+    def keeps_compressed(self) -> bool:
+        """Whether what a framework has compressed is kept as it is, so that every file comes back byte for byte."""
+        return self.preset == "lossless"
+
     def check_rules(self, names: Sequence[str]) -> None:
         """Raise UsageError for a rule that matches none of the tensors: a typo would leave a tensor unprotected."""
         for rule in self.rules:

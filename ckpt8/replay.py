@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ckpt8.container.manifest import DCP
 from ckpt8.container.reader import ContainerReader
 from ckpt8.drift import Drift, StepDrift, difference
 from ckpt8.errors import CheckFailedError
@@ -33,6 +34,7 @@ from ckpt8.resuming.streaming import Streamer
 from ckpt8.workers import Workers
 
 SEED = 0x5EED
+_SPREAD = "the files of a distributed checkpoint are not replayed"
 
 
 def replay(original: Checkpoint, compressed: Checkpoint, steps: int, workers: Workers) -> Drift:
@@ -67,6 +69,9 @@ def replay_files(reader: ContainerReader, original: Path, steps: int, workers: W
     drift = Drift([StepDrift() for _ in range(steps)])
     whole = reader.manifest.directory is None
     for record in reader.manifest.members:
+        if record.format == DCP:
+            names = [each.name for each in reader.manifest.parameters if each.name.startswith(f"{record.path}:")]
+            drift.skipped.update(dict.fromkeys(names, _SPREAD))
         if record.format not in dict(READERS):
             continue
         path = original if whole else original / record.path

@@ -10,7 +10,7 @@ other       everything else
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt8.readers.base import StorageRef, TensorRef
@@ -69,11 +69,28 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor and where it sits. ``name`` is unique in the container."""
+    """A tensor and where it sits. ``name`` is unique in the container; ``whole`` that of what it is a slice of."""
 
     name: str
     role: Role
     ref: TensorRef
+    whole: str | None = None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What a rule may call it by."""
+        return (self.name,) if self.whole is None else (self.name, self.whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """A tree of a format that itself tells names and roles, without the prefix of a member.
+
+    ``opaque`` are the keys of storages that something other than a tensor refers to.
+    """
+
+    tensors: tuple[NamedTensor, ...]
+    opaque: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +136,14 @@ def _holds_tensors_alone(tree: object) -> bool:
     return bool(values) and all(isinstance(key, str) for key in tree) and all(isinstance(v, TensorRef) for v in values)
 
 
+def printable(name: str) -> str:
+    """``name`` for people and manifests: printable and short."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in name[:_LONGEST_NAME])
+
+
 def unique_name(name: str, taken: dict[str, int]) -> str:
     """``name``, printable and short, with ``#2``, ``#3``, ... where it was given before."""
-    name = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in name[:_LONGEST_NAME])
-    candidate = name
+    name = candidate = printable(name)
     while candidate in taken:
         taken[name] += 1
         candidate = f"{name}#{taken[name]}"
@@ -133,6 +154,8 @@ def unique_name(name: str, taken: dict[str, int]) -> str:
 def classify(tree: object, names: Names | None = None, role: Role | None = None) -> Structure:
     """Name every tensor of the tree and give it its role, or ``role``. Raises InputError on a tree that is too deep."""
     names = names or Names()
+    if isinstance(tree, Labelled):
+        return _classify_labelled(tree, names)
     if is_flat_optimizer(tree):
         return _classify_flat(tree, names)
     structure = Structure()
@@ -147,6 +170,15 @@ def classify(tree: object, names: Names | None = None, role: Role | None = None)
         elif is_optimizer(node):
             optimizers.add(path)
             structure.parameters += _parameter_states(format_path(path), node, names.prefix)
+    return structure
+
+
+def _classify_labelled(tree: Labelled, names: Names) -> Structure:
+    structure = Structure(opaque=set(tree.opaque))
+    for tensor in tree.tensors:
+        name = unique_name(names.prefix + tensor.name, names.tensors)
+        whole = None if tensor.whole is None else names.prefix + tensor.whole
+        structure.tensors.append(replace(tensor, name=name, whole=whole))
     return structure
 
 

@@ -79,7 +79,7 @@ def measure(reader: ContainerReader, original: Path, workers: Workers, progress:
     Lossless storages must be equal, and lossy ones are measured. Raises CheckFailedError when the original has
     another structure, InputError when either file is damaged.
     """
-    with open_bundle(original) as source:
+    with open_bundle(original, decode=not Policy(reader.manifest.preset).keeps_compressed) as source:
         _check_structure(reader, source, original)
         plan = source.plan(Policy.of("lossless"))
         units = [_as_stored(reader, unit) for unit in plan.units]

@@ -19,6 +19,9 @@ _LARGEST = 1 << 62
 FILE, SYMLINK, DIRECTORY = "file", "symlink", "directory"
 """Formats of members that are no checkpoints: bytes as they are, the text of a link, an empty directory."""
 
+DCP = "dcp"
+"""Format of the files of a distributed checkpoint, which only their ``.metadata`` explains."""
+
 
 @dataclass(slots=True)
 class FrameTable:

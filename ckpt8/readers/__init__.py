@@ -11,6 +11,7 @@ from pathlib import Path
 from ckpt8.container.header import HEAD_BYTES, begins_container
 from ckpt8.errors import InputError, UnsupportedError
 from ckpt8.readers.base import ByteRange, Checkpoint, Reader, SourceFile
+from ckpt8.readers.shards import is_named_shard, lone_shard
 
 READERS: tuple[tuple[str, str], ...] = (
     ("torch-zip", "ckpt8.readers.torch_zip:TorchZipReader"),
@@ -55,6 +56,8 @@ def find_reader(source: ByteRange) -> Reader:
 def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
     """Open a checkpoint file of any known format. Raises InputError for everything else."""
     source = _as_source(path)
+    if is_named_shard(path.name):
+        raise lone_shard(str(path))
     with find_reader(source).open(source) as checkpoint:
         yield checkpoint
 

@@ -13,13 +13,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_paths import link_stays_inside
 from ckpt8.errors import InputError, UnsupportedError
 from ckpt8.readers.base import ByteRange, Checkpoint, SourceFile, StorageInfo
 from ckpt8.readers.pool import FilePool, PooledFile
+from ckpt8.readers.shards import is_named_shard, lone_shard
+
+if TYPE_CHECKING:
+    from ckpt8.readers.dcp import DcpCheckpoint, StateSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +37,18 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryMember:
-    """An entry that was opened. ``reason`` says why it is kept as it is, if it may be a checkpoint."""
+    """An entry that was opened. ``reason`` says why it is kept as it is, if it may be a checkpoint.
+
+    ``states`` are its slices of optimizer state, of the checkpoint ``home``, if it is a file of a distributed one.
+    ``holds_tensors`` of one that is kept although it is known to hold some.
+    """
 
     path: str
     checkpoint: Checkpoint
     reason: str | None = None
+    home: DcpCheckpoint | None = None
+    states: Sequence[StateSlice] = ()
+    holds_tensors: bool = False
 
 
 class PlainFile:
@@ -146,13 +157,19 @@ def directory_bytes(root: Path) -> int:
 
 
 @contextmanager
-def open_directory(root: Path, entries: Sequence[Entry]) -> Iterator[list[DirectoryMember]]:
-    """Open the entries of a directory. Raises InputError for a damaged checkpoint, and where there are no entries."""
+def open_directory(root: Path, entries: Sequence[Entry], *, decode: bool) -> Iterator[list[DirectoryMember]]:
+    """Open the entries of a directory. Raises InputError for a damaged checkpoint, and where there are no entries.
+
+    ``decode``: slices of distributed checkpoints that are compressed are presented as if they were not.
+    """
+    from ckpt8.readers.dcp_directory import open_distributed
+
     if not entries:
         raise InputError(f"{root}: an empty directory; give a checkpoint file, or a directory that holds some")
     pool = FilePool()
     try:
-        yield [_open(root, entry, pool) for entry in entries]
+        known = open_distributed(root, entries, pool, decode=decode)
+        yield [known.get(entry.path) or _open(root, entry, pool) for entry in entries]
     finally:
         pool.close()
 
@@ -164,10 +181,15 @@ def _open(root: Path, entry: Entry, pool: FilePool) -> DirectoryMember:
         return DirectoryMember(entry.path, Note(entry))
     source = ByteRange.of(root / entry.path)
     file = PooledFile(source, pool)
-    reader = match_reader(source) if source.length else None
-    if reader is None:
-        return DirectoryMember(entry.path, PlainFile(file))
     try:
-        return DirectoryMember(entry.path, reader.read(file))
+        if is_named_shard(entry.path):
+            raise lone_shard(str(source))
+        reader = match_reader(source) if source.length else None
+        return DirectoryMember(entry.path, PlainFile(file) if reader is None else reader.read(file))
     except UnsupportedError as exc:
-        return DirectoryMember(entry.path, PlainFile(file), f"kept as it is: {str(exc).removeprefix(f'{source}: ')}")
+        return DirectoryMember(entry.path, PlainFile(file), kept(exc, source))
+
+
+def kept(why: Exception | str, source: ByteRange) -> str:
+    """The reason for keeping a file as it is."""
+    return f"kept as it is: {str(why).removeprefix(f'{source}: ')}"

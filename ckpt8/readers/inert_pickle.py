@@ -32,15 +32,26 @@ _DAMAGE = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError,
 PersistentLoad = Callable[[Any], Any]
 
 
-def load_pickle(stream: ByteStream, end: int, label: str, persistent_load: PersistentLoad | None = None) -> Any:
+def load_pickle(
+    stream: ByteStream,
+    end: int,
+    label: str,
+    persistent_load: PersistentLoad | None = None,
+    *,
+    names: set[str] | None = None,
+) -> Any:
     """Read one pickle from ``stream``, which is left behind its last byte.
 
     ``end`` is the position, as ``stream.tell()`` counts, at which the stream's bytes end. ``label`` opens
     every message. ``persistent_load`` turns a persistent id into a value or raises InputError; without it
-    such an id is refused. Raises InputError for anything but a well-formed pickle. Sets become ``Inert``
-    nodes with ``items``.
+    such an id is refused. ``names`` is given the dotted names of all classes and functions that the pickle refers
+    to. Raises InputError for anything but a well-formed pickle. Sets become ``Inert`` nodes with ``items``.
     """
-    return _Machine(stream, end, label, persistent_load).run()
+    machine = _Machine(stream, end, label, persistent_load)
+    value = machine.run()
+    if names is not None:
+        names.update(found.name for found in machine.globals.values())
+    return value
 
 
 class _Stop(Exception):  # noqa: N818

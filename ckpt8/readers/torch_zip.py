@@ -11,6 +11,7 @@ from ckpt8.crc import crc32
 from ckpt8.errors import InputError, UnsupportedError
 from ckpt8.readers.base import ByteRange, SourceFile, StorageInfo
 from ckpt8.readers.inert_pickle import load_pickle
+from ckpt8.readers.shards import refuse_shard
 from ckpt8.readers.torch_common import OpenCheckpoint, StorageTable, opened, shown
 from ckpt8.readers.walk import check_depth
 from ckpt8.readers.zip_directory import LOCAL_SIGNATURE, STORED, ZipEntry, find_prefix, read_directory
@@ -60,8 +61,11 @@ def _load(file: SourceFile) -> OpenCheckpoint:
     _check_byte_order(file, records)
     table = StorageTable(f"{file.source}: data.pkl")
     pickle = _read_stored(file, records["data.pkl"], MAX_PICKLE_BYTES)
-    tree = load_pickle(io.BytesIO(pickle), len(pickle), table.label, table.load)
+    names: set[str] = set()
+    tree = load_pickle(io.BytesIO(pickle), len(pickle), table.label, table.load, names=names)
     check_depth(tree, table.label)
+    if table.declared:
+        refuse_shard(tree, names, str(file.source))
     named = {f"data/{key}": key for key in table.declared}
     for name, entry in records.items():
         if name not in named and name != "data.pkl" and entry.method == STORED:

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt8.container.header import is_container
+from ckpt8.container.manifest import DCP
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.encoder import scratch
-from ckpt8.errors import InputError, UsageError
+from ckpt8.errors import InputError, UnsupportedError, UsageError
 from ckpt8.loading import member_index
 from ckpt8.readers import READERS, get_reader, open_checkpoint
 from ckpt8.readers.base import ByteRange, Checkpoint, SourceFile, StorageInfo
 from ckpt8.readers.directory import is_directory
+from ckpt8.resuming.named import stored_checkpoint
 from ckpt8.resuming.stored import StoredParts
 from ckpt8.verification import check_frames
 from ckpt8.workers import Workers
@@ -83,8 +85,13 @@ def _crc32(checkpoint: Checkpoint, storage: StorageInfo) -> int:
 
 
 def member_checkpoint(reader: ContainerReader, index: int, file: MemberFile) -> Checkpoint:
-    """A member as the open checkpoint that it was. Raises InputError for a format that is not known."""
+    """A member as the open checkpoint that it was. Raises InputError for a format that is not known.
+
+    Of a file of a distributed checkpoint these are the tensors that the container knows, slices by their names.
+    """
     record = reader.manifest.members[index]
+    if record.format == DCP:
+        return stored_checkpoint(reader, index, MemberSource(reader, file))
     if record.format not in dict(READERS):
         raise InputError(f"{reader.path}: {record.path!r} is of the format {record.format!r}, which is not known")
     return get_reader(record.format).read(MemberSource(reader, file))
@@ -103,6 +110,12 @@ def open_source(path: Path, *, member: str | None = None, threads: int | None = 
         return
     with ContainerReader(path) as reader, Workers(threads) as workers:
         index = member_index(reader, member)
+        record = reader.manifest.members[index]
+        if record.format == DCP:
+            raise UnsupportedError(
+                f"{path}: {record.path!r} is a file of a distributed checkpoint, whose values are spread over several; "
+                "restore it and load it with torch.distributed.checkpoint"
+            )
         checkpoint = member_checkpoint(reader, index, MemberFile(reader, index, workers))
         yield Source(path, checkpoint, (reader, workers), StoredParts(reader, index, checkpoint, workers), index)
 

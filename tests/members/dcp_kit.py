@@ -1,0 +1,100 @@
+"""Distributed checkpoints for tests: those of ``make_dcp``, and small ones whose metadata is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+PROGRAM = Path(__file__).with_name("make_dcp.py")
+
+
+def run_processes(action, root, *arguments, world=2):
+    """Run ``make_dcp`` in processes of its own; the losses that it gives."""
+    command = [sys.executable, str(PROGRAM), action, str(world), str(root), *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads((root / f"{action}.json").read_text())
+
+
+def run_cli(*arguments):
+    """``ckpt8`` as a program."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "ckpt8", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def read_metadata(root):
+    """The metadata as torch reads it."""
+    return pickle.loads((root / ".metadata").read_bytes())
+
+
+def change_metadata(root, change):
+    """Let ``change`` alter the metadata of a checkpoint."""
+    metadata = read_metadata(root)
+    replacement = change(metadata)
+    (root / ".metadata").write_bytes(pickle.dumps(metadata if replacement is None else replacement))
+
+
+def load_all(root):
+    """All values of a checkpoint by name: tensors whole, others as they are. Without processes."""
+    metadata = read_metadata(root)
+    loaded = {}
+    for name, value in metadata.state_dict_metadata.items():
+        tensor = isinstance(value, dcp.metadata.TensorStorageMetadata)
+        loaded[name] = torch.zeros(value.size, dtype=value.properties.dtype) if tensor else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(loaded, checkpoint_id=root, no_dist=True)
+    return loaded
+
+
+def save_small(saved, root, **options):
+    """``dcp.save`` in this process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(saved, storage_writer=dcp.FileSystemWriter(root, **options), no_dist=True)
+    return root
+
+
+def adam_state(weights, seed=3, step=7.0):
+    """The state dict of an AdamW over ``weights`` by name."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, weight in weights.items():
+        m = torch.randn(weight.shape, generator=generator) * 1e-3
+        state[name] = {"step": torch.tensor(step), "exp_avg": m, "exp_avg_sq": m * m}
+    group = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "amsgrad": False, "params": list(weights)}
+    return {"state": state, "param_groups": [group]}
+
+
+def gaps(root, files):
+    """Of every file all bytes outside the storages of its slices, found with torch's metadata and Python's zipfile."""
+    import io
+    import zipfile
+
+    metadata = read_metadata(root)
+    holes = {name: [] for name in files}
+    for index, info in metadata.storage_data.items():
+        if index.offset is None:
+            continue
+        content = (root / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            for entry in archive.infolist():
+                if "/data/" in entry.filename:
+                    start = entry.header_offset + 30
+                    name_length, extra_length = content[start - 4 : start - 2], content[start - 2 : start]
+                    start += int.from_bytes(name_length, "little") + int.from_bytes(extra_length, "little")
+                    holes[info.relative_path].append((info.offset + start, entry.file_size))
+            if archive.testzip() is not None:
+                raise AssertionError(f"{index}: {archive.testzip()}")
+    return holes
