@@ -113,9 +113,9 @@ class Bundle:
         return plan
 
     def _parameter_names(self, member: Member, beside: NamesBeside) -> Mapping[str, str]:
-        """Names for parameters of a member from the weights beside it, by the name that they have without them."""
-        found = {} if self.directory is None else beside.of(member.path)
-        return {f"{member.path}:{place}": f"{member.path}:{name}" for place, name in found.items()}
+        """Names for parameters of a member from the weights with it, by the name that they have without them."""
+        before = "" if self.directory is None else f"{member.path}:"
+        return {before + place: before + name for place, name in beside.of(member.path).items()}
 
     def _unit(self, unit: Unit, number: int, names: Mapping[str, str]) -> Unit:
         streams = tuple(self._stream(stream, number) for stream in unit.streams)

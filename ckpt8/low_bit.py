@@ -170,4 +170,5 @@ def line(row: Mapping[str, Any]) -> str:
     """One row of ``find_low_bit`` for people."""
     block = f" (block {row['block']})" if row["block"] else ""
     reason = f": {row['reason']}" if row["reason"] else ""
-    return f"{row['program']} {row['bits']} state of {row['parameters']:,} parameters{block}, kept as it is{reason}"
+    count = f"{row['parameters']:,} parameter" + ("s" if row["parameters"] > 1 else "")
+    return f"{row['program']} {row['bits']} state of {count}{block}, kept as it is{reason}"

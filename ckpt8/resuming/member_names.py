@@ -1,4 +1,4 @@
-"""Names of the parameters of an optimizer whose weights are other members of its directory.
+"""Names of the parameters of an optimizer, from the weights in its file or in other members of its directory.
 
 An optimizer without names lists its parameters group by group, each group in the order of the model: so do torch and
 the Trainer of transformers, which puts what decays before what does not. A state dict of torch has that order; a
@@ -40,7 +40,7 @@ _LAYER_NORMS |= {"layer_norm1", "layer_norm2", "pre_layrnorm"}
 
 @dataclass(slots=True)
 class Weights:
-    """The weights of the models in a folder by name, with their shapes.
+    """The weights of the models in a folder by name, with their shapes; ``names`` are those of tied ones too.
 
     ``ordered``: in the order of the model. ``unique``: no name was met twice. ``order``: that of the model, if known.
     ``trainer``: what is beside them was written by the Trainer of transformers.
@@ -51,6 +51,20 @@ class Weights:
     unique: bool = True
     order: ModelOrder | None = None
     trainer: bool = False
+    names: set[str] = field(default_factory=set)
+
+    def add(self, state_dict: Mapping[str, object]) -> None:
+        """Add the weights of one state dict of a model, without its buffers."""
+        seen = set()
+        for name, ref in state_dict.items():
+            if not isinstance(ref, TensorRef) or name.rpartition(".")[2] in BUFFERS:
+                continue
+            self.unique &= name not in self.names
+            self.names.add(name)
+            place = ref.key, ref.offset, ref.shape
+            if place not in seen:
+                seen.add(place)
+                self.shapes[name] = ref.shape
 
     def in_order(self) -> list[str]:
         """The names whose place among each other is known, in the order of the model."""
@@ -93,30 +107,26 @@ def _order(config: Checkpoint) -> ModelOrder | None:
 def collect_weights(members: Iterable[tuple[str, object]]) -> Weights:
     """The weights of all members that are state dicts of models, given by format and tree; tied ones count once."""
     weights = Weights()
-    taken: set[str] = set()
     found = 0
     for member_format, tree in members:
-        if not isinstance(tree, dict) or not is_bare_state_dict(tree):
-            continue
-        found += 1
-        weights.ordered = found == 1 and member_format != "safetensors"
-        seen = set()
-        for name, ref in tree.items():
-            if not isinstance(ref, TensorRef) or name.rpartition(".")[2] in BUFFERS:
-                continue
-            weights.unique &= name not in taken
-            taken.add(name)
-            place = ref.key, ref.offset, ref.shape
-            if place not in seen:
-                seen.add(place)
-                weights.shapes[name] = ref.shape
+        if isinstance(tree, dict) and is_bare_state_dict(tree):
+            found += 1
+            weights.ordered = found == 1 and member_format != "safetensors"
+            weights.add(tree)
     return weights
 
 
-def parameter_names(tree: object, weights: Weights) -> Mapping[str, str]:
-    """The names that can be told of the parameters of the optimizer in ``tree``, by the place of their state."""
+def parameter_names(tree: object, beside: Weights) -> Mapping[str, str]:
+    """The names that can be told of the parameters of the optimizer in ``tree``, by the place of their state.
+
+    ``beside`` are the weights in the other members, for a tree without any.
+    """
     models, optimizers = find(tree)
-    if models or len(optimizers) != 1 or not weights.unique:
+    weights = beside
+    if len(models) == 1:
+        weights = Weights()
+        weights.add(models[0].node)
+    if len(models) > 1 or len(optimizers) != 1 or not weights.unique:
         return {}
     groups = [group for group in optimizers[0].node["param_groups"] if isinstance(group, dict)]
     if saved_names(groups) != {}:
