@@ -106,6 +106,7 @@ OLDEST, BEFORE, NEWEST = (4, 44), (4, 57), (5, 23)
 LONGEST_CONFIG = 1 << 20
 """Bytes of a configuration that are read."""
 
+_LONGEST_NAME = 512
 _MOST_DIGITS = 9
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})(?:\D|$)")
 
@@ -125,7 +126,8 @@ class ModelOrder:
 
     def places(self, names: Iterable[str]) -> dict[str, Place]:
         """Keys to sort the parameters of a model by, without those whose place is not known. Wrappers do not matter."""
-        plain = {name: tuple(without.split(".")) for name, without in plain_names(names).items()}
+        short = (name for name in names if len(name) <= _LONGEST_NAME)
+        plain = {name: tuple(without.split(".")) for name, without in plain_names(short).items()}
         beside: dict[tuple[str, ...], set[str]] = defaultdict(set)
         for components in plain.values():
             for depth, component in enumerate(components):

@@ -26,7 +26,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decod
 LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")
 HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForImageClassification", "ForCTC")
 SETTINGS = {"feed_forward_proj": "gated-gelu", "word_embed_proj_dim": 64, "embedding_size": 96, "num_kv_heads": 2}
-EXPERTS = "mixtral qwen2_moe qwen3_moe qwen3_next olmoe phimoe jamba".split()
+EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "phimoe", "jamba"]
 
 
 def classes(kind):
