@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_PARALLEL = re.compile(r"(?:module\.)*")
+_PARALLEL = re.compile(r"^(?:module\.)+")
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
@@ -18,7 +18,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     given = list(dict.fromkeys(names))
     plain = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in given]
     if plain:
-        common = min(len(_PARALLEL.match(name)[0]) for name in plain)  # type: ignore[index]
+        common = min(len(name) - len(_PARALLEL.sub("", name)) for name in plain)
         plain = [name[common:] for name in plain]
     return dict(zip(given, plain if len(set(plain)) == len(plain) else given, strict=True))
 
