@@ -21,7 +21,7 @@ from ckpt8.policy import Policy
 from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import Checkpoint, StorageInfo
 from ckpt8.readers.directory import DirectoryMember, is_directory, open_directory, walk
-from ckpt8.resuming.member_names import Weights, collect_weights, parameter_names
+from ckpt8.resuming.member_names import NamesBeside
 from ckpt8.roles import Names
 from ckpt8.skeleton import WithSkeleton
 from ckpt8.universal import Universal
@@ -116,12 +116,12 @@ class Bundle:
         """The plan of all members, one after the other, with indices and places as they are here."""
         names = Names()
         plan = Plan([])
-        weights: dict[str, Weights] = {}
+        beside = NamesBeside([(member.path, member.checkpoint) for member in self.members])
         universal = Universal(self.members)
         for number, member in enumerate(self.members):
             names.prefix = "" if self.directory is None else f"{member.path}:"
             own = make_plan(member.checkpoint, policy, names, universal.role(member.path))
-            named = self._parameter_names(member, weights) if any(unit.parameter for unit in own.units) else {}
+            named = self._parameter_names(member, beside) if any(unit.parameter for unit in own.units) else {}
             plan.units += [self._unit(unit, number, named) for unit in own.units]
             plan.tensors += [(tensor, member.first + index) for tensor, index in own.tensors]
         universal.join_moments(plan)
@@ -131,19 +131,10 @@ class Bundle:
         refer_to_masters(plan, self, [(member.path, member.checkpoint.tree) for member in self.members], policy)
         return plan
 
-    def _parameter_names(self, member: Member, weights: dict[str, Weights]) -> Mapping[str, str]:
-        """Names for parameters of a member from the weights beside it, by the name that they have without them.
-
-        ``weights`` by folder are kept from one member to the next.
-        """
-        if self.directory is None:
-            return {}
-        folder = member.path.rpartition("/")[0]
-        if folder not in weights:
-            beside = (each.checkpoint for each in self.members if each.path.rpartition("/")[0] == folder)
-            weights[folder] = collect_weights((each.format, each.tree) for each in beside)
-        found = parameter_names(member.checkpoint.tree, weights[folder])
-        return {f"{member.path}:{place}": f"{member.path}:{name}" for place, name in found.items()}
+    def _parameter_names(self, member: Member, beside: NamesBeside) -> Mapping[str, str]:
+        """Names for parameters of a member from the weights with it, by the name that they have without them."""
+        before = "" if self.directory is None else f"{member.path}:"
+        return {before + place: before + name for place, name in beside.of(member.path).items()}
 
     def _unit(self, unit: Unit, number: int, names: Mapping[str, str]) -> Unit:
         streams = tuple(self._stream(stream, number) for stream in unit.streams)

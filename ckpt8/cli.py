@@ -239,7 +239,7 @@ def bench(
 ) -> None:
     """Measure time, size and memory beside cp, zstd and torch; on a GPU, kernels and steps beside a copy and torch."""
     from ckpt8.device import requested
-    from ckpt8.inspect.render import show_bench, show_device_bench
+    from ckpt8.inspect.bench_tables import show_bench, show_device_bench
 
     where = requested(device)
     if where is not None and where.type != "cpu":

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpt8.low_bit import bitsandbytes_moments, plain_state
 from ckpt8.readers.base import StorageRef, TensorRef
 from ckpt8.readers.walk import Components, format_path, iter_nodes
 from ckpt8.tensors import Role
@@ -160,16 +161,20 @@ def classify(tree: object, names: Names | None = None, role: Role | None = None)
         return _classify_flat(tree, names)
     structure = Structure()
     optimizers: set[Components] = set()
+    moments: dict[int, Role] = {}
     bare = is_bare_state_dict(tree)
     for path, node in iter_nodes(tree):
         if isinstance(node, TensorRef):
             name = unique_name(names.prefix + (format_path(path) or "tensor"), names.tensors)
-            structure.tensors.append(NamedTensor(name, role or _role(path, optimizers, bare), node))
+            told = moments.get(id(node), Role.OTHER)
+            structure.tensors.append(NamedTensor(name, role or _role(path, optimizers, bare, told), node))
         elif isinstance(node, StorageRef):
             structure.opaque.add(node.key)
         elif is_optimizer(node):
             optimizers.add(path)
-            structure.parameters += _parameter_states(format_path(path), node, names.prefix)
+            groups = _groups(node)
+            structure.parameters += _parameter_states(format_path(path), node["state"], groups, names.prefix)
+            moments |= _moments_of_others(node["state"], groups)
     return structure
 
 
@@ -199,22 +204,26 @@ def _classify_flat(tree: Any, names: Names) -> Structure:
     return structure
 
 
-def _role(path: Components, optimizers: set[Components], bare: bool) -> Role:
+def _role(path: Components, optimizers: set[Components], bare: bool, told: Role) -> Role:
+    """The role that the path gives. ``told`` is that of a tensor in the state of an optimizer under another name."""
     if any(component in MASTER_LISTS for component in path):
         return Role.WEIGHT
     for depth in range(len(path)):
         if path[:depth] in optimizers:
             in_state = len(path) == depth + 3 and path[depth] == "state"
-            return STATE_ROLES.get(path[-1], Role.OTHER) if in_state else Role.OTHER
+            return STATE_ROLES.get(path[-1], told) if in_state else told
     if _STATE_LISTS in path[:-1]:
         return STATE_ROLES.get(path[-1], Role.OTHER)
     named_model = any(component in MODEL_KEYS for component in path[:-1])
     return Role.WEIGHT if bare or named_model else Role.OTHER
 
 
-def _parameter_states(path: str, optimizer: Mapping[str, Any], prefix: str) -> list[ParameterState]:
-    """The states of one optimizer, named as the checkpoint names its parameters, else by their place."""
-    groups: dict[Any, tuple[Mapping[Any, Any], str | None]] = {}
+_Groups = dict[Any, tuple[Mapping[Any, Any], str | None]]
+"""By identifier the group of a parameter, and its name where the checkpoint has one."""
+
+
+def _groups(optimizer: Mapping[str, Any]) -> _Groups:
+    groups: _Groups = {}
     for group in optimizer["param_groups"]:
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
             continue
@@ -222,11 +231,27 @@ def _parameter_states(path: str, optimizer: Mapping[str, Any], prefix: str) -> l
         known = isinstance(names, list) and len(names) == len(group["params"])
         for position, identifier in enumerate(group["params"]):
             if isinstance(identifier, (int, str)):
-                groups[identifier] = (group, str(names[position]) if known and names else None)
+                name = str(names[position]) if known and names else None
+                groups[identifier] = (group, identifier if name is None and isinstance(identifier, str) else name)
+    return groups
+
+
+def _parameter_states(path: str, states: Mapping[Any, Any], groups: _Groups, prefix: str) -> list[ParameterState]:
+    """The states of one optimizer, named as the checkpoint names its parameters, else by their place."""
     found = []
-    for identifier, state in optimizer["state"].items():
+    for identifier, state in states.items():
         if isinstance(state, dict):
             group, name = groups.get(identifier, ({}, None))
             place = f"{path}.state.{identifier}" if path else f"state.{identifier}"
-            found.append(ParameterState(prefix + (name or place), state, group))
+            found.append(ParameterState(prefix + (name or place), plain_state(state, group), group))
+    return found
+
+
+def _moments_of_others(states: Mapping[Any, Any], groups: _Groups) -> dict[int, Role]:
+    """Roles of the moments that have other names than in torch, by the ``id`` of their reference."""
+    found: dict[int, Role] = {}
+    for identifier, state in states.items():
+        if isinstance(state, dict) and identifier in groups:
+            moments = bitsandbytes_moments(state, groups[identifier][0])
+            found.update((id(ref), STATE_ROLES[key]) for key, ref in moments.items())
     return found

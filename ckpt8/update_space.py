@@ -112,7 +112,7 @@ def _betas(group: Mapping[Any, Any]) -> tuple[float, ...] | None:
 
 def _adam(group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
     betas, eps = _betas(group), _number(group.get("eps"))
-    if not {"amsgrad", "bias_correction", "correct_bias"} & group.keys():
+    if not {"amsgrad", "bias_correction", "correct_bias", "t_alpha"} & group.keys():
         return _UNKNOWN
     if betas is None or len(betas) != 2 or eps is None or not all(0 <= beta < 1 for beta in betas):
         return "betas or eps are missing from the parameter group"

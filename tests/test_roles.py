@@ -286,7 +286,7 @@ def test_state_keyed_by_name(read):
     for name in names:
         assert found[f"optimizer.state.{name}.exp_avg"] is MOMENT1
         assert found[f"optimizer.state.{name}.exp_avg_sq"] is MOMENT2
-    assert [parameter.name for parameter in structure.parameters] == [f"optimizer.state.{name}" for name in names]
+    assert [parameter.name for parameter in structure.parameters] == names
     assert [parameter.group["lr"] for parameter in structure.parameters] == [0.5, 0.5]
 
 

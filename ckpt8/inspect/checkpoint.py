@@ -11,6 +11,8 @@ from ckpt8.codecs import config_of
 from ckpt8.container import frames, layout
 from ckpt8.errors import InputError, RefusedError
 from ckpt8.inspect.container import SKELETON_ROLE, codec_name, skeleton_role
+from ckpt8.inspect.parameters import display_names
+from ckpt8.low_bit import Part, find_low_bit
 from ckpt8.plan import Plan, Stream
 from ckpt8.policy import LOSSLESS, PRESETS, Policy
 from ckpt8.readers.base import Checkpoint
@@ -45,10 +47,12 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> dict[str, Any]:
             "storages": len(streams) - len(source.members),
             "roles": _roles(source, plan),
             "optimizer": _optimizers(plan),
+            "low_bit": find_low_bit(Part(t.name, t.role, t.ref.dtype, t.ref.shape) for t, _ in plan.tensors),
             "predicted": {preset: _predict(source, preset) for preset in PRESETS},
         }
         if tensors:
             facts["tensors"] = [_tensor_facts(streams, tensor, index) for tensor, index in plan.tensors]
+            facts["parameters"] = _parameters(plan, streams, directory=source.directory is not None)
         return facts
 
 
@@ -86,6 +90,17 @@ def _optimizers(plan: Plan) -> list[dict[str, Any]]:
             rule = unit.parameter.rule
             rows[(rule.kind if rule else f"unknown: {unit.parameter.reason}", rule.step if rule else None)] += 1
     return [{"rule": kind, "step": step or None, "parameters": count} for (kind, step), count in rows.items()]
+
+
+def _parameters(plan: Plan, streams: list[Stream], *, directory: bool) -> list[dict[str, Any]]:
+    """The parameters that have moments, in the form that a container has them in."""
+    found = [unit.parameter for unit in plan.units if unit.parameter is not None]
+    moments = [{slot: streams[index].spec.name for slot, index in each.moments.items()} for each in found]
+    given = [(each.name, list(names.values())) for each, names in zip(found, moments, strict=True)]
+    return [
+        {**shown, "moments": names, "rule": each.rule.to_json() if each.rule else None, "reason": each.reason}
+        for each, names, shown in zip(found, moments, display_names(given, directory=directory), strict=True)
+    ]
 
 
 def _tensor_facts(streams: list[Stream], tensor: Any, index: int) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from ckpt8.container.manifest import (
     TensorRecord,
 )
 from ckpt8.container.reader import ContainerReader
+from ckpt8.inspect.parameters import display_names
+from ckpt8.low_bit import Part, find_low_bit
 from ckpt8.stats import MomentError, NoiseError, UpdateError, WeightError, read_error
 from ckpt8.tensors import DType, Role
 
@@ -77,8 +79,26 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
         "parts": dict(parts),
         "overhead_bytes": size - sum(parts.values()),
         "roles": _roles(manifest),
+        "low_bit": _low_bit(manifest),
         "errors": total_errors(manifest),
     }
+
+
+def _low_bit(manifest: Manifest) -> list[dict[str, Any]]:
+    """State that was quantised before, see ``find_low_bit``."""
+    return find_low_bit(
+        Part(tensor.name, manifest.storages[tensor.storage].role, tensor.dtype, tuple(tensor.shape))
+        for tensor in manifest.tensors
+    )
+
+
+def _shown(manifest: Manifest) -> list[dict[str, Any]]:
+    """``name`` and ``named`` of every parameter."""
+    given = (
+        (parameter.name, [manifest.storages[index].name for index in parameter.moments.values()])
+        for parameter in manifest.parameters
+    )
+    return display_names(given, directory=manifest.directory is not None)
 
 
 def _member_facts(manifest: Manifest, member: MemberRecord) -> dict[str, Any]:
@@ -218,13 +238,13 @@ def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:
         ]
         facts["parameters"] = [
             {
-                "name": parameter.name,
+                **shown,
                 "moments": {slot: manifest.storages[index].name for slot, index in parameter.moments.items()},
                 "rule": parameter.rule,
                 "reason": parameter.reason,
                 "error": error_facts(parameter.error),
             }
-            for parameter in manifest.parameters
+            for parameter, shown in zip(manifest.parameters, _shown(manifest), strict=True)
         ]
     return facts
 
@@ -241,8 +261,8 @@ def lossless_reasons(manifest: Manifest) -> list[dict[str, Any]]:
 def worst(manifest: Manifest) -> dict[str, list[dict[str, Any]]]:
     """The parameters with the largest max |Δu|, and the weights with the largest mean relative error."""
     updates = [
-        {"name": parameter.name, **_update_facts(error)}
-        for parameter in manifest.parameters
+        {**shown, **_update_facts(error)}
+        for parameter, shown in zip(manifest.parameters, _shown(manifest), strict=True)
         if isinstance(error := read_error(parameter.error), UpdateError)
     ]
     weights = [

@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ckpt8 import low_bit
 from ckpt8.container.manifest import DIRECTORY
 from ckpt8.drift import left_out
+from ckpt8.inspect.parameters import shown
 
 _ALARMING = 0.5
 """max |Δu| of max |u| above which a report says so."""
@@ -30,7 +32,8 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _table(*columns: str, title: str | None = None) -> Table:
+def make_table(*columns: str, title: str | None = None) -> Table:
+    """A table without lines; the first column and those of words are to the left, numbers to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for k, column in enumerate(columns):
         left = k == 0 or column in ("codec", "dtype", "shape", "reason", "role", "format")
@@ -38,7 +41,8 @@ def _table(*columns: str, title: str | None = None) -> Table:
     return table
 
 
-def _rows(table: Table, rows: Iterable[Sequence[str]]) -> Table:
+def with_rows(table: Table, rows: Iterable[Sequence[str]]) -> Table:
+    """The table with these rows, whose text is shown as it is."""
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
     return table
@@ -61,7 +65,7 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
     console.print(
         f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, [bold]{facts['ratio']:.2f}x[/]{per_weight}\n"
     )
-    table = _table("role", "codec", "storages", "elements", "original", "stored", "ratio")
+    table = make_table("role", "codec", "storages", "elements", "original", "stored", "ratio")
     rows = [
         (
             row["role"],
@@ -74,7 +78,8 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
         )
         for row in facts["roles"]
     ]
-    console.print(_rows(table, rows))
+    console.print(with_rows(table, rows))
+    _show_low_bit(console, facts["low_bit"])
     if facts["directory"] is not None:
         members = [(m["path"], m["format"], size(m["bytes"]), size(m["stored_bytes"])) for m in facts["members"]]
         _show_members(console, "stored", members)
@@ -83,6 +88,7 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
     _show_lossless(console, facts["lossless"])
     if "tensors" in facts:
         _show_stored_tensors(console, facts["tensors"])
+        _show_parameters(console, facts["parameters"])
 
 
 def _origin(facts: dict[str, Any]) -> str:
@@ -93,7 +99,7 @@ def _origin(facts: dict[str, Any]) -> str:
 
 def _show_members(console: Console, last: str, rows: Iterable[Sequence[str]]) -> None:
     console.print()
-    console.print(_rows(_table("member", "format", "original", last), rows))
+    console.print(with_rows(make_table("member", "format", "original", last), rows))
 
 
 def _show_errors(console: Console, errors: dict[str, Any]) -> None:
@@ -130,28 +136,46 @@ def _show_worst(console: Console, worst: dict[str, list[dict[str, Any]]]) -> Non
     }
     for kind, (title, columns) in headings.items():
         if rows := worst[kind]:
-            table = _table(title, *columns)
+            table = make_table(title, *columns)
             console.print()
-            console.print(_rows(table, [(r["name"], *(number(r[key]) for key in columns.values())) for r in rows]))
+            console.print(with_rows(table, [(shown(r), *(number(r[key]) for key in columns.values())) for r in rows]))
 
 
 def _show_lossless(console: Console, reasons: list[dict[str, Any]]) -> None:
     if not reasons:
         return
-    table = _table("kept lossless because", "storages", "reason")
+    table = make_table("kept lossless because", "storages", "reason")
     table.columns[2].header = "such as"
     console.print()
-    console.print(_rows(table, [(r["reason"], f"{r['count']:,}", r["names"][0]) for r in reasons]))
+    console.print(with_rows(table, [(r["reason"], f"{r['count']:,}", r["names"][0]) for r in reasons]))
 
 
 def _show_stored_tensors(console: Console, tensors: list[dict[str, Any]]) -> None:
-    table = _table("tensor", "role", "shape", "codec", "stored", "error")
+    table = make_table("tensor", "role", "shape", "codec", "stored", "error")
     rows = [
         (t["name"], t["role"], _shape(t["shape"]), _codec(t["codec"]), size(t["stored_bytes"]), _error(t["error"]))
         for t in tensors
     ]
     console.print()
-    console.print(_rows(table, rows))
+    console.print(with_rows(table, rows))
+
+
+def _show_low_bit(console: Console, found: Iterable[dict[str, Any]]) -> None:
+    for row in found:
+        console.print(f"optimizer: {escape(low_bit.line(row))}", soft_wrap=True)
+
+
+def _show_parameters(console: Console, parameters: Sequence[dict[str, Any]]) -> None:
+    if not parameters:
+        return
+    table = make_table("parameter", "rule", "step")
+    table.columns[1].justify = "left"
+    rows = []
+    for row in parameters:
+        rule = row["rule"] or {"kind": "unknown", "step": 0}
+        rows.append((shown(row), rule["kind"], f"{rule['step']:,}" if rule["step"] else "-"))
+    console.print()
+    console.print(with_rows(table, rows))
 
 
 def _codec(name: str) -> str:
@@ -183,8 +207,9 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
             f"optimizer state of {row['parameters']:,} parameters, update rule {escape(row['rule'])}{step}",
             soft_wrap=True,
         )
+    _show_low_bit(console, facts["low_bit"])
     console.print()
-    table = _table("role", "dtype", "storages", "elements", "bytes", "share")
+    table = make_table("role", "dtype", "storages", "elements", "bytes", "share")
     rows = [
         (
             row["role"],
@@ -196,22 +221,23 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
         )
         for row in facts["roles"]
     ]
-    console.print(_rows(table, rows))
+    console.print(with_rows(table, rows))
     console.print()
-    table = _table("ckpt8 compress --preset", "predicted", "ratio")
+    table = make_table("ckpt8 compress --preset", "predicted", "ratio")
     predicted = facts["predicted"].items()
-    console.print(_rows(table, [(name, size(p["bytes"]), f"{p['ratio']:.2f}x") for name, p in predicted]))
+    console.print(with_rows(table, [(name, size(p["bytes"]), f"{p['ratio']:.2f}x") for name, p in predicted]))
     if facts["format"] == DIRECTORY:
         members = [(m["path"], m["format"], size(m["bytes"]), m["reason"] or "") for m in facts["members"]]
         _show_members(console, "reason", members)
     if "tensors" in facts:
-        table = _table("tensor", "role", "dtype", "shape", "codec", "reason")
+        table = make_table("tensor", "role", "dtype", "shape", "codec", "reason")
         cells = [
             (t["name"], t["role"], t["dtype"], _shape(t["shape"]), _codec(t["codec"]), t["reason"] or "")
             for t in facts["tensors"]
         ]
         console.print()
-        console.print(_rows(table, cells))
+        console.print(with_rows(table, cells))
+        _show_parameters(console, facts["parameters"])
 
 
 def summary(console: Console, facts: dict[str, Any], target: str, seconds: float) -> None:
@@ -227,64 +253,6 @@ def summary(console: Console, facts: dict[str, Any], target: str, seconds: float
     _show_lossless(console, refused)
 
 
-def show_bench(console: Console, result: dict[str, Any]) -> None:
-    """Print what ``bench`` measured."""
-    console.print(
-        f"{escape(result['checkpoint'])}, {size(result['bytes'])}, {result['threads']} threads, "
-        f"medians of {result['repeat']} rounds",
-        soft_wrap=True,
-    )
-    table = _table("operation", "seconds", "of cp", "throughput", "output", "ratio", "peak memory")
-    rows = [
-        (
-            row["operation"],
-            f"{row['seconds']:.2f}",
-            f"{row['to_cp']:.2f}x",
-            f"{size(row['bytes_per_second'])}/s",
-            size(row["output_bytes"]) if row["output_bytes"] else "-",
-            f"{row['ratio']:.2f}x" if row["ratio"] else "-",
-            size(row["peak_rss"]),
-        )
-        for row in result["results"]
-    ]
-    console.print(_rows(table, rows))
-
-
-def show_device_bench(console: Console, result: dict[str, Any]) -> None:
-    """Print what ``bench --device`` measured."""
-    console.print(
-        f"{escape(result['device'])}: a copy moves {size(result['copy_bytes_per_second'])}/s; "
-        f"kernels on {result['elements']:,} elements, steps of {result['parameters']:,} parameters",
-        soft_wrap=True,
-    )
-    kernels = _table("kernel", "ms", "throughput", "of copy")
-    moved = [
-        (
-            row["kernel"],
-            f"{row['seconds'] * 1e3:.3f}",
-            f"{size(row['bytes_per_second'])}/s",
-            f"{row['of_copy']:.2f}",
-        )
-        for row in result["kernels"]
-    ]
-    console.print(_rows(kernels, moved))
-    steps = _table("step", "ms", "ps per parameter", "of torch", "bytes per parameter")
-    stepped = [
-        (
-            row["step"],
-            f"{row['seconds'] * 1e3:.3f}",
-            f"{row['seconds_per_parameter'] * 1e12:.1f}",
-            f"{row['to_torch']:.2f}x",
-            f"{row['bytes_per_parameter']:.2f}",
-        )
-        for row in result["steps"]
-    ]
-    console.print(_rows(steps, stepped))
-    files = _table("operation", "seconds", "size")
-    ended = [(row["operation"], f"{row['seconds']:.2f}", size(row["bytes"] or 0)) for row in result["files"]]
-    console.print(_rows(files, ended))
-
-
 def show_drift(console: Console, resume: dict[str, Any]) -> None:
     """Print how far the compressed run is from the original after every replayed step."""
     if resume["parameters"]:
@@ -292,10 +260,10 @@ def show_drift(console: Console, resume: dict[str, Any]) -> None:
             f"replayed {len(resume['steps'])} steps of {resume['parameters']} parameters; "
             f"drift {number(resume['drift'])}"
         )
-        table = _table("step", "update NMSE", "max |Δu|", "weights RMS", "weights max")
+        table = make_table("step", "update NMSE", "max |Δu|", "weights RMS", "weights max")
         keys = ("update_nmse", "update_max", "weight_rms", "weight_max")
         rows = [(str(k), *(number(step[key]) for key in keys)) for k, step in enumerate(resume["steps"], 1)]
-        console.print(_rows(table, rows))
+        console.print(with_rows(table, rows))
     else:
         console.print("nothing could be replayed: the drift is unknown")
     for line in left_out(resume):

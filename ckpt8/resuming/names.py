@@ -6,18 +6,20 @@ anywhere, DataParallel and DDP put ``module.`` in front of all. Two names that d
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_PARALLEL = "module."
+_PARALLEL = re.compile(r"^(?:module\.)+")
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
     """Every name mapped to itself without wrappers; to itself where two names would become one."""
     given = list(dict.fromkeys(names))
     plain = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in given]
-    while plain and all(name.startswith(_PARALLEL) for name in plain):
-        plain = [name.removeprefix(_PARALLEL) for name in plain]
+    if plain:
+        common = min(len(name) - len(_PARALLEL.sub("", name)) for name in plain)
+        plain = [name[common:] for name in plain]
     return dict(zip(given, plain if len(set(plain)) == len(plain) else given, strict=True))
 
 

@@ -1,0 +1,238 @@
+"""Names of the parameters of optimizers: of real runs, where every name is checked against the live model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from members_kit import GROUP
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import ckpt8
+from ckpt8.cli import app
+from ckpt8.inspect.checkpoint import inspect_checkpoint
+from ckpt8.inspect.container import inspect_container
+from ckpt8.inspect.parameters import display_names
+
+ROWS = 12
+
+
+def llama(**changes):
+    """All projections of a block have one shape, as have all norms."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": ROWS, "vocab_size": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 32}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=True, **changes))
+
+
+def gpt2():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=2)
+    )
+
+
+def train(model, folder, optim="adamw_torch"):
+    """One step of the Trainer: the checkpoint directory, and the live optimizer."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate, which is not installed")
+    rows = [{"input_ids": torch.arange(k, k + 16) % 64, "labels": torch.arange(k, k + 16) % 64} for k in range(8)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=1,
+        save_steps=1,
+        weight_decay=0.1,
+        per_device_train_batch_size=8,
+        optim=optim,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    return folder / "checkpoint-1", trainer.optimizer
+
+
+def named_moments(checkpoint, container):
+    """The first moments of the checkpoint by the name that the container gives to their parameter."""
+    tensors = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]
+    found = {}
+    for row in inspect_container(container, tensors=True)["parameters"]:
+        _, number, *keys = row["moments"]["moment1"].removeprefix("optimizer.pt:").split(".")
+        moment = tensors[int(number)]
+        for key in keys:
+            moment = moment[key]
+        found[row["name"].removeprefix("optimizer.pt:")] = row["named"], moment
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_every_parameter_of_a_trainer_has_its_name(make, tmp_path):
+    model = make()
+    checkpoint, optimizer = train(model, tmp_path)
+    ckpt8.compress(checkpoint, tmp_path / "a.ckpt8")
+    found = named_moments(checkpoint, tmp_path / "a.ckpt8")
+    live = dict(model.named_parameters())
+    assert found.keys() == live.keys()
+    assert all(named for named, _ in found.values())
+    for name, (_, moment) in found.items():
+        assert torch.equal(moment, optimizer.state[live[name]]["exp_avg"]), name
+    assert not ckpt8.verify(tmp_path / "a.ckpt8", checkpoint).failures
+    ckpt8.compress(checkpoint, tmp_path / "b.ckpt8", threads=2)
+    assert (tmp_path / "a.ckpt8").read_bytes() == (tmp_path / "b.ckpt8").read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_names_beside_8_bit_state(tmp_path):
+    """The shapes of 8-bit state tell as much as those of moments: what is left in 32 bits has its name."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    model = llama()
+    checkpoint, optimizer = train(model, tmp_path, "adamw_bnb_8bit")
+    ckpt8.compress(checkpoint, tmp_path / "a.ckpt8")
+    found = named_moments(checkpoint, tmp_path / "a.ckpt8")
+    live = dict(model.named_parameters())
+    assert set(found) == {name for name in live if "norm" in name or "embed" in name}
+    for name, (named, moment) in found.items():
+        assert named
+        assert torch.equal(moment, optimizer.state[live[name]]["state1"]), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_trainer_freezes_leaves_its_shape_without_names(tmp_path):
+    model = llama()
+    model.model.layers[0].self_attn.q_proj.weight.requires_grad = False
+    checkpoint, optimizer = train(model, tmp_path)
+    ckpt8.compress(checkpoint, tmp_path / "a.ckpt8")
+    found = named_moments(checkpoint, tmp_path / "a.ckpt8")
+    live = dict(model.named_parameters())
+    # All matrices have one shape, and all norms have another.
+    assert {name for name, (named, _) in found.items() if named} == {name for name in live if "norm" in name}
+    for name, (named, moment) in found.items():
+        assert not named or torch.equal(moment, optimizer.state[live[name]]["exp_avg"]), name
+
+
+NAMES = ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.v_proj.weight"]
+CONFIG = {"model_type": "llama", "transformers_version": "5.23.0"}
+
+
+def directory(root, config=CONFIG, groups=1, weight_decay=0.0, trainer=False):
+    """Two weights of one shape and a norm, in a file that is sorted by name, and their optimizer."""
+    root.mkdir()
+    weights = {name: torch.randn(70, 70) for name in NAMES} | {"model.norm.weight": torch.ones(70)}
+    save_file(weights, root / "model.safetensors")
+    live = [torch.nn.Parameter(weight) for weight in weights.values()]
+    parts = [live] if groups == 1 else [live[:2], live[2:]] if groups == 2 else [[each] for each in live]
+    adam = torch.optim.AdamW([{"params": part, "weight_decay": 0.1} for part in parts])
+    adam.param_groups[-1]["weight_decay"] = weight_decay
+    for parameter in live:
+        parameter.grad = torch.randn_like(parameter)
+    adam.step()
+    torch.save(adam.state_dict(), root / "optimizer.pt")
+    if config is not None:
+        (root / "config.json").write_bytes(config if isinstance(config, bytes) else json.dumps(config).encode())
+    if trainer:
+        (root / "trainer_state.json").write_text("{}")
+    return root
+
+
+def names_of(root):
+    rows = inspect_checkpoint(root, tensors=True)["parameters"]
+    return [row["name"].removeprefix("optimizer.pt:") for row in rows], [row["named"] for row in rows]
+
+
+@pytest.mark.parametrize("options", [{}, {"groups": 2}, {"groups": 2, "trainer": True}])
+def test_the_configuration_tells_the_order(options, tmp_path):
+    names, named = names_of(directory(tmp_path / "run", **options))
+    assert names == [*NAMES, "model.norm.weight"]
+    assert all(named)
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({"config": None}, ["model.norm.weight"]),
+        ({"config": {**CONFIG, "model_type": "unheard_of"}}, ["model.norm.weight"]),
+        ({"config": {**CONFIG, "transformers_version": "3.0.0"}}, ["model.norm.weight"]),
+        ({"config": b"\xff\x00not json"}, ["model.norm.weight"]),
+        ({"config": b"[" * 2_000_000}, ["model.norm.weight"]),
+        ({"groups": 3}, ["model.norm.weight"]),
+    ],
+)
+def test_where_the_order_is_not_known_only_a_shape_of_its_own_tells(options, left, tmp_path):
+    names, named = names_of(directory(tmp_path / "run", **options))
+    assert names == ["state.0", "state.1", *left]
+    assert named == [False, False, True]
+
+
+def test_shapes_that_differ_from_the_model_give_no_names(tmp_path):
+    root = directory(tmp_path / "run")
+    save_file({name: torch.randn(72, 70) for name in NAMES}, root / "model.safetensors")
+    assert names_of(root) == (["state.0", "state.1", "state.2"], [False] * 3)
+
+
+def test_state_by_name_needs_no_weights(tmp_path):
+    """As accelerate writes it for FSDP; wrappers are left out where a name is shown, and nowhere else."""
+    root = directory(tmp_path / "run", config=None)
+    state = torch.load(root / "optimizer.pt", weights_only=True)["state"]
+    names = [f"module._fsdp_wrapped_module.{name}" for name in [*NAMES, "model.norm.weight"]]
+    tree = {"state": dict(zip(names, state.values(), strict=True)), "param_groups": [{**GROUP, "params": names}]}
+    torch.save(tree, root / "optimizer.pt")
+    assert names_of(root) == ([*NAMES, "model.norm.weight"], [True] * 3)
+    manifest = ckpt8.compress(root)
+    assert f"optimizer.pt:state.{names[0]}.exp_avg" in {storage.name for storage in manifest.storages}
+    rows = inspect_container(tmp_path / "run.ckpt8", tensors=True)
+    assert [row["name"] for row in rows["parameters"]] == [f"optimizer.pt:{n}" for n in [*NAMES, "model.norm.weight"]]
+    assert {row["name"] for row in rows["worst"]["update"]} == {f"optimizer.pt:{name}" for name in NAMES}
+
+
+def test_a_single_file_has_the_order_of_its_model(tmp_path):
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(70, 70), torch.nn.Linear(70, 70), torch.nn.LayerNorm(70))
+    adam = torch.optim.AdamW([list(model.parameters())[k] for k in (0, 1, 2, 3, 4, 5)])
+    model(torch.randn(2, 70)).square().sum().backward()
+    adam.step()
+    lightning = {"state_dict": model.state_dict(), "optimizer_states": [adam.state_dict()]}
+    for tree in ({"model": model.state_dict(), "optimizer": adam.state_dict()}, lightning):
+        torch.save(tree, tmp_path / "run.pt")
+        rows = inspect_checkpoint(tmp_path / "run.pt", tensors=True)["parameters"]
+        assert [row["name"] for row in rows] == [name for name, _ in model.named_parameters()]
+        manifest = ckpt8.compress(tmp_path / "run.pt", force=True)
+        assert [parameter.name for parameter in manifest.parameters] == [row["name"] for row in rows]
+    two = {"a": {"model": model.state_dict()}, "b": {"model": model.state_dict()}, "optimizer": adam.state_dict()}
+    torch.save(two, tmp_path / "run.pt")
+    rows = inspect_checkpoint(tmp_path / "run.pt", tensors=True)["parameters"]
+    assert [(row["name"], row["named"]) for row in rows] == [(f"optimizer.state.{k}", False) for k in range(6)]
+
+
+def test_wrappers_are_dropped_unless_names_become_one():
+    given = [("m:_orig_mod.a.weight", ["m:state.0.exp_avg"]), ("m:a._orig_mod.bias", ["m:state.1.exp_avg"])]
+    assert [row["name"] for row in display_names(given, directory=True)] == ["m:a.weight", "m:a.bias"]
+    given.append(("m:a.weight", ["m:state.2.exp_avg"]))
+    assert [row["name"] for row in display_names(given, directory=True)] == [name for name, _ in given]
+    # A colon in a name is no member where there are none; a list of parameters has numbers for names.
+    given = [("a:_orig_mod.0", ["state.0.exp_avg"]), ("3", ["state.3.exp_avg"]), ("state.4", ["state.4.exp_avg"])]
+    assert [(row["name"], row["named"]) for row in display_names(given, directory=False)] == [
+        ("a:_orig_mod.0", True),
+        ("3", True),
+        ("state.4", False),
+    ]
+
+
+def test_inspect_says_which_are_unnamed(tmp_path):
+    root = directory(tmp_path / "run", config=None)
+    ckpt8.compress(root)
+    for path in (root, tmp_path / "run.ckpt8"):
+        result = CliRunner().invoke(app, ["inspect", str(path), "--tensors"], env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+        table = result.output[result.output.rindex("parameter ") :].splitlines()
+        assert table[1].startswith("unnamed optimizer.pt:state.0 ")
+        assert table[3].startswith("optimizer.pt:model.norm.weight ")
+        result = CliRunner().invoke(app, ["inspect", str(path), "--tensors", "--json"])
+        rows = json.loads(result.output)["parameters"]
+        assert [row["named"] for row in rows] == [False, False, True]
+    assert "unnamed optimizer.pt:state.0" in CliRunner().invoke(app, ["inspect", str(tmp_path / "run.ckpt8")]).output
