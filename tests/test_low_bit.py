@@ -20,16 +20,16 @@ from ckpt8.readers import open_checkpoint
 from ckpt8.stats import read_error
 from ckpt8.tensors import DType, Role
 
-INPUTS = Path(__file__).parent.parent / "fixtures" / "inputs"
+INPUTS = Path(__file__).parent.parent / "fixtures" / "inputs" / "low_bit"
 SMALL = 64 + 4 * 64 + 4
 """Elements of the parameters that are too small for 8 bits."""
 
 ROWS = {
-    "low_bit_bitsandbytes.pt": ("bitsandbytes", "8-bit", 256, 1),
-    "low_bit_torchao_8.pt": ("torchao", "8-bit", 256, 1),
-    "low_bit_torchao_4.pt": ("torchao", "4-bit", 128, 1),
-    "low_bit_torchao_fp8.pt": ("torchao", "fp8", 256, 1),
-    "low_bit_flash.pt": ("flashoptim", "8-bit", 32, 4),
+    "bitsandbytes.pt": ("bitsandbytes", "8-bit", 256, 1),
+    "torchao_8.pt": ("torchao", "8-bit", 256, 1),
+    "torchao_4.pt": ("torchao", "4-bit", 128, 1),
+    "torchao_fp8.pt": ("torchao", "fp8", 256, 1),
+    "flash.pt": ("flashoptim", "8-bit", 32, 4),
 }
 
 spec = importlib.util.spec_from_file_location("make_low_bit", INPUTS / "make_low_bit.py")
@@ -95,11 +95,11 @@ def same_bits(x, y):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("preset", ["flash", "compact"])
 @pytest.mark.parametrize(("name", "package"), [
-    ("low_bit_bitsandbytes.pt", "bitsandbytes"),
-    ("low_bit_torchao_8.pt", "torchao"),
-    ("low_bit_torchao_4.pt", "torchao"),
-    ("low_bit_torchao_fp8.pt", "torchao"),
-    ("low_bit_flash.pt", "pytorch_optimizer"),
+    ("bitsandbytes.pt", "bitsandbytes"),
+    ("torchao_8.pt", "torchao"),
+    ("torchao_4.pt", "torchao"),
+    ("torchao_fp8.pt", "torchao"),
+    ("flash.pt", "pytorch_optimizer"),
 ])  # fmt: skip
 def test_the_program_goes_on_with_it(name, package, preset, tmp_path):
     pytest.importorskip(package, reason=f"{package} is not installed")

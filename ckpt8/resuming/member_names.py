@@ -67,8 +67,11 @@ class Weights:
                 self.shapes[name] = ref.shape
 
     def in_order(self) -> list[str]:
-        """The names whose place among each other is known, in the order of the model."""
-        if self.ordered:
+        """The names whose place among each other is known, in the order of the model.
+
+        A state dict that is sorted may be what somebody read from a safetensors file.
+        """
+        if self.ordered and list(self.shapes) != sorted(self.shapes):
             return list(self.shapes)
         places = {} if self.order is None else self.order.places(self.shapes)
         return sorted(places, key=lambda name: places[name])

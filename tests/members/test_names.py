@@ -15,6 +15,8 @@ from ckpt8.cli import app
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
 from ckpt8.inspect.parameters import display_names
+from ckpt8.low_bit import parameter_shape
+from ckpt8.readers import open_checkpoint
 
 ROWS = 12
 
@@ -190,6 +192,26 @@ def test_state_by_name_needs_no_weights(tmp_path):
     assert {row["name"] for row in rows["worst"]["update"]} == {f"optimizer.pt:{name}" for name in NAMES}
 
 
+def test_factored_statistics_have_the_shape_of_their_parameter(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    root = directory(tmp_path / "run")
+    shapes = {NAMES[0]: (70, 40), NAMES[1]: (40, 70), "model.layers.0.mlp.up_proj.weight": (70, 40)}
+    shapes |= {"model.layers.0.input_layernorm.weight": (70,), "model.norm.weight": (70,)}
+    live = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    save_file({name: parameter.data for name, parameter in live.items()}, root / "model.safetensors")
+    adafactor = transformers.optimization.Adafactor(live.values(), lr=1e-3, relative_step=False, scale_parameter=False)
+    for parameter in live.values():
+        parameter.grad = torch.randn_like(parameter)
+    adafactor.step()
+    state = adafactor.state_dict()
+    torch.save(state, root / "optimizer.pt")
+    assert "exp_avg_sq_row" in state["state"][0]
+    assert names_of(root)[0] == list(shapes)[3:]
+    with open_checkpoint(root / "optimizer.pt") as checkpoint:
+        states = checkpoint.tree["state"]
+        assert [parameter_shape(states[k]) for k in range(5)] == list(shapes.values())
+
+
 def test_a_single_file_has_the_order_of_its_model(tmp_path):
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(70, 70), torch.nn.Linear(70, 70), torch.nn.LayerNorm(70))
@@ -207,6 +229,18 @@ def test_a_single_file_has_the_order_of_its_model(tmp_path):
     torch.save(two, tmp_path / "run.pt")
     rows = inspect_checkpoint(tmp_path / "run.pt", tensors=True)["parameters"]
     assert [(row["name"], row["named"]) for row in rows] == [(f"optimizer.state.{k}", False) for k in range(6)]
+
+
+def test_a_state_dict_that_is_sorted_may_have_lost_its_order(tmp_path):
+    live = {name: torch.nn.Parameter(torch.randn(70, 70)) for name in ("b", "a", "c")}
+    adam = torch.optim.AdamW(live.values())
+    for parameter in live.values():
+        parameter.grad = torch.randn_like(parameter)
+    adam.step()
+    for names, expected in ((list(live), list(live)), (sorted(live), [f"optimizer.state.{k}" for k in range(3)])):
+        torch.save({"model": {n: live[n].data for n in names}, "optimizer": adam.state_dict()}, tmp_path / "run.pt")
+        rows = inspect_checkpoint(tmp_path / "run.pt", tensors=True)["parameters"]
+        assert [row["name"] for row in rows] == expected
 
 
 def test_wrappers_are_dropped_unless_names_become_one():
