@@ -24,7 +24,7 @@ _TAR_MAGIC_OFFSET = 257
 _KNOWN_STARTS = (
     (b"PK", "a zip file without a data.pkl"),
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself (git lfs pull fetches it)"),
-    (b"\x80", "a plain pickle"),
+    (b"\x80", "a plain pickle (of a distributed checkpoint give the folder, not its .metadata)"),
     (b"\x1f\x8b", "a gzip file (unpack it first)"),
     (b"\x28\xb5\x2f\xfd", "a zstandard file (unpack it first)"),
     (b"\x89HDF", "an HDF5 file"),

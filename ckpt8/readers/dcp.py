@@ -28,6 +28,9 @@ from ckpt8.roles import Labelled, NamedTensor
 MAX_VALUE_BYTES = 64 * 2**20
 """The longest value that is no tensor of which an option of an optimizer is read."""
 
+_MAX_DECODED_VALUE = 2**30
+"""The longest such value that is decoded: nothing but its compressed form says how long it may be."""
+
 _KNOWN_BYTES = 4096
 """Options are the same for every parameter: most of these small files are equal, byte for byte, and read once."""
 
@@ -87,7 +90,7 @@ class DcpCheckpoint:
     def open(self, path: str, file: SourceFile) -> tuple[DcpFile, list[StateSlice]]:
         """A file of the checkpoint, its slices decoded where they are compressed; those that are state.
 
-        Raises InputError where it is not what the metadata says.
+        Raises InputError where it is not what the metadata says, UnsupportedError for a slice that cannot be read.
         """
         pieces = self.files[path]
         _check_layout(pieces, file)
@@ -120,6 +123,11 @@ class DcpCheckpoint:
                 states.append(StateSlice(key, piece.place, self.metadata.suffix(piece), whole, ref))
         return DcpFile(file, storages, Labelled(tuple(tensors), frozenset(opaque))), states
 
+    def forget(self, path: str) -> None:
+        """Leave the slices of a file where they are, since it could not be opened."""
+        for piece in self.files[path]:
+            self.moved.pop(piece, None)
+
     def _window(self, piece: Slice, file: SourceFile) -> Window:
         offset, length = self.moved.get(piece, (piece.offset, piece.length))
         return Window(file, offset, length, f"slice {shown(piece.name)}")
@@ -127,7 +135,7 @@ class DcpCheckpoint:
     def _limit(self, piece: Slice) -> int:
         """The most bytes that a slice can have: those of its tensor, or of a value, and a pickle around them."""
         if piece.place is None:
-            return MAX_VALUE_BYTES
+            return _MAX_DECODED_VALUE
         return 2 * prod(piece.place[1]) * self.metadata.tensors[piece.name].dtype.itemsize + 2**20
 
     def _open_slice(self, piece: Slice, window: Window) -> OpenCheckpoint:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.container.manifest import FILE, SYMLINK
-from ckpt8.errors import InputError
+from ckpt8.errors import InputError, UnsupportedError
 from ckpt8.readers.base import ByteRange, SourceFile, StorageInfo
 from ckpt8.readers.dcp import DcpCheckpoint
 from ckpt8.readers.dcp_metadata import MAX_METADATA_BYTES, METADATA, ZSTD, read_metadata
@@ -64,6 +64,7 @@ def open_distributed(
         if checkpoint.moved:
             content = rewritten(checkpoint.metadata, checkpoint.moved, where)
             found[folder + METADATA] = DirectoryMember(folder + METADATA, Rewritten(file, content), _METADATA_REWRITTEN)
+        checkpoint.metadata.tree = None  # by far the largest part
     return found
 
 
@@ -93,5 +94,9 @@ def _open_file(
         return DirectoryMember(entry.path, PlainFile(file), reason, holds_tensors=True)
     if transforms and not decode:
         return DirectoryMember(entry.path, PlainFile(file), kept(_ZSTD_KEPT, file.source), holds_tensors=True)
-    opened, states = checkpoint.open(path, file)
+    try:
+        opened, states = checkpoint.open(path, file)
+    except UnsupportedError as exc:
+        checkpoint.forget(path)
+        return DirectoryMember(entry.path, PlainFile(file), kept(exc, file.source), holds_tensors=True)
     return DirectoryMember(entry.path, opened, _ZSTD_DECODED if transforms else None, checkpoint, states)

@@ -78,7 +78,6 @@ class Slice:
     length: int
     place: Place | None
     transforms: tuple[str, ...]
-    index: Inert
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +233,7 @@ class _Parser:
         transforms = entry.get("transform_descriptors") or []
         if type(transforms) is not list or not all(type(each) is str for each in transforms):
             raise self._fail(f"{shown(name)}: its transformations have no names")
-        return Slice(name, path, offset, length, place, tuple(transforms), index)
+        return Slice(name, path, offset, length, place, tuple(transforms))
 
     def _paths(self, data: Any) -> dict[str, tuple[str, ...]]:
         """The paths that the default planner keeps; what another planner keeps is left alone."""

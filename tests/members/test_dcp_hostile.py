@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import time
+import zipfile
 
 import pytest
 import torch
+import zstandard
 from dcp_kit import adam_state, change_metadata, read_metadata, run_cli, save_small
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -290,8 +293,6 @@ def frames(root, name, content):
 
 
 def test_a_bomb(compressed):
-    import zstandard
-
     machine = zstandard.ZstdCompressor().compressobj()
     block = bytes(1 << 20)
     bomb = b"".join(machine.compress(block) for _ in range(40)) + machine.flush()
@@ -329,3 +330,29 @@ def test_an_unknown_transformation_is_kept(compressed, tmp_path):
     back = ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")
     for name in (".metadata", "__0_0.distcp"):
         assert (back / name).read_bytes() == (compressed / name).read_bytes()
+
+
+@pytest.mark.parametrize("source", ["root", "compressed"])
+def test_a_slice_that_cannot_be_read_leaves_its_file_as_it_is(source, request, tmp_path):
+    """A zip file whose records are compressed, as another program may write it; the other file is encoded."""
+    root = request.getfixturevalue(source)
+    stream, deflated = io.BytesIO(), io.BytesIO()
+    torch.save(torch.randn(80, 80), stream)
+    with zipfile.ZipFile(stream) as old, zipfile.ZipFile(deflated, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    content = deflated.getvalue()
+    (root / "__1_0.distcp").write_bytes((root / "__0_0.distcp").read_bytes())
+    change_metadata(root, info(lambda each: setattr(each, "relative_path", "__1_0.distcp"), "model.down.weight"))
+    frames(root, "model.up.weight", content if source == "root" else zstandard.ZstdCompressor().compress(content))
+    manifest = ckpt8.compress(root)
+    formats = {member.path: member.format for member in manifest.members}
+    assert (formats["__0_0.distcp"], formats["__1_0.distcp"]) == (FILE, "dcp")
+    reason = next(record.reason for record in manifest.storages if record.name.startswith("__0_0.distcp"))
+    assert reason.startswith("kept as it is: slice 'model.up.weight'")
+    back = ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")
+    assert (back / "__0_0.distcp").read_bytes() == (root / "__0_0.distcp").read_bytes()
+    assert not ckpt8.verify(tmp_path / "run.ckpt8", root).failures
+    old, new = ({index.fqn: each for index, each in read_metadata(each).storage_data.items()} for each in (root, back))
+    assert new["model.up.weight"] == old["model.up.weight"]
+    assert new["model.down.weight"].transform_descriptors is None
