@@ -77,7 +77,12 @@ def save_run(folder, preset="lossless", flat=False, asynchronous=False):
     train(model, optimizer, range(STEPS))
     before = whole_state(model, optimizer)
     state, writer = state_of(model, optimizer, flat), Ckpt8StorageWriter(Path(folder) / "saved", preset=preset)
-    pending = dcp.async_save(state, storage_writer=writer) if asynchronous else dcp.save(state, storage_writer=writer)
+    if asynchronous:
+        # A group of its own: the ranks talk about the save while they train.
+        group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        pending = dcp.async_save(state, storage_writer=writer, process_group=group)
+    else:
+        dcp.save(state, storage_writer=writer)
     losses = train(model, optimizer, range(STEPS, 2 * STEPS))
     if asynchronous:
         pending.result()
@@ -109,7 +114,7 @@ def _in_process(rank, world, folder, calls):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     try:
         for call, options in calls:
-            call(folder, **options)
+            call(**options)
     finally:
         dist.destroy_process_group()
 
@@ -120,7 +125,7 @@ def run(world, folder, *calls):
     store.unlink(missing_ok=True)
     if world == 1:
         for call, options in calls:
-            call(folder, **options)
+            call(**options)
     else:
         spawn(_in_process, (world, str(folder), calls), nprocs=world)
         store.unlink(missing_ok=True)
