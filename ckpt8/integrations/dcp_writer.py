@@ -38,9 +38,10 @@ _DTYPES = frozenset(dtype.label for dtype in DType)
 class Ckpt8StorageWriter(StorageWriter):
     """Writes a checkpoint into the directory ``path``, one that every rank can reach.
 
-    ``preset``, ``rules``, ``threads`` and ``stats`` are those of ``ckpt8.save``; a rule is matched with the names of
-    the state dict, and with ``weights.`` before those of weights that have no prefix. A checkpoint that is there
-    already is replaced; with ``overwrite`` False it is refused. Slices are packed where they are, CPU or GPU.
+    ``preset``, ``rules``, ``threads`` and ``stats`` are those of ``ckpt8.save``. A rule is matched with the names of the
+    state dict, with ``weights.`` before those of trained parameters at its top level and ``other.`` before what is part
+    of no model and no optimizer. Slices are packed where they are, CPU or GPU. A checkpoint that is there
+    already is replaced; with ``overwrite`` False it is refused.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Ckpt8StorageWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Number the ranks. Raises UsageError for a rule that matches nothing in any of them."""
-        if self._policy.rules and all(plan.usable for plan in plans):
+        if self._policy.rules and all(getattr(plan, "usable", True) for plan in plans):
             items = [item for plan in plans for item in plan.items]
             tensors = {item.index.fqn for item in items if item.type is not WriteItemType.BYTE_IO}
             naming = Naming(tensors, {item.index.fqn for item in items} - tensors)

@@ -37,7 +37,7 @@ def _interfaces() -> Iterator[Any]:
         try:
             yield import_module(home).CheckpointIO
         except ModuleNotFoundError as exc:
-            if exc.name not in (home, home.partition(".")[0]):
+            if not f"{home}.".startswith(f"{exc.name}."):
                 raise
 
 

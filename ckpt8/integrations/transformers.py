@@ -111,7 +111,7 @@ class Ckpt8Callback(TrainerCallback):
     def _before_save(self, args: Any, state: Any, control: Any) -> None:
         job = self._job
         # With the strategy "best", Trainer decides after the evaluation whether it saves.
-        if job is not None and (job.done() or control.should_save or str(args.save_strategy).endswith("best")):
+        if job is not None and (job.done() or control.should_save or args.save_strategy == "best"):
             self._harvest(state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002

@@ -121,7 +121,7 @@ def test_slices_of_one_tensor_and_names_that_collide():
     assert tree["weights"] == {"w": Slot(2), "w@0": Slot(6)}
     assert tree["optimizer"]["state"] == {
         "w": {"exp_avg": Slot(4), "step": 5.0},
-        "w@4x0": {"exp_avg": Slot(5), "step": 5.0},
+        "w@4": {"exp_avg": Slot(5), "step": 5.0},
     }
     assert tree["optimizer"]["param_groups"] == [{"params": ["w", "w@4"], "betas": (0.9, 0.99)}]
     assert set(tensor_names(tree)) == set(range(len(items)))

@@ -208,6 +208,24 @@ def test_a_second_save_replaces_the_first(tmp_path):
     assert load({"w": torch.zeros(8)}, tmp_path / "y")["w"].eq(1).all()
 
 
+def test_other_settings_of_the_planner(tmp_path):
+    state = {"w": torch.randn(5, 6), "n": torch.arange(4)}
+    flat = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path / "x", preset="lossless"), planner=flat)
+    assert json.loads((tmp_path / "x" / "ckpt8-dcp.json").read_text())["paths"] is None
+    found = emptied(state)
+    reader = Ckpt8StorageReader(tmp_path / "x")
+    dcp.load(found, storage_reader=reader, planner=dcp.DefaultLoadPlanner(flatten_state_dict=False))
+    assert_same(found, state)
+    for step in range(3):
+        # A planner that remembers the plan of the last save sends no items.
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        state["w"] += 1
+        writer = Ckpt8StorageWriter(tmp_path / f"step-{step}", preset="lossless", rules=["*w=lossless"])
+        dcp.save(state, storage_writer=writer, planner=planner)
+        assert_same(load(emptied(state), tmp_path / f"step-{step}"), state)
+
+
 def test_a_save_that_must_not_replace_is_refused(tmp_path):
     save({"w": torch.ones(8)}, tmp_path / "x")
     before = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}

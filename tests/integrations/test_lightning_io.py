@@ -135,9 +135,6 @@ def test_lightnings_own_thread_around_the_plugin(whole, tmp_path):
 def test_pytorch_lightning_takes_the_plugin(whole, tmp_path):
     classic = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
 
-    class Same(classic.LightningModule):
-        __init__, training_step, configure_optimizers = Net.__init__, Net.training_step, Net.configure_optimizers
-
     class Classic(classic.LightningModule):
         def __init__(self):
             super().__init__()
@@ -208,7 +205,7 @@ def test_nothing_in_a_pickle_is_executed(tmp_path):
     io.save_checkpoint({"trap": Trap()}, tmp_path / "x.ckpt")
     torch.save({"trap": Trap()}, tmp_path / "y.ckpt")
     for name in ("x.ckpt", "y.ckpt"):
-        with pytest.raises(UnsupportedError, match="holds posix.mkdir"):
+        with pytest.raises(UnsupportedError, match=r"holds posix.mkdir"):
             io.load_checkpoint(tmp_path / name, weights_only=False)
     assert not (tmp_path / "executed").exists()
 
@@ -270,13 +267,15 @@ def test_a_save_under_way_is_waited_for(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ContainerWriter, "finish", slow)
     io = Ckpt8CheckpointIO(background=True)
-    for action in (io.load_checkpoint, io.remove_checkpoint):
+    for name, action in (("x.ckpt", io.load_checkpoint), ("y.ckpt", io.remove_checkpoint)):
         go_on.clear()
-        io.save_checkpoint({"w": torch.ones(3)}, tmp_path / "x.ckpt")
-        assert not (tmp_path / "x.ckpt").exists()
+        io.save_checkpoint({"w": torch.ones(3)}, tmp_path / name)
+        was_there = (tmp_path / name).exists()
         threading.Timer(0.1, go_on.set).start()
-        action(tmp_path / "x.ckpt")
-    assert list(tmp_path.iterdir()) == []
+        assert not was_there
+        action(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"]
+    io.remove_checkpoint(tmp_path / "x.ckpt")
     io.remove_checkpoint(tmp_path / "x.ckpt")
     (tmp_path / "folder" / "inside").mkdir(parents=True)
     io.remove_checkpoint(tmp_path / "folder")

@@ -5,8 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 import ckpt8
 
@@ -77,6 +81,30 @@ def test_the_limit_holds_for_containers(background, tmp_path):
     run.train()
     assert names_in(tmp_path) == ["checkpoint-10.ckpt8", "checkpoint-12.ckpt8"]
     assert restored_checkpoint(tmp_path) == str(tmp_path / "checkpoint-12")
+
+
+@pytest.mark.parametrize("strategy", ["steps", "best"])
+def test_what_is_being_read_is_not_rotated_away(strategy, tmp_path, monkeypatch):
+    """A compression that takes longer than the steps between two saves, of a directory that the next save removes."""
+    compress, done = ckpt8.compress, []
+
+    def slow(source, target, **options):
+        time.sleep(0.2)
+        done.append(source.name)
+        return compress(source, target, **options)
+
+    monkeypatch.setattr("ckpt8.api.compress", slow)
+    arguments = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best", "metric_for_best_model": "loss"}
+    run = trainer(
+        tmp_path,
+        [Ckpt8Callback(background=True)],
+        save_total_limit=1,
+        **({"save_steps": 2} if strategy == "steps" else arguments),
+    )
+    run.train()
+    assert len(done) > 2
+    assert names_in(tmp_path) == [done[-1], f"{done[-1]}.ckpt8"]
+    assert not ckpt8.verify(tmp_path / f"{done[-1]}.ckpt8", tmp_path / done[-1]).failures
 
 
 @pytest.mark.parametrize("limit", [1, 2])
@@ -211,6 +239,40 @@ def test_where_a_run_resumes_from(tmp_path):
     assert not (tmp_path / "checkpoint-8").exists()
 
 
+def _both_ranks(rank, folder):
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    try:
+        assert restored_checkpoint(f"{folder}/none") is None
+        path = restored_checkpoint(f"{folder}/run")
+        assert path == f"{folder}/run/checkpoint-4"
+        with temporary_checkpoint(f"{folder}/run") as again:
+            assert again == path
+        with pytest.raises((InputError, OutputError), match="checkpoint-1"):
+            restored_checkpoint(f"{folder}/damaged")
+        callback, control = Ckpt8Callback(), transformers.TrainerControl()
+        arguments = transformers.TrainingArguments(output_dir=f"{folder}/run", report_to=[], use_cpu=True)
+        state = transformers.TrainerState(global_step=4, is_world_process_zero=rank == 0)
+        (Path(folder) / "run" / "checkpoint-4.ckpt8").unlink(missing_ok=True)
+        if rank == 1:
+            # What this rank still writes when the other is done.
+            time.sleep(0.2)
+            (Path(folder) / "run" / "checkpoint-4" / "rng_state_1.pth").write_bytes(b"mine")
+        callback.on_save(arguments, state, control)
+        dist.barrier()
+        with ckpt8.open(f"{folder}/run/checkpoint-4.ckpt8") as file:
+            assert "rng_state_1.pth" in {member.path for member in file.manifest.members}
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_each_other(tmp_path):
+    trainer(tmp_path / "run", [Ckpt8Callback(keep_original=False)], max_steps=4).train()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "checkpoint-1.ckpt8").write_bytes(b"x" * 100)
+    spawn(_both_ranks, (str(tmp_path),), nprocs=2)
+
+
 def test_arguments_are_checked_before_the_run():
     with pytest.raises(UsageError, match="preset 'best'"):
         Ckpt8Callback(preset="best")
@@ -225,7 +287,11 @@ def test_arguments_are_checked_before_the_run():
 def test_without_the_framework_one_line_says_so(module, package, blocked):
     program = (
         "import sys\n"
-        f"for name in {blocked}: sys.modules[name] = None\n"
+        "class Hidden:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] in {blocked}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Hidden())\n"
         "import ckpt8, ckpt8.api\n"
         "try:\n"
         f"    import ckpt8.integrations.{module}\n"
