@@ -38,10 +38,10 @@ _DTYPES = frozenset(dtype.label for dtype in DType)
 class Ckpt8StorageWriter(StorageWriter):
     """Writes a checkpoint into the directory ``path``, one that every rank can reach.
 
-    ``preset``, ``rules``, ``threads`` and ``stats`` are those of ``ckpt8.save``. A rule is matched with the names of the
-    state dict, with ``weights.`` before those of trained parameters at its top level and ``other.`` before what is part
-    of no model and no optimizer. Slices are packed where they are, CPU or GPU. A checkpoint that is there
-    already is replaced; with ``overwrite`` False it is refused.
+    ``preset``, ``rules``, ``threads`` and ``stats`` are those of ``ckpt8.save``. A rule is matched with the names of
+    the state dict, with ``weights.`` before those of trained parameters at its top level and ``other.`` before what is
+    part of no model and no optimizer. Slices are packed where they are, CPU or GPU. A checkpoint that is there already
+    is replaced; with ``overwrite`` False it is refused.
     """
 
     def __init__(
