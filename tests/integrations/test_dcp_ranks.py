@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from dcp_kit import load_run, run, save_run
+from fsdp_kit import load_run, run, save_run
 
 import ckpt8
 
