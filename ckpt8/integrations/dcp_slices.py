@@ -1,0 +1,177 @@
+"""Parts of tensors: out of live memory without a copy, out of a container without decoding more than is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from ckpt8.container import frames, layout
+from ckpt8.container.reader import ContainerReader
+from ckpt8.workers import Workers
+
+_BLOCK = 1 << 20
+"""Elements that are decoded at once where the part is no run of its tensor."""
+
+
+class ExactStorages:
+    """Gives slices storages that hold nothing else. A slice in several values keeps one storage."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[torch.device, int, int], torch.UntypedStorage] = {}
+
+    def tensor(self, value: torch.Tensor) -> torch.Tensor:
+        """The same values in the same memory; in memory of their own where they do not follow each other."""
+        value = value.detach().resolve_conj().resolve_neg().contiguous()
+        whole = value.untyped_storage()
+        nbytes = value.numel() * value.element_size()
+        if not nbytes or nbytes == whole.nbytes():
+            return value if nbytes else torch.empty(value.shape, dtype=value.dtype)
+        key = value.device, value.data_ptr(), nbytes
+        if key not in self._known:
+            start = value.storage_offset() * value.element_size()
+            self._known[key] = whole[start : start + nbytes]
+        return torch.empty(0, dtype=value.dtype, device=value.device).set_(self._known[key]).view(value.shape)
+
+
+class _Piece(NamedTuple):
+    """Elements ``first`` to ``last`` of a chunk, which are those from ``at`` on of what is filled."""
+
+    chunk: int
+    first: int
+    last: int
+    at: int
+
+
+class SliceReader:
+    """Fills tensors from parts of the storages of one container."""
+
+    def __init__(self, reader: ContainerReader, workers: Workers) -> None:
+        self._reader = reader
+        self._workers = workers
+        self._last: tuple[int, int, torch.Tensor] | None = None
+
+    def copy(
+        self,
+        storage: int,
+        shape: Sequence[int],
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        target: torch.Tensor,
+    ) -> None:
+        """Fill ``target`` with a box of the contiguous tensor of ``shape`` in ``storage``. Raises InputError."""
+        if not prod(lengths):
+            return
+        if target.is_contiguous() and _is_run(shape, lengths):
+            self._copy_run(storage, _position(shape, offsets), target.view(-1))
+        else:
+            self._copy_box(storage, 0, shape, offsets, lengths, target)
+
+    def copy_bytes(
+        self,
+        storage: int,
+        shape: Sequence[int],
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        target: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        """As ``copy`` of a tensor of ``dtype`` whose storage is one of bytes."""
+        size = dtype.itemsize
+        direct = target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype
+        whole = target if direct else torch.empty(tuple(lengths), dtype=dtype, device="cpu")
+        view = whole.view(-1).view(torch.uint8).view(*lengths, size)
+        self.copy(storage, (*shape, size), (*offsets, 0), (*lengths, size), view)
+        if not direct:
+            target.copy_(whole)
+
+    def read_bytes(self, storage: int, start: int, length: int) -> torch.Tensor:
+        """Bytes ``start`` to ``start + length`` of a storage of bytes."""
+        found = torch.empty(length, dtype=torch.uint8, device="cpu")
+        self._copy_run(storage, start, found)
+        return found
+
+    def _copy_run(self, storage: int, start: int, target: torch.Tensor) -> None:
+        dtype = self._reader.manifest.storages[storage].dtype.torch
+
+        def decode(piece: _Piece) -> None:
+            out = target[piece.at : piece.at + piece.last - piece.first]
+            if (
+                out.dtype == dtype
+                and out.device.type == "cpu"
+                and piece.last - piece.first == self._size(storage, piece)
+            ):
+                self._reader.decode_chunk(storage, piece.chunk, out)
+            else:
+                out.copy_(self._chunk(storage, piece.chunk)[piece.first : piece.last])
+
+        for _ in self._workers.map(decode, _pieces(start, target.numel())):
+            pass
+
+    def _size(self, storage: int, piece: _Piece) -> int:
+        record = self._reader.manifest.storages[storage]
+        return layout.chunk_spec(record.name, record.role, record.dtype, record.numel, piece.chunk).numel
+
+    def _chunk(self, storage: int, chunk: int) -> torch.Tensor:
+        record = self._reader.manifest.storages[storage]
+        spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
+        out = torch.empty(spec.numel, dtype=spec.dtype.torch, device="cpu")
+        self._reader.decode_chunk(storage, chunk, out)
+        return out
+
+    def _copy_box(
+        self,
+        storage: int,
+        base: int,
+        shape: Sequence[int],
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        target: torch.Tensor,
+    ) -> None:
+        """As ``copy``, block of rows by block of rows; ``base`` is where the tensor begins in its storage."""
+        row = prod(shape[1:])
+        start = base + offsets[0] * row
+        if len(shape) > 1 and row > _BLOCK:
+            for k in range(lengths[0]):
+                self._copy_box(storage, start + k * row, shape[1:], offsets[1:], lengths[1:], target[k])
+            return
+        step = max(1, _BLOCK // row)
+        for first in range(0, lengths[0], step):
+            rows = min(step, lengths[0] - first)
+            block = self._flat(storage, start + first * row, rows * row).view(rows, *shape[1:])
+            for dim, (offset, length) in enumerate(zip(offsets[1:], lengths[1:], strict=True), 1):
+                block = block.narrow(dim, offset, length)
+            target[first : first + rows].copy_(block)
+
+    def _flat(self, storage: int, start: int, length: int) -> torch.Tensor:
+        """A run of a storage; the last chunk is kept, since the next run begins in it."""
+        out = torch.empty(length, dtype=self._reader.manifest.storages[storage].dtype.torch, device="cpu")
+        for piece in _pieces(start, length):
+            if self._last is None or self._last[:2] != (storage, piece.chunk):
+                self._last = storage, piece.chunk, self._chunk(storage, piece.chunk)
+            out[piece.at : piece.at + piece.last - piece.first] = self._last[2][piece.first : piece.last]
+        return out
+
+
+def _pieces(start: int, length: int) -> Iterator[_Piece]:
+    at = 0
+    while at < length:
+        chunk, first = divmod(start + at, frames.FRAME)
+        last = min(frames.FRAME, first + length - at)
+        yield _Piece(chunk, first, last, at)
+        at += last - first
+
+
+def _is_run(shape: Sequence[int], lengths: Sequence[int]) -> bool:
+    """Whether the elements of a box follow each other in the tensor."""
+    cut = next((k for k, length in enumerate(lengths) if length != 1), len(lengths))
+    return list(lengths[cut + 1 :]) == list(shape[cut + 1 :])
+
+
+def _position(shape: Sequence[int], offsets: Sequence[int]) -> int:
+    """Where the element at ``offsets`` is in the flat tensor."""
+    strides = list(accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1))[::-1] if shape else []
+    return sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))

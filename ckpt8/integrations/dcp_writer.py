@@ -1,0 +1,207 @@
+"""The storage writer of ``ckpt8.integrations.dcp``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckpt8.bundle import Bundle
+from ckpt8.container.reader import ContainerReader
+from ckpt8.device_encoder import choose_encoder
+from ckpt8.errors import OutputError, UsageError
+from ckpt8.integrations.dcp_metadata import FILE_NAME, OBJECTS, Stored, local_path, write_metadata
+from ckpt8.integrations.dcp_slices import ExactStorages
+from ckpt8.integrations.dcp_tree import Naming, build, filled, tensor_names
+from ckpt8.live import LiveCheckpoint, live_checkpoint
+from ckpt8.pipeline import Compressor, Options
+from ckpt8.policy import Policy
+from ckpt8.tensors import DType
+
+_FILE = re.compile(r"__(\d+)_(\d+)\.ckpt8")
+_DCP_VERSION = "1.0.0"
+_DTYPES = frozenset(dtype.label for dtype in DType)
+
+
+class Ckpt8StorageWriter(StorageWriter):
+    """Writes a checkpoint into the directory ``path``, one that every rank can reach.
+
+    ``preset``, ``rules``, ``threads`` and ``stats`` are those of ``ckpt8.save``. A rule is matched with the names of
+    the state dict, with ``weights.`` before those of trained parameters at its top level and ``other.`` before what is
+    part of no model and no optimizer. Slices are packed where they are, CPU or GPU. A checkpoint that is there already
+    is replaced; with ``overwrite`` False it is refused.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        preset: str = "flash",
+        rules: Sequence[str] = (),
+        threads: int | None = None,
+        stats: bool = True,
+        overwrite: bool = True,
+    ) -> None:
+        super().__init__()
+        self.path = local_path(path)
+        self._policy = Policy.of(preset, rules)
+        self._options = Options(threads, stats)
+        self._overwrite = overwrite
+        self._save_id = uuid.uuid4().hex
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The directory."""
+        return self.path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save, to another directory if one is given."""
+        self.path = self.path if checkpoint_id is None else local_path(checkpoint_id)
+        self._save_id = uuid.uuid4().hex
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Raise UsageError for a save whose ranks do not agree on one checkpoint."""
+        if not kwargs.get("use_collectives", True):
+            raise UsageError("Ckpt8StorageWriter writes one checkpoint for all ranks; leave out use_collectives=False")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the directory. Raises OutputError where it holds a checkpoint that is not to be replaced."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise OutputError(f"{self.path}: cannot be written: {exc.strerror}") from exc
+        if (self.path / ".metadata").exists():
+            raise OutputError(f"{self.path}: holds a checkpoint of another format; give another directory")
+        if not self._overwrite and (self.path / FILE_NAME).exists():
+            raise OutputError(f"{self.path}: holds a checkpoint, and overwrite is False; give another directory")
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Number the ranks. Raises UsageError for a rule that matches nothing in any of them."""
+        if self._policy.rules and all(getattr(plan, "usable", True) for plan in plans):
+            items = [item for plan in plans for item in plan.items]
+            tensors = {item.index.fqn for item in items if item.type is not WriteItemType.BYTE_IO}
+            naming = Naming(tensors, {item.index.fqn for item in items} - tensors)
+            self._policy.check_rules([naming.text(name) for name in tensors])
+        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file. Raises OutputError, and what pickling raises."""
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._write(plan, planner) if plan.items else [])
+        return done
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        exact, saved = ExactStorages(), bytearray()
+        tensors: list[torch.Tensor] = []
+        slices: list[tuple[str, tuple[int, ...]]] = []
+        places: list[tuple[MetadataIndex, int | tuple[int, int]]] = []
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            if isinstance(data, torch.Tensor) and _is_plain(data):
+                places.append((item.index, len(tensors)))
+                slices.append((item.index.fqn, tuple(item.index.offset or ())))
+                tensors.append(exact.tensor(data))
+            else:
+                content = _as_bytes(data)
+                places.append((item.index, (len(saved), len(content))))
+                saved += content
+        known = getattr(planner, "state_dict", None)
+        tree = self._tree(slices, plan, known if isinstance(known, Mapping) else {})
+        names = tensor_names(tree)
+        obj = filled(tree, tensors.__getitem__)
+        if saved:
+            obj[OBJECTS] = torch.frombuffer(saved, dtype=torch.uint8)
+        target = self._new_file(plan.storage_data)
+        seal = self._compress(obj, target)
+        results = []
+        for index, place in places:
+            if isinstance(place, int):
+                stored, nbytes = Stored(target.name, seal, names[place]), tensors[place].nbytes
+            else:
+                stored, nbytes = Stored(target.name, seal, None, *place), place[1]
+            results.append(WriteResult(index, nbytes, stored))
+        return results
+
+    @staticmethod
+    def _tree(slices: list[tuple[str, tuple[int, ...]]], plan: SavePlan, known: Mapping[str, Any]) -> dict[str, Any]:
+        objects = {item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO}
+        objects |= {name for name, value in known.items() if not _has_slices(value)}
+        tree = build(Naming([*known, *(name for name, _ in slices)], objects), slices, known)
+        if OBJECTS in tree:
+            # A value of that very name makes way for the bytes.
+            tree[f"{OBJECTS}#"] = tree.pop(OBJECTS)
+        return tree
+
+    def _new_file(self, rank: int) -> Path:
+        """A name that no file of this rank has, so that a checkpoint that is there stays whole until it is replaced."""
+        taken = [number for path, owner, number in self._files() if owner == rank]
+        return self.path / f"__{rank}_{max(taken, default=-1) + 1}.ckpt8"
+
+    def _compress(self, obj: object, target: Path) -> str:
+        """Write ``target``; its seal."""
+        with live_checkpoint(obj, target.stem) as checkpoint:
+            bundle = Bundle.of(checkpoint, f"{target.stem}.pt")
+            live = checkpoint.live if isinstance(checkpoint, LiveCheckpoint) else {}
+            encoder = choose_encoder(bundle, live, None, measure=self._options.stats)
+            compressor = Compressor(bundle, bundle.plan(self._policy), self._options, encoder)
+            compressor.run(target, preset=self._policy.preset, rules=self._policy.texts, force=False)
+        with ContainerReader(target) as reader:
+            return reader.seal.hex()
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata, which replaces a checkpoint that was there, and remove the files of that. As torch's."""
+        metadata.version = _DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for each in results for result in each}
+        metadata.storage_meta = self.storage_meta()
+        used = write_metadata(self.path, metadata, metadata.storage_data, self._save_id)
+        for path, _, _ in self._files():
+            if path.name not in used:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _files(self) -> list[tuple[Path, int, int]]:
+        """Files in the directory that have a name as ranks give it: path, rank, number."""
+        matches = [(path, _FILE.fullmatch(path.name)) for path in self.path.iterdir()]
+        return [(path, int(match[1]), int(match[2])) for path, match in matches if match]
+
+    def storage_meta(self) -> StorageMeta:
+        """The directory and the id of this save."""
+        return StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is a path of the file system."""
+        return "://" not in str(checkpoint_id)
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether a tensor is no more than its elements."""
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    return plain and not value.is_quantized and str(value.dtype).removeprefix("torch.") in _DTYPES
+
+
+def _has_slices(value: object) -> bool:
+    """Whether a value of a state dict is a tensor, in one piece or in many."""
+    return isinstance(value, torch.Tensor) or hasattr(value, "local_shards")
+
+
+def _as_bytes(value: torch.Tensor | io.BytesIO) -> bytes:
+    """What torch.save makes of a value, as the planner gives those that are no tensors."""
+    if isinstance(value, io.BytesIO):
+        return value.getvalue()
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()

@@ -1,0 +1,298 @@
+"""Trainer of transformers: checkpoints become ``.ckpt8`` as they are saved, and a run resumes from one in one line.
+
+    from ckpt8.integrations.transformers import Ckpt8Callback, restored_checkpoint
+
+    trainer = Trainer(..., callbacks=[Ckpt8Callback(keep_original=False)])
+    trainer.train(resume_from_checkpoint=restored_checkpoint(trainer.args.output_dir))
+
+``restored_checkpoint`` gives None where there is no checkpoint yet, and training then starts from the beginning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckpt8.errors import CheckFailedError, InputError, OutputError
+from ckpt8.integrations import missing
+from ckpt8.policy import Policy
+
+try:
+    from transformers import TrainerCallback
+except ModuleNotFoundError as exc:
+    if exc.name != "transformers":
+        raise
+    raise missing(__name__, "transformers") from None
+
+SUFFIX = ".ckpt8"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_STATE = "trainer_state.json"
+"""The file that Trainer writes last: a directory without it is not complete."""
+
+_DISCARDED = re.compile(r"\.checkpoint-\d+\.ckpt8-discarded")
+
+
+class Ckpt8Callback(TrainerCallback):
+    """Compresses every checkpoint that Trainer saves: ``checkpoint-N/`` becomes ``checkpoint-N.ckpt8`` beside it.
+
+    ``preset``, ``rules`` and ``threads`` are those of ``ckpt8.compress``. With ``keep_original`` False a directory is
+    removed once its container is written and was compared with it, but never the one that Trainer takes for the best:
+    it reads that at the end. With ``background`` training goes on meanwhile, until the next save or the end. As many
+    containers are kept as ``save_total_limit`` says, the newest, and that of the best checkpoint in any case.
+
+    The process of rank 0 does it; it must see all files of a checkpoint. What fails is a warning, and the directory
+    stays; with ``strict`` it ends the run.
+    """
+
+    def __init__(
+        self,
+        *,
+        preset: str = "flash",
+        rules: Sequence[str] = (),
+        keep_original: bool = True,
+        background: bool = False,
+        strict: bool = False,
+        threads: int | None = None,
+    ) -> None:
+        Policy.of(preset, rules)
+        self._preset = preset
+        self._rules = tuple(rules)
+        self._keep = keep_original
+        self._background = background
+        self._strict = strict
+        self._threads = threads
+        self._job: _Job | None = None
+        self._verified: list[Path] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Remove what a run that was killed while it removed a directory has left."""
+        if state.is_world_process_zero and not self._keep:
+            for path in _entries(Path(args.output_dir)):
+                if _DISCARDED.fullmatch(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Compress the checkpoint of this step."""
+        _wait_for_all_ranks()
+        if not state.is_world_process_zero:
+            return
+        self._harvest(state)
+        source = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if not source.is_dir():
+            self._fail(OutputError(f"{source}: is not where Trainer saves; checkpoints of this run are not compressed"))
+            return
+        self._job = _Job(source, lambda: self._compress(source, args.save_total_limit, _best(state)))
+        # Behind the last step there is no training to go on, and Trainer may remove this directory before it says so.
+        if self._background and not control.should_training_stop:
+            self._job.start()
+        else:
+            self._job.run()
+            self._harvest(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Let no checkpoint be rotated away while it is read: Trainer does so between this and ``on_save``."""
+        self._before_save(args, state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """As ``on_step_end``."""
+        self._before_save(args, state, control)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """As ``on_step_end``."""
+        self._before_save(args, state, control)
+
+    def _before_save(self, args: Any, state: Any, control: Any) -> None:
+        job = self._job
+        # With the strategy "best", Trainer decides after the evaluation whether it saves.
+        if job is not None and (job.done() or control.should_save or args.save_strategy == "best"):
+            self._harvest(state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Wait for the last checkpoint."""
+        self._harvest(state)
+
+    def _compress(self, source: Path, limit: int | None, best: Path | None) -> None:
+        from ckpt8.api import compress
+        from ckpt8.verification import verify
+
+        target = source.with_name(source.name + SUFFIX)
+        compress(source, target, preset=self._preset, rules=self._rules, threads=self._threads, force=True)
+        if not self._keep:
+            failures = verify(target, source, threads=self._threads).failures
+            if failures:
+                raise CheckFailedError(f"{target}: {failures[0]}")
+        _rotate(source.parent, limit, best)
+
+    def _harvest(self, state: Any) -> None:
+        """Wait for what is under way. Directories are removed here, in Trainer's own thread, between its steps."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        error = job.wait()
+        if error is not None:
+            self._fail(error, job.source)
+        elif not self._keep:
+            self._verified.append(job.source)
+        best = _best(state)
+        for source in [path for path in self._verified if path != best]:
+            self._verified.remove(source)
+            try:
+                _discard(source)
+            except OSError as exc:
+                self._fail(OutputError(f"{source}: cannot be removed: {exc.strerror}"))
+
+    def _fail(self, error: BaseException, source: Path | None = None) -> None:
+        if self._strict or not isinstance(error, Exception):
+            raise error
+        what = "" if source is None else f"{source}: was not compressed: "
+        warnings.warn(f"{what}{error}", RuntimeWarning, stacklevel=2)
+
+
+class _Job:
+    """The compression of one checkpoint, in a thread or not. Leaving the interpreter waits for it."""
+
+    def __init__(self, source: Path, work: Callable[[], None]) -> None:
+        self.source = source
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self.run, name="ckpt8-compress", daemon=False)
+        self._thread.start()
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except BaseException as exc:
+            self._error = exc
+
+    def done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> BaseException | None:
+        if self._thread is not None:
+            self._thread.join()
+        return self._error
+
+
+def _wait_for_all_ranks() -> None:
+    """Every rank writes files of its own into a checkpoint, and Trainer does not wait for them."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+
+
+def _best(state: Any) -> Path | None:
+    return None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _containers(folder: Path) -> dict[int, Path]:
+    """The containers of checkpoints in a folder, by step, oldest first."""
+    found = ((_CHECKPOINT.fullmatch(path.stem), path) for path in _entries(folder) if path.suffix == SUFFIX)
+    return dict(sorted((int(match[1]), path) for match, path in found if match is not None and path.is_file()))
+
+
+def _rotate(folder: Path, limit: int | None, best: Path | None) -> None:
+    """Remove the oldest containers above ``limit``, as Trainer does with directories: not the newest, not the best."""
+    if limit is None or limit <= 0:
+        return
+    containers = list(_containers(folder).values())
+    kept = {containers[-1], *(path for path in containers if best is not None and path.stem == best.name)}
+    surplus = len(containers) - max(limit, len(kept))
+    for path in [path for path in containers if path not in kept][: max(surplus, 0)]:
+        path.unlink()
+
+
+def _discard(source: Path) -> None:
+    """Remove a directory that at no time looks like a checkpoint of which files are missing."""
+    aside = source.with_name(f".{source.name}.ckpt8-discarded")
+    shutil.rmtree(aside, ignore_errors=True)
+    source.rename(aside)
+    shutil.rmtree(aside)
+
+
+def restored_checkpoint(
+    output_dir: str | os.PathLike[str], target: str | os.PathLike[str] | None = None, *, threads: int | None = None
+) -> str | None:
+    """The newest checkpoint of a run as a directory that Trainer resumes from; None where there is none.
+
+    A ``checkpoint-N.ckpt8`` is restored to ``target``, by default ``checkpoint-N`` beside it, unless the directory
+    that it was made from is still there. Where torch.distributed runs, rank 0 restores and every rank gets the path.
+    Raises InputError for damage, OutputError for the target.
+    """
+    return _on_first_rank(lambda: _restore_newest(Path(output_dir), target, threads)[0])
+
+
+@contextlib.contextmanager
+def temporary_checkpoint(output_dir: str | os.PathLike[str], *, threads: int | None = None) -> Iterator[str | None]:
+    """As ``restored_checkpoint``, for a ``with`` block: a directory that was made for it is removed at its end."""
+    made: list[Path] = []
+
+    def restore() -> str | None:
+        path, is_new = _restore_newest(Path(output_dir), None, threads)
+        if is_new and path is not None:
+            made.append(Path(path))
+        return path
+
+    try:
+        yield _on_first_rank(restore)
+    finally:
+        for path in made:
+            with contextlib.suppress(FileNotFoundError):
+                _discard(path)
+
+
+def _restore_newest(
+    folder: Path, target: str | os.PathLike[str] | None, threads: int | None
+) -> tuple[str | None, bool]:
+    """The path, and whether it was made."""
+    from ckpt8.restoration import restore
+
+    directories = {
+        int(match[1]): path
+        for path in _entries(folder)
+        if (match := _CHECKPOINT.fullmatch(path.name)) and (path / _STATE).is_file()
+    }
+    containers = _containers(folder)
+    newest = max([*directories, *containers], default=None)
+    if newest is None:
+        return None, False
+    if newest in directories:
+        return str(directories[newest]), False
+    place = folder / f"checkpoint-{newest}" if target is None else Path(target)
+    if target is None and place.exists():
+        raise OutputError(f"{place}: is not complete (no {_STATE}), and in the way of {containers[newest]}; remove it")
+    return str(restore(containers[newest], place, threads=threads)), True
+
+
+def _on_first_rank(restore: Callable[[], str | None]) -> str | None:
+    """Restore on rank 0 and give its result, or raise its error, on every rank."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return restore()
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = restore()
+        except Exception as exc:
+            found[1] = str(exc)
+            dist.broadcast_object_list(found, src=0)
+            raise
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise InputError(found[1])
+    return found[0]  # type: ignore[no-any-return]

@@ -1,0 +1,131 @@
+"""A small FSDP2 run in gloo processes that meet in a file; one process where the world has one."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.multiprocessing.spawn import spawn
+
+from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+
+WIDTH = 96
+STEPS = 4
+
+
+def make():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, 3 * WIDTH + 1), torch.nn.Tanh(), torch.nn.Linear(3 * WIDTH + 1, WIDTH)
+    )
+    if dist.is_initialized():
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def train(model, optimizer, steps):
+    """Every rank sees the same batches, so that losses do not depend on the world size."""
+    losses = []
+    for step in steps:
+        batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = (model(batch) - batch.roll(1, dims=1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def state_of(model, optimizer, flat=False):
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    return {"model": weights, "optimizer": moments, "progress": {"seen": 7, "note": "half way"}}
+
+
+def put(model, optimizer, state, flat=False):
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+    )
+
+
+def _full(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def whole_state(model, optimizer):
+    """Every tensor in full, by name."""
+    state = state_of(model, optimizer)
+    found = {f"model.{name}": _full(value).clone() for name, value in state["model"].items()}
+    for name, values in state["optimizer"]["state"].items():
+        found |= {f"{name}.{key}": _full(value).clone() for key, value in values.items()}
+    return found
+
+
+def save_run(folder, preset="lossless", flat=False, asynchronous=False):
+    """Train, save, go on: losses after the save, and the state at the save."""
+    model, optimizer = make()
+    train(model, optimizer, range(STEPS))
+    before = whole_state(model, optimizer)
+    state, writer = state_of(model, optimizer, flat), Ckpt8StorageWriter(Path(folder) / "saved", preset=preset)
+    if asynchronous:
+        # A group of its own: the ranks talk about the save while they train.
+        group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        pending = dcp.async_save(state, storage_writer=writer, process_group=group)
+    else:
+        dcp.save(state, storage_writer=writer)
+    losses = train(model, optimizer, range(STEPS, 2 * STEPS))
+    if asynchronous:
+        pending.result()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(before, Path(folder) / "before.pt")
+        (Path(folder) / "losses.json").write_text(json.dumps(losses))
+
+
+def load_run(folder, flat=False):
+    """Load into a fresh model and optimizer and go on; the same figures beside the others."""
+    model, optimizer = make()
+    state = state_of(model, optimizer, flat)
+    state["progress"] = {"seen": 0, "note": ""}
+    dcp.load(state, storage_reader=Ckpt8StorageReader(Path(folder) / "saved"))
+    assert state["progress"] == {"seen": 7, "note": "half way"}
+    put(model, optimizer, state, flat)
+    after = whole_state(model, optimizer)
+    losses = train(model, optimizer, range(STEPS, 2 * STEPS))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(after, Path(folder) / "after.pt")
+        (Path(folder) / "resumed.json").write_text(json.dumps(losses))
+
+
+def _in_process(rank, world, folder, calls):
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(Path(folder) / f"store-{os.getppid()}"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    try:
+        for call, options in calls:
+            call(**options)
+    finally:
+        dist.destroy_process_group()
+
+
+def run(world, folder, *calls):
+    """Run calls, one after the other, in ``world`` processes."""
+    store = Path(folder) / f"store-{os.getpid()}"
+    store.unlink(missing_ok=True)
+    if world == 1:
+        for call, options in calls:
+            call(**options)
+    else:
+        spawn(_in_process, (world, str(folder), calls), nprocs=world)
+        store.unlink(missing_ok=True)

@@ -1,0 +1,145 @@
+"""Boxes of stored tensors: equal to ``narrow`` of the tensor, from the chunks that they lie in and no others."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import ckpt8
+from ckpt8.container.frames import FRAME
+from ckpt8.container.reader import ContainerReader
+from ckpt8.integrations.dcp_slices import SliceReader
+from ckpt8.integrations.dcp_tree import Naming, Slot, build, tensor_names
+from ckpt8.workers import Workers
+
+SHAPES = {
+    "vector": (2 * FRAME + 5,),
+    "rows": (2100, 1000),
+    "long rows": (2, FRAME + 77),
+    "cube": (7, 300, 1001),
+    "small": (3, 4, 5),
+    "scalar": (),
+}
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    found = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return found | {"counts": torch.arange(3 * FRAME // 2).view(3, -1)}
+
+
+@pytest.fixture(scope="module")
+def stored(tensors, tmp_path_factory):
+    path = tmp_path_factory.mktemp("slices") / "x.ckpt8"
+    ckpt8.save(tensors, path, preset="lossless", stats=False)
+    with ContainerReader(path) as reader, Workers(2) as workers:
+        yield reader, workers
+
+
+def boxes(shape, count):
+    rng = random.Random(str(shape))
+    yield (0,) * len(shape), shape
+    for _ in range(count if shape else 0):
+        starts = tuple(rng.randrange(size) for size in shape)
+        yield starts, tuple(rng.randint(0, size - start) for start, size in zip(starts, shape, strict=True))
+    for _ in range(count if shape else 0):
+        start = rng.randrange(shape[0])
+        yield (start, *(0 for _ in shape[1:])), (rng.randint(1, shape[0] - start), *shape[1:])
+
+
+def part(tensor, offsets, lengths):
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_box_is_what_narrow_gives(name, tensors, stored):
+    reader, workers = stored
+    tensor = tensors[name]
+    storage = next(record.storage for record in reader.manifest.tensors if record.name == name)
+    for offsets, lengths in boxes(tuple(tensor.shape), 6):
+        expected = part(tensor, offsets, lengths)
+        slices = SliceReader(reader, workers)
+        plain = torch.full(lengths, torch.nan)
+        slices.copy(storage, tensor.shape, offsets, lengths, plain)
+        assert torch.equal(plain, expected)
+        # A target that is a view with gaps, of another type.
+        wide = torch.full((*lengths, 2), torch.nan, dtype=torch.float64)
+        slices.copy(storage, tensor.shape, offsets, lengths, wide[..., 0])
+        assert torch.equal(wide[..., 0], expected.double())
+        assert wide[..., 1].isnan().all()
+
+
+def test_integers_are_read_from_their_bytes(tensors, stored):
+    reader, workers = stored
+    counts = tensors["counts"]
+    storage = next(record.storage for record in reader.manifest.tensors if record.name == "counts")
+    for offsets, lengths in boxes(tuple(counts.shape), 5):
+        for target in (torch.empty(lengths, dtype=torch.int64), torch.empty((*lengths, 2), dtype=torch.int32)[..., 0]):
+            SliceReader(reader, workers).copy_bytes(storage, counts.shape, offsets, lengths, target, torch.int64)
+            assert torch.equal(target.long(), part(counts, offsets, lengths))
+
+
+@pytest.mark.parametrize(
+    ("name", "offsets", "lengths", "chunks"),
+    [
+        ("vector", (FRAME + 1,), (5,), {1}),
+        ("vector", (FRAME - 1,), (2,), {0, 1}),
+        ("rows", (1100, 0), (100, 1000), {1}),
+        ("rows", (0, 10), (50, 3), {0}),
+        ("rows", (0, 10), (0, 3), set()),
+        ("long rows", (1, 100), (1, 5), {1}),
+    ],
+)
+def test_only_the_chunks_that_are_needed_are_decoded(name, offsets, lengths, chunks, tensors, stored, monkeypatch):
+    reader, workers = stored
+    storage = next(record.storage for record in reader.manifest.tensors if record.name == name)
+    decoded = set()
+    decode = reader.decode_chunk
+
+    def counting(storage, chunk, out):
+        decoded.add(chunk)
+        return decode(storage, chunk, out)
+
+    monkeypatch.setattr(reader, "decode_chunk", counting)
+    SliceReader(reader, workers).copy(storage, tensors[name].shape, offsets, lengths, torch.empty(lengths))
+    assert decoded == chunks
+
+
+def test_slices_of_one_tensor_and_names_that_collide():
+    names = ["model.w", "w", "model", "optimizer.state.w.exp_avg", "optimizer.state.w.step"]
+    naming = Naming(names, ["epoch"])
+    items = [("model.w", (0, 0)), ("model.w", (4, 0)), ("w", (0,)), ("model", ()), ("optimizer.state.w.exp_avg", (0,))]
+    items += [("optimizer.state.w.exp_avg", (4,)), ("w", (0,))]
+    known = {"optimizer.state.w.step": torch.tensor(5.0), "optimizer.param_groups.w.betas": (0.9, 0.99)}
+    tree = build(naming, items, known | dict.fromkeys(names[:4]))
+    assert tree["model"] == {"w": Slot(0), "w@4x0": Slot(1)}
+    assert tree["weights"] == {"w": Slot(2), "w@0": Slot(6)}
+    assert tree["optimizer"]["state"] == {
+        "w": {"exp_avg": Slot(4), "step": 5.0},
+        "w@4": {"exp_avg": Slot(5), "step": 5.0},
+    }
+    assert tree["optimizer"]["param_groups"] == [{"params": ["w", "w@4"], "betas": (0.9, 0.99)}]
+    assert set(tensor_names(tree)) == set(range(len(items)))
+
+
+def test_no_rule_is_claimed_where_moments_are_in_another_file():
+    names = ["optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq"]
+    known = dict.fromkeys(names) | {"optimizer.param_groups.w.betas": (0.9, 0.99)}
+    tree = build(Naming(names), [(names[0], (0,))], known)
+    assert tree["optimizer"]["param_groups"] == []
+
+
+def test_a_model_with_a_module_named_state():
+    naming = Naming(["ssm.state.weight", "optimizer.state.ssm.state.weight.exp_avg"])
+    assert naming.place("ssm.state.weight") == ("weights", "ssm.state.weight")
+    assert naming.place("optimizer.state.ssm.state.weight.exp_avg") == (
+        "optimizer",
+        "state",
+        "ssm.state.weight",
+        "exp_avg",
+    )

@@ -1,0 +1,361 @@
+"""The DCP storage writer and reader in one process: what comes back, what is replaced, what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+import ckpt8
+from ckpt8.container.manifest import Manifest
+from ckpt8.errors import OutputError, UsageError
+from ckpt8.integrations import dcp_writer
+from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def odd_values():
+    """Everything that a state dict may hold and that torch's own writer takes."""
+    generator = torch.Generator().manual_seed(0)
+    big = torch.randn(40, 50, generator=generator)
+    return {
+        "model": {"w": big.clone(), "tied": big, "also": big, "b16": big.bfloat16(), "half": big.half()},
+        "view": big[10:20],
+        "transposed": big.t(),
+        "column": big[:, 3],
+        "stepped": big[::2, ::5],
+        "expanded": torch.tensor([1.5]).expand(4),
+        "scalar": torch.tensor(3.25),
+        "none": torch.empty(0, 7),
+        "count": torch.arange(30).view(5, 6),
+        "flags": torch.tensor([True, False, True]),
+        "complex": torch.randn(6, dtype=torch.complex64, generator=generator),
+        "conj": torch.randn(6, dtype=torch.complex64, generator=generator).conj(),
+        "f8": big[:4].to(torch.float8_e4m3fn),
+        "f64": big[:3].double(),
+        "u16": torch.arange(9).to(torch.uint16),
+        "sparse": None,
+        "objects": [1, 2.5, "three", None, {"four": (5, 6)}, torch.tensor([7, 8])],
+        "text": "as it is",
+        "name.with.dots": {"a": 1, 5: torch.ones(3)},
+    }
+
+
+def emptied(tree):
+    """The same structure with other values."""
+    if isinstance(tree, torch.Tensor):
+        return torch.zeros(tree.shape, dtype=tree.dtype)
+    if isinstance(tree, dict):
+        return {key: emptied(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [emptied(value) for value in tree]
+    return None
+
+
+def assert_same(found, expected):
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype is expected.dtype
+        assert found.shape == expected.shape
+        assert _bytes(found) == _bytes(expected)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    elif isinstance(expected, list):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert_same(mine, theirs)
+    else:
+        assert found == expected
+
+
+def _bytes(tensor):
+    return bytes(tensor.resolve_conj().contiguous().view(-1).view(torch.uint8).tolist())
+
+
+def save(state, folder, **options):
+    return dcp.save(state, storage_writer=Ckpt8StorageWriter(folder, **options))
+
+
+def load(state, folder):
+    dcp.load(state, storage_reader=Ckpt8StorageReader(folder))
+    return state
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def manifest_of(folder, name="__0_0.ckpt8") -> Manifest:
+    with ckpt8.open(folder / name) as file:
+        return file.manifest
+
+
+def trained():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(80, 90), torch.nn.Linear(90, 80))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        model(torch.randn(4, 80, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_everything_comes_back_as_with_torchs_own_files(tmp_path):
+    state = odd_values()
+    save(state, tmp_path / "ours", preset="lossless")
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"))
+    theirs = emptied(state)
+    dcp.load(theirs, storage_reader=dcp.FileSystemReader(tmp_path / "theirs"))
+    ours = load(emptied(state), tmp_path / "ours")
+    assert_same(ours, theirs)
+    assert_same(ours, state)
+    assert names_in(tmp_path / "ours") == ["__0_0.ckpt8", "ckpt8-dcp.json"]
+    assert not ckpt8.verify(tmp_path / "ours" / "__0_0.ckpt8").failures
+
+
+def test_of_a_view_only_its_part_is_stored_and_tied_tensors_once(tmp_path):
+    big = torch.randn(1000, 1000)
+    save({"part": big[:10], "again": big[:10], "column": big[:, 1]}, tmp_path / "x", preset="lossless")
+    sizes = [record.nbytes for record in manifest_of(tmp_path / "x").storages if record.name != "ckpt8.skeleton"]
+    assert sorted(sizes) == [4000, 40000]
+
+
+@pytest.mark.parametrize("layout", ["nested", "titan", "raw"])
+def test_roles_and_figures_follow_the_names(layout, tmp_path):
+    model, optimizer = trained()
+    moments = optimizer.state_dict()
+    if layout == "raw":
+        state, weight, owner = {"model": model.state_dict(), "optimizer": moments}, "model.0.weight", "0"
+    else:
+        options = StateDictOptions(flatten_optimizer_state_dict=layout == "titan")
+        weights, moments = get_state_dict(model, optimizer, options=options)
+        owner = "0.weight"
+        nested = {"model": weights, "optimizer": moments}
+        # torchtitan keeps the weights at the top level of the state dict.
+        state = {**weights, "optimizer": moments, "train_state": {"step": 3}} if layout == "titan" else nested
+        weight = "weights.0.weight" if layout == "titan" else "model.0.weight"
+    save(state, tmp_path / "x")
+    manifest = manifest_of(tmp_path / "x")
+    roles = {record.name: (record.role.value, record.codec["id"]) for record in manifest.storages}
+    assert roles[weight] == ("weight", "split24/1")
+    assert roles[f"optimizer.state.{owner}.exp_avg"] == ("moment1", "companded8/1")
+    assert roles[f"optimizer.state.{owner}.exp_avg_sq"] == ("moment2", "companded8/1")
+    errors = {manifest.storages[record.moments["moment1"]].name: record.error for record in manifest.parameters}
+    # The same figures as of the optimizer's own state dict.
+    plain = ckpt8.save({"optimizer": optimizer.state_dict()}, tmp_path / "plain.ckpt8")
+    assert errors[f"optimizer.state.{owner}.exp_avg"] == plain.parameters[0].error
+    assert plain.parameters[0].error["sum_square_error"] > 0
+    assert manifest.parameters[0].rule["kind"] == "adam"
+    assert manifest.parameters[0].rule["step"] == 3
+    back = load(emptied(state), tmp_path / "x")
+    original = model.state_dict()["0.weight"]
+    loaded = back["0.weight"] if layout == "titan" else back["model"]["0.weight"]
+    torch.testing.assert_close(loaded, original, rtol=1.6e-5, atol=0)
+
+
+def test_a_rule_names_values_as_the_state_dict_does(tmp_path):
+    model, _ = trained()
+    state = {"model": model.state_dict()}
+    save(state, tmp_path / "x", rules=["model.0.weight=lossless"])
+    assert_same(load(emptied(state), tmp_path / "x")["model"]["0.weight"], state["model"]["0.weight"])
+    with pytest.raises(CheckpointException, match=r"rule 'modle.0.weight=lossless' matches no tensor"):
+        save(state, tmp_path / "y", rules=["modle.0.weight=lossless"])
+    assert names_in(tmp_path / "y") == []
+
+
+def test_a_part_of_the_state_can_be_loaded(tmp_path):
+    state = odd_values()
+    save(state, tmp_path / "x", preset="lossless")
+    assert_same(load({"count": torch.zeros(5, 6, dtype=torch.int64)}, tmp_path / "x"), {"count": state["count"]})
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: nowhere"):
+        load({"nowhere": torch.zeros(1)}, tmp_path / "x")
+    wider = load({"f64": torch.zeros(3, 50), "model": {"b16": torch.zeros(40, 50)}}, tmp_path / "x")
+    assert torch.equal(wider["f64"], state["f64"].float())
+    assert torch.equal(wider["model"]["b16"], state["model"]["b16"].float())
+
+
+def test_a_tensor_that_is_no_plain_one_is_kept_as_torch_saves_it(tmp_path):
+    sparse = torch.eye(4).to_sparse()
+    save({"x": sparse, "y": torch.ones(2)}, tmp_path / "x")
+    stored = json.loads((tmp_path / "x" / "ckpt8-dcp.json").read_text())["tensors"]["x"]["chunks"][0]
+    assert "tensor" not in stored
+    assert stored["length"] > 0
+
+
+def test_a_save_in_the_background_has_the_values_of_its_beginning(tmp_path):
+    state = {"model": {"w": torch.ones(100, 100)}}
+    pending = dcp.async_save(state, storage_writer=Ckpt8StorageWriter(tmp_path / "x", preset="lossless"))
+    state["model"]["w"].zero_()
+    pending.result()
+    assert load({"model": {"w": torch.zeros(100, 100)}}, tmp_path / "x")["model"]["w"].eq(1).all()
+
+
+def test_a_second_save_replaces_the_first(tmp_path):
+    writer = Ckpt8StorageWriter(tmp_path / "x", preset="lossless")
+    for value in (1.0, 2.0):
+        dcp.save({"w": torch.full((8,), value)}, storage_writer=writer)
+        assert load({"w": torch.zeros(8)}, tmp_path / "x")["w"].eq(value).all()
+        assert len(names_in(tmp_path / "x")) == 2
+    dcp.save({"w": torch.ones(8)}, storage_writer=writer, checkpoint_id=tmp_path / "y")
+    assert load({"w": torch.zeros(8)}, tmp_path / "y")["w"].eq(1).all()
+
+
+def test_other_settings_of_the_planner(tmp_path):
+    state = {"w": torch.randn(5, 6), "n": torch.arange(4)}
+    flat = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path / "x", preset="lossless"), planner=flat)
+    assert json.loads((tmp_path / "x" / "ckpt8-dcp.json").read_text())["paths"] is None
+    found = emptied(state)
+    reader = Ckpt8StorageReader(tmp_path / "x")
+    dcp.load(found, storage_reader=reader, planner=dcp.DefaultLoadPlanner(flatten_state_dict=False))
+    assert_same(found, state)
+    for step in range(3):
+        # A planner that remembers the plan of the last save sends no items.
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        state["w"] += 1
+        writer = Ckpt8StorageWriter(tmp_path / f"step-{step}", preset="lossless", rules=["*w=lossless"])
+        dcp.save(state, storage_writer=writer, planner=planner)
+        assert_same(load(emptied(state), tmp_path / f"step-{step}"), state)
+
+
+def test_a_save_that_must_not_replace_is_refused(tmp_path):
+    save({"w": torch.ones(8)}, tmp_path / "x")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
+    with pytest.raises(CheckpointException, match="holds a checkpoint, and overwrite is False"):
+        save({"w": torch.zeros(8)}, tmp_path / "x", overwrite=False)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()} == before
+    dcp.save({"w": torch.ones(8)}, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"))
+    with pytest.raises(CheckpointException, match="holds a checkpoint of another format"):
+        save({"w": torch.zeros(8)}, tmp_path / "theirs")
+
+
+def test_an_interrupted_save_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
+    save({"w": torch.ones(8)}, tmp_path / "x")
+
+    def full(*_):
+        raise OutputError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp_writer, "write_metadata", full)
+        with pytest.raises(CheckpointException, match="the disk is full"):
+            save({"w": torch.zeros(8)}, tmp_path / "x")
+        with pytest.raises(CheckpointException, match="the disk is full"):
+            save({"w": torch.zeros(8)}, tmp_path / "y")
+    assert load({"w": torch.zeros(8)}, tmp_path / "x")["w"].eq(1).all()
+    with pytest.raises(CheckpointException, match=r"has no ckpt8-dcp.json; the save was interrupted"):
+        load({"w": torch.zeros(8)}, tmp_path / "y")
+    save({"w": torch.full((8,), 3.0)}, tmp_path / "x")
+    assert load({"w": torch.zeros(8)}, tmp_path / "x")["w"].eq(3).all()
+    assert names_in(tmp_path / "x") == ["__0_2.ckpt8", "ckpt8-dcp.json"]
+
+
+def test_objects_of_other_classes_are_not_made(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    save({"args": argparse.Namespace(lr=1), "w": torch.ones(2)}, tmp_path / "x")
+    with pytest.raises(CheckpointException, match=r"args: holds argparse.Namespace, which torch does not allow"):
+        load({"args": None, "w": torch.zeros(2)}, tmp_path / "x")
+    assert load({"w": torch.zeros(2)}, tmp_path / "x")["w"].eq(1).all()
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        assert load({"args": None}, tmp_path / "x")["args"] == argparse.Namespace(lr=1)
+    save({"trap": Trap()}, tmp_path / "trap")
+    with pytest.raises(CheckpointException, match=r"trap: holds posix.mkdir"):
+        load({"trap": None}, tmp_path / "trap")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_files_of_two_saves_are_told_apart(tmp_path):
+    for name, value in (("x", 1.0), ("y", 2.0)):
+        save({"w": torch.full((8,), value)}, tmp_path / name)
+    (tmp_path / "x" / "__0_0.ckpt8").write_bytes((tmp_path / "y" / "__0_0.ckpt8").read_bytes())
+    with pytest.raises(CheckpointException, match=r"belongs to another save than the ckpt8-dcp.json beside it"):
+        load({"w": torch.zeros(8)}, tmp_path / "x")
+    (tmp_path / "y" / "__0_0.ckpt8").unlink()
+    with pytest.raises(CheckpointException, match=r"__0_0.ckpt8: cannot be read: No such file"):
+        load({"w": torch.zeros(8)}, tmp_path / "y")
+
+
+def test_damage_is_found(tmp_path):
+    save({"w": torch.randn(5000)}, tmp_path / "x", preset="lossless")
+    file = tmp_path / "x" / "__0_0.ckpt8"
+    content = bytearray(file.read_bytes())
+    with ckpt8.open(file) as opened:
+        start = opened._reader._parts[0]["plane3"].offsets[0]
+    content[start] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointException, match="InputError"):
+        load({"w": torch.zeros(5000)}, tmp_path / "x")
+
+
+def test_directories_that_hold_none(tmp_path):
+    with pytest.raises(CheckpointException, match="holds no checkpoint of Ckpt8StorageWriter"):
+        load({"w": torch.zeros(1)}, tmp_path)
+    dcp.save({"w": torch.ones(8)}, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"))
+    with pytest.raises(CheckpointException, match="was written by torch's own FileSystemWriter"):
+        load({"w": torch.zeros(8)}, tmp_path / "theirs")
+    with pytest.raises(UsageError, match="is not a path of the file system"):
+        Ckpt8StorageWriter("s3://bucket/run")
+    with pytest.raises(UsageError, match="leave out use_collectives"):
+        dcp.save({}, storage_writer=Ckpt8StorageWriter(tmp_path / "y"), use_collectives=False)
+
+
+HOSTILE = {
+    "no JSON": lambda tree: "{",
+    "a list": lambda tree: [],
+    "another format": lambda tree: {**tree, "format": "x"},
+    "a later version": lambda tree: {**tree, "version": "2.0"},
+    "a file outside": lambda tree: {**tree, "files": {"../x.ckpt8": "0" * 64}},
+    "no seal": lambda tree: {**tree, "files": {"__0_0.ckpt8": "xyz"}},
+    "an unknown file": lambda tree: changed(tree, "file", "other.ckpt8"),
+    "an unknown tensor": lambda tree: changed(tree, "tensor", "nothing"),
+    "a negative offset": lambda tree: changed(tree, "offsets", [-1]),
+    "an offset too many": lambda tree: changed(tree, "offsets", [0, 0]),
+    "a slice that is too long": lambda tree: changed(tree, "sizes", [9]),
+    "a float for a size": lambda tree: changed(tree, "sizes", [8.0]),
+    "no chunks": lambda tree: put(tree, ["tensors", "w", "chunks"], None),
+    "another type": lambda tree: put(tree, ["tensors", "w", "dtype"], "float64"),
+    "no type": lambda tree: put(tree, ["tensors", "w", "dtype"], "float7"),
+    "a slice of its own": lambda tree: changed(tree, "sizes", [4]),
+    "an object behind the end": lambda tree: put(tree, ["objects", "note", "start"], 1 << 40),
+    "an object too long": lambda tree: put(tree, ["objects", "note", "length"], 1 << 40),
+    "a path of lists": lambda tree: put(tree, ["paths", "w"], [["w"]]),
+    "nesting without end": lambda tree: "[" * 100_000,
+}
+
+
+def put(tree, keys, value):
+    tree = copy.deepcopy(tree)
+    node = tree
+    for key in keys[:-1]:
+        node = node[key]
+    node[keys[-1]] = value
+    return tree
+
+
+def changed(tree, key, value):
+    return put(tree, ["tensors", "w", "chunks", 0, key], value)
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_metadata_is_refused_in_one_line(case, tmp_path):
+    save({"w": torch.ones(8), "note": "x"}, tmp_path / "x", preset="lossless")
+    path = tmp_path / "x" / "ckpt8-dcp.json"
+    tree = HOSTILE[case](json.loads(path.read_text()))
+    path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
+    with pytest.raises(CheckpointException) as caught:
+        load({"w": torch.zeros(8), "note": ""}, tmp_path / "x")
+    text = str(caught.value)
+    assert str(tmp_path / "x") in text
+    # Either an error of ours as it is, or the line of it that torch repeats.
+    assert "InputError" in text or "UnsupportedError" in text or "global metadata read failed" in text
+    assert "MemoryError" not in text

@@ -1,0 +1,282 @@
+"""The plugin in real Lightning runs: fit, stop, resume; what ModelCheckpoint keeps; what is not loaded."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+
+import pytest
+import torch
+
+import ckpt8
+
+L = pytest.importorskip("lightning", reason="lightning is not installed")
+
+from ckpt8.container.header import is_container  # noqa: E402
+from ckpt8.errors import InputError, OutputError, UnsupportedError, UsageError  # noqa: E402
+from ckpt8.integrations.lightning import Ckpt8CheckpointIO, opened  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SAVED, LAST = 6, 12
+
+
+class Net(L.LightningModule):
+    def __init__(self, width=80, options=None):
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(width, 90), torch.nn.Tanh(), torch.nn.Linear(90, width))
+        self.losses = []
+
+    def training_step(self, batch, _):
+        loss = (self.layers(batch) - batch.roll(1, dims=1)).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)]
+
+
+def batches():
+    return torch.utils.data.DataLoader(
+        torch.randn(48, 80, generator=torch.Generator().manual_seed(1)), batch_size=8, shuffle=False
+    )
+
+
+def trainer(folder, steps, plugins, callbacks=(), module=L):
+    return module.Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=bool(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        plugins=plugins,
+    )
+
+
+def keep(folder, **options):
+    return L.pytorch.callbacks.ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, **options)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    model = Net()
+    trainer(tmp_path_factory.mktemp("whole"), LAST, []).fit(model, batches())
+    return model.losses
+
+
+@pytest.mark.parametrize(
+    ("preset", "drift", "background"), [("lossless", 0, False), ("flash", 1e-4, True), ("compact", 3e-3, False)]
+)
+def test_a_run_goes_on(preset, drift, background, whole, tmp_path):
+    plugin = Ckpt8CheckpointIO(preset=preset, background=background)
+    first = Net()
+    trainer(tmp_path, SAVED, [plugin], [keep(tmp_path, save_top_k=1)]).fit(first, batches())
+    path = tmp_path / f"step={SAVED}.ckpt"
+    assert first.losses == whole[:SAVED]
+    assert is_container(path)
+    assert not ckpt8.verify(path).failures
+    with ckpt8.open(path) as file:
+        manifest = file.manifest
+    assert manifest.preset == preset
+    assert {record.rule["kind"] for record in manifest.parameters} == {"adam"}
+    second = Net()
+    resumed = trainer(tmp_path, LAST, [Ckpt8CheckpointIO()])
+    resumed.fit(second, batches(), ckpt_path=str(path))
+    assert len(second.losses) == LAST - SAVED
+    found = max(abs(a - b) for a, b in zip(second.losses, whole[SAVED:], strict=True))
+    assert found <= drift
+    assert (found > 0) == (drift > 0)
+    assert resumed.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9 ** (LAST // 6 // 3))
+
+
+def test_a_run_without_the_plugin_goes_on_with_it(whole, tmp_path):
+    trainer(tmp_path, SAVED, [], [keep(tmp_path, save_top_k=1)]).fit(Net(), batches())
+    path = tmp_path / f"step={SAVED}.ckpt"
+    assert not is_container(path)
+    model = Net()
+    trainer(tmp_path, LAST, [Ckpt8CheckpointIO()]).fit(model, batches(), ckpt_path=str(path))
+    assert model.losses == whole[SAVED:]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_what_model_checkpoint_keeps(save_last, background, whole, tmp_path):
+    plugin = Ckpt8CheckpointIO(preset="lossless", background=background)
+    callback = keep(tmp_path, save_top_k=2, monitor="step", mode="max", save_last=save_last)
+    trainer(tmp_path, SAVED, [plugin], [callback]).fit(Net(), batches())
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["last.ckpt", "step=4.ckpt", "step=6.ckpt"]
+    assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
+    model = Net()
+    trainer(tmp_path, LAST, [plugin], [callback]).fit(model, batches(), ckpt_path="last")
+    assert model.losses == whole[SAVED:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=10.ckpt", "step=12.ckpt"]
+    assert ckpt8.load(tmp_path / "last.ckpt")["global_step"] == LAST
+
+
+def test_lightnings_own_thread_around_the_plugin(whole, tmp_path):
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+    plugin = AsyncCheckpointIO(Ckpt8CheckpointIO(preset="lossless"))
+    trainer(tmp_path, SAVED, [plugin], [keep(tmp_path, save_top_k=1)]).fit(Net(), batches())
+    model = Net()
+    trainer(tmp_path, LAST, [plugin]).fit(model, batches(), ckpt_path=str(tmp_path / f"step={SAVED}.ckpt"))
+    assert model.losses == whole[SAVED:]
+
+
+def test_pytorch_lightning_takes_the_plugin(whole, tmp_path):
+    classic = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
+
+    class Classic(classic.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(80, 80)
+
+        def training_step(self, batch, _):
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    run = trainer(tmp_path, 2, [Ckpt8CheckpointIO()], module=classic)
+    run.fit(Classic(), batches())
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    assert is_container(tmp_path / "x.ckpt")
+    trainer(tmp_path, 4, [Ckpt8CheckpointIO()], module=classic).fit(
+        Classic(), batches(), ckpt_path=str(tmp_path / "x.ckpt")
+    )
+
+
+def test_fabric_saves_and_loads(tmp_path):
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=[Ckpt8CheckpointIO(preset="lossless")])
+    model = torch.nn.Linear(80, 80)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fabric.save(tmp_path / "x.ckpt", {"model": model, "step": 3})
+    assert is_container(tmp_path / "x.ckpt")
+    with torch.no_grad():
+        model.weight.zero_()
+    rest = fabric.load(tmp_path / "x.ckpt", {"model": model})
+    assert rest == {"step": 3}
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_model_is_loaded_without_a_trainer(tmp_path):
+    model = Net()
+    run = trainer(tmp_path, 2, [Ckpt8CheckpointIO(preset="lossless")])
+    run.fit(model, batches())
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    with opened(tmp_path / "x.ckpt") as file:
+        loaded = Net.load_from_checkpoint(file)
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    ckpt8.restore(tmp_path / "x.ckpt", tmp_path / "plain.ckpt")
+    assert torch.equal(Net.load_from_checkpoint(tmp_path / "plain.ckpt").layers[0].weight, model.layers[0].weight)
+
+
+@pytest.mark.parametrize("weights_only", [None, False])
+@pytest.mark.parametrize("plain", [False, True])
+def test_hyperparameters_of_other_classes_are_refused_until_allowed(plain, weights_only, tmp_path):
+    run = trainer(tmp_path, 2, [] if plain else [Ckpt8CheckpointIO(preset="lossless")])
+    run.fit(Net(options=argparse.Namespace(seed=7)), batches())
+    path = tmp_path / "x.ckpt"
+    run.save_checkpoint(path)
+    assert is_container(path) != plain
+    io = Ckpt8CheckpointIO()
+    with pytest.raises(UnsupportedError, match=r"x.ckpt: holds argparse.Namespace, .*add_safe_globals"):
+        io.load_checkpoint(path, weights_only=weights_only)
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        found = io.load_checkpoint(path, weights_only=weights_only)
+    assert found["hyper_parameters"]["options"] == argparse.Namespace(seed=7)
+
+
+def test_nothing_in_a_pickle_is_executed(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    io = Ckpt8CheckpointIO()
+    io.save_checkpoint({"trap": Trap()}, tmp_path / "x.ckpt")
+    torch.save({"trap": Trap()}, tmp_path / "y.ckpt")
+    for name in ("x.ckpt", "y.ckpt"):
+        with pytest.raises(UnsupportedError, match=r"holds posix.mkdir"):
+            io.load_checkpoint(tmp_path / name, weights_only=False)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path):
+    io = Ckpt8CheckpointIO()
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
+        io.load_checkpoint(tmp_path / "nothing.ckpt")
+    (tmp_path / "text.ckpt").write_text("no checkpoint")
+    with pytest.raises(InputError, match=r"text.ckpt: cannot be loaded"):
+        io.load_checkpoint(tmp_path / "text.ckpt")
+    with pytest.raises(InputError, match="is a directory"):
+        io.load_checkpoint(tmp_path)
+    with pytest.raises(UsageError, match="is not a path of the file system"):
+        io.save_checkpoint({}, "s3://bucket/x.ckpt")
+    with pytest.raises(UsageError, match="storage_options"):
+        io.save_checkpoint({}, tmp_path / "x.ckpt", storage_options={})
+    with pytest.raises(UsageError, match="preset 'best'"):
+        Ckpt8CheckpointIO(preset="best")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be written"):
+        io.save_checkpoint({}, tmp_path / "file" / "x.ckpt")
+    io.save_checkpoint({"w": torch.ones(3)}, tmp_path / "x.ckpt")
+    content = (tmp_path / "x.ckpt").read_bytes()
+    (tmp_path / "x.ckpt").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(InputError, match="does not match the seal"):
+        io.load_checkpoint(tmp_path / "x.ckpt")
+
+
+def test_what_fails_in_the_background_is_raised_later(tmp_path, monkeypatch):
+    from ckpt8.container.writer import ContainerWriter
+
+    io = Ckpt8CheckpointIO(background=True)
+
+    def full(*_):
+        raise OutputError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ContainerWriter, "finish", full)
+        io.save_checkpoint({"w": torch.ones(3)}, tmp_path / "x.ckpt")
+        with pytest.raises(OutputError, match="the disk is full"):
+            io.save_checkpoint({"w": torch.ones(3)}, tmp_path / "y.ckpt")
+        io.save_checkpoint({"w": torch.ones(3)}, tmp_path / "y.ckpt")
+        with pytest.raises(OutputError, match="the disk is full"):
+            io.teardown()
+    io.teardown()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_under_way_is_waited_for(tmp_path, monkeypatch):
+    from ckpt8.container.writer import ContainerWriter
+
+    go_on = threading.Event()
+    finish = ContainerWriter.finish
+
+    def slow(self, manifest):
+        go_on.wait()
+        finish(self, manifest)
+
+    monkeypatch.setattr(ContainerWriter, "finish", slow)
+    io = Ckpt8CheckpointIO(background=True)
+    for name, action in (("x.ckpt", io.load_checkpoint), ("y.ckpt", io.remove_checkpoint)):
+        go_on.clear()
+        io.save_checkpoint({"w": torch.ones(3)}, tmp_path / name)
+        was_there = (tmp_path / name).exists()
+        threading.Timer(0.1, go_on.set).start()
+        assert not was_there
+        action(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"]
+    io.remove_checkpoint(tmp_path / "x.ckpt")
+    io.remove_checkpoint(tmp_path / "x.ckpt")
+    (tmp_path / "folder" / "inside").mkdir(parents=True)
+    io.remove_checkpoint(tmp_path / "folder")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,311 @@
+"""The callback in a real Trainer: what it writes, what it removes, what a run resumes from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+import ckpt8
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="Trainer needs accelerate, which is not installed")
+
+from trainer_kit import LAST, losses, names_in, trainer  # noqa: E402
+
+from ckpt8.errors import InputError, OutputError, UsageError  # noqa: E402
+from ckpt8.integrations import transformers as integration  # noqa: E402
+from ckpt8.integrations.transformers import Ckpt8Callback, restored_checkpoint, temporary_checkpoint  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore", "error::RuntimeWarning")
+
+
+class StopAt(transformers.TrainerCallback):
+    """Ends a run in the middle, as a preempted job would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    run = trainer(tmp_path_factory.mktemp("whole"), save_strategy="no")
+    run.train()
+    return losses(run)
+
+
+@pytest.mark.parametrize(
+    ("preset", "drift", "options"),
+    [("lossless", 0.0, {}), ("flash", 1e-3, {"background": True}), ("flash", 1e-3, {"keep_original": False})],
+)
+def test_an_interrupted_run_goes_on(preset, drift, options, uninterrupted, tmp_path):
+    stopped = trainer(tmp_path, [Ckpt8Callback(preset=preset, **options), StopAt(10)])
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train(resume_from_checkpoint=restored_checkpoint(tmp_path))
+    for thread in threading.enumerate():
+        if thread.name == "ckpt8-compress":
+            thread.join()
+    assert {"checkpoint-4.ckpt8", "checkpoint-8.ckpt8"} <= set(names_in(tmp_path))
+    assert (tmp_path / "checkpoint-8").exists() == options.get("keep_original", True)
+    if options.get("keep_original", True):
+        # What a user keeps of a run: the containers.
+        for step in (4, 8):
+            (tmp_path / f"checkpoint-{step}").rename(tmp_path / f"original-{step}")
+    run = trainer(tmp_path, [Ckpt8Callback(preset=preset, **options)])
+    with temporary_checkpoint(tmp_path) as path:
+        assert path == str(tmp_path / "checkpoint-8")
+        run.train(resume_from_checkpoint=path)
+    assert not (tmp_path / "checkpoint-8").exists()
+    found = losses(run)
+    assert found.keys() == uninterrupted.keys()
+    assert max(abs(found[step] - uninterrupted[step]) for step in range(9, LAST + 1)) <= drift
+    if drift:
+        assert any(found[step] != uninterrupted[step] for step in range(9, LAST + 1))
+    assert not ckpt8.verify(tmp_path / "checkpoint-12.ckpt8").failures
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_limit_holds_for_containers(background, tmp_path):
+    callback = Ckpt8Callback(keep_original=False, background=background)
+    run = trainer(tmp_path, [callback], save_steps=2, save_total_limit=2)
+    run.train()
+    assert names_in(tmp_path) == ["checkpoint-10.ckpt8", "checkpoint-12.ckpt8"]
+    assert restored_checkpoint(tmp_path) == str(tmp_path / "checkpoint-12")
+
+
+@pytest.mark.parametrize("strategy", ["steps", "best"])
+def test_what_is_being_read_is_not_rotated_away(strategy, tmp_path, monkeypatch):
+    """A compression that takes longer than the steps between two saves, of a directory that the next save removes."""
+    compress, done = ckpt8.compress, []
+
+    def slow(source, target, **options):
+        time.sleep(0.2)
+        done.append(source.name)
+        return compress(source, target, **options)
+
+    monkeypatch.setattr("ckpt8.api.compress", slow)
+    arguments = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best", "metric_for_best_model": "loss"}
+    run = trainer(
+        tmp_path,
+        [Ckpt8Callback(background=True)],
+        save_total_limit=1,
+        **({"save_steps": 2} if strategy == "steps" else arguments),
+    )
+    run.train()
+    assert len(done) > 2
+    assert names_in(tmp_path) == [done[-1], f"{done[-1]}.ckpt8"]
+    assert not ckpt8.verify(tmp_path / f"{done[-1]}.ckpt8", tmp_path / done[-1]).failures
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("background", [False, True])
+def test_the_best_checkpoint_stays_where_trainer_looks_for_it(background, limit, tmp_path):
+    # The loss that is to be as large as possible is that of the first evaluation.
+    run = trainer(
+        tmp_path,
+        [Ckpt8Callback(keep_original=False, background=background)],
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,
+        save_total_limit=limit,
+    )
+    run.train()
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    last = [] if limit == 1 else ["checkpoint-12.ckpt8"]
+    kept = names_in(tmp_path)
+    assert {"checkpoint-2", "checkpoint-2.ckpt8", *last} <= set(kept)
+    assert "checkpoint-12.ckpt8" in kept
+    assert len(kept) == 3
+    first = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
+    assert all(first[name].equal(tensor) for name, tensor in run.model.state_dict().items())
+
+
+def test_a_checkpoint_that_is_no_longer_the_best_is_removed(tmp_path):
+    run = trainer(
+        tmp_path,
+        [Ckpt8Callback(keep_original=False)],
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        save_total_limit=2,
+    )
+    run.train()
+    best = run.state.best_model_checkpoint
+    assert best is not None
+    directories = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert [str(path) for path in directories] == [best]
+
+
+def test_a_failure_is_a_warning_and_keeps_the_directory(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OutputError("the disk is full")
+
+    monkeypatch.setattr("ckpt8.api.compress", full)
+    run = trainer(tmp_path / "warned", [Ckpt8Callback(keep_original=False)], max_steps=4)
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-4: was not compressed: the disk is full"):
+        run.train()
+    assert names_in(tmp_path / "warned") == ["checkpoint-4"]
+    for background in (False, True):
+        run = trainer(tmp_path / "strict", [Ckpt8Callback(strict=True, background=background)], max_steps=4)
+        with pytest.raises(OutputError, match="the disk is full"):
+            run.train()
+
+
+def test_a_container_that_differs_keeps_the_directory(tmp_path, monkeypatch):
+    compress = ckpt8.compress
+
+    def damaged(source, target, **options):
+        compress(source, target, **options)
+        content = bytearray(target.read_bytes())
+        content[len(content) // 2] ^= 1
+        target.write_bytes(content)
+
+    monkeypatch.setattr("ckpt8.api.compress", damaged)
+    run = trainer(tmp_path, [Ckpt8Callback(keep_original=False)], max_steps=4)
+    with pytest.warns(RuntimeWarning, match="checkpoint-4: was not compressed"):
+        run.train()
+    assert (tmp_path / "checkpoint-4").is_dir()
+    assert restored_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+
+
+def test_a_crash_before_and_in_the_removal(tmp_path, monkeypatch):
+    """Killed between writing and removing, both are there; killed while removing, what is left is no checkpoint."""
+    with monkeypatch.context() as patch:
+        patch.setattr(integration, "_discard", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            trainer(tmp_path, [Ckpt8Callback(keep_original=False)]).train()
+    assert names_in(tmp_path) == ["checkpoint-4", "checkpoint-4.ckpt8"]
+    assert restored_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+    with monkeypatch.context() as patch:
+        patch.setattr(integration.shutil, "rmtree", _half_removed)
+        with pytest.raises(KeyboardInterrupt):
+            trainer(tmp_path, [Ckpt8Callback(keep_original=False)]).train()
+    assert names_in(tmp_path) == [".checkpoint-4.ckpt8-discarded", "checkpoint-4.ckpt8"]
+    run = trainer(tmp_path, [Ckpt8Callback(keep_original=False)], max_steps=8)
+    with temporary_checkpoint(tmp_path) as path:
+        run.train(resume_from_checkpoint=path)
+    assert names_in(tmp_path) == ["checkpoint-4.ckpt8", "checkpoint-8.ckpt8"]
+
+
+def _killed(*_):
+    raise KeyboardInterrupt
+
+
+def _half_removed(path, ignore_errors=False):
+    if path.exists():
+        (path / "optimizer.pt").unlink()
+        raise KeyboardInterrupt
+
+
+def test_where_a_run_resumes_from(tmp_path):
+    assert restored_checkpoint(tmp_path / "not-there") is None
+    assert restored_checkpoint(tmp_path) is None
+    with temporary_checkpoint(tmp_path) as path:
+        assert path is None
+    trainer(tmp_path, [Ckpt8Callback(preset="lossless")], max_steps=8).train()
+    (tmp_path / "checkpoint-9").mkdir()
+    (tmp_path / "checkpoint-x.ckpt8").write_bytes(b"")
+    assert restored_checkpoint(tmp_path) == str(tmp_path / "checkpoint-8")
+    with temporary_checkpoint(tmp_path) as path:
+        assert path == str(tmp_path / "checkpoint-8")
+    assert (tmp_path / "checkpoint-8").is_dir()
+    (tmp_path / "checkpoint-8").rename(tmp_path / "kept")
+    other = restored_checkpoint(tmp_path, tmp_path / "elsewhere")
+    assert other == str(tmp_path / "elsewhere")
+    for path in (tmp_path / "kept").iterdir():
+        assert (tmp_path / "elsewhere" / path.name).read_bytes() == path.read_bytes()
+    (tmp_path / "checkpoint-8").mkdir()
+    with pytest.raises(OutputError, match=r"checkpoint-8: is not complete \(no trainer_state.json\)"):
+        restored_checkpoint(tmp_path)
+    (tmp_path / "checkpoint-8").rmdir()
+    container = tmp_path / "checkpoint-8.ckpt8"
+    container.write_bytes(container.read_bytes()[:-40])
+    with pytest.raises(InputError, match=r"checkpoint-8.ckpt8"):
+        restored_checkpoint(tmp_path)
+    assert not (tmp_path / "checkpoint-8").exists()
+
+
+def _both_ranks(rank, folder):
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    try:
+        assert restored_checkpoint(f"{folder}/none") is None
+        path = restored_checkpoint(f"{folder}/run")
+        assert path == f"{folder}/run/checkpoint-4"
+        with temporary_checkpoint(f"{folder}/run") as again:
+            assert again == path
+        with pytest.raises((InputError, OutputError), match="checkpoint-1"):
+            restored_checkpoint(f"{folder}/damaged")
+        callback, control = Ckpt8Callback(), transformers.TrainerControl()
+        arguments = transformers.TrainingArguments(output_dir=f"{folder}/run", report_to=[], use_cpu=True)
+        state = transformers.TrainerState(global_step=4, is_world_process_zero=rank == 0)
+        (Path(folder) / "run" / "checkpoint-4.ckpt8").unlink(missing_ok=True)
+        if rank == 1:
+            # What this rank still writes when the other is done.
+            time.sleep(0.2)
+            (Path(folder) / "run" / "checkpoint-4" / "rng_state_1.pth").write_bytes(b"mine")
+        callback.on_save(arguments, state, control)
+        dist.barrier()
+        with ckpt8.open(f"{folder}/run/checkpoint-4.ckpt8") as file:
+            assert "rng_state_1.pth" in {member.path for member in file.manifest.members}
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_each_other(tmp_path):
+    trainer(tmp_path / "run", [Ckpt8Callback(keep_original=False)], max_steps=4).train()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "checkpoint-1.ckpt8").write_bytes(b"x" * 100)
+    spawn(_both_ranks, (str(tmp_path),), nprocs=2)
+
+
+def test_arguments_are_checked_before_the_run():
+    with pytest.raises(UsageError, match="preset 'best'"):
+        Ckpt8Callback(preset="best")
+    with pytest.raises(UsageError, match="rule"):
+        Ckpt8Callback(rules=["nonsense"])
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "blocked"),
+    [("transformers", "transformers", ["transformers"]), ("lightning", "lightning", ["lightning", "lightning_fabric"])],
+)
+def test_without_the_framework_one_line_says_so(module, package, blocked):
+    program = (
+        "import sys\n"
+        "class Hidden:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] in {blocked}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Hidden())\n"
+        "import ckpt8, ckpt8.api\n"
+        "try:\n"
+        f"    import ckpt8.integrations.{module}\n"
+        "except ImportError as exc:\n"
+        "    print(exc)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == f"ckpt8.integrations.{module} needs {package}: pip install {package}"
+
+
+def test_ckpt8_itself_imports_no_framework():
+    program = (
+        "import sys, ckpt8, ckpt8.api, ckpt8.cli\n"
+        "print([n for n in sys.modules if n.startswith(('transformers', 'lightning', 'ckpt8.integrations'))])"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,55 @@
+"""A tiny Llama that Trainer trains, with the callback or without it."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+
+LAST = 12
+
+
+def rows():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 64, (16,), generator=generator).cumsum(0) % 256 for _ in range(64)]
+
+
+def trainer(folder, callbacks=(), **arguments):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+    )
+    settings = {
+        "max_steps": LAST,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-2,
+        "save_steps": 4,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **arguments,
+    }
+    data = [{"input_ids": row, "labels": row} for row in rows()]
+    return transformers.Trainer(
+        model=transformers.LlamaForCausalLM(config),
+        args=transformers.TrainingArguments(output_dir=str(folder), **settings),
+        train_dataset=data,
+        eval_dataset=data[:8],
+        callbacks=list(callbacks),
+    )
+
+
+def losses(trained):
+    """The loss of every step that this trainer knows of, by step."""
+    return {entry["step"]: entry["loss"] for entry in trained.state.log_history if "loss" in entry}
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
