@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import ckpt8
 
 PRESETS = ["lossless", "flash", "compact"]
+SHARE = {"flash": 0.01, "compact": 0.1}
+"""The largest drift of a resumed run, as a share of what another initialisation makes; measured ones are a thirtieth."""
 
 
 def through(checkpoint, folder, preset):
@@ -27,14 +29,14 @@ def drift(losses, expected):
 
 
 def check_goes_on(preset, losses, expected, other):
-    """``losses`` of the resumed run are those ``expected``; ``other`` is a run from another initialisation.
+    """``losses`` of the resumed run are those ``expected``, as closely as ``SHARE`` asks.
 
-    Exactly so if nothing was lost, else within a tenth of what the other initialisation makes.
+    ``other`` is a run from another initialisation.
     """
     if preset == "lossless":
         assert losses == expected
     else:
-        assert 0 < drift(losses, expected) < drift(other, expected) / 10
+        assert 0 < drift(losses, expected) < drift(other, expected) * SHARE[preset]
 
 
 @contextmanager
