@@ -9,7 +9,7 @@ import ckpt8
 
 PRESETS = ["lossless", "flash", "compact"]
 SHARE = {"flash": 0.01, "compact": 0.1}
-"""The largest drift of a resumed run, as a share of what another initialisation makes; measured ones are a thirtieth."""
+"""The largest drift of a resumed run, as a share of what another initialisation makes. Measured: a thirtieth of it."""
 
 
 def through(checkpoint, folder, preset):

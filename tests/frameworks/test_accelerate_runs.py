@@ -30,7 +30,9 @@ def losses(*, save_to=None, load_from=None, seed=0):
     """Train a network on noisy data, from the start or from a directory; losses after ``SAVED``, steps that it saw."""
     accelerator = accelerate.Accelerator(cpu=True)
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(80, 96), torch.nn.Dropout(0.1), torch.nn.GELU(), torch.nn.Linear(96, 80))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(80, 96), torch.nn.Dropout(0.1), torch.nn.GELU(), torch.nn.Linear(96, 80)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     counter = Counter()

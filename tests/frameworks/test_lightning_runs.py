@@ -25,8 +25,12 @@ class Game(lightning.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False
-        self.maker = torch.nn.Sequential(torch.nn.Linear(64, args.width), torch.nn.Tanh(), torch.nn.Linear(args.width, 64))
-        self.judge = torch.nn.Sequential(torch.nn.Linear(64, args.width), torch.nn.Tanh(), torch.nn.Linear(args.width, 1))
+        self.maker = torch.nn.Sequential(
+            torch.nn.Linear(64, args.width), torch.nn.Tanh(), torch.nn.Linear(args.width, 64)
+        )
+        self.judge = torch.nn.Sequential(
+            torch.nn.Linear(64, args.width), torch.nn.Tanh(), torch.nn.Linear(args.width, 1)
+        )
         self.losses = []
 
     def configure_optimizers(self):
