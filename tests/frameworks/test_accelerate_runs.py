@@ -26,7 +26,7 @@ class Counter:
         self.seen = state["seen"]
 
 
-def losses(*, save_to=None, load_from=None, seed=0):
+def losses(*, save_to=None, load_from=None, seed=0, **options):
     """Train a network on noisy data, from the start or from a directory; losses after ``SAVED``, steps that it saw."""
     accelerator = accelerate.Accelerator(cpu=True)
     torch.manual_seed(seed)
@@ -45,7 +45,7 @@ def losses(*, save_to=None, load_from=None, seed=0):
     found = []
     for step in range(0 if load_from is None else SAVED, LAST):
         if save_to is not None and step == SAVED:
-            accelerator.save_state(str(save_to))
+            accelerator.save_state(str(save_to), **options)
         noisy = data + torch.randn(data.shape) / 10
         loss = (model(noisy) - data.roll(1, 1)).square().mean()
         accelerator.backward(loss)
@@ -78,3 +78,19 @@ def test_the_run_goes_on(preset, trained, tmp_path):
     found, seen = losses(load_from=restored)
     assert seen == LAST
     check_goes_on(preset, found, expected, other)
+
+
+def test_a_model_that_is_no_safetensors_file(trained, tmp_path):
+    checkpoint = tmp_path / "state"
+    expected, _ = losses(save_to=checkpoint, safe_serialization=False)
+    assert expected == trained[0]
+    manifest, restored = through(checkpoint, tmp_path / "there", "flash")
+    formats = {member.path: member.format for member in manifest.members}
+    assert formats["pytorch_model.bin"] == "torch-zip"
+    assert "model.safetensors" not in formats
+    # The order of the model is known, and so is the name of each parameter.
+    assert [parameter.name for parameter in manifest.parameters] == [
+        f"optimizer.bin:{name}" for name in ("0.weight", "0.bias", "3.weight", "3.bias")
+    ]
+    found, _ = losses(load_from=restored)
+    check_goes_on("flash", found, expected, trained[1])
