@@ -1,7 +1,11 @@
-"""Shared fixtures: the committed checkpoints, and torch imported once with its numpy warning out of the way."""
+"""Shared fixtures: the committed checkpoints, and torch imported once with its numpy warning out of the way.
+
+Where CKPT8_REQUIRE_PACKAGES is 1, a test that is skipped because a package is missing fails instead.
+"""
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
@@ -14,6 +18,8 @@ with warnings.catch_warnings():
 
     torch.zeros(1).sum().item()
 
+MISSING = "is not installed", "could not import"
+
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
@@ -21,3 +27,24 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 def inputs() -> Path:
     """The folder of real checkpoints."""
     return FIXTURES / "inputs"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """A module that skips itself."""
+    return _required((yield), collector)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A test that skips itself, or a fixture of it."""
+    return _required((yield), item)
+
+
+def _required(report, node):
+    if os.environ.get("CKPT8_REQUIRE_PACKAGES") == "1" and report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2]
+        if any(text in reason for text in MISSING):
+            report.outcome = "failed"
+            report.longrepr = f"{node.nodeid}: {reason.removeprefix('Skipped: ')}; CKPT8_REQUIRE_PACKAGES asks for it"
+    return report

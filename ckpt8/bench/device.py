@@ -143,7 +143,7 @@ def _step_rows(count: int, clock: Clock) -> list[dict[str, Any]]:
         "ckpt8.optim SGD, bf16": (torch.bfloat16, lambda params: SGD(params, lr=1e-3, momentum=0.9)),
     }
     if clock.device.type == "cuda" and find_spec("flashoptim") is not None:
-        from flashoptim import FlashAdamW  # type: ignore[import-not-found]
+        from flashoptim import FlashAdamW
 
         cases["flashoptim FlashAdamW, bf16"] = (torch.bfloat16, lambda params: FlashAdamW(params, lr=1e-4))
     rows: list[dict[str, Any]] = []

@@ -94,6 +94,19 @@ OPERATIONS: dict[str, Callable[[Path, Path, int], None]] = {
 NEEDS_TORCH = frozenset(name for name in OPERATIONS if not name.startswith(("cp", "zstd")))
 
 
+def peak_memory() -> int:
+    """The peak resident memory of this process, in bytes.
+
+    On Linux ``ru_maxrss`` outlives an exec, and a child of a large process would be as large as that.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        (peak,) = (line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(peak) * 1024
+    # macOS counts bytes, others kilobytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def main(name: str, source: str, target: str, threads: str) -> None:
     """Run one operation and print what it took."""
     if name in NEEDS_TORCH:
@@ -103,10 +116,7 @@ def main(name: str, source: str, target: str, threads: str) -> None:
     start = time.perf_counter()
     OPERATIONS[name](Path(source), Path(target), int(threads))
     seconds = time.perf_counter() - start
-    # Linux counts kilobytes, macOS bytes.
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    sys.stdout.write(json.dumps({"seconds": seconds, "peak_rss": peak}))
+    sys.stdout.write(json.dumps({"seconds": seconds, "peak_rss": peak_memory()}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+"""Directories of ``accelerator.save_state``: ``load_state`` takes what was restored, and the loss goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from frameworks_kit import PRESETS, check_goes_on, quiet, through
+
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SAVED, LAST = 5, 10
+
+
+class Counter:
+    """An object of the user's own, saved along."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def losses(*, save_to=None, load_from=None, seed=0, **options):
+    """Train a network on noisy data, from the start or from a directory; losses after ``SAVED``, steps that it saw."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(80, 96), torch.nn.Dropout(0.1), torch.nn.GELU(), torch.nn.Linear(96, 80)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    torch.manual_seed(100)
+    if load_from is not None:
+        accelerator.load_state(str(load_from))
+    data = torch.randn(256, 80, generator=torch.Generator().manual_seed(1))
+    found = []
+    for step in range(0 if load_from is None else SAVED, LAST):
+        if save_to is not None and step == SAVED:
+            accelerator.save_state(str(save_to), **options)
+        noisy = data + torch.randn(data.shape) / 10
+        loss = (model(noisy) - data.roll(1, 1)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        counter.seen += 1
+        found.append(loss.item())
+    return found[SAVED - LAST :], counter.seen
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Losses after the checkpoint, those of another initialisation, and the checkpoint."""
+    checkpoint = tmp_path_factory.mktemp("accelerate") / "state.5"
+    with quiet():
+        return losses(save_to=checkpoint)[0], losses(seed=1)[0], checkpoint
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_run_goes_on(preset, trained, tmp_path):
+    expected, other, checkpoint = trained
+    manifest, restored = through(checkpoint, tmp_path, preset)
+    formats = {member.path: member.format for member in manifest.members}
+    assert formats.pop("model.safetensors") == "safetensors"
+    assert set(formats) == {"optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl"}
+    assert set(formats.values()) == {"torch-zip"}
+    for name in formats.keys() - {"optimizer.bin"}:
+        assert (restored / name).read_bytes() == (checkpoint / name).read_bytes(), name
+    found, seen = losses(load_from=restored)
+    assert seen == LAST
+    check_goes_on(preset, found, expected, other)
+
+
+def test_a_model_that_is_no_safetensors_file(trained, tmp_path):
+    checkpoint = tmp_path / "state"
+    expected, _ = losses(save_to=checkpoint, safe_serialization=False)
+    assert expected == trained[0]
+    manifest, restored = through(checkpoint, tmp_path / "there", "flash")
+    formats = {member.path: member.format for member in manifest.members}
+    assert formats["pytorch_model.bin"] == "torch-zip"
+    assert "model.safetensors" not in formats
+    # The order of the model is known, and so is the name of each parameter.
+    assert [parameter.name for parameter in manifest.parameters] == [
+        f"optimizer.bin:{name}" for name in ("0.weight", "0.bias", "3.weight", "3.bias")
+    ]
+    found, _ = losses(load_from=restored)
+    check_goes_on("flash", found, expected, trained[1])

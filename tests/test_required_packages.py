@@ -1,0 +1,48 @@
+"""A test whose package is missing is skipped; it fails where CKPT8_REQUIRE_PACKAGES says that none may be missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+MODULE = """
+import pytest
+pytest.importorskip("no_such_thing", reason="no_such_thing is not installed")
+"""
+REST = """
+import pytest
+
+@pytest.fixture
+def it():
+    pytest.importorskip("no_such_thing", reason="no_such_thing is not installed")
+
+def test_with_it(it):
+    pass
+
+def test_that_skips_itself():
+    pytest.importorskip("no_such_thing")
+
+@pytest.mark.skip(reason="no GPU")
+def test_other():
+    pass
+
+def test_that_passes():
+    pass
+"""
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_a_missing_package(required, pytester, monkeypatch):
+    monkeypatch.setenv("CKPT8_REQUIRE_PACKAGES", str(int(required)))
+    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    pytester.makepyfile(test_module=MODULE, test_rest=REST)
+    result = pytester.runpytest_inprocess("--continue-on-collection-errors")
+    if required:
+        # A module and a fixture are errors, as they would be if they raised.
+        result.assert_outcomes(errors=2, failed=1, skipped=1, passed=1)
+        result.stdout.fnmatch_lines(["*no_such_thing is not installed; CKPT8_REQUIRE_PACKAGES asks for it*"])
+    else:
+        result.assert_outcomes(skipped=4, passed=1)
