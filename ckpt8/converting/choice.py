@@ -8,7 +8,7 @@ from ckpt8.converting.composite import Composite
 from ckpt8.errors import UsageError
 from ckpt8.readers.base import TensorRef
 from ckpt8.readers.walk import format_path, iter_nodes
-from ckpt8.resuming.find import TOP_LEVEL, Candidate, find, holds_module
+from ckpt8.resuming.find import Candidate, find, holds_module
 from ckpt8.resuming.names import listed
 from ckpt8.roles import is_bare_state_dict
 

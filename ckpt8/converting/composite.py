@@ -7,7 +7,7 @@ references to its storages, so that whatever works on the tree of a file works o
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
@@ -56,7 +56,8 @@ class Composite:
         self.label = label
         self.format = "composite"
         self.size = 0
-        self.storages: list[StorageInfo] = []
+        self._storages: list[StorageInfo] = []
+        self.storages: Sequence[StorageInfo] = self._storages
         self.tree: Any = None
         self._regions: list[Region] = []
         self._bases: list[int] = []
@@ -68,7 +69,7 @@ class Composite:
         """Give a region addresses, and a key of its own unless ``key`` is given. Returns the key."""
         key = f"computed/{len(self._regions)}" if key is None else key
         storage = StorageInfo(key, dtype, self.size, region.nbytes)
-        self.storages.append(storage)
+        self._storages.append(storage)
         self._places[key] = storage
         self._regions.append(region)
         self._bases.append(self.size)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt8.bundle import directory_name
 from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
@@ -27,17 +26,11 @@ _LISTED = 20
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The open members of a source. ``name`` is that of the source itself; ``size`` in bytes, of all members."""
+    """The open members of a source."""
 
     path: Path
-    name: str
     is_directory: bool
     found: list[DirectoryMember]
-
-    @property
-    def size(self) -> int:
-        """Bytes of all members, as they are when they are not compressed."""
-        return sum(member.checkpoint.size for member in self.found)
 
     @property
     def checkpoints(self) -> list[DirectoryMember]:
@@ -50,7 +43,7 @@ class Members:
         if not chosen:
             known = listed((member.path for member in self.checkpoints), _LISTED) or "nothing that can be read"
             raise UsageError(f"{self.path}: --member {path!r} is not one of {known}")
-        return Members(self.path, path.rpartition("/")[2], False, chosen)
+        return Members(self.path, False, chosen)
 
 
 class _Files:
@@ -99,17 +92,16 @@ def open_members(path: Path, *, threads: int | None = None) -> Iterator[Members]
     """Open ``path`` with everything in it, recognised by content. Raises InputError."""
     if is_directory(path):
         with open_directory(path, walk(path)) as found:
-            yield Members(path, directory_name(path), True, found)
+            yield Members(path, True, found)
     elif not is_container(path):
         with open_checkpoint(path) as checkpoint:
-            yield Members(path, path.name, False, [DirectoryMember(path.name, checkpoint)])
+            yield Members(path, False, [DirectoryMember(path.name, checkpoint)])
     else:
         with ContainerReader(path) as reader, Workers(threads) as workers:
             files = _Files(reader, workers)
             indices = range(len(reader.manifest.members))
             opened = [_stored(files, index) for index in indices if _is_file(reader, index)]
-            directory = reader.manifest.directory
-            yield Members(path, directory or path.name, directory is not None, opened)
+            yield Members(path, reader.manifest.directory is not None, opened)
 
 
 def _is_file(reader: ContainerReader, index: int) -> bool:

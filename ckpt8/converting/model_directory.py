@@ -1,4 +1,4 @@
-"""A directory as transformers, accelerate and diffusers write it: weights in one file or in shards, and an optimizer."""
+"""A directory as transformers, accelerate and diffusers write it: weights in one file or in shards, an optimizer."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _shards(top: Mapping[str, DirectoryMember], label: str) -> list[DirectoryMem
     if single is not None:
         return [single]
     # Weights in safetensors come before the same ones in pickles.
-    index = sorted((name for name in top if _is_index(name)), key=lambda name: "safetensors" not in name)[0]
+    index = min((name for name in top if _is_index(name)), key=lambda name: ("safetensors" not in name, name))
     checkpoint = top[index].checkpoint
     content = bytearray(min(checkpoint.size, _MAX_INDEX_BYTES))
     checkpoint.read_into(0, memoryview(content))
@@ -117,8 +117,7 @@ def _named(tree: Mapping[str, Any], shards: Sequence[DirectoryMember]) -> dict[s
     known = {saved.identifier: names[saved.name] for saved in saved_parameters(tree) if saved.name in names}
     groups = []
     for group in tree["param_groups"]:
-        if isinstance(group, dict) and "param_names" not in group and group.get("params"):
-            found = [known.get(identifier) for identifier in group["params"]]
-            group = group if None in found else {**group, "param_names": found}
-        groups.append(group)
+        found = [known.get(identifier) for identifier in group.get("params", ())] if isinstance(group, dict) else []
+        complete = found and None not in found and "param_names" not in group
+        groups.append({**group, "param_names": found} if complete else group)
     return {**tree, "param_groups": groups}

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 
-def cut(
-    offset: int, buffer: memoryview, itemsize: int, block: int = BLOCK
-) -> Iterator[tuple[int, int, memoryview]]:
-    """The elements that ``buffer`` takes from ``offset`` bytes on, ``block`` at a time: first, behind the last, place."""
+def cut(offset: int, buffer: memoryview, itemsize: int, block: int = BLOCK) -> Iterator[tuple[int, int, memoryview]]:
+    """The elements that ``buffer`` takes from ``offset`` bytes on, ``block`` at a time, as (first, end, place)."""
     first, count = offset // itemsize, len(buffer) // itemsize
     for start in range(0, count, block):
         stop = min(start + block, count)
@@ -33,8 +31,27 @@ def put(values: torch.Tensor, buffer: memoryview) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A few bytes in memory."""
+
+    content: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """How many."""
+        return len(self.content)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer``."""
+        buffer[:] = self.content[offset : offset + len(buffer)]
+
+
+@dataclass(frozen=True, slots=True)
 class Cast:
-    """The elements of ``ref`` rounded to ``dtype``, to nearest, halves to even (of float64 by way of float32). ``name`` is for messages."""
+    """The elements of ``ref`` rounded to ``dtype``: to nearest, halves to even; float64 by way of float32.
+
+    ``name`` is for messages.
+    """
 
     source: Composite
     name: str

@@ -30,14 +30,12 @@ _LISTED = 20
 class Content:
     """A source that was opened.
 
-    ``data`` is the checkpoint with its tree; ``layout`` an id of LAYOUTS, or ``file``. ``size`` is that of the source in
-    bytes. ``others`` are members that are not in the tree, which only a directory can take; ``notes`` say what else of
-    the source is not in the tree.
+    ``data`` is the checkpoint with its tree; ``layout`` an id of LAYOUTS, or ``file``. ``others`` are members that are
+    not in the tree, which only a directory can take; ``notes`` say what else of the source is not in the tree.
     """
 
     data: Composite
     layout: str = SINGLE_FILE
-    size: int = 0
     others: list[DirectoryMember] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -66,9 +64,7 @@ def open_content(path: Path, *, member: str | None = None, threads: int | None =
     """Open a source; ``member`` names one file of a directory. Raises InputError, and UsageError for ``member``."""
     with open_members(path, threads=threads) as members:
         chosen = members if member is None else members.only(member)
-        content = _directory(chosen) if chosen.is_directory else _file(chosen)
-        content.size = chosen.size
-        yield content
+        yield _directory(chosen) if chosen.is_directory else _file(chosen)
 
 
 def _file(members: Members) -> Content:

@@ -1,8 +1,8 @@
 """DeepSpeed's universal checkpoint: ``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt``, one tensor to a file.
 
-A file holds ``{"param": tensor, ...}`` or, made from ZeRO stage 3, the flat tensor itself, whose shape is then among the
-``param_shapes`` of a model file. What is no parameter of the optimizer (buffers, frozen weights, tied names) is in the
-model file as well. Groups of the optimizer are given by ``param_shapes`` too, where it has as many.
+A file holds ``{"param": tensor, ...}`` or, made from ZeRO stage 3, the flat tensor itself, whose shape is then among
+the ``param_shapes`` of a model file. What is no parameter of the optimizer (buffers, frozen weights, tied names) is in
+the model file as well. Groups of the optimizer are given by ``param_shapes`` too, where it has as many.
 """
 
 from __future__ import annotations
@@ -134,9 +134,7 @@ def _is_shape(value: object) -> bool:
     return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
 
 
-def _param_groups(
-    found: _Found, listed: Sequence[Mapping[str, Any]], names: Sequence[str]
-) -> list[dict[str, Any]]:
+def _param_groups(found: _Found, listed: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
     """The optimizer's groups with names for parameters; one group of what all agree on where they are not known."""
     tree = found.groups.checkpoint.tree if found.groups is not None else None
     given = tree.get("param_groups") if isinstance(tree, dict) else None
@@ -179,4 +177,3 @@ def _model(data: Composite, found: _Found, weights: Mapping[str, TensorRef]) -> 
 
 def _place(ref: TensorRef) -> tuple[object, ...]:
     return (ref.key, ref.offset, ref.shape, ref.stride) if prod(ref.shape) else (id(ref),)
-

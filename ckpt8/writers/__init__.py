@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt8.errors import UsageError
-from ckpt8.writers.base import Writer
+
+if TYPE_CHECKING:
+    from ckpt8.writers.base import Writer
 
 WRITERS: tuple[tuple[str, str], ...] = (
     ("torch", "ckpt8.writers.torch_zip:TorchWriter"),

@@ -18,6 +18,7 @@ from ckpt8.errors import UsageError
 from ckpt8.pipeline import Progress
 from ckpt8.policy import BUFFERS
 from ckpt8.readers.base import TensorRef
+from ckpt8.readers.directory import size_of
 from ckpt8.resuming.find import Candidate
 from ckpt8.resuming.names import plain_names
 from ckpt8.tensors import DType
@@ -61,6 +62,10 @@ class Request:
     threads: int | None
     progress: Progress
 
+    def progress_to(self, target_bytes: int) -> Progress:
+        """To be called with numbers of bytes that add up to ``target_bytes``, whatever size the source has."""
+        return _Scaled(self.progress, size_of(self.source), target_bytes)
+
     @contextmanager
     def open(self, report: Report) -> Iterator[Content]:
         """The source as one tree. Raises InputError, UsageError."""
@@ -91,9 +96,7 @@ def parse_dtype(text: str | None) -> DType | None:
     return found
 
 
-class ByteProgress:
-    """Tells a caller who waits for as many bytes as the source has, whatever the size of the target."""
-
+class _Scaled:
     def __init__(self, progress: Progress, source_bytes: int, target_bytes: int) -> None:
         self._progress = progress
         self._scale = source_bytes / max(target_bytes, 1)
@@ -108,12 +111,10 @@ class ByteProgress:
 class WeightTypes:
     """The element type of every weight in the target. ``dtype`` None leaves all as they are.
 
-    ``only`` are the types that change, by default all floats of 16 to 64 bits. Buffers, and what is no such float, stay.
+    ``only`` are the types that change, by default all floats of 16 to 64 bits. Buffers stay as well.
     """
 
-    def __init__(
-        self, data: Composite, dtype: DType | None, report: Report, only: frozenset[DType] = FLOATS
-    ) -> None:
+    def __init__(self, data: Composite, dtype: DType | None, report: Report, only: frozenset[DType] = FLOATS) -> None:
         self._caster = Caster(data)
         self._dtype = dtype
         self._report = report
@@ -162,4 +163,3 @@ def _kept(names: list[str]) -> str:
 
 def _module(name: str) -> str:
     return name.rpartition(".")[0].rpartition(".")[2]
-

@@ -1,8 +1,8 @@
 """A ``.pt`` whose optimizer is in the layout of flashoptim 0.1.4: see ``ckpt8.optim.flash_layout`` for the encoding.
 
-Weights become bf16, and what is lost by that is kept in ``error_bits`` of 8 bits, so that FlashAdamW, FlashAdam, FlashSGD
-and FlashLion with ``master_weight_bits=24`` go on from the 24-bit master weights. With ``--dtype float32`` weights stay
-as they are, and there are no ``error_bits``. All else of the tree stays.
+Weights become bf16, and what is lost by that is kept in ``error_bits`` of 8 bits, so that FlashAdamW, FlashAdam,
+FlashSGD and FlashLion with ``master_weight_bits=24`` go on from the 24-bit master weights. With ``--dtype float32`` weights
+stay as they are, and there are no ``error_bits``. All else of the tree stays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.find import Candidate
 from ckpt8.resuming.pairing import SavedParameter, saved_parameters
 from ckpt8.tensors import DType
-from ckpt8.writers.base import ByteProgress, Report, Request, WeightTypes
+from ckpt8.writers.base import Report, Request, WeightTypes
 from ckpt8.writers.torch_zip import TorchFile
 
 _FP16 = 2
@@ -133,7 +133,7 @@ class FlashoptimWriter:
             optimizer.node.update(flash)
             with AtomicFile(request.target, force=request.force) as output:
                 pt = TorchFile(data, data.tree, report)
-                progress = ByteProgress(request.progress, content.size, pt.nbytes)
+                progress = request.progress_to(pt.nbytes)
                 pt.write(output.path, output.file.fileno(), output.guard, progress)
                 data.check_unchanged()
                 report.bytes = output.file.seek(0, 2)

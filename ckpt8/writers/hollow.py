@@ -11,10 +11,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.container.frames import bytes_of
 from ckpt8.converting.composite import Composite
+from ckpt8.converting.regions import Held
 from ckpt8.readers.base import Global, Inert, TensorRef
 from ckpt8.readers.rebuild import StatefulDict
 from ckpt8.resuming.rest import CONSUMED, RestBuilder
+from ckpt8.tensors import DType
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +36,10 @@ class HollowBuilder(RestBuilder):
     """
 
     def __init__(self, data: Composite, retype: Callable[[TensorRef], TensorRef] = lambda ref: ref) -> None:
+        import torch
+
         super().__init__(data)
+        self._makers[torch.Tensor] = self._held
         self.dropped: dict[str, None] = {}
         self.keys: dict[int, str] = {}
         self.tensors = 0
@@ -95,6 +101,11 @@ class HollowBuilder(RestBuilder):
         self.tensors += 1
         return super()._tensor(self._retype(ref))
 
+    def _held(self, small: torch.Tensor) -> torch.Tensor:
+        """A tensor that was computed already, such as a step."""
+        held = Held(bytes(bytes_of(small.contiguous())))
+        return self._tensor(self._data.tensor(held, DType.from_label(str(small.dtype)), tuple(small.shape)))
+
 
 def _is_torch(value: Any) -> bool:
     import torch
@@ -111,7 +122,7 @@ def _numpy_number(value: Any) -> bool | int | float | None:
 
 
 def _reserved(nbytes: int) -> torch.Tensor:
-    """Addresses for ``nbytes`` bytes, as a tensor. No memory is taken until they are touched, however many there are."""
+    """Addresses for ``nbytes`` bytes, as a tensor. They take no memory until they are touched."""
     import torch
 
     if not nbytes:

@@ -20,7 +20,7 @@ from ckpt8.readers.safetensors import DTYPES
 from ckpt8.restoration import Guard, write_at
 from ckpt8.resuming.find import Candidate
 from ckpt8.tensors import DType
-from ckpt8.writers.base import FLOATS, ByteProgress, Report, Request, WeightTypes, model_weights
+from ckpt8.writers.base import FLOATS, Report, Request, WeightTypes, model_weights
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
@@ -39,7 +39,7 @@ class SafetensorsWriter:
         with request.open(report) as content:
             weights = chosen_weights(request, content, report)
             with AtomicFile(request.target, force=request.force) as output:
-                progress = ByteProgress(request.progress, content.size, total_bytes(weights))
+                progress = request.progress_to(total_bytes(weights))
                 write_safetensors(content.data, weights, output.file.fileno(), output.guard, progress)
                 content.data.check_unchanged()
                 report.bytes = output.file.seek(0, 2)

@@ -23,7 +23,7 @@ from ckpt8.readers.base import StorageInfo, TensorRef
 from ckpt8.restoration import Guard, write_at
 from ckpt8.resuming.find import Candidate, find
 from ckpt8.tensors import DType
-from ckpt8.writers.base import ByteProgress, Report, Request, WeightTypes
+from ckpt8.writers.base import Report, Request, WeightTypes
 from ckpt8.writers.hollow import HollowBuilder
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class TorchWriter:
             retype = _retype(data, models, request.dtype, report)
             with AtomicFile(request.target, force=request.force) as output:
                 pt = TorchFile(data, tree, report, retype)
-                progress = ByteProgress(request.progress, content.size, pt.nbytes)
+                progress = request.progress_to(pt.nbytes)
                 pt.write(output.path, output.file.fileno(), output.guard, progress)
                 content.data.check_unchanged()
                 report.bytes = output.file.seek(0, 2)
@@ -136,9 +136,7 @@ class TorchFile:
                 for field in place.crc_fields:
                     write_at(descriptor, memoryview(crc.to_bytes(CRC_BYTES, "little")), field)
 
-    def _copy(
-        self, source: StorageInfo, place: StorageInfo, descriptor: int, guard: Guard, progress: Progress
-    ) -> int:
+    def _copy(self, source: StorageInfo, place: StorageInfo, descriptor: int, guard: Guard, progress: Progress) -> int:
         """Fill one storage; its checksum."""
         crc = 0
         for start in range(0, source.nbytes, _BLOCK_BYTES):

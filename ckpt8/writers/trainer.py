@@ -1,4 +1,4 @@
-"""A checkpoint directory as Trainer of transformers writes it: weights, optimizer, and the files beside them as they are."""
+"""A checkpoint directory as Trainer of transformers writes it: weights, optimizer, and other files as they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt8.converting.sources import Content
 from ckpt8.errors import UsageError
 from ckpt8.readers.directory import DirectoryMember
 from ckpt8.restoration import write_at
-from ckpt8.writers.base import ByteProgress, Report, Request, WeightTypes, model_weights
+from ckpt8.writers.base import Report, Request, WeightTypes, model_weights
 from ckpt8.writers.safetensors import total_bytes, write_safetensors
 from ckpt8.writers.torch_zip import TorchFile
 
@@ -44,7 +44,7 @@ class TrainerWriter:
             weights = model_weights(data, model, WeightTypes(data, request.dtype, report), report)
             state = TorchFile(data, optimizer.node, report)
             with AtomicDirectory(request.target, force=request.force, keep=request.source) as output:
-                progress = ByteProgress(request.progress, content.size, total_bytes(weights) + state.nbytes)
+                progress = request.progress_to(total_bytes(weights) + state.nbytes)
                 with output.new_file(_WEIGHTS) as descriptor:
                     write_safetensors(data, weights, descriptor, output.guard, progress)
                 with output.new_file(_OPTIMIZER) as descriptor:
