@@ -87,7 +87,7 @@ def _shards(top: Mapping[str, DirectoryMember], label: str) -> list[DirectoryMem
     content = bytearray(min(checkpoint.size, _MAX_INDEX_BYTES))
     checkpoint.read_into(0, memoryview(content))
     try:
-        files = dict.fromkeys(json.loads(content)["weight_map"].values())
+        files = dict.fromkeys(json.loads(content).get("weight_map").values())
         return [top[name] for name in files]
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as exc:
         missing = f"names {str(exc)[:80]}, which is not there" if isinstance(exc, KeyError) else "cannot be read"

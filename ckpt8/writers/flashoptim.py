@@ -1,7 +1,7 @@
 """A ``.pt`` whose optimizer is in the layout of flashoptim 0.1.4: see ``ckpt8.optim.flash_layout`` for the encoding.
 
 Weights become bf16, and what is lost by that is kept in ``error_bits`` of 8 bits, so that FlashAdamW, FlashAdam,
-FlashSGD and FlashLion with ``master_weight_bits=24`` go on from the 24-bit master weights. With ``--dtype float32`` weights
+FlashSGD and FlashLion with ``master_weight_bits=24`` go on from the 24-bit masters. With ``--dtype float32`` weights
 stay as they are, and there are no ``error_bits``. All else of the tree stays.
 """
 
@@ -134,7 +134,7 @@ class FlashoptimWriter:
             with AtomicFile(request.target, force=request.force) as output:
                 pt = TorchFile(data, data.tree, report)
                 progress = request.progress_to(pt.nbytes)
-                pt.write(output.path, output.file.fileno(), output.guard, progress)
+                pt.write(output.path, request.target.name, output.file.fileno(), output.guard, progress)
                 data.check_unchanged()
                 report.bytes = output.file.seek(0, 2)
                 output.publish()

@@ -6,7 +6,9 @@ that the zip format keeps of them are set.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ckpt8.container.frames import bytes_of, host_bytes
@@ -22,16 +24,16 @@ from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import StorageInfo, TensorRef
 from ckpt8.restoration import Guard, write_at
 from ckpt8.resuming.find import Candidate, find
+from ckpt8.resuming.rest import CONSUMED
 from ckpt8.tensors import DType
 from ckpt8.writers.base import Report, Request, WeightTypes
 from ckpt8.writers.hollow import HollowBuilder
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
 _BLOCK_BYTES = 4 * BLOCK
+_NOTHING = "holds no tensors that torch.load reads with weights_only; there is nothing to convert"
 
 
 class TorchWriter:
@@ -59,7 +61,7 @@ class TorchWriter:
             with AtomicFile(request.target, force=request.force) as output:
                 pt = TorchFile(data, tree, report, retype)
                 progress = request.progress_to(pt.nbytes)
-                pt.write(output.path, output.file.fileno(), output.guard, progress)
+                pt.write(output.path, request.target.name, output.file.fileno(), output.guard, progress)
                 content.data.check_unchanged()
                 report.bytes = output.file.seek(0, 2)
                 output.publish()
@@ -99,8 +101,8 @@ class TorchFile:
         except (AttributeError, RuntimeError) as exc:
             raise UnsupportedError(f"{data.label}: a tensor cannot be made by this torch: {exc}") from exc
         report.dropped += builder.dropped
-        if not builder.keys:
-            raise InputError(f"{data.label}: holds no tensors that could be written; there is nothing to convert")
+        if self._object is CONSUMED or not builder.keys:
+            raise InputError(f"{data.label}: {_NOTHING}")
         # The objects behind these addresses live as long as the object does.
         self._keys = builder.keys
         report.tensors += builder.tensors
@@ -110,21 +112,27 @@ class TorchFile:
         """Bytes of all storages."""
         return sum(self._data.storage(key).nbytes for key in self._keys.values())
 
-    def write(self, path: Path, descriptor: int, guard: Guard, progress: Progress) -> None:
-        """Write the file at ``path``, which is open as ``descriptor``; ``progress`` is called with bytes of storages.
+    def write(self, path: Path, name: str, descriptor: int, guard: Guard, progress: Progress) -> None:
+        """Write the file at ``path``, which is open as ``descriptor`` and will have another ``name``.
 
+        ``progress`` is called with bytes of storages.
         Raises InputError, OutputError, and UnsupportedError for what torch does not save.
         """
         import torch
 
         storages: dict[str, torch.UntypedStorage] = {}
-        with guard():
+        with guard(), tempfile.TemporaryDirectory(prefix="ckpt8-") as folder:
+            # The records in the file are named after it.
+            link = Path(folder, name)
+            link.symlink_to(path)
             try:
                 with torch.serialization.skip_data():
-                    torch.save(self._object, path, pickle_module=cast("Any", recording_pickle(storages)))
+                    torch.save(self._object, link, pickle_module=cast("Any", recording_pickle(storages)))
                 unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             except RuntimeError as exc:
                 raise UnsupportedError(f"{self._data.label}: cannot be saved by torch: {exc}") from exc
+        if not storages:
+            raise InputError(f"{self._data.label}: {_NOTHING}")
         if unsafe:
             raise UnsupportedError(f"{self._data.label}: holds {unsafe[0]}, which this torch does not load")
         with open_checkpoint(path) as skeleton:

@@ -48,7 +48,7 @@ class TrainerWriter:
                 with output.new_file(_WEIGHTS) as descriptor:
                     write_safetensors(data, weights, descriptor, output.guard, progress)
                 with output.new_file(_OPTIMIZER) as descriptor:
-                    state.write(output.path / _OPTIMIZER, descriptor, output.guard, progress)
+                    state.write(output.path / _OPTIMIZER, _OPTIMIZER, descriptor, output.guard, progress)
                 _copy_others(content, output, report)
                 data.check_unchanged()
                 report.bytes = sum(path.stat().st_size for path in output.path.rglob("*") if path.is_file())
