@@ -14,7 +14,7 @@ from ckpt8.errors import InputError, UsageError
 from ckpt8.readers.base import Checkpoint, TensorRef
 from ckpt8.readers.directory import DirectoryMember
 from ckpt8.resuming.find import TOP_LEVEL, find
-from ckpt8.resuming.member_names import collect_weights, parameter_names
+from ckpt8.resuming.member_names import Weights, collect_weights, parameter_names
 from ckpt8.resuming.names import listed
 from ckpt8.resuming.pairing import saved_parameters
 from ckpt8.roles import is_bare_state_dict
@@ -52,6 +52,7 @@ class ModelDirectory:
         top = {member.path: member for member in members.found if "/" not in member.path}
         shards = _shards(top, data.label)
         data.tree = {"model": _merged(shards, data)}
+        weights = collect_weights((member.checkpoint.format, member.checkpoint.tree) for member in shards)
         used = [member.path for member in shards]
         optimizers = [member for member in top.values() if _is_optimizer(member.checkpoint)]
         if len(optimizers) > 1:
@@ -59,12 +60,12 @@ class ModelDirectory:
             raise UsageError(f"{data.label}: has several optimizers; choose a file with --member: {found}")
         for member in optimizers:
             data.adopt(member.checkpoint)
-            data.tree["optimizer"] = _named(member.checkpoint.tree, shards)
+            data.tree["optimizer"] = _named(member.checkpoint.tree, weights)
             used.append(member.path)
         rest = [member for member in members.found if member.path not in used and not _is_index(member.path)]
         others = [member for member in rest if member.path not in _MODEL_FILES]
         notes = [f"{member.path}: the same weights again, not used" for member in rest if member not in others]
-        return Content(data, self.id, others=others, notes=notes)
+        return Content(data, self.id, others=others, notes=notes, ordered=weights.ordered)
 
 
 def _is_index(name: str) -> bool:
@@ -110,9 +111,8 @@ def _merged(shards: Sequence[DirectoryMember], data: Composite) -> dict[str, Any
     return merged
 
 
-def _named(tree: Mapping[str, Any], shards: Sequence[DirectoryMember]) -> dict[str, Any]:
+def _named(tree: Mapping[str, Any], weights: Weights) -> dict[str, Any]:
     """The optimizer with ``param_names`` in each group of which every parameter's name can be told."""
-    weights = collect_weights((member.checkpoint.format, member.checkpoint.tree) for member in shards)
     names = parameter_names(tree, weights)
     known = {saved.identifier: names[saved.name] for saved in saved_parameters(tree) if saved.name in names}
     groups = []

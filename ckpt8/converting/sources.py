@@ -32,12 +32,14 @@ class Content:
 
     ``data`` is the checkpoint with its tree; ``layout`` an id of LAYOUTS, or ``file``. ``others`` are members that are
     not in the tree, which only a directory can take; ``notes`` say what else of the source is not in the tree.
+    ``ordered``: the weights stand in the order of the model, by which those without names can be told.
     """
 
     data: Composite
     layout: str = SINGLE_FILE
     others: list[DirectoryMember] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    ordered: bool = True
 
 
 class DirectoryLayout(Protocol):

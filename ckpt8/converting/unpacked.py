@@ -152,11 +152,12 @@ def joined_weights(data: Composite, model: Candidate) -> dict[str, TensorRef]:
     Raises UsageError where it is not clear which weight a residual completes.
     """
     full: dict[str, TensorRef] = {}
+    checks = _Checks(data, model)
     for parameter in saved_parameters(data.tree):
         part = parameter.state.get("residual", parameter.state.get("master"))
         if isinstance(part, TensorRef) and is_packed_group(parameter.group):
-            name, joined = _joined(data, model, parameter, part)
-            full[name] = joined
+            name = checks.weight_of(parameter, part)
+            full[name] = _joined(data, model.node[name], parameter, part)
     aliases = {}
     for name, joined in full.items():
         for other, theirs in model.node.items():
@@ -165,32 +166,47 @@ def joined_weights(data: Composite, model: Candidate) -> dict[str, TensorRef]:
     return full | aliases
 
 
-def _joined(data: Composite, model: Candidate, parameter: SavedParameter, part: TensorRef) -> tuple[str, TensorRef]:
+class _Checks:
+    """Tells which weight of a model a state completes: names and order propose, the check in its group decides."""
+
+    def __init__(self, data: Composite, model: Candidate) -> None:
+        self._data = data
+        self._weights: dict[str, TensorRef] = {
+            name: ref for name, ref in model.node.items() if isinstance(ref, TensorRef)
+        }
+        self._known: dict[str, int] = {}
+
+    def weight_of(self, parameter: SavedParameter, part: TensorRef) -> str:
+        """The name of the weight. Raises UsageError where there is none, or several that are not the same."""
+        expected = weight_checks(parameter.group).get(parameter.identifier)
+        alike = [name for name, ref in self._weights.items() if ref.shape == part.shape and ref.dtype.itemsize == 2]
+        proposed = [name for name in alike if self._weights[name] is parameter.weight]
+        for names in (proposed, alike):
+            found = {self._weights[name].key: name for name in reversed(names) if self._check(name) == expected}
+            if len(found) == 1:
+                return next(iter(found.values()))
+        what = "no weight" if not found else "more than one weight"
+        raise UsageError(f"{self._data.label}: {parameter.name}: its optimizer state completes {what} of the model")
+
+    def _check(self, name: str) -> int:
+        from ckpt8.optim.masters import weight_check
+
+        if name not in self._known:
+            total = first = 0
+            for block in self._data.blocks(self._weights[name]):
+                total += weight_check(block, first)
+                first += len(block)
+            self._known[name] = total & _MASK63
+        return self._known[name]
+
+
+def _joined(data: Composite, weight: TensorRef, parameter: SavedParameter, part: TensorRef) -> TensorRef:
     from ckpt8.codecs.split32 import Split32
 
-    where = f"{data.label}: {parameter.name}"
-    weight = parameter.weight
-    if weight is None:
-        raise UsageError(f"{where}: its weight in full cannot be told, since {parameter.unpaired}")
-    name = next((key for key, value in model.node.items() if value is weight), None)
-    same = name is not None and weight.shape == part.shape and weight.dtype.itemsize == 2
-    if not same or weight_checks(parameter.group).get(parameter.identifier) != _check(data, weight):
-        raise UsageError(f"{where}: its state belongs to another weight than {name}, which has its place")
-    assert name is not None  # noqa: S101
     if part.dtype is DType.FLOAT32:
-        return name, part
+        return part
     codec = Split32() if part.dtype is DType.INT16 else codec_from_config(parameter.group["master"])
-    return name, data.tensor(JoinedWeight(data, weight, part, codec), DType.FLOAT32, weight.shape)
-
-
-def _check(data: Composite, weight: TensorRef) -> int:
-    from ckpt8.optim.masters import weight_check
-
-    total = first = 0
-    for block in data.blocks(weight):
-        total += weight_check(block, first)
-        first += len(block)
-    return total & _MASK63
+    return data.tensor(JoinedWeight(data, weight, part, codec), DType.FLOAT32, weight.shape)
 
 
 def _alias(data: Composite, mine: TensorRef, theirs: TensorRef) -> bool:

@@ -20,12 +20,14 @@ from ckpt8.converting.regions import Caster, cut, put
 from ckpt8.errors import InputError, UsageError
 from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.find import Candidate
+from ckpt8.resuming.mapping import saved_names
 from ckpt8.resuming.pairing import SavedParameter, saved_parameters
 from ckpt8.tensors import DType
 from ckpt8.writers.base import Report, Request, WeightTypes
 from ckpt8.writers.torch_zip import TorchFile
 
 _FP16 = 2
+_UNORDERED = "neither the optimizer has names, nor are the weights in the order of the model"
 _RULES: Mapping[frozenset[str], tuple[str, ...]] = {
     frozenset({"exp_avg", "exp_avg_sq"}): ("lr", "betas", "eps", "weight_decay"),
     frozenset({"momentum_buffer"}): ("lr", "momentum", "dampening", "weight_decay"),
@@ -127,7 +129,8 @@ class FlashoptimWriter:
                 raise UsageError(f"{data.label}: holds no optimizer, whose layout flashoptim's is")
             unpack_tree(data)
             model = choose_model(data, request.key)
-            flash = _Flash(data, model, dtype, report).state_dict(optimizer)
+            ordered = content.ordered or saved_names(optimizer.node["param_groups"]) != {}
+            flash = _Flash(data, model, dtype, ordered=ordered).state_dict(optimizer)
             types = WeightTypes(data, dtype, report)
             model.node.update({name: types(name, ref) for name, ref in tensors_of(model)[0].items()})
             optimizer.node.update(flash)
@@ -142,12 +145,12 @@ class FlashoptimWriter:
 
 
 class _Flash:
-    """Makes the state dict. ``dtype`` is that of the parameters."""
+    """Makes the state dict. ``dtype`` is that of the parameters; ``ordered``, that weights can be told by order."""
 
-    def __init__(self, data: Composite, model: Candidate, dtype: DType, report: Report) -> None:
+    def __init__(self, data: Composite, model: Candidate, dtype: DType, *, ordered: bool) -> None:
         self._data = data
         self._dtype = dtype
-        self._report = report
+        self._ordered = ordered
         self._fp32 = Caster(data)
         self._saved = {id(saved.state): saved for saved in saved_parameters(data.tree)}
         self._weights = {id(ref) for ref in tensors_of(model)[0].values()}
@@ -192,8 +195,8 @@ class _Flash:
 
     def _weight(self, saved: SavedParameter) -> TensorRef:
         """The weight of a parameter. Raises UsageError where it is not known."""
-        if saved.weight is None or id(saved.weight) not in self._weights:
-            why = saved.unpaired or "it is of another model"
+        if saved.weight is None or id(saved.weight) not in self._weights or not self._ordered:
+            why = saved.unpaired or ("it is of another model" if self._ordered else _UNORDERED)
             raise UsageError(
                 f"{self._data.label}: {saved.name}: its weight cannot be told, since {why}; "
                 "with --dtype float32 it need not be known"

@@ -71,10 +71,11 @@ def logits(model):
         return model(TOKENS).logits
 
 
-def loaded(folder, source):
-    """A model that transformers loads from a folder of its config and one file of weights."""
+def loaded(folder, source, dtype):
+    """A model that transformers loads from a folder of its config and one file of weights, all of one type."""
+    assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {dtype}
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
-    model, report = transformers.LlamaForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    model, report = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     return model
@@ -85,9 +86,10 @@ def test_logits_are_those_of_the_bf16_cast(form, trained, tmp_path):
     _, checkpoint = trained
     source = checkpoint if form == "directory" else checkpoint.with_suffix(".ckpt8")
     ckpt8.convert(source, tmp_path / "model.safetensors")
-    found = loaded(tmp_path, checkpoint)
-    assert found.dtype is torch.bfloat16
-    expected = transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).to(torch.bfloat16)
+    found = loaded(tmp_path, checkpoint, torch.bfloat16)
+    expected = transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    for parameter in expected.parameters():
+        parameter.data = parameter.data.bfloat16()
     assert torch.equal(logits(found), logits(expected))
 
 
@@ -95,7 +97,7 @@ def test_logits_of_fp32_weights(trained, tmp_path):
     _, checkpoint = trained
     ckpt8.convert(checkpoint, tmp_path / "model.safetensors", dtype="float32")
     expected = transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    assert torch.equal(logits(loaded(tmp_path, checkpoint)), logits(expected))
+    assert torch.equal(logits(loaded(tmp_path, checkpoint, torch.float32)), logits(expected))
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_the_source_is_never_the_target(to, forms, tmp_path):
     before = listing(tmp_path)
     for source, target in ((file, file), (folder, folder), (folder, folder / "out"), (folder, tmp_path)):
         with pytest.raises(OutputError):
-            ckpt8.convert(source, target, to=to, force=True)
+            ckpt8.convert(source, target, to=to, force=True, **options("directory", to))
     assert listing(tmp_path) == before
 
 
