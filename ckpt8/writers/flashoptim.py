@@ -7,6 +7,7 @@ stay as they are, and there are no ``error_bits``. All else of the tree stays.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -129,10 +130,11 @@ class FlashoptimWriter:
                 raise UsageError(f"{data.label}: holds no optimizer, whose layout flashoptim's is")
             unpack_tree(data)
             model = choose_model(data, request.key)
-            ordered = content.ordered or saved_names(optimizer.node["param_groups"]) != {}
+            tensors, _ = tensors_of(model)
+            ordered = (content.ordered and not _is_sorted(tensors)) or saved_names(optimizer.node["param_groups"]) != {}
             flash = _Flash(data, model, dtype, ordered=ordered).state_dict(optimizer)
             types = WeightTypes(data, dtype, report)
-            model.node.update({name: types(name, ref) for name, ref in tensors_of(model)[0].items()})
+            model.node.update({name: types(name, ref) for name, ref in tensors.items()})
             optimizer.node.update(flash)
             with AtomicFile(request.target, force=request.force) as output:
                 pt = TorchFile(data, data.tree, report)
@@ -145,7 +147,7 @@ class FlashoptimWriter:
 
 
 class _Flash:
-    """Makes the state dict. ``dtype`` is that of the parameters; ``ordered``, that weights can be told by order."""
+    """Makes the state dict for parameters of ``dtype``. ``ordered``: their order tells weights of one shape apart."""
 
     def __init__(self, data: Composite, model: Candidate, dtype: DType, *, ordered: bool) -> None:
         self._data = data
@@ -154,6 +156,8 @@ class _Flash:
         self._fp32 = Caster(data)
         self._saved = {id(saved.state): saved for saved in saved_parameters(data.tree)}
         self._weights = {id(ref) for ref in tensors_of(model)[0].values()}
+        places = {(ref.key, ref.offset, ref.shape) for ref in tensors_of(model)[0].values()}
+        self._alike = Counter(shape for _, _, shape in places)
 
     def state_dict(self, optimizer: Candidate) -> dict[str, Any]:
         """The state of all parameters. Raises UsageError, and InputError for a state that is malformed."""
@@ -195,13 +199,24 @@ class _Flash:
 
     def _weight(self, saved: SavedParameter) -> TensorRef:
         """The weight of a parameter. Raises UsageError where it is not known."""
-        if saved.weight is None or id(saved.weight) not in self._weights or not self._ordered:
-            why = saved.unpaired or ("it is of another model" if self._ordered else _UNORDERED)
+        why = saved.unpaired
+        if saved.weight is not None:
+            if id(saved.weight) not in self._weights:
+                why = "it is of another model"
+            elif not self._ordered and self._alike[saved.weight.shape] > 1:
+                why = _UNORDERED
+        if saved.weight is None or why is not None:
             raise UsageError(
                 f"{self._data.label}: {saved.name}: its weight cannot be told, since {why}; "
                 "with --dtype float32 it need not be known"
             )
         return saved.weight
+
+
+def _is_sorted(tensors: Mapping[str, TensorRef]) -> bool:
+    """Whether a state dict stands in the order of a safetensors file, in which it then was once, and not of a model."""
+    by_width = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    return list(tensors) in (sorted(tensors), by_width)
 
 
 def _moments(state: Mapping[str, Any]) -> dict[str, TensorRef]:

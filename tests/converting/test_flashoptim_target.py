@@ -91,6 +91,19 @@ def ours_moment(optimizer, param, name):
     return moments_of(optimizer.state[param], group)[name].view(param.shape)
 
 
+def test_weights_of_a_directory_are_told_by_their_shapes(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(12, 7), torch.nn.Linear(7, 9))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 12)).sum().backward()
+    optimizer.step()
+    folder = trainer_directory(tmp_path / "checkpoint-1", model, optimizer)
+    ckpt8.convert(folder, tmp_path / "flash.pt", to="flashoptim")
+    found = torch.load(tmp_path / "flash.pt", weights_only=True)
+    for i, (name, param) in enumerate(model.named_parameters()):
+        bits = oracle.compute_ecc_bits(param.detach(), found["model"][name], 3)
+        assert torch.equal(found["optimizer"]["state"][i]["error_bits"], bits.bfloat16())
+
+
 @pytest.mark.parametrize(
     ("make", "options", "keys"),
     [
@@ -131,6 +144,9 @@ def test_what_it_cannot_do_without(tmp_path):
     folder = trainer_directory(tmp_path / "checkpoint-3", model, optimizer)
     with pytest.raises(UsageError, match="--dtype float32"):
         ckpt8.convert(folder, tmp_path / "x.pt", to="flashoptim")
+    ckpt8.convert(folder, tmp_path / "sorted.pt")
+    with pytest.raises(UsageError, match="in the order of the model"):
+        ckpt8.convert(tmp_path / "sorted.pt", tmp_path / "x.pt", to="flashoptim")
     for step in (torch.tensor(1.5), "3", torch.tensor(float("nan"))):
         tree = checkpoint(model, optimizer)
         tree["optimizer"]["state"][0]["step"] = step
