@@ -14,9 +14,10 @@ from math import prod
 from typing import Any, ClassVar
 
 from ckpt8.codecs.companded8 import GROUP
+from ckpt8.container.frames import FRAME
 from ckpt8.container.writer import AtomicFile
 from ckpt8.converting.choice import choose_model, choose_optimizer, tensors_of
-from ckpt8.converting.composite import BLOCK, Composite
+from ckpt8.converting.composite import Composite
 from ckpt8.converting.regions import Caster, cut, put
 from ckpt8.errors import InputError, UsageError
 from ckpt8.readers.base import TensorRef
@@ -28,6 +29,9 @@ from ckpt8.writers.base import Report, Request, WeightTypes
 from ckpt8.writers.torch_zip import TorchFile
 
 _FP16 = 2
+_BLOCK = 2 * FRAME
+"""Elements that are quantized at once: it takes several times their size."""
+
 _UNORDERED = "neither the optimizer has names, nor are the weights in the order of the model"
 _RULES: Mapping[frozenset[str], tuple[str, ...]] = {
     frozenset({"exp_avg", "exp_avg_sq"}): ("lr", "betas", "eps", "weight_decay"),
@@ -59,7 +63,7 @@ class _Codes:
         """Fill ``buffer``; the offset is that of the first element of a group. Raises InputError."""
         from ckpt8.optim.flash_layout import quantize
 
-        for start, stop, place in cut(offset, buffer, 1):
+        for start, stop, place in cut(offset, buffer, 1, _BLOCK):
             put(quantize(self.name, self.source.elements(self.ref, start, stop))[0], place)
 
 
@@ -81,7 +85,7 @@ class _Scales:
         from ckpt8.optim.flash_layout import quantize
 
         numel = prod(self.ref.shape)
-        for first, last, place in cut(offset, buffer, _FP16, BLOCK // GROUP):
+        for first, last, place in cut(offset, buffer, _FP16, _BLOCK // GROUP):
             values = self.source.elements(self.ref, first * GROUP, min(last * GROUP, numel))
             put(quantize(self.name, values)[1], place)
 
@@ -105,7 +109,7 @@ class _ErrorBits:
 
         from ckpt8.optim.flash_layout import error_bits
 
-        for start, stop, place in cut(offset, buffer, self.dtype.itemsize):
+        for start, stop, place in cut(offset, buffer, self.dtype.itemsize, _BLOCK):
             master = self.source.elements(self.master, start, stop)
             param = master.to(self.dtype.torch)
             put(error_bits(master, param, torch.int8).to(self.dtype.torch), place)

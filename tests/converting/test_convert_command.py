@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from ckpt8.writers import WRITERS
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def command(monkeypatch, capsys):
     """Run a command in this process: (exit code, stdout, stderr)."""
     handler = signal.getsignal(signal.SIGTERM)
 
@@ -37,17 +35,19 @@ def run(monkeypatch, capsys):
     signal.signal(signal.SIGTERM, handler)
 
 
-def test_the_report(run, forms, tmp_path):
+def test_the_report(command, forms, tmp_path):
     target = tmp_path / "model.safetensors"
-    code, out, err = run("convert", forms["zip flash"], target)
+    code, out, err = command("convert", forms["zip flash"], target)
     assert (code, err) == (0, "")
     assert out.startswith(f"{target}: safetensors of 10 tensors, ")
     assert "7 tensors float32 -> bfloat16" in out
     assert "lm_head.weight" in out
 
 
-def test_json(run, forms, tmp_path):
-    code, out, err = run("convert", forms["zip"], f"{tmp_path}/out/", "--to", "trainer", "--dtype", "bf16", "--json")
+def test_json(command, forms, tmp_path):
+    code, out, err = command(
+        "convert", forms["zip"], f"{tmp_path}/out/", "--to", "trainer", "--dtype", "bf16", "--json"
+    )
     assert (code, err) == (0, "")
     facts = json.loads(out)
     assert facts["casts"] == {"float32 -> bfloat16": 7}
@@ -58,7 +58,7 @@ def test_json(run, forms, tmp_path):
     assert facts["seconds"] > 0
 
 
-def test_exit_codes_and_single_lines(run, forms, tmp_path):
+def test_exit_codes_and_single_lines(command, forms, tmp_path):
     (tmp_path / "there.pt").write_text("x")
     cases = [
         (2, (forms["zip"], tmp_path / "x.xyz")),
@@ -76,7 +76,7 @@ def test_exit_codes_and_single_lines(run, forms, tmp_path):
     ]
     before = listing(tmp_path)
     for expected, arguments in cases:
-        code, out, err = run("convert", *arguments)
+        code, out, err = command("convert", *arguments)
         assert (code, out) == (expected, ""), arguments
         assert err.startswith("ckpt8: ")
         assert err.count("\n") == 1
@@ -101,12 +101,11 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path):
         "import ckpt8.cli, signal\nsignal.signal(signal.SIGTERM, ckpt8.cli._terminate)\n"
         "ckpt8.convert(sys.argv[1], sys.argv[2], progress=slowly)\n"
     )
-    for name in ("out.pt", "out.safetensors"):
-        command = [sys.executable, "-c", script, str(tmp_path / "run.pt"), str(tmp_path / name)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            process.terminate()
-            assert process.wait(30) == 128 + signal.SIGTERM
-        time.sleep(0.05)
-        assert [path.name for path in Path(tmp_path).iterdir()] == ["run.pt"]
+    started = [sys.executable, "-c", script, str(tmp_path / "run.pt"), str(tmp_path / "out.pt")]
+    with subprocess.Popen(started, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        assert len(list(tmp_path.iterdir())) == 2
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
