@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ckpt8.converting.composite import Composite
-from ckpt8.errors import UsageError
+from ckpt8.errors import InputError, UsageError
 from ckpt8.readers.base import TensorRef
 from ckpt8.readers.walk import format_path, iter_nodes
 from ckpt8.resuming.find import Candidate, find, holds_module
+from ckpt8.resuming.mapping import saved_names
 from ckpt8.resuming.names import listed
 from ckpt8.roles import is_bare_state_dict
 
@@ -42,12 +43,24 @@ def _at(data: Composite, models: list[Candidate], key: str) -> Candidate:
 
 
 def choose_optimizer(data: Composite) -> Candidate | None:
-    """The only optimizer, None where there is none. Raises UsageError for several."""
+    """The only optimizer, None where there is none. Raises UsageError for several, InputError for a malformed one."""
     _, optimizers = find(data.tree)
     if len(optimizers) > 1:
         paths = listed((optimizer.path for optimizer in optimizers), _LISTED)
         raise UsageError(f"{data.label}: holds {len(optimizers)} optimizers ({paths}), and this format takes one")
+    for optimizer in optimizers:
+        check_optimizer(data.label, optimizer)
     return optimizers[0] if optimizers else None
+
+
+def check_optimizer(label: str, optimizer: Candidate) -> None:
+    """Raise InputError unless groups list parameters, each once, and every state is a dictionary."""
+    groups, states = optimizer.node["param_groups"], optimizer.node["state"]
+    if not all(isinstance(each, dict) for each in (*groups, *states.values())):
+        raise InputError(f"{label}: {optimizer.path}: a group or a state of its optimizer is not a dictionary")
+    names = saved_names(groups)
+    if isinstance(names, str):
+        raise InputError(f"{label}: {optimizer.path}: {names}")
 
 
 def tensors_of(model: Candidate) -> tuple[dict[str, TensorRef], list[str]]:

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from ckpt8.converting.choice import check_optimizer
 from ckpt8.converting.composite import Composite
 from ckpt8.converting.members import Members
 from ckpt8.converting.sources import Content
 from ckpt8.errors import InputError, UsageError
 from ckpt8.readers.base import Checkpoint, TensorRef
 from ckpt8.readers.directory import DirectoryMember
-from ckpt8.resuming.find import TOP_LEVEL, find
+from ckpt8.resuming.find import TOP_LEVEL, Candidate, find
 from ckpt8.resuming.member_names import Weights, collect_weights, parameter_names
 from ckpt8.resuming.names import listed
 from ckpt8.resuming.pairing import saved_parameters
@@ -60,6 +61,7 @@ class ModelDirectory:
             raise UsageError(f"{data.label}: has several optimizers; choose a file with --member: {found}")
         for member in optimizers:
             data.adopt(member.checkpoint)
+            check_optimizer(data.label, Candidate(member.path, member.checkpoint.tree))
             data.tree["optimizer"] = _named(member.checkpoint.tree, weights)
             used.append(member.path)
         rest = [member for member in members.found if member.path not in used and not _is_index(member.path)]
@@ -117,7 +119,7 @@ def _named(tree: Mapping[str, Any], weights: Weights) -> dict[str, Any]:
     known = {saved.identifier: names[saved.name] for saved in saved_parameters(tree) if saved.name in names}
     groups = []
     for group in tree["param_groups"]:
-        found = [known.get(identifier) for identifier in group.get("params", ())] if isinstance(group, dict) else []
+        found = [known.get(identifier) for identifier in group["params"]]
         complete = found and None not in found and "param_names" not in group
         groups.append({**group, "param_names": found} if complete else group)
     return {**tree, "param_groups": groups}

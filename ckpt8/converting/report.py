@@ -26,4 +26,5 @@ def show(console: Console, report: Report, seconds: float) -> None:
     lines += [f"left out    {line}" for line in report.dropped]
     lines += [f"note        {line}" for line in report.notes]
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        # Names come from the source, and may hold what moves the cursor of a terminal.
+        console.print("".join(c if c.isprintable() else "?" for c in line), markup=False, soft_wrap=True)

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.companded8 import GROUP
+from ckpt8.converting.choice import check_optimizer
 from ckpt8.converting.composite import Composite
 from ckpt8.converting.regions import cut, put
 from ckpt8.errors import InputError, UsageError
@@ -89,7 +90,10 @@ def unpack_tree(data: Composite) -> None:
     Raises UsageError and InputError as the functions below do; the tree is then as it was.
     """
     models, optimizers = find(data.tree)
-    plain = [(each, unpack_optimizer(data, each)) for each in optimizers if is_packed(each)]
+    packed = [each for each in optimizers if is_packed(each)]
+    for each in packed:
+        check_optimizer(data.label, each)
+    plain = [(each, unpack_optimizer(data, each)) for each in packed]
     weights = [(model, joined_weights(data, model)) for model in models] if plain else []
     for model, joined in weights:
         model.node.update(joined)
@@ -137,6 +141,8 @@ def _moments(data: Composite, state: Mapping[str, Any], group: Mapping[str, Any]
     for name, kind in KINDS.items():
         if f"{name}_codes" in state:
             codes, scales = state[f"{name}_codes"], state[f"{name}_scales"]
+            data.check_extent(name, codes)
+            data.check_extent(name, scales)
             if -(-prod(codes.shape) // GROUP) != prod(scales.shape):
                 raise ValueError(f"{name} has {prod(scales.shape)} scales for {prod(codes.shape)} codes")
             region = PackedMoment(data, name, codes, scales, codec_from_config(group[kind]))
@@ -156,6 +162,7 @@ def joined_weights(data: Composite, model: Candidate) -> dict[str, TensorRef]:
     for parameter in saved_parameters(data.tree):
         part = parameter.state.get("residual", parameter.state.get("master"))
         if isinstance(part, TensorRef) and is_packed_group(parameter.group):
+            data.check_extent(parameter.name, part)
             name = checks.weight_of(parameter, part)
             full[name] = _joined(data, model.node[name], parameter, part)
     aliases = {}
@@ -192,6 +199,7 @@ class _Checks:
         from ckpt8.optim.masters import weight_check
 
         if name not in self._known:
+            self._data.check_extent(name, self._weights[name])
             total = first = 0
             for block in self._data.blocks(self._weights[name]):
                 total += weight_check(block, first)

@@ -25,7 +25,7 @@ from ckpt8.resuming.find import Candidate
 from ckpt8.resuming.mapping import saved_names
 from ckpt8.resuming.pairing import SavedParameter, saved_parameters
 from ckpt8.tensors import DType
-from ckpt8.writers.base import Report, Request, WeightTypes
+from ckpt8.writers.base import FLOATS, Report, Request, WeightTypes
 from ckpt8.writers.torch_zip import TorchFile
 
 _FP16 = 2
@@ -185,7 +185,10 @@ class _Flash:
             made: dict[str, Any] = {"step": torch.tensor(step_number(self._data, state.get("step", 1)))}
         except (ValueError, TypeError, OverflowError) as exc:
             raise InputError(f"{self._data.label}: a step of its optimizer is not a whole number") from exc
-        for name, ref in _moments(state).items():
+        moments = _moments(state)
+        if any(ref.dtype not in FLOATS for ref in moments.values()) or len({ref.shape for ref in moments.values()}) > 1:
+            raise InputError(f"{self._data.label}: moments that are no floats, or of different shapes")
+        for name, ref in moments.items():
             fp32 = self._fp32.cast(name, ref, DType.FLOAT32)
             self._data.check_extent(name, fp32)
             codes, scales = _Codes(self._data, name, fp32), _Scales(self._data, name, fp32)

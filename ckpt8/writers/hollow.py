@@ -70,7 +70,7 @@ class HollowBuilder(RestBuilder):
         made: dict[Any, Any] = OrderedDict() if isinstance(node, StatefulDict) else {}
         self._built[id(node)] = (node, made)
         for key, value in node.items():
-            if type(key) not in _KEYS:
+            if type(key) not in _KEYS or (type(key) is tuple and not all(type(part) in _KEYS for part in key)):
                 self._path.append("(key)")
                 self._drop(key)
                 self._path.pop()
