@@ -18,8 +18,10 @@ from ckpt8.converting.composite import Composite
 from ckpt8.converting.members import Members
 from ckpt8.converting.sources import Content
 from ckpt8.errors import InputError
+from ckpt8.plan import read_scalar
 from ckpt8.readers.base import TensorRef
 from ckpt8.readers.directory import DirectoryMember
+from ckpt8.resuming.names import listed
 
 _STATE = re.compile(r"(?P<root>(?:.*/)?)zero/(?P<name>[^/]+)/(?P<key>[^/]+)\.pt")
 _WEIGHT = "fp32"
@@ -57,6 +59,7 @@ class Universal:
         data = Composite(str(members.path))
         groups = _shape_groups(found)
         shapes = {name: shape for group in groups for name, shape in group.items()}
+        step = _common_step(data, found)
         weights, states = {}, {}
         for name, files in found.states.items():
             values = {key: _value(data, member, shapes.get(name)) for key, member in files.items()}
@@ -64,11 +67,12 @@ class Universal:
                 raise InputError(f"{data.label}: zero/{name} has no {_WEIGHT}.pt with a tensor")
             weights[name] = values.pop(_WEIGHT)
             if values:
-                states[name] = values
+                states[name] = values if step is None or "step" in values else {"step": step, **values}
         optimizer = {"state": states, "param_groups": _param_groups(found, groups, list(weights))}
         data.tree = {"model": _model(data, found, weights), "optimizer": optimizer}
         taken = set(found.paths())
-        notes = [f"{each.path}: not used" for each in members.found if each.path not in taken]
+        unused = [each.path for each in members.found if each.path not in taken]
+        notes = [f"not used: {listed(unused)}"] if unused else []
         if any(_SECOND_RANK.fullmatch(each.path.rpartition("/")[2]) for each in members.found):
             notes.append("buffers and frozen weights are those of the first tensor-parallel rank")
         return Content(data, self.id, notes=notes)
@@ -130,18 +134,38 @@ def _shape_groups(found: _Found) -> list[Mapping[str, tuple[int, ...]]]:
     ]
 
 
+def _common_step(data: Composite, found: _Found) -> Any:
+    """The step that stage 3 keeps among the optimizer's settings, None where there is none, or several."""
+    tree = found.groups.checkpoint.tree if found.groups is not None else None
+    inner = tree.get("optimizer_state_dict") if isinstance(tree, dict) else None
+    states = inner.get("state") if isinstance(inner, dict) else None
+    if found.groups is None or not isinstance(states, dict):
+        return None
+    steps = [state["step"] for state in states.values() if isinstance(state, dict) and "step" in state]
+    checkpoint = found.groups.checkpoint
+    places = {storage.key: storage for storage in checkpoint.storages}
+    values = {
+        read_scalar(checkpoint, places[step.key], step) if isinstance(step, TensorRef) else step
+        for step in steps
+        if isinstance(step, (TensorRef, int, float))
+    }
+    if len(values) != 1 or None in values:
+        return None
+    return _adopted(data, found.groups, steps[0]) if isinstance(steps[0], TensorRef) else steps[0]
+
+
 def _is_shape(value: object) -> bool:
     return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
 
 
-def _param_groups(found: _Found, listed: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+def _param_groups(found: _Found, by_group: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
     """The optimizer's groups with names for parameters; one group of what all agree on where they are not known."""
     tree = found.groups.checkpoint.tree if found.groups is not None else None
     given = tree.get("param_groups") if isinstance(tree, dict) else None
     groups = [group for group in given if isinstance(group, dict)] if isinstance(given, list) else []
     plain = [{key: value for key, value in group.items() if key != "params" and _is_plain(value)} for group in groups]
-    if len(plain) == len(listed) and {name for group in listed for name in group} == set(names):
-        return [{**group, "params": list(of_group)} for group, of_group in zip(plain, listed, strict=True)]
+    if len(plain) == len(by_group) and {name for group in by_group for name in group} == set(names):
+        return [{**group, "params": list(of_group)} for group, of_group in zip(plain, by_group, strict=True)]
     first = plain[0] if plain else {}
     agreed = {key: value for key, value in first.items() if all(group.get(key) == value for group in plain)}
     return [{**agreed, "params": list(names)}]

@@ -1,8 +1,12 @@
-"""DeepSpeed universal checkpoints, an imitation by hand of what ds_to_universal 0.19.8 writes, as named fp32 dicts."""
+"""DeepSpeed universal checkpoints as named fp32 dicts: imitations by hand of what ds_to_universal 0.19.8 writes, and
+one that it really wrote, compared with what DeepSpeed's own zero_to_fp32 makes of the partitions."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +38,11 @@ def imitation(root, stage=2, **model):
         if stage < 3:
             torch.save(torch.tensor(7.0), folder / "step.pt")
     groups = [{**settings, "betas": (0.9, 0.999), "eps": 1e-8, "params": [k]} for k, settings in enumerate(SETTINGS)]
-    torch.save({"param_groups": groups, "zero_stage": stage, "clip_grad": 1.0}, root / "zero" / "optimizer_state.pt")
+    settings = {"param_groups": groups, "zero_stage": stage, "clip_grad": 1.0}
+    if stage == 3:
+        flat = {"step": torch.tensor(7.0), "exp_avg": torch.zeros(9), "exp_avg_sq": torch.zeros(9)}
+        settings["optimizer_state_dict"] = {"state": {k: dict(flat) for k in range(2)}, "param_groups": groups}
+    torch.save(settings, root / "zero" / "optimizer_state.pt")
     module = OrderedDict((name, state["fp32"].bfloat16()) for name, state in found.items())
     if stage == 3:
         module = OrderedDict((name, torch.empty(0, dtype=torch.bfloat16)) for name in module)
@@ -65,9 +73,9 @@ def test_names_values_and_groups(stage, form, tmp_path):
     for name, saved in state.items():
         assert torch.equal(found["model"][name], saved["fp32"])
         moments = found["optimizer"]["state"][name]
-        assert set(moments) == {"exp_avg", "exp_avg_sq"} | ({"step"} if stage < 3 else set())
+        assert set(moments) == {"step", "exp_avg", "exp_avg_sq"}
         assert all(torch.equal(moments[key], saved[key]) for key in KEYS[1:])
-        assert stage == 3 or moments["step"] == 7.0
+        assert moments["step"] == 7.0
     assert found["model"]["lm_head.weight"].data_ptr() == found["model"]["embed.weight"].data_ptr()
     assert torch.equal(found["model"]["position_ids"], torch.arange(5))
     assert found["model"]["frozen.weight"].dtype is torch.bfloat16
@@ -162,3 +170,28 @@ def test_partitions_by_rank_are_refused(tmp_path):
     torch.save({"module": {"w": torch.ones(3)}}, folder / "mp_rank_00_model_states.pt")
     with pytest.raises(UnsupportedError, match="ZeRO partitions of 2 ranks"):
         ckpt8.convert(folder, tmp_path / "x.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_deepspeed_wrote(stage, tmp_path):
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    worker = Path(__file__).with_name("universal_worker.py")
+    command = [sys.executable, str(worker), str(tmp_path), str(stage)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    expected = torch.load(tmp_path / "expected.pt", weights_only=True)
+    ckpt8.compress(tmp_path / "run" / "step_universal", tmp_path / "run.ckpt8", preset="lossless")
+    for source in (tmp_path / "run", tmp_path / "run.ckpt8"):
+        ckpt8.convert(source, tmp_path / "named.pt", force=True)
+        found = torch.load(tmp_path / "named.pt", weights_only=True)
+        assert found["model"].keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert_trees_equal(found["model"][name], tensor)
+            state = found["optimizer"]["state"][name]
+            assert state["step"] == 3
+            assert state["exp_avg"].shape == tensor.shape
+            assert float(state["exp_avg_sq"].min()) >= 0
+        assert [name for group in found["optimizer"]["param_groups"] for name in group["params"]] == list(expected)
+        assert found["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.95)
