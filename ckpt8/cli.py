@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from ckpt8 import __version__
-from ckpt8.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError
+from ckpt8.cli_convert import convert
+from ckpt8.cli_options import Container, Force, Json, Output, Threads, clock, console, print_json
+from ckpt8.errors import CheckFailedError, Ckpt8Error, OutputError, UsageError
+from ckpt8.readers.directory import size_of
 
 app = typer.Typer(
     name="ckpt8",
@@ -26,42 +27,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Make training checkpoints about three times smaller; the resumed run does not notice.",
 )
-
-_UNWRAPPED = 500
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
-Threads = Annotated[int | None, typer.Option(min=1, max=256, help="Worker threads; by default the cores, at most 8.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; by default beside the input.")]
-Container = Annotated[Path, typer.Argument(readable=False, metavar="SRC.ckpt8", help="A compressed checkpoint.")]
-
-
-def _print_json(tree: Any) -> None:
-    sys.stdout.write(json.dumps(tree, allow_nan=False, ensure_ascii=True) + "\n")
-
-
-def _console() -> Console:
-    # Nothing is wrapped where nobody looks: a log or a pipe gets whole names.
-    return Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNWRAPPED)
-
-
-def _size(path: Path) -> int:
-    """Bytes of a file, or of all files of a directory."""
-    try:
-        if path.is_dir():
-            from ckpt8.readers.directory import directory_bytes
-
-            return directory_bytes(path)
-        return path.stat().st_size
-    except OSError as exc:
-        raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
-
-
-def _clock() -> float:
-    """The time, once torch is there: its import is not what is being measured."""
-    import torch  # noqa: F401
-
-    return time.perf_counter()
 
 
 def _version(value: bool) -> None:
@@ -104,8 +69,8 @@ def compress(
     from ckpt8.progress import progress_bar
 
     target = output or api.default_target(src)
-    start = _clock()
-    with progress_bar(f"compress {src.name}", _size(src), enabled=not as_json) as progress:
+    start = clock()
+    with progress_bar(f"compress {src.name}", size_of(src), enabled=not as_json) as progress:
         api.compress(
             src,
             target,
@@ -121,9 +86,9 @@ def compress(
     seconds = time.perf_counter() - start
     facts = inspect_container(target)
     if as_json:
-        _print_json({"target": str(target), "seconds": seconds, **facts})
+        print_json({"target": str(target), "seconds": seconds, **facts})
     else:
-        summary(_console(), facts, str(target), seconds)
+        summary(console(), facts, str(target), seconds)
 
 
 @app.command()
@@ -150,9 +115,9 @@ def inspect(
 
         facts = inspect_checkpoint(path, tensors=tensors)
     if as_json:
-        _print_json(facts)
+        print_json(facts)
     else:
-        show(_console(), facts)
+        show(console(), facts)
 
 
 @app.command()
@@ -171,14 +136,14 @@ def restore(
 
     with ContainerReader(src) as reader:
         total = sum(member.size for member in reader.manifest.members)
-    start = _clock()
+    start = clock()
     with progress_bar(f"restore {src.name}", total, enabled=not as_json) as progress:
         target = run(src, output, force=force, threads=threads, progress=progress)
     seconds = time.perf_counter() - start
     if as_json:
-        _print_json({"target": str(target), "bytes": total, "seconds": seconds})
+        print_json({"target": str(target), "bytes": total, "seconds": seconds})
     else:
-        _console().print(f"{target}: {size(total)} in {seconds:.2f} s", markup=False, soft_wrap=True)
+        console().print(f"{target}: {size(total)} in {seconds:.2f} s", markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -204,23 +169,26 @@ def verify(
     from ckpt8.progress import progress_bar
     from ckpt8.verification import verify as run
 
-    total = _size(src) if against is None else 2 * _size(against)
+    total = size_of(src) if against is None else 2 * size_of(against)
     with progress_bar(f"verify {src.name}", total, enabled=not as_json) as progress:
         result = run(src, against, resume_steps=resume_steps, max_drift=max_drift, threads=threads, progress=progress)
     if as_json:
-        _print_json({"path": str(src), **asdict(result)})
+        print_json({"path": str(src), **asdict(result)})
     else:
         text = f"{src}: seal and {result.frames:,} frames hold ({size(result.nbytes)})"
         if result.against and not result.failures:
             text += f"; {result.statistics} statistics and all lossless tensors agree with {against}"
             if result.unmeasured:
                 text += f"; {result.unmeasured} lossy tensors carry no statistics to check"
-        _console().print(text, markup=False, soft_wrap=True)
+        console().print(text, markup=False, soft_wrap=True)
         if result.resume is not None:
-            show_drift(_console(), result.resume)
+            show_drift(console(), result.resume)
     if result.failures:
         more = f" (and {len(result.failures) - 1} more)" if len(result.failures) > 1 else ""
         raise CheckFailedError(f"{src}: {result.failures[0]}{more}")
+
+
+app.command()(convert)
 
 
 @app.command()
@@ -247,9 +215,9 @@ def bench(
 
         measured = bench_device(where, parameters=parameters)
         if as_json:
-            _print_json(measured)
+            print_json(measured)
         else:
-            show_device_bench(_console(), measured)
+            show_device_bench(console(), measured)
         return
     from ckpt8.bench.run import bench as run
 
@@ -259,9 +227,9 @@ def bench(
         raise UsageError(f"--size {train_size}: expected a number of bytes, as in 1.5e9") from exc
     result = run(checkpoint, size=size, threads=threads, repeat=repeat)
     if as_json:
-        _print_json(result)
+        print_json(result)
     else:
-        show_bench(_console(), result)
+        show_bench(console(), result)
 
 
 def _terminate(*_: object) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def _recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
+def recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
     """A pickle module for ``torch.save`` whose Pickler notes the storage behind every persistent id."""
 
     class Pickler(pickle.Pickler):
@@ -99,7 +99,7 @@ def live_checkpoint(obj: object, name: str) -> Iterator[Checkpoint]:
         path = Path(directory) / f"{name}.pt"
         try:
             with torch.serialization.skip_data():
-                torch.save(obj, path, pickle_module=cast("Any", _recording_pickle(storages)))
+                torch.save(obj, path, pickle_module=cast("Any", recording_pickle(storages)))
         except RuntimeError:
             # Quantized tensors cannot be written without their data: these few go through a whole file.
             torch.save(obj, path)
@@ -108,13 +108,13 @@ def live_checkpoint(obj: object, name: str) -> Iterator[Checkpoint]:
             return
         with open_checkpoint(path) as skeleton:
             try:
-                yield LiveCheckpoint(skeleton, _with_crc_fields(path, skeleton), storages)
+                yield LiveCheckpoint(skeleton, with_crc_fields(path, skeleton), storages)
             finally:
                 # Whoever still has the checkpoint for its structure does not keep the caller's memory.
                 storages.clear()
 
 
-def _with_crc_fields(path: Path, skeleton: Checkpoint) -> list[StorageInfo]:
+def with_crc_fields(path: Path, skeleton: Checkpoint) -> list[StorageInfo]:
     """The storages with the places of their checksums, which torch has left at zero."""
     file = SourceFile(ByteRange.of(path))
     try:

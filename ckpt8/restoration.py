@@ -114,14 +114,15 @@ def _copy(member: MemberFile, descriptor: int, guard: Guard, workers: Workers, p
     # One thread writes: several would only wait for each other at the file.
     for piece, content, crc in workers.map(decode, member.pieces(0, member.size)):
         with guard():
-            _write_at(descriptor, bytes_of(content), piece.start)
+            write_at(descriptor, bytes_of(content), piece.start)
         if member.needs_crc(piece.storage):
             crcs[piece.storage] = combine(crcs.get(piece.storage, 0), crc, content.numel())
         progress(content.numel())
     return crcs
 
 
-def _write_at(descriptor: int, view: memoryview, offset: int) -> None:
+def write_at(descriptor: int, view: memoryview, offset: int) -> None:
+    """Write all of ``view`` at ``offset``, and let it go to the disk. Raises OSError."""
     start, length = offset, len(view)
     while view:
         written = os.pwrite(descriptor, view, offset)

@@ -30,7 +30,7 @@ class AtomicDirectory:
             if self._final.exists() and not self._final.is_dir():
                 raise OutputError(f"{target}: exists and is not a directory")
             if exists and not force:
-                raise OutputError(f"{target}: exists; use --force to replace it, or -o for another name")
+                raise OutputError(f"{target}: exists; use --force to replace it, or give another name")
             here = Path.cwd()
             if self._final in (here, *here.parents, *keep.resolve().parents):
                 raise OutputError(f"{target}: holds the file that is read, or the current directory; give another")

@@ -58,14 +58,14 @@ def refuse_same_file(target: Path, source: Path) -> None:
     """Raise OutputError when the target is the very file that is read."""
     with contextlib.suppress(OSError):
         if target.samefile(source):
-            raise OutputError(f"{target}: is the file that is read; give another name with -o")
+            raise OutputError(f"{target}: is the file that is read; give another name")
 
 
 def refuse_inside(target: Path, directory: Path) -> None:
     """Raise OutputError when the target lies in the very directory that is read, or holds."""
     with contextlib.suppress(OSError):
         if directory.is_dir() and directory.resolve() in target.resolve().parents:
-            raise OutputError(f"{target}: lies in the directory {directory}; give a place outside of it with -o")
+            raise OutputError(f"{target}: lies in the directory {directory}; give a place outside of it")
 
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
@@ -98,7 +98,7 @@ class AtomicFile:
             if self._final.exists() and not self._final.is_file():
                 raise OutputError(f"{target}: exists and is not a regular file")
             if exists and not force:
-                raise OutputError(f"{target}: exists; use --force to replace it, or -o for another name")
+                raise OutputError(f"{target}: exists; use --force to replace it, or give another name")
             self.path = partial_path(self._final)
             unfinished[self.path] = os.getpid()
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)

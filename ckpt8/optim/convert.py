@@ -30,8 +30,11 @@ _MAGNITUDE = 0x7FFFFFFF
 _HALF_STEP = 1 << 15
 """Half a step of bf16, in steps of fp32."""
 
-_KINDS = {"exp_avg": "moment1", "momentum_buffer": "moment1", "exp_avg_sq": "moment2", "variance": "moment2"}
-_FACTORS = ("_row", "_col", "row_var", "col_var")
+KINDS = {"exp_avg": "moment1", "momentum_buffer": "moment1", "exp_avg_sq": "moment2", "variance": "moment2"}
+"""What codec of a group the codes of a moment have."""
+
+FACTORS = ("_row", "_col", "row_var", "col_var")
+"""Ends of the keys of factored statistics, which are plain."""
 
 
 # --- parts ------------------------------------------------------------------------------------------------------
@@ -109,8 +112,8 @@ def _decoded(name: str, config: Mapping[str, Any], state: Mapping[str, Any]) -> 
 
 def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The moments and factored statistics of one packed parameter, in fp32."""
-    found = {name: _decoded(name, group[kind], state) for name, kind in _KINDS.items()}
-    factored = {key: value.clone() for key, value in state.items() if key.endswith(_FACTORS)}
+    found = {name: _decoded(name, group[kind], state) for name, kind in KINDS.items()}
+    factored = {key: value.clone() for key, value in state.items() if key.endswith(FACTORS)}
     return {name: value for name, value in found.items() if value is not None} | factored
 
 

@@ -46,13 +46,17 @@ def master_part(dtype: torch.dtype, codec: Codec) -> tuple[str, torch.dtype] | N
     raise UsageError(f"parameters of {name} cannot be trained; use float32, bfloat16 or float16")
 
 
-def weight_check(param: torch.Tensor) -> int:
-    """A sum over the bits of a 16-bit parameter and their places, by which what completes it is told to be its own."""
+def weight_check(param: torch.Tensor, first: int = 0) -> int:
+    """A sum over the bits of a 16-bit parameter and their places, by which what completes it is told to be its own.
+
+    Of a parameter in pieces it is the sum of the pieces' checks, modulo 2^63; ``first`` is the place of a piece.
+    """
     bits = param.detach().reshape(-1).view(torch.int16)
     total = 0
     for start in range(0, len(bits), _CHECKED):
         piece = bits[start : start + _CHECKED].to(torch.int64)
-        places = torch.arange(start, start + len(piece), device=bits.device).mul_(_ODD).bitwise_or_(1)
+        place = first + start
+        places = torch.arange(place, place + len(piece), device=bits.device).mul_(_ODD).bitwise_or_(1)
         total += int(piece.mul_(places).sum())
     return total & _MASK63
 

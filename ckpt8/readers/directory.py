@@ -156,6 +156,16 @@ def directory_bytes(root: Path) -> int:
         raise InputError(f"{root}: cannot be read: {exc.strerror}") from exc
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files below a directory. Raises InputError."""
+    if is_directory(path):
+        return directory_bytes(path)
+    try:
+        return path.stat().st_size
+    except OSError as exc:
+        raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
+
+
 @contextmanager
 def open_directory(root: Path, entries: Sequence[Entry], *, decode: bool) -> Iterator[list[DirectoryMember]]:
     """Open the entries of a directory. Raises InputError for a damaged checkpoint, and where there are no entries.

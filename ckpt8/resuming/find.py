@@ -25,17 +25,18 @@ def find(tree: object) -> tuple[list[Candidate], list[Candidate]]:
     """Model state dicts and optimizer state dicts in the order of the document."""
     models: list[Candidate] = []
     optimizers: list[Candidate] = []
-    inside: set[Components] = set()
+    # Everything below a node follows it at once, so that the last one is all that must be known.
+    inside: Components | None = None
     for path, node in iter_nodes(tree):
-        if any(path[:depth] in inside for depth in range(len(path))):
+        if inside is not None and len(path) > len(inside) and path[: len(inside)] == inside:
             continue
         if is_optimizer(node):
-            inside.add(path)
+            inside = path
             optimizers.append(Candidate(format_path(path) or TOP_LEVEL, node))
         elif isinstance(node, Inert):
-            inside.add(path)  # what a pickled object holds has no names of its own
+            inside = path  # what a pickled object holds has no names of its own
         elif is_bare_state_dict(node) and (not path or path[-1] in MODEL_KEYS):
-            inside.add(path)
+            inside = path
             models.append(Candidate(format_path(path) or TOP_LEVEL, node))
     return models, optimizers
 

@@ -1,0 +1,58 @@
+"""The command ``convert``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckpt8.cli_options import Force, Json, Threads, clock, console, print_json
+from ckpt8.readers.directory import size_of
+from ckpt8.writers import WRITERS
+
+_FORMATS = ", ".join(name for name, _ in WRITERS)
+
+
+def convert(
+    src: Annotated[Path, typer.Argument(readable=False, help="A checkpoint file or directory, or a .ckpt8 of one.")],
+    dst: Annotated[str, typer.Argument(readable=False, help="The file or directory to write.")],
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="FORMAT", help=f"{_FORMATS}; by default as DST's name says.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="D", help="Of the weights: float32, bfloat16, float16. safetensors take fp32 as bf16."),
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Which model, where there are several: ema, state_dict_ema.")
+    ] = None,
+    member: Annotated[str | None, typer.Option(metavar="M", help="Which file of a directory.")] = None,
+    threads: Threads = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Write SRC in another format: a .pt, safetensors that transformers loads, a Trainer directory, a .ckpt8."""
+    from ckpt8.converting.report import show
+    from ckpt8.converting.run import convert as run
+    from ckpt8.progress import progress_bar
+
+    start = clock()
+    with progress_bar(f"convert {src.name}", size_of(src), enabled=not as_json) as progress:
+        report = run(
+            src,
+            dst,
+            to=to,
+            dtype=dtype,
+            key=key,
+            member=member,
+            force=force,
+            threads=threads,
+            progress=progress,
+        )
+    seconds = time.perf_counter() - start
+    if as_json:
+        print_json({**report.to_json(), "seconds": seconds})
+    else:
+        show(console(), report, seconds)

@@ -1,0 +1,70 @@
+"""Which entry of a source is the model, and which the optimizer that goes with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt8.converting.composite import Composite
+from ckpt8.errors import InputError, UsageError
+from ckpt8.readers.base import TensorRef
+from ckpt8.readers.walk import format_path, iter_nodes
+from ckpt8.resuming.find import Candidate, find, holds_module
+from ckpt8.resuming.mapping import saved_names
+from ckpt8.resuming.names import listed
+from ckpt8.roles import is_bare_state_dict
+
+_LISTED = 20
+
+
+def choose_model(data: Composite, key: str | None) -> Candidate:
+    """The state dict of the model; ``key`` is its path in the tree. Raises UsageError that lists what there is."""
+    models, _ = find(data.tree)
+    if key is not None:
+        return _at(data, models, key)
+    if len(models) == 1:
+        return models[0]
+    if models:
+        paths = listed((model.path for model in models), _LISTED)
+        raise UsageError(f"{data.label}: holds {len(models)} models; choose one with --key: {paths}")
+    why = "a pickled module; save its state_dict()" if holds_module(data.tree) else "no state dict of a model"
+    raise UsageError(f"{data.label}: holds {why}")
+
+
+def _at(data: Composite, models: list[Candidate], key: str) -> Candidate:
+    """The model of that path, or any dictionary of tensors that stands there."""
+    for model in models:
+        if model.path == key:
+            return model
+    for path, node in iter_nodes(data.tree):
+        if isinstance(node, dict) and format_path(path) == key and is_bare_state_dict(node):
+            return Candidate(key, node)
+    paths = listed((model.path for model in models), _LISTED) or "no state dict of a model"
+    raise UsageError(f"{data.label}: --key {key!r} leads to no dictionary of tensors; there is {paths}")
+
+
+def choose_optimizer(data: Composite) -> Candidate | None:
+    """The only optimizer, None where there is none. Raises UsageError for several, InputError for a malformed one."""
+    _, optimizers = find(data.tree)
+    if len(optimizers) > 1:
+        paths = listed((optimizer.path for optimizer in optimizers), _LISTED)
+        raise UsageError(f"{data.label}: holds {len(optimizers)} optimizers ({paths}), and this format takes one")
+    for optimizer in optimizers:
+        check_optimizer(data.label, optimizer)
+    return optimizers[0] if optimizers else None
+
+
+def check_optimizer(label: str, optimizer: Candidate) -> None:
+    """Raise InputError unless groups list parameters, each once, and every state is a dictionary."""
+    groups, states = optimizer.node["param_groups"], optimizer.node["state"]
+    if not all(isinstance(each, dict) for each in (*groups, *states.values())):
+        raise InputError(f"{label}: {optimizer.path}: a group or a state of its optimizer is not a dictionary")
+    names = saved_names(groups)
+    if isinstance(names, str):
+        raise InputError(f"{label}: {optimizer.path}: {names}")
+
+
+def tensors_of(model: Candidate) -> tuple[dict[str, TensorRef], list[str]]:
+    """The tensors of a state dict by name, and the names of what else it holds."""
+    tensors = {name: value for name, value in model.node.items() if isinstance(value, TensorRef)}
+    others: list[Any] = [name for name in model.node if name not in tensors]
+    return tensors, [str(name) for name in others]

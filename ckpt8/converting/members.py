@@ -1,0 +1,119 @@
+"""A file, a directory or a ``.ckpt8`` of either as the same thing: a list of open members."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt8.container.header import is_container
+from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
+from ckpt8.container.member_file import MemberFile
+from ckpt8.container.reader import ContainerReader
+from ckpt8.errors import InputError, UsageError
+from ckpt8.readers import READERS, get_reader, open_checkpoint
+from ckpt8.readers.base import ByteRange, SourceFile
+from ckpt8.readers.directory import DirectoryMember, PlainFile, is_directory, open_directory, walk
+from ckpt8.resuming.names import listed
+from ckpt8.workers import Workers
+
+_OPEN_FILES = 4
+"""Members of a container of which decoded bytes are kept, a chunk each."""
+_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The open members of a source."""
+
+    path: Path
+    is_directory: bool
+    found: list[DirectoryMember]
+
+    @property
+    def checkpoints(self) -> list[DirectoryMember]:
+        """Those that a reader knows."""
+        return [member for member in self.found if member.checkpoint.format in dict(READERS)]
+
+    def only(self, path: str) -> Members:
+        """One of them, as if it were the source. Raises UsageError that lists checkpoints."""
+        chosen = [member for member in self.checkpoints if member.path == path]
+        if not chosen:
+            known = listed((member.path for member in self.checkpoints), _LISTED) or "nothing that can be read"
+            raise UsageError(f"{self.path}: --member {path!r} is not one of {known}")
+        return Members(self.path, False, chosen)
+
+
+class _Files:
+    """The member files of a container that were read last: each remembers a decoded chunk, so they must be few."""
+
+    def __init__(self, reader: ContainerReader, workers: Workers) -> None:
+        self.reader = reader
+        self._workers = workers
+        self._open: OrderedDict[int, MemberFile] = OrderedDict()
+
+    def file(self, index: int) -> MemberFile:
+        """The member of that number as a file."""
+        if index not in self._open:
+            self._open[index] = MemberFile(self.reader, index, self._workers)
+        self._open.move_to_end(index)
+        if len(self._open) > _OPEN_FILES:
+            self._open.popitem(last=False)
+        return self._open[index]
+
+
+class _StoredFile(SourceFile):
+    """A member of a container in place of the file that it was. For one thread at a time."""
+
+    def __init__(self, files: _Files, index: int) -> None:
+        self.source = ByteRange(files.reader.path, 0, files.reader.manifest.members[index].size)
+        self._files = files
+        self._index = index
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with decoded bytes. Raises InputError for damage and behind the end."""
+        if offset < 0 or offset + len(buffer) > self.source.length:
+            raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + len(buffer)}")
+        file = self._files.file(self._index)
+        file.seek(offset)
+        file.readinto(buffer)
+
+    def check_unchanged(self) -> None:
+        """Every frame that is read is checked on the way."""
+
+    def close(self) -> None:
+        """The container is closed by whoever opened it."""
+
+
+@contextmanager
+def open_members(path: Path, *, threads: int | None = None) -> Iterator[Members]:
+    """Open ``path`` with everything in it, recognised by content. Raises InputError."""
+    if is_directory(path):
+        with open_directory(path, walk(path)) as found:
+            yield Members(path, True, found)
+    elif not is_container(path):
+        with open_checkpoint(path) as checkpoint:
+            yield Members(path, False, [DirectoryMember(path.name, checkpoint)])
+    else:
+        with ContainerReader(path) as reader, Workers(threads) as workers:
+            files = _Files(reader, workers)
+            indices = range(len(reader.manifest.members))
+            opened = [_stored(files, index) for index in indices if _is_file(reader, index)]
+            yield Members(path, reader.manifest.directory is not None, opened)
+
+
+def _is_file(reader: ContainerReader, index: int) -> bool:
+    return reader.manifest.members[index].format not in (SYMLINK, DIRECTORY)
+
+
+def _stored(files: _Files, index: int) -> DirectoryMember:
+    record = files.reader.manifest.members[index]
+    file = _StoredFile(files, index)
+    if record.format == FILE:
+        return DirectoryMember(record.path, PlainFile(file))
+    if record.format not in dict(READERS):
+        where = files.reader.path
+        raise InputError(f"{where}: {record.path!r} is of the format {record.format!r}, which is not known")
+    return DirectoryMember(record.path, get_reader(record.format).read(file))

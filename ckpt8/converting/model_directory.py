@@ -1,0 +1,125 @@
+"""A directory as transformers, accelerate and diffusers write it: weights in one file or in shards, an optimizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from ckpt8.converting.choice import check_optimizer
+from ckpt8.converting.composite import Composite
+from ckpt8.converting.members import Members
+from ckpt8.converting.sources import Content
+from ckpt8.errors import InputError, UsageError
+from ckpt8.readers.base import Checkpoint, TensorRef
+from ckpt8.readers.directory import DirectoryMember
+from ckpt8.resuming.find import TOP_LEVEL, Candidate, find
+from ckpt8.resuming.member_names import Weights, collect_weights, parameter_names
+from ckpt8.resuming.names import listed
+from ckpt8.resuming.pairing import saved_parameters
+from ckpt8.roles import is_bare_state_dict
+
+_MODEL_FILES = (
+    "model.safetensors",
+    "pytorch_model.bin",
+    "diffusion_pytorch_model.safetensors",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
+"""Names of a model's only file, the preferred one first."""
+
+_INDEX = ".index.json"
+_MAX_INDEX_BYTES = 64 << 20
+_LISTED = 20
+
+
+class ModelDirectory:
+    """Files of weights at the top of a directory, and the one optimizer beside them."""
+
+    id: ClassVar[str] = "model-directory"
+
+    def matches(self, members: Members) -> bool:
+        """Whether there is a file of weights, or an index of some, at the top."""
+        names = {member.path for member in members.found}
+        return any(name in names for name in _MODEL_FILES) or any(_is_index(name) for name in names)
+
+    def assemble(self, members: Members) -> Content:
+        """``{"model": ..., "optimizer": ...}``, with ``param_names`` where they can be told.
+
+        Raises InputError, and UsageError for several optimizers.
+        """
+        data = Composite(str(members.path))
+        top = {member.path: member for member in members.found if "/" not in member.path}
+        shards = _shards(top, data.label)
+        data.tree = {"model": _merged(shards, data)}
+        weights = collect_weights((member.checkpoint.format, member.checkpoint.tree) for member in shards)
+        used = [member.path for member in shards]
+        optimizers = [member for member in top.values() if _is_optimizer(member.checkpoint)]
+        if len(optimizers) > 1:
+            found = listed((member.path for member in optimizers), _LISTED)
+            raise UsageError(f"{data.label}: has several optimizers; choose a file with --member: {found}")
+        for member in optimizers:
+            data.adopt(member.checkpoint)
+            check_optimizer(data.label, Candidate(member.path, member.checkpoint.tree))
+            data.tree["optimizer"] = _named(member.checkpoint.tree, weights)
+            used.append(member.path)
+        rest = [member for member in members.found if member.path not in used and not _is_index(member.path)]
+        others = [member for member in rest if member.path not in _MODEL_FILES]
+        notes = [f"{member.path}: the same weights again, not used" for member in rest if member not in others]
+        return Content(data, self.id, others=others, notes=notes, ordered=weights.ordered)
+
+
+def _is_index(name: str) -> bool:
+    return name.endswith(_INDEX) and "/" not in name
+
+
+def _is_optimizer(checkpoint: Checkpoint) -> bool:
+    models, optimizers = find(checkpoint.tree)
+    return not models and [found.path for found in optimizers] == [TOP_LEVEL]
+
+
+def _shards(top: Mapping[str, DirectoryMember], label: str) -> list[DirectoryMember]:
+    """The files of the model, from its index if it has one. Raises InputError."""
+    single = next((top[name] for name in _MODEL_FILES if name in top), None)
+    if single is not None:
+        return [single]
+    # Weights in safetensors come before the same ones in pickles.
+    index = min((name for name in top if _is_index(name)), key=lambda name: ("safetensors" not in name, name))
+    checkpoint = top[index].checkpoint
+    content = bytearray(min(checkpoint.size, _MAX_INDEX_BYTES))
+    checkpoint.read_into(0, memoryview(content))
+    try:
+        files = dict.fromkeys(json.loads(content).get("weight_map").values())
+        return [top[name] for name in files]
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as exc:
+        missing = f"names {str(exc)[:80]}, which is not there" if isinstance(exc, KeyError) else "cannot be read"
+        raise InputError(f"{label}: the index {index} {missing}") from exc
+
+
+def _merged(shards: Sequence[DirectoryMember], data: Composite) -> dict[str, Any]:
+    """The state dict of all shards, their tensors under keys of their own."""
+    merged: dict[str, Any] = {}
+    for member in shards:
+        tree = member.checkpoint.tree
+        if not is_bare_state_dict(tree):
+            raise InputError(f"{data.label}: {member.path} is not a state dict of a model")
+        prefix = f"{member.path}/"
+        data.adopt(member.checkpoint, prefix)
+        for name, value in tree.items():
+            if name in merged:
+                raise InputError(f"{data.label}: {name!r} is in two files of weights; choose one with --member")
+            merged[name] = replace(value, key=prefix + value.key) if isinstance(value, TensorRef) else value
+    return merged
+
+
+def _named(tree: Mapping[str, Any], weights: Weights) -> dict[str, Any]:
+    """The optimizer with ``param_names`` in each group of which every parameter's name can be told."""
+    names = parameter_names(tree, weights)
+    known = {saved.identifier: names[saved.name] for saved in saved_parameters(tree) if saved.name in names}
+    groups = []
+    for group in tree["param_groups"]:
+        found = [known.get(identifier) for identifier in group["params"]]
+        complete = found and None not in found and "param_names" not in group
+        groups.append({**group, "param_names": found} if complete else group)
+    return {**tree, "param_groups": groups}

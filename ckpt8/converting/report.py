@@ -1,0 +1,30 @@
+"""Shows what ``convert`` wrote."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from ckpt8.inspect.render import size
+from ckpt8.resuming.names import listed
+
+if TYPE_CHECKING:
+    from ckpt8.writers.base import Report
+
+_SHOWN = 20
+
+
+def show(console: Console, report: Report, seconds: float) -> None:
+    """Print the target, what was cast, and everything that is not in it."""
+    lines = [
+        f"{report.target}: {report.format} of {report.tensors:,} tensors, {size(report.bytes)} in {seconds:.2f} s",
+        *(f"cast        {count:,} tensors {cast}" for cast, count in report.casts.items()),
+    ]
+    if report.aliases:
+        lines.append(f"tied        left out: {listed(report.aliases, _SHOWN)}")
+    lines += [f"left out    {line}" for line in report.dropped]
+    lines += [f"note        {line}" for line in report.notes]
+    for line in lines:
+        # Names come from the source, and may hold what moves the cursor of a terminal.
+        console.print("".join(c if c.isprintable() else "?" for c in line), markup=False, soft_wrap=True)

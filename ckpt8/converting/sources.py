@@ -1,0 +1,90 @@
+"""What can be converted: one file, or a directory in a layout of the table, as one tree over one address space."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from ckpt8.converting.composite import Composite
+from ckpt8.converting.members import Members, open_members
+from ckpt8.errors import InputError, UsageError
+from ckpt8.readers.directory import DirectoryMember
+from ckpt8.resuming.names import listed
+
+LAYOUTS: tuple[tuple[str, str], ...] = (
+    ("deepspeed-universal", "ckpt8.converting.universal:Universal"),
+    ("deepspeed-partitions", "ckpt8.converting.partitions:Partitions"),
+    ("model-directory", "ckpt8.converting.model_directory:ModelDirectory"),
+)
+"""Layouts of directories by id and class, in the order in which they are tried. Classes are imported when needed."""
+
+SINGLE_FILE = "file"
+_LISTED = 20
+
+
+@dataclass(slots=True)
+class Content:
+    """A source that was opened.
+
+    ``data`` is the checkpoint with its tree; ``layout`` an id of LAYOUTS, or ``file``. ``others`` are members that are
+    not in the tree, which only a directory can take; ``notes`` say what else of the source is not in the tree.
+    ``ordered``: the weights stand in the order of the model, by which those without names can be told.
+    """
+
+    data: Composite
+    layout: str = SINGLE_FILE
+    others: list[DirectoryMember] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    ordered: bool = True
+
+
+class DirectoryLayout(Protocol):
+    """One layout of a directory."""
+
+    id: ClassVar[str]
+
+    def matches(self, members: Members) -> bool:
+        """Whether a directory has this layout, from names and trees alone."""
+
+    def assemble(self, members: Members) -> Content:
+        """The directory as one tree. Raises InputError where it is damaged, UsageError where it is not clear."""
+
+
+def get_layout(layout_id: str) -> DirectoryLayout:
+    """Make the layout of that id. Raises KeyError for an unknown id."""
+    module, _, name = dict(LAYOUTS)[layout_id].partition(":")
+    layout: DirectoryLayout = getattr(import_module(module), name)()
+    return layout
+
+
+@contextmanager
+def open_content(path: Path, *, member: str | None = None, threads: int | None = None) -> Iterator[Content]:
+    """Open a source; ``member`` names one file of a directory. Raises InputError, and UsageError for ``member``."""
+    with open_members(path, threads=threads) as members:
+        chosen = members if member is None else members.only(member)
+        yield _directory(chosen) if chosen.is_directory else _file(chosen)
+
+
+def _file(members: Members) -> Content:
+    data = Composite(str(members.path))
+    if not members.checkpoints:
+        raise InputError(f"{members.path}: holds no checkpoint that can be converted")
+    checkpoint = members.checkpoints[0].checkpoint
+    data.adopt(checkpoint)
+    data.tree = checkpoint.tree
+    return Content(data)
+
+
+def _directory(members: Members) -> Content:
+    for layout_id, _ in LAYOUTS:
+        layout = get_layout(layout_id)
+        if layout.matches(members):
+            return layout.assemble(members)
+    known = listed((member.path for member in members.checkpoints), _LISTED)
+    if not known:
+        raise InputError(f"{members.path}: a directory without a checkpoint that can be read")
+    raise UsageError(f"{members.path}: a directory of no known layout; choose a file with --member: {known}")

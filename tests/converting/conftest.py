@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from converting_kit import checkpoint, trained, trainer_directory
+
+import ckpt8
+
+
+@pytest.fixture(scope="session")
+def run():
+    """A trained model and its optimizer that no test may change."""
+    return trained()
+
+
+@pytest.fixture(scope="session")
+def forms(run, tmp_path_factory):
+    """The run in every form that can be read, by name. No test may change them."""
+    folder = tmp_path_factory.mktemp("forms")
+    found = {name: folder / f"{name}.pt" for name in ("zip", "legacy")}
+    torch.save(checkpoint(*run), found["zip"])
+    torch.save(checkpoint(*run), found["legacy"], _use_new_zipfile_serialization=False)
+    found["directory"] = trainer_directory(folder / "checkpoint-3", *run)
+    for source in ("zip", "directory"):
+        for preset in ("flash", "lossless"):
+            found[f"{source} {preset}"] = folder / f"{source}.{preset}.ckpt8"
+            ckpt8.compress(found[source], found[f"{source} {preset}"], preset=preset)
+    return found

@@ -1,0 +1,76 @@
+"""A conversion holds at most 300 MB above what importing takes, whatever the checkpoint's size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ckpt8
+
+pytestmark = pytest.mark.slow
+
+WIDTH, LAYERS = 3584, 4
+BOUND = 300e6
+
+SCRIPT = """
+import json, sys
+import torch
+import ckpt8, ckpt8.converting.run, ckpt8.writers.torch_zip, ckpt8.optim.flash_layout
+
+def memory(field):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(field)) * 1024
+
+torch.set_num_threads(1)
+before = memory("VmRSS")
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")
+report = ckpt8.convert(sys.argv[1], sys.argv[2], to=sys.argv[3], dtype=sys.argv[4] or None, threads=2)
+print(json.dumps({"extra": memory("VmHWM") - before, "bytes": report.bytes}))
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """600 MB of weights and state; the weights stand transposed in memory in one of the layers."""
+    folder = tmp_path_factory.mktemp("runs")
+    found = {}
+    for name, make, dtype in (("plain", torch.optim.AdamW, None), ("packed", ckpt8.optim.AdamW, torch.bfloat16)):
+        model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(dtype)
+        optimizer = make(model.parameters())
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        state = model.state_dict()
+        if name == "plain":
+            state["1.weight"] = state["1.weight"].t().contiguous().t()
+        found[name] = folder / f"{name}.pt"
+        torch.save({"model": state, "optimizer": optimizer.state_dict()}, found[name])
+    found["plain.ckpt8"] = folder / "plain.ckpt8"
+    ckpt8.compress(found["plain"], found["plain.ckpt8"], stats=False)
+    ckpt8.convert(found["plain"], folder / "trainer", to="trainer")
+    found["trainer"] = folder / "trainer"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "to", "dtype", "least"),
+    [
+        ("plain", "torch", "float16", 5e8),
+        ("plain", "safetensors", "", 1e8),
+        ("plain.ckpt8", "torch", "", 6e8),
+        ("plain.ckpt8", "safetensors", "", 1e8),
+        ("plain.ckpt8", "flashoptim", "", 2e8),
+        ("packed", "trainer", "", 6e8),
+        ("trainer", "torch", "", 6e8),
+    ],
+)
+def test_memory_is_bounded(source, to, dtype, least, runs, tmp_path):
+    command = [sys.executable, "-c", SCRIPT, str(runs[source]), str(tmp_path / "out"), to, dtype]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found["bytes"] > least
+    assert found["extra"] < BOUND

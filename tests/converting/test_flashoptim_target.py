@@ -1,0 +1,154 @@
+"""flashoptim's layout: pytorch_optimizer's FlashAdamW, which has the same encoding, is the oracle."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from converting_kit import assert_trees_equal, checkpoint, trained, trainer_directory
+
+import ckpt8
+from ckpt8.errors import InputError, UsageError
+from ckpt8.optim.flash_layout import from_flashoptim, to_flashoptim
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from pytorch_optimizer.optimizer import flash_adamw as oracle
+
+
+def converted(tree, tmp_path, **options):
+    torch.save(tree, tmp_path / "run.pt")
+    ckpt8.convert(tmp_path / "run.pt", tmp_path / "flash.pt", to="flashoptim", force=True, **options)
+    return torch.load(tmp_path / "flash.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])
+def test_codes_scales_and_residuals_are_the_oracles(make, dtype, tmp_path):
+    model, optimizer = trained(make)
+    found = converted(checkpoint(model, optimizer), tmp_path, dtype=dtype)
+    kind = getattr(torch, dtype)
+    assert found["iter_num"] == 3
+    group = found["optimizer"]["param_groups"][0]
+    assert group["master_bytewidth"] == (0 if dtype == "float32" else 3)
+    assert (group["quantize"], group["initial_lr"], group["lr"]) == (True, 1e-3, 1e-3)
+    for i, (name, param) in enumerate(model.named_parameters()):
+        state, saved = found["optimizer"]["state"][i], optimizer.state[param]
+        assert state["step"].dtype is torch.int64
+        assert int(state["step"]) == 3
+        for moment in ("exp_avg", "exp_avg_sq"):
+            codes, scales = oracle.quantize_state(saved[moment], *oracle._state_spec(moment))
+            theirs = state[f"{moment}::scales"].view(torch.float16)
+            assert state[f"{moment}::scales"].dtype is (torch.bfloat16 if dtype == "bfloat16" else torch.float16)
+            # Where torch's own root is a step off, a scale at a tie may be too.
+            torch.testing.assert_close(theirs, scales, rtol=0 if moment == "exp_avg" else 1e-3, atol=0)
+            difference = (state[f"{moment}::quantized"].int() - codes.int()).abs()
+            assert int(difference.max()) <= 1
+            assert float((difference == 0).double().mean()) > 0.999
+        weight = found["model"][name]
+        assert weight.dtype is kind
+        assert torch.equal(weight, param.detach().to(kind))
+        if dtype == "float32":
+            assert "error_bits" not in state
+        else:
+            bits = oracle.compute_ecc_bits(param.detach(), weight, 3)
+            assert torch.equal(state["error_bits"], bits.to(kind))
+            full = oracle.reconstruct_fp32_param(weight, state["error_bits"].to(torch.int8))
+            torch.testing.assert_close(full, param.detach(), rtol=2e-5 if dtype == "bfloat16" else 2e-6, atol=1e-7)
+    assert found["model"]["norm.running_mean"].dtype is torch.float32
+
+
+def test_a_packed_run_is_exported_as_its_optimizer_would_export_it(tmp_path):
+    model, optimizer = trained(ckpt8.optim.AdamW, dtype=torch.bfloat16)
+    found = converted(checkpoint(model, optimizer), tmp_path)
+    expected = to_flashoptim(optimizer)
+    assert_trees_equal(found["optimizer"]["state"], expected["state"])
+    assert found["model"].keys() == model.state_dict().keys()
+    assert all(torch.equal(found["model"][name], param) for name, param in model.named_parameters())
+
+
+def test_ckpt8_optim_goes_on_from_it(tmp_path):
+    model, optimizer = trained()
+    found = converted(checkpoint(model, optimizer), tmp_path)
+    params = [found["model"][name].clone().requires_grad_() for name, _ in model.named_parameters()]
+    ours = ckpt8.optim.AdamW(params)
+    ours.load_state_dict(from_flashoptim(found["optimizer"], ours))
+    for param, (name, original) in zip(params, model.named_parameters(), strict=True):
+        state = optimizer.state[original]
+        if name == "up.bias":
+            continue  # its gradients are rounding errors, which the layout's scales do not reach
+        codes = ours.state[param]
+        assert int(codes["step"]) == 3
+        error = (ours_moment(ours, param, "exp_avg") - state["exp_avg"]).norm() / state["exp_avg"].norm()
+        assert float(error) < 2e-2
+
+
+def ours_moment(optimizer, param, name):
+    from ckpt8.optim.convert import moments_of
+
+    group = optimizer.state_dict()["param_groups"][0]
+    return moments_of(optimizer.state[param], group)[name].view(param.shape)
+
+
+def test_weights_of_a_directory_are_told_by_their_shapes(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(12, 7), torch.nn.Linear(7, 9))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 12)).sum().backward()
+    optimizer.step()
+    folder = trainer_directory(tmp_path / "checkpoint-1", model, optimizer)
+    ckpt8.convert(folder, tmp_path / "flash.pt", to="flashoptim")
+    found = torch.load(tmp_path / "flash.pt", weights_only=True)
+    for i, (name, param) in enumerate(model.named_parameters()):
+        bits = oracle.compute_ecc_bits(param.detach(), found["model"][name], 3)
+        assert torch.equal(found["optimizer"]["state"][i]["error_bits"], bits.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "keys"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum_buffer"}),
+        (ckpt8.optim.Lion, {"lr": 1e-4}, {"exp_avg"}),
+    ],
+)
+def test_other_rules_that_it_has(make, options, keys, tmp_path):
+    model, optimizer = trained(make, **options)
+    found = converted(checkpoint(model, optimizer), tmp_path)
+    expected = {f"{key}::{part}" for key in keys for part in ("quantized", "scales")} | {"step", "error_bits"}
+    assert set(found["optimizer"]["state"][0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.AdamW, {"maximize": True}),
+        (torch.optim.Adafactor, {}),
+        (torch.optim.RMSprop, {}),
+        (ckpt8.optim.CAME, {}),
+        (ckpt8.optim.StableAdamW, {}),
+    ],
+)
+def test_rules_that_it_does_not_have(make, options, tmp_path):
+    with pytest.raises(UsageError, match="flashoptim has no optimizer"):
+        converted(checkpoint(*trained(make, **options)), tmp_path)
+    assert not (tmp_path / "flash.pt").exists()
+
+
+def test_what_it_cannot_do_without(tmp_path):
+    model, optimizer = trained()
+    with pytest.raises(UsageError, match="no optimizer"):
+        converted({"model": model.state_dict()}, tmp_path)
+    with pytest.raises(UsageError, match="no state dict of a model"):
+        converted({"optimizer": optimizer.state_dict()}, tmp_path)
+    folder = trainer_directory(tmp_path / "checkpoint-3", model, optimizer)
+    with pytest.raises(UsageError, match="--dtype float32"):
+        ckpt8.convert(folder, tmp_path / "x.pt", to="flashoptim")
+    ckpt8.convert(folder, tmp_path / "sorted.pt")
+    with pytest.raises(UsageError, match="in the order of the model"):
+        ckpt8.convert(tmp_path / "sorted.pt", tmp_path / "x.pt", to="flashoptim")
+    for step in (torch.tensor(1.5), "3", torch.tensor(float("nan"))):
+        tree = checkpoint(model, optimizer)
+        tree["optimizer"]["state"][0]["step"] = step
+        with pytest.raises(InputError, match="not a whole number"):
+            converted(tree, tmp_path)

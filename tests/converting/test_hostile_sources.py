@@ -1,0 +1,135 @@
+"""Sources that are damaged or made to harm: one line, nothing written, no time or disk wasted."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+
+import pytest
+import torch
+from converting_kit import checkpoint, trained, trainer_directory
+
+import ckpt8
+from ckpt8.errors import Ckpt8Error
+
+TARGETS = [("out.pt", "torch"), ("out.safetensors", "safetensors"), ("out", "trainer"), ("flash.pt", "flashoptim")]
+
+
+def plain_checkpoint(run):
+    """A copy whose dictionaries may be changed."""
+    tree = checkpoint(*run)
+    state = {key: dict(value) for key, value in tree["optimizer"]["state"].items()}
+    groups = [dict(group) for group in tree["optimizer"]["param_groups"]]
+    return {"model": dict(tree["model"]), "optimizer": {"state": state, "param_groups": groups}}
+
+
+def refusal(source, target, **options):
+    """The error of a conversion, which must be one line; None where it goes through."""
+    try:
+        ckpt8.convert(source, target, force=True, **options)
+    except Ckpt8Error as exc:
+        found = exc
+    else:
+        return None
+    assert "\n" not in str(found)
+    return found
+
+
+def nested(depth):
+    tree = torch.ones(3)
+    for _ in range(depth):
+        tree = [tree]
+    return tree
+
+
+def save(tree, path):
+    """As torch.save, nested however deep."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    try:
+        torch.save(tree, path)
+    finally:
+        sys.setrecursionlimit(before)
+
+
+CHANGES = {
+    "a group is no dictionary": lambda tree: tree["optimizer"].update(param_groups=[3]),
+    "a group without parameters": lambda tree: tree["optimizer"]["param_groups"][0].pop("params"),
+    "parameters that are no list": lambda tree: tree["optimizer"]["param_groups"][0].update(params=5),
+    "parameters listed twice": lambda tree: tree["optimizer"]["param_groups"][0]["params"].append(0),
+    "a state is no dictionary": lambda tree: tree["optimizer"]["state"].update({0: 7}),
+    "a state of None": lambda tree: tree["optimizer"]["state"].update({0: None}),
+    "names that are as many as nothing": lambda tree: tree["optimizer"]["param_groups"][0].update(param_names=["a"]),
+    "betas of text": lambda tree: tree["optimizer"]["param_groups"][0].update(betas="x", lr="y", eps=None),
+    "moments of other shapes": lambda tree: tree["optimizer"]["state"][0].update(exp_avg=torch.ones(2, 2)),
+    "moments of integers": lambda tree: tree["optimizer"]["state"][0].update(exp_avg=torch.ones(64, 96).int()),
+    "moments of complex numbers": lambda tree: tree["optimizer"]["state"][0].update(
+        exp_avg=torch.ones(64, 96, dtype=torch.complex64)
+    ),
+    "an expanded moment": lambda tree: tree["optimizer"]["state"][0].update(exp_avg=torch.ones(1).expand(1 << 40)),
+    "an expanded weight": lambda tree: tree["model"].update({"up.weight": torch.ones(1).expand(1 << 20, 1 << 20)}),
+    "a structure in itself": lambda tree: tree.update(loop=tree),
+    "nested deep": lambda tree: tree.update(deep=nested(900)),
+    "no state at all": lambda tree: tree["optimizer"].update(state={}, param_groups=[]),
+    "a model without tensors": lambda tree: tree.update(model={}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_one_line_or_a_file(change, run, tmp_path):
+    tree = plain_checkpoint(run)
+    tree = {
+        **tree,
+        "optimizer": {**tree["optimizer"], "param_groups": copy.deepcopy(tree["optimizer"]["param_groups"])},
+    }
+    CHANGES[change](tree)
+    save(tree, tmp_path / "run.pt")
+    for name, to in TARGETS:
+        for dtype in (None, "float32"):
+            started = time.perf_counter()
+            refused = refusal(tmp_path / "run.pt", tmp_path / name, to=to, dtype=dtype)
+            assert refused is None or refused.exit_code in (2, 3)
+            assert not list(tmp_path.glob(".*"))
+            assert time.perf_counter() - started < 20
+
+
+@pytest.mark.parametrize("change", [each for each in CHANGES if "weight" not in each and "model" not in each])
+def test_directories_too(change, tmp_path):
+    model, optimizer = trained()
+    folder = trainer_directory(tmp_path / "checkpoint-3", model, optimizer)
+    tree = plain_checkpoint((model, optimizer))
+    tree["optimizer"]["param_groups"] = copy.deepcopy(tree["optimizer"]["param_groups"])
+    CHANGES[change](tree)
+    if "loop" in tree:
+        tree["optimizer"]["loop"] = tree["optimizer"]
+    save(tree["optimizer"], folder / "optimizer.pt")
+    for name, to in TARGETS:
+        refused = refusal(folder, tmp_path / name, to=to, dtype="float32")
+        assert refused is None or refused.exit_code in (2, 3)
+
+
+def test_a_source_that_changes_while_it_is_read(run, tmp_path):
+    path = tmp_path / "run.pt"
+    for name, to in TARGETS:
+        torch.save(checkpoint(*run), path)
+
+        def change(_):
+            path.write_bytes(path.read_bytes() + b"x")
+
+        with pytest.raises(Ckpt8Error, match="changed while it was read"):
+            ckpt8.convert(path, tmp_path / name, to=to, progress=change)
+        assert [each.name for each in tmp_path.iterdir()] == ["run.pt"]
+
+
+def test_nothing_in_a_pickle_is_executed(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return open, (str(tmp_path / "trapped"), "w")
+
+    torch.save({"model": {"w": torch.ones(4)}, "trap": Trap(), "list": [Trap()]}, tmp_path / "run.pt")
+    report = ckpt8.convert(tmp_path / "run.pt", tmp_path / "out.pt")
+    ckpt8.convert(tmp_path / "run.pt", tmp_path / "out.safetensors")
+    assert not (tmp_path / "trapped").exists()
+    assert len(report.dropped) == 2
+    assert torch.load(tmp_path / "out.pt", weights_only=True)["list"] == [None]

@@ -1,0 +1,133 @@
+"""What holds for every format in the table of writers, from every form that a source can have."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from converting_kit import listing
+
+import ckpt8
+from ckpt8.errors import Ckpt8Error, InputError, OutputError, UsageError
+from ckpt8.readers.directory import size_of
+from ckpt8.writers import SUFFIXES, WRITERS, get_writer, writer_for
+
+FORMATS = [name for name, _ in WRITERS]
+FORMS = ["zip", "legacy", "directory", "zip flash", "zip lossless", "directory flash", "directory lossless"]
+
+
+def readable(form, to):
+    """What is a container already is not made one again; what cannot be paired has no residuals."""
+    return not (to == "ckpt8" and " " in form)
+
+
+def options(form, to):
+    # A directory does not say which of its optimizer's parameters are which.
+    return {"dtype": "float32"} if to == "flashoptim" and form.startswith("directory") else {}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_source_becomes_every_format(form, to, forms, tmp_path):
+    source, target = forms[form], tmp_path / "out"
+    if not readable(form, to):
+        with pytest.raises(InputError, match="already a"):
+            ckpt8.convert(source, target, to=to)
+        assert not any(tmp_path.iterdir())
+        return
+    before = listing(source.parent)
+    done = []
+    report = ckpt8.convert(source, target, to=to, progress=done.append, **options(form, to))
+    assert listing(source.parent) == before
+    assert (report.format, report.target) == (to, str(target))
+    assert report.bytes == size_of(target)
+    assert report.tensors > 5
+    assert json.loads(json.dumps(report.to_json()))["format"] == to
+    assert sum(done) == pytest.approx(size_of(source), abs=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert target.is_dir() is get_writer(to).directory
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_an_output_is_replaced_by_force_alone(to, forms, tmp_path):
+    target = tmp_path / "out"
+    ckpt8.convert(forms["zip"], target, to=to)
+    first = listing(tmp_path)
+    with pytest.raises(OutputError, match="--force"):
+        ckpt8.convert(forms["zip"], target, to=to)
+    assert listing(tmp_path) == first
+    ckpt8.convert(forms["zip"], target, to=to, force=True)
+    assert listing(tmp_path) == first
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_the_source_is_never_the_target(to, forms, tmp_path):
+    file = tmp_path / "run.pt"
+    shutil.copy(forms["zip"], file)
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(forms["directory"], folder)
+    before = listing(tmp_path)
+    for source, target in ((file, file), (folder, folder), (folder, folder / "out"), (folder, tmp_path)):
+        with pytest.raises(OutputError):
+            ckpt8.convert(source, target, to=to, force=True, **options("directory", to))
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("to", [name for name in FORMATS if name != "ckpt8"])
+@pytest.mark.parametrize("form", ["zip flash", "directory flash"])
+def test_damage_leaves_nothing_behind(form, to, forms, tmp_path):
+    data = bytearray(forms[form].read_bytes())
+    (length,) = (int.from_bytes(data[:8], "little"),)
+    header = json.loads(data[8 : 8 + length])
+    name = next(name for name in header if name.endswith("up.weight/mantissa"))
+    data[8 + length + header[name]["data_offsets"][0] + 9] ^= 1
+    source = tmp_path / "damaged.ckpt8"
+    source.write_bytes(data)
+    with pytest.raises(InputError, match="checksum"):
+        ckpt8.convert(source, tmp_path / "out", to=to, **options(form, to))
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged.ckpt8"]
+
+
+def test_a_target_that_cannot_be_written(forms, tmp_path):
+    for to in FORMATS:
+        with pytest.raises(OutputError):
+            ckpt8.convert(forms["zip"], tmp_path / "nowhere" / "out", to=to)
+
+
+def test_the_format_follows_from_the_name(tmp_path):
+    for suffix, to in SUFFIXES.items():
+        assert writer_for(tmp_path / f"x{suffix}", None, is_directory=False).id == to
+    for name in FORMATS:
+        assert get_writer(name).id == name
+    for name, directory in (("x.xyz", False), ("x", False), ("x.pt", True)):
+        with pytest.raises(UsageError, match="choose one with --to"):
+            writer_for(tmp_path / name, None, is_directory=directory)
+    with pytest.raises(UsageError, match="expected one of torch"):
+        get_writer("onnx")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "bf17"])
+def test_element_types_that_are_not_offered(dtype, forms, tmp_path):
+    with pytest.raises(UsageError, match="expected one of float32"):
+        ckpt8.convert(forms["zip"], tmp_path / "x.pt", dtype=dtype)
+
+
+def test_a_container_takes_no_settings(forms, tmp_path):
+    for given in ({"dtype": "float32"}, {"key": "model"}, {"member": "x"}):
+        with pytest.raises(UsageError):
+            ckpt8.convert(forms["zip"], tmp_path / "x.ckpt8", **given)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_what_holds_no_checkpoint(to, tmp_path):
+    (tmp_path / "text.pt").write_text("learning_rate: 0.1\n" * 50)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for name in ("text.pt", "folder", "empty", "missing.pt"):
+        with pytest.raises(Ckpt8Error) as caught:
+            ckpt8.convert(tmp_path / name, tmp_path / "out", to=to)
+        assert caught.value.exit_code == 3
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
