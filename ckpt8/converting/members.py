@@ -91,7 +91,7 @@ class _StoredFile(SourceFile):
 def open_members(path: Path, *, threads: int | None = None) -> Iterator[Members]:
     """Open ``path`` with everything in it, recognised by content. Raises InputError."""
     if is_directory(path):
-        with open_directory(path, walk(path)) as found:
+        with open_directory(path, walk(path), decode=True) as found:
             yield Members(path, True, found)
     elif not is_container(path):
         with open_checkpoint(path) as checkpoint:
