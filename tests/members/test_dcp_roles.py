@@ -89,10 +89,11 @@ def test_an_optimizer_of_megatron_that_is_sharded_by_parameter(tmp_path):
     assert {name: record.rule for name, record in parameters.items()} == {"decoder.a.weight": None, "decoder.b": None}
 
 
-def test_state_that_is_no_tensor(tmp_path):
+@pytest.mark.parametrize("step", [11, torch.tensor([11.0]), torch.tensor(11)], ids=["number", "vector", "integer"])
+def test_steps(step, tmp_path):
     state = adam_state(WEIGHTS)
     for each in state["state"].values():
-        each["step"] = 11
+        each["step"] = step
     _, parameters = roles(save_small({"optimizer": state}, tmp_path / "run"))
     assert [record.rule["step"] for record in parameters.values()] == [11, 11]
 
