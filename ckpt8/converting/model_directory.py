@@ -15,7 +15,7 @@ from ckpt8.errors import InputError, UsageError
 from ckpt8.readers.base import Checkpoint, TensorRef
 from ckpt8.readers.directory import DirectoryMember
 from ckpt8.resuming.find import TOP_LEVEL, Candidate, find
-from ckpt8.resuming.member_names import Weights, collect_weights, parameter_names
+from ckpt8.resuming.member_names import NamesBeside, collect_weights
 from ckpt8.resuming.names import listed
 from ckpt8.resuming.pairing import saved_parameters
 from ckpt8.roles import is_bare_state_dict
@@ -54,6 +54,7 @@ class ModelDirectory:
         shards = _shards(top, data.label)
         data.tree = {"model": _merged(shards, data)}
         weights = collect_weights((member.checkpoint.format, member.checkpoint.tree) for member in shards)
+        beside = NamesBeside([(member.path, member.checkpoint) for member in members.found])
         used = [member.path for member in shards]
         optimizers = [member for member in top.values() if _is_optimizer(member.checkpoint)]
         if len(optimizers) > 1:
@@ -62,7 +63,7 @@ class ModelDirectory:
         for member in optimizers:
             data.adopt(member.checkpoint)
             check_optimizer(data.label, Candidate(member.path, member.checkpoint.tree))
-            data.tree["optimizer"] = _named(member.checkpoint.tree, weights)
+            data.tree["optimizer"] = _named(member.checkpoint.tree, beside.of(member.path))
             used.append(member.path)
         rest = [member for member in members.found if member.path not in used and not _is_index(member.path)]
         others = [member for member in rest if member.path not in _MODEL_FILES]
@@ -113,9 +114,8 @@ def _merged(shards: Sequence[DirectoryMember], data: Composite) -> dict[str, Any
     return merged
 
 
-def _named(tree: Mapping[str, Any], weights: Weights) -> dict[str, Any]:
-    """The optimizer with ``param_names`` in each group of which every parameter's name can be told."""
-    names = parameter_names(tree, weights)
+def _named(tree: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The optimizer with ``param_names`` in each group of which every parameter's name is known by its place."""
     known = {saved.identifier: names[saved.name] for saved in saved_parameters(tree) if saved.name in names}
     groups = []
     for group in tree["param_groups"]:
