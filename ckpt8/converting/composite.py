@@ -25,10 +25,6 @@ BLOCK = 8 * FRAME
 """Elements that are read and written at once, a multiple of every group and tile: 32 MiB of float32."""
 
 
-_COMPUTED = "computed/"
-"""Start of the keys of storages that no file holds."""
-
-
 class Region(Protocol):
     """Bytes that can be read from any element on."""
 
@@ -74,7 +70,10 @@ class Composite:
 
         Raises InputError for a key that is taken: files choose the keys of their storages.
         """
-        key = f"{_COMPUTED}{len(self._regions)}" if key is None else key
+        if key is None:
+            key = f"computed/{len(self._regions)}"
+            while key in self._places:
+                key += "'"
         if key in self._places:
             raise InputError(f"{self.label}: has two storages of the name {key[:60]!r}")
         storage = StorageInfo(key, dtype, self.size, region.nbytes)
@@ -95,10 +94,6 @@ class Composite:
         """Take over all storages of an open checkpoint; ``prefix`` comes before their keys. Raises InputError."""
         self._adopted.append(checkpoint)
         for storage in checkpoint.storages:
-            if storage.key.startswith(_COMPUTED):
-                raise InputError(
-                    f"{self.label}: has a storage of the name {storage.key[:60]!r}, which torch never gives"
-                )
             self.add(Stretch(checkpoint, storage.offset, storage.nbytes), storage.dtype, prefix + storage.key)
 
     def __contains__(self, key: str) -> bool:

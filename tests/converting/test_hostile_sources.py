@@ -11,6 +11,7 @@ import zipfile
 import pytest
 import torch
 from converting_kit import checkpoint, trained, trainer_directory
+from safetensors.torch import load_file
 
 import ckpt8
 from ckpt8.errors import Ckpt8Error, InputError
@@ -143,8 +144,8 @@ def test_names_of_storages_that_are_taken(tmp_path):
     for name in ("computed/1", "computed/0"):
         path = tmp_path / "run.pt"
         renamed(tmp_path / "plain.pt", path, name)
-        with pytest.raises(InputError, match="of the name"):
-            ckpt8.convert(path, tmp_path / "out.safetensors")
+        ckpt8.convert(path, tmp_path / "out.safetensors", force=True)
+        assert torch.equal(load_file(tmp_path / "out.safetensors")["w"], torch.ones(64).bfloat16())
     folder = trainer_directory(tmp_path / "checkpoint-3", *trained())
     torch.save({"state": {0: {"exp_avg": torch.ones(64)}}, "param_groups": [{"params": [0]}]}, tmp_path / "plain.pt")
     renamed(tmp_path / "plain.pt", folder / "optimizer.pt", "model.safetensors/up.weight")
