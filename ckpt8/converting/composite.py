@@ -66,8 +66,16 @@ class Composite:
         self._streamer: tuple[int, Streamer] | None = None
 
     def add(self, region: Region, dtype: DType, key: str | None = None) -> str:
-        """Give a region addresses, and a key of its own unless ``key`` is given. Returns the key."""
-        key = f"computed/{len(self._regions)}" if key is None else key
+        """Give a region addresses, and a key of its own unless ``key`` is given. Returns the key.
+
+        Raises InputError for a key that is taken: files choose the keys of their storages.
+        """
+        if key is None:
+            key = f"computed/{len(self._regions)}"
+            while key in self._places:
+                key += "'"
+        if key in self._places:
+            raise InputError(f"{self.label}: has two storages of the name {key[:60]!r}")
         storage = StorageInfo(key, dtype, self.size, region.nbytes)
         self._storages.append(storage)
         self._places[key] = storage
@@ -83,7 +91,7 @@ class Composite:
         return TensorRef(self.add(region, dtype), dtype, 0, shape, stride)
 
     def adopt(self, checkpoint: Checkpoint, prefix: str = "") -> None:
-        """Take over all storages of an open checkpoint; ``prefix`` comes before their keys."""
+        """Take over all storages of an open checkpoint; ``prefix`` comes before their keys. Raises InputError."""
         self._adopted.append(checkpoint)
         for storage in checkpoint.storages:
             self.add(Stretch(checkpoint, storage.offset, storage.nbytes), storage.dtype, prefix + storage.key)

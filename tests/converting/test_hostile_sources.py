@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import struct
 import sys
 import time
+import zipfile
 
 import pytest
 import torch
 from converting_kit import checkpoint, trained, trainer_directory
+from safetensors.torch import load_file
 
 import ckpt8
-from ckpt8.errors import Ckpt8Error
+from ckpt8.errors import Ckpt8Error, InputError
 
 TARGETS = [("out.pt", "torch"), ("out.safetensors", "safetensors"), ("out", "trainer"), ("flash.pt", "flashoptim")]
 
@@ -133,3 +136,31 @@ def test_nothing_in_a_pickle_is_executed(tmp_path):
     assert not (tmp_path / "trapped").exists()
     assert len(report.dropped) == 2
     assert torch.load(tmp_path / "out.pt", weights_only=True)["list"] == [None]
+
+
+def test_names_of_storages_that_are_taken(tmp_path):
+    """A file that names its storages as conversion names computed ones, or as those of another file."""
+    torch.save({"model": {"w": torch.ones(64)}}, tmp_path / "plain.pt")
+    for name in ("computed/1", "computed/0"):
+        path = tmp_path / "run.pt"
+        renamed(tmp_path / "plain.pt", path, name)
+        ckpt8.convert(path, tmp_path / "out.safetensors", force=True)
+        assert torch.equal(load_file(tmp_path / "out.safetensors")["w"], torch.ones(64).bfloat16())
+    folder = trainer_directory(tmp_path / "checkpoint-3", *trained())
+    torch.save({"state": {0: {"exp_avg": torch.ones(64)}}, "param_groups": [{"params": [0]}]}, tmp_path / "plain.pt")
+    renamed(tmp_path / "plain.pt", folder / "optimizer.pt", "model.safetensors/up.weight")
+    with pytest.raises(InputError, match="two storages"):
+        ckpt8.convert(folder, tmp_path / "out.pt")
+
+
+def renamed(source, target, key):
+    """A copy of a file of torch whose only storage has another key."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for info in old.infolist():
+            content = old.read(info)
+            if info.filename.endswith("/data.pkl"):
+                short = b"X\x01\x00\x00\x000"
+                assert content.count(short) == 1
+                content = content.replace(short, b"X" + struct.pack("<I", len(key)) + key.encode())
+            name = f"plain/data/{key}" if info.filename.endswith("/data/0") else info.filename
+            new.writestr(name, content)
