@@ -6,7 +6,6 @@ space can be measured on the way.
 
 from __future__ import annotations
 
-import struct
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from ckpt8.codecs import Codec
 from ckpt8.container import layout
 from ckpt8.policy import LOSSLESS, Policy
 from ckpt8.readers.base import Checkpoint, StorageInfo, TensorRef
+from ckpt8.readers.scalars import read_scalar
 from ckpt8.roles import NamedTensor, Names, ParameterState, Structure, classify, unique_name
 from ckpt8.skeleton import SKELETON, WithSkeleton
 from ckpt8.tensors import DType, Role, TensorSpec
@@ -28,12 +28,6 @@ MOMENT_SLOTS = {
 }
 """What the moments of a parameter are called in the state of an optimizer, and here."""
 
-_SCALARS = {
-    DType.FLOAT32: "<f",
-    DType.FLOAT64: "<d",
-    DType.INT32: "<i",
-    DType.INT64: "<q",
-}
 _MOST_PADDING = 4096
 """Elements between and behind tensors that may only be there to align them."""
 
@@ -292,15 +286,3 @@ def _factors_fit(shape: tuple[int, ...], moment: TensorRef, rows: TensorRef, col
         and is_dense(columns)
         and rows.dtype is columns.dtype is DType.FLOAT32
     )
-
-
-def read_scalar(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) -> float | None:
-    """The value of a tensor of one element in ``storage``, or None where it is not a plain number."""
-    code = _SCALARS.get(ref.dtype)
-    position = ref.offset * ref.dtype.itemsize
-    if code is None or _numel(ref) != 1 or position + ref.dtype.itemsize > storage.nbytes:
-        return None
-    buffer = bytearray(ref.dtype.itemsize)
-    checkpoint.read_into(storage.offset + position, memoryview(buffer))
-    value: float = struct.unpack(code, buffer)[0]
-    return value

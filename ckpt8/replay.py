@@ -24,9 +24,9 @@ from ckpt8.container.manifest import DCP
 from ckpt8.container.reader import ContainerReader
 from ckpt8.drift import Drift, StepDrift, difference
 from ckpt8.errors import CheckFailedError
-from ckpt8.plan import read_scalar
 from ckpt8.readers import READERS, open_checkpoint
 from ckpt8.readers.base import Checkpoint, TensorRef
+from ckpt8.readers.scalars import read_scalar
 from ckpt8.replay_rules import ELEMENTWISE, FACTORS, Replayed, find_rule
 from ckpt8.resuming.pairing import SavedParameter, saved_parameters
 from ckpt8.resuming.source import open_source

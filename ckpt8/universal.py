@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.plan import Parameter, Plan, Unit, read_scalar
+from ckpt8.plan import Parameter, Plan, Unit
 from ckpt8.readers.base import TensorRef
+from ckpt8.readers.scalars import read_scalar
 from ckpt8.tensors import Role
 from ckpt8.update_space import UpdateRule, recognise
 

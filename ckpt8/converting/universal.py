@@ -18,9 +18,9 @@ from ckpt8.converting.composite import Composite
 from ckpt8.converting.members import Members
 from ckpt8.converting.sources import Content
 from ckpt8.errors import InputError
-from ckpt8.plan import read_scalar
 from ckpt8.readers.base import TensorRef
 from ckpt8.readers.directory import DirectoryMember
+from ckpt8.readers.scalars import read_scalar
 from ckpt8.resuming.names import listed
 
 _STATE = re.compile(r"(?P<root>(?:.*/)?)zero/(?P<name>[^/]+)/(?P<key>[^/]+)\.pt")
