@@ -124,10 +124,10 @@ class Bundle:
             named = self._parameter_names(member, beside) if any(unit.parameter for unit in own.units) else {}
             plan.units += [self._unit(unit, number, named) for unit in own.units]
             plan.tensors += [(tensor, member.first + index) for tensor, index in own.tensors]
-        universal.join_moments(plan)
-        states = [state for member in self.members for state in member.states]
-        if states:
-            plan_joint(self, plan, joint_parameters(states))
+        joint = joint_parameters(state for member in self.members for state in member.states)
+        joint += universal.parameters()
+        if joint:
+            plan_joint(self, plan, joint)
         refer_to_masters(plan, self, [(member.path, member.checkpoint.tree) for member in self.members], policy)
         return plan
 

@@ -9,21 +9,21 @@ The moments of a parameter are so in two members, and what makes a step of them 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.plan import Parameter, Plan, Unit
 from ckpt8.readers.base import TensorRef
 from ckpt8.readers.scalars import read_scalar
+from ckpt8.roles import ParameterState
 from ckpt8.tensors import Role
-from ckpt8.update_space import UpdateRule, recognise
+from ckpt8.update_space import recognise
 
 if TYPE_CHECKING:
     from ckpt8.bundle import Member
 
 _ROLES = {"fp32.pt": Role.WEIGHT, "exp_avg.pt": Role.MOMENT1, "exp_avg_sq.pt": Role.MOMENT2}
-_MOMENTS = {"exp_avg": "moment1", "exp_avg_sq": "moment2"}
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _REST = "optimizer_state.pt"
 
 
@@ -31,7 +31,7 @@ class Universal:
     """The universal checkpoints among the members of a directory."""
 
     def __init__(self, members: Sequence[Member]) -> None:
-        self._members = {member.path: member for member in members}
+        self._members = {member.path: (number, member) for number, member in enumerate(members)}
         self._roots = {
             folder
             for folder, _, name in (path.rpartition("/") for path in self._members)
@@ -43,51 +43,36 @@ class Universal:
         folder, _, name = path.rpartition("/")
         return _ROLES.get(name) if folder.rpartition("/")[0] in self._roots else None
 
-    def join_moments(self, plan: Plan) -> None:
-        """Make one unit of the moments of every parameter."""
-        units = {unit.streams[0].index: unit for unit in plan.units if len(unit.streams) == 1}
-        joined: list[Unit] = []
-        index_of = {tensor.ref: index for tensor, index in plan.tensors}
-        for folder in self._parameters():
-            refs = {key: self._tensor(f"{folder}/{key}.pt") for key in _MOMENTS}
-            moments = {_MOMENTS[key]: index_of[ref] for key, ref in refs.items() if ref in index_of}
-            parts = [units[index] for index in sorted(moments.values()) if index in units]
-            whole = [ref for ref in refs.values() if ref is not None and ref.is_contiguous and not ref.offset]
-            if len(parts) == len(whole) == len(_MOMENTS) and len({ref.shape for ref in whole}) == 1:
-                streams = tuple(unit.streams[0] for unit in parts)
-                if all(stream.spec.numel == prod(whole[0].shape) for stream in streams):
-                    joined.append(Unit(streams, self._parameter(folder, moments, refs, whole[0].shape)))
-        taken = {stream.index for unit in joined for stream in unit.streams}
-        joined += [unit for unit in plan.units if unit.streams[0].index not in taken]
-        plan.units = sorted(joined, key=lambda unit: unit.streams[0].storage.offset)
+    def parameters(self) -> list[ParameterState]:
+        """The state of every parameter; its tensors have the keys of their storages in the bundle."""
+        return [
+            self._parameter(folder)
+            for folder, _, name in (path.rpartition("/") for path in self._members)
+            if name == "exp_avg.pt" and self.role(f"{folder}/{name}")
+        ]
 
-    def _parameters(self) -> Iterator[str]:
-        for path in self._members:
-            folder, _, name = path.rpartition("/")
-            if name == "exp_avg.pt" and self.role(path):
-                yield folder
+    def _parameter(self, folder: str) -> ParameterState:
+        root, _, name = folder.rpartition("/")
+        found = {key: self._tensor(f"{folder}/{key}.pt") for key in _MOMENTS}
+        state: dict[str, Any] = {key: ref for key, ref in found.items() if ref is not None}
+        step = self._step(folder, root)
+        return ParameterState(f"{root}:{name}", {**state, "step": step}, self._group(root, state, step))
 
     def _tensor(self, path: str) -> TensorRef | None:
         """The one tensor of a member."""
         tree = self._tree(path)
         found = tree.get("param") if isinstance(tree, dict) else tree
-        return found if isinstance(found, TensorRef) else None
+        return replace(found, key=f"{self._members[path][0]}/{found.key}") if isinstance(found, TensorRef) else None
 
     def _tree(self, path: str) -> Any:
-        return self._members[path].checkpoint.tree if path in self._members else None
+        return self._members[path][1].checkpoint.tree if path in self._members else None
 
-    def _parameter(
-        self, folder: str, moments: Mapping[str, int], refs: Mapping[str, Any], shape: tuple[int, ...]
-    ) -> Parameter:
-        root, _, name = folder.rpartition("/")
+    def _group(self, root: str, state: Mapping[str, Any], step: float | None) -> Mapping[Any, Any]:
+        """The settings of a parameter; which group it was in is not told, and must not matter."""
         rest = self._tree(f"{root}/{_REST}")
-        groups = rest.get("param_groups") if isinstance(rest, dict) else None
-        step = self._step(folder, root)
-        rules = {recognise(refs, group, step) for group in groups or () if isinstance(group, dict)}
-        rule = rules.pop() if len(rules) == 1 else "its parameter group is not known"
-        if isinstance(rule, UpdateRule):
-            return Parameter(f"{root}:{name}", moments, rule, None, shape)
-        return Parameter(f"{root}:{name}", moments, None, rule, shape)
+        found = rest.get("param_groups") if isinstance(rest, dict) else None
+        groups = [group for group in found or () if isinstance(group, dict)]
+        return groups[0] if len({recognise(state, group, step) for group in groups}) == 1 else {}
 
     def _step(self, folder: str, root: str) -> float | None:
         """The step of a parameter; from stage 3 that of the whole optimizer."""
@@ -103,7 +88,7 @@ class Universal:
 
     def _number(self, path: str, value: Any) -> float | None:
         if isinstance(value, TensorRef):
-            checkpoint = self._members[path].checkpoint
+            checkpoint = self._members[path][1].checkpoint
             storage = next(each for each in checkpoint.storages if each.key == value.key)
             return read_scalar(checkpoint, storage, value)
         return value if isinstance(value, (int, float)) else None
