@@ -58,7 +58,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:25])
+@pytest.mark.parametrize("value", VALUES, ids=[f"{type(value).__name__}-{k}" for k, value in enumerate(VALUES)])
 def test_gives_what_python_gives(value, protocol):
     got = as_python(load(pickle.dumps(value, protocol)))
     assert got == value
