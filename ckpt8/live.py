@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
+from ckpt8.container.partial import Partial
+from ckpt8.errors import OutputError
 from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import ByteRange, Checkpoint, SourceFile, StorageInfo
 from ckpt8.readers.zip_directory import read_directory
@@ -95,8 +97,8 @@ def live_checkpoint(obj: object, name: str) -> Iterator[Checkpoint]:
     import torch
 
     storages: dict[str, torch.UntypedStorage] = {}
-    with tempfile.TemporaryDirectory(prefix="ckpt8-") as directory:
-        path = Path(directory) / f"{name}.pt"
+    with _temporary_directory(f"{name}.pt") as directory:
+        path = directory / f"{name}.pt"
         try:
             with torch.serialization.skip_data():
                 torch.save(obj, path, pickle_module=cast("Any", _recording_pickle(storages)))
@@ -112,6 +114,19 @@ def live_checkpoint(obj: object, name: str) -> Iterator[Checkpoint]:
             finally:
                 # Whoever still has the checkpoint for its structure does not keep the caller's memory.
                 storages.clear()
+
+
+@contextmanager
+def _temporary_directory(name: str) -> Iterator[Path]:
+    """A directory for temporary files; the next of that ``name`` removes what a killed process left of it."""
+    try:
+        partial = Partial(Path(tempfile.gettempdir()) / name, directory=True, mode=0o700)
+    except OSError as exc:
+        raise OutputError(f"{tempfile.gettempdir()}: cannot be written: {exc.strerror or exc}") from exc
+    try:
+        yield partial.path
+    finally:
+        partial.close()
 
 
 def _with_crc_fields(path: Path, skeleton: Checkpoint) -> list[StorageInfo]:

@@ -262,8 +262,18 @@ def test_a_failure_leaves_no_output_and_what_was_there(error, force, simple, tmp
     with pytest.raises(error):
         ckpt8.restore(simple, target, force=force)
     assert everything(tmp_path) == before
-    # At the last moment: the old directory is back.
+    # At the last moment: the names cannot be exchanged.
     monkeypatch.setattr(restoration, "_write", write)
+
+    def failed(*_):
+        raise OSError(5, "no")
+
+    monkeypatch.setattr(atomic, "_renameat2", failed)
+    with pytest.raises(OutputError):
+        ckpt8.restore(simple, target, force=force)
+    assert everything(tmp_path) == before
+    # Or the system cannot do that, and a step of two fails: the old directory is back.
+    monkeypatch.setattr(atomic, "_renameat2", lambda *_: False)
     rename = Path.rename
 
     def refusing(self, other):
