@@ -1,4 +1,4 @@
-"""``python -m ckpt8`` and the command ``ckpt8``: an interrupt ends it at any moment, silently and with its exit code."""
+"""``python -m ckpt8`` and the command ``ckpt8``: an interrupt ends it at any moment, in silence."""
 
 from __future__ import annotations
 

@@ -159,6 +159,9 @@ def inspect(
 def restore(
     src: Container,
     output: Output = None,
+    salvage: Annotated[
+        bool, typer.Option("--salvage", help="Of a damaged SRC, write what is whole and list the rest.")
+    ] = False,
     threads: Threads = None,
     force: Force = False,
     as_json: Json = False,
@@ -169,6 +172,15 @@ def restore(
     from ckpt8.progress import progress_bar
     from ckpt8.restoration import restore as run
 
+    if salvage:
+        found = run(src, output, salvage=True, force=force, threads=threads)
+        if as_json:
+            _print_json(found.to_json())
+        else:
+            _console().print("\n".join(found.lines()), markup=False, soft_wrap=True)
+        if not found.complete:
+            raise CheckFailedError(f"{src}: is damaged; not everything in it was recovered for certain")
+        return
     with ContainerReader(src) as reader:
         total = sum(member.size for member in reader.manifest.members)
     start = _clock()

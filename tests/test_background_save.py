@@ -21,8 +21,8 @@ import torch
 
 import ckpt8
 from ckpt8 import background
-from ckpt8.container import writer as writers
 from ckpt8.container import partial
+from ckpt8.container import writer as writers
 from ckpt8.encoder import store
 from ckpt8.errors import OutputError, UsageError
 

@@ -1,7 +1,7 @@
 """Temporary files and directories beside what they become, and what is left of them when a process is killed.
 
-A temporary is named ``.NAME.MACHINExxxxxxxx.ckpt8-partial`` and locked as long as its process lives. Who writes the same
-target later removes those that nobody holds. Where a lock does not tell, since the file system has none or another
+A temporary is named ``.NAME.MACHINExxxxxxxx.ckpt8-partial`` and locked as long as its process lives. Who writes the
+same target later removes those that nobody holds. Where a lock does not tell, since the file system has none or another
 machine might hold it unseen, an hour without a change does.
 """
 
@@ -137,10 +137,10 @@ def remove_abandoned(final: Path) -> None:
     """Remove the temporaries of ``final`` whose processes are gone, as far as that can be done."""
     name = re.compile(re.escape(f".{final.name[:_NAME_KEPT]}.") + "([0-9a-f]{8})[0-9a-f]{8}" + re.escape(SUFFIX))
     with contextlib.suppress(OSError):
-        for entry in os.listdir(final.parent):
-            match = name.fullmatch(entry)
+        for path in final.parent.iterdir():
+            match = name.fullmatch(path.name)
             if match is not None:
-                _remove_if_abandoned(final.with_name(entry), ours=match[1] == _machine())
+                _remove_if_abandoned(path, ours=match[1] == _machine())
 
 
 def _remove_if_abandoned(path: Path, *, ours: bool) -> None:

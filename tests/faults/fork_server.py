@@ -21,9 +21,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
-
-warnings.simplefilter("ignore")
 
 import torch
 from rich.console import Console  # noqa: F401
