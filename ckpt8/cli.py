@@ -276,16 +276,10 @@ def bench(
         show_bench(_console(), result)
 
 
-def _terminate(*_: object) -> None:
-    # As an exception, so that temporary files are removed on the way out.
-    raise SystemExit(128 + signal.SIGTERM)
-
-
 def main() -> None:
-    """Entry point: run a command and turn every expected error into one line and an exit code."""
+    """Run a command and turn every expected error into one line and an exit code."""
     # A torch without numpy says so at its first use; ckpt8 does not need numpy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    signal.signal(signal.SIGTERM, _terminate)
     try:
         try:
             app()
@@ -303,7 +297,3 @@ def main() -> None:
         sys.exit(OutputError.exit_code)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-
-
-if __name__ == "__main__":
-    main()

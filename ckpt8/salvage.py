@@ -153,8 +153,9 @@ class _Member(MemberFile):
         super().__init__(reader, member)
         self._lost = reader.lost
 
-    def needs_crc(self, storage: int) -> bool:
-        return storage not in self._lost and super().needs_crc(storage)
+    def patch_crc(self, storage: int, crc32: int) -> list[tuple[int, bytes]]:
+        """As MemberFile, but for a lost storage the complement: one of zero would say that there is none."""
+        return super().patch_crc(storage, crc32 ^ 0xFFFFFFFF if storage in self._lost else crc32)
 
 
 class _Salvaging:
