@@ -92,7 +92,7 @@ class LiveCheckpoint:
 def live_checkpoint(obj: object, name: str) -> Iterator[Checkpoint]:
     """Open a live object as a checkpoint file of that ``name`` without its suffix.
 
-    Raises what ``torch.save`` raises for objects that cannot be pickled.
+    Raises what ``torch.save`` raises for objects that cannot be pickled, and OutputError.
     """
     import torch
 
@@ -100,11 +100,12 @@ def live_checkpoint(obj: object, name: str) -> Iterator[Checkpoint]:
     with _temporary_directory(f"{name}.pt") as directory:
         path = directory / f"{name}.pt"
         try:
-            with torch.serialization.skip_data():
+            with torch.serialization.skip_data(), _writing(path):
                 torch.save(obj, path, pickle_module=cast("Any", _recording_pickle(storages)))
         except RuntimeError:
             # Quantized tensors cannot be written without their data: these few go through a whole file.
-            torch.save(obj, path)
+            with _writing(path):
+                torch.save(obj, path)
             with open_checkpoint(path) as written:
                 yield written
             return
@@ -127,6 +128,18 @@ def _temporary_directory(name: str) -> Iterator[Path]:
         yield partial.path
     finally:
         partial.close()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn what torch raises where a file cannot be written, a RuntimeError of its zip writer, into an OutputError."""
+    try:
+        yield
+    except RuntimeError as exc:
+        if "inline_container" not in str(exc) and "PytorchStreamWriter" not in str(exc):
+            raise
+        what = "a temporary file cannot be written; make room there, or set TMPDIR to another directory"
+        raise OutputError(f"{path.parent.parent}: {what}") from exc
 
 
 def _with_crc_fields(path: Path, skeleton: Checkpoint) -> list[StorageInfo]:

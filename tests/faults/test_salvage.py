@@ -1,4 +1,4 @@
-"""``restore --salvage``: every tensor whose chunks are whole comes back, everything else is listed, nothing is invented."""
+"""``restore --salvage``: every tensor whose chunks are whole comes back, all else is listed, nothing is invented."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def damage(source, target, *where, bits=1):
     """A copy with bits flipped in the middle of what has one of these names; the name and a number tell the byte."""
     data = bytearray(source.read_bytes())
     found = {name: (start, stop) for name, start, stop in places(bytes(data))}
-    for name in where:
-        name, at = name if isinstance(name, tuple) else (name, None)
+    for each in where:
+        name, at = each if isinstance(each, tuple) else (each, None)
         start, stop = found[name]
         place = (start + stop) // 2 if at is None else start + at
         for k in range(bits):
@@ -125,7 +125,7 @@ def test_only_the_chunk_is_lost_and_views_of_the_rest_are_whole(large, tmp_path)
 
 
 def test_the_checksum_of_a_damaged_record_does_not_hold(sample, tmp_path):
-    """Neither that of a lossy nor of a lossless one: every zip tool tells, and ckpt8 refuses to take it for a weight."""
+    """Neither that of a lossy nor of a lossless one: every zip tool tells, and ckpt8 refuses to compress it."""
     lossy, exact = "model.lm_head.weight/mantissa", "model.transformer.ln_f.weight/plane2"
     names = [name for name, _, _ in places(sample.read_bytes())]
     lossy = lossy if lossy in names else next(name for name in names if name.endswith("/mantissa"))
