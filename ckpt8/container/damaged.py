@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,7 @@ class DamagedContainer(ContainerReader):
         return known, stored
 
     def _read_entries(self) -> tuple[bytes, list[Entry]]:
-        """The header with its length field, and those of its entries that can be read."""
+        """The header with its length field, and those of its entries that can be read and have a name of their own."""
         size = self.size
         length = int.from_bytes(self._file.read(0, min(header.LENGTH_BYTES, size)), "little")
         head = self._file.read(0, min(header.LENGTH_BYTES + length, header.MAX_HEADER, size))
@@ -95,7 +96,8 @@ class DamagedContainer(ContainerReader):
             if offsets is not None:
                 with contextlib.suppress(ValueError):
                     entries.append(Entry(json.loads(b'"' + name + b'"'), int(offsets[1]), int(offsets[2])))
-        return head, entries
+        times = Counter(entry.name for entry in entries)
+        return head, [entry for entry in entries if times[entry.name] == 1]
 
     def _find_manifest(self, places: Iterable[int]) -> tuple[int, bytes]:
         """Where the manifest begins, and its stored bytes: at one of ``places``, or right before the seal."""
