@@ -77,12 +77,23 @@ class DamagedContainer(ContainerReader):
         head, known = self._read_entries()
         places = [entry.start + len(head) for entry in known if entry.name == header.MANIFEST]
         start, stored = self._find_manifest(places)
-        total = sum(record.stored_bytes for record in self._open_manifest(stored).storages)
-        self._data_start = len(head) if known and head.rstrip(b" ").endswith(b"}") else start - total
-        if not header.LENGTH_BYTES <= self._data_start <= start - total:
+        self.manifest = self._open_manifest(stored)
+        by_manifest = start - sum(record.stored_bytes for record in self.manifest.storages)
+        if by_manifest < header.LENGTH_BYTES:
             raise InputError(f"{self.path}: manifest is malformed: the file is shorter than what it describes")
+        # One flipped bit of the header's length, or of a length in the manifest, moves one of the two.
+        self._data_start = max(by_manifest, min(len(head), by_manifest), key=lambda at: self._fitting(at, known))
         self._data_stop = start - self._data_start
         return known, stored
+
+    def _fitting(self, data_start: int, entries: Iterable[Entry]) -> int:
+        """How many of some entries begin with the frame that the manifest has for them."""
+        wanted = dict(self._expected())
+        known = [(entry.start, *wanted[entry.name][1:]) for entry in entries if entry.name in wanted]
+        return sum(self._is_at(data_start + start, first, crc) for start, first, crc in known[:_ENTRIES_TRIED])
+
+    def _is_at(self, place: int, length: int, crc: int) -> bool:
+        return place + length <= self.size and crc32(self._file.read(place, length)) == crc
 
     def _read_entries(self) -> tuple[bytes, list[Entry]]:
         """The header with its length field, and those of its entries that can be read and have a name of their own."""
@@ -188,7 +199,7 @@ class DamagedContainer(ContainerReader):
         while start < stop:
             for name in list(missing)[:_ENTRIES_TRIED]:
                 length, first, crc = missing[name]
-                if length <= stop - start and crc32(self._file.read(self._data_start + start, first)) == crc:
+                if length <= stop - start and self._is_at(self._data_start + start, first, crc):
                     yield Entry(name, start, start + length)
                     start += length
                     del missing[name]

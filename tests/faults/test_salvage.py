@@ -193,6 +193,19 @@ def test_a_damaged_header_or_seal_costs_nothing(part, bits, sample, tmp_path):
         assert (tmp_path / "x.pt").read_bytes() == sample.with_name("whole.pt").read_bytes()
 
 
+def test_any_other_length_of_the_header(sample, tmp_path):
+    """Also one that ends within the padding, where what is left of the header still parses."""
+    data = sample.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    padding = next(stop - start for name, start, stop in places(data) if name == "padding")
+    assert padding > 1024
+    for other in (length - 1, length - 512, length - padding, length + 1, length + 4096, 1, 0, 2**40, 2**64 - 1):
+        (tmp_path / "x.ckpt8").write_bytes(struct.pack("<Q", other) + data[8:])
+        found = ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "x.pt", force=True, salvage=True)
+        assert found.lost == []
+        assert (tmp_path / "x.pt").read_bytes() == sample.with_name("whole.pt").read_bytes()
+
+
 def test_a_header_that_is_gone_altogether(sample, tmp_path):
     data = bytearray(sample.read_bytes())
     (length,) = struct.unpack_from("<Q", data)
