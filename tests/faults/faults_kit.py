@@ -141,7 +141,9 @@ class Outcome:
 
 
 def prepare(server: Server, operation: Operation) -> None:
-    """Run it to the end a few times: how long it takes, and what its result is."""
+    """Run it to the end a few times, if that was not done yet: how long it takes, and what its result is."""
+    if operation.expected:
+        return
     taken = []
     for _ in range(3):
         remove(operation.target)
@@ -227,10 +229,11 @@ def signal_rounds(server: Server | None, operation: Operation, name: str, rounds
     """SIGINT or SIGTERM at random moments of a child of the server; without one of a new process, from its start on."""
     rng, outcome, number = random.Random(seed), Outcome(), SIGNALS[name]
     source = digest(operation.source)
-    seconds = 0.0
     if server is not None:
         prepare(server, operation)
-    for k in range(-2, rounds):  # the first two tell how long it takes, and the first reads files from the disk
+    seconds = operation.seconds
+    # Two rounds of a new process tell how long that takes; the first of them reads files from the disk.
+    for k in range(-2 if server is None else 0, rounds):
         remove(operation.target)
         old = place_old(operation) if k % 2 else None
         delay = None if k < 0 else rng.uniform(0 if server else 0.1, 1.05 * seconds)

@@ -20,10 +20,10 @@ def server(operation):
 
 
 def test_a_few_kills_limits_and_interrupts(operation, server):
-    assert kill_rounds(server, operation, 8, seed=1).faults == []
-    assert size_rounds(server, operation, 5).faults == []
+    assert kill_rounds(server, operation, 6, seed=1).faults == []
+    assert size_rounds(server, operation, 4).faults == []
     for name in SIGNALS if operation.name != "background save" else ():
-        assert signal_rounds(server, operation, name, 4, seed=2).faults == []
+        assert signal_rounds(server, operation, name, 3, seed=2).faults == []
 
 
 @pytest.mark.slow
