@@ -47,7 +47,7 @@ class AtomicOutput:
         raise NotImplementedError
 
     def _exists(self) -> OutputError:
-        return OutputError(f"{self.target}: exists; use --force to replace it, or -o for another name")
+        return OutputError(f"{self.target}: exists; use --force to replace it, or give another name")
 
     @property
     def path(self) -> Path:

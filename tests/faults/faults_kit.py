@@ -247,12 +247,13 @@ def signal_rounds(server: Server | None, operation: Operation, name: str, rounds
             assert not operation.leftovers()
             continue
         what = f"round {k}, {delay:.3f} of {seconds:.3f} s"
-        # Before the command line has its handler, the signal ends the interpreter: the same code in a shell.
-        ended = {128 + number: "stopped", -number: "stopped before it began", 0: "had ended"}.get(code)
+        # Until ``main`` is reached the interpreter says what it likes: the same code in a shell, or 1 in its first steps.
+        began = code != -number and not said.startswith("Fatal Python error: init")
+        ended = {128 + number: "stopped", 0: "had ended"}.get(code) if began else "stopped before it began"
         outcome.counts[ended or f"exit code {code}"] += 1
         check(operation, outcome, source, old, what, clean=True)
         complete = digest(operation.target) == operation.expected if operation.target.exists() else False
-        if ended is None or (code == 0 and not complete) or (code != -number and said.count("\n") > 1):
+        if ended is None or (code == 0 and not complete) or (began and said.count("\n") > 1):
             outcome.faults.append(f"{what}: exit code {code}: {said}")
     return outcome
 
