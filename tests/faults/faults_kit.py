@@ -247,7 +247,7 @@ def signal_rounds(server: Server | None, operation: Operation, name: str, rounds
             assert not operation.leftovers()
             continue
         what = f"round {k}, {delay:.3f} of {seconds:.3f} s"
-        # Until ``main`` is reached the interpreter says what it likes: the same code in a shell, or 1 in its first steps.
+        # Until ``main`` is reached it is the interpreter that is interrupted, and says so: with 1 in its first steps.
         began = code != -number and not said.startswith("Fatal Python error: init")
         ended = {128 + number: "stopped", 0: "had ended"}.get(code) if began else "stopped before it began"
         outcome.counts[ended or f"exit code {code}"] += 1
