@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _SEARCHED = 1 << 27
 """Bytes at the end of a file among which the manifest is looked for."""
 _MANIFESTS_TRIED = 16
-_ENTRIES_TRIED = 64
+_ENTRIES_TRIED, _ENTRIES_GUESSED = 64, 8
 _SMALLEST_FRAME = 8
 """No zstd frame of a whole chunk is shorter: bounds what a small file can make a reader write."""
 
@@ -74,15 +74,17 @@ class DamagedContainer(ContainerReader):
             return super()._open_header()
         except InputError as exc:
             self.damage = str(exc)
-        head, known = self._read_entries()
-        places = [entry.start + len(head) for entry in known if entry.name == header.MANIFEST]
-        start, stored = self._find_manifest(places)
+        length = int.from_bytes(self._file.read(0, min(header.LENGTH_BYTES, self.size)), "little")
+        by_header = min(header.LENGTH_BYTES + length, header.MAX_HEADER, self.size)
+        named = [entry for entry in self._read_entries(by_header) if entry.name == header.MANIFEST]
+        start, stored = self._find_manifest([entry.start + by_header for entry in named])
         self.manifest = self._open_manifest(stored)
         by_manifest = start - sum(record.stored_bytes for record in self.manifest.storages)
         if by_manifest < header.LENGTH_BYTES:
             raise InputError(f"{self.path}: manifest is malformed: the file is shorter than what it describes")
         # One flipped bit of the header's length, or of a length in the manifest, moves one of the two.
-        self._data_start = max(by_manifest, min(len(head), by_manifest), key=lambda at: self._fitting(at, known))
+        known = self._read_entries(min(by_manifest, header.MAX_HEADER))
+        self._data_start = max(by_manifest, min(by_header, by_manifest), key=lambda at: self._fitting(at, known))
         self._data_stop = start - self._data_start
         return known, stored
 
@@ -95,20 +97,18 @@ class DamagedContainer(ContainerReader):
     def _is_at(self, place: int, length: int, crc: int) -> bool:
         return place + length <= self.size and crc32(self._file.read(place, length)) == crc
 
-    def _read_entries(self) -> tuple[bytes, list[Entry]]:
-        """The header with its length field, and those of its entries that can be read and have a name of their own."""
-        size = self.size
-        length = int.from_bytes(self._file.read(0, min(header.LENGTH_BYTES, size)), "little")
-        head = self._file.read(0, min(header.LENGTH_BYTES + length, header.MAX_HEADER, size))
+    def _read_entries(self, stop: int) -> list[Entry]:
+        """Of a header that ends at ``stop`` the entries that can be read and have a name of their own."""
+        head = self._file.read(0, stop)[header.LENGTH_BYTES :]
         entries = []
-        for text in head[header.LENGTH_BYTES :].split(_ENTRY_END):
+        for text in head.split(_ENTRY_END):
             name, _, rest = text.rpartition(_METADATA_END)[2].partition(_TYPE)
             offsets = _OFFSETS.fullmatch(rest)
             if offsets is not None:
                 with contextlib.suppress(ValueError):
                     entries.append(Entry(json.loads(b'"' + name + b'"'), int(offsets[1]), int(offsets[2])))
         times = Counter(entry.name for entry in entries)
-        return head, [entry for entry in entries if times[entry.name] == 1]
+        return [entry for entry in entries if times[entry.name] == 1]
 
     def _find_manifest(self, places: Iterable[int]) -> tuple[int, bytes]:
         """Where the manifest begins, and its stored bytes: at one of ``places``, or right before the seal."""
@@ -195,17 +195,24 @@ class DamagedContainer(ContainerReader):
                         yield layout.entry_name(record.name, part, k, len(slabs)), facts
 
     def _fill_hole(self, start: int, stop: int, missing: dict[str, tuple[int, int, int]]) -> Iterator[Entry]:
-        """Take from ``missing`` the entries that begin one after the other from ``start`` on."""
-        while start < stop:
-            for name in list(missing)[:_ENTRIES_TRIED]:
-                length, first, crc = missing[name]
-                if length <= stop - start and self._is_at(self._data_start + start, first, crc):
-                    yield Entry(name, start, start + length)
-                    start += length
-                    del missing[name]
-                    break
-            else:
-                return
+        """Take from ``missing`` the entries that lie one after the other from ``start`` on."""
+        while start < stop and (name := self._next(start, stop, missing)) is not None:
+            length = missing.pop(name)[0]
+            yield Entry(name, start, start + length)
+            start += length
+
+    def _next(self, start: int, stop: int, missing: dict[str, tuple[int, int, int]]) -> str | None:
+        """What lies at ``start``: whose first frame it is, else, as that is damaged, what has another right behind."""
+        near = list(missing.items())[:_ENTRIES_TRIED]
+        for name, (length, first, crc) in near:
+            if length <= stop - start and self._is_at(self._data_start + start, first, crc):
+                return name
+        for name, (length, _, _) in near[:_ENTRIES_GUESSED]:
+            behind = [facts for other, facts in near[: _ENTRIES_GUESSED + 1] if other != name]
+            ends_it = start + length == stop
+            if ends_it or any(self._is_at(self._data_start + start + length, first, crc) for _, first, crc in behind):
+                return name
+        return None
 
 
 def _frame_length(content: bytes) -> int:

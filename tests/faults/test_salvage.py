@@ -216,6 +216,22 @@ def test_a_header_that_is_gone_altogether(sample, tmp_path):
     assert (tmp_path / "x.pt").read_bytes() == sample.with_name("whole.pt").read_bytes()
 
 
+@pytest.mark.parametrize("gone", ["length of the header", "header"])
+def test_a_header_that_is_gone_and_first_frames_that_are_damaged(gone, sample, tmp_path):
+    """What is damaged at its beginning is placed by what follows it."""
+    found = {name: (start, stop) for name, start, stop in places(sample.read_bytes())}
+    ends = ("mlp.c_fc.weight/exponent", "mlp.c_proj.weight/rho", "exp_avg/codes", "exp_avg_sq/scales")
+    names = [max(name for name in found if name.endswith(end)) for end in ends]
+    path = damage(sample, tmp_path / "x.ckpt8", *((name, 0) for name in names))
+    data = bytearray(path.read_bytes())
+    data[slice(*found[gone])] = bytes(found[gone][1] - found[gone][0])
+    path.write_bytes(data)
+    result = ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
+    lost = {name.rpartition("/")[0] for name in names}
+    assert {each.name for each in result.lost} == lost
+    assert_all_but(lost, tmp_path / "x.pt", sample.with_name("whole.pt"))
+
+
 def test_header_and_planes_at_once(sample, tmp_path):
     names = [name for name, _, _ in places(sample.read_bytes())]
     rho = max(name for name in names if "mlp" in name and name.endswith("/rho"))
