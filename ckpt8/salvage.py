@@ -181,6 +181,7 @@ class _Salvaging:
             if self._states[0] == LOST or not tensors.names:
                 raise InputError(f"{self._reader.path}: no tensor is whole; nothing can be recovered")
             result.path = target = target.with_name(target.name + ".safetensors")
+            refuse_same_file(target, self._reader.path)
         with AtomicFile(target, force=force) as output:
             if self._states[0] == TENSORS:
                 tensors.write(output.file.fileno(), output.guard)

@@ -156,6 +156,16 @@ def test_without_the_structure_whole_tensors_are_kept_by_name(sample, tmp_path):
     assert found.tensors == len(expected)
 
 
+def test_the_container_is_not_written_over(sample, tmp_path):
+    path = damage(sample, tmp_path / "x.pt.safetensors", "ckpt8.skeleton/bytes")
+    before = path.read_bytes()
+    for target in (path, tmp_path / "x.pt"):
+        with pytest.raises(OutputError, match="is the file that is read"):
+            ckpt8.restore(path, target, salvage=True, force=True)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_views_by_name(inputs, tmp_path):
     """Transposed, sliced and tied ones; what no safetensors file holds is listed."""
     ckpt8.compress(inputs / "views.pt", tmp_path / "v.ckpt8", preset="lossless")
