@@ -1,5 +1,61 @@
-"""``python -m ckpt8``."""
+"""``python -m ckpt8`` and the command ``ckpt8``: SIGINT and SIGTERM end it at any moment, silently, with 128 + number.
 
-from ckpt8.cli import main
+They strike as exceptions, so that temporary files are removed on the way out.
+"""
 
-main()
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Any, NoReturn
+
+_SOON = 0.01
+"""Seconds after which an interrupt that was lost strikes again."""
+
+_struck: list[int] = []
+"""Numbers of the signals that came."""
+
+
+def _interrupt(number: int, _: object) -> NoReturn:
+    _struck.append(number)
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def _strike_again(lost: Any) -> None:
+    """As ``sys.unraisablehook``: an interrupt inside a callback or a finaliser, whose exceptions nobody gets."""
+    error = lost.exc_value
+    if not isinstance(error, (KeyboardInterrupt, SystemExit)):
+        sys.__unraisablehook__(lost)
+        return
+
+    def strike(*_: object) -> NoReturn:
+        raise error
+
+    signal.signal(signal.SIGALRM, strike)
+    signal.setitimer(signal.ITIMER_REAL, _SOON)
+
+
+def main() -> None:
+    """Run the command line."""
+    sys.unraisablehook = _strike_again
+    signal.signal(signal.SIGTERM, _interrupt)
+    # A shell has what runs in the background ignore it.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+    try:
+        from ckpt8.cli import main as run
+
+        run()
+    except BaseException:
+        # In place of whatever became of an interrupt: in the middle of a wait for a lock, say, a RuntimeError.
+        if _struck:
+            sys.exit(128 + _struck[0])
+        raise
+    finally:
+        # The outcome is known and temporary files are removed; what is left is to leave.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+if __name__ == "__main__":
+    main()

@@ -124,6 +124,9 @@ def inspect(
 def restore(
     src: Container,
     output: Output = None,
+    salvage: Annotated[
+        bool, typer.Option("--salvage", help="Of a damaged SRC, write what is whole and list the rest.")
+    ] = False,
     threads: Threads = None,
     force: Force = False,
     as_json: Json = False,
@@ -134,6 +137,15 @@ def restore(
     from ckpt8.progress import progress_bar
     from ckpt8.restoration import restore as run
 
+    if salvage:
+        found = run(src, output, salvage=True, force=force, threads=threads)
+        if as_json:
+            print_json(found.to_json())
+        else:
+            console().print("\n".join(found.lines()), markup=False, soft_wrap=True)
+        if not found.complete:
+            raise CheckFailedError(f"{src}: is damaged; not everything in it was recovered for certain")
+        return
     with ContainerReader(src) as reader:
         total = sum(member.size for member in reader.manifest.members)
     start = clock()
@@ -232,16 +244,10 @@ def bench(
         show_bench(console(), result)
 
 
-def _terminate(*_: object) -> None:
-    # As an exception, so that temporary files are removed on the way out.
-    raise SystemExit(128 + signal.SIGTERM)
-
-
 def main() -> None:
-    """Entry point: run a command and turn every expected error into one line and an exit code."""
+    """Run a command and turn every expected error into one line and an exit code."""
     # A torch without numpy says so at its first use; ckpt8 does not need numpy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    signal.signal(signal.SIGTERM, _terminate)
     try:
         try:
             app()
@@ -259,7 +265,3 @@ def main() -> None:
         sys.exit(OutputError.exit_code)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-
-
-if __name__ == "__main__":
-    main()

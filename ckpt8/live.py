@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
+from ckpt8.container.partial import Partial
+from ckpt8.errors import OutputError
 from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import ByteRange, Checkpoint, SourceFile, StorageInfo
 from ckpt8.readers.zip_directory import read_directory
@@ -90,19 +92,20 @@ class LiveCheckpoint:
 def live_checkpoint(obj: object, name: str) -> Iterator[Checkpoint]:
     """Open a live object as a checkpoint file of that ``name`` without its suffix.
 
-    Raises what ``torch.save`` raises for objects that cannot be pickled.
+    Raises what ``torch.save`` raises for objects that cannot be pickled, and OutputError.
     """
     import torch
 
     storages: dict[str, torch.UntypedStorage] = {}
-    with tempfile.TemporaryDirectory(prefix="ckpt8-") as directory:
-        path = Path(directory) / f"{name}.pt"
+    with _temporary_directory(f"{name}.pt") as directory:
+        path = directory / f"{name}.pt"
         try:
-            with torch.serialization.skip_data():
+            with torch.serialization.skip_data(), _writing(path):
                 torch.save(obj, path, pickle_module=cast("Any", recording_pickle(storages)))
         except RuntimeError:
             # Quantized tensors cannot be written without their data: these few go through a whole file.
-            torch.save(obj, path)
+            with _writing(path):
+                torch.save(obj, path)
             with open_checkpoint(path) as written:
                 yield written
             return
@@ -112,6 +115,31 @@ def live_checkpoint(obj: object, name: str) -> Iterator[Checkpoint]:
             finally:
                 # Whoever still has the checkpoint for its structure does not keep the caller's memory.
                 storages.clear()
+
+
+@contextmanager
+def _temporary_directory(name: str) -> Iterator[Path]:
+    """A directory for temporary files; the next of that ``name`` removes what a killed process left of it."""
+    try:
+        partial = Partial(Path(tempfile.gettempdir()) / name, directory=True, mode=0o700)
+    except OSError as exc:
+        raise OutputError(f"{tempfile.gettempdir()}: cannot be written: {exc.strerror or exc}") from exc
+    try:
+        yield partial.path
+    finally:
+        partial.close()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn what torch raises where a file cannot be written, a RuntimeError of its zip writer, into an OutputError."""
+    try:
+        yield
+    except RuntimeError as exc:
+        if "inline_container" not in str(exc) and "PytorchStreamWriter" not in str(exc):
+            raise
+        what = "a temporary file cannot be written; make room there, or set TMPDIR to another directory"
+        raise OutputError(f"{path.parent.parent}: {what}") from exc
 
 
 def with_crc_fields(path: Path, skeleton: Checkpoint) -> list[StorageInfo]:

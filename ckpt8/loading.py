@@ -38,12 +38,21 @@ NAMED_FORMATS = frozenset({"safetensors", DCP})
 
 
 def load_member(checkpoint: Checkpoint | None, file: MemberFile, map_location: Any) -> Any:
-    """What ``file`` holds: of a ``checkpoint`` of named tensors these, else what ``torch.load`` gives."""
+    """What ``file`` holds: of a ``checkpoint`` of named tensors these, else what ``torch.load`` gives.
+
+    Raises InputError for damage.
+    """
     import torch
 
     if checkpoint is None:
         file.seek(0)
-        return torch.load(cast("IO[bytes]", file), map_location=map_location, weights_only=True)
+        try:
+            return torch.load(cast("IO[bytes]", file), map_location=map_location, weights_only=True)
+        except Exception:
+            # torch's zip reader makes something else of it.
+            if file.failure is not None:
+                raise file.failure from None
+            raise
     if not isinstance(map_location, (type(None), str, torch.device)):
         raise UsageError(
             f"{file.name}: is loaded tensor by tensor and takes a device for map_location, not {map_location!r}"

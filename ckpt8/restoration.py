@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, overload
 
 from ckpt8.container.atomic_directory import AtomicDirectory
 from ckpt8.container.frames import bytes_of, host_bytes
@@ -18,6 +19,9 @@ from ckpt8.crc import combine, crc32
 from ckpt8.errors import InputError
 from ckpt8.pipeline import Progress
 from ckpt8.workers import Workers
+
+if TYPE_CHECKING:
+    from ckpt8.salvage import Salvage
 
 Guard = Callable[[], contextlib.AbstractContextManager[None]]
 """Makes a context that turns an OSError into an OutputError."""
@@ -32,49 +36,78 @@ def default_target(source: Path, reader: ContainerReader) -> Path:
     return source.with_name(name)
 
 
+@overload
+def restore(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str] | None = ...,
+    *,
+    salvage: Literal[False] = ...,
+    force: bool = ...,
+    threads: int | None = ...,
+    progress: Progress = ...,
+) -> Path: ...
+
+
+@overload
+def restore(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str] | None = ...,
+    *,
+    salvage: Literal[True],
+    force: bool = ...,
+    threads: int | None = ...,
+    progress: Progress = ...,
+) -> Salvage: ...
+
+
 def restore(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str] | None = None,
     *,
+    salvage: bool = False,
     force: bool = False,
     threads: int | None = None,
     progress: Progress = lambda _: None,
-) -> Path:
+) -> Path | Salvage:
     """Write the original back, to ``target`` or under its own name beside the container; the path written.
 
     What was stored lossless is identical; the rest is within the error that ``inspect`` shows. With ``force`` an
     existing file, or for a directory an existing directory with all in it, is replaced. Raises InputError for damage,
     OutputError when the target exists (without ``force``) or cannot be written.
+
+    With ``salvage`` a damaged container is no error as long as anything in it is whole: see ``ckpt8.salvage`` for what
+    is written of it, and for what it gives.
     """
+    if salvage:
+        from ckpt8.salvage import salvage as run
+
+        return run(source, target, force=force, threads=threads, progress=progress)
     source = Path(source)
     with ContainerReader(source) as reader:
         target = default_target(source, reader) if target is None else Path(target)
         refuse_same_file(target, source)
         if reader.manifest.directory is not None:
-            links = _links(reader)
+            members = enumerate(reader.manifest.members)
+            links = {index: link_target(reader, index) for index, each in members if each.format == SYMLINK}
             with AtomicDirectory(target, force=force, keep=source) as directory, Workers(threads) as workers:
                 _restore_members(reader, links, directory, workers, progress)
                 directory.publish()
             return target
         with AtomicFile(target, force=force) as output, Workers(threads) as workers:
-            _write(MemberFile(reader, 0), output.file.fileno(), output.guard, workers, progress)
+            write_member(MemberFile(reader, 0), output.file.fileno(), output.guard, workers, progress)
             output.publish()
     return target
 
 
-def _links(reader: ContainerReader) -> dict[int, str]:
-    """What every link leads to. Raises InputError for one that leads out of the directory."""
-    links = {}
-    for index, member in enumerate(reader.manifest.members):
-        if member.format == SYMLINK:
-            target = os.fsdecode(MemberFile(reader, index).read())
-            if not link_stays_inside(member.path, target):
-                raise InputError(
-                    f"{reader.path}: holds a link {member.path[:80]!r} that leads out of its directory; "
-                    "nothing is written"
-                )
-            links[index] = target
-    return links
+def link_target(reader: ContainerReader, member: int) -> str:
+    """What a link leads to. Raises InputError for one that leads out of the directory."""
+    path = reader.manifest.members[member].path
+    target = os.fsdecode(MemberFile(reader, member).read())
+    if not link_stays_inside(path, target):
+        raise InputError(
+            f"{reader.path}: holds a link {path[:80]!r} that leads out of its directory; nothing is written"
+        )
+    return target
 
 
 def _restore_members(
@@ -87,10 +120,11 @@ def _restore_members(
             output.make_directory(member.path)
         else:
             with output.new_file(member.path) as descriptor:
-                _write(MemberFile(reader, index), descriptor, output.guard, workers, progress)
+                write_member(MemberFile(reader, index), descriptor, output.guard, workers, progress)
 
 
-def _write(member: MemberFile, descriptor: int, guard: Guard, workers: Workers, progress: Progress) -> None:
+def write_member(member: MemberFile, descriptor: int, guard: Guard, workers: Workers, progress: Progress) -> None:
+    """Write a member to an empty file, with its checksums in place. Raises InputError, OutputError."""
     with guard():
         os.ftruncate(descriptor, member.size)
     crcs = _copy(member, descriptor, guard, workers, progress)

@@ -21,6 +21,7 @@ import torch
 
 import ckpt8
 from ckpt8 import background
+from ckpt8.container import partial
 from ckpt8.container import writer as writers
 from ckpt8.encoder import store
 from ckpt8.errors import OutputError, UsageError
@@ -409,7 +410,7 @@ def test_a_fork_leaves_the_save_to_the_parent(tmp_path, gate):
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
-        writers._remove_unfinished()
+        partial._remove_unfinished()
         background.wait_for(target)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

@@ -6,45 +6,34 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
-from ckpt8.container.writer import partial_path, remove, sync_directory, unfinished
+from ckpt8.container.atomic import AtomicOutput, replace_directory, sync_directory
+from ckpt8.container.partial import Partial
 from ckpt8.errors import OutputError
 
 
-class AtomicDirectory:
-    """A temporary directory beside ``target`` that takes its name on ``publish`` and vanishes otherwise.
+class AtomicDirectory(AtomicOutput):
+    """A directory that is written beside ``target``.
 
     With ``force`` it replaces an existing directory, but never one that holds ``keep``. Paths are relative, with
     slashes, and have been checked: see ``member_paths``. What is above them is made here and holds no links, since all
-    links are made last. Every OSError becomes an OutputError that names the target.
+    links are made last.
     """
 
+    what = "directory"
+
     def __init__(self, target: Path, *, force: bool, keep: Path) -> None:
-        self.target = target
+        super().__init__(target, force=force)
         self._made = {Path()}
         self._links: list[tuple[str, str]] = []
         with self.guard():
-            self._final = target.resolve()
-            exists = target.exists() or target.is_symlink()
-            if self._final.exists() and not self._final.is_dir():
-                raise OutputError(f"{target}: exists and is not a directory")
-            if exists and not force:
-                raise OutputError(f"{target}: exists; use --force to replace it, or give another name")
             here = Path.cwd()
             if self._final in (here, *here.parents, *keep.resolve().parents):
                 raise OutputError(f"{target}: holds the file that is read, or the current directory; give another")
-            self.path = partial_path(self._final)
-            unfinished[self.path] = os.getpid()
-            self.path.mkdir()
+            self._partial = Partial(self._final, directory=True, mode=0o777)
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
-        """Turn an OSError of the body into an OutputError."""
-        try:
-            yield
-        except OSError as exc:
-            raise OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}") from exc
+    def _is_replaceable(self) -> bool:
+        return self._final.is_dir()
 
     def make_directory(self, path: str) -> None:
         """Make a directory and those above it, which must not exist but by this."""
@@ -83,30 +72,7 @@ class AtomicDirectory:
                 (self.path / path).symlink_to(target)
             for directory in self._made:
                 sync_directory(self.path / directory)
-            self._rename()
-            unfinished.pop(self.path, None)
-            sync_directory(self._final.parent)
+            self._take_name()
 
-    def _rename(self) -> None:
-        """Put what is under the target's name aside, and back should the new directory not take its place."""
-        old = partial_path(self._final) if self._final.exists() else None
-        if old is not None:
-            self._final.rename(old)
-        try:
-            self.path.rename(self._final)
-        except BaseException:
-            if old is not None:
-                old.rename(self._final)
-            raise
-        if old is not None:
-            remove(old)
-
-    def __enter__(self) -> AtomicDirectory:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.path in unfinished:
-            remove(self.path)
-            unfinished.pop(self.path, None)
+    def _replace(self) -> None:
+        replace_directory(self.path, self._final)

@@ -19,6 +19,7 @@ from ckpt8.container import frames, layout
 from ckpt8.container.manifest import StorageRecord
 from ckpt8.container.member_layout import CRC_BYTES, member_runs
 from ckpt8.container.reader import ContainerReader
+from ckpt8.errors import InputError
 from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
@@ -37,12 +38,16 @@ class Piece:
 
 
 class MemberFile(io.RawIOBase):
-    """Reads one member. ``workers`` decode large reads in parallel; reads are safe from one thread at a time."""
+    """Reads one member. ``workers`` decode large reads in parallel; reads are safe from one thread at a time.
+
+    ``failure`` is what the last failed read raised, since not every reader passes that on.
+    """
 
     def __init__(self, reader: ContainerReader, member: int, workers: Workers | None = None) -> None:
         super().__init__()
         self._reader = reader
         self._workers = workers
+        self.failure: InputError | None = None
         self._position = 0
         self._runs = member_runs(reader.manifest, member, str(reader.path))
         self._starts = [run.start for run in self._runs]
@@ -90,7 +95,14 @@ class MemberFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer`` as far as the member goes; the number of bytes."""
+        """Fill ``buffer`` as far as the member goes; the number of bytes. Raises InputError."""
+        try:
+            return self._read_into(buffer)
+        except InputError as exc:
+            self.failure = exc
+            raise
+
+    def _read_into(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         start = self._position
         length = max(0, min(len(view), self.size - start))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
 import json
 import os
-import secrets
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -17,41 +14,14 @@ from typing import BinaryIO
 import zstandard
 
 from ckpt8.container import header
+from ckpt8.container.atomic import AtomicOutput
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import Manifest
+from ckpt8.container.partial import Partial
 from ckpt8.errors import OutputError
 
 _BUFFER = 1 << 20
 _MANIFEST_LEVEL = 9
-PARTIAL_SUFFIX = ".ckpt8-partial"
-_NAME_KEPT = 40
-"""Characters of the target's name that the temporary file repeats: at most 160 bytes."""
-
-
-unfinished: dict[Path, int] = {}
-"""Temporary files and directories and their processes: a signal may strike before the ``with`` that would remove one
-is entered."""
-
-
-@atexit.register
-def _remove_unfinished() -> None:
-    for path, process in unfinished.items():
-        if process == os.getpid():
-            remove(path)
-
-
-def remove(path: Path) -> None:
-    """Remove a temporary file or directory as far as that can be done."""
-    with contextlib.suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
-
-
-def partial_path(final: Path) -> Path:
-    """A name for a temporary file or directory beside ``final``."""
-    return final.with_name(f".{final.name[:_NAME_KEPT]}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
 
 
 def refuse_same_file(target: Path, source: Path) -> None:
@@ -74,64 +44,36 @@ def start_writeback(descriptor: int, offset: int, length: int) -> None:
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 
 
-def sync_directory(path: Path) -> None:
-    """Flush the names in a directory to the disk. Raises OSError."""
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+class AtomicFile(AtomicOutput):
+    """A file that is written beside ``target``."""
 
-
-class AtomicFile:
-    """A temporary file beside ``target`` that takes its name on ``publish`` and vanishes otherwise.
-
-    Every OSError becomes an OutputError that names the target.
-    """
+    what = "regular file"
 
     def __init__(self, target: Path, *, force: bool) -> None:
-        self.target = target
+        super().__init__(target, force=force)
         with self.guard():
-            # Through a symbolic link to what it names; the temporary file must be on the same file system.
-            self._final = target.resolve()
-            exists = target.exists() or target.is_symlink()
-            if self._final.exists() and not self._final.is_file():
-                raise OutputError(f"{target}: exists and is not a regular file")
-            if exists and not force:
-                raise OutputError(f"{target}: exists; use --force to replace it, or give another name")
-            self.path = partial_path(self._final)
-            unfinished[self.path] = os.getpid()
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-            self.file: BinaryIO = os.fdopen(descriptor, "r+b", buffering=_BUFFER)
+            self._partial = Partial(self._final, mode=0o666)
+            # The descriptor stays with the temporary: it holds the lock until the file has its name.
+            self.file: BinaryIO = os.fdopen(self._partial.descriptor, "r+b", buffering=_BUFFER, closefd=False)
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
-        """Turn an OSError of the body into an OutputError."""
-        try:
-            yield
-        except OSError as exc:
-            raise OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}") from exc
+    def _is_replaceable(self) -> bool:
+        return self._final.is_file()
 
     def publish(self) -> None:
         """Flush to the disk, rename to the target, flush the directory."""
         with self.guard():
             self.file.flush()
-            os.fsync(self.file.fileno())
-            self.file.close()
-            self.path.replace(self._final)
-            unfinished.pop(self.path, None)
-            sync_directory(self._final.parent)
+            os.fsync(self._partial.descriptor)
+            self._take_name()
 
-    def __enter__(self) -> AtomicFile:
-        return self
+    def _replace(self) -> None:
+        self.path.replace(self._final)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """As every AtomicOutput; what is not written yet is dropped."""
         with contextlib.suppress(OSError):
             self.file.close()
-        remove(self.path)
-        unfinished.pop(self.path, None)
+        super().close()
 
 
 class ContainerWriter:
@@ -155,7 +97,7 @@ class ContainerWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._output.__exit__(kind, error, trace)
+        self._output.close()
 
     def append(self, name: str, frames: Iterable[bytes]) -> None:
         """Write one entry, whole."""

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 import ckpt8
 from ckpt8 import restoration
+from ckpt8.container import atomic
 from ckpt8.container.member_paths import is_inside, link_stays_inside
 from ckpt8.errors import InputError, OutputError
 from ckpt8.readers import directory
@@ -250,7 +251,7 @@ def test_a_failure_leaves_no_output_and_what_was_there(error, force, simple, tmp
         target.mkdir()
         (target / "mine.txt").write_text("mine")
     before = everything(tmp_path)
-    write, calls = restoration._write, []
+    write, calls = restoration.write_member, []
 
     def failing(*args):
         calls.append(1)
@@ -258,12 +259,22 @@ def test_a_failure_leaves_no_output_and_what_was_there(error, force, simple, tmp
             raise error("no")
         write(*args)
 
-    monkeypatch.setattr(restoration, "_write", failing)
+    monkeypatch.setattr(restoration, "write_member", failing)
     with pytest.raises(error):
         ckpt8.restore(simple, target, force=force)
     assert everything(tmp_path) == before
-    # At the last moment: the old directory is back.
-    monkeypatch.setattr(restoration, "_write", write)
+    # At the last moment: the names cannot be exchanged.
+    monkeypatch.setattr(restoration, "write_member", write)
+
+    def failed(*_):
+        raise OSError(5, "no")
+
+    monkeypatch.setattr(atomic, "_renameat2", failed)
+    with pytest.raises(OutputError):
+        ckpt8.restore(simple, target, force=force)
+    assert everything(tmp_path) == before
+    # Or the system cannot do that, and a step of two fails: the old directory is back.
+    monkeypatch.setattr(atomic, "_renameat2", lambda *_: False)
     rename = Path.rename
 
     def refusing(self, other):

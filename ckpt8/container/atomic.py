@@ -1,0 +1,155 @@
+"""What files and directories that appear whole or not at all have in common: the checks, the temporary, the renames."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from ckpt8.container.partial import Partial, locked, partial_path, remove
+from ckpt8.errors import OutputError
+
+Self = TypeVar("Self", bound="AtomicOutput")
+
+_NOREPLACE, _EXCHANGE = 1, 2
+"""Flags of renameat2."""
+_AT_FDCWD = -100
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
+
+
+class AtomicOutput:
+    """A temporary beside ``target`` that takes its name on ``publish`` and vanishes otherwise. A context manager.
+
+    ``what`` it is follows from the subclass. Every OSError becomes an OutputError that names the target.
+    """
+
+    what: str
+    _partial: Partial
+
+    def __init__(self, target: Path, *, force: bool) -> None:
+        self.target = target
+        self._force = force
+        with self.guard():
+            # Through a symbolic link to what it names; the temporary must be on the same file system.
+            self._final = target.resolve()
+            exists = target.exists() or target.is_symlink()
+            if self._final.exists() and not self._is_replaceable():
+                raise OutputError(f"{target}: exists and is not a {self.what}")
+            if exists and not force:
+                raise self._exists()
+
+    def _is_replaceable(self) -> bool:
+        """Whether what has the target's name is of the kind that this makes."""
+        raise NotImplementedError
+
+    def _exists(self) -> OutputError:
+        return OutputError(f"{self.target}: exists; use --force to replace it, or give another name")
+
+    @property
+    def path(self) -> Path:
+        """The temporary."""
+        return self._partial.path
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Turn an OSError of the body into an OutputError."""
+        try:
+            yield
+        except OSError as exc:
+            raise OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}") from exc
+
+    def _take_name(self) -> None:
+        """Rename to the target, in place of what is there with ``force`` alone, and flush that to the disk."""
+        if self._force:
+            self._replace()
+        else:
+            try:
+                rename_new(self.path, self._final)
+            except FileExistsError as exc:
+                raise self._exists() from exc
+        sync_directory(self._final.parent)
+
+    def _replace(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Remove the temporary, unless it has become the target."""
+        self._partial.close()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def sync_directory(path: Path) -> None:
+    """Flush the names in a directory to the disk, where the file system can. Raises OSError."""
+    try:
+        directory = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        return  # one may write into a directory that one may not list
+    try:
+        os.fsync(directory)
+    except OSError as exc:
+        if exc.errno not in _UNSUPPORTED:
+            raise
+    finally:
+        os.close(directory)
+
+
+def _renameat2(old: Path, new: Path, flags: int) -> bool:
+    """Call it; False where there is no such call, or the file system has no such flag. Raises OSError."""
+    import ctypes
+
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    if function(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), str(old), None, str(new))
+
+
+def rename_new(old: Path, new: Path) -> None:
+    """Rename to a name that nothing has. Raises FileExistsError, OSError."""
+    if _renameat2(old, new, _NOREPLACE):
+        return
+    if os.path.lexists(new):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
+    old.rename(new)
+
+
+def replace_directory(new: Path, final: Path) -> None:
+    """Give a directory the name of another, which is removed. At every moment one of them is there, if the system can.
+
+    Where it cannot exchange two names, the old directory is put aside, and back should the new one not take its place.
+    Raises OSError.
+    """
+    if not final.exists():
+        rename_new(new, final)
+    elif _renameat2(new, final, _EXCHANGE):
+        remove(new)
+    else:
+        _replace_in_two_steps(new, final)
+
+
+def _replace_in_two_steps(new: Path, final: Path) -> None:
+    old = partial_path(final)
+    with locked(final):
+        try:
+            final.rename(old)
+            new.rename(final)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                rename_new(old, final)
+            raise
+    remove(old)

@@ -1,0 +1,226 @@
+"""A container read as far as it is whole: its header is not needed, chunks that are damaged are known and filled.
+
+The manifest is. It says where everything belongs, and lies at the end, before the seal. Where the seal does not hold,
+the header is read entry by entry, and what it no longer places is found by the checksums of its frames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import zstandard
+
+from ckpt8.container import frames, header, layout
+from ckpt8.container.header import Entry
+from ckpt8.container.reader import ContainerReader
+from ckpt8.crc import crc32
+from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.tensors import Parts
+
+if TYPE_CHECKING:
+    import torch
+
+_SEARCHED = 1 << 27
+"""Bytes at the end of a file among which the manifest is looked for."""
+_MANIFESTS_TRIED = 16
+_ENTRIES_TRIED, _ENTRIES_GUESSED = 64, 8
+_SMALLEST_FRAME = 8
+"""No zstd frame of a whole chunk is shorter: bounds what a small file can make a reader write."""
+
+_ENTRY_END, _METADATA_END, _TYPE = b']},"', b'"},"', b'":{"dtype":"U8","shape":['
+_OFFSETS = re.compile(rb"\d{1,17}\],\"data_offsets\":\[(\d{1,17}),(\d{1,17})(?:\]\}\} *)?")
+
+
+class DamagedContainer(ContainerReader):
+    """``damage`` says what does not hold of header, manifest and seal, or is None.
+
+    ``lost`` are the chunks, by storage, that ``mark_lost`` was told; they read as NaN, or zeros in what is no float.
+    Raises InputError where the manifest is not readable.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.damage: str | None = None
+        self.lost: dict[int, set[int]] = {}
+        self._unplaced: set[int] = set()
+        super().__init__(path)
+
+    def mark_lost(self, storage: int, chunk: int) -> None:
+        """Read a chunk as lost from now on."""
+        self.lost.setdefault(storage, set()).add(chunk)
+
+    def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
+        """As ContainerReader; without parts where the chunk is lost."""
+        if chunk not in self.lost.get(storage, ()):
+            return super().decode_chunk(storage, chunk, out)
+        out.fill_(float("nan")) if self.manifest.storages[storage].dtype.is_plane_float else out.zero_()
+        return {}
+
+    def is_whole(self, storage: int, chunk: int, out: torch.Tensor) -> bool:
+        """Whether a chunk can be decoded, which is tried into ``out``."""
+        try:
+            super().decode_chunk(storage, chunk, out)
+        except InputError:
+            return False
+        return True
+
+    def _open_header(self) -> tuple[list[Entry], bytes]:
+        try:
+            return super()._open_header()
+        except InputError as exc:
+            self.damage = str(exc)
+        length = int.from_bytes(self._file.read(0, min(header.LENGTH_BYTES, self.size)), "little")
+        by_header = min(header.LENGTH_BYTES + length, header.MAX_HEADER, self.size)
+        named = [entry for entry in self._read_entries(by_header) if entry.name == header.MANIFEST]
+        start, stored = self._find_manifest([entry.start + by_header for entry in named])
+        self.manifest = self._open_manifest(stored)
+        by_manifest = start - sum(record.stored_bytes for record in self.manifest.storages)
+        if by_manifest < header.LENGTH_BYTES:
+            raise InputError(f"{self.path}: manifest is malformed: the file is shorter than what it describes")
+        # One flipped bit of the header's length, or of a length in the manifest, moves one of the two.
+        known = self._read_entries(min(by_manifest, header.MAX_HEADER))
+        self._data_start = max(by_manifest, min(by_header, by_manifest), key=lambda at: self._fitting(at, known))
+        self._data_stop = start - self._data_start
+        return known, stored
+
+    def _fitting(self, data_start: int, entries: Iterable[Entry]) -> int:
+        """How many of some entries begin with the frame that the manifest has for them."""
+        wanted = dict(self._expected())
+        known = [(entry.start, *wanted[entry.name][1:]) for entry in entries if entry.name in wanted]
+        return sum(self._is_at(data_start + start, first, crc) for start, first, crc in known[:_ENTRIES_TRIED])
+
+    def _is_at(self, place: int, length: int, crc: int) -> bool:
+        return place + length <= self.size and crc32(self._file.read(place, length)) == crc
+
+    def _read_entries(self, stop: int) -> list[Entry]:
+        """Of a header that ends at ``stop`` the entries that can be read and have a name of their own."""
+        head = self._file.read(0, stop)[header.LENGTH_BYTES :]
+        entries = []
+        for text in head.split(_ENTRY_END):
+            name, _, rest = text.rpartition(_METADATA_END)[2].partition(_TYPE)
+            offsets = _OFFSETS.fullmatch(rest)
+            if offsets is not None:
+                with contextlib.suppress(ValueError):
+                    entries.append(Entry(json.loads(b'"' + name + b'"'), int(offsets[1]), int(offsets[2])))
+        times = Counter(entry.name for entry in entries)
+        return [entry for entry in entries if times[entry.name] == 1]
+
+    def _find_manifest(self, places: Iterable[int]) -> tuple[int, bytes]:
+        """Where the manifest begins, and its stored bytes: at one of ``places``, or right before the seal."""
+        for place in places:
+            if place < self.size and (stored := self._manifest_at(place, self.size)) is not None:
+                return place, stored
+        first = max(0, self.size - _SEARCHED)
+        tail = self._file.read(first, self.size - first)
+        place = len(tail)
+        for _ in range(_MANIFESTS_TRIED):
+            place = tail.rfind(zstandard.FRAME_HEADER, 0, place)
+            if place < 0:
+                break
+            stored = self._manifest_at(first + place, header.SEAL_BYTES)
+            if stored is not None:
+                return first + place, stored
+        raise InputError(f"{self.path}: has no readable manifest, which is at its end")
+
+    def _manifest_at(self, place: int, behind: int) -> bytes | None:
+        """The stored bytes of a manifest that begins at ``place``, with at most ``behind`` bytes behind it."""
+        content = self._file.read(place, min(self.size - place, _SEARCHED))
+        try:
+            stored = content[: _frame_length(content)]
+            if len(content) - len(stored) <= behind:
+                self._open_manifest(stored)
+                return stored
+        except UnsupportedError:
+            raise
+        except (zstandard.ZstdError, InputError):
+            pass
+        return None
+
+    def _locate(self, entries: dict[str, Entry]) -> list[Any]:
+        if self.damage is None:
+            return super()._locate(entries)
+        entries = self._placed(entries.values())
+        located: list[Any] = []
+        for index, record in enumerate(self.manifest.storages):
+            try:
+                located.append(self._locate_storage(index, entries))
+            except InputError:
+                if not record.parts or record.stored_bytes < record.numel // frames.FRAME * _SMALLEST_FRAME:
+                    raise
+                self._check_frame_count(record)
+                self._unplaced.add(index)
+                located.append({})
+        return located
+
+    def read_parts(self, storage: int, chunk: int, only: Collection[str] | None = None) -> Parts:
+        """As ContainerReader."""
+        if storage in self._unplaced:
+            raise InputError(f"{self.path}: {self.manifest.storages[storage].name}: is not to be found")
+        return super().read_parts(storage, chunk, only)
+
+    def _placed(self, entries: Iterable[Entry]) -> dict[str, Entry]:
+        """Every entry that the manifest knows and that lies in the data: as the header says, or found in a hole."""
+        wanted = dict(self._expected())
+        found: dict[str, Entry] = {}
+        position, holes = 0, []
+        for entry in sorted(entries, key=lambda each: (each.start, each.stop)):
+            fits = entry.name in wanted and entry.nbytes == wanted[entry.name][0] and entry.name not in found
+            if fits and position <= entry.start and entry.stop <= self._data_stop:
+                holes.append((position, entry.start))
+                found[entry.name] = entry
+                position = entry.stop
+        holes.append((position, self._data_stop))
+        missing = {name: facts for name, facts in wanted.items() if name not in found}
+        for start, stop in holes:
+            found |= {entry.name: entry for entry in self._fill_hole(start, stop, missing)}
+        return found
+
+    def _expected(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
+        """Of every entry its name, and its length, the length of its first frame and the checksum of that."""
+        for index, record in enumerate(self.manifest.storages):
+            self._check_frame_count(record)
+            slabs = list(layout.slab_chunks(record.numel, self.manifest.slab))
+            layouts = self.codec(index).layout(self.spec(index))
+            for part, table in record.parts.items():
+                planes = layout.planes(layouts[part]) if part in layouts else 0
+                for k, chunks in enumerate(slabs):
+                    lengths = table.lengths[chunks.start * planes : chunks.stop * planes]
+                    if lengths:
+                        facts = sum(lengths), lengths[0], table.crcs[chunks.start * planes]
+                        yield layout.entry_name(record.name, part, k, len(slabs)), facts
+
+    def _fill_hole(self, start: int, stop: int, missing: dict[str, tuple[int, int, int]]) -> Iterator[Entry]:
+        """Take from ``missing`` the entries that lie one after the other from ``start`` on."""
+        while start < stop and (name := self._next(start, stop, missing)) is not None:
+            length = missing.pop(name)[0]
+            yield Entry(name, start, start + length)
+            start += length
+
+    def _next(self, start: int, stop: int, missing: dict[str, tuple[int, int, int]]) -> str | None:
+        """What lies at ``start``: whose first frame it is, else, as that is damaged, what has another right behind."""
+        near = list(missing.items())[:_ENTRIES_TRIED]
+        for name, (length, first, crc) in near:
+            if length <= stop - start and self._is_at(self._data_start + start, first, crc):
+                return name
+        for name, (length, _, _) in near[:_ENTRIES_GUESSED]:
+            behind = [facts for other, facts in near[: _ENTRIES_GUESSED + 1] if other != name]
+            ends_it = start + length == stop
+            if ends_it or any(self._is_at(self._data_start + start + length, first, crc) for _, first, crc in behind):
+                return name
+        return None
+
+
+def _frame_length(content: bytes) -> int:
+    """Bytes of the zstd frame that ``content`` begins with, without decompressing it. Raises ZstdError."""
+    parameters = zstandard.get_frame_parameters(content)
+    place, last = zstandard.frame_header_size(content), False
+    while not last and place + 3 <= len(content):
+        block = int.from_bytes(content[place : place + 3], "little")
+        last, is_run, size = bool(block & 1), (block >> 1) & 3 == 1, block >> 3
+        place += 3 + (1 if is_run else size)
+    return place + 4 * int(parameters.has_checksum)

@@ -1,0 +1,170 @@
+"""Temporary files and directories beside what they become, and what is left of them when a process is killed.
+
+A temporary is named ``.NAME.MACHINExxxxxxxx.ckpt8-partial`` and locked as long as its process lives. Who writes the
+same target later removes those that nobody holds. Where a lock does not tell, since the file system has none or another
+machine might hold it unseen, an hour without a change does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import os
+import re
+import secrets
+import shutil
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+SUFFIX = ".ckpt8-partial"
+IDLE_SECONDS = 3600
+_NAME_KEPT = 40
+"""Characters of the target's name that the temporary file repeats: at most 160 bytes."""
+_ATTEMPTS = 16
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+unfinished: dict[Path, int] = {}
+"""Temporary files and directories and their processes: a signal may strike before the ``with`` that would remove one
+is entered."""
+
+
+@atexit.register
+def _remove_unfinished() -> None:
+    for path, process in unfinished.items():
+        if process == os.getpid():
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or directory as far as that can be done."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+class Partial:
+    """A new temporary beside ``final``, a file or a directory with ``mode``; ``descriptor`` is open and holds its lock.
+
+    Its owner calls ``close`` in the end, which removes whatever still has its name. Raises OSError.
+    """
+
+    def __init__(self, final: Path, *, directory: bool = False, mode: int) -> None:
+        remove_abandoned(final)
+        for attempt in range(1, _ATTEMPTS + 1):
+            self.path = partial_path(final)
+            unfinished[self.path] = os.getpid()
+            self.descriptor = -1
+            try:
+                self.descriptor = _make_directory(self.path, mode) if directory else _make_file(self.path, mode)
+                # Another run may have taken it for abandoned before it was locked.
+                if _hold(self.descriptor, self.path) or attempt == _ATTEMPTS:
+                    return
+                self.close()
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Remove what has the name of the temporary, and let go of the lock."""
+        if self.path in unfinished:
+            remove(self.path)
+            unfinished.pop(self.path, None)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def partial_path(final: Path) -> Path:
+    """A name for a temporary beside ``final``."""
+    return final.with_name(f".{final.name[:_NAME_KEPT]}.{_machine()}{secrets.token_hex(4)}{SUFFIX}")
+
+
+@functools.cache
+def _machine() -> str:
+    """8 hexadecimal digits for the running kernel: its processes see each other's locks."""
+    try:
+        name = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        name = os.uname().nodename.encode()
+    return f"{zlib.crc32(name):08x}"
+
+
+def _make_file(path: Path, mode: int) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, mode)
+
+
+def _make_directory(path: Path, mode: int) -> int:
+    path.mkdir(mode)
+    try:
+        return os.open(path, os.O_RDONLY | _NO_LINK)
+    except FileNotFoundError:
+        return -1  # taken for abandoned, as in ``_hold``
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Keep a directory from being taken for abandoned under whatever name it gets. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | _NO_LINK)
+    try:
+        _hold(descriptor, directory)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _hold(descriptor: int, path: Path) -> bool:
+    """Lock what is open; False where another run has removed it, or is about to."""
+    if descriptor < 0:
+        return False
+    try:
+        # Shared, because a directory on NFS cannot be locked otherwise.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # without locks age tells
+    return path.exists()
+
+
+def remove_abandoned(final: Path) -> None:
+    """Remove the temporaries of ``final`` whose processes are gone, as far as that can be done."""
+    name = re.compile(re.escape(f".{final.name[:_NAME_KEPT]}.") + "([0-9a-f]{8})[0-9a-f]{8}" + re.escape(SUFFIX))
+    with contextlib.suppress(OSError):
+        for path in final.parent.iterdir():
+            match = name.fullmatch(path.name)
+            if match is not None:
+                _remove_if_abandoned(path, ours=match[1] == _machine())
+
+
+def _remove_if_abandoned(path: Path, *, ours: bool) -> None:
+    with contextlib.suppress(OSError):
+        descriptor = _open_any(path)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            except OSError:
+                ours = False
+            if ours or time.time() - _last_change(path) > IDLE_SECONDS:
+                remove(path)
+        finally:
+            os.close(descriptor)
+
+
+def _open_any(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_NONBLOCK | _NO_LINK)
+    except (IsADirectoryError, PermissionError):
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | _NO_LINK)
+
+
+def _last_change(path: Path) -> float:
+    return max(each.lstat().st_mtime for each in (path, *path.rglob("*")))

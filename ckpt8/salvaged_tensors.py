@@ -1,0 +1,101 @@
+"""Tensors of a container by name in a safetensors file, where the file that they come from cannot be written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckpt8.container import frames, header
+from ckpt8.container.frames import bytes_of, host_bytes
+from ckpt8.container.layout import chunk_spec
+from ckpt8.container.manifest import TensorRecord
+from ckpt8.container.reader import ContainerReader
+from ckpt8.readers.safetensors import DTYPES
+from ckpt8.restoration import Guard
+from ckpt8.tensors import DType
+
+if TYPE_CHECKING:
+    import torch
+
+_LABELS: dict[DType, str] = {dtype: label for label, dtype in DTYPES.items() if dtype is not DType.FLOAT4_E2M1FN_X2}
+_ALIGNMENT = 8
+
+
+class TensorFile:
+    """``names`` are the tensors that it will hold: of a type that the format has, and no larger than their storage."""
+
+    def __init__(self, reader: ContainerReader, tensors: Sequence[TensorRecord]) -> None:
+        self._reader = reader
+        self._tensors = [tensor for tensor in tensors if self._is_writable(tensor)]
+        self.names = {tensor.name for tensor in self._tensors}
+
+    def _is_writable(self, tensor: TensorRecord) -> bool:
+        if tensor.flags or tensor.dtype not in _LABELS or tensor.name == "__metadata__":
+            return False
+        nbytes = self._reader.manifest.storages[tensor.storage].nbytes
+        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
+        fits = 0 in tensor.shape or (tensor.offset + reach + 1) * tensor.dtype.itemsize <= nbytes
+        return fits and _nbytes(tensor) <= nbytes
+
+    def write(self, descriptor: int, guard: Guard) -> None:
+        """Write the file from its start. Raises OutputError."""
+        entries: dict[str, Any] = {}
+        position = 0
+        for tensor in self._tensors:
+            stop = position + _nbytes(tensor)
+            entries[tensor.name] = {
+                "dtype": _LABELS[tensor.dtype],
+                "shape": tensor.shape,
+                "data_offsets": [position, stop],
+            }
+            position = stop
+        text = json.dumps(entries, separators=(",", ":")).encode("ascii")
+        text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
+        self._append(descriptor, guard, memoryview(len(text).to_bytes(header.LENGTH_BYTES, "little") + text))
+        for tensor in self._tensors:
+            for content in self._content(tensor):
+                self._append(descriptor, guard, bytes_of(content))
+
+    def _append(self, descriptor: int, guard: Guard, view: memoryview) -> None:
+        with guard():
+            while view:
+                view = view[os.write(descriptor, view) :]
+
+    def _content(self, tensor: TensorRecord) -> Iterator[torch.Tensor]:
+        """The elements in the order of the dimensions; chunk by chunk where they are stored in that order."""
+        if not _nbytes(tensor):
+            return
+        if not _is_plain(tensor):
+            from ckpt8.decode import decode_storage
+
+            flat = decode_storage(self._reader, tensor.storage).view(tensor.dtype.torch)
+            yield flat.as_strided(tensor.shape, tensor.stride, tensor.offset).contiguous()
+            return
+        start = tensor.offset * tensor.dtype.itemsize
+        yield from self._bytes(tensor.storage, start, start + _nbytes(tensor))
+
+    def _bytes(self, storage: int, start: int, stop: int) -> Iterator[torch.Tensor]:
+        record = self._reader.manifest.storages[storage]
+        step = frames.FRAME * record.dtype.itemsize
+        for chunk in range(start // step, -(-stop // step)):
+            spec = chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
+            content = host_bytes(spec.numel * spec.dtype.itemsize)
+            self._reader.decode_chunk(storage, chunk, content.view(spec.dtype.torch))
+            yield content[max(start - chunk * step, 0) : stop - chunk * step]
+
+
+def _nbytes(tensor: TensorRecord) -> int:
+    return prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def _is_plain(tensor: TensorRecord) -> bool:
+    """Whether the elements follow each other in the storage in the order of the dimensions."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

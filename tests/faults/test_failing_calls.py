@@ -1,0 +1,193 @@
+"""Every call that writes, flushes, makes or renames fails once, and so does every read: one error, nothing is left."""
+
+from __future__ import annotations
+
+import errno
+import io
+import itertools
+import os
+import tempfile
+
+import pytest
+import torch
+from faults_kit import digest
+from flips_kit import make_sample, places
+from test_salvage import damage
+
+import ckpt8
+from ckpt8.container import atomic, writer
+from ckpt8.errors import InputError, OutputError
+
+CODES = [errno.ENOSPC, errno.EIO]
+NEW = os.O_CREAT | os.O_EXCL
+
+
+class Calls:
+    """Counts calls, and fails the one whose turn it is."""
+
+    def __init__(self, turn=0, code=errno.ENOSPC):
+        self.turn, self.code, self.seen = turn, code, []
+
+    def __call__(self, name):
+        self.seen.append(name)
+        if len(self.seen) == self.turn:
+            raise OSError(self.code, os.strerror(self.code))
+
+    def wrap(self, name, function):
+        def called(*args, **kwargs):
+            self(name)
+            return function(*args, **kwargs)
+
+        return called
+
+    def writes(self, patch):
+        """Take over everything that a writer asks of the system."""
+        calls, opened = self, os.open
+        for name in ("fsync", "pwrite", "write", "ftruncate", "mkdir", "symlink", "rename", "replace"):
+            patch.setattr(os, name, self.wrap(name, getattr(os, name)))
+        patch.setattr(atomic, "_renameat2", self.wrap("renameat2", atomic._renameat2))
+        patch.setattr(writer, "_BUFFER", 1 << 10)
+
+        class Raw(io.FileIO):
+            def write(self, data):
+                calls("file write")
+                return super().write(data)
+
+            def truncate(self, size=None):
+                calls("file truncate")
+                return super().truncate(size)
+
+        def fdopen(descriptor, mode, buffering, closefd):
+            return io.BufferedRandom(Raw(descriptor, mode, closefd=closefd), buffering)
+
+        def make(path, flags, *args, **kwargs):
+            if flags & NEW == NEW:
+                calls("open")
+            return opened(path, flags, *args, **kwargs)
+
+        patch.setattr(os, "fdopen", fdopen)
+        patch.setattr(os, "open", make)
+
+
+def tree():
+    generator = torch.Generator().manual_seed(3)
+    w, m = torch.randn(70, 80, generator=generator), torch.randn(70, 80, generator=generator) * 1e-3
+    state = {0: {"step": torch.tensor(7.0), "exp_avg": m, "exp_avg_sq": m * m}}
+    group = {"params": [0], "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}
+    return {"model": {"w": w}, "optimizer": {"state": state, "param_groups": [group]}}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Sources by name."""
+    folder = tmp_path_factory.mktemp("made")
+    torch.save(tree(), folder / "run.pt")
+    ckpt8.compress(folder / "run.pt")
+    make_sample(folder, "directory")
+    name = next(name for name, _, _ in places((folder / "run.ckpt8").read_bytes()) if name.endswith("/bytes"))
+    damage(folder / "run.ckpt8", folder / "damaged.ckpt8", name)
+    return folder
+
+
+OPERATIONS = {
+    "compress": ("run.pt", "out.ckpt8", lambda source, target: ckpt8.compress(source, target, force=True)),
+    "save": ("run.pt", "out.ckpt8", lambda source, target: ckpt8.save(tree(), target)),
+    "background": ("run.pt", "out.ckpt8", lambda source, target: ckpt8.save(tree(), target, background=True).result()),
+    "restore": ("run.ckpt8", "out.pt", lambda source, target: ckpt8.restore(source, target, force=True)),
+    "directory": ("directory.ckpt8", "out", lambda source, target: ckpt8.restore(source, target, force=True)),
+    "salvage": ("damaged.ckpt8", "out", lambda source, target: ckpt8.restore(source, target, force=True, salvage=True)),
+}
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_write_fails_once(name, old, made, tmp_path, monkeypatch):
+    source, target, run = OPERATIONS[name]
+    source, folder = made / source, tmp_path / "here"
+    (tmp_path / "tmp").mkdir()
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    before = digest(source)
+    run(source, folder / target)
+    target = next(folder.iterdir())
+    expected = digest(target)
+    if not old:
+        _remove(target)
+    present = digest(target) if old else None
+    kinds = set()
+    for turn in itertools.count(1):
+        calls = Calls(turn, CODES[turn % 2])
+        with monkeypatch.context() as patch:
+            calls.writes(patch)
+            try:
+                run(source, folder / OPERATIONS[name][1])
+                failed = None
+            except OutputError as exc:
+                failed = str(exc)
+        assert digest(source) == before
+        assert not list((tmp_path / "tmp").iterdir())
+        if len(calls.seen) < turn:
+            assert failed is None
+            break
+        kinds.add(calls.seen[-1])
+        assert failed is not None
+        assert os.strerror(calls.code) in failed
+        left = {each.name: digest(each) for each in folder.iterdir()}
+        whole = {target.name: expected}
+        # Only what comes after the rename may leave the new target: the flush of its directory.
+        assert left in (({target.name: present} if old else {}), whole)
+        if left == whole and not old:
+            assert calls.seen[-1] == "fsync"
+            _remove(target)
+    assert turn > 5
+    assert {"fsync", "renameat2" if name == "directory" else "fsync"} <= kinds
+
+
+def _remove(path):
+    if path.is_dir():
+        for each in sorted(path.rglob("*"), reverse=True):
+            each.rmdir() if each.is_dir() and not each.is_symlink() else each.unlink()
+        path.rmdir()
+    else:
+        path.unlink()
+
+
+READS = {
+    "compress": lambda folder, target: ckpt8.compress(folder / "run.pt", target),
+    "compress directory": lambda folder, target: ckpt8.compress(folder / "run", target),
+    "restore": lambda folder, target: ckpt8.restore(folder / "run.ckpt8", target),
+    "restore directory": lambda folder, target: ckpt8.restore(folder / "directory.ckpt8", target),
+    "verify": lambda folder, target: ckpt8.verify(folder / "run.ckpt8", folder / "run.pt"),
+    "load": lambda folder, target: ckpt8.load(folder / "run.ckpt8"),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_every_read_fails_once(name, made, tmp_path, monkeypatch):
+    """Recognising a file may fail to read and leave it to opening it to read, and complain, again."""
+    before, complaints = digest(made), 0
+    READS[name](made, tmp_path / "whole")
+    writes = (tmp_path / "whole").exists()
+    for turn in itertools.count(1):
+        calls = Calls(turn, errno.EIO)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", calls.wrap("preadv", os.preadv))
+            try:
+                READS[name](made, tmp_path / "out")
+                failed = None
+            except InputError as exc:
+                failed = str(exc)
+        assert digest(made) == before
+        if failed is None:
+            assert {each.name for each in tmp_path.iterdir()} == ({"whole", "out"} if writes else set())
+            if writes:
+                assert digest(tmp_path / "out") == digest(tmp_path / "whole")
+                _remove(tmp_path / "out")
+        else:
+            complaints += 1
+            assert "read failed" in failed
+            assert "Input/output error" in failed
+            assert [each.name for each in tmp_path.iterdir()] == ["whole"] * writes
+        if len(calls.seen) < turn:
+            break
+    assert complaints > max(5, 0.8 * turn)

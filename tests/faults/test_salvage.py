@@ -1,0 +1,389 @@
+"""``restore --salvage``: every tensor whose chunks are whole comes back, all else is listed, nothing is invented."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+from faults_kit import make_run
+from flips_kit import places
+from safetensors import safe_open
+
+import ckpt8
+from ckpt8.errors import InputError, OutputError, UnsupportedError
+
+FRAME = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory, inputs):
+    """A container of a real checkpoint, and what it restores to."""
+    folder = tmp_path_factory.mktemp("sample")
+    ckpt8.compress(inputs / "gpt_adamw.pt", folder / "run.ckpt8")
+    ckpt8.restore(folder / "run.ckpt8", folder / "whole.pt")
+    return folder / "run.ckpt8"
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A weight of three chunks and a half, beside a small one and integers."""
+    folder = tmp_path_factory.mktemp("large")
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(7 * FRAME // 2, generator=generator).view(7, -1)
+    tree = {"model": {"w": w, "part": w[0, :100], "late": w[6, 1:100], "b": torch.ones(8), "n": torch.arange(9)}}
+    torch.save(tree, folder / "run.pt")
+    ckpt8.compress(folder / "run.pt", rules=["model.w=split24"])
+    ckpt8.restore(folder / "run.ckpt8", folder / "whole.pt")
+    return folder / "run.ckpt8"
+
+
+def damage(source, target, *where, bits=1):
+    """A copy with bits flipped in the middle of what has one of these names; the name and a number tell the byte."""
+    data = bytearray(source.read_bytes())
+    found = {name: (start, stop) for name, start, stop in places(bytes(data))}
+    for each in where:
+        name, at = each if isinstance(each, tuple) else (each, None)
+        start, stop = found[name]
+        place = (start + stop) // 2 if at is None else start + at
+        for k in range(bits):
+            data[place + k] ^= 4
+    target.write_bytes(data)
+    return target
+
+
+def tensors(tree, path=""):
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, dict | list | tuple):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from tensors(value, f"{path}.{key}" if path else str(key))
+
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous(), b.contiguous())
+
+
+def loaded(path):
+    return dict(tensors(torch.load(path, weights_only=False)))
+
+
+def assert_all_but(lost, path, whole):
+    """Every tensor but those that are ``lost`` is as in the file that a whole container gives."""
+    found, expected = loaded(path), loaded(whole)
+    assert found.keys() == expected.keys()
+    assert {name for name in expected if not same(found[name], expected[name])} == set(lost)
+
+
+def test_a_whole_container_is_restored_as_it_is(sample, tmp_path):
+    found = ckpt8.restore(sample, tmp_path / "x.pt", salvage=True)
+    assert found.complete
+    assert (found.lost, found.damage, [member.state for member in found.members]) == ([], None, ["whole"])
+    assert found.tensors == len(loaded(sample.with_name("whole.pt")))
+    assert (tmp_path / "x.pt").read_bytes() == sample.with_name("whole.pt").read_bytes()
+
+
+def test_a_damaged_plane_costs_its_tensor_alone(sample, tmp_path):
+    names = [name for name, _, _ in places(sample.read_bytes()) if "/" in name and not name.startswith("ckpt8.")]
+    parts = {name.rpartition("/")[2] for name in names}
+    assert parts >= {"exponent", "mantissa", "rho", "codes", "scales", "plane0", "plane3"}
+    for part in sorted(parts):
+        name = next(name for name in reversed(names) if name.endswith(f"/{part}"))
+        path, tensor = damage(sample, tmp_path / "x.ckpt8", name), name.rpartition("/")[0]
+        with pytest.raises(InputError, match="checksum"):
+            ckpt8.restore(path, tmp_path / "y.pt")
+        found = ckpt8.restore(path, tmp_path / "x.pt", force=True, salvage=True)
+        assert [(each.name, each.member) for each in found.lost] == [(tensor, "gpt_adamw.pt")]
+        assert not found.complete
+        assert found.damage is None
+        assert [member.state for member in found.members] == ["damaged"]
+        assert_all_but([tensor], tmp_path / "x.pt", sample.with_name("whole.pt"))
+        assert loaded(tmp_path / "x.pt")[tensor].isnan().all()
+
+
+def test_only_the_chunk_is_lost_and_views_of_the_rest_are_whole(large, tmp_path):
+    where = {name: start for name, start, _ in places(large.read_bytes())}["model.w/mantissa"]
+    with ckpt8.open(large) as file:
+        record = next(each for each in file.manifest.storages if each.name == "model.w")
+    offset = sum(record.parts["mantissa"].lengths[:2])
+    path = damage(large, tmp_path / "x.ckpt8", ("model.w/mantissa", offset + 5))
+    assert where
+    found = ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
+    assert [(each.name, each.elements, each.count) for each in found.lost] == [
+        ("model.w", [[2 * FRAME, 3 * FRAME]], 7 * FRAME // 2)
+    ]
+    assert_all_but(["model.w"], tmp_path / "x.pt", large.with_name("whole.pt"))
+    w, whole = (loaded(each)["model.w"].view(-1) for each in (tmp_path / "x.pt", large.with_name("whole.pt")))
+    assert w[2 * FRAME : 3 * FRAME].isnan().all()
+    assert torch.equal(w[: 2 * FRAME], whole[: 2 * FRAME])
+    assert torch.equal(w[3 * FRAME :], whole[3 * FRAME :])
+
+
+def test_the_checksum_of_a_damaged_record_does_not_hold(sample, tmp_path):
+    """Neither that of a lossy nor of a lossless one: every zip tool tells, and ckpt8 refuses to compress it."""
+    lossy, exact = "model.lm_head.weight/mantissa", "model.transformer.ln_f.weight/plane2"
+    names = [name for name, _, _ in places(sample.read_bytes())]
+    lossy = lossy if lossy in names else next(name for name in names if name.endswith("/mantissa"))
+    exact = exact if exact in names else next(name for name in names if name.endswith("/plane2"))
+    for name in (lossy, exact):
+        path = damage(sample, tmp_path / "x.ckpt8", name)
+        ckpt8.restore(path, tmp_path / "x.pt", force=True, salvage=True)
+        assert zipfile.ZipFile(tmp_path / "x.pt").testzip() is not None
+        with pytest.raises(InputError, match="checksum"):
+            ckpt8.compress(tmp_path / "x.pt", tmp_path / "y.ckpt8")
+    assert zipfile.ZipFile(sample.with_name("whole.pt")).testzip() is None
+
+
+def test_without_the_structure_whole_tensors_are_kept_by_name(sample, tmp_path):
+    names = [name for name, _, _ in places(sample.read_bytes())]
+    codes = next(name for name in names if name.endswith("/codes"))
+    path = damage(sample, tmp_path / "x.ckpt8", "ckpt8.skeleton/bytes", codes)
+    found = ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
+    assert found.path == tmp_path / "x.pt.safetensors"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["x.ckpt8", "x.pt.safetensors"]
+    assert [member.state for member in found.members] == ["tensors"]
+    assert {each.name for each in found.lost} == {codes.rpartition("/")[0], "ckpt8.skeleton"}
+    expected = loaded(sample.with_name("whole.pt"))
+    del expected[codes.rpartition("/")[0]]
+    with safe_open(found.path, "pt") as file:
+        assert set(file.keys()) == set(expected)
+        assert all(same(file.get_tensor(name), value) for name, value in expected.items())
+    assert found.tensors == len(expected)
+
+
+def test_the_container_is_not_written_over(sample, tmp_path):
+    path = damage(sample, tmp_path / "x.pt.safetensors", "ckpt8.skeleton/bytes")
+    before = path.read_bytes()
+    for target in (path, tmp_path / "x.pt"):
+        with pytest.raises(OutputError, match="is the file that is read"):
+            ckpt8.restore(path, target, salvage=True, force=True)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_views_by_name(inputs, tmp_path):
+    """Transposed, sliced and tied ones; what no safetensors file holds is listed."""
+    ckpt8.compress(inputs / "views.pt", tmp_path / "v.ckpt8", preset="lossless")
+    path = damage(tmp_path / "v.ckpt8", tmp_path / "x.ckpt8", "ckpt8.skeleton/bytes")
+    found = ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
+    expected = loaded(inputs / "views.pt")
+    with safe_open(found.path, "pt") as file:
+        kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    assert all(same(kept[name], expected[name].resolve_conj().resolve_neg()) for name in kept)
+    unwritten = {each.name for each in found.lost if not each.elements}
+    assert unwritten == expected.keys() - kept.keys()
+    assert all(
+        value.is_conj() or value.is_neg() or value.nbytes > value.untyped_storage().nbytes()
+        for name, value in expected.items()
+        if name in unwritten
+    )
+    assert len(kept) > 20
+
+
+@pytest.mark.parametrize("bits", [1, 40])
+@pytest.mark.parametrize("part", ["header", "padding", "length of the header", "ckpt8.seal"])
+def test_a_damaged_header_or_seal_costs_nothing(part, bits, sample, tmp_path):
+    """Wherever it is hit: the manifest and the checksums of the frames place everything."""
+    size = {name: stop - start for name, start, stop in places(sample.read_bytes())}[part]
+    for at in {0, size // 3, size // 2, size - 1}:
+        if at + bits > size:
+            continue
+        path = damage(sample, tmp_path / "x.ckpt8", (part, at), bits=bits)
+        with pytest.raises(InputError):
+            ckpt8.verify(path)
+        found = ckpt8.restore(path, tmp_path / "x.pt", force=True, salvage=True)
+        assert found.lost == []
+        assert "x.ckpt8" in found.damage
+        assert not found.complete
+        assert (tmp_path / "x.pt").read_bytes() == sample.with_name("whole.pt").read_bytes()
+
+
+def test_any_other_length_of_the_header(sample, tmp_path):
+    """Also one that ends within the padding, where what is left of the header still parses."""
+    data = sample.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    padding = next(stop - start for name, start, stop in places(data) if name == "padding")
+    assert padding > 1024
+    for other in (length - 1, length - 512, length - padding, length + 1, length + 4096, 1, 0, 2**40, 2**64 - 1):
+        (tmp_path / "x.ckpt8").write_bytes(struct.pack("<Q", other) + data[8:])
+        found = ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "x.pt", force=True, salvage=True)
+        assert found.lost == []
+        assert (tmp_path / "x.pt").read_bytes() == sample.with_name("whole.pt").read_bytes()
+
+
+def test_a_header_that_is_gone_altogether(sample, tmp_path):
+    data = bytearray(sample.read_bytes())
+    (length,) = struct.unpack_from("<Q", data)
+    data[: 8 + length] = bytes(8 + length)
+    (tmp_path / "x.ckpt8").write_bytes(data)
+    found = ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "x.pt", salvage=True)
+    assert found.lost == []
+    assert (tmp_path / "x.pt").read_bytes() == sample.with_name("whole.pt").read_bytes()
+
+
+@pytest.mark.parametrize("gone", ["length of the header", "header"])
+def test_a_header_that_is_gone_and_first_frames_that_are_damaged(gone, sample, tmp_path):
+    """What is damaged at its beginning is placed by what follows it."""
+    found = {name: (start, stop) for name, start, stop in places(sample.read_bytes())}
+    ends = ("mlp.c_fc.weight/exponent", "mlp.c_proj.weight/rho", "exp_avg/codes", "exp_avg_sq/scales")
+    names = [max(name for name in found if name.endswith(end)) for end in ends]
+    path = damage(sample, tmp_path / "x.ckpt8", *((name, 0) for name in names))
+    data = bytearray(path.read_bytes())
+    data[slice(*found[gone])] = bytes(found[gone][1] - found[gone][0])
+    path.write_bytes(data)
+    result = ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
+    lost = {name.rpartition("/")[0] for name in names}
+    assert {each.name for each in result.lost} == lost
+    assert_all_but(lost, tmp_path / "x.pt", sample.with_name("whole.pt"))
+
+
+def test_header_and_planes_at_once(sample, tmp_path):
+    names = [name for name, _, _ in places(sample.read_bytes())]
+    rho = max(name for name in names if "mlp" in name and name.endswith("/rho"))
+    path = damage(sample, tmp_path / "x.ckpt8", "header", "length of the header", "ckpt8.seal", rho)
+    found = ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
+    assert [each.name for each in found.lost] == [rho.rpartition("/")[0]]
+    assert_all_but([rho.rpartition("/")[0]], tmp_path / "x.pt", sample.with_name("whole.pt"))
+
+
+def test_a_damaged_manifest_is_one_line(sample, tmp_path):
+    path = damage(sample, tmp_path / "x.ckpt8", "ckpt8.manifest")
+    with pytest.raises(InputError, match=r"^[^\n]*x\.ckpt8: .*; nothing can be recovered$"):
+        ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_cut_off(sample, tmp_path):
+    """Into the seal everything is there, into the manifest nothing, since it alone tells what the rest is."""
+    data, path = sample.read_bytes(), tmp_path / "x.ckpt8"
+    for missing in (1, 31, 32):
+        path.write_bytes(data[:-missing])
+        found = ckpt8.restore(path, tmp_path / "x.pt", force=True, salvage=True)
+        assert (found.lost, found.complete) == ([], False)
+        assert (tmp_path / "x.pt").read_bytes() == sample.with_name("whole.pt").read_bytes()
+    (tmp_path / "x.pt").unlink()
+    for size in (len(data) - 33, len(data) // 2, 4096, 8, 7, 1, 0):
+        path.write_bytes(data[:size])
+        with pytest.raises(InputError, match="nothing can be recovered"):
+            ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
+        assert list(tmp_path.iterdir()) == [path]
+
+
+def test_bytes_behind_the_end(sample, tmp_path):
+    (tmp_path / "x.ckpt8").write_bytes(sample.read_bytes() + bytes(4096))
+    found = ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "x.pt", salvage=True)
+    assert (found.lost, found.complete) == ([], False)
+    assert (tmp_path / "x.pt").read_bytes() == sample.with_name("whole.pt").read_bytes()
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 1000, b"PK\3\4" + bytes(100), b"\x28\xb5\x2f\xfd" * 100])
+def test_what_never_was_a_container(content, tmp_path):
+    (tmp_path / "x.ckpt8").write_bytes(content)
+    with pytest.raises(InputError, match="nothing can be recovered"):
+        ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "x.pt", salvage=True)
+
+
+def test_a_later_version_is_not_taken_for_damage(sample, tmp_path):
+    from test_damage import pack, unpack
+
+    metadata, entries, manifest = unpack(sample.read_bytes())
+    path = tmp_path / "x.ckpt8"
+    path.write_bytes(pack(manifest | {"version": "2.0"}, entries, metadata | {"ckpt8": "2.0"}))
+    with pytest.raises(UnsupportedError, match="format"):
+        ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
+
+
+# Directories
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("directory")
+    make_run(folder / "run")
+    ckpt8.compress(folder / "run")
+    ckpt8.restore(folder / "run.ckpt8", folder / "whole")
+    return folder / "run.ckpt8"
+
+
+def contents(root):
+    return {
+        str(path.relative_to(root)): str(path.readlink()) if path.is_symlink() else path.is_file() and path.read_bytes()
+        for path in root.rglob("*")
+    }
+
+
+def _skeleton(path, member):
+    """The name of the entry of a member's skeleton."""
+    with ckpt8.open(path) as file:
+        record = next(each for each in file.manifest.members if each.path == member)
+        return f"{file.manifest.storages[record.skeleton].name}/bytes"
+
+
+def test_whole_members_of_a_directory_are_as_they_were(directory, tmp_path):
+    plane = max(
+        n
+        for n, _, _ in places(directory.read_bytes())
+        if n.startswith("model.pt:") and "mlp" in n and n.endswith("/rho")
+    )
+    where = [plane, *(_skeleton(directory, member) for member in ("config.json", "sub/views.pt", "latest.pt"))]
+    path = damage(directory, tmp_path / "run.ckpt8", *where)
+    found = ckpt8.restore(path, tmp_path / "out", salvage=True)
+    states = {member.path: (member.state, member.written) for member in found.members}
+    assert states == {
+        "config.json": ("lost", None),
+        "latest.pt": ("lost", None),
+        "model.pt": ("damaged", "model.pt"),
+        "sub/empty": ("whole", "sub/empty"),
+        "sub/legacy.pt": ("whole", "sub/legacy.pt"),
+        "sub/views.pt": ("tensors", "sub/views.pt.safetensors"),
+    }
+    written, whole = contents(tmp_path / "out"), contents(directory.with_name("whole"))
+    assert written.keys() == whole.keys() - {"config.json", "latest.pt", "sub/views.pt"} | {"sub/views.pt.safetensors"}
+    assert all(written[name] == whole[name] for name in ("sub", "sub/empty", "sub/legacy.pt"))
+    assert_all_but(
+        [plane.rpartition("/")[0].removeprefix("model.pt:")],
+        tmp_path / "out/model.pt",
+        directory.with_name("whole") / "model.pt",
+    )
+    with safe_open(tmp_path / "out/sub/views.pt.safetensors", "pt") as file:
+        assert not [name for name in file.keys() if name.startswith("sub/")]  # noqa: SIM118 - no mapping
+    assert {each.member for each in found.lost} == {"config.json", "latest.pt", "model.pt", "sub/views.pt"}
+
+
+def test_targets_are_as_safe_as_ever(directory, tmp_path):
+    path = damage(directory, tmp_path / "run.ckpt8", "ckpt8.seal")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(OutputError, match="exists"):
+        ckpt8.restore(path, tmp_path / "out", salvage=True)
+    ckpt8.restore(path, tmp_path / "out", salvage=True, force=True)
+    assert contents(tmp_path / "out") == contents(directory.with_name("whole"))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "run.ckpt8"]
+
+
+# As a user types it
+
+
+def run(*arguments):
+    command = [sys.executable, "-W", "ignore", "-m", "ckpt8", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_command(sample, tmp_path):
+    plane = max(name for name, _, _ in places(sample.read_bytes()) if "mlp" in name and name.endswith("/rho"))
+    path = damage(sample, tmp_path / "run.ckpt8", plane)
+    result = run("restore", path, "--salvage", "--json")
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    report = json.loads(result.stdout)
+    assert report["path"] == str(tmp_path / "gpt_adamw.pt")
+    assert [each["name"] for each in report["lost"]] == [plane.rpartition("/")[0]]
+    assert set(report) == {"path", "damage", "tensors", "members", "lost", "complete"}
+    shutil.copy(sample, path)
+    result = run("restore", path, "--salvage", "--force")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "0 are not" in result.stdout
