@@ -46,11 +46,11 @@ class ContainerReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = SourceFile(ByteRange.of(path))
+        self._codecs: dict[int, Codec] = {}
         try:
             entries, stored = self._open_header()
             self.manifest = self._open_manifest(stored)
             self.header_bytes = self._data_start
-            self._codecs = [codec_from_config(record.codec) for record in self.manifest.storages]
             self._parts = self._locate({entry.name: entry for entry in entries})
             check_references(self)
             check_members(self.manifest, str(path))
@@ -115,8 +115,11 @@ class ContainerReader:
         return manifest
 
     def codec(self, storage: int) -> Codec:
-        """The codec of a storage."""
-        return self._codecs[storage]
+        """The codec of a storage. Raises UnsupportedError."""
+        found = self._codecs.get(storage)
+        if found is None:
+            found = self._codecs[storage] = codec_from_config(self.manifest.storages[storage].codec)
+        return found
 
     def spec(self, storage: int) -> TensorSpec:
         """The specification of a whole storage."""
