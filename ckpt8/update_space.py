@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ckpt8.readers.base import TensorRef
 
@@ -66,6 +66,17 @@ class UpdateRule:
         if self.kind == "momentum" or root2 is None:
             return moment1
         return moment1 / (root2 + self.eps * self._root_bias2)
+
+
+def read_rule(stored: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The plain values of a rule that a container states; None where it is not one."""
+    try:
+        rule = UpdateRule(**stored or {"kind": None})
+    except TypeError:
+        return None
+    numbers = rule.beta1, rule.beta2, rule.eps
+    valid = rule.kind in get_args(Kind) and type(rule.step) is int and None not in map(_number, numbers)
+    return rule.to_json() if valid else None
 
 
 @dataclass(frozen=True)

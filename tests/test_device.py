@@ -87,15 +87,6 @@ class Later:
         self.known = True
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Several threads add up in another order: the last bits of sums that a GPU would not give either."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def stand_in(monkeypatch):
     """Everything on the CPU counts as being on a GPU; the devices that were opened."""

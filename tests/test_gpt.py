@@ -17,14 +17,6 @@ def adamw(groups, lr):
     return torch.optim.AdamW(groups, lr=lr)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_the_loss_falls():
     losses = []
     checkpoint = train(TINY, adamw, 40, lr=5e-3, on_step=lambda _, loss: losses.append(loss))

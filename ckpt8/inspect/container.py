@@ -22,6 +22,7 @@ from ckpt8.inspect.parameters import display_names
 from ckpt8.low_bit import Part, find_low_bit
 from ckpt8.stats import MomentError, NoiseError, UpdateError, WeightError, read_error
 from ckpt8.tensors import DType, Role
+from ckpt8.update_space import read_rule
 
 SKELETON_ROLE, FILE_ROLE = "structure", "file"
 _WORST = 5
@@ -240,7 +241,7 @@ def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:
             {
                 **shown,
                 "moments": {slot: manifest.storages[index].name for slot, index in parameter.moments.items()},
-                "rule": parameter.rule,
+                "rule": read_rule(parameter.rule),
                 "reason": parameter.reason,
                 "error": error_facts(parameter.error),
             }

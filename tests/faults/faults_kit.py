@@ -282,6 +282,8 @@ def size_rounds(server: Server, operation: Operation, limits: int) -> Outcome:
     """A limit on the size of files fails a write as a full disk does: limits spread over all that is written."""
     outcome = Outcome()
     prepare(server, operation)
+    remove(operation.target)
+    assert server.run(operation)[0] == 0
     source = digest(operation.source)
     written = [path.stat().st_size for path in [operation.target, *operation.target.rglob("*")] if path.is_file()]
     largest = max(written)

@@ -397,7 +397,7 @@ def test_a_pool_lets_go_of_files_in_order(tmp_path):
 
 
 def run_cli(*arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "500"}
     command = [sys.executable, "-m", "ckpt8", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
