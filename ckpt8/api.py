@@ -21,7 +21,6 @@ from ckpt8.pipeline import Compressor, Options, Progress, Unwritten
 from ckpt8.policy import Policy
 from ckpt8.readers.base import Checkpoint
 from ckpt8.readers.directory import is_directory
-from ckpt8.readers.safetensors import SafetensorsReader
 from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
@@ -194,10 +193,9 @@ def load(
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
         index = member_index(reader, member)
         file = MemberFile(reader, index, workers)
-        is_safetensors = reader.manifest.members[index].format == SafetensorsReader.id
-        checkpoint = member_checkpoint(reader, index, file) if unpack or is_safetensors else None
-        obj = load_member(checkpoint if is_safetensors else None, file, map_location)
-        if unpack and checkpoint is not None:
+        checkpoint = member_checkpoint(reader, index, file)
+        obj = load_member(checkpoint, file, map_location)
+        if unpack:
             from ckpt8.unpacking import unpack_tree
 
             obj = unpack_tree(obj, checkpoint.tree, str(path))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import IO, Any, cast
 
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.errors import UsageError
+from ckpt8.errors import InputError, UsageError
 from ckpt8.readers.base import Checkpoint
+from ckpt8.readers.safetensors import SafetensorsReader
 from ckpt8.resuming.names import listed
 
 _SHOWN_MEMBERS = 20
@@ -33,13 +35,16 @@ def member_index(reader: ContainerReader, member: str | None) -> int:
     return names.index(member)
 
 
-def load_member(checkpoint: Checkpoint | None, file: MemberFile, map_location: Any) -> Any:
-    """What ``file`` holds: of a ``checkpoint`` of safetensors the tensors by name, else what ``torch.load`` gives."""
+def load_member(checkpoint: Checkpoint, file: MemberFile, map_location: Any) -> Any:
+    """What ``file`` holds: of a ``checkpoint`` of safetensors the tensors by name, else what ``torch.load`` gives.
+
+    The ``checkpoint`` is what our own reader, which checks every size, made of the file before anything else reads it.
+    Raises InputError where torch cannot make anything of it, and what torch raises for objects that it does not allow.
+    """
     import torch
 
-    if checkpoint is None:
-        file.seek(0)
-        return torch.load(cast("IO[bytes]", file), map_location=map_location, weights_only=True)
+    if checkpoint.format != SafetensorsReader.id:
+        return _torch_load(file, map_location)
     if not isinstance(map_location, (type(None), str, torch.device)):
         raise UsageError(f"{file.name}: a safetensors file takes a device for map_location, not {map_location!r}")
     places = {storage.key: storage for storage in checkpoint.storages}
@@ -51,3 +56,22 @@ def load_member(checkpoint: Checkpoint | None, file: MemberFile, map_location: A
         file.readinto(bytes_of(content))
         loaded[name] = content.view(ref.dtype.torch).view(ref.shape).to(map_location or "cpu")
     return loaded
+
+
+def _torch_load(file: MemberFile, map_location: Any) -> Any:
+    import torch
+
+    file.seek(0)
+    try:
+        obj = torch.load(cast("IO[bytes]", file), map_location=map_location, weights_only=True)
+    except Exception as exc:
+        # torch does not always pass on what a read raises.
+        if file.error is not None:
+            raise file.error from exc
+        if isinstance(exc, pickle.UnpicklingError):
+            raise
+        reason = (str(exc).splitlines() or [""])[0]
+        raise InputError(f"{file.name}: torch cannot load it: {type(exc).__name__}: {reason}") from exc
+    if file.error is not None:
+        raise file.error
+    return obj

@@ -15,6 +15,7 @@ from typing import Any
 from ckpt8.readers.base import StorageRef, TensorRef
 from ckpt8.readers.walk import Components, format_path, iter_nodes
 from ckpt8.tensors import Role
+from ckpt8.text import printable
 
 _MODEL_NAMES = (
     "model state_dict model_state_dict model_state module net network weights params backbone encoder decoder",
@@ -105,7 +106,7 @@ def _holds_tensors_alone(tree: object) -> bool:
 
 def unique_name(name: str, taken: dict[str, int]) -> str:
     """``name``, printable and short, with ``#2``, ``#3``, ... where it was given before."""
-    name = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in name[:_LONGEST_NAME])
+    name = printable(name[:_LONGEST_NAME])
     candidate = name
     while candidate in taken:
         taken[name] += 1
@@ -120,16 +121,20 @@ def classify(tree: object, names: Names | None = None) -> Structure:
     if is_flat_optimizer(tree):
         return _classify_flat(tree, names)
     structure = Structure()
-    optimizers: set[Components] = set()
+    optimizer: Components | None = None
     bare = is_bare_state_dict(tree)
+    home = _Home(())
     for path, node in iter_nodes(tree):
         if isinstance(node, TensorRef):
-            name = unique_name(names.prefix + (format_path(path) or "tensor"), names.tensors)
-            structure.tensors.append(NamedTensor(name, _role(path, optimizers, bare), node))
+            if path[:-1] != home.path:
+                home = _Home(path[:-1])
+            name = unique_name(names.prefix + (home.name(path) or "tensor"), names.tensors)
+            structure.tensors.append(NamedTensor(name, _role(path, home, optimizer, bare), node))
         elif isinstance(node, StorageRef):
             structure.opaque.add(node.key)
         elif is_optimizer(node):
-            optimizers.add(path)
+            if optimizer is None or path[: len(optimizer)] != optimizer:
+                optimizer = path  # the outermost one that the walk is in, or was in last
             structure.parameters += _parameter_states(format_path(path), node, names.prefix)
     return structure
 
@@ -151,13 +156,26 @@ def _classify_flat(tree: Any, names: Names) -> Structure:
     return structure
 
 
-def _role(path: Components, optimizers: set[Components], bare: bool) -> Role:
-    for depth in range(len(path)):
-        if path[:depth] in optimizers:
-            in_state = len(path) == depth + 3 and path[depth] == "state"
-            return STATE_ROLES.get(path[-1], Role.OTHER) if in_state else Role.OTHER
-    named_model = any(component in MODEL_KEYS for component in path[:-1])
-    return Role.WEIGHT if bare or named_model else Role.OTHER
+class _Home:
+    """The container of a tensor: what is the same for all in it, of which there may be many under a long path."""
+
+    def __init__(self, path: Components) -> None:
+        self.path = path
+        self.is_model = any(component in MODEL_KEYS for component in path)
+        self._text = format_path(path)
+
+    def name(self, path: Components) -> str:
+        """The path of something in it as text."""
+        return f"{self._text}.{path[-1]}" if self.path else format_path(path)
+
+
+def _role(path: Components, home: _Home, optimizer: Components | None, bare: bool) -> Role:
+    """The role of the tensor at ``path``; ``optimizer`` is the path of one that it may be in."""
+    depth = len(path) if optimizer is None else len(optimizer)
+    if depth < len(path) and path[:depth] == optimizer:
+        in_state = len(path) == depth + 3 and path[depth] == "state"
+        return STATE_ROLES.get(path[-1], Role.OTHER) if in_state else Role.OTHER
+    return Role.WEIGHT if bare or home.is_model else Role.OTHER
 
 
 def _parameter_states(path: str, optimizer: Mapping[str, Any], prefix: str) -> list[ParameterState]:

@@ -19,6 +19,7 @@ from ckpt8.container import frames, layout
 from ckpt8.container.manifest import StorageRecord
 from ckpt8.container.member_layout import CRC_BYTES, member_runs
 from ckpt8.container.reader import ContainerReader
+from ckpt8.errors import Ckpt8Error
 from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class MemberFile(io.RawIOBase):
         self._places = sorted(self._patches)
         self._last: tuple[tuple[int, int], bytearray] | None = None
         self._lock = threading.Lock()
+        self.error: Ckpt8Error | None = None
+        """What the last failed read raised."""
 
     def needs_crc(self, storage: int) -> bool:
         """Whether the member repeats the checksum of a storage, which is known once it is decoded."""
@@ -94,15 +97,21 @@ class MemberFile(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         start = self._position
         length = max(0, min(len(view), self.size - start))
-        pieces = list(self.pieces(start, start + length))
+        try:
+            self._read(view, start, list(self.pieces(start, start + length)))
+        except Ckpt8Error as exc:
+            self.error = exc
+            raise
+        self._position += length
+        return length
+
+    def _read(self, view: memoryview, start: int, pieces: list[Piece]) -> None:
         if self._workers is not None and len(pieces) > 2:
             for _ in self._workers.map(lambda piece: self._fill(piece, view, start, keep=False), pieces):
                 pass
         else:
             for piece in pieces:
                 self._fill(piece, view, start, keep=True)
-        self._position += length
-        return length
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The bytes ``start`` to ``stop`` cut at the borders of storages and chunks."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest
 from ckpt8.errors import InputError
 
-MAX_LINK_BYTES = 4096
+MAX_PATH_BYTES = 4096
 """The longest path that systems take."""
 
 _NO_NAMES = ("", ".", "..")
@@ -55,20 +55,22 @@ def check_paths(manifest: Manifest, where: str) -> None:
     seen: set[str] = set()
     for member in manifest.members:
         shown = repr(member.path[:80])
+        if len(member.path.encode()) > MAX_PATH_BYTES:
+            raise InputError(f"{where}: holds a member {shown}, whose path is longer than {MAX_PATH_BYTES} bytes")
         if not is_inside(member.path):
             raise InputError(f"{where}: holds a member {shown}, whose path leaves its directory; nothing is written")
         if member.path in seen:
             raise InputError(f"{where}: manifest is malformed: it has two members {shown}")
         if member.format == DIRECTORY and member.size:
             raise InputError(f"{where}: manifest is malformed: the directory {shown} has content")
-        if member.format == SYMLINK and not 0 < member.size <= MAX_LINK_BYTES:
+        if member.format == SYMLINK and not 0 < member.size <= MAX_PATH_BYTES:
             raise InputError(f"{where}: manifest is malformed: the link {shown} has {member.size} bytes")
         if member.format in (FILE, SYMLINK, DIRECTORY) and (member.segments or member.crc_fields):
             raise InputError(f"{where}: manifest is malformed: {shown} is no checkpoint but has storages")
         seen.add(member.path)
-    for path in seen:
-        above = path.rpartition("/")[0]
-        while above:
-            if above in seen:
-                raise InputError(f"{where}: manifest is malformed: {path[:80]!r} lies below another member")
-            above = above.rpartition("/")[0]
+    # In this order whatever lies below a path follows it at once.
+    paths = sorted(path.split("/") for path in seen)
+    for above, below in zip(paths, paths[1:], strict=False):
+        if below[: len(above)] == above:
+            shown = repr("/".join(below)[:80])
+            raise InputError(f"{where}: manifest is malformed: {shown} lies below another member")

@@ -25,17 +25,17 @@ def find(tree: object) -> tuple[list[Candidate], list[Candidate]]:
     """Model state dicts and optimizer state dicts in the order of the document."""
     models: list[Candidate] = []
     optimizers: list[Candidate] = []
-    inside: set[Components] = set()
+    found: Components | None = None
     for path, node in iter_nodes(tree):
-        if any(path[:depth] in inside for depth in range(len(path))):
-            continue
+        if found is not None and len(path) > len(found) and path[: len(found)] == found:
+            continue  # inside of what was found last
         if is_optimizer(node):
-            inside.add(path)
+            found = path
             optimizers.append(Candidate(format_path(path) or TOP_LEVEL, node))
         elif isinstance(node, Inert):
-            inside.add(path)  # what a pickled object holds has no names of its own
+            found = path  # what a pickled object holds has no names of its own
         elif is_bare_state_dict(node) and (not path or path[-1] in MODEL_KEYS):
-            inside.add(path)
+            found = path
             models.append(Candidate(format_path(path) or TOP_LEVEL, node))
     return models, optimizers
 
