@@ -17,6 +17,7 @@ from fuzz_container import mutate_container
 from fuzz_pickle import mutate_pickle
 from fuzz_seeds import Tree, choose, make_tree, tree_seed
 from fuzz_zip import mutate_zip
+import torch
 from rich.console import Console
 
 import ckpt8
@@ -124,6 +125,8 @@ def read_container(path: Path, rng: random.Random) -> bool:
         refused(lambda: _tensors(path))
         if rng.random() < 0.5:
             refused(lambda: _load(path, rng))
+        if rng.random() < 0.2:
+            refused(lambda: ckpt8.resume(path, model=torch.nn.Linear(8, 5, bias=False)))
         return good
     finally:
         shutil.rmtree(folder)
