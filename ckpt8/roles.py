@@ -161,7 +161,7 @@ class _Home:
 
     def __init__(self, path: Components) -> None:
         self.path = path
-        self.is_model = any(component in MODEL_KEYS for component in path)
+        self.is_model = not MODEL_KEYS.isdisjoint(path)
         self._text = format_path(path)
 
     def name(self, path: Components) -> str:

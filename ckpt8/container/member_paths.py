@@ -16,6 +16,9 @@ from ckpt8.errors import InputError
 MAX_PATH_BYTES = 4096
 """The longest path that systems take."""
 
+MAX_COMPONENTS = 256
+"""Names in a path: deeper directories cannot be removed by what Python has for that."""
+
 _NO_NAMES = ("", ".", "..")
 
 
@@ -57,6 +60,8 @@ def check_paths(manifest: Manifest, where: str) -> None:
         shown = repr(member.path[:80])
         if len(member.path.encode()) > MAX_PATH_BYTES:
             raise InputError(f"{where}: holds a member {shown}, whose path is longer than {MAX_PATH_BYTES} bytes")
+        if member.path.count("/") >= MAX_COMPONENTS:
+            raise InputError(f"{where}: holds a member {shown}, whose path has more than {MAX_COMPONENTS} components")
         if not is_inside(member.path):
             raise InputError(f"{where}: holds a member {shown}, whose path leaves its directory; nothing is written")
         if member.path in seen:

@@ -16,8 +16,8 @@ from ckpt8.readers.rebuild import StatefulDict
 
 MAX_DEPTH = 1000
 MAX_COMPONENT_CHARACTERS = 1024
-_LONGEST_PATH = 2048
-"""Characters: more of a path than any name keeps."""
+_LONGEST_PATH = 600
+"""Components: more of a path than any name keeps."""
 
 Components = tuple[str, ...]
 Leaf = TensorRef | StorageRef
@@ -30,11 +30,7 @@ _CONTAINERS = frozenset({dict, StatefulDict, list, tuple, set, frozenset, Inert}
 
 def format_path(components: Components) -> str:
     """Join the components by ``.``; a very long path is cut. Two different paths may look the same."""
-    kept = length = 0
-    while kept < len(components) and length < _LONGEST_PATH:
-        length += len(components[kept]) + 1
-        kept += 1
-    return ".".join(components[:kept])
+    return ".".join(components[:_LONGEST_PATH])
 
 
 def iter_leaves(tree: Any, label: str = "checkpoint") -> Iterator[tuple[Components, Leaf]]:

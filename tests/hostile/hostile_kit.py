@@ -32,7 +32,8 @@ def container_of(content, member_format, *, name="a.pt", change=lambda manifest:
         "storages": [record], "tensors": [], "parameters": [], "members": [{**member, "segments": [], "crc_fields": []}],
     }  # fmt: skip
     change(manifest)
-    return sealed({"s/bytes": content}, zstandard.compress(json.dumps(manifest).encode()))
+    stored = zstandard.compress(json.dumps(manifest, separators=(",", ":")).encode())
+    return sealed({"s/bytes": content} if content else {}, stored)
 
 
 def sealed(entries, stored):
