@@ -17,7 +17,15 @@ from typing import Any, NoReturn
 from ckpt8.errors import InputError
 from ckpt8.readers.base import Global, Inert, TensorRef
 from ckpt8.readers.pickle_stack import ByteStream, StackMachine
-from ckpt8.readers.rebuild import CONSTRUCTORS, NOT_INTERPRETED, StatefulDict, dict_key, is_plain, refuse_allocation, set_entry
+from ckpt8.readers.rebuild import (
+    CONSTRUCTORS,
+    NOT_INTERPRETED,
+    StatefulDict,
+    dict_key,
+    is_plain,
+    refuse_allocation,
+    set_entry,
+)
 
 MAX_CONTAINERS = 16_000_000
 MAX_GLOBALS = 65_536

@@ -35,7 +35,9 @@ class StoredParts:
         try:
             self._index = {s.key: at[s.offset, s.nbytes] for s in checkpoint.storages if s.nbytes}
         except KeyError as exc:
-            raise InputError(f"{reader.path}: manifest is malformed: {record.path!r} has other storages inside") from exc
+            raise InputError(
+                f"{reader.path}: manifest is malformed: {record.path!r} has other storages inside"
+            ) from exc
 
     def _whole(self, ref: TensorRef) -> int | None:
         index = self._index.get(ref.key)

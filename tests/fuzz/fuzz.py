@@ -199,7 +199,11 @@ def merged(report: dict[str, Any], found: dict[str, Counts], given: argparse.Nam
         targets[name] = asdict(total)
         this = {"target": name, "seed": given.seed, "first": given.first, "inputs": counts.inputs}
         last = runs[-1] if runs else None
-        if last and all(last[key] == this[key] for key in ("target", "seed")) and last["first"] + last["inputs"] == given.first:
+        if (
+            last
+            and all(last[key] == this[key] for key in ("target", "seed"))
+            and last["first"] + last["inputs"] == given.first
+        ):
             last["inputs"] += counts.inputs
         else:
             runs.append(this)

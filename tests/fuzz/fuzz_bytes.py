@@ -64,7 +64,7 @@ def _change(rng: random.Random, data: bytearray, other: bytes) -> None:
         place = rng.randrange(len(other) or 1)
         data[at : at + rng.choice((0, 4, 64))] = other[place : place + rng.choice((4, 64, 300))]
     elif how <= 10:
-        code = rng.choice("<H <I <Q >I >Q".split())
+        code = rng.choice(["<H", "<I", "<Q", ">I", ">Q"])
         value = rng.choice(INTERESTING) % (1 << 8 * struct.calcsize(code))
         field = struct.pack(code, value)
         data[at : at + len(field)] = field

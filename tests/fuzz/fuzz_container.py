@@ -101,7 +101,9 @@ def _other_frame(rng: random.Random, frame: bytes) -> bytes:
         return zstandard.ZstdCompressor(write_content_size=rng.random() < 0.7).compress(frame)
     if how == 4:
         return zstandard.compress(bytes(rng.choice((0, 1, 1000, 1 << 20, 1 << 24))))
-    return rng.choice((b"", b"\x28\xb5\x2f\xfd", b"\x28\xb5\x2f\xfd\xa0\xff\xff\xff\xff\x01\0\0", b"\x28\xb5\x2f\xfd\x20\x00\x01\0\0"))
+    return rng.choice(
+        (b"", b"\x28\xb5\x2f\xfd", b"\x28\xb5\x2f\xfd\xa0\xff\xff\xff\xff\x01\0\0", b"\x28\xb5\x2f\xfd\x20\x00\x01\0\0")
+    )
 
 
 def change_skeleton(

@@ -53,7 +53,11 @@ def _written() -> dict[str, dict[str, bytes]]:
                 found["legacy"][kind] = path.read_bytes()
         save_file({"a.w": torch.ones(3, 5), "b": torch.zeros(2, 2, dtype=torch.int8)}, path, metadata={"k": "v"})
         found["safetensors"]["plain"] = path.read_bytes()
-        state = {"state.0.exp_avg": torch.ones(4, 4), "state.0.exp_avg_sq": torch.ones(4, 4), "state.0.step": torch.ones(())}
+        state = {
+            "state.0.exp_avg": torch.ones(4, 4),
+            "state.0.exp_avg_sq": torch.ones(4, 4),
+            "state.0.step": torch.ones(()),
+        }
         save_file({**state, "x": torch.ones(2, dtype=torch.bfloat16), "": torch.ones(0, 3)}, path)
         found["safetensors"]["optimizer"] = path.read_bytes()
         save_file({f"layers.{k}.w": torch.ones(2, 2) for k in range(12)}, path)

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from fuzz_bytes import mutate_bytes, mutate_tree, render_json
 from fuzz_container import mutate_container
 from fuzz_pickle import mutate_pickle
 from fuzz_seeds import Tree, choose, make_tree, tree_seed
 from fuzz_zip import mutate_zip
-import torch
 from rich.console import Console
 
 import ckpt8
@@ -218,7 +218,18 @@ def _mutate_container(rng: random.Random) -> bytes:
     return mutate_container(rng, *choose(rng, "container"))
 
 
-NAMES = ("a\nb", "x" * 255, "é", "-o", "..x", "a/b/c/d", "model.safetensors.index.json", ".metadata", "\x1b[2J", "__0_0.distcp")
+NAMES = (
+    "a\nb",
+    "x" * 255,
+    "é",
+    "-o",
+    "..x",
+    "a/b/c/d",
+    "model.safetensors.index.json",
+    ".metadata",
+    "\x1b[2J",
+    "__0_0.distcp",
+)
 
 
 def _mutate_tree(rng: random.Random) -> Tree:
@@ -229,9 +240,13 @@ def _mutate_tree(rng: random.Random) -> Tree:
         if how == 0:
             tree[rng.choice(NAMES)] = tree.pop(name)
         elif how == 1:
-            tree["link"] = rng.choice(("old", "..", "../x", "/etc/passwd", "link", "old/up", "x" * 300, "old/./rng.pth", "."))
+            tree["link"] = rng.choice(
+                ("old", "..", "../x", "/etc/passwd", "link", "old/up", "x" * 300, "old/./rng.pth", ".")
+            )
         elif how == 2:
-            tree[rng.choice(NAMES)] = rng.choice((b"", b"{", b"PK\3\4", b"\x80\x02}.", None, b"\x08\0\0\0\0\0\0\0{}      "))
+            tree[rng.choice(NAMES)] = rng.choice(
+                (b"", b"{", b"PK\3\4", b"\x80\x02}.", None, b"\x08\0\0\0\0\0\0\0{}      ")
+            )
         else:
             kind = rng.choice(("zip", "legacy", "safetensors", "container"))
             tree[rng.choice((name, "new.bin"))] = TARGETS[kind].mutate(rng)

@@ -47,13 +47,17 @@ def write_zip(records: list[Record], end: dict[str, int] | None = None, *, tail:
             "name": len(record.name), "extra": len(record.extra),
         }  # fmt: skip
         start = len(body)
-        body += _pack(_LOCAL, _LOCAL_FIELDS, b"PK\x03\x04", common | record.local) + record.name + record.extra + content
+        body += (
+            _pack(_LOCAL, _LOCAL_FIELDS, b"PK\x03\x04", common | record.local) + record.name + record.extra + content
+        )
         stated = {"made_by": 20, "comment": 0, "disk": 0, "internal": 0, "external": 0, "header": start}
         central = common | stated | record.central
         directory += _pack(_CENTRAL, _CENTRAL_FIELDS, b"PK\x01\x02", central) + record.name + record.extra
     count = len(records) & 0xFFFF
     fields = {"disk": 0, "start_disk": 0, "here": count, "count": count, "bytes": len(directory), "offset": len(body)}
-    return bytes(body + directory + _pack(_END, _END_FIELDS, b"PK\x05\x06", fields | {"comment": len(tail)} | (end or {})) + tail)
+    return bytes(
+        body + directory + _pack(_END, _END_FIELDS, b"PK\x05\x06", fields | {"comment": len(tail)} | (end or {})) + tail
+    )
 
 
 def _pack(layout: str, names: tuple[str, ...], signature: bytes, values: dict[str, int]) -> bytes:
@@ -135,7 +139,9 @@ def _change_record(rng: random.Random, records: list[Record]) -> bytes:
     elif how == 1:
         records.insert(rng.randrange(len(records)), Record(chosen.name, chosen.content))
     elif how == 2:
-        chosen.name = rng.choice((b"", b"../x", b"/x", b"a/data.pkl", b"a\\b", b"\xff", chosen.name + b"x", b"x/" + chosen.name))
+        chosen.name = rng.choice(
+            (b"", b"../x", b"/x", b"a/data.pkl", b"a\\b", b"\xff", chosen.name + b"x", b"x/" + chosen.name)
+        )
     elif how == 3:
         chosen.content = mutate_bytes(rng, chosen.content)
     elif how == 4:
@@ -151,7 +157,12 @@ def _change_record(rng: random.Random, records: list[Record]) -> bytes:
         for key in rng.sample(("size", "compressed"), rng.randrange(1, 3)):
             chosen.central[key] = chosen.local[key] = 0xFFFFFFFF
     elif how == 8:
-        records.append(Record(rng.choice((b"a/code/x", b"a/constants.pkl", b"archive/byteorder", b"x")), rng.choice((b"big", b"little", b""))))
+        records.append(
+            Record(
+                rng.choice((b"a/code/x", b"a/constants.pkl", b"archive/byteorder", b"x")),
+                rng.choice((b"big", b"little", b"")),
+            )
+        )
     else:
         return rng.choice((b"comment", b"PK\x05\x06" * 50, b"PK\x05\x06" + bytes(18)))
     return b""

@@ -39,7 +39,16 @@ from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
 from ckpt8.readers.torch_legacy import MAGIC, PROTOCOL_VERSION
 
-SPAWNS = {"os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn"}
+SPAWNS = {
+    "os.system",
+    "os.exec",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.spawn",
+    "subprocess.Popen",
+    "pty.spawn",
+}
 _events: list[str] | None = None
 
 
@@ -204,7 +213,13 @@ def legacy(gadget, place):
     """A file of torch before 1.6 with the gadget in one of its five pickles."""
     pickles = [
         pickle.dumps(each, 2)
-        for each in (MAGIC, PROTOCOL_VERSION, {"protocol_version": PROTOCOL_VERSION, "little_endian": True}, None, ["0"])
+        for each in (
+            MAGIC,
+            PROTOCOL_VERSION,
+            {"protocol_version": PROTOCOL_VERSION, "little_endian": True},
+            None,
+            ["0"],
+        )
     ]
     pickles[3] = b"\x80\x02}X\x01\0\0\0w" + TENSOR + b"s."
     if place == 3:

@@ -68,7 +68,9 @@ def test_a_restore_that_fails_late_leaves_nothing(tmp_path):
     ckpt8.compress(root, preset="lossless")
     data = bytearray((tmp_path / "run.ckpt8").read_bytes())
     with ContainerReader(tmp_path / "run.ckpt8") as reader:
-        index = next(k for k, storage in enumerate(reader.manifest.storages) if storage.name.startswith("z.safetensors:w"))
+        index = next(
+            k for k, storage in enumerate(reader.manifest.storages) if storage.name.startswith("z.safetensors:w")
+        )
         place = reader._parts[index]["plane0"].offsets[0]
     data[place + 10] ^= 1
     (tmp_path / "bad.ckpt8").write_bytes(data)
@@ -132,7 +134,9 @@ def test_no_text_of_a_manifest_reaches_the_terminal_as_it_is(tmp_path):
     found = []
     container_of(b"abc", "file", change=lambda manifest: found.append(copy.deepcopy(manifest)))
     manifest = found[0]
-    manifest["tensors"] = [{"name": "t", "storage": 0, "dtype": "uint8", "offset": 0, "shape": [3], "stride": [1], "flags": []}]
+    manifest["tensors"] = [
+        {"name": "t", "storage": 0, "dtype": "uint8", "offset": 0, "shape": [3], "stride": [1], "flags": []}
+    ]
     manifest["storages"][0] |= {"reason": "r", "error": {"kind": "weight"}}
     manifest["parameters"] = [{"name": "p", "moments": {"moment1": 0}, "rule": None, "reason": "r", "error": None}]
     manifest["rules"] = ["rule"]
