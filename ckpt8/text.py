@@ -6,7 +6,7 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """``text`` with ``\\x1b`` in place of what is not printable: one line that no terminal takes for a command."""
+    """``text`` with what is not printable escaped: one line, which no terminal takes for a command."""
     return text if text.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 

@@ -21,8 +21,10 @@ JSON_VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 RAW_JSON = (
-    b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999", b"1" * 5000, b"0." + b"1" * 5000, b"[" * 5000, b'{"a":' * 999,
-    b'"\\ud800"', b'"\xff"', b'"\xed\xa0\x80"', b"00", b"\x00", b"//", b"'x'", b"1E400", b"tru", b'"\\u00"', b"\xef\xbb\xbf",
+    b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999", b"1" * 5000, b"0." + b"1" * 5000, b"[" * 5000,
+    b'{"a":' * 999,
+    b'"\\ud800"', b'"\xff"', b'"\xed\xa0\x80"', b"00", b"\x00", b"//", b"'x'", b"1E400", b"tru", b'"\\u00"',
+    b"\xef\xbb\xbf",
 )  # fmt: skip
 
 

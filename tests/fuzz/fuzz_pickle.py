@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import pickletools
 import random
 import struct
@@ -20,13 +21,17 @@ _NAMES = (
     b"ctorch.distributed.checkpoint.metadata\nMetadata\n",
 )  # fmt: skip
 _PIECES = (
-    b"N", b"\x88", b"\x89", b"K\x00", b"K\x05", b"M\xff\xff", b"J\xff\xff\xff\x7f", b"J\xff\xff\xff\xff", b"]", b"}", b")",
+    b"N", b"\x88", b"\x89", b"K\x00", b"K\x05", b"M\xff\xff", b"J\xff\xff\xff\x7f", b"J\xff\xff\xff\xff", b"]", b"}",
+    b")",
     b"(", b"t", b"\x85", b"\x86", b"\x87", b"l", b"d", b"a", b"e", b"s", b"u", b"0", b"1", b"2", b"R", b"b", b"Q", b".",
     b"q\x00", b"h\x00", b"h\x01", b"h\x05", b"\x94", b"\x8f", b"\x90", b"\x91", b"\x81", b"\x92", b"\x93", b"o",
     b"G\x7f\xf0\0\0\0\0\0\0", b"G\x7f\xf8\0\0\0\0\0\0", b"\x8a\x09\0\0\0\0\0\0\0\0\x01", b"X\x01\0\0\0x", b"X\0\0\0\0",
-    b"X\x07\0\0\0storage", b"X\x05\0\0\0state", b"U\x01\xff", b"I01\n", b"I9999999999999999999999\n", b"F1e999\n", b"L5L\n",
-    b"S'x'\n", b"V\\ud800\n", b"\x8c\x01a", b"\x8d\x01\0\0\0\0\0\0\0a", b"B\x01\0\0\0a", b"C\x01a", b"\x95\x05\0\0\0\0\0\0\0",
-    b"\x82\x01", b"\x97", b"\x98", b"Px\n", b"(K\x01t", b")\x85\x85\x85", b"]]a", b"}K\x00Ns", b"\x80\x02", b"p5\n", b"g5\n",
+    b"X\x07\0\0\0storage", b"X\x05\0\0\0state", b"U\x01\xff", b"I01\n", b"I9999999999999999999999\n", b"F1e999\n",
+    b"L5L\n",
+    b"S'x'\n", b"V\\ud800\n", b"\x8c\x01a", b"\x8d\x01\0\0\0\0\0\0\0a", b"B\x01\0\0\0a", b"C\x01a",
+    b"\x95\x05\0\0\0\0\0\0\0",
+    b"\x82\x01", b"\x97", b"\x98", b"Px\n", b"(K\x01t", b")\x85\x85\x85", b"]]a", b"}K\x00Ns", b"\x80\x02", b"p5\n",
+    b"g5\n",
 )  # fmt: skip
 
 
@@ -36,7 +41,7 @@ def opcodes(data: bytes) -> tuple[bytes, ...]:
     stream = io.BytesIO(data)
     places = [place for _, _, place in pickletools.genops(stream)]
     places.append(stream.tell())
-    pieces = [data[start:stop] for start, stop in zip(places, places[1:], strict=False)]
+    pieces = [data[start:stop] for start, stop in itertools.pairwise(places)]
     return (*pieces, data[places[-1] :]) if places[-1] < len(data) else tuple(pieces)
 
 

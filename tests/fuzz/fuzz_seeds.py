@@ -33,7 +33,7 @@ def objects() -> dict[str, object]:
         "run": {"model": {"w": w, "n": torch.arange(3)}, "optimizer": {"state": state, "param_groups": [group]}},
         "state_dict": tied,
         "typed": {"bf16": w.bfloat16(), "half": w.half(), "bool": w > 0, "f8": w.to(torch.float8_e4m3fn), "e": w[:0]},
-        "objects": {"args": argparse.Namespace(lr=0.1), "set": {1, 2}, "nest": [[(None, 1.5, "é", b"x", 2**70)]], "w": w},
+        "objects": {"args": argparse.Namespace(lr=0.1), "set": {1, 2}, "nest": [[(1.5, "é", b"x", 2**70)]], "w": w},
         "wrapped": {"p": torch.nn.Parameter(w), "q": torch.nn.Linear(2, 3), "sparse": torch.eye(3).to_sparse()},
     }  # fmt: skip
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import pickle
+import pickletools
 import random
 import shutil
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +36,7 @@ MAX_MESSAGE = 2000
 """Characters of a message: one line that a person can read."""
 
 
-class Broken(Exception):
+class BrokenError(Exception):
     """A promise that does not hold, other than by an exception."""
 
 
@@ -61,10 +64,10 @@ def write(path: Path, data: object) -> None:
 
 
 def check_refusal(error: Ckpt8Error) -> None:
-    """Raise Broken unless the message is one line of bounded length."""
+    """Raise BrokenError unless the message is one line of bounded length."""
     text = str(error)
     if not text or "\n" in text or len(text) > MAX_MESSAGE:
-        raise Broken(f"the message of {type(error).__name__} is {len(text)} characters long: {text[:200]!r}")
+        raise BrokenError(f"the message of {type(error).__name__} is {len(text)} characters long: {text[:200]!r}")
 
 
 def refused(action: Callable[[], object]) -> bool:
@@ -103,13 +106,13 @@ def there_and_back(path: Path, rng: random.Random) -> None:
         packed, back = folder / "x.ckpt8", folder / "back"
         if refused(lambda: ckpt8.compress(path, packed, preset=preset, threads=1)):
             if list(folder.iterdir()):
-                raise Broken("a refused compression leaves something behind")
+                raise BrokenError("a refused compression leaves something behind")
             return
         if ckpt8.verify(packed, path, threads=1).failures:
-            raise Broken("what was just compressed does not verify")
+            raise BrokenError("what was just compressed does not verify")
         ckpt8.restore(packed, back, threads=1)
         if preset == "lossless" and path.is_file() and back.read_bytes() != path.read_bytes():
-            raise Broken("lossless is not")
+            raise BrokenError("lossless is not")
     finally:
         shutil.rmtree(folder)
 
@@ -138,7 +141,7 @@ def _restore(path: Path, folder: Path) -> None:
     failed = refused(lambda: ckpt8.restore(path, folder / "back", threads=1))
     left = [entry.name for entry in folder.iterdir()]
     if left != ([] if failed else ["back"]) or sorted(path.parent.iterdir()) != before:
-        raise Broken(f"restore leaves {left}")
+        raise BrokenError(f"restore leaves {left}")
 
 
 def _look(path: Path, rng: random.Random) -> None:
@@ -186,13 +189,9 @@ def _cut_pickles(seed: bytes) -> tuple[list[bytes], bytes]:
     if seed not in _CUT:
         stream, places = io.BytesIO(seed), [0]
         for _ in range(5):
-            # Nothing is built: the opcodes are only counted.
-            import pickletools
-
-            for _opcode in pickletools.genops(stream):
-                pass
+            deque(pickletools.genops(stream), maxlen=0)  # up to the next STOP
             places.append(stream.tell())
-        _CUT[seed] = [seed[a:b] for a, b in zip(places, places[1:], strict=False)], seed[places[-1] :]
+        _CUT[seed] = [seed[a:b] for a, b in itertools.pairwise(places)], seed[places[-1] :]
     pickles, rest = _CUT[seed]
     return list(pickles), rest
 

@@ -1,6 +1,6 @@
 """A short run of the fuzzer with a fixed seed, and the fuzzer itself: it must find what is there to be found.
 
-A long one: ``python tests/fuzz/fuzz.py --inputs 1000000 --target all --jobs 8``; counts are in ``fixtures/bench/fuzz.json``.
+A long one: ``python tests/fuzz/fuzz.py --inputs 1000000 --jobs 8``; counts are in ``fixtures/bench/fuzz.json``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_what_breaks_a_promise_is_found(tmp_path, monkeypatch):
     assert [finding["what"].split()[0] for finding in counts.findings if "took" not in finding["what"]] == [
         "KeyError",
         "ValueError",
-        "Broken",
+        "BrokenError",
     ]
     assert "took" in counts.findings[-1]["what"]
 

@@ -27,9 +27,10 @@ def container_of(content, member_format, *, name="a.pt", change=lambda manifest:
         "parts": {"bytes": {"lengths": lengths, "crcs": crcs}},
     }  # fmt: skip
     member = {"path": name, "format": member_format, "size": len(content), "skeleton": 0}
+    member |= {"segments": [], "crc_fields": []}
     manifest = {
         "version": "1.0", "writer": "x", "preset": "x", "rules": [], "slab": 1 << 24, "frame": 1 << 20,
-        "storages": [record], "tensors": [], "parameters": [], "members": [{**member, "segments": [], "crc_fields": []}],
+        "storages": [record], "tensors": [], "parameters": [], "members": [member],
     }  # fmt: skip
     change(manifest)
     stored = zstandard.compress(json.dumps(manifest, separators=(",", ":")).encode())

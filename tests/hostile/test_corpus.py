@@ -1,4 +1,4 @@
-"""Inputs that once found something, see ``fixtures/hostile/README.md``: whatever reads them is done soon, with one line.
+"""Inputs that once found something, see ``fixtures/hostile/README.md``: what reads them is done soon, with one line.
 
 A file put into that folder is tested from then on.
 """
