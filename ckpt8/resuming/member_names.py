@@ -21,7 +21,7 @@ from ckpt8.resuming.mapping import saved_names
 from ckpt8.resuming.pairing import saved_parameters
 from ckpt8.roles import is_bare_state_dict
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"[0-9]+")
 
 
 @dataclass(slots=True)
@@ -77,8 +77,13 @@ def parameter_names(tree: object, weights: Weights) -> Mapping[str, str]:
     return names
 
 
+def _numbers(name: str) -> list[tuple[int, str]]:
+    """The numbers in a name, to be sorted by; as text, since a name may be made of more digits than Python reads."""
+    return [(len(digits), digits) for digits in (number.lstrip("0") for number in _NUMBER.findall(name))]
+
+
 def _in_order(names: list[str], ordered: bool) -> list[str]:
     """The names as the model has them; none where that is not known."""
     if ordered or len({_NUMBER.sub("#", name) for name in names}) == 1:
-        return names if ordered else sorted(names, key=lambda name: [int(number) for number in _NUMBER.findall(name)])
+        return names if ordered else sorted(names, key=_numbers)
     return []

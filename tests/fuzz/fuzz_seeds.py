@@ -62,12 +62,25 @@ def _written() -> dict[str, dict[str, bytes]]:
         found["safetensors"]["optimizer"] = path.read_bytes()
         save_file({f"layers.{k}.w": torch.ones(2, 2) for k in range(12)}, path)
         found["safetensors"]["layers"] = path.read_bytes()
+        found["resume"] = {}
+        for made in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam):
+            model, optimizer = network(made)
+            model(torch.ones(8)).sum().backward()
+            optimizer.step()
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}, path)
+            found["resume"][made.__name__] = path.read_bytes()
         for source in ("zip", "legacy", "safetensors"):
             for kind in ("run", "state_dict", "plain"):
                 if kind in found[source]:
                     found["container"][f"{source} {kind}"] = compressed(path, found[source][kind])
         found["container"]["directory"] = _directory_container(Path(name) / "run", small_tree(found))
     return found
+
+
+def network(kind: type[torch.optim.Optimizer]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer that a checkpoint may be loaded into."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 5), torch.nn.Linear(5, 2, bias=False))
+    return model, kind(model.parameters(), lr=1e-3, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
 
 
 def compressed(path: Path, content: bytes) -> bytes:
@@ -123,9 +136,7 @@ def seeds(kind: str) -> tuple[bytes, ...]:
     inputs = {
         "zip": ("module.pt", "crc_off.pt", "custom_objects.pt", "views.pt"),
         "legacy": ("legacy.pt",),
-        "safetensors": (),
-        "container": (),
-    }[kind]
+    }.get(kind, ())
     golden = ("gpt_bf16_part.compact", "crc_off.flash", "directory.flash") if kind == "container" else ()
     files = [FIXTURES / "inputs" / name for name in inputs] + [FIXTURES / "golden" / f"{name}.ckpt8" for name in golden]
     return written * (60 // len(written)) + tuple(path.read_bytes() for path in files)

@@ -19,7 +19,7 @@ import torch
 from fuzz_bytes import mutate_bytes, mutate_tree, render_json
 from fuzz_container import mutate_container
 from fuzz_pickle import mutate_pickle
-from fuzz_seeds import Tree, choose, make_tree, tree_seed
+from fuzz_seeds import Tree, choose, make_tree, network, tree_seed
 from fuzz_zip import mutate_zip
 from rich.console import Console
 
@@ -172,6 +172,17 @@ def _load(path: Path, rng: random.Random) -> None:
             refused(lambda member=member, unpack=unpack: ckpt8.load(path, member=member, threads=1, unpack=unpack))
 
 
+def resume(path: Path, rng: random.Random) -> bool:
+    """Load a checkpoint into a model and an optimizer of one kind or another."""
+    model, optimizer = network(rng.choice((torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam)))
+    strict = rng.random() < 0.7
+    return not refused(lambda: ckpt8.resume(path, model=model, optimizer=optimizer, strict=strict))
+
+
+def _mutate_resume(rng: random.Random) -> bytes:
+    return mutate_zip(rng, *choose(rng, "resume"))
+
+
 def _mutate_legacy(rng: random.Random) -> bytes:
     seed, other = choose(rng, "legacy")
     return mutate_bytes(rng, seed, other) if rng.random() < 0.4 else _legacy_pickles(rng, seed)
@@ -258,7 +269,8 @@ TARGETS: dict[str, Target] = {
     "zip": Target(_mutate_zip, read_source, 0.3),
     "legacy": Target(_mutate_legacy, read_source, 0.3),
     "safetensors": Target(_mutate_safetensors, read_source, 0.3),
-    "container": Target(_mutate_container, read_container, 0.08),
+    "container": Target(_mutate_container, read_container, 0.06),
     "directory": Target(_mutate_tree, read_source, 0.02),
+    "resume": Target(_mutate_resume, resume, 0.02),
 }
 """By name. A reader of another format is one more line."""

@@ -137,6 +137,32 @@ def test_settings_of_an_optimizer(name, tmp_path):
     assert not ckpt8.verify(path.with_suffix(".ckpt8"), path).failures
 
 
+def test_names_of_more_digits_than_python_reads(tmp_path):
+    """Layers are put in order by the numbers in their names."""
+    root = tmp_path / "run"
+    root.mkdir()
+    names = [f"layers.{'9' * 5000}{k}.w" for k in (1, 2, 10)]
+    save_file({name: torch.ones(70, 70) for name in names}, root / "model.safetensors")
+    state = {k: {"exp_avg": torch.ones(70, 70), "exp_avg_sq": torch.ones(70, 70)} for k in range(3)}
+    torch.save({"state": state, "param_groups": [{"params": [0, 1, 2]}]}, root / "optimizer.pt")
+    with bounded(3):
+        assert outcome(lambda: ckpt8.compress(root)) is None
+
+
+@pytest.mark.parametrize("step", [float("inf"), float("nan"), 10**400, 2**60, -1, "x", None, True])
+def test_steps_that_are_none(step, tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    for state in saved["optimizer"]["state"].values():
+        state["step"] = step
+    torch.save(saved, tmp_path / "a.pt")
+    message = outcome(lambda: ckpt8.resume(tmp_path / "a.pt", model=model, optimizer=optimizer))
+    assert message is None if step == -1 else "step" in message
+
+
 # Containers
 
 
