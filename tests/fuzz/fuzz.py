@@ -62,8 +62,8 @@ def generator(seed: int, target: str, number: int) -> random.Random:
     return random.Random(f"{seed}/{target}/{number}")
 
 
-def try_one(name: str, seed: int, number: int, folder: Path, counts: Counts) -> None:
-    """Make one input, have it read, and count what comes of it."""
+def try_one(name: str, seed: int, number: int, folder: Path, counts: Counts, idle: int | None = None) -> None:
+    """Make one input, have it read, and count what comes of it. ``idle`` is the memory of the process without it."""
     from fuzz_targets import TARGETS, write
 
     target, rng, path = TARGETS[name], generator(seed, name, number), folder / "input"
@@ -85,7 +85,8 @@ def try_one(name: str, seed: int, number: int, folder: Path, counts: Counts) -> 
             raise
         counts.findings.append(_finding(name, seed, number, _where(exc)))
     took = time.process_time() - start
-    grown = _memory() - before
+    peak = _memory()
+    grown = peak - (before if idle is None else idle) if peak > before else 0
     counts.slowest, counts.memory = max(counts.slowest, took), max(counts.memory, grown)
     if took > SLOW:
         counts.findings.append(_finding(name, seed, number, f"took {took:.1f} s"))
@@ -133,12 +134,13 @@ def _serve(target: str, seed: int, first: int, last: int, folder: Path) -> None:
     with prepared():
         for number in range(first, min(first + 20, last)):
             try_one(target, seed, number, folder, Counts())  # fills every cache, so that memory is comparable
+        idle = _memory()
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (used + _ADDRESSES, used + _ADDRESSES))
         for number in range(first, last):
             os.pwrite(note, number.to_bytes(8, "little"), 0)
             signal.setitimer(signal.ITIMER_REAL, HANG)
-            try_one(target, seed, number, folder, counts)
+            try_one(target, seed, number, folder, counts, idle)
             if not number % 1000:
                 _save(folder, counts, begun)
     signal.setitimer(signal.ITIMER_REAL, 0)
