@@ -133,18 +133,24 @@ def _serve(target: str, seed: int, first: int, last: int, folder: Path) -> None:
     note = os.open(folder / "number", os.O_RDWR | os.O_CREAT)
     with prepared():
         for number in range(first, min(first + 20, last)):
+            _note(note, number)
             try_one(target, seed, number, folder, Counts())  # fills every cache, so that memory is comparable
         idle = _memory()
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (used + _ADDRESSES, used + _ADDRESSES))
         for number in range(first, last):
-            os.pwrite(note, number.to_bytes(8, "little"), 0)
-            signal.setitimer(signal.ITIMER_REAL, HANG)
+            _note(note, number)
             try_one(target, seed, number, folder, counts, idle)
             if not number % 1000:
                 _save(folder, counts, begun)
     signal.setitimer(signal.ITIMER_REAL, 0)
     _save(folder, counts, begun)
+
+
+def _note(note: int, number: int) -> None:
+    """Say which input is next, and have the process end if it never does."""
+    os.pwrite(note, number.to_bytes(8, "little"), 0)
+    signal.setitimer(signal.ITIMER_REAL, HANG)
 
 
 def _save(folder: Path, counts: Counts, begun: float) -> None:
