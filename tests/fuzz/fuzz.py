@@ -92,6 +92,7 @@ def try_one(name: str, seed: int, number: int, folder: Path, counts: Counts, idl
         counts.findings.append(_finding(name, seed, number, f"took {took:.1f} s"))
     if grown > MEMORY:
         counts.findings.append(_finding(name, seed, number, f"took {grown >> 20} MiB"))
+        _forget_peak()
 
 
 def _finding(target: str, seed: int, number: int, what: str) -> dict[str, Any]:
@@ -109,6 +110,11 @@ def _where(exc: BaseException) -> str:
 def _memory() -> int:
     """Peak resident memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def _forget_peak() -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 @contextlib.contextmanager
@@ -135,8 +141,7 @@ def _serve(target: str, seed: int, first: int, last: int, folder: Path) -> None:
         for number in range(first, min(first + 20, last)):
             _note(note, number)
             try_one(target, seed, number, folder, Counts())  # fills every cache, so that memory is comparable
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # forget the peak of those
+        _forget_peak()
         idle = _memory()
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (used + _ADDRESSES, used + _ADDRESSES))
