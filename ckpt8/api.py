@@ -190,16 +190,15 @@ def load(
     ``member`` names one of several files; a container of several without it is a UsageError that lists them. Raises
     InputError for damage and what ``torch.load`` raises for objects it does not allow.
     """
-    from ckpt8.loading import NAMED_FORMATS, load_member, member_index
+    from ckpt8.loading import load_member, member_index
     from ckpt8.resuming.source import member_checkpoint
 
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
         index = member_index(reader, member)
         file = MemberFile(reader, index, workers)
-        is_named = reader.manifest.members[index].format in NAMED_FORMATS
-        checkpoint = member_checkpoint(reader, index, file) if unpack or is_named else None
-        obj = load_member(checkpoint if is_named else None, file, map_location)
-        if unpack and checkpoint is not None:
+        checkpoint = member_checkpoint(reader, index, file)
+        obj = load_member(checkpoint, file, map_location)
+        if unpack:
             from ckpt8.unpacking import unpack_tree
 
             obj = unpack_tree(obj, checkpoint.tree, str(path))

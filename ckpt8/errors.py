@@ -5,11 +5,19 @@ A message is one line: which file, which tensor, what was found, what to do.
 
 from __future__ import annotations
 
+from ckpt8.text import printable
+
+_LONGEST = 1500
+
 
 class Ckpt8Error(Exception):
-    """Base of all errors that are reported to a user without a traceback."""
+    """Base of all errors that are reported to a user without a traceback. Its text is one line of bounded length."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        text = printable(super().__str__())
+        return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
 
 
 class CheckFailedError(Ckpt8Error):

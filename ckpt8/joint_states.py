@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt8.plan import MOMENT_SLOTS
 from ckpt8.readers.base import TensorRef
-from ckpt8.roles import ParameterState, printable
+from ckpt8.roles import ParameterState, short_name
 
 if TYPE_CHECKING:
     from ckpt8.readers.dcp import DcpCheckpoint, StateSlice
@@ -78,7 +78,7 @@ def _name(state: JointState) -> str:
     name = key.parameter
     if name.isdecimal():
         name = f"{key.optimizer}.state.{name}" if key.optimizer else f"state.{name}"
-    return printable(f"{state.member}:{name}{state.slice.suffix}")
+    return short_name(f"{state.member}:{name}{state.slice.suffix}")
 
 
 def in_bundle(home: DcpCheckpoint, states: Iterable[StateSlice], member: str, number: int) -> list[JointState]:

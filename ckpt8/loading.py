@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import IO, Any, cast
 
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.errors import UsageError
+from ckpt8.errors import InputError, UsageError
 from ckpt8.readers.base import Checkpoint
 from ckpt8.resuming.names import listed
 
@@ -37,22 +38,16 @@ NAMED_FORMATS = frozenset({"safetensors", DCP})
 """Formats of members that are loaded as a dict of tensors by name."""
 
 
-def load_member(checkpoint: Checkpoint | None, file: MemberFile, map_location: Any) -> Any:
-    """What ``file`` holds: of a ``checkpoint`` of named tensors these, else what ``torch.load`` gives.
+def load_member(checkpoint: Checkpoint, file: MemberFile, map_location: Any) -> Any:
+    """What ``file`` holds: of named tensors a dict of these, else what ``torch.load`` gives.
 
-    Raises InputError for damage.
+    The ``checkpoint`` is what our own reader, which checks every size, made of the file before anything else reads it.
+    Raises InputError where torch cannot make anything of it, and what torch raises for objects that it does not allow.
     """
     import torch
 
-    if checkpoint is None:
-        file.seek(0)
-        try:
-            return torch.load(cast("IO[bytes]", file), map_location=map_location, weights_only=True)
-        except Exception:
-            # torch's zip reader makes something else of it.
-            if file.failure is not None:
-                raise file.failure from None
-            raise
+    if checkpoint.format not in NAMED_FORMATS:
+        return _torch_load(file, map_location)
     if not isinstance(map_location, (type(None), str, torch.device)):
         raise UsageError(
             f"{file.name}: is loaded tensor by tensor and takes a device for map_location, not {map_location!r}"
@@ -67,3 +62,22 @@ def load_member(checkpoint: Checkpoint | None, file: MemberFile, map_location: A
         tensor = content.view(ref.dtype.torch).as_strided(ref.shape, ref.stride, ref.offset)
         loaded[name] = tensor.to(map_location or "cpu")
     return loaded
+
+
+def _torch_load(file: MemberFile, map_location: Any) -> Any:
+    import torch
+
+    file.seek(0)
+    try:
+        obj = torch.load(cast("IO[bytes]", file), map_location=map_location, weights_only=True)
+    except Exception as exc:
+        # torch does not always pass on what a read raises.
+        if file.error is not None:
+            raise file.error from exc
+        if isinstance(exc, pickle.UnpicklingError):
+            raise
+        reason = (str(exc).splitlines() or [""])[0]
+        raise InputError(f"{file.name}: torch cannot load it: {type(exc).__name__}: {reason}") from exc
+    if file.error is not None:
+        raise file.error
+    return obj

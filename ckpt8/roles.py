@@ -17,6 +17,7 @@ from ckpt8.low_bit import bitsandbytes_moments, plain_state
 from ckpt8.readers.base import StorageRef, TensorRef
 from ckpt8.readers.walk import Components, format_path, iter_nodes
 from ckpt8.tensors import Role
+from ckpt8.text import printable
 
 _MODEL_NAMES = (
     "model state_dict model_state_dict model_state module net network weights params backbone encoder decoder",
@@ -137,14 +138,14 @@ def _holds_tensors_alone(tree: object) -> bool:
     return bool(values) and all(isinstance(key, str) for key in tree) and all(isinstance(v, TensorRef) for v in values)
 
 
-def printable(name: str) -> str:
-    """``name`` for people and manifests: printable and short."""
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in name[:_LONGEST_NAME])
+def short_name(name: str) -> str:
+    """``name`` for people and manifests: printable, and not endless."""
+    return printable(name[:_LONGEST_NAME])
 
 
 def unique_name(name: str, taken: dict[str, int]) -> str:
     """``name``, printable and short, with ``#2``, ``#3``, ... where it was given before."""
-    name = candidate = printable(name)
+    name = candidate = short_name(name)
     while candidate in taken:
         taken[name] += 1
         candidate = f"{name}#{taken[name]}"
@@ -160,18 +161,22 @@ def classify(tree: object, names: Names | None = None, role: Role | None = None)
     if is_flat_optimizer(tree):
         return _classify_flat(tree, names)
     structure = Structure()
-    optimizers: set[Components] = set()
+    optimizer: Components | None = None
     moments: dict[int, Role] = {}
     bare = is_bare_state_dict(tree)
+    home = _Home(())
     for path, node in iter_nodes(tree):
         if isinstance(node, TensorRef):
-            name = unique_name(names.prefix + (format_path(path) or "tensor"), names.tensors)
+            if path[:-1] != home.path:
+                home = _Home(path[:-1])
+            name = unique_name(names.prefix + (home.name(path) or "tensor"), names.tensors)
             told = moments.get(id(node), Role.OTHER)
-            structure.tensors.append(NamedTensor(name, role or _role(path, optimizers, bare, told), node))
+            structure.tensors.append(NamedTensor(name, role or _role(path, home, optimizer, bare, told), node))
         elif isinstance(node, StorageRef):
             structure.opaque.add(node.key)
         elif is_optimizer(node):
-            optimizers.add(path)
+            if optimizer is None or path[: len(optimizer)] != optimizer:
+                optimizer = path  # the outermost one that the walk is in, or was in last
             groups = _groups(node)
             structure.parameters += _parameter_states(format_path(path), node["state"], groups, names.prefix)
             moments |= _moments_of_others(node["state"], groups)
@@ -204,18 +209,35 @@ def _classify_flat(tree: Any, names: Names) -> Structure:
     return structure
 
 
-def _role(path: Components, optimizers: set[Components], bare: bool, told: Role) -> Role:
-    """The role that the path gives. ``told`` is that of a tensor in the state of an optimizer under another name."""
-    if any(component in MASTER_LISTS for component in path):
+class _Home:
+    """The container of a tensor: what is the same for all in it, of which there may be many under a long path."""
+
+    def __init__(self, path: Components) -> None:
+        self.path = path
+        self.is_model = not MODEL_KEYS.isdisjoint(path)
+        self.has_masters = not MASTER_LISTS.isdisjoint(path)
+        self.has_states = _STATE_LISTS in path
+        self._text = format_path(path)
+
+    def name(self, path: Components) -> str:
+        """The path of something in it as text."""
+        return f"{self._text}.{path[-1]}" if self.path else format_path(path)
+
+
+def _role(path: Components, home: _Home, optimizer: Components | None, bare: bool, told: Role) -> Role:
+    """The role of the tensor at ``path``; ``optimizer`` is the path of one that it may be in.
+
+    ``told`` is that of a tensor in the state of an optimizer under another name.
+    """
+    if home.has_masters or (path[-1:] and path[-1] in MASTER_LISTS):
         return Role.WEIGHT
-    for depth in range(len(path)):
-        if path[:depth] in optimizers:
-            in_state = len(path) == depth + 3 and path[depth] == "state"
-            return STATE_ROLES.get(path[-1], told) if in_state else told
-    if _STATE_LISTS in path[:-1]:
+    depth = len(path) if optimizer is None else len(optimizer)
+    if depth < len(path) and path[:depth] == optimizer:
+        in_state = len(path) == depth + 3 and path[depth] == "state"
+        return STATE_ROLES.get(path[-1], told) if in_state else told
+    if home.has_states:
         return STATE_ROLES.get(path[-1], Role.OTHER)
-    named_model = any(component in MODEL_KEYS for component in path[:-1])
-    return Role.WEIGHT if bare or named_model else Role.OTHER
+    return Role.WEIGHT if bare or home.is_model else Role.OTHER
 
 
 _Groups = dict[Any, tuple[Mapping[Any, Any], str | None]]

@@ -41,10 +41,10 @@ class AtomicDirectory(AtomicOutput):
             self._make(Path(path))
 
     def _make(self, path: Path) -> None:
-        if path not in self._made:
-            self._make(path.parent)
-            (self.path / path).mkdir()
-            self._made.add(path)
+        for each in (*reversed(path.parents), path):
+            if each not in self._made:
+                (self.path / each).mkdir()
+                self._made.add(each)
 
     def add_link(self, path: str, target: str) -> None:
         """Make a symbolic link on ``publish``."""

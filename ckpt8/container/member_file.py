@@ -19,7 +19,7 @@ from ckpt8.container import frames, layout
 from ckpt8.container.manifest import StorageRecord
 from ckpt8.container.member_layout import CRC_BYTES, member_runs
 from ckpt8.container.reader import ContainerReader
-from ckpt8.errors import InputError
+from ckpt8.errors import Ckpt8Error
 from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
@@ -38,16 +38,12 @@ class Piece:
 
 
 class MemberFile(io.RawIOBase):
-    """Reads one member. ``workers`` decode large reads in parallel; reads are safe from one thread at a time.
-
-    ``failure`` is what the last failed read raised, since not every reader passes that on.
-    """
+    """Reads one member. ``workers`` decode large reads in parallel; reads are safe from one thread at a time."""
 
     def __init__(self, reader: ContainerReader, member: int, workers: Workers | None = None) -> None:
         super().__init__()
         self._reader = reader
         self._workers = workers
-        self.failure: InputError | None = None
         self._position = 0
         self._runs = member_runs(reader.manifest, member, str(reader.path))
         self._starts = [run.start for run in self._runs]
@@ -63,6 +59,8 @@ class MemberFile(io.RawIOBase):
         self._places = sorted(self._patches)
         self._last: tuple[tuple[int, int], bytearray] | None = None
         self._lock = threading.Lock()
+        self.error: Ckpt8Error | None = None
+        """What the last failed read raised."""
 
     def needs_crc(self, storage: int) -> bool:
         """Whether the member repeats the checksum of a storage, which is known once it is decoded."""
@@ -96,25 +94,24 @@ class MemberFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Fill ``buffer`` as far as the member goes; the number of bytes. Raises InputError."""
-        try:
-            return self._read_into(buffer)
-        except InputError as exc:
-            self.failure = exc
-            raise
-
-    def _read_into(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         start = self._position
         length = max(0, min(len(view), self.size - start))
-        pieces = list(self.pieces(start, start + length))
+        try:
+            self._read(view, start, list(self.pieces(start, start + length)))
+        except Ckpt8Error as exc:
+            self.error = exc
+            raise
+        self._position += length
+        return length
+
+    def _read(self, view: memoryview, start: int, pieces: list[Piece]) -> None:
         if self._workers is not None and len(pieces) > 2:
             for _ in self._workers.map(lambda piece: self._fill(piece, view, start, keep=False), pieces):
                 pass
         else:
             for piece in pieces:
                 self._fill(piece, view, start, keep=True)
-        self._position += length
-        return length
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The bytes ``start`` to ``stop`` cut at the borders of storages and chunks."""

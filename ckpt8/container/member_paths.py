@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from itertools import pairwise
 
-from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest
+from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest, MemberRecord
 from ckpt8.errors import InputError
 
-MAX_LINK_BYTES = 4096
+MAX_PATH_BYTES = 4096
 """The longest path that systems take."""
+
+MAX_COMPONENTS = 256
+"""Names in a path: deeper directories cannot be removed by what Python has for that."""
 
 _NO_NAMES = ("", ".", "..")
 
@@ -54,21 +58,28 @@ def check_paths(manifest: Manifest, where: str) -> None:
         return
     seen: set[str] = set()
     for member in manifest.members:
-        shown = repr(member.path[:80])
-        if not is_inside(member.path):
-            raise InputError(f"{where}: holds a member {shown}, whose path leaves its directory; nothing is written")
+        _check_member(member, where)
         if member.path in seen:
-            raise InputError(f"{where}: manifest is malformed: it has two members {shown}")
-        if member.format == DIRECTORY and member.size:
-            raise InputError(f"{where}: manifest is malformed: the directory {shown} has content")
-        if member.format == SYMLINK and not 0 < member.size <= MAX_LINK_BYTES:
-            raise InputError(f"{where}: manifest is malformed: the link {shown} has {member.size} bytes")
-        if member.format in (FILE, SYMLINK, DIRECTORY) and (member.segments or member.crc_fields):
-            raise InputError(f"{where}: manifest is malformed: {shown} is no checkpoint but has storages")
+            raise InputError(f"{where}: manifest is malformed: it has two members {member.path[:80]!r}")
         seen.add(member.path)
-    for path in seen:
-        above = path.rpartition("/")[0]
-        while above:
-            if above in seen:
-                raise InputError(f"{where}: manifest is malformed: {path[:80]!r} lies below another member")
-            above = above.rpartition("/")[0]
+    # In this order whatever lies below a path follows it at once.
+    for above, below in pairwise(sorted(path.split("/") for path in seen)):
+        if below[: len(above)] == above:
+            shown = repr("/".join(below)[:80])
+            raise InputError(f"{where}: manifest is malformed: {shown} lies below another member")
+
+
+def _check_member(member: MemberRecord, where: str) -> None:
+    shown = repr(member.path[:80])
+    if len(member.path.encode()) > MAX_PATH_BYTES:
+        raise InputError(f"{where}: holds a member {shown}, whose path is longer than {MAX_PATH_BYTES} bytes")
+    if member.path.count("/") >= MAX_COMPONENTS:
+        raise InputError(f"{where}: holds a member {shown}, whose path has more than {MAX_COMPONENTS} components")
+    if not is_inside(member.path):
+        raise InputError(f"{where}: holds a member {shown}, whose path leaves its directory; nothing is written")
+    if member.format == DIRECTORY and member.size:
+        raise InputError(f"{where}: manifest is malformed: the directory {shown} has content")
+    if member.format == SYMLINK and not 0 < member.size <= MAX_PATH_BYTES:
+        raise InputError(f"{where}: manifest is malformed: the link {shown} has {member.size} bytes")
+    if member.format in (FILE, SYMLINK, DIRECTORY) and (member.segments or member.crc_fields):
+        raise InputError(f"{where}: manifest is malformed: {shown} is no checkpoint but has storages")

@@ -31,6 +31,9 @@ _MANIFEST_FLOOR = 1 << 20
 _MANIFEST_RATIO = 64
 """A manifest may inflate to 1 MiB plus 64 times its stored size: real ones stay below 12."""
 
+_FRAME_RATIO = 1 << 15
+"""No frame of zstd holds more for each stored byte: a block of at most 128 KiB takes at least four."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -143,6 +146,8 @@ class ContainerReader:
         if not expected:
             return {}
         self._check_frame_count(record)
+        for part in expected:
+            self._check_stored(record, part, expected[part])
         slabs = list(layout.slab_chunks(record.numel, self.manifest.slab))
         return {
             part: self._locate_part(record, part, layout.planes(expected[part]), slabs, entries) for part in expected
@@ -153,6 +158,11 @@ class ContainerReader:
         chunks = layout.chunk_count(record.numel)
         if any(len(table.lengths) < chunks for table in record.parts.values()):
             raise InputError(f"{self.path}: {record.name}: has fewer frames than its {record.numel} elements need")
+
+    def _check_stored(self, record: StorageRecord, part: str, spec: PartSpec) -> None:
+        """Bound the memory that a declared size can cause by the bytes that are really there."""
+        if sum(record.parts[part].lengths) * _FRAME_RATIO < spec.nbytes:
+            raise InputError(f"{self.path}: {record.name}: {part!r} cannot hold the {spec.nbytes} bytes it must hold")
 
     def _locate_part(
         self, record: StorageRecord, part: str, planes: int, slabs: list[range], entries: dict[str, Entry]

@@ -13,6 +13,7 @@ from ckpt8 import low_bit
 from ckpt8.container.manifest import DIRECTORY
 from ckpt8.drift import left_out
 from ckpt8.inspect.parameters import shown
+from ckpt8.text import printable, printable_tree
 
 _ALARMING = 0.5
 """max |Δu| of max |u| above which a report says so."""
@@ -49,7 +50,8 @@ def with_rows(table: Table, rows: Iterable[Sequence[str]]) -> Table:
 
 
 def show(console: Console, facts: dict[str, Any]) -> None:
-    """Print what ``inspect`` found."""
+    """Print what ``inspect`` found. Names come from files: what in them is not printable is escaped."""
+    facts = printable_tree(facts)
     if facts["kind"] == "ckpt8":
         _show_container(console, facts)
     else:
@@ -267,4 +269,4 @@ def show_drift(console: Console, resume: dict[str, Any]) -> None:
     else:
         console.print("nothing could be replayed: the drift is unknown")
     for line in left_out(resume):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(printable(line), markup=False, soft_wrap=True)

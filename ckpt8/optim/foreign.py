@@ -76,7 +76,8 @@ def step_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> int:
     if isinstance(step, torch.Tensor) and step.numel() == 1:
         step = step.item()
     if isinstance(step, bool) or not isinstance(step, (int, float)) or not 0 <= step < _STEPS or step != int(step):
-        raise UsageError(f"its step is {repr(step)[:40]}, not a whole number")
+        shown = "too large" if isinstance(step, int) and step >= _STEPS else f"{repr(step)[:40]}, not a whole number"
+        raise UsageError(f"its step is {shown}")
     return int(step)
 
 

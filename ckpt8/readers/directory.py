@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
-from ckpt8.container.member_paths import link_stays_inside
+from ckpt8.container.member_paths import MAX_COMPONENTS, link_stays_inside
 from ckpt8.errors import InputError, UnsupportedError
 from ckpt8.readers.base import ByteRange, Checkpoint, SourceFile, StorageInfo
 from ckpt8.readers.pool import FilePool, PooledFile
@@ -107,6 +107,8 @@ def walk(root: Path) -> list[Entry]:
                 names = sorted(entry.name for entry in entries)
         except OSError as exc:
             raise InputError(f"{root / above}: cannot be read: {exc.strerror}") from exc
+        if above.count("/") >= MAX_COMPONENTS - 1:
+            raise InputError(f"{root}: its directories are nested deeper than {MAX_COMPONENTS}")
         if above and not names:
             found.append(Entry(above, DIRECTORY))
         for name in names:

@@ -17,7 +17,15 @@ from typing import Any, NoReturn
 from ckpt8.errors import InputError
 from ckpt8.readers.base import Global, Inert, TensorRef
 from ckpt8.readers.pickle_stack import ByteStream, StackMachine
-from ckpt8.readers.rebuild import CONSTRUCTORS, NOT_INTERPRETED, StatefulDict, dict_key, is_plain
+from ckpt8.readers.rebuild import (
+    CONSTRUCTORS,
+    NOT_INTERPRETED,
+    StatefulDict,
+    dict_key,
+    is_plain,
+    refuse_allocation,
+    set_entry,
+)
 
 MAX_CONTAINERS = 16_000_000
 MAX_GLOBALS = 65_536
@@ -182,7 +190,7 @@ class _Machine(StackMachine):
         pairs = zip(items[::2], items[1::2], strict=True)
         if type(target) is dict or type(target) is StatefulDict:
             for key, value in pairs:
-                target[key if type(key) is str else dict_key(key)] = value
+                set_entry(target, key, value)
         elif type(target) is Inert:
             target.pairs.extend((dict_key(key), value) for key, value in pairs)
         else:
@@ -223,6 +231,7 @@ class _Machine(StackMachine):
         if type(function) is not Global:
             # The callable is itself the result of a call, for instance of getattr.
             return Inert("<call>", args=(function, args))
+        refuse_allocation(function.name, args)
         constructor = CONSTRUCTORS.get(function.name)
         made = NOT_INTERPRETED if constructor is None else constructor(args, self._spend)
         return Inert(function.name, args=args) if made is NOT_INTERPRETED else made

@@ -10,12 +10,15 @@ import re
 import struct
 from typing import Any, Protocol
 
+from ckpt8.readers.base import Inert
+
 MAX_PROTOCOL = 5
 MAX_MARKS = 10_000
 MAX_INDEX_DIGITS = 20
-MAX_INTEGER_BYTES = 65_536
 MAX_INTEGER_DIGITS = 4300
 """Reading decimal digits takes quadratic time; Python's own limit is the same but can be switched off."""
+MAX_INTEGER_BYTES = 1785
+"""Integers of more bytes have more digits than Python shows; they stay bytes in an ``Inert``."""
 
 _BYTE_ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", re.DOTALL)
 _ESCAPED = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v"}
@@ -125,9 +128,9 @@ class StackMachine:
 
     def _long_4(self) -> None:
         (size,) = _i32(self.read(4))
-        if size > MAX_INTEGER_BYTES:
-            raise ValueError(f"an integer has {size} bytes, more than {MAX_INTEGER_BYTES}")
-        self.stack.append(int.from_bytes(self._take(size), "little", signed=True))
+        data = self._take(size)
+        small = size <= MAX_INTEGER_BYTES
+        self.stack.append(int.from_bytes(data, "little", signed=True) if small else Inert("builtins.int", (data,)))
 
     def _float_text(self) -> None:
         self.stack.append(float(self._line()))

@@ -10,6 +10,8 @@ which storages are used by what must find them all in the tree. So everything dr
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,6 +25,8 @@ MAX_PLAIN_ENTRIES = 64
 _INT64_MAX = 2**63 - 1
 _SCALARS = frozenset({str, int, float, bool, type(None), bytes, complex, Global})
 _TENSOR_TYPES = frozenset({"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"})
+_ALLOCATE = ("bytearray", "Tensor", "Storage")
+_ALLOCATES = re.compile(r"builtins\.bytearray|torch\.([a-z]+\.)?\w*(Tensor|Storage)")
 _LATIN1 = frozenset({"latin1", "latin-1"})
 
 NOT_INTERPRETED: Any = object()
@@ -158,7 +162,7 @@ def _ordered_dict(args: tuple[Any, ...], spend: Spend) -> Any:
     for pair in args[0]:
         if type(pair) not in (list, tuple) or len(pair) != 2:
             raise ValueError("an OrderedDict is made of something other than pairs")
-        result[dict_key(pair[0])] = pair[1]
+        set_entry(result, pair[0], pair[1])
     return result
 
 
@@ -187,6 +191,17 @@ def _bytes(args: tuple[Any, ...], spend: Spend) -> Any:
     return args[0].encode("latin-1")
 
 
+def refuse_allocation(name: str, args: tuple[Any, ...]) -> None:
+    """Raise ValueError for a call that would take memory of a stated size, which no file that torch writes has.
+
+    Nothing is called here; but ``ckpt8.load`` ends in torch, which does.
+    """
+    if not name.endswith(_ALLOCATE) or not _ALLOCATES.fullmatch(name):
+        return
+    if any(type(arg) is int or (type(arg) in (tuple, list) and arg and type(arg[0]) is int) for arg in args[:MAX_DIMS]):
+        raise ValueError(f"it asks for memory of a stated size ({name})")
+
+
 def _bytearray(args: tuple[Any, ...], spend: Spend) -> Any:
     if len(args) == 1 and type(args[0]) is bytes:
         spend(len(args[0]))
@@ -213,6 +228,9 @@ def _reconstructor(args: tuple[Any, ...], _spend: Spend) -> Any:
 
 MAX_KEY_NODES = 64
 MAX_KEY_BITS = 4096
+MAX_SAME_HASH = 64
+_CHECKED_FROM = 1 << 10
+"""Keys in a dictionary when their hashes are first looked at, and again whenever they have doubled."""
 
 
 def dict_key(key: Any) -> Any:
@@ -237,6 +255,19 @@ def dict_key(key: Any) -> Any:
         elif kind not in _SCALARS and kind not in (Inert, TensorRef, StorageRef):
             raise ValueError(f"a {kind.__name__} is used as a dictionary key")
     return key
+
+
+def set_entry(target: dict[Any, Any], key: Any, value: Any) -> None:
+    """``target[key] = value`` in constant time. Raises ValueError for keys that would make it slower.
+
+    The hash of a number is no secret: keys can be made to share one, and a dictionary of them takes quadratic time.
+    """
+    count = len(target)
+    if count >= _CHECKED_FROM and not count & (count - 1):
+        _, most = Counter(map(hash, target)).most_common(1)[0]
+        if most > MAX_SAME_HASH:
+            raise ValueError("the keys of a dictionary are made to collide")
+    target[key if type(key) is str else dict_key(key)] = value
 
 
 _TENSOR_FUNCTIONS = frozenset(

@@ -14,6 +14,7 @@ from typing import ClassVar
 from ckpt8.container.header import HEAD_BYTES, LENGTH_BYTES, MAX_HEADER, begins_container, parse_json
 from ckpt8.errors import InputError, UnsupportedError
 from ckpt8.readers.base import ByteRange, SourceFile, StorageInfo, TensorRef
+from ckpt8.readers.rebuild import MAX_DIMS
 from ckpt8.readers.torch_common import OpenCheckpoint, opened, shown
 from ckpt8.tensors import DType
 
@@ -108,6 +109,8 @@ def _tensor(name: str, entry: object, start: int, where: str) -> tuple[TensorRef
                 raise InputError(f"{where}: tensor {shown(name)}: its shape or offsets are not counts")
         case _:
             raise InputError(f"{where}: tensor {shown(name)}: its header entry is malformed")
+    if len(counts) > MAX_DIMS:
+        raise InputError(f"{where}: tensor {shown(name)}: it has {len(counts)} dimensions, more than {MAX_DIMS}")
     dtype, shape = _dtype(label, counts, f"{where}: tensor {shown(name)}")
     if first > last or prod(shape) * dtype.itemsize != last - first:
         raise InputError(

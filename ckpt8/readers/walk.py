@@ -16,6 +16,8 @@ from ckpt8.readers.rebuild import StatefulDict
 
 MAX_DEPTH = 1000
 MAX_COMPONENT_CHARACTERS = 1024
+_LONGEST_PATH = 600
+"""Components: more of a path than any name keeps."""
 
 Components = tuple[str, ...]
 Leaf = TensorRef | StorageRef
@@ -27,8 +29,8 @@ _CONTAINERS = frozenset({dict, StatefulDict, list, tuple, set, frozenset, Inert}
 
 
 def format_path(components: Components) -> str:
-    """Join the components by ``.``. Two different paths may look the same."""
-    return ".".join(components)
+    """Join the components by ``.``; a very long path is cut. Two different paths may look the same."""
+    return ".".join(components[:_LONGEST_PATH])
 
 
 def iter_leaves(tree: Any, label: str = "checkpoint") -> Iterator[tuple[Components, Leaf]]:

@@ -31,7 +31,7 @@ from ckpt8.roles import is_bare_state_dict
 Shape = tuple[int, ...]
 
 _CONFIG, _TRAINER = "config.json", "trainer_state.json"
-_NUMBER = re.compile(r"\d{1,9}")
+_NUMBER = re.compile(r"[0-9]+")
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 _LAYER_NORMS = frozenset({"ln_1", "ln_2", "ln_f", "ln_q", "norm1", "norm2", "norm_1", "norm_2", "norm_f"})
 _LAYER_NORMS |= {"layer_norm1", "layer_norm2", "pre_layrnorm"}
@@ -200,10 +200,15 @@ def _by_shape(
     return names
 
 
+def _numbers(name: str) -> list[tuple[int, str]]:
+    """The numbers in a name, to be sorted by; as text, since a name may be made of more digits than Python reads."""
+    return [(len(digits), digits) for digits in (number.lstrip("0") for number in _NUMBER.findall(name))]
+
+
 def _in_order(names: list[str], rank: Mapping[str, int]) -> list[str]:
     """The names as the model has them; none where that is not known."""
     if all(name in rank for name in names):
         return sorted(names, key=lambda name: rank[name])
     if len({_NUMBER.sub("#", name) for name in names}) == 1:
-        return sorted(names, key=lambda name: [int(number) for number in _NUMBER.findall(name)])
+        return sorted(names, key=_numbers)
     return []

@@ -13,6 +13,9 @@ from ckpt8.resuming.mapping import Pair
 if TYPE_CHECKING:
     from torch import Tensor
 
+_LARGEST_STEP = 2**53
+"""Up to here every whole number is a float64."""
+
 
 def group_step_problem(group: Mapping[Any, Any]) -> str | None:
     """Why the step of a group that keeps one cannot be used, or None."""
@@ -31,7 +34,8 @@ def exact_step(step: Any, layout: Layout, group: Mapping[str, Any], pair: Pair) 
     import torch
 
     value = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST_STEP
+    if not is_number or value != int(value):
         raise ResumeError(f"{pair.name}: its step is not a whole number")
     if layout.step == "int":
         return int(value)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckpt8.container import layout
 from ckpt8.container.frames import FRAME
+from ckpt8.errors import InputError
 from ckpt8.readers.base import Checkpoint, TensorRef
 from ckpt8.tensors import DType
 
@@ -29,8 +30,14 @@ class StoredParts:
         self._reader = reader
         self._workers = workers
         storages = reader.manifest.storages
-        at = {offset: index for offset, index in reader.manifest.members[member].segments if storages[index].nbytes}
-        self._index = {storage.key: at[storage.offset] for storage in checkpoint.storages if storage.nbytes}
+        record = reader.manifest.members[member]
+        at = {(offset, storages[index].nbytes): index for offset, index in record.segments if storages[index].nbytes}
+        try:
+            self._index = {s.key: at[s.offset, s.nbytes] for s in checkpoint.storages if s.nbytes}
+        except KeyError as exc:
+            raise InputError(
+                f"{reader.path}: manifest is malformed: {record.path!r} has other storages inside"
+            ) from exc
 
     def _whole(self, ref: TensorRef) -> int | None:
         index = self._index.get(ref.key)

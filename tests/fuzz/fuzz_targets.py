@@ -1,0 +1,276 @@
+"""The targets: what is mutated, and everything of ckpt8 that then reads it. A target is one entry in ``TARGETS``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import pickle
+import pickletools
+import random
+import shutil
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from fuzz_bytes import mutate_bytes, mutate_tree, render_json
+from fuzz_container import mutate_container
+from fuzz_pickle import mutate_pickle
+from fuzz_seeds import Tree, choose, make_tree, network, tree_seed
+from fuzz_zip import mutate_zip
+from rich.console import Console
+
+import ckpt8
+from ckpt8.bundle import open_bundle
+from ckpt8.errors import Ckpt8Error
+from ckpt8.inspect.checkpoint import inspect_checkpoint
+from ckpt8.inspect.container import inspect_container
+from ckpt8.inspect.render import show
+from ckpt8.plan import Plan
+from ckpt8.policy import Policy
+
+MAX_MESSAGE = 2000
+"""Characters of a message: one line that a person can read."""
+
+
+class BrokenError(Exception):
+    """A promise that does not hold, other than by an exception."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """``mutate`` makes an input, ``write`` puts it at a path, ``run`` has ckpt8 read it.
+
+    ``run`` says whether the input was read; it raises what is a finding. ``share`` is the part of all inputs that the
+    target gets when all are run.
+    """
+
+    mutate: Callable[[random.Random], object]
+    run: Callable[[Path, random.Random], bool]
+    share: float
+
+
+def write(path: Path, data: object) -> None:
+    """Put an input at ``path``: bytes as a file, a tree as a directory. Raises OSError or ValueError."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    if isinstance(data, bytes):
+        path.write_bytes(data)
+    else:
+        make_tree(path, data)  # type: ignore[arg-type]
+
+
+def check_refusal(error: Ckpt8Error) -> None:
+    """Raise BrokenError unless the message is one line of bounded length."""
+    text = str(error)
+    if not text or "\n" in text or len(text) > MAX_MESSAGE:
+        raise BrokenError(f"the message of {type(error).__name__} is {len(text)} characters long: {text[:200]!r}")
+
+
+def refused(action: Callable[[], object]) -> bool:
+    """Whether an action raised one of ckpt8's errors. Any other exception goes on."""
+    try:
+        action()
+    except Ckpt8Error as exc:
+        check_refusal(exc)
+        return True
+    return False
+
+
+def read_source(path: Path, rng: random.Random) -> bool:
+    """Open a checkpoint and plan it; of one in fifty that opens do all the rest, there and back."""
+    plan: list[Plan] = []
+
+    def look() -> None:
+        with open_bundle(path) as source:
+            plan.append(source.plan(Policy()))
+
+    if refused(look):
+        return False
+    if rng.random() < 0.02:
+        there_and_back(path, rng)
+    return True
+
+
+def there_and_back(path: Path, rng: random.Random) -> None:
+    """Inspect, compress, verify and restore what was read: a refusal is fine, a difference is not."""
+    if refused(lambda: show(_silent(), inspect_checkpoint(path, tensors=True))):
+        return
+    folder = path.parent / "out"
+    folder.mkdir()
+    try:
+        preset = rng.choice(("flash", "lossless", "compact"))
+        packed, back = folder / "x.ckpt8", folder / "back"
+        if refused(lambda: ckpt8.compress(path, packed, preset=preset, threads=1)):
+            if list(folder.iterdir()):
+                raise BrokenError("a refused compression leaves something behind")
+            return
+        if ckpt8.verify(packed, path, threads=1).failures:
+            raise BrokenError("what was just compressed does not verify")
+        ckpt8.restore(packed, back, threads=1)
+        if preset == "lossless" and path.is_file() and back.read_bytes() != path.read_bytes():
+            raise BrokenError("lossless is not")
+    finally:
+        shutil.rmtree(folder)
+
+
+def read_container(path: Path, rng: random.Random) -> bool:
+    """Everything that reads a container: verify, restore, load, inspect, tensors one by one."""
+    folder = path.parent / "out"
+    folder.mkdir()
+    try:
+        good = not refused(lambda: ckpt8.verify(path, threads=1))
+        _restore(path, folder)
+        refused(lambda: _look(path, rng))
+        refused(lambda: _tensors(path))
+        if rng.random() < 0.5:
+            refused(lambda: _load(path, rng))
+        if rng.random() < 0.2:
+            refused(lambda: ckpt8.resume(path, model=torch.nn.Linear(8, 5, bias=False)))
+        return good
+    finally:
+        shutil.rmtree(folder)
+
+
+def _restore(path: Path, folder: Path) -> None:
+    """Restore into an empty folder: one result or nothing, and nothing beside it."""
+    before = sorted(path.parent.iterdir())
+    failed = refused(lambda: ckpt8.restore(path, folder / "back", threads=1))
+    left = [entry.name for entry in folder.iterdir()]
+    if left != ([] if failed else ["back"]) or sorted(path.parent.iterdir()) != before:
+        raise BrokenError(f"restore leaves {left}")
+
+
+def _look(path: Path, rng: random.Random) -> None:
+    facts = inspect_container(path, tensors=True)
+    json.dumps(facts, allow_nan=False)
+    if rng.random() < 0.1:
+        show(_silent(), facts)
+
+
+def _silent() -> Console:
+    return Console(file=io.StringIO(), width=120, force_terminal=True)
+
+
+def _tensors(path: Path) -> None:
+    with ckpt8.open(path) as file:
+        for name in file.keys()[:20]:
+            refused(lambda name=name: file.get_tensor(name))
+            file.stats(name)
+
+
+def _load(path: Path, rng: random.Random) -> None:
+    """Load every member. Of what torch raises only its refusal of objects is meant to come through."""
+    with ckpt8.open(path) as file:
+        members = [member.path for member in file.manifest.members]
+    for member in members[:10]:
+        unpack = rng.random() < 0.5
+        with contextlib.suppress(pickle.UnpicklingError):
+            refused(lambda member=member, unpack=unpack: ckpt8.load(path, member=member, threads=1, unpack=unpack))
+
+
+def resume(path: Path, rng: random.Random) -> bool:
+    """Load a checkpoint into a model and an optimizer of one kind or another."""
+    model, optimizer = network(rng.choice((torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam)))
+    strict = rng.random() < 0.7
+    return not refused(lambda: ckpt8.resume(path, model=model, optimizer=optimizer, strict=strict))
+
+
+def _mutate_resume(rng: random.Random) -> bytes:
+    return mutate_zip(rng, *choose(rng, "resume"))
+
+
+def _mutate_legacy(rng: random.Random) -> bytes:
+    seed, other = choose(rng, "legacy")
+    return mutate_bytes(rng, seed, other) if rng.random() < 0.4 else _legacy_pickles(rng, seed)
+
+
+def _legacy_pickles(rng: random.Random, seed: bytes) -> bytes:
+    """Change one of the five pickles at the start of the file, by opcode."""
+    pickles, rest = _cut_pickles(seed)
+    at = rng.choice((0, 1, 2, 3, 3, 3, 3, 4))
+    pickles[at] = mutate_pickle(rng, pickles[at])
+    return b"".join(pickles) + rest
+
+
+def _cut_pickles(seed: bytes) -> tuple[list[bytes], bytes]:
+    if seed not in _CUT:
+        stream, places = io.BytesIO(seed), [0]
+        for _ in range(5):
+            deque(pickletools.genops(stream), maxlen=0)  # up to the next STOP
+            places.append(stream.tell())
+        _CUT[seed] = [seed[a:b] for a, b in itertools.pairwise(places)], seed[places[-1] :]
+    pickles, rest = _CUT[seed]
+    return list(pickles), rest
+
+
+_CUT: dict[bytes, tuple[list[bytes], bytes]] = {}
+
+
+def _mutate_zip(rng: random.Random) -> bytes:
+    return mutate_zip(rng, *choose(rng, "zip"))
+
+
+def _mutate_safetensors(rng: random.Random) -> bytes:
+    seed, other = choose(rng, "safetensors")
+    if rng.random() < 0.3:
+        return mutate_bytes(rng, seed, other)
+    length = int.from_bytes(seed[:8], "little")
+    text = render_json(rng, mutate_tree(rng, json.loads(seed[8 : 8 + length])))
+    stated = len(text) if rng.random() < 0.95 else rng.choice((0, 1, 2**63, 2**64 - 1, 10**8, len(text) + 1))
+    return stated.to_bytes(8, "little") + text + seed[8 + length :]
+
+
+def _mutate_container(rng: random.Random) -> bytes:
+    return mutate_container(rng, *choose(rng, "container"))
+
+
+NAMES = (
+    "a\nb",
+    "x" * 255,
+    "é",
+    "-o",
+    "..x",
+    "a/b/c/d",
+    "model.safetensors.index.json",
+    ".metadata",
+    "\x1b[2J",
+    "__0_0.distcp",
+)
+
+
+def _mutate_tree(rng: random.Random) -> Tree:
+    tree = tree_seed()
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        name = rng.choice(list(tree))
+        how = rng.randrange(8)
+        if how == 0:
+            tree[rng.choice(NAMES)] = tree.pop(name)
+        elif how == 1:
+            tree["link"] = rng.choice(
+                ("old", "..", "../x", "/etc/passwd", "link", "old/up", "x" * 300, "old/./rng.pth", ".")
+            )
+        elif how == 2:
+            tree[rng.choice(NAMES)] = rng.choice(
+                (b"", b"{", b"PK\3\4", b"\x80\x02}.", None, b"\x08\0\0\0\0\0\0\0{}      ")
+            )
+        else:
+            kind = rng.choice(("zip", "legacy", "safetensors", "container"))
+            tree[rng.choice((name, "new.bin"))] = TARGETS[kind].mutate(rng)
+        if how == 3:
+            tree.pop(name, None)
+    return tree
+
+
+TARGETS: dict[str, Target] = {
+    "zip": Target(_mutate_zip, read_source, 0.3),
+    "legacy": Target(_mutate_legacy, read_source, 0.3),
+    "safetensors": Target(_mutate_safetensors, read_source, 0.3),
+    "container": Target(_mutate_container, read_container, 0.06),
+    "directory": Target(_mutate_tree, read_source, 0.02),
+    "resume": Target(_mutate_resume, resume, 0.02),
+}
+"""By name. A reader of another format is one more line."""

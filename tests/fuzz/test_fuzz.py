@@ -1,0 +1,119 @@
+"""A short run of the fuzzer with a fixed seed, and the fuzzer itself: it must find what is there to be found.
+
+A long one: ``python tests/fuzz/fuzz.py --inputs 1000000 --jobs 8``; counts are in ``fixtures/bench/fuzz.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zipfile
+
+import fuzz
+import fuzz_targets
+import pytest
+from fuzz_container import unpack
+from fuzz_pickle import mutate_pickle, opcodes
+from fuzz_seeds import seeds
+from fuzz_zip import Record, read_zip, write_zip
+
+from ckpt8.errors import InputError
+from ckpt8.readers import open_checkpoint
+
+INPUTS = {"zip": 800, "legacy": 800, "safetensors": 1000, "container": 120, "directory": 120, "resume": 150}
+
+
+def test_every_target_has_its_number():
+    assert set(INPUTS) == set(fuzz_targets.TARGETS)
+    assert sum(target.share for target in fuzz_targets.TARGETS.values()) == pytest.approx(1)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("target", INPUTS)
+def test_a_short_run_finds_nothing(target, tmp_path):
+    counts = fuzz.Counts()
+    with fuzz.prepared():
+        for number in range(INPUTS[target]):
+            fuzz.try_one(target, 7, number, tmp_path, counts)
+    # Time is measured in the long run: here others may have the machine.
+    assert [finding for finding in counts.findings if not finding["what"].startswith("took")] == []
+    assert counts.inputs == INPUTS[target]
+    assert counts.read > counts.inputs // 50
+    assert counts.refused > counts.inputs // 4
+
+
+def test_inputs_follow_from_their_number():
+    for name, target in fuzz_targets.TARGETS.items():
+        made = [[target.mutate(fuzz.generator(1, name, number)) for number in range(20)] for _ in range(2)]
+        assert made[0] == made[1]
+        assert len({str(each) for each in made[0]}) > 10
+
+
+def test_what_breaks_a_promise_is_found(tmp_path, monkeypatch):
+    """An exception of another kind, a message of two lines, and a slow reader, each of them a finding."""
+    counts = fuzz.Counts()
+
+    def run(error):
+        monkeypatch.setitem(
+            fuzz_targets.TARGETS, "broken", fuzz_targets.Target(lambda rng: b"x", lambda path, rng: error(), 0)
+        )
+        fuzz.try_one("broken", 1, len(counts.findings), tmp_path, counts)
+
+    run(lambda: {}["key"])
+    run(lambda: fuzz_targets.refused(lambda: exec("raise ValueError")))
+    monkeypatch.setattr(InputError, "__str__", lambda self: "two\nlines")
+    run(lambda: fuzz_targets.refused(lambda: _raise(InputError("x"))))
+    monkeypatch.setattr(fuzz, "SLOW", 1e-9)
+    run(lambda: True)
+    assert [finding["what"].split()[0] for finding in counts.findings if "took" not in finding["what"]] == [
+        "KeyError",
+        "ValueError",
+        "BrokenError",
+    ]
+    assert "took" in counts.findings[-1]["what"]
+
+
+def _raise(error):
+    raise error
+
+
+def test_the_seeds_are_whole_and_what_is_written_of_them_is_read(tmp_path):
+    """Mutations change what the seeds are made of, so taking apart and putting together must change nothing."""
+    path = tmp_path / "x"
+    for kind in ("zip", "legacy", "safetensors"):
+        for content in set(seeds(kind)):
+            path.write_bytes(content)
+            with open_checkpoint(path) as checkpoint:
+                assert checkpoint.format.endswith(kind)
+    for content in set(seeds("zip")):
+        path.write_bytes(write_zip([Record(*each) for each in read_zip(content)]))
+        assert zipfile.ZipFile(path).testzip() is None
+        with open_checkpoint(path) as checkpoint:
+            assert checkpoint.format == "torch-zip"
+        pickle = dict(read_zip(content))[next(name for name, _ in read_zip(content) if name.endswith(b"data.pkl"))]
+        assert b"".join(opcodes(pickle)) == pickle
+        assert len(opcodes(pickle)) > 20
+    for content in set(seeds("container")):
+        _, entries, manifest = unpack(content)
+        assert manifest["storages"]
+        assert entries
+
+
+def test_most_changed_pickles_get_past_their_first_opcodes():
+    rng = random.Random(1)
+    pickle = next(content for name, content in read_zip(seeds("zip")[0]) if name.endswith(b"data.pkl"))
+    changed = [mutate_pickle(rng, pickle) for _ in range(300)]
+    assert len(set(changed)) > 250
+    assert sum(each[:20] == pickle[:20] for each in changed) > 150
+
+
+def test_reports_add_up(tmp_path):
+    given = fuzz.argparse.Namespace(seed=1, first=0)
+    one = fuzz.merged({}, {"zip": fuzz.Counts(inputs=5, refused=5, slowest=0.5)}, given)
+    given.first = 5
+    both = json.loads(json.dumps(fuzz.merged(one, {"zip": fuzz.Counts(inputs=3, read=3, slowest=0.1)}, given)))
+    assert both["inputs"] == 8
+    assert both["targets"]["zip"] | {"seconds": 0, "memory": 0, "findings": []} == {
+        "inputs": 8, "read": 3, "refused": 5, "seconds": 0, "slowest": 0.5, "memory": 0, "findings": []
+    }  # fmt: skip
+    assert both["runs"] == [{"target": "zip", "seed": 1, "first": 0, "inputs": 8}]

@@ -1,0 +1,259 @@
+"""Threat model, line by line, and where each line is tested.
+
+1. No input runs code or imports a module: here, for every place in which ckpt8 reads a pickle;
+   ``readers/test_inert_pickle``, ``readers/test_hostile_pickle``, ``readers/test_torch_zip``.
+2. No small file takes unbounded memory or time
+   * sizes and counts that are not there: ``test_bounds``; ``readers/test_hostile_pickle``, ``test_torch_legacy``,
+     ``test_zip_tools``, ``test_safetensors``; ``container/test_damage`` (headers, manifests, frames)
+   * decompression bombs: ``test_bounds``; ``container/test_damage`` (frames, manifest); zip records that are compressed
+     are refused: ``readers/test_torch_zip``
+   * deep nesting, shared parts, long names, colliding keys: ``test_bounds``; ``readers/test_walk``,
+     ``test_hostile_pickle``
+   * offsets out of range, holes, overlaps, duplicate names: ``readers/test_zip_tools``, ``test_zip_directory``,
+     ``test_safetensors``; ``container/test_damage``; ``members/test_member_attacks``
+   * NaN, Infinity, huge numbers, non-UTF-8 in JSON: ``test_bounds``; ``readers/test_safetensors``,
+     ``container/test_damage``
+3. Nothing is written outside of the target: ``test_targets``; ``members/test_member_attacks``,
+   ``container/test_damage`` (names of members).
+4. A file says nothing to the terminal: ``test_targets``.
+5. Damage is noticed, at every bit: ``container/test_damage``, ``members/test_member_attacks``,
+   ``readers/test_zip_directory``.
+6. Whatever else is wrong with a file, there is one line that says so: ``fuzz``, and ``test_corpus`` with what it found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import struct
+import sys
+import zipfile
+
+import pytest
+import torch
+from hostile_kit import container_of, one_line
+from safetensors.torch import save_file
+
+import ckpt8
+from ckpt8.errors import Ckpt8Error
+from ckpt8.inspect.checkpoint import inspect_checkpoint
+from ckpt8.inspect.container import inspect_container
+from ckpt8.readers.torch_legacy import MAGIC, PROTOCOL_VERSION
+
+SPAWNS = {"os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen"}
+_watchers: list[list[str]] = []
+
+
+def _hook(event, _):
+    if event in SPAWNS:
+        for seen in _watchers:
+            seen.append(event)
+
+
+sys.addaudithook(_hook)
+
+
+class _Call:
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+def _text(module, name, argument):
+    return b"c" + module + b"\n" + name + b"\nX" + struct.pack("<I", len(argument)) + argument + b"\x85R"
+
+
+def gadgets(marker):
+    """Pickles, without PROTO and STOP, that make ``marker`` when they are loaded by Python's own pickle."""
+    path, script = str(marker).encode(), f"open({str(marker)!r}, 'w')".encode()
+    system = f"touch {marker}".encode()
+    return {
+        "system": _text(b"posix", b"system", system),
+        "os.system": _text(b"os", b"system", system),
+        "eval": _text(b"builtins", b"eval", script),
+        "exec": _text(b"builtins", b"exec", script),
+        "old names": _text(b"__builtin__", b"eval", script),
+        "an import": b"chostile_gadget\nNAME\n",
+        "instance": b"(X" + struct.pack("<I", len(script)) + script + b"ibuiltins\neval\n",
+        "object": b"(cbuiltins\neval\nX" + struct.pack("<I", len(script)) + script + b"o",
+        "new object": _text(b"hostile_class", b"Made", path)[:-1] + b"\x81",
+        "stack global": b"X\x08\0\0\0builtinsX\x04\0\0\0eval\x93X" + struct.pack("<I", len(script)) + script + b"\x85R",
+        "getattr": b"cbuiltins\ngetattr\ncos\npath\nX\x02\0\0\0os\x86RX\x06\0\0\0systemq\x00"
+        + b"0cos\nsystem\nX" + struct.pack("<I", len(system)) + system + b"\x85R\x86",
+        "state": b"chostile_class\nState\n)\x81X" + struct.pack("<I", len(path)) + path + b"b",
+        "key": b"}" + _text(b"builtins", b"eval", script) + b"Ns",
+        "partial": b"cfunctools\npartial\ncbuiltins\neval\n\x85RX"
+        + struct.pack("<I", len(script)) + script + b"\x85R",
+    }  # fmt: skip
+
+
+NAMES = sorted(gadgets("x"))
+
+
+@pytest.fixture
+def marker(tmp_path, monkeypatch):
+    """A file that no gadget may make; on the way out nothing was started and nothing imported."""
+    path = tmp_path / "marker"
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "hostile_gadget.py").write_text(f"NAME = open({str(path)!r}, 'w')\n")
+    (modules / "hostile_class.py").write_text(
+        "class Made:\n    def __new__(cls, path):\n        open(path, 'w')\n        return object.__new__(cls)\n"
+        "class State:\n    def __setstate__(self, path):\n        open(path, 'w')\n"
+    )
+    monkeypatch.syspath_prepend(modules)
+    seen: list[str] = []
+    _watchers.append(seen)
+    yield path
+    _watchers.remove(seen)
+    for module in ("hostile_gadget", "hostile_class"):
+        imported = sys.modules.pop(module, None)
+        assert path.exists() or imported is None
+    assert path.exists() or seen == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gadgets_are_loaded(name, marker):
+    """With Python's own pickle each does what it should, or nothing here would prove anything."""
+    with contextlib.suppress(TypeError):
+        pickle.loads(b"\x80\x02" + gadgets(marker)[name] + b".")  # a code of exit is no file, None no key
+    assert marker.exists()
+
+
+def _attempts(path, folder):
+    """Everything that reads a file, one after the other."""
+    inside = path.suffix == ".ckpt8"
+    yield lambda: inspect_container(path, tensors=True) if inside else inspect_checkpoint(path, tensors=True)
+    yield lambda: ckpt8.compress(path, folder / "out.ckpt8")
+    yield lambda: ckpt8.verify(path)
+    yield lambda: ckpt8.verify(folder / "out.ckpt8", path)
+    for packed in (path, folder / "out.ckpt8"):
+        for unpack in (False, True):
+            yield lambda packed=packed, unpack=unpack: ckpt8.load(packed, unpack=unpack)
+            yield lambda packed=packed: ckpt8.load(packed, member="a.pt")
+        yield lambda packed=packed: ckpt8.restore(packed, folder / "back", force=True)
+        yield lambda packed=packed: ckpt8.resume(packed, model=torch.nn.Linear(2, 2))
+
+
+def read_all(path, marker):
+    """Try everything; what is refused is refused by ckpt8, or by torch for its list of what may be loaded."""
+    done, refusals = 0, []
+    for attempt in _attempts(path, marker.parent):
+        try:
+            attempt()
+            done += 1
+        except Ckpt8Error as exc:
+            one_line(exc)
+        except pickle.UnpicklingError as exc:
+            refusals.append(str(exc))
+        assert all("weights_only" in text or "Weights only" in text for text in refusals)
+        assert not marker.exists()
+    return done
+
+
+def zipped(pickle_bytes, **more):
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle_bytes)
+        archive.writestr("archive/data/0", bytes(8))
+        archive.writestr("archive/version", b"3\n")
+        for name, content in more.items():
+            archive.writestr(f"archive/{name}", content)
+    return data.getvalue()
+
+
+TENSOR = (
+    b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x02tQ"
+    b"K\x00K\x02\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR"
+)
+
+
+def tree(gadget, place):
+    """A checkpoint with a tensor ``w``, and the gadget in one of the places where an object can be."""
+    hooks = TENSOR[: -len(b"ccollections\nOrderedDict\n)RtR")]
+    key = gadget if gadget.startswith(b"c") else b"K\x01"
+    made = {
+        "value": b"X\x01\0\0\0w" + TENSOR + b"X\x01\0\0\0g" + gadget,
+        "argument": b"X\x01\0\0\0w" + TENSOR + b"X\x01\0\0\0gccollections\nOrderedDict\n]" + gadget + b"a\x85R",
+        "hooks": b"X\x01\0\0\0w" + TENSOR + b"X\x01\0\0\0h" + hooks + gadget + b"tR",
+        "state": b"X\x01\0\0\0w" + TENSOR + b"X\x01\0\0\0sccollections\nOrderedDict\n)R}X\x01\0\0\0g" + gadget + b"sb",
+        "key of a dict": b"X\x01\0\0\0w" + TENSOR + b"X\x01\0\0\0d}" + key + b"Ns",
+        "persistent id": b"X\x01\0\0\0w" + TENSOR + b"X\x01\0\0\0p" + gadget + b"Q",
+        "dropped": b"X\x01\0\0\0w" + TENSOR + gadget + b"0",
+    }
+    return b"\x80\x02}(" + made[place] + b"u."
+
+
+PLACES = ["value", "argument", "hooks", "state", "key of a dict", "persistent id", "dropped"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_in_a_zip_file_and_in_a_container(place, marker):
+    """Every gadget, in every place of the pickle; all of them as a file, and as a member of a container."""
+    read = 0
+    for name, gadget in gadgets(marker).items():
+        content = zipped(tree(gadget, place))
+        for number, (suffix, data) in enumerate(((".pt", content), (".ckpt8", container_of(content, "torch-zip")))):
+            path = marker.parent / f"a{number}{suffix}"
+            path.write_bytes(data)
+            read += read_all(path, marker)
+        assert name
+    assert read > len(NAMES)  # inspection and restoration of most of them go through
+
+
+def legacy(gadget, place):
+    """A file of torch before 1.6 with the gadget in one of its five pickles."""
+    pickles = [
+        pickle.dumps(each, 2)
+        for each in (
+            MAGIC,
+            PROTOCOL_VERSION,
+            {"protocol_version": PROTOCOL_VERSION, "little_endian": True},
+            None,
+            ["0"],
+        )
+    ]
+    pickles[3] = b"\x80\x02}X\x01\0\0\0w" + TENSOR + b"s."
+    if place == 3:
+        pickles[3] = tree(gadget, "value")
+    else:
+        # The value is what it was, and the gadget is run on the way.
+        pickles[place] = pickles[place][:2] + gadget + b"0" + pickles[place][2:]
+    return b"".join(pickles) + struct.pack("<q", 2) + bytes(8)
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_in_every_pickle_of_a_legacy_file_and_in_a_container(place, marker):
+    for gadget in gadgets(marker).values():
+        content = legacy(gadget, place)
+        for number, (suffix, data) in enumerate(((".pt", content), (".ckpt8", container_of(content, "torch-legacy")))):
+            path = marker.parent / f"a{number}{suffix}"
+            path.write_bytes(data)
+            read_all(path, marker)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_members_of_a_directory_and_in_records_beside_the_pickle(name, marker):
+    gadget = gadgets(marker)[name]
+    whole = b"\x80\x02" + gadget + b"."
+    root = marker.parent / "run"
+    root.mkdir()
+    save_file({"w": torch.ones(2)}, root / "model.safetensors", metadata={"pickle": whole.decode("latin-1")})
+    (root / "training_args.bin").write_bytes(zipped(tree(gadget, "value")))
+    (root / "random_states_0.pkl").write_bytes(whole)
+    (root / ".metadata").write_bytes(whole)
+    (root / "__0_0.distcp").write_bytes(zipped(tree(gadget, "value")) * 2)
+    (root / "script.pt").write_bytes(zipped(tree(b"N", "value"), **{"constants.pkl": whole, "code/x.py": b"import os"}))
+    (root / "more.pt").write_bytes(zipped(tree(b"N", "value"), **{"extra.pkl": whole, ".data/serialization_id": whole}))
+    inspect_checkpoint(root, tensors=True)
+    ckpt8.compress(root)
+    ckpt8.verify(root.with_suffix(".ckpt8"), root)
+    ckpt8.restore(root.with_suffix(".ckpt8"), marker.parent / "back")
+    for member in ("training_args.bin", "model.safetensors", "more.pt", "random_states_0.pkl", ".metadata"):
+        with contextlib.suppress(Ckpt8Error, pickle.UnpicklingError):
+            ckpt8.load(root.with_suffix(".ckpt8"), member=member)
+        assert not marker.exists()

@@ -1,0 +1,176 @@
+"""Where hostile files write: into their target and nowhere else, and nothing to the terminal but text."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import zstandard
+from hostile_kit import container_of, one_line, outcome, sealed
+from rich.console import Console
+from safetensors.torch import save_file
+
+import ckpt8
+from ckpt8.container.reader import ContainerReader
+from ckpt8.errors import Ckpt8Error, InputError
+from ckpt8.inspect.container import inspect_container
+from ckpt8.inspect.render import show
+from ckpt8.text import printable
+
+ESCAPE = "\x1b]0;owned\x07\x1b[2J\r\n\x9b31m\u202e"
+
+
+def snapshot(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+        if not path.is_symlink()
+    }
+
+
+def test_reading_leaves_no_trace(tmp_path):
+    """Inspect, verify and load write nothing at all, compress and restore their target alone."""
+    folder, out = tmp_path / "in", tmp_path / "out"
+    (folder / "run").mkdir(parents=True)
+    out.mkdir()
+    save_file({"w": torch.randn(80, 80)}, folder / "run" / "model.safetensors")
+    torch.save({"w": torch.randn(80, 80)}, folder / "a.pt")
+    ckpt8.compress(folder / "a.pt")
+    ckpt8.compress(folder / "run")
+    before = snapshot(folder)
+    environment = {**os.environ, "TMPDIR": str(out), "HOME": str(out), "PYTHONDONTWRITEBYTECODE": "1"}
+    for command in (["inspect", "run"], ["verify", "a.ckpt8", "--against", "a.pt"]):
+        run = [sys.executable, "-m", "ckpt8", *command]
+        subprocess.run(run, cwd=folder, env=environment, check=True, capture_output=True, timeout=120)
+    for name in ("a.ckpt8", "run.ckpt8"):
+        with ckpt8.open(folder / name) as file:
+            for member in file.manifest.members:
+                ckpt8.load(folder / name, member=member.path)
+    assert snapshot(folder) == before
+    assert list(out.iterdir()) == []
+    ckpt8.restore(folder / "run.ckpt8", out / "back")
+    ckpt8.compress(folder / "a.pt", out / "x.ckpt8")
+    assert snapshot(folder) == before
+    assert sorted(path.name for path in out.iterdir()) == ["back", "x.ckpt8"]
+
+
+def test_a_restore_that_fails_late_leaves_nothing(tmp_path):
+    """Deep directories, links and the first file are written before the last member turns out to be damaged."""
+    root = tmp_path / "run"
+    (root / ("d/" * 200)).mkdir(parents=True)
+    (root / ("d/" * 200) / "file").write_bytes(b"x")
+    (root / "a").symlink_to("d")
+    save_file({"w": torch.randn(80, 80)}, root / "z.safetensors")
+    ckpt8.compress(root, preset="lossless")
+    data = bytearray((tmp_path / "run.ckpt8").read_bytes())
+    with ContainerReader(tmp_path / "run.ckpt8") as reader:
+        index = next(
+            k for k, storage in enumerate(reader.manifest.storages) if storage.name.startswith("z.safetensors:w")
+        )
+        place = reader._parts[index]["plane0"].offsets[0]
+    data[place + 10] ^= 1
+    (tmp_path / "bad.ckpt8").write_bytes(data)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert "checksum" in outcome(lambda: ckpt8.restore(tmp_path / "bad.ckpt8", tmp_path / "out"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_damage_met_by_torch_is_named(tmp_path):
+    """torch turns what a read raises into errors of its own; the first one is what is reported."""
+    for options in ({}, {"_use_new_zipfile_serialization": False}):
+        torch.save({"model": {"w": torch.randn(80, 80)}}, tmp_path / "a.pt", **options)
+        ckpt8.compress(tmp_path / "a.pt", force=True)
+        data = bytearray((tmp_path / "a.ckpt8").read_bytes())
+        with ContainerReader(tmp_path / "a.ckpt8") as reader:
+            place = next(iter(reader._parts[0].values())).offsets[0]
+        data[place + 10] ^= 1
+        (tmp_path / "bad.ckpt8").write_bytes(data)
+        assert "model.w: checksum" in outcome(lambda: ckpt8.load(tmp_path / "bad.ckpt8"))
+
+
+def test_what_torch_refuses_stays_what_torch_raises(tmp_path):
+    torch.save({"w": torch.ones(2), "args": argparse.Namespace(a=1)}, tmp_path / "a.pt")
+    ckpt8.compress(tmp_path / "a.pt")
+    with pytest.raises(pickle.UnpicklingError, match=r"argparse\.Namespace"):
+        ckpt8.load(tmp_path / "a.ckpt8")
+
+
+# The terminal
+
+
+def test_messages_are_one_line_of_text():
+    error = InputError(f"a {ESCAPE}b")
+    assert "\\x1b]0;owned\\x07" in one_line(error)
+    assert "\\x0a" in str(error)
+    assert len(str(InputError("x" * 10_000_000))) < 2000
+    assert str(InputError("Übung 漢字 🙂.pt: is damaged")) == "Übung 漢字 🙂.pt: is damaged"
+    assert printable("a b") == "a b"
+    assert issubclass(ckpt8.errors.OutputError, Ckpt8Error)
+
+
+def texts(tree, path=()):
+    if isinstance(tree, str):
+        yield path
+    elif isinstance(tree, (dict, list)):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from texts(value, (*path, key))
+
+
+def place(tree, path, text):
+    for key in path[:-1]:
+        tree = tree[key]
+    tree[path[-1]] = text
+
+
+def test_no_text_of_a_manifest_reaches_the_terminal_as_it_is(tmp_path):
+    """Every text in it is tried, one after the other: shown escaped, or the file is refused."""
+    found = []
+    container_of(b"abc", "file", change=lambda manifest: found.append(copy.deepcopy(manifest)))
+    manifest = found[0]
+    manifest["tensors"] = [
+        {"name": "t", "storage": 0, "dtype": "uint8", "offset": 0, "shape": [3], "stride": [1], "flags": []}
+    ]
+    manifest["storages"][0] |= {"reason": "r", "error": {"kind": "weight"}}
+    manifest["parameters"] = [{"name": "p", "moments": {"moment1": 0}, "rule": None, "reason": "r", "error": None}]
+    manifest["rules"] = ["rule"]
+    manifest["directory"] = "run"
+    path, shown = tmp_path / "x.ckpt8", 0
+    for where in texts(manifest):
+        changed = copy.deepcopy(manifest)
+        place(changed, where, ESCAPE)
+        name = changed["storages"][0]["name"]
+        path.write_bytes(sealed({f"{name}/bytes": b"abc"}, zstandard.compress(json.dumps(changed).encode())))
+        stream = io.StringIO()
+        try:
+            show(Console(file=stream, width=200), inspect_container(path, tensors=True))
+        except Ckpt8Error as exc:
+            one_line(exc)
+        written = stream.getvalue()
+        assert all(line.isprintable() for line in written.split("\n")), where
+        shown += "\\x1b]0;" in written
+    assert shown >= 5
+
+
+def test_the_command_line_shows_nothing_else(tmp_path):
+    """A name in a checkpoint, and the name of a file, with commands to the terminal in them."""
+    folder = tmp_path / "a\x1b[2J\nb"
+    folder.mkdir()
+    torch.save({"model": {ESCAPE: torch.randn(80, 80)}}, folder / "a.pt")
+    (folder / "damaged.pt").write_bytes(b"PK\3\4" + bytes(50))
+    ckpt8.compress(folder / "a.pt")
+    outputs = []
+    for command in (["inspect", "a.pt", "--tensors"], ["inspect", "a.ckpt8", "--tensors"], ["inspect", "damaged.pt"]):
+        run = [sys.executable, "-m", "ckpt8", command[0], str(folder / command[1]), *command[2:]]
+        done = subprocess.run(run, check=False, capture_output=True, text=True, timeout=120)
+        outputs.append(done.stdout + done.stderr)
+    assert all(line.isprintable() for output in outputs for line in output.split("\n"))
+    assert all("\\x1b[2J" in output for output in outputs)
+    assert outputs[2].count("\n") == 1
