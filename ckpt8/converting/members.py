@@ -40,10 +40,15 @@ class Members:
         return [member for member in self.found if member.checkpoint.format in dict(READERS)]
 
     def only(self, path: str) -> Members:
-        """One of them, as if it were the source. Raises UsageError that lists checkpoints."""
+        """One of them, or a folder with a distributed one, as the source. Raises UsageError that lists checkpoints."""
+        folders = {member.path.rpartition("/")[0] for member in self.found if member.home is not None} - {""}
+        if path.rstrip("/") in folders:
+            inside = [member for member in self.found if member.path.startswith(f"{path.rstrip('/')}/")]
+            return Members(self.path, True, inside)
         chosen = [member for member in self.checkpoints if member.path == path]
         if not chosen:
-            known = listed((member.path for member in self.checkpoints), _LISTED) or "nothing that can be read"
+            choices = [*(member.path for member in self.checkpoints), *sorted(folders)]
+            known = listed(choices, _LISTED) or "nothing that can be read"
             raise UsageError(f"{self.path}: --member {path!r} is not one of {known}")
         return Members(self.path, False, chosen)
 

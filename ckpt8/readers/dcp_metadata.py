@@ -241,9 +241,10 @@ class _Parser:
             return {}
         found = {}
         for name, path in data.items():
-            if type(name) is str and type(path) is tuple and all(type(part) is str or is_count(part) for part in path):
-                if ".".join(map(str, path)) == name:
-                    found[name] = path
+            if type(name) is not str or type(path) is not tuple:
+                continue
+            if all(type(part) is str or is_count(part) for part in path) and ".".join(map(str, path)) == name:
+                found[name] = path
         return found
 
 

@@ -13,7 +13,13 @@ from converting_kit import checkpoint, trained, trainer_directory
 import ckpt8
 from ckpt8.errors import Ckpt8Error
 
-TARGETS = [("out.pt", "torch"), ("out.safetensors", "safetensors"), ("out", "trainer"), ("flash.pt", "flashoptim")]
+TARGETS = [
+    ("out.pt", "torch"),
+    ("out.safetensors", "safetensors"),
+    ("out", "trainer"),
+    ("flash.pt", "flashoptim"),
+    ("dist", "dcp"),
+]
 
 
 def plain_checkpoint(run):
