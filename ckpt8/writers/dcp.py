@@ -106,7 +106,9 @@ class _Plan:
         try:
             planner.set_up_planner(built, is_coordinator=True)
             plans, self.metadata = planner.create_global_plan([planner.create_local_plan()])
-        except (ValueError, RecursionError) as exc:
+        except RecursionError as exc:
+            raise UsageError(f"{data.label}: refers to itself, or is nested too deep for this format") from exc
+        except ValueError as exc:
             raise UsageError(f"{data.label}: cannot be a distributed checkpoint: {exc}") from exc
         items = sorted(plans[0].items, key=lambda item: item.type is not WriteItemType.BYTE_IO)
         self._values = [(item.index, planner.state_dict[item.index.fqn]) for item in items]
@@ -129,7 +131,8 @@ class _Plan:
     def write(self, descriptor: int, guard: Guard, progress: Progress) -> None:
         """Write the values from the start of an empty file, and complete the metadata.
 
-        ``progress`` is called with bytes of tensors that are values of their own. Raises InputError, OutputError, UnsupportedError.
+        ``progress`` is called with bytes of tensors that are values of their own. Raises InputError, OutputError, and
+        UnsupportedError for what torch does not save.
         """
         from torch.distributed.checkpoint.filesystem import _StorageInfo
 

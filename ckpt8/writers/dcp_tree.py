@@ -5,13 +5,14 @@ model.<name>, optimizer.state.<name>.<key>, optimizer.param_groups.<number>.<opt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt8.converting.choice import choose_model, choose_optimizer
 from ckpt8.converting.composite import Composite
 from ckpt8.errors import UsageError
 from ckpt8.readers.base import TensorRef
+from ckpt8.readers.walk import Components, iter_nodes
 from ckpt8.resuming.find import Candidate
 from ckpt8.resuming.mapping import saved_names
 from ckpt8.resuming.member_names import Weights, parameter_names
@@ -43,8 +44,9 @@ def distributed_tree(data: Composite, key: str | None, types: WeightTypes, repor
     tree: dict[str, Any] = {_MODEL: weights}
     if optimizer is not None:
         tree[_OPTIMIZER] = _named(data, model, optimizer, plain, report)
-    used = [model.node, *([] if optimizer is None else [optimizer.node])]
-    for name, value in _without(data.tree, used).items():
+    used = {id(each.node) for each in (model, optimizer) if each is not None}
+    rest = _without(data.tree, [path for path, node in iter_nodes(data.tree, data.label) if id(node) in used])
+    for name, value in (rest or {}).items():
         if name in tree:
             report.dropped.append(f"{name}: its name is taken by what is written under it")
         else:
@@ -52,31 +54,17 @@ def distributed_tree(data: Composite, key: str | None, types: WeightTypes, repor
     return tree
 
 
-def _without(tree: Any, used: list[dict[Any, Any]]) -> dict[Any, Any]:
-    """What a tree has beside the dictionaries in ``used``, and beside dictionaries and lists of nothing else."""
-    if not isinstance(tree, dict) or any(tree is each for each in used):
-        return {}
-    rest = {}
-    for name, value in tree.items():
-        left = _without(value, used) if isinstance(value, dict) and _holds(value, used) else value
-        if isinstance(left, list) and any(each is one for each in left for one in used):
-            left = [each for each in left if not any(each is one for one in used)]
-        if left is value or left:
-            rest[name] = left
-    return rest
-
-
-def _holds(node: Any, used: list[dict[Any, Any]]) -> bool:
-    """Whether a dictionary is one of ``used``, or has one below it."""
-    waiting, seen = [node], set()
-    while waiting:
-        each = waiting.pop()
-        if any(each is one for one in used):
-            return True
-        if isinstance(each, (dict, list)) and id(each) not in seen:
-            seen.add(id(each))
-            waiting += each.values() if isinstance(each, dict) else each
-    return False
+def _without(node: Any, paths: Sequence[Components]) -> Any:
+    """A copy of a dictionary or list without what is at ``paths``, and without what then is empty; None for others."""
+    if () in paths or not isinstance(node, (dict, list)):
+        return None
+    rest = []
+    for name, value in node.items() if isinstance(node, dict) else enumerate(node):
+        below = [path[1:] for path in paths if path[0] == str(name)]
+        left = _without(value, below) if below else value
+        if left or not below:
+            rest.append((name, left))
+    return dict(rest) if isinstance(node, dict) else [value for _, value in rest]
 
 
 def _named(
