@@ -12,6 +12,7 @@ from ckpt8.converting.distributed_tree import build_tree
 from ckpt8.converting.gathering import Part, gather
 from ckpt8.converting.members import Members
 from ckpt8.converting.sources import Content
+from ckpt8.converting.ties import tie_again
 from ckpt8.errors import InputError, UsageError
 from ckpt8.readers.base import Checkpoint, StorageRef, TensorRef
 from ckpt8.readers.dcp import DcpCheckpoint, DcpFile
@@ -38,7 +39,10 @@ class Distributed:
         return any(member.home is not None for member in members.found)
 
     def assemble(self, members: Members) -> Content:
-        """``{"model": {name: tensor}, "optimizer": ..., ...}`` as it was saved. Raises InputError, UsageError."""
+        """``{"model": {name: tensor}, "optimizer": ..., ...}`` as it was saved, with tied weights as one.
+
+        Raises InputError, UsageError.
+        """
         data = Composite(str(members.path))
         found: dict[int, list[DirectoryMember]] = defaultdict(list)
         for member in members.found:
@@ -58,6 +62,7 @@ class Distributed:
                 )
             tree |= part
         data.tree = tree
+        tie_again(data)
         rest = [each for each in members.found if each.home is None and each.path.rpartition("/")[2] != METADATA]
         return Content(data, self.id, others=rest, notes=notes)
 

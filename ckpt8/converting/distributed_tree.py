@@ -87,11 +87,15 @@ class _Places:
     def path(self, name: str) -> Path:
         """The path of a value."""
         state, option = self._roles.states.get(name), self._options.get(name)
-        if state is not None:
-            return *self._optimizer(name, state.optimizer), _STATE, state.parameter, state.key
-        if option is not None:
-            return *self._optimizer(name, option.optimizer), _GROUPS, option.parameter, option.key
         path = self._metadata.paths.get(name)
+        key = state or option
+        if key is not None:
+            optimizer = self._optimizer(name, key.optimizer)
+            inside = () if path is None else path[len(optimizer) :]
+            if len(inside) > 2 and (inside[1] == key.parameter or type(inside[1]) is int):
+                # What the path knows of dictionaries in a state or a group, the name does not.
+                return *optimizer, str(inside[0]), str(inside[1]), *inside[2:]
+            return *optimizer, _GROUPS if state is None else _STATE, key.parameter, key.key
         if path is None:
             parts = name.split(".")
             at = next((k for k, part in enumerate(parts[:-1]) if part in MODEL_KEYS), None)
