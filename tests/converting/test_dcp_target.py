@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import zipfile
+
 import make_dcp
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from converting_kit import Net, assert_trees_equal, checkpoint, listing, trained
 from dcp_kit import gaps, load_all, read_metadata, run_processes, save_small
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import ckpt8
 from ckpt8.errors import UsageError
@@ -29,15 +34,7 @@ def alone():
         saved["param_names"] = [names[id(parameter)] for parameter in group["params"]]
     others = {"iteration": make_dcp.BEFORE, "history": {"losses": [1.5, torch.ones(3)]}}
     saved = {"model": net.state_dict(), "optimizer": state, **others}
-    return make_dcp_copy(saved), [make_dcp.step(net, optimizer, make_dcp.BEFORE + k) for k in range(make_dcp.AFTER)]
-
-
-def make_dcp_copy(tree):
-    if isinstance(tree, torch.Tensor):
-        return tree.clone()
-    if isinstance(tree, dict):
-        return {key: make_dcp_copy(value) for key, value in tree.items()}
-    return [make_dcp_copy(value) for value in tree] if isinstance(tree, list) else tree
+    return copy.deepcopy(saved), [make_dcp.step(net, optimizer, make_dcp.BEFORE + k) for k in range(make_dcp.AFTER)]
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +54,11 @@ def made(alone, tmp_path_factory):
 # Training goes on
 
 
-def test_at_two_ranks(alone, made, tmp_path):
-    losses = run_processes("resume", tmp_path, *made.values())
+def test_at_two_ranks(alone, distributed, made, tmp_path):
+    again = tmp_path / "nested"
+    ckpt8.convert(distributed[0] / "nested", again, to="dcp")
+    losses = run_processes("resume", tmp_path, again, *made.values())
+    assert losses[str(again)] == distributed[1]
     assert losses[str(made["run"])] == losses[str(made["lossless"])] == pytest.approx(alone[1], rel=1e-6)
     assert losses[str(made["flash"])] == pytest.approx(alone[1], rel=1e-4)
 
@@ -92,11 +92,15 @@ def test_what_two_ranks_wrote_as_the_checkpoint_of_one(distributed, tmp_path):
         for name, value in before.items():
             if "param_groups" not in name or layout == "nested":
                 assert_trees_equal(after[name], value)
-    losses = run_processes("resume", tmp_path, tmp_path / "nested")
-    assert losses[str(tmp_path / "nested")] == distributed[1]
 
 
 # The files
+
+
+def records(content, place):
+    """All records of a slice; torch makes its id from checksums that it does not have yet here."""
+    with zipfile.ZipFile(io.BytesIO(content[place.offset :][: place.length])) as archive:
+        return [(name, "serialization_id" in name or archive.read(name)) for name in archive.namelist()]
 
 
 def test_the_same_as_torch_writes(alone, made, tmp_path):
@@ -112,10 +116,11 @@ def test_the_same_as_torch_writes(alone, made, tmp_path):
     assert ours.version == theirs.version
     places, expected = ours.storage_data, theirs.storage_data
     assert set(places) == set(expected)
-    # A slice of theirs is as long, up to padding that depends on its place.
-    assert {each.fqn: place.length for each, place in places.items()} == {
-        each.fqn: place.length for each, place in expected.items()
-    }
+    mine, other = ((root / "__0_0.distcp").read_bytes() for root in (made["run"], tmp_path / "theirs"))
+    for index, place in places.items():
+        there = expected[index]
+        assert place.length == there.length
+        assert records(mine, place) == records(other, there)
     assert sorted(listing(made["run"])) == [".metadata", "__0_0.distcp"]
     assert_trees_equal(load_all(made["run"]), load_all(tmp_path / "theirs"))
 
@@ -134,7 +139,7 @@ def test_torch_makes_the_same_file_of_it(alone, made, tmp_path):
     dcp_to_torch_save(made["run"], tmp_path / "back.pt")
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     saved = alone[0]
-    assert_trees_equal(back["model"], saved["model"])
+    assert_trees_equal(back["model"], dict(saved["model"]))
     assert (back["iteration"], back["history"]["losses"][0]) == (4, 1.5)
     for theirs, group in zip(back["optimizer"]["param_groups"], saved["optimizer"]["param_groups"], strict=True):
         assert theirs == group | {"params": group["param_names"]}
@@ -156,7 +161,7 @@ def test_compressed_and_restored(made, tmp_path):
 
 
 def live(model, optimizer):
-    state, moments = get_state_dict(model, optimizer, options=StateDictOptions())
+    state, moments = get_state_dict(model, optimizer)
     return {f"model.{name}" for name in state} | {
         f"optimizer.state.{name}.{key}" for name, each in moments["state"].items() for key in each
     }
@@ -166,20 +171,14 @@ def test_names_from_the_order_of_the_model(run, tmp_path):
     """One group without names, a tied weight, buffers: what torch's own state dict asks for is there."""
     torch.save(checkpoint(*run), tmp_path / "run.pt")
     ckpt8.convert(tmp_path / "run.pt", tmp_path / "run", to="dcp")
-    model, optimizer = Net(), None
+    model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     found = load_all(tmp_path / "run")
     assert live(model, optimizer) <= found.keys()
     assert torch.equal(found["model.lm_head.weight"], found["model.embed.weight"])
-    make_dcp_states = {"model": {}, "optimizer": {}}
-    make_dcp_states["model"], make_dcp_states["optimizer"] = get_state_dict(model, optimizer)
-    torch.distributed.checkpoint.load(make_dcp_states, checkpoint_id=tmp_path / "run", no_dist=True)
-    torch.distributed.checkpoint.state_dict.set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=make_dcp_states["model"],
-        optim_state_dict=make_dcp_states["optimizer"],
-    )
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=tmp_path / "run", no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     assert_trees_equal(optimizer.state_dict()["state"], run[1].state_dict()["state"])
     assert_trees_equal(dict(model.state_dict()), dict(run[0].state_dict()))
 
@@ -228,7 +227,8 @@ def test_packed_optimizers_are_unpacked(tmp_path):
     found = load_all(tmp_path / "run")
     assert torch.equal(found["optimizer.state.up.weight.exp_avg"], plain["optimizer"]["state"][1]["exp_avg"])
     assert torch.equal(found["model.up.weight"], plain["model"]["up.weight"])
-    assert live(Net(), torch.optim.AdamW(Net().parameters())) >= {n for n in found if n.startswith("model.")}
+    net = Net()
+    assert live(net, torch.optim.AdamW(net.parameters())) <= found.keys()
 
 
 # Odd trees
