@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 import ckpt8
 from ckpt8.converting.sources import open_content
 from ckpt8.errors import InputError, UsageError
+from ckpt8.readers.directory import size_of
+from ckpt8.writers import WRITERS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -93,6 +95,38 @@ def test_safetensors(layout, distributed, tmp_path):
         assert len(found) == 7
         for name, value in found.items():
             assert torch.equal(value, expected[f"{'' if layout == 'titan' else 'model.'}{name}"].bfloat16())
+
+
+@pytest.mark.parametrize("to", [name for name, _ in WRITERS])
+@pytest.mark.parametrize("form", ["raw", "flash"])
+def test_every_format(to, form, distributed, tmp_path):
+    source = distributed[0] / "nested"
+    if form == "flash":
+        ckpt8.compress(source, tmp_path / "run.ckpt8")
+        source = tmp_path / "run.ckpt8"
+    if (to, form) == ("ckpt8", "flash"):
+        return
+    done = []
+    report = ckpt8.convert(source, tmp_path / "out", to=to, progress=done.append)
+    assert report.bytes == size_of(tmp_path / "out")
+    assert sum(done) == pytest.approx(size_of(source), abs=2)
+    if to == "ckpt8":
+        back = ckpt8.restore(tmp_path / "out", tmp_path / "back")
+        assert load_all(back).keys() == load_all(source).keys()
+
+
+def test_a_source_that_changes_while_it_is_read(tmp_path):
+    weights = {"up.weight": torch.randn(40, 30)}
+    for name, to in (("x.pt", "torch"), ("x.safetensors", "safetensors"), ("x", "dcp"), ("y", "trainer")):
+        root = save_small({"model": weights, "optimizer": adam_state(weights)}, tmp_path / "run", overwrite=True)
+        file = root / "__0_0.distcp"
+
+        def change(_, file=file):
+            file.write_bytes(file.read_bytes() + b"x")
+
+        with pytest.raises(InputError, match="changed while it was read"):
+            ckpt8.convert(root, tmp_path / name, to=to, progress=change)
+        assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
 def test_what_torch_makes_of_a_file(run, tmp_path):
@@ -373,6 +407,17 @@ def test_a_slice_that_is_damaged(distributed, tmp_path):
     (tmp_path / "other" / "__1_0.distcp").unlink()
     refused(tmp_path / "other", tmp_path, r"names '__1_0\.distcp', which is not there")
     assert not list(tmp_path.glob(".*"))
+
+
+def test_slices_that_nobody_can_decode(tmp_path):
+    root = save_small({"model": {"w": torch.ones(400)}}, tmp_path / "run")
+
+    def change(metadata):
+        for place in metadata.storage_data.values():
+            place.transform_descriptors = ["stream.other/1"]
+
+    change_metadata(root, change)
+    refused(root, tmp_path, r"'stream\.other/1', which is not known; it cannot be converted$")
 
 
 def test_a_run_of_ckpt8_optim(tmp_path):
