@@ -36,7 +36,7 @@ class Distributed:
 
     def matches(self, members: Members) -> bool:
         """Whether a ``.metadata`` was found with its files."""
-        return any(member.home is not None for member in members.found)
+        return any(member.home is not None or member.holds_tensors for member in members.found)
 
     def assemble(self, members: Members) -> Content:
         """``{"model": {name: tensor}, "optimizer": ..., ...}`` as it was saved, with tied weights as one.

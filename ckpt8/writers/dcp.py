@@ -145,9 +145,9 @@ class _Plan:
             self.metadata.version = _VERSION
 
     def _write(self, path: Path, descriptor: int, guard: Guard, progress: Progress) -> Iterator[_Place]:
-        position = 0
         import torch
 
+        position = 0
         for index, value in self._values:
             counted = progress if isinstance(value, torch.Tensor) else lambda _: None
             length = self._write_value(value, path, position, descriptor, guard, counted)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import random
-import shutil
-
 import make_dcp
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from converting_kit import assert_trees_equal, checkpoint, trained
-from dcp_kit import adam_state, change_metadata, load_all, save_in_pieces, save_small
+from converting_kit import assert_trees_equal, checkpoint, converted, refused, trained
+from dcp_kit import adam_state, load_all, save_small
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
 import ckpt8
-from ckpt8.converting.sources import open_content
-from ckpt8.errors import InputError, UsageError
+from ckpt8.errors import UsageError
 from ckpt8.readers.directory import size_of
 from ckpt8.writers import WRITERS
 
@@ -27,12 +22,6 @@ LAYOUTS = ["nested", "flat", "threads", "zstd", "titan"]
 GROUPS = [["up.weight", "down.weight"], ["up.bias", "down.bias"], ["norm.weight", "norm.bias"]]
 ALIKE = [GROUPS[0] + GROUPS[1], GROUPS[2]]
 """Groups of equal settings are one where every parameter has its own."""
-
-
-def converted(source, folder, **options):
-    target = folder / "converted.pt"
-    ckpt8.convert(source, target, force=True, **options)
-    return torch.load(target, weights_only=True)
 
 
 # What processes wrote
@@ -115,20 +104,6 @@ def test_every_format(to, form, distributed, tmp_path):
         assert load_all(back).keys() == load_all(source).keys()
 
 
-def test_a_source_that_changes_while_it_is_read(tmp_path):
-    weights = {"up.weight": torch.randn(40, 30)}
-    for name, to in (("x.pt", "torch"), ("x.safetensors", "safetensors"), ("x", "dcp"), ("y", "trainer")):
-        root = save_small({"model": weights, "optimizer": adam_state(weights)}, tmp_path / "run", overwrite=True)
-        file = root / "__0_0.distcp"
-
-        def change(_, file=file):
-            file.write_bytes(file.read_bytes() + b"x")
-
-        with pytest.raises(InputError, match="changed while it was read"):
-            ckpt8.convert(root, tmp_path / name, to=to, progress=change)
-        assert [each.name for each in tmp_path.iterdir()] == ["run"]
-
-
 def test_what_torch_makes_of_a_file(run, tmp_path):
     """Numbers for parameters: they become text in a distributed checkpoint, and numbers again here."""
     saved = {**checkpoint(*run), "history": [1.5, {"loss": torch.ones(3)}], "pair": (torch.arange(4), "x")}
@@ -177,106 +152,6 @@ def test_tied_weights_are_one_again(run, tmp_path):
         found = converted(save_small({"model": untied}, tmp_path / "run", overwrite=True), tmp_path)
         assert_trees_equal(found["model"], dict(untied))
         assert found["model"]["lm_head.weight"].data_ptr() != found["model"]["embed.weight"].data_ptr()
-
-
-# Boxes
-
-
-def halves(shape, dim, at):
-    sizes = [*shape]
-    first, second = [*sizes], [*sizes]
-    first[dim], second[dim] = at, sizes[dim] - at
-    offsets = [0] * len(sizes)
-    offsets[dim] = at
-    return [([0] * len(sizes), first), (offsets, second)]
-
-
-BOXES = {
-    "rows": ((11, 7), halves((11, 7), 0, 6)),
-    "columns": ((11, 7), halves((11, 7), 1, 3)),
-    "inner": ((5, 4, 6), halves((5, 4, 6), 2, 5)),
-    "middle": ((5, 4, 6), halves((5, 4, 6), 1, 1)),
-    "grid": ((9, 8), [((r, c), (h, w)) for r, h in ((0, 5), (5, 4)) for c, w in ((0, 3), (3, 3), (6, 2))]),
-    "pinwheel": ((3, 3), [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]),
-    "with an empty one": ((6, 4), [((0, 0), (6, 4)), ((6, 0), (0, 4))]),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
-@pytest.mark.parametrize("case", BOXES)
-def test_boxes_become_the_tensor_that_torch_loads(case, dtype, tmp_path):
-    shape, boxes = BOXES[case]
-    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype)
-    root = save_in_pieces({"w.x": (tensor, boxes)}, tmp_path / "run")
-    expected = load_all(root)["w.x"]
-    assert torch.equal(expected, tensor)
-    assert torch.equal(converted(root, tmp_path)["w.x"], expected)
-    ckpt8.compress(root, tmp_path / "run.ckpt8", preset="lossless")
-    assert torch.equal(converted(tmp_path / "run.ckpt8", tmp_path)["w.x"], expected)
-
-
-@pytest.mark.parametrize("case", ["grid", "inner", "pinwheel"])
-def test_any_stretch_of_a_tensor_in_boxes(case, tmp_path):
-    shape, boxes = BOXES[case]
-    tensor = torch.randn(shape)
-    root = save_in_pieces({"w.x": (tensor, boxes)}, tmp_path / "run")
-    chance = random.Random(5)
-    with open_content(root) as content:
-        for _ in range(200):
-            start, stop = sorted(chance.choices(range(tensor.numel() + 1), k=2))
-            found = content.data.elements(content.data.tree["w.x"], start, stop)
-            assert torch.equal(found, tensor.flatten()[start:stop])
-
-
-def refused(root, tmp_path, match, error=InputError, **options):
-    for name in ("x.pt", "x.safetensors"):
-        with pytest.raises(error, match=match) as caught:
-            ckpt8.convert(root, tmp_path / name, **options)
-        assert "\n" not in str(caught.value)
-        assert not (tmp_path / name).exists()
-
-
-def drop(name, number):
-    """Take one slice out of the metadata."""
-
-    def change(metadata):
-        index = [each for each in metadata.storage_data if each.fqn == name][number]
-        del metadata.storage_data[index]
-        chunks = metadata.state_dict_metadata[name].chunks
-        metadata.state_dict_metadata[name].chunks = [each for each in chunks if each.offsets != index.offset]
-
-    return change
-
-
-@pytest.mark.parametrize("number", [0, 3, 5])
-def test_a_slice_that_is_missing(number, tmp_path):
-    shape, boxes = BOXES["grid"]
-    root = save_in_pieces(
-        {"w.x": (torch.randn(shape), boxes), "w.y": (torch.ones(2), [((0,), (2,))])}, tmp_path / "run"
-    )
-    change_metadata(root, drop("w.x", number))
-    there = 72 - [15, 15, 10, 12, 12, 8][number]
-    refused(root, tmp_path, rf"'w\.x': slices are missing: {there} of 72 elements are there")
-
-
-def test_a_tensor_without_slices(distributed, tmp_path):
-    root = save_small({"model": {"w": torch.ones(4), "b": torch.ones(2)}}, tmp_path / "run")
-    change_metadata(root, drop("model.w", 0))
-    refused(root, tmp_path, r"'model\.w': slices are missing: 0 of 4")
-
-
-@pytest.mark.parametrize(
-    ("boxes", "match"),
-    [
-        ([((0, 0), (4, 4)), ((3, 0), (3, 4))], "overlap"),
-        ([((0, 0), (6, 4)), ((2, 2), (1, 1))], "overlap"),
-        ([((0, 0), (3, 4)), ((2, 0), (3, 4))], "overlap"),  # as many elements as there are, with a gap
-        ([((0, 0), (2, 4)), ((1, 0), (2, 4))], "missing"),
-    ],
-)
-def test_slices_that_overlap(boxes, match, tmp_path):
-    root = save_in_pieces({"w.x": (torch.randn(6, 4), boxes)}, tmp_path / "run")
-    refused(root, tmp_path, rf"'w\.x': .*{match}")
 
 
 # Values, folders, what cannot be converted
@@ -330,94 +205,6 @@ def test_two_checkpoints_of_the_same_names(tmp_path):
         refused(source, tmp_path, r"is not one of step-1, step-2$", UsageError, member="step-3")
         for number in (1, 2):
             assert converted(source, tmp_path, member=f"step-{number}")["model"]["w.x"].tolist() == [number] * 3
-
-
-def refused_or_done(source, target, **options):
-    """One line and nothing written, or a conversion that went through."""
-    try:
-        ckpt8.convert(source, target, force=True, **options)
-        refusal = None
-    except (InputError, UsageError) as exc:
-        refusal = str(exc)
-    assert refusal is None or ("\n" not in refusal and len(refusal) < 500)
-    assert target.exists() or refusal is not None
-
-
-def change_paths(**paths):
-    return lambda metadata: metadata.planner_data.update(
-        {name.replace("__", "."): path for name, path in paths.items()}
-    )
-
-
-class Evil:
-    """Leaves a file where it is unpickled."""
-
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.marker}",)
-
-
-HOSTILE = {
-    "a value inside a tensor": change_paths(model__w__x=("model", "w", "x"), model__w=("model", "w")),
-    "deep": lambda m: m.planner_data.update({".".join("a" * 5000): tuple("a" * 5000)}),
-    "a number beyond any list": lambda m: m.planner_data.update(
-        {"model.w": ("model.w",), "list.999999999": ("list", 999999999)}
-    ),
-}
-
-
-def test_paths_that_contradict_each_other(tmp_path):
-    saved = {"model": {"w": torch.ones(4), "w.x": torch.ones(2)}, "list": {"999999999": 3}, ".".join("a" * 5000): 1}
-    for change in HOSTILE.values():
-        root = tmp_path / "run"
-        save_small(saved, root, overwrite=True)
-        change_metadata(root, change)
-        refused_or_done(root, tmp_path / "x.pt")
-
-
-@pytest.mark.parametrize("params", [[["w"]], [{}], ["w", 0], "w", [None], ["w", "w"], [], [0, 0], None])
-def test_groups_that_make_no_sense(params, tmp_path):
-    weights = {"w": torch.randn(5, 4)}
-    state = adam_state(weights)
-    state["param_groups"][0]["params"] = params
-    root = save_small({"model": weights, "optimizer": state}, tmp_path / "run")
-    for name, options in (("x.pt", {}), ("x", {"to": "dcp"}), ("y", {"to": "trainer"})):
-        refused_or_done(root, tmp_path / name, **options)
-
-
-def test_nothing_is_executed(tmp_path):
-    marker = tmp_path / "ran"
-    saved = {"model": {"w": torch.ones(4)}, "evil": Evil(marker), "more": [Evil(marker)]}
-    root = save_small(saved, tmp_path / "run")
-    report = ckpt8.convert(root, tmp_path / "y.pt")
-    assert len(report.dropped) == 2
-    change_metadata(root, lambda metadata: setattr(metadata, "planner_data", Evil(marker)))
-    refused(root, tmp_path, "refers to 'posix")
-    assert not marker.exists()
-
-
-def test_a_slice_that_is_damaged(distributed, tmp_path):
-    root = save_small({"model": {"w": torch.ones(400), "b": torch.ones(2)}}, tmp_path / "run")
-    file = root / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:-900])
-    refused(root, tmp_path, r"slice 'model\..' ends at byte")
-    shutil.copytree(distributed[0] / "nested", tmp_path / "other")
-    (tmp_path / "other" / "__1_0.distcp").unlink()
-    refused(tmp_path / "other", tmp_path, r"names '__1_0\.distcp', which is not there")
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_slices_that_nobody_can_decode(tmp_path):
-    root = save_small({"model": {"w": torch.ones(400)}}, tmp_path / "run")
-
-    def change(metadata):
-        for place in metadata.storage_data.values():
-            place.transform_descriptors = ["stream.other/1"]
-
-    change_metadata(root, change)
-    refused(root, tmp_path, r"'stream\.other/1', which is not known; it cannot be converted$")
 
 
 def test_a_run_of_ckpt8_optim(tmp_path):
