@@ -95,7 +95,7 @@ def _tree(data: Composite, files: list[DirectoryMember], notes: list[str]) -> di
                 values[name] = _value(data, home, name)
             except InputError as exc:
                 notes.append(f"left out: {str(exc).removeprefix(f'{data.label}: ')}")
-    return build_tree(home, values, data.label)
+    return build_tree(home, values, data)
 
 
 def _value(data: Composite, home: DcpCheckpoint, name: str) -> Any:

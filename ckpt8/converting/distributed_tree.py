@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
+from ckpt8.container.frames import bytes_of
+from ckpt8.converting.composite import Composite
 from ckpt8.errors import InputError
+from ckpt8.readers.base import TensorRef
 from ckpt8.readers.dcp import DcpCheckpoint
 from ckpt8.readers.torch_common import shown
 from ckpt8.roles import MODEL_KEYS
@@ -24,8 +28,8 @@ class _Branch(dict[Any, Any]):
     """A dictionary of the tree in the making, which no value is."""
 
 
-def build_tree(home: DcpCheckpoint, values: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Everything in ``values``, given by name, in the order of the state dict that was saved.
+def build_tree(home: DcpCheckpoint, values: Mapping[str, Any], data: Composite) -> dict[str, Any]:
+    """Everything in ``values``, given by name, with tensors of ``data``, in the order of the state dict that was saved.
 
     Optimizers have the layout of torch: parameters are numbers, ``param_names`` say what is known of them. Raises
     InputError for names that contradict each other.
@@ -44,15 +48,15 @@ def build_tree(home: DcpCheckpoint, values: Mapping[str, Any], label: str) -> di
                 child = node[part] = _Branch()
                 branches.append((node, part, child))
             if type(child) is not _Branch:
-                raise InputError(f"{label}: {shown(name)} lies inside another value")
+                raise InputError(f"{data.label}: {shown(name)} lies inside another value")
             node = child
         if last in node:
-            raise InputError(f"{label}: {shown(name)} lies where another value does")
+            raise InputError(f"{data.label}: {shown(name)} lies where another value does")
         node[last] = values[name]
     for node, part, branch in reversed(branches):  # from the inside out
         node[part] = _finished(branch)
     for optimizer in dict.fromkeys(places.optimizers.values()):
-        _rebuild(_at(top, optimizer))
+        _rebuild(_at(top, optimizer), data)
     return dict(top)
 
 
@@ -112,12 +116,12 @@ class _Places:
         return self.optimizers[optimizer]
 
 
-def _rebuild(optimizer: Any) -> None:
+def _rebuild(optimizer: Any, data: Composite) -> None:
     """Give an optimizer groups that list its parameters, and its states the numbers of those."""
     states, found = optimizer.get(_STATE, {}), optimizer.get(_GROUPS, {})
     if type(states) is not dict or type(found) is not dict or not all(type(group) is dict for group in found.values()):
         return
-    groups = [*_groups(found, list(states))]
+    groups = [*_groups(found, list(states), data)]
     numbers: dict[Any, int] = {}
     for group in groups:
         listed = group[_PARAMETERS]
@@ -131,7 +135,7 @@ def _rebuild(optimizer: Any) -> None:
     optimizer[_GROUPS] = groups
 
 
-def _groups(found: Mapping[str, Mapping[str, Any]], parameters: list[str]) -> Iterator[dict[str, Any]]:
+def _groups(found: Mapping[str, Mapping[str, Any]], parameters: list[str], data: Composite) -> Iterator[dict[str, Any]]:
     """The groups, which have numbers and say what is in them, or are of one parameter each: those of equal settings."""
     numbered = {owner: group for owner, group in found.items() if isinstance(group.get(_PARAMETERS), list)}
     for owner in sorted(numbered, key=lambda owner: (len(str(owner)), str(owner))):
@@ -140,10 +144,18 @@ def _groups(found: Mapping[str, Mapping[str, Any]], parameters: list[str]) -> It
     members: dict[int, list[str]] = defaultdict(list)
     for owner, group in found.items():
         if owner not in numbered:
-            # A tensor equals none but itself.
-            kept = alike.setdefault(repr(group), dict(group))
+            identity = repr({key: _plain(value, data) for key, value in group.items()})
+            kept = alike.setdefault(identity, dict(group))
             members[id(kept)].append(owner)
     for group in alike.values():
         yield {**group, _PARAMETERS: members[id(group)]}
     if not found and parameters:
         yield {_PARAMETERS: parameters}
+
+
+def _plain(value: Any, data: Composite) -> Any:
+    """A setting that is a tensor of one number, such as a learning rate, as what it holds."""
+    if not isinstance(value, TensorRef) or prod(value.shape) != 1:
+        return value
+    number = data.elements(value, 0, 1)
+    return value.dtype, value.shape, bytes(bytes_of(number))

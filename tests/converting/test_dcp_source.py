@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import make_dcp
 import pytest
 import torch
@@ -10,6 +12,7 @@ from converting_kit import assert_trees_equal, checkpoint, converted, refused, t
 from dcp_kit import adam_state, load_all, save_small
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ckpt8
 from ckpt8.errors import UsageError
@@ -71,6 +74,36 @@ def test_training_goes_on_in_one_process_without_distributed_checkpoints(distrib
         optimizer.load_state_dict(found["optimizer"])
         losses = [make_dcp.step(net, optimizer, make_dcp.BEFORE + k) for k in range(make_dcp.AFTER)]
         assert losses == pytest.approx(distributed[1], rel=1e-6)
+
+
+OPTIMIZERS = {
+    "adafactor": torch.optim.Adafactor,
+    "amsgrad": functools.partial(torch.optim.Adam, amsgrad=True),
+    "lr in a tensor": functools.partial(torch.optim.AdamW, lr=torch.tensor(2e-3)),
+    "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "no state": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop,
+}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizers_of_torch(kind, flat, tmp_path):
+    model, optimizer = trained(OPTIMIZERS[kind])
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options), strict=True))
+    found = converted(save_small(saved, tmp_path / "run"), tmp_path)
+    again = OPTIMIZERS[kind](model.parameters())
+    again.load_state_dict(found["optimizer"])
+    groups = again.state_dict()["param_groups"]
+    names = [name for name, _ in model.named_parameters()]
+    assert [group.pop("param_names") for group in groups] == [names]
+    assert_trees_equal([dict(sorted(group.items())) for group in groups], sorted_groups(optimizer))
+    assert_trees_equal(again.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def sorted_groups(optimizer):
+    return [dict(sorted(group.items())) for group in optimizer.state_dict()["param_groups"]]
 
 
 @pytest.mark.parametrize("layout", ["nested", "titan"])
