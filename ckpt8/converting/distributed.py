@@ -58,7 +58,7 @@ class Distributed:
             if both:
                 folders = listed(sorted({each.path.rpartition("/")[0] or "." for each in _files(found)}))
                 raise UsageError(
-                    f"{data.label}: several checkpoints hold {shown(min(both))}; choose one with --member: {folders}"
+                    f"{data.label}: several checkpoints hold {shown(min(map(str, both)))}; choose one with --member: {folders}"
                 )
             tree |= part
         data.tree = tree
