@@ -57,9 +57,8 @@ class Distributed:
             both = tree.keys() & part.keys()
             if both:
                 folders = listed(sorted({each.path.rpartition("/")[0] or "." for each in _files(found)}))
-                raise UsageError(
-                    f"{data.label}: several checkpoints hold {shown(min(map(str, both)))}; choose one with --member: {folders}"
-                )
+                name = shown(min(map(str, both)))
+                raise UsageError(f"{data.label}: several checkpoints hold {name}; choose one with --member: {folders}")
             tree |= part
         data.tree = tree
         tie_again(data)
