@@ -26,14 +26,20 @@ def convert(
         typer.Option(metavar="D", help="Of the weights: float32, bfloat16, float16. safetensors take fp32 as bf16."),
     ] = None,
     key: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Which model, where there are several: ema, state_dict_ema.")
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Which model, where there are several: ema, state_dict_ema. torch and dcp write it alone.",
+        ),
     ] = None,
-    member: Annotated[str | None, typer.Option(metavar="M", help="Which file of a directory.")] = None,
+    member: Annotated[
+        str | None, typer.Option(metavar="M", help="Which file of a directory, or folder with a DCP.")
+    ] = None,
     threads: Threads = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Write SRC in another format: a .pt, safetensors that transformers loads, a Trainer directory, a .ckpt8."""
+    """Write SRC in another format: a .pt, safetensors that transformers loads, a Trainer or DCP directory, a .ckpt8."""
     from ckpt8.converting.report import show
     from ckpt8.converting.run import convert as run
     from ckpt8.progress import progress_bar

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt8.container.header import is_container
-from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
+from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.errors import InputError, UsageError
 from ckpt8.readers import READERS, get_reader, open_checkpoint
-from ckpt8.readers.base import ByteRange, SourceFile
-from ckpt8.readers.directory import DirectoryMember, PlainFile, is_directory, open_directory, walk
+from ckpt8.readers.base import SourceFile
+from ckpt8.readers.dcp_directory import open_distributed
+from ckpt8.readers.directory import DirectoryMember, Entry, PlainFile, is_directory, open_directory, walk
+from ckpt8.readers.window import NamedRange
 from ckpt8.resuming.names import listed
 from ckpt8.workers import Workers
 
@@ -38,10 +40,15 @@ class Members:
         return [member for member in self.found if member.checkpoint.format in dict(READERS)]
 
     def only(self, path: str) -> Members:
-        """One of them, as if it were the source. Raises UsageError that lists checkpoints."""
+        """One of them, or a folder with a distributed one, as the source. Raises UsageError that lists checkpoints."""
+        folders = {member.path.rpartition("/")[0] for member in self.found if member.home is not None} - {""}
+        if path.rstrip("/") in folders:
+            inside = [member for member in self.found if member.path.startswith(f"{path.rstrip('/')}/")]
+            return Members(self.path, True, inside)
         chosen = [member for member in self.checkpoints if member.path == path]
         if not chosen:
-            known = listed((member.path for member in self.checkpoints), _LISTED) or "nothing that can be read"
+            choices = [*(member.path for member in self.checkpoints), *sorted(folders)]
+            known = listed(choices, _LISTED) or "nothing that can be read"
             raise UsageError(f"{self.path}: --member {path!r} is not one of {known}")
         return Members(self.path, False, chosen)
 
@@ -68,7 +75,8 @@ class _StoredFile(SourceFile):
     """A member of a container in place of the file that it was. For one thread at a time."""
 
     def __init__(self, files: _Files, index: int) -> None:
-        self.source = ByteRange(files.reader.path, 0, files.reader.manifest.members[index].size)
+        record = files.reader.manifest.members[index]
+        self.source = NamedRange(files.reader.path, 0, record.size, record.path)
         self._files = files
         self._index = index
 
@@ -99,19 +107,21 @@ def open_members(path: Path, *, threads: int | None = None) -> Iterator[Members]
     else:
         with ContainerReader(path) as reader, Workers(threads) as workers:
             files = _Files(reader, workers)
-            indices = range(len(reader.manifest.members))
-            opened = [_stored(files, index) for index in indices if _is_file(reader, index)]
-            yield Members(path, reader.manifest.directory is not None, opened)
+            yield Members(path, reader.manifest.directory is not None, _stored_members(files))
 
 
-def _is_file(reader: ContainerReader, index: int) -> bool:
-    return reader.manifest.members[index].format not in (SYMLINK, DIRECTORY)
+def _stored_members(files: _Files) -> list[DirectoryMember]:
+    members = enumerate(files.reader.manifest.members)
+    stored = {each.path: index for index, each in members if each.format not in (SYMLINK, DIRECTORY)}
+    entries = [Entry(path, FILE) for path in stored]
+    known = open_distributed(entries, lambda path: _StoredFile(files, stored[path]), decode=True)
+    return [known.get(path) or _stored(files, index) for path, index in stored.items()]
 
 
 def _stored(files: _Files, index: int) -> DirectoryMember:
     record = files.reader.manifest.members[index]
     file = _StoredFile(files, index)
-    if record.format == FILE:
+    if record.format in (FILE, DCP):
         return DirectoryMember(record.path, PlainFile(file))
     if record.format not in dict(READERS):
         where = files.reader.path

@@ -26,11 +26,12 @@ def convert(
 ) -> Report:
     """Write a checkpoint in another format; what was written, cast and left out.
 
-    ``source`` is anything that ``compress`` takes, or a ``.ckpt8`` of it, which is decoded on the way. ``to`` is torch,
-    safetensors, trainer, flashoptim or ckpt8; without it the name of ``target`` decides. ``dtype`` is the element type
-    of the weights: float32, bfloat16 or float16. Without it they keep theirs, but fp32 becomes bf16 in safetensors
-    and in flashoptim's layout. ``key`` is the path of the model in the tree where there are several, with dots;
-    ``member`` one file of a directory. ``progress`` is called with numbers of bytes that add up to the source's.
+    ``source`` is anything that ``compress`` takes, or a ``.ckpt8`` of it, which is decoded on the way; slices of a
+    distributed checkpoint are put together. ``to`` is torch, safetensors, trainer, dcp, flashoptim or ckpt8; without it
+    the name of ``target`` decides. ``dtype`` is the element type of the weights: float32, bfloat16 or float16. Without
+    it they keep theirs, but fp32 becomes bf16 in safetensors and in flashoptim's layout. ``key`` is the path of the
+    model in the tree where there are several, with dots; ``member`` one file of a directory, or a folder of it with a
+    distributed checkpoint. ``progress`` is called with numbers of bytes that add up to the source's.
 
     Memory is bounded by blocks, nothing of a pickle is executed, and the target appears whole or not at all. Raises
     InputError for a source that is damaged or in pieces by rank, UsageError for what it does not hold and for the

@@ -18,6 +18,7 @@ from ckpt8.resuming.names import listed
 LAYOUTS: tuple[tuple[str, str], ...] = (
     ("deepspeed-universal", "ckpt8.converting.universal:Universal"),
     ("deepspeed-partitions", "ckpt8.converting.partitions:Partitions"),
+    ("dcp", "ckpt8.converting.distributed:Distributed"),
     ("model-directory", "ckpt8.converting.model_directory:ModelDirectory"),
 )
 """Layouts of directories by id and class, in the order in which they are tried. Classes are imported when needed."""

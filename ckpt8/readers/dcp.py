@@ -26,7 +26,7 @@ from ckpt8.readers.window import Window
 from ckpt8.roles import Labelled, NamedTensor
 
 MAX_VALUE_BYTES = 64 * 2**20
-"""The longest value that is no tensor of which an option of an optimizer is read."""
+"""The longest value that is no tensor of which an option of an optimizer is read, or that is converted."""
 
 _MAX_DECODED_VALUE = 2**30
 """The longest such value that is decoded: nothing but its compressed form says how long it may be."""
@@ -47,13 +47,20 @@ class StateSlice:
 
 
 class DcpFile:
-    """One file as a Checkpoint. ``states`` are the slices that belong to the state of an optimizer."""
+    """One file as a Checkpoint. ``parts`` are its slices that are no more than a tensor."""
 
-    def __init__(self, file: SourceFile, storages: Sequence[StorageInfo], tree: Any) -> None:
+    def __init__(
+        self,
+        file: SourceFile,
+        storages: Sequence[StorageInfo],
+        tree: Any,
+        parts: Sequence[tuple[Slice, TensorRef]] = (),
+    ) -> None:
         self.format = DCP
         self.size = file.source.length
         self.storages = storages
         self.tree = tree
+        self.parts = parts
         self._file = file
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -81,7 +88,7 @@ class DcpCheckpoint:
             pieces.sort(key=lambda piece: (piece.offset, piece.length))
         self.moved: dict[Slice, tuple[int, int]] = {}
         self._values: dict[str, Window] = {}
-        self._known: dict[bytes, Any] = {}
+        self._known: dict[bytes, OpenCheckpoint] = {}
 
     def transforms(self, path: str) -> set[str]:
         """What was done to slices of a file."""
@@ -101,6 +108,7 @@ class DcpCheckpoint:
             self.moved.update(zip(pieces, decoded.places, strict=True))
         storages: list[StorageInfo] = []
         tensors: list[NamedTensor] = []
+        parts: list[tuple[Slice, TensorRef]] = []
         states: list[StateSlice] = []
         opaque: set[str] = set()
         for number, piece in enumerate(pieces):
@@ -117,11 +125,12 @@ class DcpCheckpoint:
                 continue
             ref = replace(found.tree, key=_key(number, found.tree.key))
             tensors.append(self._named(piece, ref))
+            parts.append((piece, ref))
             key = self.roles.states.get(piece.name)
             if key is not None:
                 whole = self.metadata.is_whole(piece)
                 states.append(StateSlice(key, piece.place, self.metadata.suffix(piece), whole, ref))
-        return DcpFile(file, storages, Labelled(tuple(tensors), frozenset(opaque))), states
+        return DcpFile(file, storages, Labelled(tuple(tensors), frozenset(opaque)), parts), states
 
     def forget(self, path: str) -> None:
         """Leave the slices of a file where they are, since it could not be opened."""
@@ -153,19 +162,26 @@ class DcpCheckpoint:
 
     def value(self, name: str) -> Any:
         """A value that is no tensor, as the inert pickle machine gives it; None where it cannot be told."""
-        window = self._values.get(name)
-        if window is None or window.source.length > MAX_VALUE_BYTES:
-            return None
-        content = window.read(0, window.source.length)
-        if content in self._known:
-            return self._known[content]
         try:
-            value = TorchZipReader().read(window).tree
+            return None if name not in self._values else self.open_value(name).tree
         except InputError:
-            value = None
-        if len(content) <= _KNOWN_BYTES:
-            self._known[content] = value
-        return value
+            return None
+
+    def open_value(self, name: str) -> OpenCheckpoint:
+        """A value that is no tensor, of a file that was opened, as a checkpoint of its own.
+
+        Raises InputError where it is damaged or too long, KeyError for another name.
+        """
+        window = self._values[name]
+        if window.source.length > MAX_VALUE_BYTES:
+            raise InputError(f"{window.source}: has {window.source.length} bytes, more than {MAX_VALUE_BYTES}")
+        content = window.read(0, window.source.length)
+        known = self._known.get(content)
+        if known is None:
+            known = TorchZipReader().read(window)
+            if len(content) <= _KNOWN_BYTES:
+                self._known[content] = known
+        return known
 
     def group(self, key: StateKey) -> Mapping[str, Any]:
         """The options of the parameter's group that tell the update rule."""

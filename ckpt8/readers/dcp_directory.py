@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt8.container.manifest import FILE, SYMLINK
 from ckpt8.errors import InputError, UnsupportedError
-from ckpt8.readers.base import ByteRange, SourceFile, StorageInfo
+from ckpt8.readers.base import SourceFile, StorageInfo
 from ckpt8.readers.dcp import DcpCheckpoint
 from ckpt8.readers.dcp_metadata import MAX_METADATA_BYTES, METADATA, ZSTD, read_metadata
 from ckpt8.readers.dcp_pickle import rewritten
 from ckpt8.readers.directory import DirectoryMember, Entry, PlainFile, kept
-from ckpt8.readers.pool import FilePool, PooledFile
 from ckpt8.readers.shards import is_named_shard
 from ckpt8.readers.torch_common import shown
 
@@ -44,12 +42,15 @@ class Rewritten:
 
 
 def open_distributed(
-    root: Path, entries: Sequence[Entry], pool: FilePool, *, decode: bool
+    entries: Sequence[Entry], open_file: Callable[[str], SourceFile], *, decode: bool
 ) -> dict[str, DirectoryMember]:
-    """The members of all distributed checkpoints, by path. Raises InputError for a damaged or hostile one."""
+    """The members of all distributed checkpoints, by path; ``open_file`` opens that of a path.
+
+    Raises InputError for a damaged or hostile one.
+    """
     found: dict[str, DirectoryMember] = {}
     by_path = {entry.path: entry for entry in entries}
-    for folder, file in _metadata_files(root, entries, pool):
+    for folder, file in _metadata_files(entries, open_file):
         where = str(file.source)
         data = file.read(0, file.source.length)
         checkpoint = DcpCheckpoint(read_metadata(data, where))
@@ -60,7 +61,7 @@ def open_distributed(
             if entry.path in found:
                 raise InputError(f"{where}: names {shown(path)}, which belongs to another .metadata")
             if entry.format == FILE:
-                found[entry.path] = _open_file(root, entry, checkpoint, path, pool, decode=decode)
+                found[entry.path] = _open_file(open_file(entry.path), entry, checkpoint, path, decode=decode)
         if checkpoint.moved:
             content = rewritten(checkpoint.metadata, checkpoint.moved, where)
             found[folder + METADATA] = DirectoryMember(folder + METADATA, Rewritten(file, content), _METADATA_REWRITTEN)
@@ -68,7 +69,9 @@ def open_distributed(
     return found
 
 
-def _metadata_files(root: Path, entries: Sequence[Entry], pool: FilePool) -> Iterator[tuple[str, PooledFile]]:
+def _metadata_files(
+    entries: Sequence[Entry], open_file: Callable[[str], SourceFile]
+) -> Iterator[tuple[str, SourceFile]]:
     """Every ``.metadata`` of a folder, which ends with a slash unless it is the top, that has shards below it."""
     shards = [entry.path for entry in entries if is_named_shard(entry.path)]
     for entry in entries:
@@ -76,7 +79,7 @@ def _metadata_files(root: Path, entries: Sequence[Entry], pool: FilePool) -> Ite
         named = entry.path.rpartition("/")[2] == METADATA and entry.format == FILE
         if not named or not any(path.startswith(folder) for path in shards):
             continue
-        file = PooledFile(ByteRange.of(root / entry.path), pool)
+        file = open_file(entry.path)
         if file.source.length > MAX_METADATA_BYTES:
             raise InputError(f"{file.source}: has {file.source.length} bytes, more than {MAX_METADATA_BYTES}")
         if file.source.length and file.read(0, 1) == _PICKLE:
@@ -84,9 +87,8 @@ def _metadata_files(root: Path, entries: Sequence[Entry], pool: FilePool) -> Ite
 
 
 def _open_file(
-    root: Path, entry: Entry, checkpoint: DcpCheckpoint, path: str, pool: FilePool, *, decode: bool
+    file: SourceFile, entry: Entry, checkpoint: DcpCheckpoint, path: str, *, decode: bool
 ) -> DirectoryMember:
-    file = PooledFile(ByteRange.of(root / entry.path), pool)
     transforms: Mapping[str, None] = dict.fromkeys(sorted(checkpoint.transforms(path)))
     unknown = next((transform for transform in transforms if transform != ZSTD), None)
     if unknown is not None:

@@ -90,14 +90,14 @@ class StoredTensor:
 
 @dataclass(slots=True)
 class Metadata:
-    """``paths`` lead to a value in the state dict that was saved, where that is known.
+    """``paths`` lead to a value in the state dict that was saved, where that is known; numbers are places in lists.
 
     ``tree`` is the inert pickle, of ``nbytes`` bytes.
     """
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     slices: list[Slice] = field(default_factory=list)
-    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     tree: Any = None
     nbytes: int = 0
 
@@ -235,16 +235,16 @@ class _Parser:
             raise self._fail(f"{shown(name)}: its transformations have no names")
         return Slice(name, path, offset, length, place, tuple(transforms))
 
-    def _paths(self, data: Any) -> dict[str, tuple[str, ...]]:
+    def _paths(self, data: Any) -> dict[str, tuple[str | int, ...]]:
         """The paths that the default planner keeps; what another planner keeps is left alone."""
         if type(data) is not dict:
             return {}
         found = {}
         for name, path in data.items():
-            if type(name) is str and type(path) is tuple and all(type(part) is str or is_count(part) for part in path):
-                components = tuple(str(part) for part in path)
-                if ".".join(components) == name:
-                    found[name] = components
+            if type(name) is not str or type(path) is not tuple:
+                continue
+            if all(type(part) is str or is_count(part) for part in path) and ".".join(map(str, path)) == name:
+                found[name] = path
         return found
 
 

@@ -95,10 +95,10 @@ class DcpRoles:
                     break
 
     def _find_owners(self) -> dict[Components, set[Components]]:
-        """By optimizer, what it has moments of."""
+        """By optimizer, what it has moments of, or a group for."""
         owners: dict[Components, set[Components]] = defaultdict(set)
         for home, rest in self._inside.values():
-            if rest[0] == _STATE and len(rest) > 2 and rest[-1] in STATE_ROLES:
+            if len(rest) > 2 and (rest[0] == _GROUPS or rest[-1] in STATE_ROLES):
                 owners[home].add(rest[1:-1])
         return owners
 
@@ -134,6 +134,15 @@ class DcpRoles:
     def values_of(self, key: StateKey) -> Mapping[str, str]:
         """By key, the names of all state of the parameter of ``key``."""
         return self._keys[key.optimizer, key.parameter]
+
+    @property
+    def options(self) -> dict[str, StateKey]:
+        """By name, the options of groups; ``parameter`` is the number of a group, or the parameter that has its own."""
+        return {
+            name: StateKey(optimizer, ".".join(rest[:-1]), rest[-1])
+            for optimizer, options in self._options.items()
+            for name, rest in options
+        }
 
     def group(self, key: StateKey, value: Value) -> Mapping[str, Any]:
         """The options of the group that a parameter is in, as far as they tell the update rule."""

@@ -180,7 +180,7 @@ def open_directory(root: Path, entries: Sequence[Entry], *, decode: bool) -> Ite
         raise InputError(f"{root}: an empty directory; give a checkpoint file, or a directory that holds some")
     pool = FilePool()
     try:
-        known = open_distributed(root, entries, pool, decode=decode)
+        known = open_distributed(entries, lambda path: PooledFile(ByteRange.of(root / path), pool), decode=decode)
         yield [known.get(entry.path) or _open(root, entry, pool) for entry in entries]
     finally:
         pool.close()

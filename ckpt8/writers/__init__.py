@@ -15,6 +15,7 @@ WRITERS: tuple[tuple[str, str], ...] = (
     ("torch", "ckpt8.writers.torch_zip:TorchWriter"),
     ("safetensors", "ckpt8.writers.safetensors:SafetensorsWriter"),
     ("trainer", "ckpt8.writers.trainer:TrainerWriter"),
+    ("dcp", "ckpt8.writers.dcp:DcpWriter"),
     ("flashoptim", "ckpt8.writers.flashoptim:FlashoptimWriter"),
     ("ckpt8", "ckpt8.writers.container:ContainerWriter"),
 )

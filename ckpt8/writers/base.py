@@ -14,6 +14,7 @@ from ckpt8.converting.choice import tensors_of
 from ckpt8.converting.composite import Composite
 from ckpt8.converting.regions import Caster
 from ckpt8.converting.sources import Content, open_content
+from ckpt8.converting.ties import HEADS, module_of
 from ckpt8.errors import UsageError
 from ckpt8.pipeline import Progress
 from ckpt8.policy import BUFFERS
@@ -26,8 +27,6 @@ from ckpt8.tensors import DType
 FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 _WEIGHT_TYPES = {"float32": DType.FLOAT32, "bfloat16": DType.BFLOAT16, "float16": DType.FLOAT16}
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_HEADS = frozenset({"lm_head", "head", "output", "output_layer", "embed_out", "proj_out", "decoder", "classifier"})
-"""Last modules of names that lose against the other names of a tied weight: the output takes over the embedding."""
 
 
 @dataclass(slots=True)
@@ -158,8 +157,4 @@ def model_weights(data: Composite, model: Candidate, types: WeightTypes, report:
 
 def _kept(names: list[str]) -> str:
     """The name that stays of a tied weight: the first one that is not of an output layer."""
-    return next((name for name in names if _module(name) not in _HEADS), names[0])
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0].rpartition(".")[2]
+    return next((name for name in names if module_of(name) not in HEADS), names[0])

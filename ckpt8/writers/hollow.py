@@ -103,7 +103,8 @@ class HollowBuilder(RestBuilder):
 
     def _held(self, small: torch.Tensor) -> torch.Tensor:
         """A tensor that was computed already, such as a step."""
-        held = Held(bytes(bytes_of(small.contiguous())))
+        small = small.contiguous()
+        held = Held(bytes(bytes_of(small)))
         return self._tensor(self._data.tensor(held, DType.from_label(str(small.dtype)), tuple(small.shape)))
 
 

@@ -120,17 +120,12 @@ class TorchFile:
         """
         import torch
 
-        storages: dict[str, torch.UntypedStorage] = {}
         with guard(), tempfile.TemporaryDirectory(prefix="ckpt8-") as folder:
             # The records in the file are named after it.
             link = Path(folder, name)
             link.symlink_to(path)
-            try:
-                with torch.serialization.skip_data():
-                    torch.save(self._object, link, pickle_module=cast("Any", recording_pickle(storages)))
-                unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-            except RuntimeError as exc:
-                raise UnsupportedError(f"{self._data.label}: cannot be saved by torch: {exc}") from exc
+            storages = save_hollow(self._object, link, self._data.label)
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         if not storages:
             raise InputError(f"{self._data.label}: {_NOTHING}")
         if unsafe:
@@ -139,20 +134,41 @@ class TorchFile:
             places = with_crc_fields(path, skeleton)
         for place in places:
             source = self._data.storage(self._keys[storages[place.key]._cdata])
-            crc = self._copy(source, place, descriptor, guard, progress)
-            with guard():
-                for field in place.crc_fields:
-                    write_at(descriptor, memoryview(crc.to_bytes(CRC_BYTES, "little")), field)
+            fill_storage(self._data, source, place, descriptor, guard, progress)
 
-    def _copy(self, source: StorageInfo, place: StorageInfo, descriptor: int, guard: Guard, progress: Progress) -> int:
-        """Fill one storage; its checksum."""
-        crc = 0
-        for start in range(0, source.nbytes, _BLOCK_BYTES):
-            content = host_bytes(min(_BLOCK_BYTES, source.nbytes - start))
-            view = bytes_of(content)
-            self._data.read_into(source.offset + start, view)
-            with guard():
-                write_at(descriptor, view, place.offset + start)
-            crc = combine(crc, crc32(view), len(view))
-            progress(len(view))
-        return crc
+
+def save_hollow(obj: object, path: Path, label: str) -> dict[str, torch.UntypedStorage]:
+    """``torch.save`` of tensors without content: holes where they belong. The storages by their names in the file.
+
+    Raises UnsupportedError, opened by ``label``, for what torch does not save.
+    """
+    import torch
+
+    storages: dict[str, torch.UntypedStorage] = {}
+    try:
+        with torch.serialization.skip_data():
+            torch.save(obj, path, pickle_module=cast("Any", recording_pickle(storages)))
+    except RuntimeError as exc:
+        raise UnsupportedError(f"{label}: cannot be saved by torch: {exc}") from exc
+    return storages
+
+
+def fill_storage(
+    data: Composite, source: StorageInfo, place: StorageInfo, descriptor: int, guard: Guard, progress: Progress
+) -> None:
+    """Copy a storage of ``data`` to its ``place`` in a file of torch.save, and set the checksums that are kept of it.
+
+    Raises InputError, OutputError.
+    """
+    crc = 0
+    for start in range(0, source.nbytes, _BLOCK_BYTES):
+        content = host_bytes(min(_BLOCK_BYTES, source.nbytes - start))
+        view = bytes_of(content)
+        data.read_into(source.offset + start, view)
+        with guard():
+            write_at(descriptor, view, place.offset + start)
+        crc = combine(crc, crc32(view), len(view))
+        progress(len(view))
+    with guard():
+        for field in place.crc_fields:
+            write_at(descriptor, memoryview(crc.to_bytes(CRC_BYTES, "little")), field)

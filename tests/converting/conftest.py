@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from converting_kit import checkpoint, trained, trainer_directory
+from dcp_kit import run_processes
 
 import ckpt8
 
@@ -26,3 +27,13 @@ def forms(run, tmp_path_factory):
             found[f"{source} {preset}"] = folder / f"{source}.{preset}.ckpt8"
             ckpt8.compress(found[source], found[f"{source} {preset}"], preset=preset)
     return found
+
+
+@pytest.fixture(scope="session")
+def distributed(tmp_path_factory):
+    """What two ranks of FSDP2 saved in every layout, by name of the folder, and the losses of the steps that followed.
+
+    No test may change it.
+    """
+    root = tmp_path_factory.mktemp("distributed")
+    return root, run_processes("train", root)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import save_file
+
+import ckpt8
+from ckpt8.errors import InputError, UsageError
 
 WIDTH = 96
 
@@ -76,3 +80,30 @@ def assert_trees_equal(found, expected):
             assert_trees_equal(one, other)
     else:
         assert found == expected
+
+
+def converted(source, folder, **options):
+    """What a source is as a ``.pt`` in ``folder``."""
+    target = folder / "converted.pt"
+    ckpt8.convert(source, target, force=True, **options)
+    return torch.load(target, weights_only=True)
+
+
+def refused(root, tmp_path, match, error=InputError, **options):
+    """Conversion fails with one line that matches, and writes nothing."""
+    for name in ("x.pt", "x.safetensors"):
+        with pytest.raises(error, match=match) as caught:
+            ckpt8.convert(root, tmp_path / name, **options)
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / name).exists()
+
+
+def refused_or_done(source, target, **options):
+    """One line and nothing written, or a conversion that went through."""
+    try:
+        ckpt8.convert(source, target, force=True, **options)
+        refusal = None
+    except (InputError, UsageError) as exc:
+        refusal = str(exc)
+    assert refusal is None or ("\n" not in refusal and len(refusal) < 500)
+    assert target.exists() or refusal is not None

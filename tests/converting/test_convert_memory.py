@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from dcp_kit import save_in_pieces
 
 import ckpt8
 
@@ -54,6 +55,13 @@ def runs(tmp_path_factory):
     ckpt8.compress(found["plain"], found["plain.ckpt8"], stats=False)
     ckpt8.convert(found["plain"], folder / "trainer", to="trainer")
     found["trainer"] = folder / "trainer"
+    ckpt8.convert(found["plain"], folder / "whole", to="dcp")
+    found["whole"] = folder / "whole"
+    wide = torch.randn(WIDTH, 3 * WIDTH)
+    boxes = [((0, k * WIDTH // 2), (WIDTH, WIDTH // 2)) for k in range(6)]
+    found["columns"] = save_in_pieces({f"{k}.weight": (wide, boxes) for k in range(4)}, folder / "columns")
+    ckpt8.compress(found["columns"], folder / "columns.ckpt8", stats=False)
+    found["columns.ckpt8"] = folder / "columns.ckpt8"
     return found
 
 
@@ -67,6 +75,11 @@ def runs(tmp_path_factory):
         ("plain.ckpt8", "flashoptim", "", 2e8),
         ("packed", "trainer", "", 6e8),
         ("trainer", "torch", "", 6e8),
+        ("plain", "dcp", "", 6e8),
+        ("packed", "dcp", "", 6e8),
+        ("whole", "torch", "", 6e8),
+        ("columns", "torch", "", 6e8),
+        ("columns.ckpt8", "dcp", "bfloat16", 3e8),
     ],
 )
 def test_memory_is_bounded(source, to, dtype, least, runs, tmp_path):

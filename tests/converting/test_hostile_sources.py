@@ -16,7 +16,13 @@ from safetensors.torch import load_file
 import ckpt8
 from ckpt8.errors import Ckpt8Error, InputError
 
-TARGETS = [("out.pt", "torch"), ("out.safetensors", "safetensors"), ("out", "trainer"), ("flash.pt", "flashoptim")]
+TARGETS = [
+    ("out.pt", "torch"),
+    ("out.safetensors", "safetensors"),
+    ("out", "trainer"),
+    ("flash.pt", "flashoptim"),
+    ("dist", "dcp"),
+]
 
 
 def plain_checkpoint(run):

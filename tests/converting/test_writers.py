@@ -24,7 +24,9 @@ def readable(form, to):
 
 def options(form, to):
     # A directory does not say which of its optimizer's parameters are which.
-    return {"dtype": "float32"} if to == "flashoptim" and form.startswith("directory") else {}
+    if not form.startswith("directory"):
+        return {}
+    return {"flashoptim": {"dtype": "float32"}, "dcp": {"key": "model"}}.get(to, {})
 
 
 @pytest.mark.parametrize("to", FORMATS)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 PROGRAM = Path(__file__).with_name("make_dcp.py")
 
@@ -63,6 +64,34 @@ def save_small(saved, root, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(saved, storage_writer=dcp.FileSystemWriter(root, **options), no_dist=True)
+    return root
+
+
+def save_in_pieces(tensors, root):
+    """A checkpoint of tensors that lie in boxes, {name: (tensor, [(offsets, sizes), ...])}, however they are cut."""
+    parts = {}
+    for name, (tensor, boxes) in tensors.items():
+        for number, (offsets, sizes) in enumerate(boxes):
+            part = tensor
+            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                part = part.narrow(dim, offset, size)
+            parts[f"{name}/{number}"] = part.clone()
+    save_small(parts, root)
+
+    def join(metadata):
+        known, places = metadata.state_dict_metadata, metadata.storage_data
+        for name, (tensor, boxes) in tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+            for number, chunk in enumerate(chunks):
+                before = next(index for index in places if index.fqn == f"{name}/{number}")
+                places[MetadataIndex(name, chunk.offsets)] = places.pop(before)
+            properties = known[f"{name}/0"].properties
+            known[name] = TensorStorageMetadata(properties, tensor.shape, chunks)
+            metadata.planner_data[name] = (name,)
+        for name in parts:
+            del known[name], metadata.planner_data[name]
+
+    change_metadata(root, join)
     return root
 
 

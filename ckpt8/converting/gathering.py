@@ -1,0 +1,140 @@
+"""A tensor put together from boxes of it that lie in different places, when it is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING
+
+from ckpt8.converting.composite import Composite
+from ckpt8.converting.regions import Held, cut
+from ckpt8.errors import InputError
+from ckpt8.readers.base import TensorRef
+from ckpt8.tensors import DType
+
+if TYPE_CHECKING:
+    import torch
+
+_MAX_SHARDED = 6
+"""Dimensions along which a tensor is cut; a mesh of processes has three or four."""
+
+_INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes by dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor, and the tensor of its size that it is."""
+
+    offsets: tuple[int, ...]
+    ref: TensorRef
+
+
+def gather(data: Composite, name: str, dtype: DType, shape: tuple[int, ...], parts: Sequence[Part]) -> TensorRef:
+    """The tensor of ``parts``. Raises InputError that calls it ``name`` unless they cover it, each element once."""
+    filled = [part for part in parts if prod(part.ref.shape)]
+    for part in filled:
+        data.check_extent(name, part.ref)
+    if not prod(shape):
+        return data.tensor(Held(b""), dtype, shape)
+    _check_cover(f"{data.label}: {name}", shape, [(part.offsets, part.ref.shape) for part in filled])
+    if len(filled) == 1:
+        return filled[0].ref
+    return data.tensor(_Gathered(data, dtype, shape, tuple(filled)), dtype, shape)
+
+
+def _check_cover(where: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+    """Raise InputError unless every element of ``shape`` is in one box.
+
+    A set of boxes is told by its corners: of a box they count 1 and -1 in turn, and where boxes meet they cancel out.
+    Exactly those of the whole are left if, and only if, the boxes are the whole.
+    """
+    whole = (0,) * len(shape), shape
+    cut_dims = [dim for dim in range(len(shape)) if any(sizes[dim] != shape[dim] for _, sizes in boxes)]
+    if len(cut_dims) > _MAX_SHARDED:
+        raise InputError(f"{where}: is cut along {len(cut_dims)} dimensions, more than {_MAX_SHARDED}")
+    corners: Counter[tuple[int, ...]] = Counter()
+    for offsets, sizes in boxes:
+        _add_corners(corners, (offsets, sizes), cut_dims, 1)
+    _add_corners(corners, whole, cut_dims, -1)
+    if any(corners.values()):
+        there = sum(prod(sizes) for _, sizes in boxes)
+        if there < prod(shape):
+            what = f"slices are missing: {there} of {prod(shape)} elements are there; the checkpoint is not complete"
+        else:
+            what = "its slices overlap"
+        raise InputError(f"{where}: {what}")
+
+
+def _add_corners(corners: Counter[tuple[int, ...]], box: Box, dims: Sequence[int], weight: int) -> None:
+    ends = [((box[0][dim], 1), (box[0][dim] + box[1][dim], -1)) for dim in dims]
+    for corner in product(*ends):
+        corners[tuple(place for place, _ in corner)] += weight * prod(sign for _, sign in corner)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """The elements of a tensor of ``shape`` in the order of its dimensions; every one of them is in one part."""
+
+    source: Composite
+    dtype: DType
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer``. Raises InputError."""
+        import torch
+
+        kind = getattr(torch, _INTEGERS[self.dtype.itemsize])
+        for start, stop, place in cut(offset, buffer, self.dtype.itemsize):
+            flat = torch.frombuffer(place, dtype=torch.uint8).view(kind)
+            for at, (offsets, sizes) in _boxes(self.shape, start, stop):
+                target = flat[at - start : at - start + prod(sizes)].view(sizes)
+                for part in self.parts:
+                    self._fill(part, (offsets, sizes), target)
+
+    def _fill(self, part: Part, box: Box, target: torch.Tensor) -> None:
+        """Copy what ``part`` has of a box into ``target``, which is that box."""
+        ref, first = part.ref, part.ref.offset
+        sizes = []
+        for dim, (mine, theirs) in enumerate(zip(part.offsets, box[0], strict=True)):
+            start, stop = max(mine, theirs), min(mine + ref.shape[dim], theirs + box[1][dim])
+            if start >= stop:
+                return
+            target = target.narrow(dim, start - theirs, stop - start)
+            first += (start - mine) * ref.stride[dim]
+            sizes.append(stop - start)
+        found = self.source.elements(replace(ref, offset=first, shape=tuple(sizes)), 0, prod(sizes))
+        target.copy_(found.view(target.dtype).view(sizes))
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Box]]:
+    """The boxes that make up elements ``start`` to ``stop`` of a tensor, each with its first element: rows, and rests.
+
+    No more than two for each dimension.
+    """
+    if not shape:
+        yield start, ((), ())
+        return
+    inner = prod(shape[1:])
+    while start < stop:
+        row, into = divmod(start, inner)
+        rows = (stop - start) // inner if into == 0 else 0
+        if rows:
+            yield start, ((row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+            start += rows * inner
+        else:
+            taken = min(stop - start, inner - into)
+            for at, (offsets, sizes) in _boxes(shape[1:], into, into + taken):
+                yield row * inner + at, ((row, *offsets), (1, *sizes))
+            start += taken

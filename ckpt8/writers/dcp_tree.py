@@ -1,0 +1,106 @@
+"""The state dict that a distributed checkpoint is written of, with the names that get_state_dict of torch gives.
+
+model.<name>, optimizer.state.<name>.<key>, optimizer.param_groups.<number>.<option>, and all else as it was
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpt8.converting.choice import choose_model, choose_optimizer
+from ckpt8.converting.composite import Composite
+from ckpt8.errors import UsageError
+from ckpt8.readers.base import TensorRef
+from ckpt8.readers.walk import Components, iter_nodes
+from ckpt8.resuming.find import Candidate
+from ckpt8.resuming.mapping import saved_names
+from ckpt8.resuming.member_names import Weights, parameter_names
+from ckpt8.resuming.names import match, plain_names
+from ckpt8.resuming.pairing import saved_parameters
+from ckpt8.writers.base import Report, WeightTypes
+
+_MODEL, _OPTIMIZER = "model", "optimizer"
+_UNKNOWN = "the optimizer has no names, and the order of the model does not tell them"
+
+
+def distributed_tree(data: Composite, key: str | None, types: WeightTypes, report: Report) -> dict[str, Any]:
+    """The state dict; with a ``key`` the model that it leads to, alone.
+
+    Raises UsageError for several models or optimizers, and for a parameter whose name is not known.
+    """
+    model = choose_model(data, key)
+    plain = plain_names(str(name) for name in model.node)
+    changed = [f"{name} -> {short}" for name, short in plain.items() if name != short]
+    if changed:
+        report.notes.append(f"names without wrappers, as in {changed[0]}")
+    weights = {
+        plain[str(name)]: types(str(name), value) if isinstance(value, TensorRef) else value
+        for name, value in model.node.items()
+    }
+    if key is not None:
+        return {_MODEL: weights}
+    optimizer = choose_optimizer(data)
+    tree: dict[str, Any] = {_MODEL: weights}
+    if optimizer is not None:
+        tree[_OPTIMIZER] = _named(data, model, optimizer, plain, report)
+    used = {id(each.node) for each in (model, optimizer) if each is not None}
+    rest = _without(data.tree, [path for path, node in iter_nodes(data.tree, data.label) if id(node) in used])
+    for name, value in (rest or {}).items():
+        if name in tree:
+            report.dropped.append(f"{name}: its name is taken by what is written under it")
+        else:
+            tree[str(name)] = value
+    return tree
+
+
+def _without(node: Any, paths: Sequence[Components]) -> Any:
+    """A copy of a dictionary or list without what is at ``paths``, and without what then is empty; None for others."""
+    if () in paths or not isinstance(node, (dict, list)):
+        return None
+    rest = []
+    for name, value in node.items() if isinstance(node, dict) else enumerate(node):
+        below = [path[1:] for path in paths if path[0] == str(name)]
+        left = _without(value, below) if below else value
+        if left or not below:
+            rest.append((name, left))
+    return dict(rest) if isinstance(node, dict) else [value for _, value in rest]
+
+
+def _named(
+    data: Composite, model: Candidate, optimizer: Candidate, plain: Mapping[str, str], report: Report
+) -> dict[str, Any]:
+    """The optimizer with names in place of numbers."""
+    names = _names(model, optimizer, plain)
+    before = optimizer.node["state"]
+    states: dict[str, Any] = {}
+    groups = []
+    for group in optimizer.node["param_groups"]:
+        listed = []
+        for identifier in group["params"]:
+            name, state = names.get(identifier), before.get(identifier)
+            if name is None and state:
+                raise UsageError(
+                    f"{data.label}: {optimizer.path}: parameter {identifier} cannot be named, which this format needs: "
+                    f"{_UNKNOWN}; --key {model.path} writes the model alone"
+                )
+            if name is None:
+                report.dropped.append(f"{optimizer.path}: parameter {identifier}: has neither a name nor a state")
+                continue
+            listed.append(name)
+            if state:
+                states[name] = state
+        groups.append({**group, "params": listed, "param_names": list(listed)})
+    rest = {key: value for key, value in optimizer.node.items() if key not in ("state", "param_groups")}
+    return {"state": states, "param_groups": groups, **rest}
+
+
+def _names(model: Candidate, optimizer: Candidate, plain: Mapping[str, str]) -> dict[int | str, str]:
+    """By identifier, the names of parameters in the model, or those that the optimizer has where it has no such."""
+    given = saved_names(optimizer.node["param_groups"])
+    if isinstance(given, dict) and given:
+        found = match(model.node, given.values())
+        return {each: plain.get(found.get(name, name), name) for each, name in given.items()}
+    tree = {_MODEL: model.node, _OPTIMIZER: optimizer.node}
+    told = parameter_names(tree, Weights())
+    return {each.identifier: plain[told[each.name]] for each in saved_parameters(tree) if each.name in told}
