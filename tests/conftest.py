@@ -18,12 +18,17 @@ with warnings.catch_warnings():
 
     torch.zeros(1).sum().item()
 
-# More threads add up in another order, and only wait for each other on tensors as small as these.
 torch.set_num_threads(1)
 
 MISSING = "is not installed", "could not import"
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Whatever a framework has set: more threads add up in another order, and wait for each other on small tensors."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -98,7 +98,7 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path):
     script = (
         "import sys, time, ckpt8\n"
         "def slowly(_):\n    print('writing', flush=True)\n    time.sleep(0.2)\n"
-        "import ckpt8.cli, signal\nsignal.signal(signal.SIGTERM, ckpt8.cli._terminate)\n"
+        "import ckpt8.__main__ as command, signal\nsignal.signal(signal.SIGTERM, command._interrupt)\n"
         "ckpt8.convert(sys.argv[1], sys.argv[2], progress=slowly)\n"
     )
     started = [sys.executable, "-c", script, str(tmp_path / "run.pt"), str(tmp_path / "out.pt")]

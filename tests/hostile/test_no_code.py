@@ -36,7 +36,7 @@ from hostile_kit import container_of, one_line
 from safetensors.torch import save_file
 
 import ckpt8
-from ckpt8.errors import Ckpt8Error
+from ckpt8.errors import Ckpt8Error, InputError
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
 from ckpt8.readers.torch_legacy import MAGIC, PROTOCOL_VERSION
@@ -245,15 +245,27 @@ def test_in_members_of_a_directory_and_in_records_beside_the_pickle(name, marker
     save_file({"w": torch.ones(2)}, root / "model.safetensors", metadata={"pickle": whole.decode("latin-1")})
     (root / "training_args.bin").write_bytes(zipped(tree(gadget, "value")))
     (root / "random_states_0.pkl").write_bytes(whole)
-    (root / ".metadata").write_bytes(whole)
-    (root / "__0_0.distcp").write_bytes(zipped(tree(gadget, "value")) * 2)
     (root / "script.pt").write_bytes(zipped(tree(b"N", "value"), **{"constants.pkl": whole, "code/x.py": b"import os"}))
     (root / "more.pt").write_bytes(zipped(tree(b"N", "value"), **{"extra.pkl": whole, ".data/serialization_id": whole}))
     inspect_checkpoint(root, tensors=True)
     ckpt8.compress(root)
     ckpt8.verify(root.with_suffix(".ckpt8"), root)
     ckpt8.restore(root.with_suffix(".ckpt8"), marker.parent / "back")
-    for member in ("training_args.bin", "model.safetensors", "more.pt", "random_states_0.pkl", ".metadata"):
+    for member in ("training_args.bin", "model.safetensors", "more.pt", "random_states_0.pkl"):
         with contextlib.suppress(Ckpt8Error, pickle.UnpicklingError):
             ckpt8.load(root.with_suffix(".ckpt8"), member=member)
         assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_a_distributed_checkpoint(name, marker):
+    gadget = gadgets(marker)[name]
+    root = marker.parent / "run"
+    root.mkdir()
+    (root / ".metadata").write_bytes(b"\x80\x02" + gadget + b".")
+    (root / "__0_0.distcp").write_bytes(zipped(tree(gadget, "value")) * 2)
+    for read in (inspect_checkpoint, ckpt8.compress):
+        with pytest.raises(InputError, match=r"\.metadata: "):
+            read(root)
+    assert not marker.exists()
+    assert not list(root.parent.glob("*ckpt8*"))
