@@ -27,22 +27,23 @@ def test_a_few_kills_limits_and_interrupts(operation, server):
 
 
 @pytest.mark.slow
-def test_kill_9_at_200_moments(operation, server):
-    outcome = kill_rounds(server, operation, 200, seed=3)
+def test_kill_9_at_random_moments(operation, server):
+    """The script does 200."""
+    outcome = kill_rounds(server, operation, 40, seed=3)
     assert outcome.faults == []
     # Moments before, within and after the writing were all met.
-    assert min(outcome.counts[f"target {state}"] for state in ("absent", "old", "complete")) > 5
-    assert outcome.counts["with leftovers"] > 5
+    assert min(outcome.counts[f"target {state}"] for state in ("absent", "old", "complete")) > 0
+    assert outcome.counts["with leftovers"] > 0
 
 
 @pytest.mark.slow
 def test_a_limit_on_the_size_of_files_anywhere(operation, server):
-    assert size_rounds(server, operation, 64).faults == []
+    assert size_rounds(server, operation, 16).faults == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIGNALS)
 def test_interrupts_at_random_moments(name, operation, server):
     if operation.name != "background save":
-        assert signal_rounds(server, operation, name, 50, seed=4).faults == []
-        assert signal_rounds(None, operation, name, 10, seed=5).faults == []
+        assert signal_rounds(server, operation, name, 12, seed=4).faults == []
+        assert signal_rounds(None, operation, name, 4, seed=5).faults == []
