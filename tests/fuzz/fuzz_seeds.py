@@ -130,6 +130,21 @@ def small_tree(written: dict[str, dict[str, bytes]]) -> Tree:
 
 
 @cache
+def distributed_seeds() -> tuple[Tree, ...]:
+    """Directories that torch.distributed.checkpoint writes, one nested and one flat."""
+    import torch.distributed.checkpoint as dcp
+
+    flat = {"model.w": torch.ones(4, 4), "optimizer.state.w.exp_avg": torch.ones(4, 4)}
+    trees: list[Tree] = []
+    with TemporaryDirectory() as name:
+        for number, state in enumerate((objects()["run"], flat)):
+            root = Path(name) / str(number)
+            dcp.save(state, checkpoint_id=root, no_dist=True)
+            trees.append({path.name: path.read_bytes() for path in sorted(root.iterdir())})
+    return tuple(trees)
+
+
+@cache
 def seeds(kind: str) -> tuple[bytes, ...]:
     """The seeds of one format: mostly small ones, which are quick, and the committed files."""
     written = tuple(_written()[kind].values())

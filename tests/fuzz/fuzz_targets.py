@@ -19,7 +19,7 @@ import torch
 from fuzz_bytes import mutate_bytes, mutate_tree, render_json
 from fuzz_container import mutate_container
 from fuzz_pickle import mutate_pickle
-from fuzz_seeds import Tree, choose, make_tree, network, tree_seed
+from fuzz_seeds import Tree, choose, distributed_seeds, make_tree, network, tree_seed
 from fuzz_zip import mutate_zip
 from rich.console import Console
 
@@ -265,10 +265,21 @@ def _mutate_tree(rng: random.Random) -> Tree:
     return tree
 
 
+def _mutate_metadata(rng: random.Random) -> Tree:
+    """A distributed checkpoint whose ``.metadata``, and sometimes its slices, are changed."""
+    tree = dict(rng.choice(distributed_seeds()))
+    content = tree[".metadata"]
+    tree[".metadata"] = mutate_pickle(rng, content) if rng.random() < 0.7 else mutate_bytes(rng, content)
+    if rng.random() < 0.1:
+        tree["__0_0.distcp"] = mutate_bytes(rng, tree["__0_0.distcp"])
+    return tree
+
+
 TARGETS: dict[str, Target] = {
-    "zip": Target(_mutate_zip, read_source, 0.3),
-    "legacy": Target(_mutate_legacy, read_source, 0.3),
-    "safetensors": Target(_mutate_safetensors, read_source, 0.3),
+    "zip": Target(_mutate_zip, read_source, 0.25),
+    "legacy": Target(_mutate_legacy, read_source, 0.25),
+    "safetensors": Target(_mutate_safetensors, read_source, 0.25),
+    "metadata": Target(_mutate_metadata, read_source, 0.15),
     "container": Target(_mutate_container, read_container, 0.06),
     "directory": Target(_mutate_tree, read_source, 0.02),
     "resume": Target(_mutate_resume, resume, 0.02),

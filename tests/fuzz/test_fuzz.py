@@ -20,7 +20,15 @@ from fuzz_zip import Record, read_zip, write_zip
 from ckpt8.errors import InputError
 from ckpt8.readers import open_checkpoint
 
-INPUTS = {"zip": 800, "legacy": 800, "safetensors": 1000, "container": 120, "directory": 120, "resume": 150}
+INPUTS = {
+    "zip": 800,
+    "legacy": 800,
+    "safetensors": 1000,
+    "container": 120,
+    "directory": 120,
+    "resume": 150,
+    "metadata": 300,
+}
 
 
 def test_every_target_has_its_number():
