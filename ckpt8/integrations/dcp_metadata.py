@@ -36,9 +36,9 @@ from ckpt8.container.member_paths import is_plain_name
 from ckpt8.container.writer import AtomicFile
 from ckpt8.errors import InputError, OutputError, UnsupportedError, UsageError
 from ckpt8.readers.base import ByteRange, SourceFile
+from ckpt8.readers.directory import PACKED_INDEX as FILE_NAME
 from ckpt8.tensors import DType
 
-FILE_NAME = "ckpt8-dcp.json"
 OBJECTS = "objects"
 """The tensor of bytes in which a file holds what torch.save made of values that are no plain tensors."""
 

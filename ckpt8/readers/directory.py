@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from ckpt8.readers.dcp import DcpCheckpoint, StateSlice
 
 
+PACKED_INDEX = "ckpt8-dcp.json"
+"""What makes a directory a checkpoint that ``integrations.dcp`` wrote."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """Something in a directory. ``path`` is relative, with slashes; ``target`` that of a link, else empty."""
@@ -178,6 +182,11 @@ def open_directory(root: Path, entries: Sequence[Entry], *, decode: bool) -> Ite
 
     if not entries:
         raise InputError(f"{root}: an empty directory; give a checkpoint file, or a directory that holds some")
+    if any(entry.path == PACKED_INDEX for entry in entries):
+        raise InputError(
+            f"{root}: is compressed already, by Ckpt8StorageWriter; load it with Ckpt8StorageReader, "
+            "or give one of the .ckpt8 files in it"
+        )
     pool = FilePool()
     try:
         known = open_distributed(entries, lambda path: PooledFile(ByteRange.of(root / path), pool), decode=decode)

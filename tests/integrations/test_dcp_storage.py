@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import ckpt8
 from ckpt8.container.manifest import Manifest
-from ckpt8.errors import OutputError, UsageError
+from ckpt8.errors import InputError, OutputError, UsageError
+from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.integrations import dcp_writer
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 
@@ -295,6 +296,14 @@ def test_damage_is_found(tmp_path):
     file.write_bytes(content)
     with pytest.raises(CheckpointException, match="InputError"):
         load({"w": torch.zeros(5000)}, tmp_path / "x")
+
+
+def test_the_command_line_says_what_reads_it(tmp_path):
+    dcp.save({"w": torch.ones(3)}, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), no_dist=True)
+    for read in (ckpt8.compress, inspect_checkpoint, lambda path: ckpt8.convert(path, tmp_path / "y.pt")):
+        with pytest.raises(InputError, match="load it with Ckpt8StorageReader"):
+            read(tmp_path / "x")
+    assert names_in(tmp_path) == ["x"]
 
 
 def test_directories_that_hold_none(tmp_path):
