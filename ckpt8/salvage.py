@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8 import restoration
-from ckpt8.container import frames, layout
+from ckpt8.container import frames
 from ckpt8.container.atomic_directory import AtomicDirectory
 from ckpt8.container.damaged import DamagedContainer
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, MemberRecord, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.writer import AtomicFile, refuse_same_file
-from ckpt8.encoder import scratch
 from ckpt8.errors import InputError
 from ckpt8.pipeline import Progress
 from ckpt8.salvaged_tensors import TensorFile
+from ckpt8.verification import all_chunks, scratch_tensor
 from ckpt8.workers import Workers
 
 WHOLE, DAMAGED, TENSORS, LOST = "whole", "damaged", "tensors", "lost"
@@ -130,18 +130,11 @@ def salvage(
 
 def _find_lost(reader: DamagedContainer, workers: Workers) -> None:
     """Decode everything once."""
-    import torch
 
     def check(work: tuple[int, int]) -> tuple[int, int] | None:
-        index, chunk = work
-        record = reader.manifest.storages[index]
-        spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
-        view = scratch("decode", spec.numel * spec.dtype.itemsize)
-        out = torch.frombuffer(view, dtype=torch.uint8).view(spec.dtype.torch)
-        return None if reader.is_whole(index, chunk, out) else work
+        return None if reader.is_whole(*work, scratch_tensor(reader, *work)) else work
 
-    storages = enumerate(reader.manifest.storages)
-    chunks = ((index, chunk) for index, record in storages for chunk in range(layout.chunk_count(record.numel)))
+    chunks = all_chunks(reader, range(len(reader.manifest.storages)))
     for lost in list(filter(None, workers.map(check, chunks))):
         reader.mark_lost(*lost)
 

@@ -49,22 +49,24 @@ def check_frames(
 
     def decode(work: tuple[int, int]) -> int:
         storage, chunk = work
-        out = _scratch_tensor(reader, storage, chunk)
+        out = scratch_tensor(reader, storage, chunk)
         reader.decode_chunk(storage, chunk, out)
         return out.numel() * out.element_size()
 
     storages = range(len(reader.manifest.storages)) if only is None else only
-    for nbytes in workers.map(decode, _all_chunks(reader, storages)):
+    for nbytes in workers.map(decode, all_chunks(reader, storages)):
         progress(nbytes)
 
 
-def _all_chunks(reader: ContainerReader, storages: Iterable[int]) -> Iterator[tuple[int, int]]:
+def all_chunks(reader: ContainerReader, storages: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Storage and number of every chunk of some storages."""
     for index in storages:
         for chunk in range(layout.chunk_count(reader.manifest.storages[index].numel)):
             yield index, chunk
 
 
-def _scratch_tensor(reader: ContainerReader, storage: int, chunk: int) -> torch.Tensor:
+def scratch_tensor(reader: ContainerReader, storage: int, chunk: int) -> torch.Tensor:
+    """Memory of this thread for the elements of one chunk, which its next use overwrites."""
     import torch
 
     record = reader.manifest.storages[storage]
@@ -163,7 +165,7 @@ class _Comparison:
     def _equal(self, stream: Stream, chunk: int, x: torch.Tensor, parts: dict[str, torch.Tensor]) -> bool:
         import torch
 
-        out = _scratch_tensor(self._reader, stream.index, chunk)
+        out = scratch_tensor(self._reader, stream.index, chunk)
         stream.codec.decode(parts, stream.chunk_spec(chunk), out=out)
         return torch.equal(out.view(torch.uint8), x.view(torch.uint8))
 

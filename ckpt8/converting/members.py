@@ -6,19 +6,20 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.errors import InputError, UsageError
-from ckpt8.readers import READERS, get_reader, open_checkpoint
-from ckpt8.readers.base import SourceFile
+from ckpt8.errors import UsageError
+from ckpt8.readers import READERS, open_checkpoint
 from ckpt8.readers.dcp_directory import open_distributed
 from ckpt8.readers.directory import DirectoryMember, Entry, PlainFile, is_directory, open_directory, walk
 from ckpt8.readers.window import NamedRange
 from ckpt8.resuming.names import listed
+from ckpt8.resuming.source import MemberSource, read_member
 from ckpt8.workers import Workers
 
 _OPEN_FILES = 4
@@ -71,30 +72,6 @@ class _Files:
         return self._open[index]
 
 
-class _StoredFile(SourceFile):
-    """A member of a container in place of the file that it was. For one thread at a time."""
-
-    def __init__(self, files: _Files, index: int) -> None:
-        record = files.reader.manifest.members[index]
-        self.source = NamedRange(files.reader.path, 0, record.size, record.path)
-        self._files = files
-        self._index = index
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with decoded bytes. Raises InputError for damage and behind the end."""
-        if offset < 0 or offset + len(buffer) > self.source.length:
-            raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + len(buffer)}")
-        file = self._files.file(self._index)
-        file.seek(offset)
-        file.readinto(buffer)
-
-    def check_unchanged(self) -> None:
-        """Every frame that is read is checked on the way."""
-
-    def close(self) -> None:
-        """The container is closed by whoever opened it."""
-
-
 @contextmanager
 def open_members(path: Path, *, threads: int | None = None) -> Iterator[Members]:
     """Open ``path`` with everything in it, recognised by content. Raises InputError."""
@@ -114,16 +91,17 @@ def _stored_members(files: _Files) -> list[DirectoryMember]:
     members = enumerate(files.reader.manifest.members)
     stored = {each.path: index for index, each in members if each.format not in (SYMLINK, DIRECTORY)}
     entries = [Entry(path, FILE) for path in stored]
-    known = open_distributed(entries, lambda path: _StoredFile(files, stored[path]), decode=True)
+    known = open_distributed(entries, lambda path: _source(files, stored[path]), decode=True)
     return [known.get(path) or _stored(files, index) for path, index in stored.items()]
 
 
-def _stored(files: _Files, index: int) -> DirectoryMember:
+def _source(files: _Files, index: int) -> MemberSource:
     record = files.reader.manifest.members[index]
-    file = _StoredFile(files, index)
+    return MemberSource(NamedRange(files.reader.path, 0, record.size, record.path), partial(files.file, index))
+
+
+def _stored(files: _Files, index: int) -> DirectoryMember:
+    record, source = files.reader.manifest.members[index], _source(files, index)
     if record.format in (FILE, DCP):
-        return DirectoryMember(record.path, PlainFile(file))
-    if record.format not in dict(READERS):
-        where = files.reader.path
-        raise InputError(f"{where}: {record.path!r} is of the format {record.format!r}, which is not known")
-    return DirectoryMember(record.path, get_reader(record.format).read(file))
+        return DirectoryMember(record.path, PlainFile(source))
+    return DirectoryMember(record.path, read_member(files.reader, index, source))

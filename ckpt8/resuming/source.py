@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,18 +27,19 @@ _BLOCK = 8 << 20
 
 
 class MemberSource(SourceFile):
-    """A member of a container in place of the file that it was. For one thread at a time."""
+    """A member of a container in place of the file that it was: ``member`` gives it. For one thread at a time."""
 
-    def __init__(self, reader: ContainerReader, member: MemberFile) -> None:
-        self.source = ByteRange(reader.path, 0, member.size)
+    def __init__(self, source: ByteRange, member: Callable[[], MemberFile]) -> None:
+        self.source = source
         self._member = member
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with decoded bytes. Raises InputError for damage and behind the end."""
         if offset < 0 or offset + len(buffer) > self.source.length:
             raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + len(buffer)}")
-        self._member.seek(offset)
-        self._member.readinto(buffer)
+        member = self._member()
+        member.seek(offset)
+        member.readinto(buffer)
 
     def check_unchanged(self) -> None:
         """Every frame that is read is checked on the way."""
@@ -89,12 +90,18 @@ def member_checkpoint(reader: ContainerReader, index: int, file: MemberFile) -> 
 
     Of a file of a distributed checkpoint these are the tensors that the container knows, slices by their names.
     """
+    source = MemberSource(ByteRange(reader.path, 0, file.size), lambda: file)
+    if reader.manifest.members[index].format == DCP:
+        return stored_checkpoint(reader, index, source)
+    return read_member(reader, index, source)
+
+
+def read_member(reader: ContainerReader, index: int, source: MemberSource) -> Checkpoint:
+    """What the reader of its format makes of a member. Raises InputError for a format that is not known."""
     record = reader.manifest.members[index]
-    if record.format == DCP:
-        return stored_checkpoint(reader, index, MemberSource(reader, file))
     if record.format not in dict(READERS):
         raise InputError(f"{reader.path}: {record.path!r} is of the format {record.format!r}, which is not known")
-    return get_reader(record.format).read(MemberSource(reader, file))
+    return get_reader(record.format).read(source)
 
 
 @contextmanager
