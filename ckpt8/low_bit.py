@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from ckpt8.readers.base import Inert, TensorRef
-from ckpt8.tensors import DType, Role
+from ckpt8.tensors import DType, Role, TensorSpec
 
 _NESTED = "__bnb_optimizer_quant_state__"
 _SUBCLASS = "torch._tensor._rebuild_from_type_v2"
@@ -85,28 +83,13 @@ def _subclass_shape(arguments: Any) -> tuple[int, ...] | None:
     return shape if known else None
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A tensor of a checkpoint or container, as much as is needed to tell what wrote it."""
-
-    name: str
-    role: Role
-    dtype: DType
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-
-def find_low_bit(parts: Iterable[Part]) -> list[dict[str, Any]]:
+def find_low_bit(parts: Iterable[TensorSpec]) -> list[dict[str, Any]]:
     """What of a checkpoint is state that is kept as it was found: program, bits, block, parameters and bytes.
 
     ``block`` is the number of values that share a scale, None where that is not known; ``reason`` says why 32 bits are
     kept. Sorted by program and bits.
     """
-    owners: dict[tuple[str, str], dict[str, list[Part]]] = {}
+    owners: dict[tuple[str, str], dict[str, list[TensorSpec]]] = {}
     for part in parts:
         for program, pattern in _PROGRAMS.items():
             found = pattern.fullmatch(part.name)
@@ -135,7 +118,7 @@ def find_low_bit(parts: Iterable[Part]) -> list[dict[str, Any]]:
     ]
 
 
-def _describe(program: str, owned: Mapping[str, list[Part]]) -> tuple[str, int | None] | None:
+def _describe(program: str, owned: Mapping[str, list[TensorSpec]]) -> tuple[str, int | None] | None:
     """Bits and block of the state of one parameter; None where it is not that of the program."""
     codes = next(
         (parts[0] for name, parts in owned.items() if name in ("state2", "state1", "codes", "quantized")), None
@@ -155,7 +138,7 @@ def _describe(program: str, owned: Mapping[str, list[Part]]) -> tuple[str, int |
     return f"{8 // packed}-bit", packed * codes.numel // max(scales.numel, 1)
 
 
-def _describe_bitsandbytes(owned: Mapping[str, list[Part]]) -> tuple[str, int | None] | None:
+def _describe_bitsandbytes(owned: Mapping[str, list[TensorSpec]]) -> tuple[str, int | None] | None:
     state = owned["state1"][0] if "state1" in owned else owned["state2"][0]
     if state.dtype is DType.FLOAT32:
         return "32-bit", None

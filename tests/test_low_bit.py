@@ -15,10 +15,10 @@ import ckpt8
 from ckpt8.cli import app
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
-from ckpt8.low_bit import Part, find_low_bit
+from ckpt8.low_bit import find_low_bit
 from ckpt8.readers import open_checkpoint
 from ckpt8.stats import read_error
-from ckpt8.tensors import DType, Role
+from ckpt8.tensors import DType, Role, TensorSpec
 
 INPUTS = Path(__file__).parent.parent / "fixtures" / "inputs" / "low_bit"
 SMALL = 64 + 4 * 64 + 4
@@ -215,4 +215,4 @@ def test_32_bit_state_that_cannot_be_told_is_kept(name, options, tmp_path):
     ],
 )
 def test_what_only_looks_like_it(names):
-    assert find_low_bit(Part(name, Role.OTHER, DType.UINT8, (8,)) for name in names) == []
+    assert find_low_bit(TensorSpec(name, Role.OTHER, DType.UINT8, (8,)) for name in names) == []

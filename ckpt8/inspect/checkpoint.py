@@ -12,10 +12,11 @@ from ckpt8.container import frames, layout
 from ckpt8.errors import InputError, RefusedError
 from ckpt8.inspect.container import SKELETON_ROLE, codec_name, skeleton_role
 from ckpt8.inspect.parameters import display_names
-from ckpt8.low_bit import Part, find_low_bit
+from ckpt8.low_bit import find_low_bit
 from ckpt8.plan import Plan, Stream
 from ckpt8.policy import LOSSLESS, PRESETS, Policy
 from ckpt8.readers.base import Checkpoint
+from ckpt8.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,7 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> dict[str, Any]:
             "storages": len(streams) - len(source.members),
             "roles": _roles(source, plan),
             "optimizer": _optimizers(plan),
-            "low_bit": find_low_bit(Part(t.name, t.role, t.ref.dtype, t.ref.shape) for t, _ in plan.tensors),
+            "low_bit": find_low_bit(TensorSpec(t.name, t.role, t.ref.dtype, t.ref.shape) for t, _ in plan.tensors),
             "predicted": {preset: _predict(source, preset) for preset in PRESETS},
         }
         if tensors:

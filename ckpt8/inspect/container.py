@@ -19,9 +19,9 @@ from ckpt8.container.manifest import (
 )
 from ckpt8.container.reader import ContainerReader
 from ckpt8.inspect.parameters import display_names
-from ckpt8.low_bit import Part, find_low_bit
+from ckpt8.low_bit import find_low_bit
 from ckpt8.stats import MomentError, NoiseError, UpdateError, WeightError, read_error
-from ckpt8.tensors import DType, Role
+from ckpt8.tensors import DType, Role, TensorSpec
 from ckpt8.update_space import read_rule
 
 SKELETON_ROLE, FILE_ROLE = "structure", "file"
@@ -88,7 +88,7 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
 def _low_bit(manifest: Manifest) -> list[dict[str, Any]]:
     """State that was quantised before, see ``find_low_bit``."""
     return find_low_bit(
-        Part(tensor.name, manifest.storages[tensor.storage].role, tensor.dtype, tuple(tensor.shape))
+        TensorSpec(tensor.name, manifest.storages[tensor.storage].role, tensor.dtype, tuple(tensor.shape))
         for tensor in manifest.tensors
     )
 
