@@ -6,6 +6,8 @@ Where CKPT8_REQUIRE_PACKAGES is 1, a test that is skipped because a package is m
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import warnings
 from pathlib import Path
 
@@ -35,6 +37,27 @@ def _one_thread():
 def inputs() -> Path:
     """The folder of real checkpoints."""
     return FIXTURES / "inputs"
+
+
+@pytest.fixture
+def run_command(monkeypatch, capsys):
+    """Run a command in this process: (exit code, stdout, stderr)."""
+    from ckpt8 import cli
+
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["ckpt8", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        return code, *capsys.readouterr()
+
+    yield call
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -25,7 +25,6 @@ import torch
 import zstandard
 
 import ckpt8
-from ckpt8 import cli
 from ckpt8.inspect.container import inspect_container
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of POSIX")
@@ -33,22 +32,9 @@ BEYOND = struct.pack("<Q", 2**63) + b'{"__metadata__":{"ckpt8":"1.0"}}'
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Run a command in this process: (exit code, stdout, stderr)."""
-    handler = signal.getsignal(signal.SIGTERM)
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["ckpt8", *map(str, arguments)])
-        capsys.readouterr()
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        return code, *capsys.readouterr()
-
-    yield call
-    signal.signal(signal.SIGTERM, handler)
+def run(run_command):
+    """The short name here."""
+    return run_command
 
 
 def start(*arguments, **options):

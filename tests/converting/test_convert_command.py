@@ -8,44 +8,23 @@ import signal
 import subprocess
 import sys
 
-import pytest
 import torch
 from converting_kit import listing
 
-from ckpt8 import cli
 from ckpt8.writers import WRITERS
 
 
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Run a command in this process: (exit code, stdout, stderr)."""
-    handler = signal.getsignal(signal.SIGTERM)
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["ckpt8", *map(str, arguments)])
-        capsys.readouterr()
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        return code, *capsys.readouterr()
-
-    yield call
-    signal.signal(signal.SIGTERM, handler)
-
-
-def test_the_report(command, forms, tmp_path):
+def test_the_report(run_command, forms, tmp_path):
     target = tmp_path / "model.safetensors"
-    code, out, err = command("convert", forms["zip flash"], target)
+    code, out, err = run_command("convert", forms["zip flash"], target)
     assert (code, err) == (0, "")
     assert out.startswith(f"{target}: safetensors of 10 tensors, ")
     assert "7 tensors float32 -> bfloat16" in out
     assert "lm_head.weight" in out
 
 
-def test_json(command, forms, tmp_path):
-    code, out, err = command(
+def test_json(run_command, forms, tmp_path):
+    code, out, err = run_command(
         "convert", forms["zip"], f"{tmp_path}/out/", "--to", "trainer", "--dtype", "bf16", "--json"
     )
     assert (code, err) == (0, "")
@@ -58,7 +37,7 @@ def test_json(command, forms, tmp_path):
     assert facts["seconds"] > 0
 
 
-def test_exit_codes_and_single_lines(command, forms, tmp_path):
+def test_exit_codes_and_single_lines(run_command, forms, tmp_path):
     (tmp_path / "there.pt").write_text("x")
     cases = [
         (2, (forms["zip"], tmp_path / "x.xyz")),
@@ -76,7 +55,7 @@ def test_exit_codes_and_single_lines(command, forms, tmp_path):
     ]
     before = listing(tmp_path)
     for expected, arguments in cases:
-        code, out, err = command("convert", *arguments)
+        code, out, err = run_command("convert", *arguments)
         assert (code, out) == (expected, ""), arguments
         assert err.startswith("ckpt8: ")
         assert err.count("\n") == 1
