@@ -1,22 +1,24 @@
-"""Which implementation runs a codec: plain torch is the reference; on CUDA devices there are Triton kernels.
+"""Which implementation runs a codec: plain torch is the reference; CUDA devices have Triton kernels, CPUs numba's.
 
-Both give the same parts, bit for bit. ``triton`` is the default for tensors on a CUDA device, ``torch`` everywhere
-else, and there too where triton is missing or too old. With ``TRITON_INTERPRET=1`` in the environment ``triton`` may
-also be asked for on a CPU, where its interpreter runs the kernels: slow, and for tests.
+All give the same parts, bit for bit. ``triton`` is the default for tensors on a CUDA device, ``numba`` for those on a
+CPU that are large enough to be worth its import, and ``torch`` for all others and where the package is missing or too
+old. With ``TRITON_INTERPRET=1`` in the environment ``triton`` may also be asked for on a CPU, where its interpreter runs
+the kernels: slow, and for tests.
 """
 
 from __future__ import annotations
 
 import os
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
+from ckpt8 import jit
 from ckpt8.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
-Backend = Literal["torch", "triton"]
+Backend = Literal["torch", "triton", "numba"]
 
 OLDEST_TRITON = (3, 6)
 """Before it ``div_rn`` and ``sqrt_rn`` took subnormal numbers for zero on a device: small second moments were lost."""
@@ -42,20 +44,31 @@ def obstacle(device: torch.device) -> str | None:
     return _fault_of_triton()
 
 
-def resolve(requested: str | None, device: torch.device | None = None) -> Backend:
-    """The backend for one call on tensors of ``device``; None for a codec that has no kernels.
+def resolve(requested: str | None, device: torch.device | None = None, numel: int = 0) -> Backend:
+    """The backend for one call on ``numel`` elements on ``device``; None for a codec that has no kernels.
 
     Raises UsageError when an explicit request cannot be met.
     """
-    if requested not in (None, "torch", "triton"):
-        raise UsageError(f"backend {requested!r} does not exist; use 'torch' or 'triton'")
+    if requested not in (None, *get_args(Backend)):
+        raise UsageError(f"backend {requested!r} does not exist; use 'torch', 'triton' or 'numba'")
     if requested is None:
-        on_cuda = device is not None and device.type == "cuda"
-        return "triton" if on_cuda and _fault_of_triton() is None else "torch"
+        return _default(device, numel)
     if requested == "torch":
         return "torch"
     if device is None:
-        raise UsageError("backend 'triton' has no kernels for this codec; use 'torch'")
-    if fault := obstacle(device):
-        raise UsageError(f"backend 'triton' {fault}; use 'torch'")
-    return "triton"
+        raise UsageError(f"backend {requested!r} has no kernels for this codec; use 'torch'")
+    if fault := obstacle(device) if requested == "triton" else _obstacle_to_numba(device):
+        raise UsageError(f"backend {requested!r} {fault}; use 'torch'")
+    return "triton" if requested == "triton" else "numba"
+
+
+def _default(device: torch.device | None, numel: int) -> Backend:
+    if device is None:
+        return "torch"
+    if device.type == "cuda" and _fault_of_triton() is None:
+        return "triton"
+    return "numba" if numel >= jit.SMALLEST and _obstacle_to_numba(device) is None else "torch"
+
+
+def _obstacle_to_numba(device: torch.device) -> str | None:
+    return jit.fault() if device.type == "cpu" else f"needs tensors on the CPU, not on {str(device)!r}"

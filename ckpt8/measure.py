@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from ckpt8.backend import resolve
 from ckpt8.codecs.base import TILE, pieces, take
 from ckpt8.container.frames import FRAME
 from ckpt8.plan import Stream, Unit
@@ -23,7 +24,7 @@ from ckpt8.stats import (
     update_error,
     weight_error,
 )
-from ckpt8.tensors import Parts, Role, TensorSpec
+from ckpt8.tensors import DType, Parts, Role, TensorSpec
 from ckpt8.update_space import Confidence
 
 if TYPE_CHECKING:
@@ -71,14 +72,40 @@ class ChunkMeter:
 
         All on one device, which also measures.
         """
+        length, done = len(originals[0]), 0
+        if resolve(None, originals[0].device, length) == "numba":
+            done = self._in_one_pass(originals, parts, length)
         # Tiles are for the cache of a CPU; elsewhere every tile costs a wait for its figures.
-        step = TILE if originals[0].device.type == "cpu" else FRAME
-        cuts = [_cuts(stream, len(x), step) for stream, x in zip(self._unit.streams, originals, strict=True)]
-        for tile, position in enumerate(range(0, len(originals[0]), step)):
-            run = slice(position, min(position + step, len(originals[0])))
-            tile_parts = [take(p, cut[tile]) for p, cut in zip(parts, cuts, strict=True)]
-            self._tile(start + run.start, [x[run].float() for x in originals], tile_parts)
+        step = done or (TILE if originals[0].device.type == "cpu" else FRAME)
+        cuts = [_cuts(stream, length, step) for stream in self._unit.streams]
+        for position in range(done, length, step):
+            run = slice(position, min(position + step, length))
+            tile_parts = [take(p, cut[position // step]) for p, cut in zip(parts, cuts, strict=True)]
+            self._tile(start + position, [x[run].float() for x in originals], tile_parts)
         return self.errors
+
+    def _in_one_pass(self, originals: Sequence[torch.Tensor], parts: Sequence[Parts], length: int) -> int:
+        """Measure what there is a kernel for; the number of elements that this was."""
+        from ckpt8 import stats_numba
+
+        done = length // stats_numba.BLOCK * stats_numba.BLOCK
+        streams, errors = self._unit.streams, self.errors
+        tensors = [x[:done] for x in originals]
+        parts = [take(p, _cuts(stream, length, done)[0]) for p, stream in zip(parts, streams, strict=True)]
+        if len(streams) == 1 and streams[0].codec.measured_as == "weight":
+            decoded = streams[0].codec.decode(parts[0], _spec(streams[0], done))
+            errors.streams[streams[0].index].merge(stats_numba.weight_error(tensors[0], decoded))
+            return done
+        rule = self._unit.parameter.rule if self._unit.parameter else None
+        places = _adam_places(self._unit)
+        if errors.update is None or rule is None or rule.divisor_eps is None or places is None:
+            return 0
+        moments = [stats_numba.Moment(tensors[k], parts[k], streams[k].codec) for k in places]  # type: ignore[arg-type]
+        found = stats_numba.adam_errors(*moments, rule.divisor_eps, rule.factor)
+        for k, error in zip(places, found, strict=False):
+            errors.streams[streams[k].index].merge(error)
+        errors.update.merge(found[-1])
+        return done
 
     def _tile(self, start: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> None:
         sides: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -115,6 +142,18 @@ def _cuts(stream: Stream, numel: int, step: int) -> tuple[Mapping[str, slice], .
 
 def _spec(stream: Stream, numel: int) -> TensorSpec:
     return TensorSpec(stream.spec.name, stream.spec.role, stream.spec.dtype, (numel,))
+
+
+def _adam_places(unit: Unit) -> tuple[int, int] | None:
+    """The places of the first and the second moment among the streams; None unless these are fp32, companded, and all."""
+    places = {stream.index: k for k, stream in enumerate(unit.streams)}
+    moments = unit.parameter.moments if unit.parameter else {}
+    if len(places) != 2 or moments.keys() != {"moment1", "moment2"}:
+        return None
+    first, second = places[moments["moment1"]], places[moments["moment2"]]
+    signs = [getattr(unit.streams[k].codec, "signed", None) for k in (first, second)]
+    exact = any(stream.spec.dtype is not DType.FLOAT32 for stream in unit.streams)
+    return None if exact or signs != [True, False] else (first, second)
 
 
 def _is_second(stream: Stream) -> bool:

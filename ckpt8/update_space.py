@@ -49,6 +49,11 @@ class UpdateRule:
         return self._root_bias2 / (1.0 - self.beta1**self.step) if self.kind == "adam" else 1.0
 
     @property
+    def divisor_eps(self) -> float | None:
+        """What ``apply`` adds to sqrt(v) before it divides; None for a rule that does not divide by it."""
+        return self.eps * self._root_bias2 if self.kind in ("adam", "stable_adamw") else None
+
+    @property
     def _root_bias2(self) -> float:
         return math.sqrt(1.0 - self.beta2**self.step) if self.kind == "adam" else 1.0
 
@@ -63,9 +68,9 @@ class UpdateRule:
         """
         if self.kind == "came" and confidence is not None:
             return moment1 * confidence
-        if self.kind == "momentum" or root2 is None:
+        if self.divisor_eps is None or root2 is None:
             return moment1
-        return moment1 / (root2 + self.eps * self._root_bias2)
+        return moment1 / (root2 + self.divisor_eps)
 
 
 def read_rule(stored: Mapping[str, Any] | None) -> dict[str, Any] | None:

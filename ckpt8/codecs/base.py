@@ -89,11 +89,11 @@ def encode_tiles(
 ) -> Parts:
     """Run ``kernel(tile, parts of the tile)`` over the tiles of ``x``, which write into one set of parts.
 
-    Triton kernels take a tensor whole.
+    Other kernels than torch's take a tensor whole.
     """
     flat = x.reshape(-1)
     parts = empty_parts(codec, spec, x.device)
-    if 0 < spec.numel <= TILE or backend == "triton":
+    if 0 < spec.numel <= TILE or backend != "torch":
         kernel(flat, parts)
         return parts
     for run, cuts in pieces(codec, spec):
@@ -111,14 +111,14 @@ def decode_tiles(
 ) -> torch.Tensor:
     """Run ``kernel(parts of the tile, tile of the result)`` over the tiles of the result.
 
-    Triton kernels take a tensor whole.
+    Other kernels than torch's take a tensor whole.
     """
     import torch
 
     if out is None:
         device = next(iter(parts.values())).device
         out = torch.empty(spec.numel, dtype=spec.dtype.torch, device=device)
-    if 0 < spec.numel <= TILE or backend == "triton":
+    if 0 < spec.numel <= TILE or backend != "torch":
         kernel(parts, out)
         return out
     for run, cuts in pieces(codec, spec):

@@ -80,7 +80,7 @@ def encode_part(name: str, part: torch.Tensor) -> list[tuple[bytes, int]]:
     import torch
 
     size = part.element_size()
-    planes = [part] if size == 1 else list(part.view(torch.uint8).view(-1, size).flip(1).t().contiguous())
+    planes = [part] if size == 1 else list(part.view(torch.uint8).view(-1, size).t().contiguous())[::-1]
     compressor = _compressor(name)
     frames = []
     for plane in planes:

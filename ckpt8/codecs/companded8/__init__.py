@@ -62,7 +62,7 @@ class Companded8:
 
     def encode(self, x: torch.Tensor, *, backend: backends.Backend | None = None) -> Parts:
         """Compand an fp32 or bf16 tensor. Raises RefusedError on NaN, Inf, a negative second moment, overflow."""
-        used = backends.resolve(backend, x.device)
+        used = backends.resolve(backend, x.device, x.numel())
         role = Role.MOMENT1 if self.signed else Role.MOMENT2
         spec = TensorSpec("", role, DType.from_label(str(x.dtype)), tuple(x.shape))
         return encode_tiles(self, x, spec, self._kernel("encode", used), used)
@@ -76,11 +76,11 @@ class Companded8:
         backend: backends.Backend | None = None,
     ) -> torch.Tensor:
         """The moments, computed in fp32 and rounded to ``spec.dtype`` last."""
-        used = backends.resolve(backend, parts["codes"].device)
+        used = backends.resolve(backend, parts["codes"].device, spec.numel)
         return decode_tiles(self, parts, spec, out, self._kernel("decode", used), used)
 
     def _kernel(self, direction: str, backend: backends.Backend) -> Callable[..., Any]:
-        module = import_module(f"{__name__}.{'triton' if backend == 'triton' else 'reference'}")
+        module = import_module(f"{__name__}.{'reference' if backend == 'torch' else backend}")
         if self.signed:
             return partial(getattr(module, f"{direction}_signed"), levels=self.Q)
         return partial(getattr(module, f"{direction}_unsigned"), levels=self.Q, fourth_root=self.p != 1)

@@ -24,7 +24,7 @@ _SMALLEST_MOMENT1 = 2.0**-100
 SMALLEST_ROOT2 = 2.0**-50
 """An unsigned group with any v > 0 has at least this scale: rounding so small a v up is invisible beside eps."""
 
-_INFINITE_SCALE = 0xFF00
+INFINITE_SCALE = 0xFF00
 
 QUIET_NAN = 0x7FC00000
 
@@ -89,7 +89,7 @@ def encode_signed(x: torch.Tensor, out: Parts, levels: int) -> None:
 
     Raises RefusedError on NaN, Inf and a group whose scale would be infinite.
     """
-    if not int(compand_signed(x, out, levels).amax()) < _INFINITE_SCALE:
+    if not int(compand_signed(x, out, levels).amax()) < INFINITE_SCALE:
         raise RefusedError(REFUSAL_SIGNED)
 
 

@@ -49,7 +49,7 @@ class Split24:
 
     def encode(self, x: torch.Tensor, *, backend: backends.Backend | None = None) -> Parts:
         """Split an fp32 tensor. Raises RefusedError on NaN, Inf and values outside the range of bf16."""
-        used = backends.resolve(backend, x.device)
+        used = backends.resolve(backend, x.device, x.numel())
         spec = TensorSpec("", Role.WEIGHT, DType.FLOAT32, tuple(x.shape))
         return encode_tiles(self, x, spec, self._kernel("encode", used), used)
 
@@ -62,9 +62,9 @@ class Split24:
         backend: backends.Backend | None = None,
     ) -> torch.Tensor:
         """The fp32 tensor, each value within the error of the layout."""
-        used = backends.resolve(backend, parts["rho"].device)
+        used = backends.resolve(backend, parts["rho"].device, spec.numel)
         return decode_tiles(self, parts, spec, out, self._kernel("decode", used), used)
 
     def _kernel(self, direction: str, backend: backends.Backend) -> Callable[..., Any]:
-        module = import_module(f"{__name__}.{'triton' if backend == 'triton' else 'reference'}")
+        module = import_module(f"{__name__}.{'reference' if backend == 'torch' else backend}")
         return partial(getattr(module, direction), levels=self.R)
