@@ -2,8 +2,8 @@
 
 All give the same parts, bit for bit. ``triton`` is the default for tensors on a CUDA device, ``numba`` for those on a
 CPU that are large enough to be worth its import, and ``torch`` for all others and where the package is missing or too
-old. With ``TRITON_INTERPRET=1`` in the environment ``triton`` may also be asked for on a CPU, where its interpreter runs
-the kernels: slow, and for tests.
+old. With ``TRITON_INTERPRET=1`` in the environment ``triton`` may also be asked for on a CPU, where its interpreter
+runs the kernels: slow, and for tests.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
-from ckpt8 import jit
 from ckpt8.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,6 +21,19 @@ Backend = Literal["torch", "triton", "numba"]
 
 OLDEST_TRITON = (3, 6)
 """Before it ``div_rn`` and ``sqrt_rn`` took subnormal numbers for zero on a device: small second moments were lost."""
+
+SMALLEST_FOR_NUMBA = 1 << 17
+"""Elements of a tensor from which on it is worth its import."""
+
+
+@cache
+def _fault_of_numba() -> str | None:
+    """Why it cannot compile kernels; None if it can."""
+    try:
+        from numba import config
+    except Exception as exc:
+        return f"needs the package numba, which cannot be imported: {exc}"
+    return "needs numba to compile, which NUMBA_DISABLE_JIT forbids" if vars(config)["DISABLE_JIT"] else None
 
 
 @cache
@@ -67,8 +79,8 @@ def _default(device: torch.device | None, numel: int) -> Backend:
         return "torch"
     if device.type == "cuda" and _fault_of_triton() is None:
         return "triton"
-    return "numba" if numel >= jit.SMALLEST and _obstacle_to_numba(device) is None else "torch"
+    return "numba" if numel >= SMALLEST_FOR_NUMBA and _obstacle_to_numba(device) is None else "torch"
 
 
 def _obstacle_to_numba(device: torch.device) -> str | None:
-    return jit.fault() if device.type == "cpu" else f"needs tensors on the CPU, not on {str(device)!r}"
+    return _fault_of_numba() if device.type == "cpu" else f"needs tensors on the CPU, not on {str(device)!r}"

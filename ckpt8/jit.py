@@ -1,38 +1,36 @@
 """Python compiled by numba for the processor at hand: one pass over memory where torch needs one for every operation.
 
 A kernel lets go of the GIL, does IEEE arithmetic in the order written (nothing is contracted or reordered) and is kept
-on disk, so that a machine compiles it once. It takes numpy views of flat CPU tensors.
+on disk, so that a machine compiles it once. It takes numpy views of flat CPU tensors, and may call other kernels.
+Integers are wrapped in ``i4`` at every step: two int32 make an int64 otherwise, of which a vector holds half as many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
-F = TypeVar("F", bound=Callable[..., Any])
+import numba
+import numpy as np
 
-SMALLEST = 1 << 17
-"""Elements from which on a kernel is worth the import of numba."""
+i4 = np.int32
+f4 = np.float32
+f8 = np.float64
 
-
-@cache
-def fault() -> str | None:
-    """Why kernels cannot be compiled; None if they can."""
-    try:
-        import numba
-    except Exception as exc:  # noqa: BLE001 - numba looks at the versions of others, and raises all kinds of errors
-        return f"needs the package numba, which cannot be imported: {exc}"
-    return "needs numba to compile, which NUMBA_DISABLE_JIT forbids" if numba.config.DISABLE_JIT else None
+MAGNITUDE = 0x7FFFFFFF
+"""All bits of an fp32 number but its sign."""
 
 
-def kernel(function: F) -> F:
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile ``function`` when it is first called."""
-    import numba
-
-    settings = {"nogil": True, "error_model": "numpy"}
     try:
-        return numba.njit(**settings, cache=True)(function)  # type: ignore[no-any-return]
+        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
     except RuntimeError:
         # There is no place to keep it: neither beside the source nor in a home directory.
-        return numba.njit(**settings)(function)  # type: ignore[no-any-return]
+        return numba.njit(nogil=True, error_model="numpy")(function)
+
+
+def with_bits(*shape: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Memory for fp32 numbers, and the same memory as int32."""
+    numbers = np.empty(shape, f4)
+    return numbers, numbers.view(i4)

@@ -87,8 +87,9 @@ class ChunkMeter:
     def _in_one_pass(self, originals: Sequence[torch.Tensor], parts: Sequence[Parts], length: int) -> int:
         """Measure what there is a kernel for; the number of elements that this was."""
         from ckpt8 import stats_numba
+        from ckpt8.codecs.companded8.numba import BLOCK
 
-        done = length // stats_numba.BLOCK * stats_numba.BLOCK
+        done = length // BLOCK * BLOCK
         streams, errors = self._unit.streams, self.errors
         tensors = [x[:done] for x in originals]
         parts = [take(p, _cuts(stream, length, done)[0]) for p, stream in zip(parts, streams, strict=True)]
@@ -100,8 +101,8 @@ class ChunkMeter:
         places = _adam_places(self._unit)
         if errors.update is None or rule is None or rule.divisor_eps is None or places is None:
             return 0
-        moments = [stats_numba.Moment(tensors[k], parts[k], streams[k].codec) for k in places]  # type: ignore[arg-type]
-        found = stats_numba.adam_errors(*moments, rule.divisor_eps, rule.factor)
+        first, second = (stats_numba.Moment(tensors[k], parts[k], streams[k].codec) for k in places)  # type: ignore[arg-type]
+        found = stats_numba.adam_errors(first, second, rule.divisor_eps, rule.factor)
         for k, error in zip(places, found, strict=False):
             errors.streams[streams[k].index].merge(error)
         errors.update.merge(found[-1])
@@ -145,7 +146,7 @@ def _spec(stream: Stream, numel: int) -> TensorSpec:
 
 
 def _adam_places(unit: Unit) -> tuple[int, int] | None:
-    """The places of the first and the second moment among the streams; None unless these are fp32, companded, and all."""
+    """Where the first and the second moment are among the streams; None unless they are all, fp32 and companded."""
     places = {stream.index: k for k, stream in enumerate(unit.streams)}
     moments = unit.parameter.moments if unit.parameter else {}
     if len(places) != 2 or moments.keys() != {"moment1", "moment2"}:

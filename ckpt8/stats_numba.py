@@ -1,8 +1,7 @@
-"""The measurements of ``stats`` on a CPU in one pass over memory, for the units that most bytes are in.
+"""The measurements of ``stats`` on a CPU in one pass over memory: whole blocks of the units that most bytes are in.
 
 Maxima are the same bit for bit; sums are taken in float64, in 32 lanes. Blocks of 256 elements go through one short
-loop after the other, each of which a compiler turns into vector instructions. Maxima are of the bits of magnitudes,
-which are ordered as the magnitudes are, with NaN above all.
+loop after the other, each of which a compiler turns into vector instructions.
 """
 
 from __future__ import annotations
@@ -14,42 +13,31 @@ import numpy as np
 import torch
 
 from ckpt8.codecs.companded8 import GROUP, Companded8
-from ckpt8.jit import kernel
+from ckpt8.codecs.companded8.numba import BLOCK, GROUPS, decode_signed_blocks, decode_unsigned_blocks
+from ckpt8.jit import MAGNITUDE, f4, f8, i4, kernel, with_bits
 from ckpt8.stats import SMALLEST_NORMAL, MomentError, UpdateError, WeightError
 from ckpt8.tensors import Parts
 
-Array = np.ndarray[Any, Any]
-
-BLOCK = 8 * GROUP
-"""Elements that all of these functions take a multiple of."""
-
-_i4 = np.int32
-_f4 = np.float32
-_f8 = np.float64
-
-_MAGNITUDE = 0x7FFFFFFF
-_SUMS = 6
-_MAXIMA = 4
-_WORK = 8
-"""Blocks of memory that ``_adam_errors`` works in."""
+_SUMS, _MAXIMA, _ROOM = 6, 4, 8
+"""Sums, maxima and blocks of memory that ``_adam_errors`` needs."""
 
 
 @kernel
-def _add(x, lanes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _add(x, lanes):
     """Add a block to the lanes."""
     for j in range(GROUP):
-        low = (_f8(x[j]) + _f8(x[j + 32])) + (_f8(x[j + 64]) + _f8(x[j + 96]))
-        high = (_f8(x[j + 128]) + _f8(x[j + 160])) + (_f8(x[j + 192]) + _f8(x[j + 224]))
+        low = (f8(x[j]) + f8(x[j + 32])) + (f8(x[j + 64]) + f8(x[j + 96]))
+        high = (f8(x[j + 128]) + f8(x[j + 160])) + (f8(x[j + 192]) + f8(x[j + 224]))
         lanes[j] += low + high
 
 
 @kernel
-def _square(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    return _f8(x) * _f8(x)
+def _square(x):
+    return f8(x) * f8(x)
 
 
 @kernel
-def _add_squares(x, lanes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _add_squares(x, lanes):
     """Add the squares of a block to the lanes."""
     for j in range(GROUP):
         low = (_square(x[j]) + _square(x[j + 32])) + (_square(x[j + 64]) + _square(x[j + 96]))
@@ -58,143 +46,110 @@ def _add_squares(x, lanes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN
 
 
 @kernel
-def _subtract(y, x, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _subtract(y, x, out):
     for i in range(BLOCK):
         out[i] = y[i] - x[i]
 
 
 @kernel
-def _largest(bits):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _largest(bits):
     """The bits of the largest magnitude."""
-    largest = _i4(0)
+    largest = i4(0)
     for i in range(bits.size):
-        largest = max(largest, _i4(bits[i] & _i4(_MAGNITUDE)))
+        largest = max(largest, i4(bits[i] & i4(MAGNITUDE)))
     return largest
 
 
 @kernel
-def _largest_scaled(bits, scales, cell, cell_bits):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """The bits of the largest magnitude relative to the scale of its group."""
-    largest = _i4(0)
-    for g in range(BLOCK // GROUP):
+def _largest_scaled(bits, scales, cell, cell_bits):
+    """The bits of the largest magnitude of a block relative to the scale of its group."""
+    largest = i4(0)
+    for g in range(GROUPS):
         top = _largest(bits[g * GROUP : (g + 1) * GROUP])
-        cell_bits[0] = _i4(scales[g]) << 15
+        cell_bits[0] = i4(scales[g]) << 15
         s = cell[0]
         cell_bits[0] = top
-        cell[0] = cell[0] / max(s, _f4(SMALLEST_NORMAL)) if s > 0 else cell[0] * s
+        # A zero group has no scale to measure by, and no error worth one.
+        cell[0] = cell[0] / max(s, f4(SMALLEST_NORMAL)) if s > 0 else cell[0] * s
         largest = max(largest, cell_bits[0])
     return largest
 
 
 @kernel
-def _root(x, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _root(x, out):
+    """As ``stats.root``, operation by operation."""
     for i in range(BLOCK):
-        out[i] = _f4(1) / (_f4(1) / np.sqrt(x[i]))
+        out[i] = f4(1) / (f4(1) / np.sqrt(x[i]))
 
 
 @kernel
-def _decode(codes, scales, signed, fourth, levels, cell, cell_bits, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0913
-    """A block of first moments, or of second moments, as ``codecs.companded8.reference`` decodes it."""
-    top = _f4(levels)
-    for g in range(BLOCK // GROUP):
-        cell_bits[0] = _i4(scales[g]) << 15
-        s = cell[0]
-        c, x = codes[g * GROUP : (g + 1) * GROUP], out[g * GROUP : (g + 1) * GROUP]
-        if signed:
-            for j in range(GROUP):
-                y = _f4(_i4(c[j])) / top
-                x[j] = (y / (_f4(2) - abs(y))) * s
-        elif fourth:
-            for j in range(GROUP):
-                y = _f4(_i4(c[j])) / top
-                y = (y * y) * s
-                x[j] = y * y
-        else:
-            for j in range(GROUP):
-                y = (_f4(_i4(c[j])) / top) * s
-                x[j] = y * y
+def _divide(m, root, eps, out):
+    for i in range(BLOCK):
+        out[i] = m[i] / (root[i] + eps)
 
 
 @kernel
-def _weight_error(x, y, x_bits, y_bits, relative, bits, total):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0913
-    smallest = _f4(SMALLEST_NORMAL)
-    largest, up, down = _i4(0), _i4(0), _i4(0)
+def _weight_error(x, y, x_bits, y_bits, relative, bits, total):
+    """Add relative errors to the lanes; the bits of the largest, and the largest in fp32 steps."""
+    smallest = f4(SMALLEST_NORMAL)
+    largest, up, down = i4(0), i4(0), i4(0)
     for first in range(0, x.size, BLOCK):
         a, b = x[first : first + BLOCK], y[first : first + BLOCK]
         a_bits, b_bits = x_bits[first : first + BLOCK], y_bits[first : first + BLOCK]
         for i in range(BLOCK):
             magnitude = abs(a[i])
-            relative[i] = abs(b[i] - a[i]) / (magnitude if magnitude > smallest else smallest)
+            relative[i] = abs(b[i] - a[i]) / (max(smallest, magnitude))
         _add(relative, total)
         largest = max(largest, _largest(bits))
         for i in range(BLOCK):
-            up = max(up, _i4(b_bits[i] - a_bits[i]))
+            up = max(up, i4(b_bits[i] - a_bits[i]))
         for i in range(BLOCK):
-            down = min(down, _i4(b_bits[i] - a_bits[i]))
-    return largest, max(up, _i4(-down))
+            down = min(down, i4(b_bits[i] - a_bits[i]))
+    return largest, max(up, i4(-down))
 
 
 @kernel
-def _adam_errors(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913
-    m,  # noqa: ANN001
-    m_codes,  # noqa: ANN001
-    m_scales,  # noqa: ANN001
-    m_levels,  # noqa: ANN001
-    v,  # noqa: ANN001
-    v_codes,  # noqa: ANN001
-    v_scales,  # noqa: ANN001
-    v_levels,  # noqa: ANN001
-    fourth,  # noqa: ANN001
-    eps,  # noqa: ANN001
-    work,  # noqa: ANN001
-    work_bits,  # noqa: ANN001
-    sums,  # noqa: ANN001
-    maxima,  # noqa: ANN001
+def _adam_errors(
+    m, m_codes, m_scales, m_levels, v, v_codes, v_scales, v_levels, fourth_root, eps, room, room_bits, sums, maxima
 ):
-    eps = _f4(eps)
-    cell, cell_bits = work[0], work_bits[0]
-    error, error_bits = work[1], work_bits[1]
-    m_there, v_there, r, r_there = work[2], work[3], work[4], work[5]
-    u, u_bits, u_there = work[6], work_bits[6], work[7]
+    """Add squares to the lanes of ``sums``: of the error and the value of m, v and u.
+
+    ``maxima`` are raised to the bits of the largest errors of m and sqrt(v) relative to scales, of u, and of |u|.
+    """
+    eps = f4(eps)
+    cell, cell_bits, error, error_bits = room[0], room_bits[0], room[1], room_bits[1]
+    decoded, m_decoded, root, root_decoded, u, u_decoded = room[2], room[3], room[4], room[5], room[6], room[7]
     for first in range(0, m.size, BLOCK):
-        group = first // GROUP
-        m_here, v_here = m[first : first + BLOCK], v[first : first + BLOCK]
-        m_scale, v_scale = m_scales[group : group + 8], v_scales[group : group + 8]
-        _decode(m_codes[first : first + BLOCK], m_scale, True, False, m_levels, cell, cell_bits, m_there)
-        _subtract(m_there, m_here, error)
+        last, group = first + BLOCK, first // GROUP
+        block, scales = m[first:last], m_scales[group : group + GROUPS]
+        decode_signed_blocks(m_codes[first:last], scales, cell, cell_bits, error, m_decoded, m_levels)
+        _subtract(m_decoded, block, error)
         _add_squares(error, sums[0])
-        _add_squares(m_here, sums[1])
-        maxima[0] = max(maxima[0], _largest_scaled(error_bits, m_scale, cell, cell_bits))
-        _decode(v_codes[first : first + BLOCK], v_scale, False, fourth, v_levels, cell, cell_bits, v_there)
-        _subtract(v_there, v_here, error)
+        _add_squares(block, sums[1])
+        maxima[0] = max(maxima[0], _largest_scaled(error_bits, scales, cell, cell_bits))
+        block, scales = v[first:last], v_scales[group : group + GROUPS]
+        decode_unsigned_blocks(v_codes[first:last], scales, cell, cell_bits, error, decoded, v_levels, fourth_root)
+        _subtract(decoded, block, error)
         _add_squares(error, sums[2])
-        _add_squares(v_here, sums[3])
-        _root(v_here, r)
-        _root(v_there, r_there)
-        _subtract(r_there, r, error)
-        maxima[1] = max(maxima[1], _largest_scaled(error_bits, v_scale, cell, cell_bits))
-        for i in range(BLOCK):
-            u[i] = m_here[i] / (r[i] + eps)
-        for i in range(BLOCK):
-            u_there[i] = m_there[i] / (r_there[i] + eps)
-        _subtract(u_there, u, error)
+        _add_squares(block, sums[3])
+        _root(block, root)
+        _root(decoded, root_decoded)
+        _subtract(root_decoded, root, error)
+        maxima[1] = max(maxima[1], _largest_scaled(error_bits, scales, cell, cell_bits))
+        _divide(m[first:last], root, eps, u)
+        _divide(m_decoded, root_decoded, eps, u_decoded)
+        _subtract(u_decoded, u, error)
         _add_squares(error, sums[4])
         _add_squares(u, sums[5])
         maxima[2] = max(maxima[2], _largest(error_bits))
-        maxima[3] = max(maxima[3], _largest(u_bits))
-
-
-def _both(*shape: int) -> tuple[Array, Array]:
-    """The same memory as fp32 and as its bits."""
-    memory = np.empty(shape, np.float32)
-    return memory, memory.view(np.int32)
+        maxima[3] = max(maxima[3], _largest(room_bits[6]))
 
 
 def weight_error(original: torch.Tensor, decoded: torch.Tensor) -> WeightError:
     """As ``stats.weight_error``."""
     x, y, total = original.numpy(), decoded.numpy(), np.zeros(GROUP)
-    largest, steps = _weight_error(x, y, x.view(np.int32), y.view(np.int32), *_both(BLOCK), total)
-    return WeightError(original.numel(), float(np.int32(largest).view(np.float32)), float(total.sum()), int(steps))
+    largest, steps = _weight_error(x, y, x.view(i4), y.view(i4), *with_bits(BLOCK), total)
+    return WeightError(original.numel(), float(i4(largest).view(f4)), float(total.sum()), int(steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +175,9 @@ def adam_errors(
     first: Moment, second: Moment, eps: float, factor: float
 ) -> tuple[MomentError, MomentError, UpdateError]:
     """The errors of both moments, and of ``factor * m / (sqrt(v) + eps)``, as ``stats`` has them."""
-    sums, maxima = np.zeros((_SUMS, GROUP)), np.zeros(_MAXIMA, np.int32)
-    _adam_errors(*first.arrays()[:-1], *second.arrays(), eps, *_both(_WORK, BLOCK), sums, maxima)
-    total, top = sums.sum(axis=1).tolist(), maxima.view(np.float32).tolist()
+    sums, maxima = np.zeros((_SUMS, GROUP)), np.zeros(_MAXIMA, i4)
+    _adam_errors(*first.arrays()[:-1], *second.arrays(), eps, *with_bits(_ROOM, BLOCK), sums, maxima)
+    total, top = sums.sum(axis=1).tolist(), maxima.view(f4).tolist()
     square = factor * factor
     return (
         MomentError(total[0], total[1], top[0]),

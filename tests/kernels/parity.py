@@ -1,7 +1,7 @@
 """Kernels against the reference, bit for bit: run by ``test_parity.py`` in a process of its own.
 
-``TRITON_INTERPRET`` decides what ``triton.jit`` gives, and is read when a kernel is defined. Where it is set these
-tests run on the CPU, else on a CUDA device.
+``PARITY_BACKEND`` is whose kernels. ``TRITON_INTERPRET`` decides what ``triton.jit`` gives, and is read when a kernel
+is defined. Where it is set these tests run on the CPU, else on a CUDA device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ckpt8.codecs.split24 import Split24
 from ckpt8.errors import RefusedError
 from ckpt8.tensors import DType, Role, TensorSpec
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+BACKEND = os.environ.get("PARITY_BACKEND", "triton")
+DEVICE = "cpu" if BACKEND == "numba" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 SIZES = (0, 1, 31, 32, 33, 1000, 4096, 4096 + 5, 2 * 4096 + 33)
 SPLIT = [Split24(R=levels) for levels in (127, 63, 7, 1)]
 SIGNED = [Companded8(Q=levels) for levels in (127, 31, 1)]
@@ -44,7 +45,7 @@ def assert_same(one: torch.Tensor, other: torch.Tensor, what: object) -> None:
 
 def assert_encodes_alike(codec, x: torch.Tensor) -> dict[str, torch.Tensor]:
     expected = codec.encode(x, backend="torch")
-    parts = codec.encode(x.to(DEVICE), backend="triton")
+    parts = codec.encode(x.to(DEVICE), backend=BACKEND)
     assert list(parts) == list(expected)
     for name, part in parts.items():
         assert_same(part, expected[name], name)
@@ -56,7 +57,7 @@ def assert_decodes_alike(codec, parts, dtype: torch.dtype) -> None:
     spec = TensorSpec("x", Role.OTHER, DType.from_label(str(dtype)), (numel,))
     expected = codec.decode(parts, spec, backend="torch")
     there = {name: part.to(DEVICE) for name, part in parts.items()}
-    values = codec.decode(there, spec, backend="triton").cpu()
+    values = codec.decode(there, spec, backend=BACKEND).cpu()
     # NaN comes only of parts that are never written, and devices differ in its bits.
     assert torch.equal(values.isnan(), expected.isnan())
     assert_same(values.masked_fill(values.isnan(), 0), expected.masked_fill(expected.isnan(), 0), "values")
@@ -70,7 +71,7 @@ def assert_refused_alike(codec, x: torch.Tensor) -> None:
     with pytest.raises(RefusedError) as expected:
         codec.encode(x, backend="torch")
     with pytest.raises(RefusedError) as caught:
-        codec.encode(x.to(DEVICE), backend="triton")
+        codec.encode(x.to(DEVICE), backend=BACKEND)
     assert str(caught.value) == str(expected.value)
 
 
@@ -275,11 +276,11 @@ def test_views_of_any_stride_and_alignment(codec):
     there = base.to(DEVICE)
     for cut in (slice(1, 4200), slice(0, None, 3), slice(3, 4103)):
         expected = codec.encode(base[cut].clone(), backend="torch")
-        for name, part in codec.encode(there[cut], backend="triton").items():
+        for name, part in codec.encode(there[cut], backend=BACKEND).items():
             assert_same(part, expected[name], (name, cut))
     square = base[: 90 * 91].view(90, 91)
     expected = codec.encode(square.t().contiguous(), backend="torch")
-    for name, part in codec.encode(square.to(DEVICE).t(), backend="triton").items():
+    for name, part in codec.encode(square.to(DEVICE).t(), backend=BACKEND).items():
         assert_same(part, expected[name], name)
 
 
@@ -295,7 +296,7 @@ def test_decoding_writes_its_elements_and_no_others(codec, dtype):
     around = torch.full((4140,), 77.0, dtype=dtype, device=DEVICE)
     out = around[3:4134]
     there = {name: part.to(DEVICE) for name, part in parts.items()}
-    result = codec.decode(there, spec, out=out, backend="triton")
+    result = codec.decode(there, spec, out=out, backend=BACKEND)
     assert result.data_ptr() == out.data_ptr()
     assert_same(out, expected, "values")
     assert around[:3].tolist() + around[4134:].tolist() == [77.0] * 9
@@ -305,4 +306,4 @@ def test_a_cuda_tensor_takes_the_kernels_by_itself():
     from ckpt8.backend import resolve
 
     assert resolve(None, torch.device("cuda")) == "triton"
-    assert resolve("triton", torch.device(DEVICE)) == "triton"
+    assert resolve(BACKEND, torch.device(DEVICE)) == BACKEND

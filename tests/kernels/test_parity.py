@@ -1,4 +1,4 @@
-"""The kernels give the bits of the reference: through Triton's interpreter, and on a device where there is one."""
+"""The kernels give the bits of the reference: numba's; Triton's in its interpreter, and on a device if there is one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ pytest.importorskip("numpy")
 FILES = pytest.mark.parametrize("file", ["parity.py", "fused.py"])
 
 
-def run(file: str, interpret: str, *under: str) -> None:
+def run(file: str, interpret: str, *under: str, backend: str = "triton") -> None:
     """Run a file of tests in a process of its own, ``under`` another program if need be.
 
     That one sees the borders of tensors only where torch does not keep memory for later.
     """
     result = subprocess.run(
         [*under, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(file))],
-        env={**os.environ, "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
+        env={**os.environ, "TRITON_INTERPRET": interpret, "PARITY_BACKEND": backend, "OMP_NUM_THREADS": "1"}
         | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if under else {}),
         capture_output=True,
         text=True,
@@ -39,6 +39,11 @@ def run(file: str, interpret: str, *under: str) -> None:
 @FILES
 def test_the_interpreter_agrees_with_the_reference(file):
     run(file, "1")
+
+
+def test_numba_agrees_with_the_reference():
+    pytest.importorskip("numba", reason="numba is not installed")
+    run("parity.py", "0", backend="numba")
 
 
 @pytest.mark.gpu

@@ -1,22 +1,26 @@
-"""Companded 8-bit moments in one pass on a CPU: the arithmetic of ``reference``, group by group.
+"""Companded 8-bit moments in one pass on a CPU: the arithmetic of ``reference``, to the bit.
 
-Maxima are taken of the bits of magnitudes, which are ordered as the magnitudes are, with NaN above all.
+Maxima are of the bits of magnitudes, which are ordered as the magnitudes are, with NaN above all. ``cell`` is one fp32
+number and ``cell_bits`` the same memory as int32. Loops are short and simple, so that a compiler makes vector
+instructions of them. Kernels take whole blocks; the rest of a tensor goes to the reference.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 
 from ckpt8.codecs.companded8 import GROUP, reference
 from ckpt8.errors import RefusedError
-from ckpt8.jit import kernel
+from ckpt8.jit import MAGNITUDE, f4, i4, kernel, with_bits
 from ckpt8.tensors import Parts
 
-_i4 = np.int32
-_f4 = np.float32
+GROUPS = 8
+BLOCK = GROUPS * GROUP
+"""Elements that ``decode_*`` and those who measure go over at once."""
 
-_MAGNITUDE = 0x7FFFFFFF
 _INFINITE = 0x7F800000
 _SMALLEST_MOMENT1 = 0x0D800000
 """The bits of 2^-100."""
@@ -25,143 +29,146 @@ _SMALLEST_ROOT2 = 0x26800000
 
 
 @kernel
-def _round_scale(largest):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _round_scale(largest):
     bits = min(np.int64(largest), np.int64(reference.QUIET_NAN))
     return (((bits >> 15) & 1) + bits + 0x3FFF) >> 15
 
 
 @kernel
-def _encode_signed(x, bits, codes, scales, scale, scale_bits, levels):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    one, half, top = _f4(1), _f4(0.5), _f4(levels)
+def _encode_signed(x, x_bits, codes, scales, cell, cell_bits, levels):
+    """The largest scale, which is that of infinity where something is not finite."""
+    one, half, top = f4(1), f4(0.5), f4(levels)
     highest = np.int64(0)
     for g in range(scales.size):
         first = g * GROUP
-        largest = _i4(0)
+        largest = i4(0)
         for i in range(first, first + GROUP):
-            largest = max(largest, _i4(bits[i] & _i4(_MAGNITUDE)))
+            largest = max(largest, i4(x_bits[i] & i4(MAGNITUDE)))
         if largest < _SMALLEST_MOMENT1:
-            largest = _i4(0)
+            largest = i4(0)
         scale16 = _round_scale(largest)
         highest = max(highest, scale16)
         scales[g] = scale16
-        scale_bits[0] = scale16 << 15
-        s = scale[0] if scale16 else one
+        cell_bits[0] = scale16 << 15
+        s = cell[0] if scale16 else one
         for i in range(first, first + GROUP):
             n = x[i] / s
             t = (n + n) / (abs(n) + one)
-            codes[i] = _i4(min(max(np.floor(t * top + half), -top), top))
+            codes[i] = i4(min(max(np.floor(t * top + half), -top), top))
     return highest
 
 
 @kernel
-def _encode_unsigned(v, bits, codes, scales, scale, scale_bits, root, root_bits, levels, fourth):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0913
-    one, half, top = _f4(1), _f4(0.5), _f4(levels)
-    negative, highest, overflow = _i4(0), _i4(0), False
+def _encode_unsigned(v, v_bits, codes, scales, cell, cell_bits, root, root_bits, levels, fourth_root):
+    """Whether there is NaN or a negative number, and whether a decoded maximum overflows."""
+    one, half, top = f4(1), f4(0.5), f4(levels)
+    negative, highest, overflow = i4(0), i4(0), False
     for g in range(scales.size):
         first = g * GROUP
-        largest = _i4(0)
         for j in range(GROUP):
-            b = bits[first + j]
-            largest = max(largest, b)
-            # Of a number below zero its magnitude, which is none for -0.
-            negative = max(negative, _i4(_i4(b & _i4(_MAGNITUDE)) & _i4(b >> _i4(31))))
+            b = v_bits[first + j]
+            highest = max(highest, b)
+            # The magnitude of a number below zero; -0 has none.
+            negative = max(negative, i4(i4(b & i4(MAGNITUDE)) & i4(b >> i4(31))))
             root[j] = np.sqrt(v[first + j])
-        highest = max(highest, largest)
-        largest = _i4(0)
+        largest = i4(0)
         for j in range(GROUP):
             largest = max(largest, root_bits[j])
         if largest > 0:
-            largest = max(largest, _i4(_SMALLEST_ROOT2))
+            largest = max(largest, i4(_SMALLEST_ROOT2))
         scale16 = _round_scale(largest)
         scales[g] = scale16
-        scale_bits[0] = scale16 << 15
-        s = scale[0] if scale16 else one
+        cell_bits[0] = scale16 << 15
+        s = cell[0] if scale16 else one
         overflow |= not s * s < np.inf
         for j in range(GROUP):
             t = root[j] / s
-            if fourth:
+            if fourth_root:
                 t = np.sqrt(t)
-            code = _i4(min(max(np.floor(t * top + half), _f4(0)), top))
-            codes[first + j] = max(code, _i4(root_bits[j] > 0))
-    return max(negative, _i4(highest > _INFINITE)), overflow
+            code = i4(min(max(np.floor(t * top + half), f4(0)), top))
+            codes[first + j] = max(code, i4(root_bits[j] > 0))
+    return highest > _INFINITE or negative > 0, overflow
 
 
 @kernel
-def _decode_signed(codes, scales, scale, scale_bits, out, levels):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    two, top = _f4(2), _f4(levels)
-    for g in range(scales.size):
-        first = g * GROUP
-        scale_bits[0] = _i4(scales[g]) << 15
-        s = scale[0]
-        for i in range(first, first + GROUP):
-            y = _f4(_i4(codes[i])) / top
-            out[i] = (y / (two - abs(y))) * s
+def _spread(scales, cell, cell_bits, out):
+    """Fill a block with the scales of its groups."""
+    for g in range(GROUPS):
+        cell_bits[0] = i4(scales[g]) << 15
+        s = cell[0]
+        group = out[g * GROUP : (g + 1) * GROUP]
+        for j in range(GROUP):
+            group[j] = s
 
 
 @kernel
-def _decode_unsigned(codes, scales, scale, scale_bits, out, levels, fourth):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    top = _f4(levels)
-    for g in range(scales.size):
-        first = g * GROUP
-        scale_bits[0] = _i4(scales[g]) << 15
-        s = scale[0]
-        for i in range(first, first + GROUP):
-            y = _f4(_i4(codes[i])) / top
-            if fourth:
-                y = y * y
-            x = y * s
-            out[i] = x * x
+def decode_signed_blocks(codes, scales, cell, cell_bits, factor, out, levels):
+    """Fill ``out`` with the first moments of whole blocks; ``factor`` is room for one."""
+    top = f4(levels)
+    for first in range(0, out.size, BLOCK):
+        last, at = first + BLOCK, first // GROUP
+        block, x = codes[first:last], out[first:last]
+        _spread(scales[at : at + GROUPS], cell, cell_bits, factor)
+        for i in range(BLOCK):
+            y = f4(i4(block[i])) / top
+            x[i] = (y / (f4(2) - abs(y))) * factor[i]
 
 
-def _both(length: int) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
-    """The same memory as fp32 and as its bits."""
-    memory = np.empty(length, np.float32)
-    return memory, memory.view(np.int32)
+@kernel
+def decode_unsigned_blocks(codes, scales, cell, cell_bits, factor, out, levels, fourth_root):
+    """Fill ``out`` with the second moments of whole blocks; ``factor`` is room for one."""
+    top = f4(levels)
+    for first in range(0, out.size, BLOCK):
+        last, at = first + BLOCK, first // GROUP
+        block, x = codes[first:last], out[first:last]
+        _spread(scales[at : at + GROUPS], cell, cell_bits, factor)
+        for i in range(BLOCK):
+            x[i] = f4(i4(block[i])) / top
+        if fourth_root:
+            for i in range(BLOCK):
+                x[i] *= x[i]
+        for i in range(BLOCK):
+            y = x[i] * factor[i]
+            x[i] = y * y
 
 
-def _whole(tensor: torch.Tensor, length: int) -> np.ndarray:  # type: ignore[type-arg]
-    return tensor[:length].numpy()  # type: ignore[no-any-return]
-
-
-def _rest(parts: Parts, groups: int) -> Parts:
-    return {"codes": parts["codes"][groups * GROUP :], "scales": parts["scales"][groups:]}
+def _cut(x: torch.Tensor, parts: Parts) -> tuple[tuple[Any, ...], tuple[torch.Tensor, Parts]]:
+    """The whole blocks of a tensor, of its codes and its scales, as arrays; and what is left over."""
+    whole = x.numel() // BLOCK * BLOCK
+    groups = whole // GROUP
+    rest = {"codes": parts["codes"][whole:], "scales": parts["scales"][groups:]}
+    return tuple(t.numpy() for t in (x[:whole], parts["codes"][:whole], parts["scales"][:groups])), (x[whole:], rest)
 
 
 def encode_signed(x: torch.Tensor, out: Parts, levels: int) -> None:
     """As ``reference.encode_signed``, of any length."""
-    x = x.float()
-    groups = x.numel() // GROUP
-    flat = _whole(x, groups * GROUP)
-    codes, scales = _whole(out["codes"], groups * GROUP), _whole(out["scales"], groups)
-    if not _encode_signed(flat, flat.view(np.int32), codes, scales, *_both(1), levels) < reference.INFINITE_SCALE:
+    (flat, codes, scales), rest = _cut(x.float(), out)
+    highest = _encode_signed(flat, flat.view(i4), codes, scales, *with_bits(1), levels)
+    if not highest < reference.INFINITE_SCALE:
         raise RefusedError(reference.REFUSAL_SIGNED)
-    if x.numel() % GROUP:
-        reference.encode_signed(x[groups * GROUP :], _rest(out, groups), levels)
+    if rest[0].numel():
+        reference.encode_signed(*rest, levels)
 
 
 def encode_unsigned(v: torch.Tensor, out: Parts, levels: int, fourth_root: bool) -> None:
     """As ``reference.encode_unsigned``, of any length."""
-    v = v.float()
-    groups = v.numel() // GROUP
-    flat = _whole(v, groups * GROUP)
-    codes, scales = _whole(out["codes"], groups * GROUP), _whole(out["scales"], groups)
+    (flat, codes, scales), rest = _cut(v.float(), out)
     wrong, overflow = _encode_unsigned(
-        flat, flat.view(np.int32), codes, scales, *_both(1), *_both(GROUP), levels, fourth_root
+        flat, flat.view(i4), codes, scales, *with_bits(1), *with_bits(GROUP), levels, fourth_root
     )
     if wrong or overflow:
         raise RefusedError(reference.REFUSAL_ROOT if wrong else reference.REFUSAL_UNSIGNED)
-    if v.numel() % GROUP:
-        reference.encode_unsigned(v[groups * GROUP :], _rest(out, groups), levels, fourth_root)
+    if rest[0].numel():
+        reference.encode_unsigned(*rest, levels, fourth_root)
 
 
 def decode_signed(parts: Parts, out: torch.Tensor, levels: int) -> None:
     """As ``reference.decode_signed``, of any length."""
     flat = out if out.dtype is torch.float32 else torch.empty(out.numel())
-    groups = out.numel() // GROUP
-    codes, scales = _whole(parts["codes"], groups * GROUP), _whole(parts["scales"], groups)
-    _decode_signed(codes, scales, *_both(1), _whole(flat, groups * GROUP), levels)
-    if out.numel() % GROUP:
-        reference.decode_signed(_rest(parts, groups), flat[groups * GROUP :], levels)
+    (x, codes, scales), (end, rest) = _cut(flat, parts)
+    decode_signed_blocks(codes, scales, *with_bits(1), with_bits(BLOCK)[0], x, levels)
+    if end.numel():
+        reference.decode_signed(rest, end, levels)
     if flat is not out:
         out.copy_(flat)
 
@@ -169,10 +176,9 @@ def decode_signed(parts: Parts, out: torch.Tensor, levels: int) -> None:
 def decode_unsigned(parts: Parts, out: torch.Tensor, levels: int, fourth_root: bool) -> None:
     """As ``reference.decode_unsigned``, of any length."""
     flat = out if out.dtype is torch.float32 else torch.empty(out.numel())
-    groups = out.numel() // GROUP
-    codes, scales = _whole(parts["codes"], groups * GROUP), _whole(parts["scales"], groups)
-    _decode_unsigned(codes, scales, *_both(1), _whole(flat, groups * GROUP), levels, fourth_root)
-    if out.numel() % GROUP:
-        reference.decode_unsigned(_rest(parts, groups), flat[groups * GROUP :], levels, fourth_root)
+    (x, codes, scales), (end, rest) = _cut(flat, parts)
+    decode_unsigned_blocks(codes, scales, *with_bits(1), with_bits(BLOCK)[0], x, levels, fourth_root)
+    if end.numel():
+        reference.decode_unsigned(rest, end, levels, fourth_root)
     if flat is not out:
         out.copy_(flat)

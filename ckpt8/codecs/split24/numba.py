@@ -1,4 +1,4 @@
-"""Split master weights in one pass on a CPU: the arithmetic of ``reference``, element by element."""
+"""Split master weights in one pass on a CPU: the integer arithmetic of ``reference``, to the bit."""
 
 from __future__ import annotations
 
@@ -7,44 +7,41 @@ import torch
 
 from ckpt8.codecs.split24.reference import FIRST_OVERFLOW, REFUSAL
 from ckpt8.errors import RefusedError
-from ckpt8.jit import kernel
+from ckpt8.jit import MAGNITUDE, f4, i4, kernel
 from ckpt8.tensors import Parts
-
-_i4 = np.int32
-_f4 = np.float32
 
 
 @kernel
-def _split(bits, exponent, mantissa, rho, levels):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    largest = _i4(0)
-    r = _i4(levels)
+def _split(bits, exponent, mantissa, rho, levels):
+    """Fill the planes; the largest magnitude."""
+    largest = i4(0)
+    r = i4(levels)
     for i in range(bits.size):
         b = bits[i]
-        mag = _i4(b & _i4(0x7FFFFFFF))
+        mag = i4(b & i4(MAGNITUDE))
         largest = max(largest, mag)
-        hi = _i4(_i4(mag + _i4(0x7FFF) + _i4(_i4(mag >> _i4(16)) & _i4(1))) >> _i4(16))
-        d = _i4(mag - _i4(hi << _i4(16)))
-        rho[i] = _i4(_i4(d * r + _i4(d >> _i4(31)) + _i4(16384)) >> _i4(15))
-        exponent[i] = _i4(hi >> _i4(7))
-        mantissa[i] = _i4(_i4(_i4(b >> _i4(24)) & _i4(0x80)) | _i4(hi & _i4(0x7F)))
+        hi = i4(i4(mag + i4(0x7FFF) + i4(i4(mag >> i4(16)) & i4(1))) >> i4(16))
+        d = i4(mag - i4(hi << i4(16)))
+        rho[i] = i4(i4(d * r + i4(d >> i4(31)) + i4(16384)) >> i4(15))
+        exponent[i] = i4(hi >> i4(7))
+        mantissa[i] = i4(i4(i4(b >> i4(24)) & i4(0x80)) | i4(hi & i4(0x7F)))
     return largest
 
 
 @kernel
-def _join(exponent, mantissa, rho, out, levels):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    r = _f4(levels)
-    for i in range(out.size):
-        d = np.rint(_f4(_i4(rho[i])) * _f4(32768) / r)
-        d = min(max(d, _f4(-32767)), _f4(32767))
-        m = _i4(mantissa[i])
-        hi = _i4(_i4(_i4(m & _i4(0x80)) << _i4(8)) | _i4(m & _i4(0x7F)) | _i4(_i4(exponent[i]) << _i4(7)))
-        out[i] = _i4(hi << _i4(16)) + _i4(d)
+def _join(exponent, mantissa, rho, bits, levels):
+    top = f4(levels)
+    for i in range(bits.size):
+        d = min(max(np.rint(f4(i4(rho[i])) * f4(32768) / top), f4(-32767)), f4(32767))
+        m = i4(mantissa[i])
+        hi = i4(i4(i4(m & i4(0x80)) << i4(8)) | i4(m & i4(0x7F)) | i4(i4(exponent[i]) << i4(7)))
+        bits[i] = i4(i4(hi << i4(16)) + i4(d))
 
 
 def encode(x: torch.Tensor, out: Parts, levels: int) -> None:
     """As ``reference.encode``, of any length."""
-    bits = x.view(torch.int32).numpy()
-    if _split(bits, *(out[name].numpy() for name in ("exponent", "mantissa", "rho")), levels) >= FIRST_OVERFLOW:
+    planes = (out[name].numpy() for name in ("exponent", "mantissa", "rho"))
+    if _split(x.view(torch.int32).numpy(), *planes, levels) >= FIRST_OVERFLOW:
         raise RefusedError(REFUSAL)
 
 
