@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -92,3 +93,56 @@ for codec in (Split24(), Companded8(), Companded8(signed=False, Q=255)):
     assert torch.equal(codec.decode(codec.encode(x), TensorSpec("x", Role.OTHER, DType.FLOAT32, (40,))), x)
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+ON_A_LARGE_TENSOR = """
+import sys
+import torch
+from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.split24 import Split24
+from ckpt8.tensors import DType, Role, TensorSpec
+x = torch.ones({numel})
+for codec in (Split24(), Companded8(), Companded8(signed=False, Q=255)):
+    assert torch.equal(codec.decode(codec.encode(x), TensorSpec("x", Role.OTHER, DType.FLOAT32, ({numel},))), x)
+kernels = [name for name in sys.modules if name.startswith("ckpt8.") and name.endswith(".numba")]
+"""
+
+
+def run_python(code: str, **variables: str) -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, env={**os.environ, **variables})
+
+
+def test_large_tensors_take_numba():
+    pytest.importorskip("numba", reason="numba is not installed")
+    run_python(ON_A_LARGE_TENSOR.format(numel=1 << 17) + "assert len(kernels) == 2, kernels")
+
+
+def test_small_tensors_are_not_worth_its_import():
+    run_python(ON_A_LARGE_TENSOR.format(numel=(1 << 17) - 1) + "assert not kernels and 'numba' not in sys.modules")
+
+
+def test_nothing_needs_numba():
+    code = ON_A_LARGE_TENSOR.format(numel=1 << 17)
+    run_python("import sys; sys.modules['numba'] = None" + code + "assert not kernels, kernels")
+    run_python(code + "assert not kernels, kernels", NUMBA_DISABLE_JIT="1")
+
+
+def test_kernels_need_no_place_to_be_kept(tmp_path):
+    pytest.importorskip("numba", reason="numba is not installed")
+    code = """
+import numba.core.caching as caching
+caching.CacheImpl._locator_classes = []
+""" + ON_A_LARGE_TENSOR.format(numel=1 << 17)
+    run_python(code + "assert len(kernels) == 2, kernels", NUMBA_CACHE_DIR=str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_requests_for_numba_that_cannot_be_met(monkeypatch):
+    monkeypatch.setattr(backend, "_fault_of_numba", lambda: "needs the package numba")
+    assert backend.resolve(None, CPU, 1 << 20) == "torch"
+    with pytest.raises(UsageError, match="'numba' needs the package numba; use 'torch'"):
+        backend.resolve("numba", CPU)
+    with pytest.raises(UsageError, match="'numba' needs tensors on the CPU, not on 'cuda:1'"):
+        backend.resolve("numba", CUDA)
+    with pytest.raises(UsageError, match="no kernels for this codec"):
+        backend.resolve("numba")

@@ -1,7 +1,7 @@
 """Frames: the stored form of 2^20 elements of one byte plane, each readable alone.
 
 A part of one byte per element is one plane; a wider part is cut into its bytes, most significant first. A frame is
-an independent zstd frame with its content size, or the plane itself where zstd does not make it smaller; the
+an independent zstd frame with its content size, or the plane itself where zstd hardly makes it smaller; the
 stored length tells which. The manifest holds the stored length and the crc32 of the stored bytes.
 """
 
@@ -36,6 +36,12 @@ _PLANE_SETTINGS = {
     "target_length": 0,
 }
 _RAW_LEVEL = 3
+
+_SHORT_PLANE = 1 << 17
+_SAMPLES, _SAMPLE_BYTES = 8, 1 << 12
+_WORTH_IT = 0.98
+"""A plane that stays larger is stored as it is: first moments' codes, 1.3 % smaller, took a tenth of all time."""
+
 _MAX_WINDOW = 1 << 24
 
 _local = threading.local()
@@ -85,11 +91,20 @@ def encode_part(name: str, part: torch.Tensor) -> list[tuple[bytes, int]]:
     frames = []
     for plane in planes:
         view = bytes_of(plane)
-        stored = compressor.compress(view) if len(view) else b""
+        stored = compressor.compress(view) if _is_compressible(view, compressor) else bytes(view)
         if len(stored) >= len(view):
             stored = bytes(view)
         frames.append((stored, crc32(stored)))
     return frames
+
+
+def _is_compressible(plane: memoryview, compressor: zstandard.ZstdCompressor) -> bool:
+    """Whether zstd is worth its time, there and back: told from a sample of a long plane."""
+    if len(plane) < _SHORT_PLANE:
+        return len(plane) > 0
+    starts = range(0, len(plane), len(plane) // _SAMPLES)
+    sample = b"".join(plane[start : start + _SAMPLE_BYTES] for start in starts)
+    return len(compressor.compress(sample)) < _WORTH_IT * len(sample)
 
 
 def check(stored: memoryview, expected: int, where: str) -> None:
