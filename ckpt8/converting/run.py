@@ -57,9 +57,9 @@ def convert(
     kind = parse_dtype(dtype)
     quantization = Quantization(scale, per, tuple(keep), None if config is None else Path(config))
     ends_in_slash = os.fspath(target).endswith((os.sep, "/"))
-    writer = _writer(wanted, to, kind, quantization, is_directory=ends_in_slash or is_directory(wanted))
     refuse_same_file(wanted, path)
     refuse_inside(wanted, path)
+    writer = _writer(wanted, to, kind, quantization, is_directory=ends_in_slash or is_directory(wanted))
     request = Request(path, wanted, kind, key, member, force, threads, progress, quantization)
     return writer.write(request)
 
