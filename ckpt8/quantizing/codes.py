@@ -74,7 +74,7 @@ def quantize(values: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torc
 class Codes:
     """The codes of the matrix ``ref``, one byte each. ``error`` adds up that of all that was read, once for each read.
 
-    ``scales`` has one element, or one for every row.
+    ``scales`` are those of ``Extent``.
     """
 
     source: Composite
@@ -102,9 +102,10 @@ class Codes:
         import torch
 
         decoded = torch.empty_like(values)
-        for row, count, begin, end in row_parts(first, first + len(values), self.ref.shape[1]):
+        _, columns = self.scheme.groups(self.ref.shape)
+        for row, count, begin, end in row_parts(first, first + len(values), columns):
             place = slice(begin - first, end - first)
-            scales = self.scales if self.scales.numel() == 1 else self.scales[row : row + count]
+            scales = self.scales[row : row + count]
             found = quantize(values[place].view(count, -1), scales, self.scheme)
             codes[place] = found.view(-1)
             decoded[place] = (found.float() * scales).view(-1)

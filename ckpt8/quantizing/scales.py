@@ -28,7 +28,10 @@ BEYOND = 2.0**127
 
 
 def row_parts(start: int, stop: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
-    """Elements ``start`` to ``stop`` of a matrix as (first row, rows, first element, end): whole rows, parts of one."""
+    """Elements ``start`` to ``stop`` of a matrix as (first row, rows, first element, end): whole rows, parts of one.
+
+    No more than three.
+    """
     while start < stop:
         row, into = divmod(start, columns)
         rows = (stop - start) // columns if into == 0 else 0
@@ -39,11 +42,15 @@ def row_parts(start: int, stop: int, columns: int) -> Iterator[tuple[int, int, i
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Of every row of a matrix, the largest magnitude (fp32) and the sum of the squares (float64)."""
+    """Of all elements that share a scale, the largest magnitude (fp32), and for unit the sum of the squares (float64).
 
+    ``count`` is how many share one.
+    """
+
+    scheme: Scheme
     largest: torch.Tensor
     squares: torch.Tensor
-    columns: int
+    count: int
 
     @property
     def usable(self) -> bool:
@@ -51,37 +58,28 @@ class Extent:
         # Not the other way round: NaN is not below anything.
         return bool((self.largest < BEYOND).all())
 
-    def scales(self, scheme: Scheme) -> torch.Tensor:
+    def scales(self) -> torch.Tensor:
         """The scales as fp32: of the shape (rows, 1), or (1,) for one that all share."""
-        largest, squares, count = self.largest, self.squares, self.columns
-        if scheme.per == TENSOR:
-            largest, squares = largest.amax().view(1), squares.sum().view(1)
-            count *= len(self.largest)
-        found = _unit(largest, squares / count, scheme) if scheme.scale == UNIT else _absmax(largest, scheme)
-        found = found.clamp_min(SMALLEST_NORMAL).masked_fill(largest == 0, 1.0)
-        return found if scheme.per == TENSOR else found.view(-1, 1)
+        found = self._unit() if self.scheme.scale == UNIT else (self.largest / self.scheme.largest).bfloat16().float()
+        found = found.clamp_min(SMALLEST_NORMAL).masked_fill(self.largest == 0, 1.0)
+        return found if self.scheme.per == TENSOR else found.view(-1, 1)
+
+    def _unit(self) -> torch.Tensor:
+        import torch
+
+        needed = torch.log2(self.largest.double() / self.scheme.largest).ceil()
+        wanted = (torch.log2(self.squares / self.count) / 2).round()
+        exponent = torch.maximum(needed, wanted).clamp_(-126, 127).int()
+        return ((exponent + 127) << 23).view(torch.float32)
 
 
-def _absmax(largest: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    return (largest / scheme.largest).bfloat16().float()
-
-
-def _unit(largest: torch.Tensor, mean_square: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    import torch
-
-    needed = torch.log2(largest.double() / scheme.largest).ceil()
-    wanted = (torch.log2(mean_square) / 2).round()
-    exponent = torch.maximum(needed, wanted).clamp_(-126, 127).int()
-    return ((exponent + 127) << 23).view(torch.float32)
-
-
-def measure_extent(data: Composite, ref: TensorRef, progress: Callable[[int], None]) -> Extent:
+def measure_extent(data: Composite, ref: TensorRef, scheme: Scheme, progress: Callable[[int], None]) -> Extent:
     """Read a matrix once. ``progress`` is called with the bytes of what was read. Raises InputError."""
     import torch
 
-    rows, columns = ref.shape
-    largest = torch.zeros(rows)
-    squares = torch.zeros(rows, dtype=torch.float64)
+    rows, columns = scheme.groups(ref.shape)
+    largest = torch.zeros(rows, device="cpu")
+    squares = torch.zeros(rows if scheme.scale == UNIT else 0, dtype=torch.float64, device="cpu")
     start = 0
     for block in data.blocks(ref):
         for at in range(0, len(block), FRAME):
@@ -89,7 +87,8 @@ def measure_extent(data: Composite, ref: TensorRef, progress: Callable[[int], No
             for row, count, begin, end in row_parts(start, start + len(values), columns):
                 part, place = values[begin - start : end - start].view(count, -1), slice(row, row + count)
                 largest[place] = torch.maximum(largest[place], part.abs().amax(1))
-                squares[place] += torch.linalg.vector_norm(part, dim=1, dtype=torch.float64).square_()
+                if scheme.scale == UNIT:
+                    squares[place] += torch.linalg.vector_norm(part, dim=1, dtype=torch.float64).square_()
             start += len(values)
         progress(len(block) * ref.dtype.itemsize)
-    return Extent(largest, squares, columns)
+    return Extent(scheme, largest, squares, columns)

@@ -43,6 +43,11 @@ class Scheme:
         """Q."""
         return LARGEST[self.dtype]
 
+    def groups(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """How many scales a matrix has, and how many elements in a row share one."""
+        rows, columns = shape
+        return (rows, columns) if self.per == CHANNEL else (1, rows * columns)
+
     def to_config(self, ignore: Sequence[str]) -> dict[str, Any]:
         """The ``quantization_config`` of a model, all linear layers of which are quantised but those to ``ignore``.
 

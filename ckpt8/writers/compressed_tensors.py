@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ckpt8.container.atomic_directory import AtomicDirectory
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import FILE
-from ckpt8.converting.choice import choose_model
+from ckpt8.converting.choice import choose_model, tensors_of
 from ckpt8.converting.composite import Composite
 from ckpt8.converting.regions import Held
 from ckpt8.converting.sources import Content
@@ -108,9 +108,9 @@ class _Job:
     def quantize(self, progress: Progress) -> None:
         """Find the scales. Raises InputError."""
         for name in list(self.layers.quantized):
-            extent = measure_extent(self.data, self.masters[name], progress)
+            extent = measure_extent(self.data, self.masters[name], self.scheme, progress)
             if extent.usable:
-                self.scales[name] = extent.scales(self.scheme)
+                self.scales[name] = extent.scales()
             else:
                 self.layers.keep(name, _NOT_FINITE)
 
@@ -135,13 +135,8 @@ class _Job:
 
 def _tied(weights: Mapping[str, TensorRef], model: Candidate, report: Report) -> list[TensorRef]:
     """The weights that have another name, which is not in the file."""
-    gone = set(report.aliases)
-    names = plain_names(str(name) for name in model.node)
-    places = {
-        (ref.key, ref.offset)
-        for name, ref in model.node.items()
-        if isinstance(ref, TensorRef) and names[str(name)] in gone and 0 not in ref.shape
-    }
+    named = _by_plain_name(model)
+    places = {(ref.key, ref.offset) for name in report.aliases if 0 not in (ref := named[name]).shape}
     return [ref for ref in weights.values() if (ref.key, ref.offset) in places]
 
 
@@ -154,9 +149,14 @@ def _masters(
     except UsageError as exc:
         report.notes.append(f"16-bit weights were quantised, not their masters: {exc}")
         return dict(weights)
-    names = plain_names(str(name) for name in full.node)
-    masters = {names[str(name)]: ref for name, ref in full.node.items() if isinstance(ref, TensorRef)}
-    return {name: masters[name] for name in weights}
+    named = _by_plain_name(full)
+    return {name: named[name] for name in weights}
+
+
+def _by_plain_name(model: Candidate) -> dict[str, TensorRef]:
+    """The tensors of a model by the names that they are written under."""
+    tensors, _ = tensors_of(model)
+    return {plain: tensors[name] for name, plain in plain_names(tensors).items()}
 
 
 def _copy_texts(content: Content, output: AtomicDirectory, report: Report) -> None:

@@ -175,6 +175,21 @@ def test_masters_that_cannot_be_told(tmp_path):
     assert torch.allclose(decoded(weights, "0.weight"), changed["0.weight"].float(), rtol=0.07)
 
 
+def test_names_of_wrappers(tmp_path):
+    """Taken away everywhere, also where an entry that is no tensor stands beside them without one."""
+    wrapped = {f"module._orig_mod.{name}": value for name, value in state().items()}
+    torch.save({"model": {**wrapped, "_extra_state": {"scale": 1}}}, tmp_path / "run.pt")
+    torch.save({"model": state()}, tmp_path / "plain.pt")
+    report, weights, config = exported(tmp_path / "run.pt", tmp_path / "a")
+    _, expected, other = exported(tmp_path / "plain.pt", tmp_path / "b")
+    assert config == other
+    assert weights.keys() == expected.keys()
+    assert all(
+        torch.equal(value.view(torch.uint8), weights[name].view(torch.uint8)) for name, value in expected.items()
+    )
+    assert report.dropped == ["_extra_state: not a tensor"]
+
+
 def test_what_is_not_finite_stays(run, tmp_path):
     broken = state()
     broken["model.layers.1.up.weight"][3, 5] = float("nan")
