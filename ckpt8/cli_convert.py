@@ -33,7 +33,7 @@ def convert(
         str | None, typer.Option(metavar="S", help="Of quantised weights: absmax, or unit (powers of two, float8).")
     ] = None,
     per: Annotated[
-        str | None, typer.Option(metavar="P", help="What has a scale: channel (float8) or tensor (int8).")
+        str | None, typer.Option(metavar="P", help="A scale for each channel (a row; as float8) or tensor (as int8).")
     ] = None,
     keep: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help="Modules that stay bf16, beside embeddings and head.")

@@ -55,7 +55,8 @@ def convert(
     """
     path, wanted = Path(source), Path(target)
     kind = parse_dtype(dtype)
-    quantization = Quantization(scale, per, tuple(keep), None if config is None else Path(config))
+    kept = (keep,) if isinstance(keep, str) else tuple(keep)
+    quantization = Quantization(scale, per, kept, None if config is None else Path(config))
     ends_in_slash = os.fspath(target).endswith((os.sep, "/"))
     refuse_same_file(wanted, path)
     refuse_inside(wanted, path)

@@ -57,6 +57,11 @@ class Layers:
         heads = [] if HEAD in self.kept.values() or tied else ["lm_head", UNSAVED_HEADS]
         return [*dict.fromkeys([*self.kept, *tied, *heads])]
 
+    def unmatched(self, patterns: Iterable[str]) -> list[str]:
+        """Those of the patterns that no module with a matrix matches."""
+        modules = [*self.kept, *(name.removesuffix(_WEIGHT) for name in self.quantized)]
+        return [pattern for pattern in patterns if not any(_matches(pattern, module) for module in modules)]
+
     def reasons(self) -> dict[str, int]:
         """How many modules stay for each reason."""
         found: dict[str, int] = {}
@@ -80,7 +85,7 @@ def choose_layers(
         module = name.removesuffix(_WEIGHT)
         if module == name or len(ref.shape) != 2 or 0 in ref.shape:
             continue
-        if any(fnmatchcase(module, pattern) or fnmatchcase(name, pattern) for pattern in keep):
+        if any(_matches(pattern, module) for pattern in keep):
             reason: str | None = ASKED
         elif ref.dtype not in FLOATS:
             reason = TYPE
@@ -93,6 +98,10 @@ def choose_layers(
         else:
             kept[module] = reason
     return Layers(quantized, kept)
+
+
+def _matches(pattern: str, module: str) -> bool:
+    return fnmatchcase(module, pattern) or fnmatchcase(module + _WEIGHT, pattern)
 
 
 def class_of(name: str) -> str:

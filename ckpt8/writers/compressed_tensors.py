@@ -6,6 +6,7 @@ shape (rows, 1) or (1,); the rest is bf16, buffers as they are. ``config.json`` 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -42,6 +43,7 @@ _WEIGHTS = "model.safetensors"
 _ALIGNED = 16
 _TEXTS = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".md"})
 _OF_TRAINING = frozenset({CONFIG, "trainer_state.json", "all_results.json", "train_results.json"})
+_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 _NOT_FINITE = "holds NaN, Inf or a magnitude of 2^127 and more"
 _LISTED = 20
 
@@ -85,13 +87,17 @@ class CompressedTensorsWriter:
                 output.publish()
             report.tensors = len(written)
             report.quantized = summary(scheme, job.errors, layers)
-            report.notes += _notes(job.scales, weights, has_config=config is not None)
+            report.notes += [f"--keep {pattern}: matches no layer" for pattern in layers.unmatched(settings.keep)]
+            report.notes += _notes(scheme, job.scales, weights, has_config=config is not None)
         return report
 
 
 @dataclass(slots=True)
 class _Job:
-    """What becomes of the matrices; ``scales`` and ``errors`` by name. What cannot be quantised goes to the kept."""
+    """What becomes of the matrices; ``scales`` and ``errors`` by name. What cannot be quantised goes to the kept.
+
+    Scales are held in memory, 4 bytes for each; all else is streamed.
+    """
 
     data: Composite
     scheme: Scheme
@@ -176,7 +182,9 @@ def _copy_texts(content: Content, output: AtomicDirectory, report: Report) -> No
         report.notes.append(f"not copied, as inference does without: {listed(left, _LISTED)}")
 
 
-def _notes(scales: Mapping[str, object], weights: Mapping[str, TensorRef], *, has_config: bool) -> list[str]:
+def _notes(
+    scheme: Scheme, scales: Mapping[str, object], weights: Mapping[str, TensorRef], *, has_config: bool
+) -> list[str]:
     notes = []
     if not has_config:
         notes.append(
@@ -186,4 +194,6 @@ def _notes(scales: Mapping[str, object], weights: Mapping[str, TensorRef], *, ha
     odd = sum(any(size % _ALIGNED for size in weights[name].shape) for name in scales)
     if odd:
         notes.append(f"{odd} quantised matrices have a size that is no multiple of {_ALIGNED}, as GPUs want it")
+    if scheme.dtype is DType.INT8 and any(_EXPERT.search(name) for name in weights):
+        notes.append("holds experts, with which transformers loads float8_e4m3fn but not int8")
     return notes

@@ -212,6 +212,10 @@ def test_kept_on_request(run, tmp_path):
     ]
     assert {"model.layers.0.up", "model.layers.1.down"} <= set(config["quantization_config"]["ignore"])
     assert report.quantized["all"]["tensors"] == 1
+    assert not any("--keep" in note for note in report.notes)
+    report, _, _ = exported(run, tmp_path / "all", keep="model.layers.7.*")
+    assert any("--keep model.layers.7.*: matches no layer" in note for note in report.notes)
+    assert report.quantized["all"]["tensors"] == 4
 
 
 def test_the_report_is_what_was_written(run, tmp_path):

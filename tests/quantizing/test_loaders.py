@@ -154,6 +154,44 @@ def test_a_compressed_checkpoint_is_exported_alike(inputs, exports, tmp_path):
         assert float((ours[name] != value).float().mean()) < 0.01
 
 
+@pytest.mark.parametrize("options", [{"dtype": "float8_e4m3fn"}, {"dtype": "int8"}], ids=["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("gpt_adamw.pt", 8),
+        ("gpt_stable_adamw.pt", 8),
+        ("gpt_came.pt", 8),
+        ("gpt_bf16.pt", 8),
+        ("lightning.ckpt", 3),
+        ("accelerate", 3),
+        ("trainer-stable-adamw", 7),
+    ],
+)
+def test_real_checkpoints(source, count, options, inputs, tmp_path):
+    """Of every kind, compressed or not: compressed-tensors decodes what is within a step of the original."""
+    from compressed_tensors.compressors import BaseCompressor
+
+    ckpt8.convert(inputs / source, tmp_path / "full.safetensors", dtype="float32")
+    wanted = load_file(tmp_path / "full.safetensors")
+    ckpt8.compress(inputs / source, tmp_path / "run.ckpt8", stats=False)
+    for form in (inputs / source, tmp_path / "run.ckpt8"):
+        report = ckpt8.convert(form, tmp_path / "out", force=True, **options)
+        parsed, scheme = scheme_of(tmp_path / "out")
+        compressor = BaseCompressor.get_value_from_registry(parsed.format)
+        stored, ours = load_file(tmp_path / "out" / "model.safetensors"), decoded(tmp_path / "out")
+        assert report.quantized["all"]["tensors"] == count
+        assert ours.keys() == wanted.keys()
+        for row in report.quantized["tensors"]:
+            name = row["tensor"]
+            parts = {"weight": stored[name], "weight_scale": stored[f"{name}_scale"]}
+            theirs = compressor.decompress(parts, scheme)["weight"]
+            assert torch.equal(theirs, ours[name])
+            # Half a step of three mantissa bits, or of the integers; the smallest step of float8 is 2^-9.
+            step = parts["weight_scale"] * (2.0**-10 if "float8" in options["dtype"] else 0.5)
+            relative = 2.0**-4 if "float8" in options["dtype"] else 2.0**-14
+            assert bool(((theirs - wanted[name]).abs() <= step * 1.01 + wanted[name].abs() * relative * 1.01).all())
+
+
 def saved(kind, folder, **settings):
     """A model with random weights as save_pretrained writes it."""
     torch.manual_seed(4)
@@ -205,6 +243,34 @@ def test_other_models(kind, settings, dtype, tmp_path):
             assert torch.equal(module.weight, ours[f"{name}.weight"])
     head = model.get_output_embeddings()
     assert not hasattr(head, "quantization_scheme")
+
+
+def test_experts(tmp_path):
+    """transformers decodes those in float8; int8 it does not load, and a note says so."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    settings = {**sizes, "num_key_value_heads": 1, "vocab_size": 96, "num_local_experts": 4}
+    expected = saved("MixtralForCausalLM", tmp_path / "model", **settings)
+    report = ckpt8.convert(tmp_path / "model", tmp_path / "out", dtype="float8_e4m3fn")
+    assert report.quantized["all"]["tensors"] == 2 * (4 + 4 * 3)
+    assert not any("experts" in note for note in report.notes)
+    model, found = transformers.MixtralForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, dtype=torch.float32
+    )
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    ours = decoded(tmp_path / "out")
+    for name, wanted in expected.state_dict().items():
+        if name.endswith("experts.down_proj"):
+            stem = name.replace(".mlp.", ".block_sparse_moe.").removesuffix("down_proj")
+            stacked = torch.stack([ours[f"{stem}{expert}.w2.weight"] for expert in range(len(wanted))])
+            assert torch.equal(model.state_dict()[name], stacked)
+    with torch.no_grad():
+        wanted = expected(TOKENS).logits
+        assert 0 < float((model(TOKENS).logits - wanted).norm() / wanted.norm()) < 0.1
+    report = ckpt8.convert(tmp_path / "model", tmp_path / "int8", dtype="int8")
+    assert any("experts" in note for note in report.notes)
+    with pytest.raises(RuntimeError, match="conversion"):
+        transformers.MixtralForCausalLM.from_pretrained(tmp_path / "int8")
 
 
 def test_a_state_dict_with_the_configuration_given(inputs, exports, original, tmp_path):
