@@ -4,7 +4,7 @@
     unit     s = 2^e, e = max(round(log2(rms(w))), ceil(log2(max|w| / Q))): what is stored has an rms near 1 (Unit
              Scaling, arXiv 2303.11257), and nothing overflows
 
-Rounding max|w| / Q down to bf16 takes no level away: max|w| / s is then below Q * (1 + 2^-8), which still rounds to Q.
+Where max|w| / Q is rounded down to bf16, no level is lost: max|w| / s is then below Q * (1 + 2^-8), which still rounds to Q.
 Rows of zeros have the scale 1; no other scale is below 2^-126.
 """
 
