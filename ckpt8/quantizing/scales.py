@@ -4,8 +4,8 @@
     unit     s = 2^e, e = max(round(log2(rms(w))), ceil(log2(max|w| / Q))): what is stored has an rms near 1 (Unit
              Scaling, arXiv 2303.11257), and nothing overflows
 
-Where max|w| / Q is rounded down to bf16, no level is lost: max|w| / s is then below Q * (1 + 2^-8), which still rounds to Q.
-Rows of zeros have the scale 1; no other scale is below 2^-126.
+No level is lost where max|w| / Q is rounded down to bf16: max|w| / s is then below Q * (1 + 2^-8), and that still
+rounds to Q. Rows of zeros have the scale 1; no other scale is below 2^-126.
 """
 
 from __future__ import annotations
