@@ -23,7 +23,23 @@ def convert(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="D", help="Of the weights: float32, bfloat16, float16. safetensors take fp32 as bf16."),
+        typer.Option(
+            metavar="D",
+            help="Of the weights: float32, bfloat16, float16; safetensors take fp32 as bf16. float8_e4m3fn and int8 "
+            "quantise linear layers into a directory for inference.",
+        ),
+    ] = None,
+    scale: Annotated[
+        str | None, typer.Option(metavar="S", help="Of quantised weights: absmax, or unit (powers of two, float8).")
+    ] = None,
+    per: Annotated[
+        str | None, typer.Option(metavar="P", help="A scale for each channel (a row; as float8) or tensor (as int8).")
+    ] = None,
+    keep: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Modules that stay bf16, beside embeddings and head.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(readable=False, metavar="FILE", help="The model's config.json, if SRC has none.")
     ] = None,
     key: Annotated[
         str | None,
@@ -53,6 +69,10 @@ def convert(
             dtype=dtype,
             key=key,
             member=member,
+            scale=scale,
+            per=per,
+            keep=keep or (),
+            config=config,
             force=force,
             threads=threads,
             progress=progress,

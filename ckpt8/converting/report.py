@@ -21,6 +21,10 @@ def show(console: Console, report: Report, seconds: float) -> None:
         f"{report.target}: {report.format} of {report.tensors:,} tensors, {size(report.bytes)} in {seconds:.2f} s",
         *(f"cast        {count:,} tensors {cast}" for cast, count in report.casts.items()),
     ]
+    if report.quantized is not None:
+        from ckpt8.quantizing.report import lines as quantized
+
+        lines += quantized(report.quantized)
     if report.aliases:
         lines.append(f"tied        left out: {listed(report.aliases, _SHOWN)}")
     lines += [f"left out    {line}" for line in report.dropped]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt8.container.writer import refuse_inside, refuse_same_file
+from ckpt8.errors import UsageError
 from ckpt8.pipeline import Progress
 from ckpt8.readers.directory import is_directory
-from ckpt8.writers import writer_for
-from ckpt8.writers.base import Report, Request, parse_dtype
+from ckpt8.tensors import DType
+from ckpt8.writers import SUFFIXES, writer_for
+from ckpt8.writers.base import QUANTIZED, Quantization, Report, Request, Writer, parse_dtype
+
+_QUANTIZING = "compressed-tensors"
 
 
 def convert(
@@ -20,6 +25,10 @@ def convert(
     dtype: str | None = None,
     key: str | None = None,
     member: str | None = None,
+    scale: str | None = None,
+    per: str | None = None,
+    keep: Sequence[str] = (),
+    config: str | os.PathLike[str] | None = None,
     force: bool = False,
     threads: int | None = None,
     progress: Progress = lambda _: None,
@@ -27,20 +36,49 @@ def convert(
     """Write a checkpoint in another format; what was written, cast and left out.
 
     ``source`` is anything that ``compress`` takes, or a ``.ckpt8`` of it, which is decoded on the way; slices of a
-    distributed checkpoint are put together. ``to`` is torch, safetensors, trainer, dcp, flashoptim or ckpt8; without it
-    the name of ``target`` decides. ``dtype`` is the element type of the weights: float32, bfloat16 or float16. Without
-    it they keep theirs, but fp32 becomes bf16 in safetensors and in flashoptim's layout. ``key`` is the path of the
-    model in the tree where there are several, with dots; ``member`` one file of a directory, or a folder of it with a
-    distributed checkpoint. ``progress`` is called with numbers of bytes that add up to the source's.
+    distributed checkpoint are put together. ``to`` is torch, safetensors, trainer, dcp, flashoptim, compressed-tensors
+    or ckpt8; without it the name of ``target`` decides. ``dtype`` is the element type of the weights: float32, bfloat16
+    or float16. Without it they keep theirs, but fp32 becomes bf16 in safetensors and in flashoptim's layout. ``key`` is
+    the path of the model in the tree where there are several, with dots; ``member`` one file of a directory, or a
+    folder of it with a distributed checkpoint. ``progress`` is called with numbers of bytes that add up to the
+    source's.
+
+    With a ``dtype`` of float8_e4m3fn or int8 the linear layers of a model are quantised for inference: the target is a
+    directory in the layout of compressed-tensors, everything else in it bf16. ``scale`` is absmax (the default) or, for
+    float8, unit: powers of two; ``per`` says what shares one, channel (rows, the default of float8) or tensor (that of
+    int8, as in SwitchBack). ``keep`` are patterns of names of modules that stay bf16; ``config`` is the config.json of
+    the model, where the source has none. ``quantized`` of the report says what error was made.
 
     Memory is bounded by blocks, nothing of a pickle is executed, and the target appears whole or not at all. Raises
     InputError for a source that is damaged or in pieces by rank, UsageError for what it does not hold and for the
     arguments, OutputError for the target.
     """
     path, wanted = Path(source), Path(target)
+    kind = parse_dtype(dtype)
+    kept = (keep,) if isinstance(keep, str) else tuple(keep)
+    quantization = Quantization(scale, per, kept, None if config is None else Path(config))
     ends_in_slash = os.fspath(target).endswith((os.sep, "/"))
-    writer = writer_for(wanted, to, is_directory=ends_in_slash or is_directory(wanted))
     refuse_same_file(wanted, path)
     refuse_inside(wanted, path)
-    request = Request(path, wanted, parse_dtype(dtype), key, member, force, threads, progress)
+    writer = _writer(wanted, to, kind, quantization, is_directory=ends_in_slash or is_directory(wanted))
+    request = Request(path, wanted, kind, key, member, force, threads, progress, quantization)
     return writer.write(request)
+
+
+def _writer(
+    target: Path, to: str | None, dtype: DType | None, quantization: Quantization, *, is_directory: bool
+) -> Writer:
+    """The writer for a target: with a type that needs scales the one that quantises. Raises UsageError."""
+    suffix = None if is_directory else target.suffix.lower()
+    to_file = suffix in SUFFIXES
+    if to is None and dtype in QUANTIZED and not to_file:
+        to = _QUANTIZING
+    writer = writer_for(target, to, is_directory=is_directory)
+    if writer.id == _QUANTIZING and not to_file:
+        return writer
+    if dtype in QUANTIZED or writer.id == _QUANTIZING:
+        what = "quantised weights" if dtype is None else f"{dtype.label} weights"
+        raise UsageError(f"{target}: {what} need a config.json beside them that says so; give a directory, DST/")
+    if quantization != Quantization():
+        raise UsageError("--scale, --per, --keep and --config are for quantised weights: --dtype float8_e4m3fn or int8")
+    return writer

@@ -17,6 +17,7 @@ WRITERS: tuple[tuple[str, str], ...] = (
     ("trainer", "ckpt8.writers.trainer:TrainerWriter"),
     ("dcp", "ckpt8.writers.dcp:DcpWriter"),
     ("flashoptim", "ckpt8.writers.flashoptim:FlashoptimWriter"),
+    ("compressed-tensors", "ckpt8.writers.compressed_tensors:CompressedTensorsWriter"),
     ("ckpt8", "ckpt8.writers.container:ContainerWriter"),
 )
 """Every format by id and class. Classes are imported when needed."""

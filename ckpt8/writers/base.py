@@ -26,12 +26,18 @@ from ckpt8.tensors import DType
 
 FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 _WEIGHT_TYPES = {"float32": DType.FLOAT32, "bfloat16": DType.BFLOAT16, "float16": DType.FLOAT16}
-_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_QUANTIZED_TYPES = {"float8_e4m3fn": DType.FLOAT8_E4M3FN, "int8": DType.INT8}
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn"}
+QUANTIZED = frozenset(_QUANTIZED_TYPES.values())
+"""Element types that need scales, which one writer alone can write."""
 
 
 @dataclass(slots=True)
 class Report:
-    """What was written. ``casts`` counts tensors by ``FROM -> TO``, ``aliases`` are names left out of tied weights."""
+    """What was written. ``casts`` counts tensors by ``FROM -> TO``, ``aliases`` are names left out of tied weights.
+
+    ``quantized`` has what quantising did to the weights, see ``ckpt8.quantizing.report``.
+    """
 
     target: str
     format: str
@@ -42,10 +48,21 @@ class Report:
     aliases: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    quantized: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"casts": dict(self.casts)}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Settings of a target with quantised weights. See ``ckpt8.convert``."""
+
+    scale: str | None = None
+    per: str | None = None
+    keep: tuple[str, ...] = ()
+    config: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +77,7 @@ class Request:
     force: bool
     threads: int | None
     progress: Progress
+    quantization: Quantization = Quantization()
 
     def progress_to(self, target_bytes: int) -> Progress:
         """To be called with numbers of bytes that add up to ``target_bytes``, whatever size the source has."""
@@ -89,9 +107,10 @@ def parse_dtype(text: str | None) -> DType | None:
     if text is None:
         return None
     name = text.removeprefix("torch.")
-    found = _WEIGHT_TYPES.get(_SHORT.get(name, name))
+    known = {**_WEIGHT_TYPES, **_QUANTIZED_TYPES}
+    found = known.get(_SHORT.get(name, name))
     if found is None:
-        raise UsageError(f"--dtype {text}: expected one of {', '.join(_WEIGHT_TYPES)}")
+        raise UsageError(f"--dtype {text}: expected one of {', '.join(known)}")
     return found
 
 

@@ -65,13 +65,14 @@ def _copy_others(content: Content, output: AtomicDirectory, report: Report) -> N
             report.dropped.append(f"{member.path}: not copied")
             continue
         with output.new_file(member.path) as descriptor:
-            _copy(member, descriptor, output)
+            copy_member(member, descriptor, output)
         copied.add(member.path)
     if _STATE not in copied:
         report.notes.append(f"the source has no {_STATE}, without which Trainer does not resume")
 
 
-def _copy(member: DirectoryMember, descriptor: int, output: AtomicDirectory) -> None:
+def copy_member(member: DirectoryMember, descriptor: int, output: AtomicDirectory) -> None:
+    """Copy a file of the source, byte for byte. Raises InputError, OutputError."""
     size = member.checkpoint.size
     for start in range(0, size, _BLOCK_BYTES):
         content = host_bytes(min(_BLOCK_BYTES, size - start))

@@ -80,6 +80,10 @@ def runs(tmp_path_factory):
         ("whole", "torch", "", 6e8),
         ("columns", "torch", "", 6e8),
         ("columns.ckpt8", "dcp", "bfloat16", 3e8),
+        ("plain", "compressed-tensors", "float8_e4m3fn", 5e7),
+        ("plain.ckpt8", "compressed-tensors", "int8", 5e7),
+        ("packed", "compressed-tensors", "int8", 5e7),
+        ("columns.ckpt8", "compressed-tensors", "float8_e4m3fn", 1e8),
     ],
 )
 def test_memory_is_bounded(source, to, dtype, least, runs, tmp_path):

@@ -109,7 +109,7 @@ def test_the_format_follows_from_the_name(tmp_path):
         get_writer("onnx")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float64", "bf17"])
+@pytest.mark.parametrize("dtype", ["int4", "float64", "bf17"])
 def test_element_types_that_are_not_offered(dtype, forms, tmp_path):
     with pytest.raises(UsageError, match="expected one of float32"):
         ckpt8.convert(forms["zip"], tmp_path / "x.pt", dtype=dtype)

@@ -1,0 +1,82 @@
+"""The ``config.json`` of a model with quantised weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt8.container.frames import bytes_of, host_bytes
+from ckpt8.converting.sources import Content
+from ckpt8.errors import InputError, UsageError
+from ckpt8.resuming.model_order import LONGEST_CONFIG
+
+CONFIG = "config.json"
+_QUANTIZATION = "quantization_config"
+_TYPES = ("dtype", "torch_dtype")
+"""The element type of a model, in new and in old versions of transformers."""
+
+_BF16 = "bfloat16"
+
+
+def read_config(content: Content, given: Path | None) -> dict[str, Any] | None:
+    """The configuration of the model: the file that was given, or that of the source; None where there is none.
+
+    Raises InputError for one that cannot be read, UsageError for that of a model which is quantised already.
+    """
+    if given is not None:
+        where = str(given)
+        text = _of_file(given)
+    else:
+        member = next((each for each in content.others if each.path == CONFIG), None)
+        if member is None:
+            return None
+        where = f"{content.data.label}: {CONFIG}"
+        _check_size(where, member.checkpoint.size)
+        held = host_bytes(member.checkpoint.size)
+        member.checkpoint.read_into(0, bytes_of(held))
+        text = bytes(bytes_of(held))
+    try:
+        config = json.loads(text)
+        if not isinstance(config, dict):
+            raise InputError(f"{where}: is not the configuration of a model")
+        with_quantization(config, {})
+    except (ValueError, RecursionError) as exc:
+        raise InputError(f"{where}: is not the JSON of a configuration that can be written again: {exc}") from exc
+    if _QUANTIZATION in config:
+        raise UsageError(f"{where}: the model is quantised already; convert the checkpoint that it was made of")
+    return config
+
+
+def _of_file(path: Path) -> bytes:
+    try:
+        _check_size(str(path), path.stat().st_size)
+        return path.read_bytes()
+    except OSError as exc:
+        raise InputError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+
+
+def _check_size(where: str, size: int) -> None:
+    if size > LONGEST_CONFIG:
+        raise InputError(f"{where}: has {size} bytes, too many for the configuration of a model")
+
+
+def with_quantization(config: Mapping[str, Any] | None, quantization: Mapping[str, Any]) -> bytes:
+    """The text of the configuration with that of the quantisation, for weights that are bf16 where they are floats."""
+    found = _as_bf16(config or {})
+    if not any(key in found for key in _TYPES):
+        found["torch_dtype"] = _BF16
+    found[_QUANTIZATION] = dict(quantization)
+    return (json.dumps(found, indent=2, ensure_ascii=True) + "\n").encode()
+
+
+def _as_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that says bf16 wherever it says of what type the model, or a part of it, is."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in _TYPES:
+            found[key] = _BF16
+        else:
+            found[key] = _as_bf16(value) if isinstance(value, dict) else value
+    return found
