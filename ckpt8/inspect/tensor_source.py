@@ -1,0 +1,205 @@
+"""Weights and moments of a raw checkpoint or a ``.ckpt8``, read element by element in bounded memory, or sampled.
+
+Slices of one tensor in a distributed checkpoint are one tensor here, and tensors that share their elements, as tied
+weights do, are one as well: the first. Tensors of 8-bit elements come with the scales that lie beside them under the
+same name and ``_scale``: x = q * scale, with one scale for the tensor, or one for every row.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt8.bundle import Bundle, open_bundle
+from ckpt8.container.header import is_container
+from ckpt8.converting.composite import Composite
+from ckpt8.converting.members import open_members
+from ckpt8.errors import InputError
+from ckpt8.policy import Policy
+from ckpt8.readers.base import TensorRef
+from ckpt8.roles import NamedTensor
+from ckpt8.tensors import DType, Role
+
+if TYPE_CHECKING:
+    import torch
+
+ROLES = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
+"""Roles of the tensors that are given."""
+
+BLOCK = 1 << 20
+"""Elements that are read at once."""
+
+SAMPLE = 1 << 15
+"""Elements of a longer tensor that a sample has."""
+
+WINDOWS = 8
+"""Runs of elements, evenly spread from the first to the last, that a sample consists of."""
+
+_QUANTISED = frozenset({DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.INT8})
+_SCALE = "_scale"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourceTensor:
+    """A tensor. ``pieces`` are its slices in the order of the checkpoint: one, unless it is distributed.
+
+    ``shape`` is None of one in several slices. ``scale`` is set for 8-bit elements.
+    """
+
+    name: str
+    role: Role
+    dtype: DType
+    shape: tuple[int, ...] | None
+    pieces: tuple[TensorRef, ...]
+    scale: TensorRef | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(prod(ref.shape) for ref in self.pieces)
+
+    @property
+    def layout(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of its pieces: elements of two tensors stand in one order where these are equal."""
+        return tuple(ref.shape for ref in self.pieces)
+
+
+class TensorSource:
+    """The tensors of an open checkpoint. ``left_out`` counts those that are not given, by reason."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.left_out: Counter[str] = Counter()
+        self._bundle = bundle
+        self._data = Composite(bundle.label)
+        self._data.adopt(bundle)
+        self._lock = threading.Lock()
+        self.tensors = self._find()
+
+    def _find(self) -> list[SourceTensor]:
+        groups: dict[tuple[str, Role, DType], list[TensorRef]] = {}
+        seen = set()
+        for tensor, index in self._bundle.plan(Policy.of("lossless")).tensors:
+            ref = replace(tensor.ref, key=self._bundle.storages[index].key)
+            identity = (ref.key, ref.dtype, ref.offset, ref.shape, ref.stride, ref.neg)
+            if tensor.role not in ROLES or identity in seen or not prod(ref.shape):
+                continue
+            seen.add(identity)
+            if prod(ref.shape) * ref.dtype.itemsize > self._bundle.storages[index].nbytes:
+                self.left_out["has more elements than are stored (it was expanded)"] += 1
+                continue
+            groups.setdefault((_whole_name(tensor), tensor.role, ref.dtype), []).append(ref)
+        found = [
+            SourceTensor(name, role, dtype, refs[0].shape if len(refs) == 1 else None, tuple(refs))
+            for (name, role, dtype), refs in groups.items()
+        ]
+        return [each for each in self._with_scales(found) if self._is_given(each)]
+
+    def _with_scales(self, found: list[SourceTensor]) -> list[SourceTensor]:
+        """8-bit tensors with their scales, which are then no tensors of their own."""
+        by_name = {each.name: each for each in found}
+        scales: dict[str, TensorRef] = {}
+        for each in found:
+            beside = by_name.get(each.name + _SCALE)
+            if each.dtype in _QUANTISED and beside is not None and _scale_fits(each, beside):
+                scales[each.name] = beside.pieces[0]
+        taken = {name + _SCALE for name in scales}
+        return [replace(each, scale=scales.get(each.name)) for each in found if each.name not in taken]
+
+    def _is_given(self, tensor: SourceTensor) -> bool:
+        if tensor.dtype.is_plane_float or tensor.scale is not None:
+            return True
+        self.left_out[f"is {tensor.dtype.label}"] += 1
+        return False
+
+    def read(self, tensor: SourceTensor, start: int, stop: int) -> torch.Tensor:
+        """Elements ``start`` to ``stop``, flat: float32, or float64 where they are that. Raises InputError."""
+        import torch
+
+        starts = [0, *accumulate(prod(ref.shape) for ref in tensor.pieces)]
+        parts = []
+        with self._lock:
+            while start < stop:
+                at = bisect_right(starts, start) - 1
+                end = min(stop, starts[at + 1])
+                parts.append(self._elements(tensor, at, start - starts[at], end - starts[at]))
+                start = end
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _elements(self, tensor: SourceTensor, piece: int, start: int, stop: int) -> torch.Tensor:
+        import torch
+
+        found = self._data.elements(tensor.pieces[piece], start, stop)
+        if tensor.scale is None:
+            return found if found.dtype is torch.float64 else found.float()
+        rows = prod(tensor.scale.shape)
+        row = prod(tensor.pieces[0].shape) // rows
+        first, last = start // row, (stop - 1) // row + 1
+        scales = self._data.elements(tensor.scale, first, last).float().repeat_interleave(row)
+        return found.float() * scales[start - first * row : stop - first * row]
+
+    def blocks(self, tensor: SourceTensor, *, full: bool) -> Iterator[torch.Tensor]:
+        """The elements, BLOCK at a time, or those of a sample at once. Raises InputError."""
+        import torch
+
+        count = tensor.numel
+        if full or count <= SAMPLE:
+            for start in range(0, count, BLOCK):
+                yield self.read(tensor, start, min(start + BLOCK, count))
+        else:
+            yield torch.cat([self.read(tensor, window.start, window.stop) for window in sample_windows(count)])
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when a file changed since it was opened."""
+        self._bundle.check_unchanged()
+
+
+def sample_windows(count: int) -> Sequence[range]:
+    """The elements that a sample has of ``count``, which are more than SAMPLE."""
+    length = SAMPLE // WINDOWS
+    return [range(start, start + length) for k in range(WINDOWS) for start in [(count - length) * k // (WINDOWS - 1)]]
+
+
+def _whole_name(tensor: NamedTensor) -> str:
+    """The name of a tensor, and of a slice that of the tensor it is of, which lies in files side by side."""
+    if tensor.whole is None:
+        return tensor.name
+    member, _, name = tensor.whole.partition(":")
+    folder = member.rpartition("/")[0]
+    return f"{folder}:{name}" if folder else name
+
+
+def _scale_fits(tensor: SourceTensor, scale: SourceTensor) -> bool:
+    if tensor.shape is None or scale.shape is None or not scale.dtype.is_plane_float:
+        return False
+    count = prod(scale.shape)
+    return count == 1 or (bool(tensor.shape) and count == tensor.shape[0])
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[TensorSource]:
+    """Open a checkpoint, a directory or a ``.ckpt8`` of either. Raises InputError for damage and where it has none."""
+    if is_container(path):
+        with open_members(path) as members:
+            yield _checked(Bundle(members.found, str(path), path.name if members.is_directory else None))
+    else:
+        with open_bundle(path) as bundle:
+            yield _checked(bundle)
+
+
+def _checked(bundle: Bundle) -> TensorSource:
+    if bundle.directory is not None and not bundle.holds_tensors:
+        raise InputError(f"{bundle.label}: a directory without tensors; give a checkpoint")
+    return TensorSource(bundle)
+
+
+def by_name(source: TensorSource) -> Mapping[str, SourceTensor]:
+    """The tensors of a source by name."""
+    return {tensor.name: tensor for tensor in source.tensors}
