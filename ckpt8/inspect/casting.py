@@ -134,7 +134,7 @@ class Cast:
 
 def decibels(nmse: float) -> float | None:
     """SNR of a noise by signal; None where there is no noise."""
-    return -10 * math.log10(nmse) if nmse > 0 else None
+    return 0.0 - 10 * math.log10(nmse) if nmse > 0 else None
 
 
 @dataclass(slots=True)

@@ -1,8 +1,9 @@
 """Which tensor of one checkpoint is which of another: a copy that was compressed, restored or converted.
 
 Names decide first: equal ones mean the same. A conversion moves tensors: files of a directory become one, a nested
-state dict a flat one. So the rest is paired where the name of one is the end of exactly one name of the other, by whole
-components, and no other's. Shapes must be equal, and so must be the slices of what is distributed.
+state dict a flat one, moments by number moments by name. So the rest is paired where the label of one is the end of
+exactly one label of the other, by whole components, and no other's. Shapes must be equal, and so must be the slices of
+what is distributed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def pair_tensors(
 
 
 def _by_end(mine: Iterable[SourceTensor], theirs: Iterable[SourceTensor]) -> dict[str, SourceTensor]:
-    """By name of mine the one of theirs whose name ends like it, or which it ends like, where that is clear."""
+    """By name of mine the one of theirs whose label ends like it, or which it ends like, where that is clear."""
     here, there = list(mine), list(theirs)
     forward, backward = _longer(here, there), _longer(there, here)
     found: dict[str, list[SourceTensor]] = defaultdict(list)
@@ -43,14 +44,14 @@ def _by_end(mine: Iterable[SourceTensor], theirs: Iterable[SourceTensor]) -> dic
 
 
 def _longer(short: Iterable[SourceTensor], long: Iterable[SourceTensor]) -> list[tuple[SourceTensor, SourceTensor]]:
-    """Pairs of which the first has a name that is the end of the second's."""
+    """Pairs of which the first has a label that is the end of the second's."""
     ends: dict[tuple[Components, object], list[SourceTensor]] = defaultdict(list)
     for each in long:
-        parts = _components(each.name)
+        parts = _components(each.label)
         for start in range(len(parts)):
             ends[parts[start:], each.role].append(each)
-    return [(each, other) for each in short for other in ends.get((_components(each.name), each.role), ())]
+    return [(each, other) for each in short for other in ends.get((_components(each.label), each.role), ())]
 
 
-def _components(name: str) -> Components:
-    return tuple(name.replace(":", ".").split("."))
+def _components(label: str) -> Components:
+    return tuple(label.replace(":", ".").split("."))

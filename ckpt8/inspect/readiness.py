@@ -35,7 +35,7 @@ def inspect_readiness(path: Path, *, full: bool = False, original: Path | None =
     with open_tensors(path) as source, Workers() as workers:
         measured = {} if original is None else _measure_all(source, original, workers, full=full)
         found = [
-            {**facts, "measured": measured.get(tensor.name)}
+            {**facts, "measured": measured.get(tensor)}
             for tensor, facts in zip(
                 source.tensors, workers.map(lambda t: _tensor_facts(source, t, full=full), source.tensors), strict=True
             )
@@ -72,6 +72,7 @@ def _tensor_facts(source: TensorSource, tensor: SourceTensor, *, full: bool) -> 
     count = extent.count + extent.nonfinite
     return {
         "name": tensor.name,
+        "label": tensor.label,
         "role": tensor.role.value,
         "dtype": tensor.dtype.label,
         "shape": None if tensor.shape is None else list(tensor.shape),
@@ -86,8 +87,10 @@ def _tensor_facts(source: TensorSource, tensor: SourceTensor, *, full: bool) -> 
     }
 
 
-def _measure_all(source: TensorSource, original: Path, workers: Workers, *, full: bool) -> dict[str, dict[str, Any]]:
-    """The measured error of every tensor that the original has too, by name."""
+def _measure_all(
+    source: TensorSource, original: Path, workers: Workers, *, full: bool
+) -> dict[SourceTensor, dict[str, Any]]:
+    """The measured error of every tensor that the original has too."""
     with open_tensors(original) as other:
         pairs = pair_tensors(source.tensors, other.tensors)
         if source.tensors and not pairs:
@@ -96,7 +99,7 @@ def _measure_all(source: TensorSource, original: Path, workers: Workers, *, full
                 "give the checkpoint that it was made from"
             )
         errors = workers.map(lambda pair: _measure(source, pair[0], other, pair[1], full=full), pairs)
-        found = {mine.name: error for (mine, _), error in zip(pairs, errors, strict=True)}
+        found = {mine: error for (mine, _), error in zip(pairs, errors, strict=True)}
         other.check_unchanged()
     return found
 

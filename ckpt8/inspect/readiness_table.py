@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table
 
 from ckpt8.inspect.casting import RAW, SCALED
@@ -48,7 +47,7 @@ def _what_was_read(readiness: dict[str, Any]) -> str:
         ]
     if readiness["nonfinite"]:
         lines.append(f"{readiness['nonfinite']:,} of them are NaN or infinite, and are left out")
-    lines += [f"left out: {count:,} tensors, such {escape(why)}" for why, count in readiness["left_out"].items()]
+    lines += [f"left out: {count:,} tensors {escape(why)}" for why, count in readiness["left_out"].items()]
     return "\n".join(lines)
 
 
@@ -102,17 +101,17 @@ def _show_tensors(console: Console, readiness: dict[str, Any]) -> None:
         table.columns[0].overflow = "fold"
         for tensor in readiness["tensors"]:
             cells = [_pair(tensor, name) for name, _ in formats]
-            table.add_row(escape(tensor["name"]), *_scale(tensor), *cells, _measured(tensor))
+            table.add_row(escape(tensor["label"]), *_scale(tensor), *cells, _measured(tensor))
         console.print("[bold]SNR in dB, raw and scaled[/]")
         console.print(table)
         return
     for tensor in readiness["tensors"]:
         rms, unit = _scale(tensor)
-        console.print(f"[bold]{escape(tensor['name'])}[/] RMS {rms}, unit {unit}")
-        lines = [f"{label:<11}{_pair(tensor, name)}" for name, label in formats]
+        console.print(f"[bold]{escape(tensor['label'])}[/] RMS {rms}, unit {unit}")
+        lines = [f"  {label:<11}{_pair(tensor, name)}" for name, label in formats]
         if tensor["measured"] is not None:
-            lines.append(f"{'measured':<11}{_measured(tensor)}")
-        console.print(Padding("\n".join(lines), (0, 0, 0, 2)))
+            lines.append(f"  {'measured':<11}{_measured(tensor)}")
+        console.print("\n".join(lines))
 
 
 def _scale(tensor: dict[str, Any]) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING
 
 from ckpt8.bundle import Bundle, open_bundle
 from ckpt8.container.header import is_container
-from ckpt8.converting.composite import Composite
+from ckpt8.container.manifest import DCP
+from ckpt8.converting.composite import Composite, Stretch
 from ckpt8.converting.members import open_members
 from ckpt8.errors import InputError
+from ckpt8.inspect.parameters import display_names
+from ckpt8.plan import Plan
 from ckpt8.policy import Policy
 from ckpt8.readers.base import TensorRef
-from ckpt8.roles import NamedTensor
 from ckpt8.tensors import DType, Role
 
 if TYPE_CHECKING:
@@ -51,7 +53,8 @@ _SCALE = "_scale"
 class SourceTensor:
     """A tensor. ``pieces`` are its slices in the order of the checkpoint: one, unless it is distributed.
 
-    ``shape`` is None of one in several slices. ``scale`` is set for 8-bit elements.
+    ``shape`` is None of one in several slices. ``scale`` is set for 8-bit elements. ``label`` is the name for people:
+    that of a moment begins with its parameter, where that is known.
     """
 
     name: str
@@ -59,6 +62,7 @@ class SourceTensor:
     dtype: DType
     shape: tuple[int, ...] | None
     pieces: tuple[TensorRef, ...]
+    label: str
     scale: TensorRef | None = None
 
     @property
@@ -79,28 +83,49 @@ class TensorSource:
         self.left_out: Counter[str] = Counter()
         self._bundle = bundle
         self._data = Composite(bundle.label)
-        self._data.adopt(bundle)
         self._lock = threading.Lock()
         self.tensors = self._find()
 
     def _find(self) -> list[SourceTensor]:
+        plan = self._bundle.plan(Policy.of("lossless"))
+        parameters = _parameter_names(plan, directory=self._bundle.directory is not None)
         groups: dict[tuple[str, Role, DType], list[TensorRef]] = {}
+        labels: dict[tuple[str, Role, DType], str] = {}
+        spread = {
+            index
+            for member in self._bundle.members
+            if member.checkpoint.format == DCP
+            for index in range(member.first, member.skeleton)
+        }
         seen = set()
-        for tensor, index in self._bundle.plan(Policy.of("lossless")).tensors:
-            ref = replace(tensor.ref, key=self._bundle.storages[index].key)
+        for tensor, index in plan.tensors:
+            ref = replace(tensor.ref, key=str(index))
             identity = (ref.key, ref.dtype, ref.offset, ref.shape, ref.stride, ref.neg)
             if tensor.role not in ROLES or identity in seen or not prod(ref.shape):
                 continue
             seen.add(identity)
             if prod(ref.shape) * ref.dtype.itemsize > self._bundle.storages[index].nbytes:
-                self.left_out["has more elements than are stored (it was expanded)"] += 1
+                self.left_out["with more elements than are stored"] += 1
                 continue
-            groups.setdefault((_whole_name(tensor), tensor.role, ref.dtype), []).append(ref)
+            self._open(index)
+            name = tensor.whole or tensor.name
+            parameter = parameters.get(index)
+            label = name if parameter is None else f"{parameter}.{name.rpartition('.')[2]}"
+            if index in spread:
+                name, label = _without_file(name), _without_file(label)
+            groups.setdefault((name, tensor.role, ref.dtype), []).append(ref)
+            labels.setdefault((name, tensor.role, ref.dtype), label)
         found = [
-            SourceTensor(name, role, dtype, refs[0].shape if len(refs) == 1 else None, tuple(refs))
-            for (name, role, dtype), refs in groups.items()
+            SourceTensor(*key, refs[0].shape if len(refs) == 1 else None, tuple(refs), labels[key])
+            for key, refs in groups.items()
         ]
         return [each for each in self._with_scales(found) if self._is_given(each)]
+
+    def _open(self, index: int) -> None:
+        """Make a storage readable, if it is not yet."""
+        if str(index) not in self._data:
+            storage = self._bundle.storages[index]
+            self._data.add(Stretch(self._bundle, storage.offset, storage.nbytes), storage.dtype, str(index))
 
     def _with_scales(self, found: list[SourceTensor]) -> list[SourceTensor]:
         """8-bit tensors with their scales, which are then no tensors of their own."""
@@ -116,7 +141,7 @@ class TensorSource:
     def _is_given(self, tensor: SourceTensor) -> bool:
         if tensor.dtype.is_plane_float or tensor.scale is not None:
             return True
-        self.left_out[f"is {tensor.dtype.label}"] += 1
+        self.left_out[f"of {tensor.dtype.label}"] += 1
         return False
 
     def read(self, tensor: SourceTensor, start: int, stop: int) -> torch.Tensor:
@@ -167,13 +192,24 @@ def sample_windows(count: int) -> Sequence[range]:
     return [range(start, start + length) for k in range(WINDOWS) for start in [(count - length) * k // (WINDOWS - 1)]]
 
 
-def _whole_name(tensor: NamedTensor) -> str:
-    """The name of a tensor, and of a slice that of the tensor it is of, which lies in files side by side."""
-    if tensor.whole is None:
-        return tensor.name
-    member, _, name = tensor.whole.partition(":")
+def _without_file(name: str) -> str:
+    """The name of a tensor of a distributed checkpoint without the file in it that a slice happens to lie in."""
+    member, colon, bare = name.partition(":")
     folder = member.rpartition("/")[0]
-    return f"{folder}:{name}" if folder else name
+    return name if not colon else f"{folder}:{bare}" if folder else bare
+
+
+def _parameter_names(plan: Plan, *, directory: bool) -> dict[int, str]:
+    """By index of the storage of a moment the name of its parameter, where that is more than a number."""
+    found = [unit for unit in plan.units if unit.parameter is not None]
+    given = [(unit.parameter.name, [stream.spec.name for stream in unit.streams]) for unit in found if unit.parameter]
+    shown = display_names(given, directory=directory)
+    return {
+        stream.index: each["name"]
+        for unit, each in zip(found, shown, strict=True)
+        if each["named"]
+        for stream in unit.streams
+    }
 
 
 def _scale_fits(tensor: SourceTensor, scale: SourceTensor) -> bool:
@@ -198,8 +234,3 @@ def _checked(bundle: Bundle) -> TensorSource:
     if bundle.directory is not None and not bundle.holds_tensors:
         raise InputError(f"{bundle.label}: a directory without tensors; give a checkpoint")
     return TensorSource(bundle)
-
-
-def by_name(source: TensorSource) -> Mapping[str, SourceTensor]:
-    """The tensors of a source by name."""
-    return {tensor.name: tensor for tensor in source.tensors}

@@ -108,7 +108,7 @@ def _snr(snrs: Iterable[tuple[dict[str, Any], float | None]]) -> dict[str, Any]:
         if snr is not None:
             noise += tensor["elements"] * 10 ** (-snr / 10)
             if worst is None or snr < worst["snr_db"]:
-                worst = {"name": tensor["name"], "snr_db": snr}
+                worst = {"name": tensor["name"], "label": tensor["label"], "snr_db": snr}
     return {"snr_db": decibels(noise / elements) if elements else None, "worst": worst}
 
 
@@ -143,7 +143,7 @@ def snr_text(total: dict[str, Any]) -> str:
     if total["worst"] is None:
         return "exact"
     worst = total["worst"]
-    return f"SNR {snr(total['snr_db'])} dB, worst {worst['name']} {snr(worst['snr_db'])} dB"
+    return f"SNR {snr(total['snr_db'])} dB, worst {worst['label']} {snr(worst['snr_db'])} dB"
 
 
 def snr(value: float | None) -> str:
@@ -160,10 +160,10 @@ def _worst_failing(each: NumberFormat, failing: Sequence[dict[str, Any]]) -> str
             continue
         if reason == "snr_db":
             worst = min(found, key=lambda t: float(t["formats"][each.id][SCALED]["snr_db"]))
-            return f"worst {worst['name']} {snr(worst['formats'][each.id][SCALED]['snr_db'])} dB"
+            return f"worst {worst['label']} {snr(worst['formats'][each.id][SCALED]['snr_db'])} dB"
         worst = max(found, key=lambda t: float(t["formats"][each.id][SCALED][reason]))
         share = worst["formats"][each.id][SCALED][reason]
-        return f"{percent(share)} of {worst['name']} {_BECOME[reason]}"
+        return f"{percent(share)} of {worst['label']} {_BECOME[reason]}"
     return ""
 
 
