@@ -62,12 +62,13 @@ def inspect_readiness(path: Path, *, full: bool = False, original: Path | None =
 
 def _tensor_facts(source: TensorSource, tensor: SourceTensor, *, full: bool) -> dict[str, Any]:
     extent = Extent()
-    for tile in tiles(source.blocks(tensor, full=full)):
+    elements = tensor.in_memory_order
+    for tile in tiles(source.blocks(elements, full=full)):
         extent.add(tile)
     casts = None
     if tensor.scale is None:
         casts = Casts(extent)
-        for tile in tiles(source.blocks(tensor, full=full)):
+        for tile in tiles(source.blocks(elements, full=full)):
             casts.add(tile)
     count = extent.count + extent.nonfinite
     return {
@@ -108,7 +109,10 @@ def _measure(
     source: TensorSource, mine: SourceTensor, other: TensorSource, theirs: SourceTensor, *, full: bool
 ) -> dict[str, Any]:
     signal, error, differing = Extent(), Extent(), 0
-    blocks = zip(source.blocks(mine, full=full), other.blocks(theirs, full=full), strict=True)
+    one, two = mine, theirs
+    if mine.strides == theirs.strides and mine.scale is theirs.scale is None:
+        one, two = mine.in_memory_order, theirs.in_memory_order
+    blocks = zip(source.blocks(one, full=full), other.blocks(two, full=full), strict=True)
     for pair in blocks:
         for y, x in zip(*(tiles([block]) for block in pair), strict=True):
             y_finite, x_finite = _both_finite(y, x)

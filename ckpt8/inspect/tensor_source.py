@@ -25,7 +25,7 @@ from ckpt8.converting.composite import Composite, Stretch
 from ckpt8.converting.members import open_members
 from ckpt8.errors import InputError
 from ckpt8.inspect.parameters import display_names
-from ckpt8.plan import Plan
+from ckpt8.plan import Plan, is_dense
 from ckpt8.policy import Policy
 from ckpt8.readers.base import TensorRef
 from ckpt8.tensors import DType, Role
@@ -69,6 +69,18 @@ class SourceTensor:
     def numel(self) -> int:
         """Number of elements."""
         return sum(prod(ref.shape) for ref in self.pieces)
+
+    @property
+    def in_memory_order(self) -> SourceTensor:
+        """The same elements in the order in which they lie, where no scales belong to them: many are read at once."""
+        if self.scale is not None:
+            return self
+        return replace(self, pieces=tuple(_flat(ref) if is_dense(ref) else ref for ref in self.pieces))
+
+    @property
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """The strides of its pieces."""
+        return tuple(ref.stride for ref in self.pieces)
 
     @property
     def layout(self) -> tuple[tuple[int, ...], ...]:
@@ -190,6 +202,10 @@ def sample_windows(count: int) -> Sequence[range]:
     """The elements that a sample has of ``count``, which are more than SAMPLE."""
     length = SAMPLE // WINDOWS
     return [range(start, start + length) for k in range(WINDOWS) for start in [(count - length) * k // (WINDOWS - 1)]]
+
+
+def _flat(ref: TensorRef) -> TensorRef:
+    return replace(ref, shape=(prod(ref.shape),), stride=(1,))
 
 
 def _without_file(name: str) -> str:

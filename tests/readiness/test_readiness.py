@@ -356,6 +356,20 @@ def test_moments_pair_by_parameter(inputs, tmp_path, run_command):
         assert (each["measured"]["snr_db"], each["measured"]["differing"]) == (None, 0)
 
 
+@pytest.mark.parametrize("turned", [(True, True), (True, False), (False, True)])
+def test_elements_are_compared_in_one_order(tmp_path, turned):
+    """However the two lie in memory."""
+    x = normal(60, 90)
+    y = x.bfloat16().float()
+    paths = []
+    for name, value, is_turned in (("y.pt", y, turned[0]), ("x.pt", x, turned[1])):
+        laid = value.t().contiguous().t() if is_turned else value
+        torch.save({"model": {"up.weight": laid}}, tmp_path / name)
+        paths.append(tmp_path / name)
+    (found,) = inspect_readiness(paths[0], original=paths[1])["tensors"]
+    assert math.isclose(found["measured"]["snr_db"], nmse_db(y, x), rel_tol=1e-9)
+
+
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_scales_beside_8_bit_weights(tmp_path, dtype, rows):
