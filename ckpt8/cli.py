@@ -97,7 +97,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     against: Annotated[
         Path | None,
-        typer.Option(readable=False, metavar="ORIGINAL", help="Measure a .ckpt8 again from its original."),
+        typer.Option(readable=False, metavar="ORIGINAL", help="Measure a .ckpt8, with --readiness any copy, from it."),
     ] = None,
     readiness: Annotated[
         bool, typer.Option("--readiness", help="Judge what fp16, bf16, fp8 and int8 would make of it.")

@@ -7,6 +7,21 @@ what is stored is measured:
     SNR = 10 log10( sum x^2 / sum (y - x)^2 ) dB        x of the original, y of the checkpoint, where both are finite
 
 y of 8-bit elements with scales beside them is their product, see ``tensor_source``.
+
+What is given, ``readiness`` in the JSON of ``inspect``; an SNR is in dB, and None where no error is made:
+
+    full, sample         whether every element was read; else elements and windows of the sample of a long tensor
+    elements, looked_at  of all weights and moments; ``nonfinite`` of them were left out
+    left_out             tensors that were not looked at, counted by reason
+    thresholds           underflow and few, see ``verdicts``
+    formats[]            format, label, scaling, ideal_snr_db, floor_snr_db, line
+      roles{}            tensors, verdict, text; raw and scaled: overflow, underflow, subnormal (fractions), snr_db,
+                         failing (number of tensors that the format does not suit), worst (name, label, snr_db)
+    tensors[]            name, label, role, dtype, shape, elements, looked_at, nonfinite, nonzero (fraction), rms,
+                         absmax, unit_scale
+      formats{}          by format, raw and scaled: overflow, underflow, subnormal, snr_db; None for 8-bit elements
+      measured           name (in the original), snr_db, max_error, differing (fraction); None where there is none
+    against              path, unpaired (tensors), and by role tensors, snr_db, worst; only with an original
 """
 
 from __future__ import annotations
@@ -19,7 +34,7 @@ from ckpt8.errors import CheckFailedError
 from ckpt8.inspect.casting import Casts, Extent, decibels, tiles
 from ckpt8.inspect.pairs import pair_tensors
 from ckpt8.inspect.tensor_source import SAMPLE, WINDOWS, SourceTensor, TensorSource, open_tensors
-from ckpt8.inspect.verdicts import format_reports, measured_total
+from ckpt8.inspect.verdicts import FEW, MOST_UNDERFLOW, format_reports, measured_total
 from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
@@ -48,6 +63,7 @@ def inspect_readiness(path: Path, *, full: bool = False, original: Path | None =
             "looked_at": sum(each["looked_at"] for each in found),
             "nonfinite": sum(each["nonfinite"] for each in found),
             "left_out": dict(source.left_out),
+            "thresholds": {"underflow": MOST_UNDERFLOW, "few": FEW},
             "formats": format_reports(found),
             "tensors": found,
         }

@@ -6,7 +6,7 @@ import pytest
 import torch
 from readiness_kit import expected, same
 
-from ckpt8.inspect.casting import RAW, SCALED, TILE, Casts, Extent, tiles
+from ckpt8.inspect.casting import RAW, SCALED, TILE, Casts, Extent, scaled_by, tiles
 from ckpt8.inspect.number_formats import FORMATS
 
 
@@ -45,7 +45,7 @@ def normal(count, scale=1.0, seed=0):
     return torch.randn(count, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-6, 0.02, 1.0, 300.0, 1e20])
+@pytest.mark.parametrize("scale", [1e-43, 1e-30, 1e-6, 0.02, 1.0, 300.0, 1e20])
 def test_scales(scale):
     check(normal(600, scale))
 
@@ -115,6 +115,14 @@ def test_powers_of_two_only_move_the_exponent():
     figures = [measure(x * 2.0**k)[1] for k in (-60, -20, 0, 30)]
     for each in FORMATS:
         assert all(other[each.id][SCALED] == figures[0][each.id][SCALED] for other in figures)
+
+
+@pytest.mark.parametrize("exponent", [-140, -60, -1, 0, 60, 126, 127, 149])
+def test_scaling_rounds_nothing(exponent):
+    low = max(-149, -126 - exponent - 20)
+    x = torch.tensor([(1 + 2.0**-4 + 2.0**-23) * 2.0**k for k in range(low, 1, 7)]) * normal(1).sign()
+    scaled = scaled_by(x, 2.0**exponent)
+    assert all(math.ldexp(a, exponent) == b for a, b in zip(x.tolist(), scaled.tolist(), strict=True))
 
 
 def test_blocks_and_tiles_do_not_matter():

@@ -234,6 +234,16 @@ def test_outliers(tmp_path):
     assert figures["scaled"]["overflow"] == 0
 
 
+def test_one_in_a_hundred_may_become_zero_but_no_second_moment(tmp_path):
+    x = normal(4096).abs() + 0.1
+    x[::100] = 1e-9
+    state = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": x, "exp_avg_sq": x.clone()}}, "param_groups": []}
+    torch.save(state, tmp_path / "optimizer.pt")
+    report = inspect_readiness(tmp_path / "optimizer.pt")
+    assert verdicts(report, "moment1")["float8_e4m3fn"] == "ready"
+    assert verdicts(report, "moment2")["float8_e4m3fn"] == "not ready"
+
+
 def test_second_moments_may_not_become_zero(tmp_path):
     """The SNR does not see what is small; a step divides by its root."""
     v = 10.0 ** torch.linspace(-14, -4, 4096)
@@ -356,6 +366,19 @@ def test_moments_pair_by_parameter(inputs, tmp_path, run_command):
         assert (each["measured"]["snr_db"], each["measured"]["differing"]) == (None, 0)
 
 
+def test_names_that_fit_twice_are_not_paired(tmp_path):
+    x = normal(8, 8)
+    torch.save(
+        {"model": {name: x.clone() for name in ("a.up.weight", "b.up.weight", "a.down.weight")}}, tmp_path / "two"
+    )
+    safetensors.torch.save_file({"up.weight": x, "down.weight": x.clone(), "bias": normal(8)}, tmp_path / "one")
+    for mine, theirs in (("two", "one"), ("one", "two")):
+        report = inspect_readiness(tmp_path / mine, original=tmp_path / theirs)
+        (paired,) = (each for each in report["tensors"] if each["measured"] is not None)
+        assert {paired["name"], paired["measured"]["name"]} == {"model.a.down.weight", "down.weight"}
+        assert report["against"]["unpaired"] == 2
+
+
 @pytest.mark.parametrize("turned", [(True, True), (True, False), (False, True)])
 def test_elements_are_compared_in_one_order(tmp_path, turned):
     """However the two lie in memory."""
@@ -386,6 +409,9 @@ def test_scales_beside_8_bit_weights(tmp_path, dtype, rows):
     assert found["up.weight"]["formats"] is None
     assert math.isclose(found["up.weight"]["measured"]["snr_db"], nmse_db(codes.float() * scale, x), rel_tol=1e-9)
     assert found["up.bias"]["measured"]["snr_db"] is None
+    with open_tensors(path) as source:
+        (tensor,) = (each for each in source.tensors if each.scale is not None)
+        assert torch.equal(source.read(tensor, 100, 2003), (codes.float() * scale).view(-1)[100:2003])
     alone = inspect_readiness(save(tmp_path / "new", {"up.weight": codes, "up.bias": normal(96)}))
     assert alone["left_out"] == {f"of {str(dtype).removeprefix('torch.')}": 1}
 
