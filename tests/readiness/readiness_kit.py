@@ -1,12 +1,14 @@
-"""Rounding by search in the list of all numbers of a format, made from their bit patterns, in float64 without torch.
+"""Oracles of rounding in float64, and what the tests read and plant checkpoints with.
 
-Nothing here knows of steps, casts or ties by arithmetic: a number format is the set of its numbers.
+``round_one`` searches the list of all numbers of a format, made from their bit patterns: it knows of no steps, casts or
+rules for ties but that the even code wins. ``fast_expected`` is for whole checkpoints.
 """
 
 import math
 from bisect import bisect_left
 from functools import cache
 
+import safetensors.torch
 import torch
 
 
@@ -114,3 +116,32 @@ def fast_expected(name, x, scale, unit):
     nmse = float(((rounded - scaled) / scale * unit).square().sum() / (x * unit).square().sum())
     fractions = {key: int(count) / nonzero for key, count in zip(FRACTIONS, counts, strict=True)}
     return {**fractions, "snr_db": -10 * math.log10(nmse) if nmse else None}
+
+
+MOMENTS = {"exp_avg": "moment1", "exp_avg_sq": "moment2", "momentum_buffer": "moment1"}
+
+
+def of_optimizer(saved, prefix):
+    """Moments by name: (role, tensor)."""
+    return {
+        f"{prefix}state.{number}.{key}": (MOMENTS[key], value)
+        for number, state in saved["state"].items()
+        for key, value in state.items()
+        if key in MOMENTS and value is not None
+    }
+
+
+def of_gpt(path):
+    saved = torch.load(path, weights_only=False)
+    weights = {f"model.{name}": ("weight", value) for name, value in saved["model"].items() if name != "lm_head.weight"}
+    return weights | of_optimizer(saved["optimizer"], "optimizer.")
+
+
+def save(tmp_path, tensors):
+    path = tmp_path / "planted.safetensors"
+    safetensors.torch.save_file(tensors, path)
+    return path
+
+
+def normal(*shape, scale=1.0, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
