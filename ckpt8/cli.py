@@ -97,8 +97,12 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     against: Annotated[
         Path | None,
-        typer.Option(readable=False, metavar="ORIGINAL", help="Measure a .ckpt8 again from its original."),
+        typer.Option(readable=False, metavar="ORIGINAL", help="Measure a .ckpt8, with --readiness any copy, from it."),
     ] = None,
+    readiness: Annotated[
+        bool, typer.Option("--readiness", help="Judge what fp16, bf16, fp8 and int8 would make of it.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Read every element instead of a sample.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show what a .ckpt8 or a checkpoint is made of, where the bytes are, and the error that was made."""
@@ -108,12 +112,16 @@ def inspect(
 
     if is_container(path):
         facts = inspect_container(path, tensors=tensors, original=against)
-    elif against is not None:
+    elif against is not None and not readiness:
         raise UsageError(f"{path}: is not a .ckpt8; --against compares a .ckpt8 with its original")
     else:
         from ckpt8.inspect.checkpoint import inspect_checkpoint
 
         facts = inspect_checkpoint(path, tensors=tensors)
+    if readiness:
+        from ckpt8.inspect.readiness import inspect_readiness
+
+        facts["readiness"] = inspect_readiness(path, full=full, original=against)
     if as_json:
         print_json(facts)
     else:

@@ -56,6 +56,10 @@ def show(console: Console, facts: dict[str, Any]) -> None:
         _show_container(console, facts)
     else:
         _show_checkpoint(console, facts)
+    if "readiness" in facts:
+        from ckpt8.inspect.readiness_table import show_readiness
+
+        show_readiness(console, facts["readiness"], tensors="tensors" in facts)
 
 
 def _show_container(console: Console, facts: dict[str, Any]) -> None:

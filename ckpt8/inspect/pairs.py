@@ -1,0 +1,57 @@
+"""Which tensor of one checkpoint is which of another: a copy that was compressed, restored or converted.
+
+Names decide first: equal ones mean the same. A conversion moves tensors: files of a directory become one, a nested
+state dict a flat one, moments by number moments by name. So the rest is paired where the label of one is the end of
+exactly one label of the other, by whole components, and no other's. Shapes must be equal, and so must be the slices of
+what is distributed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from ckpt8.inspect.tensor_source import SourceTensor
+
+Components = tuple[str, ...]
+
+
+def pair_tensors(
+    mine: Sequence[SourceTensor], theirs: Sequence[SourceTensor]
+) -> list[tuple[SourceTensor, SourceTensor]]:
+    """The pairs, in the order of ``mine``."""
+    by_name = {(each.name, each.role): each for each in theirs}
+    equal = {each.name: by_name[each.name, each.role] for each in mine if (each.name, each.role) in by_name}
+    taken = {each.name for each in equal.values()}
+    loose = _by_end(
+        [each for each in mine if each.name not in equal], [each for each in theirs if each.name not in taken]
+    )
+    found = [(each, equal.get(each.name) or loose.get(each.name)) for each in mine]
+    return [(one, other) for one, other in found if other is not None and one.layout == other.layout]
+
+
+def _by_end(mine: Iterable[SourceTensor], theirs: Iterable[SourceTensor]) -> dict[str, SourceTensor]:
+    """By name of mine the one of theirs whose label ends like it, or which it ends like, where that is clear."""
+    here, there = list(mine), list(theirs)
+    forward, backward = _longer(here, there), _longer(there, here)
+    found: dict[str, list[SourceTensor]] = defaultdict(list)
+    owners: dict[str, set[str]] = defaultdict(set)
+    for one, other in [*forward, *((long, short) for short, long in backward)]:
+        if other not in found[one.name]:
+            found[one.name].append(other)
+            owners[other.name].add(one.name)
+    return {name: others[0] for name, others in found.items() if len(others) == 1 and len(owners[others[0].name]) == 1}
+
+
+def _longer(short: Iterable[SourceTensor], long: Iterable[SourceTensor]) -> list[tuple[SourceTensor, SourceTensor]]:
+    """Pairs of which the first has a label that is the end of the second's."""
+    ends: dict[tuple[Components, object], list[SourceTensor]] = defaultdict(list)
+    for each in long:
+        parts = _components(each.label)
+        for start in range(len(parts)):
+            ends[parts[start:], each.role].append(each)
+    return [(each, other) for each in short for other in ends.get((_components(each.label), each.role), ())]
+
+
+def _components(label: str) -> Components:
+    return tuple(label.replace(":", ".").split("."))

@@ -1,0 +1,252 @@
+"""Weights and moments of a raw checkpoint or a ``.ckpt8``, read element by element in bounded memory, or sampled.
+
+Slices of one tensor in a distributed checkpoint are one tensor here, and tensors that share their elements, as tied
+weights do, are one as well: the first. Tensors of 8-bit elements come with the scales that lie beside them under the
+same name and ``_scale``: x = q * scale, with one scale for the tensor, or one for every row.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt8.bundle import Bundle, open_bundle
+from ckpt8.container.header import is_container
+from ckpt8.container.manifest import DCP
+from ckpt8.converting.composite import Composite, Stretch
+from ckpt8.converting.members import open_members
+from ckpt8.errors import InputError
+from ckpt8.inspect.parameters import display_names
+from ckpt8.plan import Plan, is_dense
+from ckpt8.policy import Policy
+from ckpt8.readers.base import TensorRef
+from ckpt8.tensors import DType, Role
+
+if TYPE_CHECKING:
+    import torch
+
+ROLES = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
+"""Roles of the tensors that are given."""
+
+BLOCK = 1 << 20
+"""Elements that are read at once."""
+
+SAMPLE = 1 << 15
+"""Elements of a longer tensor that a sample has."""
+
+WINDOWS = 8
+"""Runs of elements, evenly spread from the first to the last, that a sample consists of."""
+
+_QUANTISED = frozenset({DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.INT8})
+_SCALE = "_scale"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourceTensor:
+    """A tensor. ``pieces`` are its slices in the order of the checkpoint: one, unless it is distributed.
+
+    ``shape`` is None of one in several slices. ``scale`` is set for 8-bit elements. ``label`` is the name for people:
+    that of a moment begins with its parameter, where that is known.
+    """
+
+    name: str
+    role: Role
+    dtype: DType
+    shape: tuple[int, ...] | None
+    pieces: tuple[TensorRef, ...]
+    label: str
+    scale: TensorRef | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(prod(ref.shape) for ref in self.pieces)
+
+    @property
+    def in_memory_order(self) -> SourceTensor:
+        """The same elements in the order in which they lie, where no scales belong to them: many are read at once."""
+        if self.scale is not None:
+            return self
+        return replace(self, pieces=tuple(_flat(ref) if is_dense(ref) else ref for ref in self.pieces))
+
+    @property
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """The strides of its pieces."""
+        return tuple(ref.stride for ref in self.pieces)
+
+    @property
+    def layout(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of its pieces: elements of two tensors stand in one order where these are equal."""
+        return tuple(ref.shape for ref in self.pieces)
+
+
+class TensorSource:
+    """The tensors of an open checkpoint. ``left_out`` counts those that are not given, by reason."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.left_out: Counter[str] = Counter()
+        self._bundle = bundle
+        self._data = Composite(bundle.label)
+        self._lock = threading.Lock()
+        self.tensors = self._find()
+
+    def _find(self) -> list[SourceTensor]:
+        plan = self._bundle.plan(Policy.of("lossless"))
+        parameters = _parameter_names(plan, directory=self._bundle.directory is not None)
+        groups: dict[tuple[str, Role, DType], list[TensorRef]] = {}
+        labels: dict[tuple[str, Role, DType], str] = {}
+        spread = {
+            index
+            for member in self._bundle.members
+            if member.checkpoint.format == DCP
+            for index in range(member.first, member.skeleton)
+        }
+        seen = set()
+        for tensor, index in plan.tensors:
+            ref = replace(tensor.ref, key=str(index))
+            identity = (ref.key, ref.dtype, ref.offset, ref.shape, ref.stride, ref.neg)
+            if tensor.role not in ROLES or identity in seen or not prod(ref.shape):
+                continue
+            seen.add(identity)
+            if prod(ref.shape) * ref.dtype.itemsize > self._bundle.storages[index].nbytes:
+                self.left_out["with more elements than are stored"] += 1
+                continue
+            self._open(index)
+            name = tensor.whole or tensor.name
+            parameter = parameters.get(index)
+            label = name if parameter is None else f"{parameter}.{name.rpartition('.')[2]}"
+            if index in spread:
+                name, label = _without_file(name), _without_file(label)
+            groups.setdefault((name, tensor.role, ref.dtype), []).append(ref)
+            labels.setdefault((name, tensor.role, ref.dtype), label)
+        found = [
+            SourceTensor(*key, refs[0].shape if len(refs) == 1 else None, tuple(refs), labels[key])
+            for key, refs in groups.items()
+        ]
+        return [each for each in self._with_scales(found) if self._is_given(each)]
+
+    def _open(self, index: int) -> None:
+        """Make a storage readable, if it is not yet."""
+        if str(index) not in self._data:
+            storage = self._bundle.storages[index]
+            self._data.add(Stretch(self._bundle, storage.offset, storage.nbytes), storage.dtype, str(index))
+
+    def _with_scales(self, found: list[SourceTensor]) -> list[SourceTensor]:
+        """8-bit tensors with their scales, which are then no tensors of their own."""
+        by_name = {each.name: each for each in found}
+        scales: dict[str, TensorRef] = {}
+        for each in found:
+            beside = by_name.get(each.name + _SCALE)
+            if each.dtype in _QUANTISED and beside is not None and _scale_fits(each, beside):
+                scales[each.name] = beside.pieces[0]
+        taken = {name + _SCALE for name in scales}
+        return [replace(each, scale=scales.get(each.name)) for each in found if each.name not in taken]
+
+    def _is_given(self, tensor: SourceTensor) -> bool:
+        if tensor.dtype.is_plane_float or tensor.scale is not None:
+            return True
+        self.left_out[f"of {tensor.dtype.label}"] += 1
+        return False
+
+    def read(self, tensor: SourceTensor, start: int, stop: int) -> torch.Tensor:
+        """Elements ``start`` to ``stop``, flat: float32, or float64 where they are that. Raises InputError."""
+        import torch
+
+        starts = [0, *accumulate(prod(ref.shape) for ref in tensor.pieces)]
+        parts = []
+        with self._lock:
+            while start < stop:
+                at = bisect_right(starts, start) - 1
+                end = min(stop, starts[at + 1])
+                parts.append(self._elements(tensor, at, start - starts[at], end - starts[at]))
+                start = end
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _elements(self, tensor: SourceTensor, piece: int, start: int, stop: int) -> torch.Tensor:
+        import torch
+
+        found = self._data.elements(tensor.pieces[piece], start, stop)
+        if tensor.scale is None:
+            return found if found.dtype is torch.float64 else found.float()
+        rows = prod(tensor.scale.shape)
+        row = prod(tensor.pieces[0].shape) // rows
+        first, last = start // row, (stop - 1) // row + 1
+        scales = self._data.elements(tensor.scale, first, last).float().repeat_interleave(row)
+        return found.float() * scales[start - first * row : stop - first * row]
+
+    def blocks(self, tensor: SourceTensor, *, full: bool) -> Iterator[torch.Tensor]:
+        """The elements, BLOCK at a time, or those of a sample at once. Raises InputError."""
+        import torch
+
+        count = tensor.numel
+        if full or count <= SAMPLE:
+            for start in range(0, count, BLOCK):
+                yield self.read(tensor, start, min(start + BLOCK, count))
+        else:
+            yield torch.cat([self.read(tensor, window.start, window.stop) for window in sample_windows(count)])
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when a file changed since it was opened."""
+        self._bundle.check_unchanged()
+
+
+def sample_windows(count: int) -> Sequence[range]:
+    """The elements that a sample has of ``count``, which are more than SAMPLE."""
+    length = SAMPLE // WINDOWS
+    return [range(start, start + length) for k in range(WINDOWS) for start in [(count - length) * k // (WINDOWS - 1)]]
+
+
+def _flat(ref: TensorRef) -> TensorRef:
+    return replace(ref, shape=(prod(ref.shape),), stride=(1,))
+
+
+def _without_file(name: str) -> str:
+    """The name of a tensor of a distributed checkpoint without the file in it that a slice happens to lie in."""
+    member, colon, bare = name.partition(":")
+    folder = member.rpartition("/")[0]
+    return name if not colon else f"{folder}:{bare}" if folder else bare
+
+
+def _parameter_names(plan: Plan, *, directory: bool) -> dict[int, str]:
+    """By index of the storage of a moment the name of its parameter, where that is more than a number."""
+    found = [unit for unit in plan.units if unit.parameter is not None]
+    given = [(unit.parameter.name, [stream.spec.name for stream in unit.streams]) for unit in found if unit.parameter]
+    shown = display_names(given, directory=directory)
+    return {
+        stream.index: each["name"]
+        for unit, each in zip(found, shown, strict=True)
+        if each["named"]
+        for stream in unit.streams
+    }
+
+
+def _scale_fits(tensor: SourceTensor, scale: SourceTensor) -> bool:
+    if tensor.shape is None or scale.shape is None or not scale.dtype.is_plane_float:
+        return False
+    count = prod(scale.shape)
+    return count == 1 or (bool(tensor.shape) and count == tensor.shape[0])
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[TensorSource]:
+    """Open a checkpoint, a directory or a ``.ckpt8`` of either. Raises InputError for damage and where it has none."""
+    if is_container(path):
+        with open_members(path) as members:
+            yield _checked(Bundle(members.found, str(path), path.name if members.is_directory else None))
+    else:
+        with open_bundle(path) as bundle:
+            yield _checked(bundle)
+
+
+def _checked(bundle: Bundle) -> TensorSource:
+    if bundle.directory is not None and not bundle.holds_tensors:
+        raise InputError(f"{bundle.label}: a directory without tensors; give a checkpoint")
+    return TensorSource(bundle)

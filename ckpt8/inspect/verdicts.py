@@ -1,0 +1,176 @@
+"""From the figures of every tensor to one verdict for each number format and role, and one line for each format.
+
+A format suits a tensor, raw or scaled, where
+
+    overflow    nothing does
+    SNR         is no lower than the floor of the format, see ``number_formats``: rounding alone cannot do worse
+    underflow   of a weight or a first moment at most 5 % of what is not zero: an int8 whose SNR is at its floor loses
+                3.3 % of a normal distribution, so more means that small elements have no place in the format;
+                of a second moment nothing, since an update divides by its root
+
+A role is *ready* where the format suits all its tensors raw, *ready with scaling* where it suits all scaled, *ready but
+for a few* where those that it does not suit scaled have at most 1 % of the elements: a few biases and norms, which cost
+next to nothing in 16 bits. Else it is *not ready*. Over several tensors, noise counts in units of the RMS of each, and
+every element the same:
+
+    SNR = 10 log10( sum n / sum n NMSE )        n the elements of a tensor, NMSE = sum (x^ - x)^2 / sum x^2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ckpt8.inspect.casting import RAW, SCALED, decibels
+from ckpt8.inspect.number_formats import FORMATS, NumberFormat
+from ckpt8.tensors import Role
+
+MOST_UNDERFLOW = 0.05
+"""The part of the elements that are not zero that may become zero."""
+
+FEW = 0.01
+"""The part of the elements of a role whose tensors may be left in a longer format."""
+
+READY, READY_SCALED, READY_MOSTLY, NOT_READY = "ready", "ready with scaling", "ready but for a few", "not ready"
+
+_FRACTIONS = ("overflow", "underflow", "subnormal")
+PLURALS = {"weight": "weights", "moment1": "first moments", "moment2": "second moments"}
+"""What is said of each role, in the order in which they are shown."""
+
+_BECOME = {"overflow": "overflow", "underflow": "become zero"}
+
+
+def format_reports(tensors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of every format: its bounds, by role what rounding does and the verdict, and all verdicts in one line."""
+    return [_format_report(each, [t for t in tensors if t["formats"] is not None]) for each in FORMATS]
+
+
+def _format_report(each: NumberFormat, tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    by_role = {role: [tensor for tensor in tensors if tensor["role"] == role] for role in PLURALS}
+    roles = {role: _role_report(each, found) for role, found in by_role.items() if found}
+    parts = [f"{PLURALS[role]} {report['text']}" for role, report in roles.items()]
+    return {
+        "format": each.id,
+        "label": each.label,
+        "scaling": each.scaling,
+        "ideal_snr_db": each.ideal_snr,
+        "floor_snr_db": each.floor_snr,
+        "roles": roles,
+        "line": f"{each.label}: {'; '.join(parts) or 'nothing to round'}",
+    }
+
+
+def _role_report(each: NumberFormat, tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    failing = {kind: [tensor for tensor in tensors if fails(each, tensor, kind)] for kind in (RAW, SCALED)}
+    report = {
+        "tensors": len(tensors),
+        "verdict": _verdict(tensors, failing),
+        **{kind: _total(each, tensors, kind) | {"failing": len(failing[kind])} for kind in (RAW, SCALED)},
+    }
+    return report | {"text": _text(each, report, failing[SCALED])}
+
+
+def _verdict(tensors: Sequence[dict[str, Any]], failing: dict[str, list[dict[str, Any]]]) -> str:
+    if not failing[RAW]:
+        return READY
+    left, total = (sum(tensor["elements"] for tensor in some) for some in (failing[SCALED], tensors))
+    if not left:
+        return READY_SCALED
+    return READY_MOSTLY if left <= FEW * total else NOT_READY
+
+
+def fails(each: NumberFormat, tensor: dict[str, Any], kind: str) -> str | None:
+    """Which figure of a tensor is out of bounds, ``overflow``, ``snr_db`` or ``underflow``; None where all hold."""
+    figures = tensor["formats"][each.id][kind]
+    if figures["overflow"]:
+        return "overflow"
+    if figures["snr_db"] is not None and figures["snr_db"] < each.floor_snr:
+        return "snr_db"
+    bound = 0.0 if tensor["role"] == Role.MOMENT2.value else MOST_UNDERFLOW
+    return "underflow" if figures["underflow"] > bound else None
+
+
+def _total(each: NumberFormat, tensors: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """Figures over several tensors; ``worst`` is the one of the lowest SNR, None where none has noise."""
+    figures = [(tensor, tensor["formats"][each.id][kind]) for tensor in tensors]
+    nonzero = sum(_nonzero(tensor) for tensor in tensors)
+    fractions = {
+        key: sum(_nonzero(tensor) * found[key] for tensor, found in figures) / nonzero if nonzero else 0.0
+        for key in _FRACTIONS
+    }
+    return {**fractions, **_snr((tensor, found["snr_db"]) for tensor, found in figures)}
+
+
+def _snr(snrs: Iterable[tuple[dict[str, Any], float | None]]) -> dict[str, Any]:
+    elements, noise, worst = 0, 0.0, None
+    for tensor, snr in snrs:
+        elements += tensor["elements"]
+        if snr is not None:
+            noise += tensor["elements"] * 10 ** (-snr / 10)
+            if worst is None or snr < worst["snr_db"]:
+                worst = {"name": tensor["name"], "label": tensor["label"], "snr_db": snr}
+    return {"snr_db": decibels(noise / elements) if elements else None, "worst": worst}
+
+
+def measured_total(tensors: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By role the measured error against an original, over the tensors that it was measured for."""
+    by_role: dict[str, list[dict[str, Any]]] = {}
+    for tensor in tensors:
+        if tensor["measured"] is not None:
+            by_role.setdefault(tensor["role"], []).append(tensor)
+    return {
+        role: {"tensors": len(found), **_snr((tensor, tensor["measured"]["snr_db"]) for tensor in found)}
+        for role, found in by_role.items()
+    }
+
+
+def _nonzero(tensor: dict[str, Any]) -> float:
+    """Elements that are not zero, as far as the sample tells."""
+    return float(tensor["elements"] * tensor["nonzero"])
+
+
+def _text(each: NumberFormat, report: dict[str, Any], failing: Sequence[dict[str, Any]]) -> str:
+    few = f"{len(failing)} of {report['tensors']} tensors ({_worst_failing(each, failing)})"
+    if report["verdict"] == NOT_READY:
+        return f"not ready, {few}"
+    kind = RAW if report["verdict"] == READY else SCALED
+    how = "ready" if kind == RAW else f"ready with {each.scaling} scaling"
+    return f"{how} but for {few}" if failing and kind == SCALED else f"{how} ({snr_text(report[kind])})"
+
+
+def snr_text(total: dict[str, Any]) -> str:
+    """The SNR of several tensors and the worst of them in words."""
+    if total["worst"] is None:
+        return "exact"
+    worst = total["worst"]
+    return f"SNR {snr(total['snr_db'])} dB, worst {worst['label']} {snr(worst['snr_db'])} dB"
+
+
+def snr(value: float | None) -> str:
+    """An SNR with one decimal; where no error is made there is none."""
+    return "exact" if value is None else f"{round(value, 1) + 0.0:.1f}"
+
+
+def _worst_failing(each: NumberFormat, failing: Sequence[dict[str, Any]]) -> str:
+    """The tensor of the lowest SNR if one is below the floor or overflows, else that which loses most."""
+    reasons = {tensor["name"]: fails(each, tensor, SCALED) for tensor in failing}
+    for reason in ("overflow", "snr_db", "underflow"):
+        found = [tensor for tensor in failing if reasons[tensor["name"]] == reason]
+        if not found:
+            continue
+        if reason == "snr_db":
+            worst = min(found, key=lambda t: float(t["formats"][each.id][SCALED]["snr_db"]))
+            return f"worst {worst['label']} {snr(worst['formats'][each.id][SCALED]['snr_db'])} dB"
+        worst = max(found, key=lambda t: float(t["formats"][each.id][SCALED][reason]))
+        share = worst["formats"][each.id][SCALED][reason]
+        return f"{percent(share)} of {worst['label']} {_BECOME[reason]}"
+    return ""
+
+
+def percent(fraction: float) -> str:
+    """A fraction in percent; what is neither nothing nor all is not shown as such."""
+    if fraction in (0, 1):
+        return f"{100 * fraction:.0f} %" if fraction else "0"
+    if fraction < 0.0005:
+        return "<0.1 %"
+    return f"{100 * fraction:.1f} %" if fraction < 0.9995 else ">99.9 %"

@@ -1,0 +1,123 @@
+"""``ckpt8 inspect --readiness`` as it is typed: what is shown in wide and narrow terminals, JSON, refusals."""
+
+import json
+import re
+
+import pytest
+import safetensors.torch
+import torch
+from rich.cells import cell_len
+
+import ckpt8
+
+
+def section(out):
+    """What is printed about readiness."""
+    return out[out.index("Low-precision readiness") :]
+
+
+@pytest.fixture
+def run(run_command, monkeypatch):
+    """Run inspect in a terminal of that many columns."""
+
+    def call(*arguments, columns=200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return run_command("inspect", *arguments)
+
+    return call
+
+
+def test_verdicts_and_figures_are_those_of_the_json(run, inputs):
+    path = inputs / "gpt_adamw.pt"
+    facts = json.loads(run(path, "--readiness", "--full", "--json")[1])
+    code, out, err = run(path, "--readiness", "--full", columns=500)
+    assert (code, err) == (0, "")
+    text = section(out)
+    report = facts["readiness"]
+    assert [each["format"] for each in report["formats"]] == ["fp16", "bf16", "float8_e4m3fn", "float8_e5m2", "int8"]
+    assert f"all {report['elements']:,} elements" in text
+    for each in report["formats"]:
+        assert f"{each['line']}\n" in text
+        raw, scaled = (f"{each['roles']['weight'][kind]['snr_db']:.1f}" for kind in ("raw", "scaled"))
+        (row,) = re.findall(rf"^{each['label']} .*$", text, re.MULTILINE)
+        cells = re.split(r"\s{2,}", row.strip())
+        assert (cells[1], cells[2], cells[3], cells[7]) == (f"{each['ideal_snr_db']:.1f}", "weights", raw, scaled)
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+@pytest.mark.parametrize("name", ["gpt_came.pt", "trainer-adamw", "lightning.ckpt"])
+def test_nothing_is_wider_than_the_terminal(run, inputs, name, columns):
+    code, out, _ = run(inputs / name, "--readiness", "--tensors", columns=columns)
+    assert code == 0
+    lines = section(out).splitlines()
+    assert max(map(cell_len, lines)) <= columns
+    assert "\x1b" not in out
+    joined = "".join(lines)
+    for label in ("fp16", "bf16", "fp8 e4m3fn", "fp8 e5m2", "int8"):
+        assert label in joined
+    assert "…" not in joined
+
+
+def test_sample_is_named(run, tmp_path):
+    path = tmp_path / "long.safetensors"
+    safetensors.torch.save_file({"long.weight": torch.ones(400, 400)}, path)
+    _, out, _ = run(path, "--readiness")
+    assert "a sample of 32,768 of 160,000 elements" in section(out)
+    assert "--full reads all" in section(out)
+    _, out, _ = run(path, "--readiness", "--full")
+    assert "all 160,000 elements" in section(out)
+
+
+def test_what_is_not_finite_is_said(run, tmp_path):
+    path = tmp_path / "broken.safetensors"
+    weights = {"a.weight": torch.tensor([1.0, float("nan"), float("inf")]), "b.weight": torch.ones(2, dtype=torch.int8)}
+    safetensors.torch.save_file(weights, path)
+    code, out, _ = run(path, "--readiness")
+    assert code == 0
+    assert "2 of them are NaN or infinite, and are left out" in section(out)
+    assert "left out: 1 tensors of int8" in section(out)
+    json.loads(run(path, "--readiness", "--json")[1])
+
+
+def test_without_the_option_nothing_changes(run, inputs):
+    assert "readiness" not in json.loads(run(inputs / "gpt_came.pt", "--json")[1])
+
+
+def test_container_against_its_original(run, inputs, tmp_path):
+    target = tmp_path / "gpt.ckpt8"
+    ckpt8.compress(inputs / "gpt_came.pt", target)
+    arguments = (target, "--readiness", "--full", "--against", inputs / "gpt_came.pt")
+    facts = json.loads(run(*arguments, "--json")[1])
+    total = facts["readiness"]["against"]["roles"]["weight"]
+    _, out, _ = run(*arguments, columns=300)
+    worst = f"worst {total['worst']['label']} {total['worst']['snr_db']:.1f} dB"
+    assert f"weights, {total['tensors']} tensors: SNR {total['snr_db']:.1f} dB, {worst}" in section(out)
+
+
+def test_raw_checkpoints_compare_with_readiness_only(run, inputs, tmp_path):
+    other = inputs / "gpt_stable_adamw.pt"
+    code, out, err = run(inputs / "gpt_came.pt", "--against", other)
+    assert (code, out) == (2, "")
+    assert "--against compares a .ckpt8 with its original" in err
+    code, out, _ = run(inputs / "gpt_came.pt", "--against", other, "--readiness", columns=300)
+    assert code == 0
+    assert "weights, 28 tensors: SNR" in section(out)
+
+
+def test_one_line_for_what_does_not_compare(run, inputs):
+    code, out, err = run(inputs / "lightning.ckpt", "--against", inputs / "gpt_came.pt", "--readiness")
+    assert (code, out) == (1, "")
+    assert re.fullmatch(r"ckpt8: [^\n]*no weight or moment[^\n]*\n", err)
+    code, out, err = run(inputs / "lightning.ckpt", "--against", inputs / "nothing.pt", "--readiness")
+    assert (code, out) == (3, "")
+    assert re.fullmatch(r"ckpt8: [^\n]*no such file\n", err)
+
+
+def test_names_cannot_command_the_terminal(run, tmp_path):
+    path = tmp_path / "hostile.safetensors"
+    safetensors.torch.save_file({"[red]a\x1b[2J.weight": torch.ones(9), "b[/].weight": torch.ones(9) * 1e-30}, path)
+    for columns in (40, 200):
+        code, out, _ = run(path, "--readiness", "--tensors", columns=columns)
+        assert code == 0
+        assert "\x1b" not in out
+        assert "[red]a" in out
