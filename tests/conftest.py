@@ -6,9 +6,11 @@ Where CKPT8_REQUIRE_PACKAGES is 1, a test that is skipped because a package is m
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,14 @@ def _one_thread():
 def inputs() -> Path:
     """The folder of real checkpoints."""
     return FIXTURES / "inputs"
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory) -> Iterator[Path]:
+    """A folder for what is large, which goes with the module that made it."""
+    folder = tmp_path_factory.mktemp("scratch")
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

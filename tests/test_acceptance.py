@@ -24,8 +24,8 @@ STEPS = 60
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gpt") / "gpt10m.pt"
+def trained(scratch: Path) -> Path:
+    path = scratch / "gpt10m.pt"
     checkpoint = train(SIZES["10m"], torch.optim.AdamW, STEPS, batch_size=4, warmup=10)
     torch.save(checkpoint, path)
     return path

@@ -36,9 +36,9 @@ print(json.dumps({"extra": memory("VmHWM") - before, "bytes": report.bytes}))
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(scratch):
     """600 MB of weights and state; the weights stand transposed in memory in one of the layers."""
-    folder = tmp_path_factory.mktemp("runs")
+    folder = scratch
     found = {}
     for name, make, dtype in (("plain", torch.optim.AdamW, None), ("packed", ckpt8.optim.AdamW, torch.bfloat16)):
         model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(dtype)
