@@ -91,7 +91,7 @@ def encode_tiles(
 
     Other kernels than torch's take a tensor whole.
     """
-    flat = x.reshape(-1)
+    flat = x.detach().reshape(-1)
     parts = empty_parts(codec, spec, x.device)
     if 0 < spec.numel <= TILE or backend != "torch":
         kernel(flat, parts)
