@@ -1,0 +1,124 @@
+"""All tensors and values of a source by the paths that they are matched by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt8.diffing.naming import Naming, join
+from ckpt8.diffing.sides import Part, Side
+from ckpt8.diffing.values import Leaves
+from ckpt8.readers.base import Global, Inert, StorageRef, TensorRef
+from ckpt8.readers.walk import iter_nodes
+from ckpt8.roles import classify, unique_name
+from ckpt8.tensors import Role
+
+_LONGEST = 600
+"""Characters of a path that are kept while it is made: more than any name has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of a part. ``name`` is its own path; ``parameter`` that of the weight that it is, or is a state of."""
+
+    name: str
+    ref: TensorRef
+    part: Part
+    role: Role
+    parameter: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Anything else, with its path."""
+
+    name: str
+    value: Any
+
+
+@dataclass(slots=True)
+class Found:
+    """Tensors and values by the path that they have in the first source; ``alone`` are those that have none there."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)
+    alone: list[Tensor | Value] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Path of a node, its path in the first source, and the parameter that all in it belongs to."""
+
+    own: str
+    name: str | None
+    parameter: str | None = None
+
+    def below(self, component: str) -> _Place:
+        return _Place(
+            join(self.own, component)[:_LONGEST],
+            None if self.name is None else join(self.name, component)[:_LONGEST],
+            self.parameter,
+        )
+
+
+def collect(side: Side, naming: Naming) -> Found:
+    """Everything that a source holds. Raises InputError for a tree that is too deep."""
+    found = Found()
+    own: dict[str, int] = {}
+    taken: dict[str, int] = {}
+    for part in side.parts:
+        roles = {id(tensor.ref): tensor.role for tensor in reversed(classify(part.data.tree).tensors)}
+        for place, leaf in _walk(part, naming):
+            called = unique_name(place.own or "tensor", own)
+            thing: Tensor | Value = Value(called, leaf)
+            if isinstance(leaf, TensorRef):
+                thing = Tensor(called, leaf, part, roles.get(id(leaf), Role.OTHER), place.parameter)
+            elif isinstance(leaf, StorageRef):
+                whole = TensorRef(leaf.key, leaf.dtype, leaf.offset, (leaf.numel,), (1,))
+                thing = Tensor(called, whole, part, Role.OTHER, None)
+            if place.name is None:
+                found.alone.append(thing)
+                continue
+            name = unique_name(place.name or "tensor", taken)
+            if isinstance(thing, Tensor):
+                found.tensors[name] = thing
+            else:
+                found.values[name] = thing
+    return found
+
+
+def _walk(part: Part, naming: Naming) -> Iterator[tuple[_Place, Any]]:
+    """Every tensor and value of a part, in the order of the document."""
+    tree = part.data.tree
+    is_leaf = Leaves()
+    if is_leaf(tree):
+        yield _Place(part.prefix, part.prefix), tree
+        return
+    places: list[tuple[_Place, int]] = []
+    for path, node in iter_nodes(tree, part.data.label, is_leaf):
+        del places[len(path) :]
+        if path:
+            above, above_id = places[-1]
+            place = _entry(above, (above_id, path[-1]), naming)
+        else:
+            place = _Place(part.prefix, part.prefix)
+        if isinstance(node, (TensorRef, StorageRef)) or (path and is_leaf(node)):
+            yield place, node
+            continue
+        if id(node) in naming.places:
+            place = _Place(place.own, naming.places[id(node)], place.parameter)
+        if id(node) in naming.owners:
+            place = _Place(place.own, place.name, naming.owners[id(node)])
+        places.append((place, id(node)))
+        if isinstance(node, Inert):
+            yield place.below("(class)"), Global(node.name)
+
+
+def _entry(above: _Place, entry: tuple[int, str], naming: Naming) -> _Place:
+    place = above.below(entry[1])
+    if entry in naming.entries:
+        place = _Place(place.own, naming.entries[entry], place.parameter)
+    if entry in naming.owned:
+        place = _Place(place.own, place.name, naming.owned[entry])
+    return place
