@@ -20,7 +20,9 @@ _EXACT = 2.0**62
 
 @dataclass(slots=True)
 class Change:
-    """Sums over ``elements``, of which ``differ`` differ and ``excluded`` are not finite on either side.
+    """Sums over ``elements``, of which ``differ`` differ.
+
+    ``excluded`` of them are in no figure: they are not finite on either side, or of a type without numbers.
 
     ``square`` is the sum of a^2, ``change`` that of (b - a)^2, ``max_change`` is max |b - a|; of complex numbers |.| is
     the magnitude.
@@ -49,20 +51,33 @@ class Change:
         return Change(**{**values, "max_change": self.max_change})
 
     @property
+    def is_known(self) -> bool:
+        """Whether the figures speak of any element: not so where none is finite, or all are of a type without numbers.
+
+        Nothing need be known of elements that are all the same.
+        """
+        return not self.differ or self.elements > self.excluded
+
+    @property
     def relative(self) -> float | None:
-        """||b - a|| / ||a||; None where a is zero, and b is not, or figures are beyond float64."""
+        """||b - a|| / ||a||; None where it is not known, a is zero and b is not, or figures are beyond float64."""
         if not self.change:
-            return 0.0
+            return 0.0 if self.is_known else None
         return _finite(math.sqrt(self.change / self.square)) if self.square else None
 
     @property
+    def largest(self) -> float | None:
+        """Largest |b - a|; None where it is not known, or beyond float64."""
+        return _finite(self.max_change) if self.is_known else None
+
+    @property
     def rms(self) -> float | None:
-        """Root mean square of a, over the elements that count."""
+        """Root mean square of a, over the elements that count; None without any."""
         return self._root(self.square)
 
     @property
     def rms_change(self) -> float | None:
-        """Root mean square of b - a."""
+        """Root mean square of b - a, as ``rms``."""
         return self._root(self.change)
 
     def _root(self, total: float) -> float | None:
@@ -74,7 +89,7 @@ class Change:
         return {
             "elements": self.elements,
             "differ": self.differ,
-            "max_change": _finite(self.max_change),
+            "max_change": self.largest,
             "relative": self.relative,
             "rms_change": self.rms_change,
             "rms": self.rms,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from ckpt8.diffing.naming import Naming, join
@@ -14,19 +15,24 @@ from ckpt8.readers.walk import iter_nodes
 from ckpt8.roles import classify, unique_name
 from ckpt8.tensors import Role
 
+PARAM_NAMES = "param_names"
 _LONGEST = 600
 """Characters of a path that are kept while it is made: more than any name has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of a part. ``name`` is its own path; ``parameter`` that of the weight that it is, or is a state of."""
+    """A tensor of a part. ``name`` is its own path; ``parameter`` that of the weight that it is, or is a state of.
+
+    ``tied`` is the path of one before it that is the same elements of the same storage.
+    """
 
     name: str
     ref: TensorRef
     part: Part
     role: Role
     parameter: str | None
+    tied: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +73,18 @@ def collect(side: Side, naming: Naming) -> Found:
     found = Found()
     own: dict[str, int] = {}
     taken: dict[str, int] = {}
+    ties: dict[tuple[object, ...], str] = {}
     for part in side.parts:
         roles = {id(tensor.ref): tensor.role for tensor in reversed(classify(part.data.tree).tensors)}
         for place, leaf in _walk(part, naming):
             called = unique_name(place.own or "tensor", own)
             thing: Tensor | Value = Value(called, leaf)
-            if isinstance(leaf, TensorRef):
-                thing = Tensor(called, leaf, part, roles.get(id(leaf), Role.OTHER), place.parameter)
-            elif isinstance(leaf, StorageRef):
-                whole = TensorRef(leaf.key, leaf.dtype, leaf.offset, (leaf.numel,), (1,))
-                thing = Tensor(called, whole, part, Role.OTHER, None)
+            if isinstance(leaf, (TensorRef, StorageRef)):
+                ref = leaf if isinstance(leaf, TensorRef) else _whole(leaf)
+                # An empty tensor has no place that it could share.
+                first = ties.setdefault((id(part), *_identity(ref)), called) if prod(ref.shape) else called
+                role = roles.get(id(leaf), Role.OTHER)
+                thing = Tensor(called, ref, part, role, place.parameter, None if first == called else first)
             if place.name is None:
                 found.alone.append(thing)
                 continue
@@ -88,10 +96,20 @@ def collect(side: Side, naming: Naming) -> Found:
     return found
 
 
+def _whole(storage: StorageRef) -> TensorRef:
+    return TensorRef(storage.key, storage.dtype, storage.offset, (storage.numel,), (1,))
+
+
+def _identity(ref: TensorRef) -> tuple[object, ...]:
+    return ref.key, ref.dtype, ref.offset, ref.shape, ref.stride, ref.conj, ref.neg
+
+
 def _walk(part: Part, naming: Naming) -> Iterator[tuple[_Place, Any]]:
     """Every tensor and value of a part, in the order of the document."""
     tree = part.data.tree
     is_leaf = Leaves()
+    # What has been put together has names for its parameters, in which they are matched, whether its files have or not.
+    is_assembled = part.checkpoint is part.data
     if is_leaf(tree):
         yield _Place(part.prefix, part.prefix), tree
         return
@@ -104,7 +122,8 @@ def _walk(part: Part, naming: Naming) -> Iterator[tuple[_Place, Any]]:
         else:
             place = _Place(part.prefix, part.prefix)
         if isinstance(node, (TensorRef, StorageRef)) or (path and is_leaf(node)):
-            yield place, node
+            if not (is_assembled and path[-1] == PARAM_NAMES):
+                yield place, node
             continue
         if id(node) in naming.places:
             place = _Place(place.own, naming.places[id(node)], place.parameter)

@@ -24,9 +24,13 @@ Entry = tuple[int, str]
 
 @dataclass(slots=True)
 class Model:
-    """The weights of a model: ``names`` maps theirs to full paths, ``entries`` to where they lie. Shards are one."""
+    """The weights of a model: ``names`` maps theirs to full paths, ``entries`` to where they lie. Shards are one.
+
+    ``homes`` are the paths of the dictionaries that hold them, by their ``id``.
+    """
 
     label: str
+    homes: dict[int, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     entries: dict[str, Entry] = field(default_factory=dict)
 
@@ -114,7 +118,7 @@ def _models(candidates: Sequence[tuple[Part, Candidate]]) -> list[Model]:
 def _model(label: str, parts: Sequence[tuple[Part, Candidate]]) -> Model:
     model = Model(label)
     for part, candidate in parts:
-        base = _base(part, candidate)
+        base = model.homes[id(candidate.node)] = _base(part, candidate)
         for name, value in candidate.node.items():
             if isinstance(value, TensorRef):
                 model.names[name] = join(base, name)
@@ -142,7 +146,9 @@ def align(a: Naming, b: Naming) -> list[str]:
     notes = []
     for model, other in _pairs(a.models, b.models, lambda each: each.label):
         if model.label != other.label:
-            notes.append(f"the model at {_shown(model.label)} in A is compared with that at {_shown(other.label)} in B")
+            notes.append(f"A's model {_shown(model.label)} is compared with B's {_shown(other.label)}")
+            if len(model.homes) == len(other.homes) == 1:
+                b.places[next(iter(other.homes))] = next(iter(model.homes.values()))
         matched = match(model.names, other.names)
         b.entries.update((entry, _name(model, matched.get(name))) for name, entry in other.entries.items())
     for one, another in _pairs(a.optimizers, b.optimizers, lambda each: each.label):
@@ -186,4 +192,4 @@ def _pairs(a: Sequence[T], b: Sequence[T], label: Callable[[T], str]) -> list[tu
 
 
 def _shown(label: str) -> str:
-    return "the top" if label.endswith((":", TOP_LEVEL)) else label
+    return "at the top" if label.endswith((":", TOP_LEVEL)) else f"at {label}"

@@ -36,6 +36,11 @@ class TensorDifference:
         return same and self.a.ref.dtype is self.b.ref.dtype
 
     @property
+    def is_tied(self) -> bool:
+        """Whether both are the same elements as another tensor, which stands for them in sums."""
+        return self.a.tied is not None and self.b.tied is not None
+
+    @property
     def role(self) -> Role:
         """What the tensor is for."""
         return self.b.role if self.a.role is Role.OTHER else self.a.role
@@ -54,6 +59,7 @@ class TensorDifference:
         return {
             **_facts(self.a),
             "name_b": self.b.name,
+            "tied_b": self.b.tied,
             "dtype_b": self.b.ref.dtype.label,
             "shape_b": list(self.b.ref.shape),
             "role": self.role.value,
@@ -94,7 +100,12 @@ def _plain(value: Any) -> Any:
 
 
 def _facts(tensor: Tensor) -> dict[str, Any]:
-    return {"name": tensor.name, "dtype": tensor.ref.dtype.label, "shape": list(tensor.ref.shape)}
+    return {
+        "name": tensor.name,
+        "dtype": tensor.ref.dtype.label,
+        "shape": list(tensor.ref.shape),
+        "tied": tensor.tied,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +162,15 @@ class Difference:
         return sorted(found, key=lambda each: -size_of_change(each.change))
 
     def roles(self) -> dict[Role, Total]:
-        """Sums over the tensors that were compared, by role."""
-        found = _totals(self.tensors, lambda each: each.role)
+        """Sums over the tensors that both have, by role; of tied ones only the first counts."""
+        found = _totals((each for each in self.tensors if not each.is_tied), lambda each: each.role)
         return {role: found[role] for role in Role if role in found}
 
     def layers(self, role: Role) -> dict[str | None, Total]:
         """Sums by layer, the largest change first; None stands for parameters without names."""
-        found = _totals((each for each in self.tensors if each.role is role), lambda each: each.layer)
+        found = _totals(
+            (each for each in self.tensors if each.role is role and not each.is_tied), lambda each: each.layer
+        )
         return dict(sorted(found.items(), key=lambda item: -size_of_change(item[1].change)))
 
     def to_json(self) -> dict[str, Any]:

@@ -82,6 +82,11 @@ def _compare_tensors(found: Difference, mine: Found, theirs: Found, workers: Wor
         change = changes.get(k)
         values = _numbers(a, b) if change is not None and change.differ and change.elements == 1 else None
         found.tensors.append(TensorDifference(a, b, change, values))
+    found.notes += [
+        f"{(a if a.tied else b).name} is tied to {a.tied or b.tied} in {'A' if a.tied else 'B'} only"
+        for a, b in both
+        if (a.tied is None) != (b.tied is None)
+    ]
 
 
 def _comparable(a: Tensor, b: Tensor) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ckpt8.inspect.render import make_table, number, size, with_rows
 from ckpt8.text import printable_tree
@@ -15,7 +16,11 @@ from ckpt8.text import printable_tree
 _NARROW = 72
 """Columns of a terminal below which tables have only the columns that matter most."""
 
-_LISTED, _LAYERS, _MOMENT_LAYERS = 10, 12, 4
+_LISTED, _VALUES, _LAYERS, _MOMENT_LAYERS = 10, 16, 12, 4
+_ALIKE = 3
+"""Names that differ in numbers alone and are listed one by one."""
+
+_NUMBERS = re.compile(r"(?<=[.:])[0-9]+(?=\.)")
 _WORDS = {"weight": "weights", "moment1": "first moments", "moment2": "second moments", "other": "other tensors"}
 _TITLES = {
     "weight": "change of the weights by layer",
@@ -50,32 +55,36 @@ def show(console: Console, facts: dict[str, Any], *, tensors: bool) -> None:
 def verdict(facts: dict[str, Any]) -> str:
     """One line: identical, or how much of what both have differs, and how much only one has."""
     both = facts["tensors"]["both"]
-    counts = [
-        ("tensors", sum(not each["identical"] for each in both), len(both), facts["tensors"]),
-        ("other values", len(facts["values"]["changed"]), facts["values"]["equal"], facts["values"]),
-        ("other files", len(facts["files"]["changed"]), facts["files"]["equal"], facts["files"]),
-    ]
-    counts[1:] = [(what, differ, differ + equal, found) for what, differ, equal, found in counts[1:]]
+    kinds = {
+        "tensors": (sum(not each["identical"] for each in both), len(both), facts["tensors"]),
+        "other values": _counted(facts["values"]),
+        "other files": _counted(facts["files"]),
+    }
     if facts["identical"]:
-        told = [f"{total:,} {what}" for what, _, total, _ in counts if total]
+        told = [f"{total:,} {what}" for what, (_, total, _) in kinds.items() if total]
         return f"identical: {', '.join(told)}; tensors bit for bit"
     parts = []
-    for what, differ, total, found in counts:
-        if total:
-            parts.append(f"{differ:,} of {total:,} {what} differ" if differ else f"{total:,} {what} equal")
-        parts += [f"{len(found[key]):,} {what} only in {key[-1].upper()}" for key in ("only_a", "only_b") if found[key]]
+    for what, (differ, total, found) in kinds.items():
+        told = [f"{differ:,} of {total:,} differ" if differ else f"all {total:,} equal"] if total else []
+        told += [f"{len(found[key]):,} only in {key[-1].upper()}" for key in ("only_a", "only_b") if found[key]]
+        parts += [f"{what}: {', '.join(told)}"] if told else []
     return f"different: {'; '.join(parts)}"
+
+
+def _counted(found: dict[str, Any]) -> tuple[int, int, dict[str, Any]]:
+    changed = len(found["changed"])
+    return changed, changed + found["equal"], found
 
 
 def _words(facts: dict[str, Any]) -> Iterable[str]:
     """What changed by role, in a sentence each."""
     for role, total in facts["roles"].items():
         changed = total["tensors"] - total["identical"]
-        if changed and total["max_change"] is not None:
+        if total["differ"] and total["max_change"] is not None:
             yield (
                 f"{_WORDS[role]}: {changed:,} of {total['tensors']:,} differ, in {total['differ']:,} of "
-                f"{total['elements']:,} elements; ||B-A||/||A|| {number(total['relative'])}, "
-                f"max |B-A| {number(total['max_change'])}"
+                f"{total['elements']:,} elements; the difference is {number(total['relative'])} of their size "
+                f"(||B-A||/||A||), at most {number(total['max_change'])} in one element"
             )
         elif changed:
             yield f"{_WORDS[role]}: {changed:,} of {total['tensors']:,} differ"
@@ -83,7 +92,11 @@ def _words(facts: dict[str, Any]) -> Iterable[str]:
 
 def _show_one_sided(console: Console, facts: dict[str, Any]) -> None:
     for key in ("only_a", "only_b"):
-        tensors = [f"{each['name']}  {each['dtype']} {_shape(each['shape'])}" for each in facts["tensors"][key]]
+        tensors = [
+            f"{each['name']}  {each['dtype']} {_shape(each['shape'])}"
+            + (f", tied to {each['tied']}" if each["tied"] else "")
+            for each in facts["tensors"][key]
+        ]
         values = [f"{each['name']}  {each[key[-1]]}" for each in facts["values"][key]]
         for what, rows in (("tensors", tensors), ("values", values), ("files", facts["files"][key])):
             _show_list(console, f"{what} only in {key[-1].upper()}", rows)
@@ -93,9 +106,26 @@ def _show_one_sided(console: Console, facts: dict[str, Any]) -> None:
 def _show_list(console: Console, title: str, rows: Sequence[str]) -> None:
     if rows:
         console.print(f"\n[bold]{title}[/] ({len(rows):,})")
-        for row in rows[:_LISTED]:
-            console.print(f"  {row}", soft_wrap=True, markup=False)
-        _show_more(console, len(rows) - _LISTED)
+        lines = _gathered(rows)
+        for line in lines[:_LISTED]:
+            console.print(f"  {line}", soft_wrap=True, markup=False)
+        _show_more(console, len(lines) - _LISTED)
+
+
+def _gathered(rows: Sequence[str]) -> list[str]:
+    """The rows, with one line in place of many that differ in the numbers of their paths alone."""
+    counts = Counter(map(_pattern, rows))
+    lines: dict[str, None] = {}
+    for row in rows:
+        count = counts[_pattern(row)]
+        lines[f"{_pattern(row)}  ({count:,} of them)" if count > _ALIKE else row] = None
+    return list(lines)
+
+
+def _pattern(row: str) -> str:
+    name, gap, rest = row.partition("  ")
+    module, versions, _ = name.partition("_metadata.")
+    return f"{module}{versions}*" if versions else f"{_NUMBERS.sub('*', name)}{gap}{rest}"
 
 
 def _show_more(console: Console, left: int) -> None:
@@ -117,19 +147,20 @@ def _show_values(console: Console, facts: dict[str, Any]) -> None:
     changed = [(each["name"], each["a"], each["b"]) for each in facts["values"]["changed"]]
     changed += [(t["name"], *t["values"]) for t in facts["tensors"]["both"] if t["values"] is not None]
     alike: dict[tuple[str, str, str], list[str]] = {}
-    for name, a, b in changed:
-        alike.setdefault((name.rpartition(".")[2], str(a), str(b)), []).append(name)
+    # Settings of the optimizer first, and what is at the top before the entries of a log.
+    for name, a, b in sorted(changed, key=lambda each: (".param_groups." not in f".{each[0]}", each[0].count("."))):
+        alike.setdefault((_NUMBERS.sub("*", name), str(a), str(b)), []).append(name)
     rows = [
-        (names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} like it", a, b)
-        for (_, a, b), names in alike.items()
+        (names[0] if len(names) == 1 else f"{pattern} ({len(names):,} of them)", a, b)
+        for (pattern, a, b), names in alike.items()
     ]
     if rows:
         table = make_table("value", "A", "B")
         for column in table.columns:
             column.no_wrap, column.overflow, column.justify = False, "fold", "left"
         console.print()
-        console.print(with_rows(table, rows[:_LISTED]))
-        _show_more(console, len(rows) - _LISTED)
+        console.print(with_rows(table, rows[:_VALUES]))
+        _show_more(console, len(rows) - _VALUES)
 
 
 def _show_layers(console: Console, title: str, layers: Sequence[dict[str, Any]], limit: int) -> None:
@@ -146,16 +177,25 @@ def _show_layers(console: Console, title: str, layers: Sequence[dict[str, Any]],
 
 
 def _show_tensors(console: Console, tensors: Sequence[dict[str, Any]], *, everything: bool) -> None:
-    compared = [each for each in tensors if each["change"] is not None]
-    rows = tensors if everything else sorted((t for t in compared if not t["identical"]), key=_rank)
+    if everything:
+        _show_table(console, "tensor", tensors, len(tensors))
+        return
+    changed = sorted((t for t in tensors if t["change"] is not None and not t["identical"]), key=_rank)
+    weights = [each for each in changed if each["role"] == "weight"]
+    _show_table(console, "weights that changed most", weights, _LISTED)
+    others = [each for each in changed if each["role"] != "weight"]
+    _show_table(console, "others that changed most", others, _LISTED)
+
+
+def _show_table(console: Console, title: str, rows: Sequence[dict[str, Any]], limit: int) -> None:
     if not rows:
         return
     wide = console.width >= _NARROW
-    table = _tensor_table("tensor" if everything else "tensors that changed most", wide=wide)
-    shown = rows if everything else rows[:_LISTED]
+    columns = ("role", "shape", "elements that differ", "max |B-A|") if wide else ()
+    table = make_table(title, *columns, "relative")
     console.print()
-    console.print(with_rows(table, (_cells(each, wide=wide) for each in shown)))
-    _show_more(console, len(rows) - len(shown))
+    console.print(with_rows(table, (_cells(each, wide=wide) for each in rows[:limit])))
+    _show_more(console, len(rows) - limit)
 
 
 def _rank(tensor: dict[str, Any]) -> float:
@@ -163,15 +203,11 @@ def _rank(tensor: dict[str, Any]) -> float:
     return float("-inf") if relative is None else -relative
 
 
-def _tensor_table(title: str, *, wide: bool) -> Table:
-    if wide:
-        return make_table(title, "role", "shape", "elements that differ", "max |B-A|", "relative")
-    return make_table(title, "relative")
-
-
 def _cells(tensor: dict[str, Any], *, wide: bool) -> Row:
     change = tensor["change"]
     name = tensor["name"] if tensor["name_b"] == tensor["name"] else f"{tensor['name']} = {tensor['name_b']}"
+    if tensor["parameter"] is not None and tensor["parameter"] not in name:
+        name = f"{name} of {tensor['parameter']}"
     relative = "identical" if tensor["identical"] else "-" if change is None else number(change["relative"])
     if not wide:
         return name, relative
@@ -184,7 +220,7 @@ def _show_not_finite(console: Console, tensors: Sequence[dict[str, Any]]) -> Non
     rows = []
     for each in tensors:
         change = each["change"]
-        if change is not None and change["excluded"]:
+        if change is not None and any((*change["nan"], *change["infinite"])):
             counts = [f"{nan:,} NaN, {inf:,} Inf" for nan, inf in zip(change["nan"], change["infinite"], strict=True)]
             rows.append(f"{each['name']}  A: {counts[0]}; B: {counts[1]}")
     _show_list(console, "not finite, and left out of the figures", rows)

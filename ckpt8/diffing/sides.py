@@ -19,6 +19,7 @@ from ckpt8.converting.composite import Composite
 from ckpt8.converting.distributed import Distributed
 from ckpt8.converting.members import Members
 from ckpt8.converting.sources import Content, content_of, layout_of
+from ckpt8.errors import InputError
 from ckpt8.readers import READERS
 from ckpt8.readers.base import Checkpoint
 from ckpt8.readers.dcp_metadata import METADATA
@@ -88,6 +89,8 @@ def _make(members: Members, layout: str | None, *, together: bool) -> Side:
         _add_assembled(side, content_of(members))
     else:
         _add_members(side, found, members)
+    if not side.parts:
+        raise InputError(f"{members.path}: a directory without a checkpoint that can be read")
     return side
 
 
