@@ -15,7 +15,10 @@ from ckpt8.readers.walk import iter_nodes
 from ckpt8.roles import classify, unique_name
 from ckpt8.tensors import Role
 
-PARAM_NAMES = "param_names"
+_PARAM_NAMES = "param_names"
+_ALONE = "\0"
+"""In front of the path of what has no counterpart; no name that was given to anything has it."""
+
 _LONGEST = 600
 """Characters of a path that are kept while it is made: more than any name has."""
 
@@ -45,11 +48,10 @@ class Value:
 
 @dataclass(slots=True)
 class Found:
-    """Tensors and values by the path that they have in the first source; ``alone`` are those that have none there."""
+    """Tensors and values by the path that they have in the first source, or by one that nothing has there."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
-    alone: list[Tensor | Value] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +87,7 @@ def collect(side: Side, naming: Naming) -> Found:
                 first = ties.setdefault((id(part), *_identity(ref)), called) if prod(ref.shape) else called
                 role = roles.get(id(leaf), Role.OTHER)
                 thing = Tensor(called, ref, part, role, place.parameter, None if first == called else first)
-            if place.name is None:
-                found.alone.append(thing)
-                continue
-            name = unique_name(place.name or "tensor", taken)
+            name = f"{_ALONE}{called}" if place.name is None else unique_name(place.name or "tensor", taken)
             if isinstance(thing, Tensor):
                 found.tensors[name] = thing
             else:
@@ -122,7 +121,7 @@ def _walk(part: Part, naming: Naming) -> Iterator[tuple[_Place, Any]]:
         else:
             place = _Place(part.prefix, part.prefix)
         if isinstance(node, (TensorRef, StorageRef)) or (path and is_leaf(node)):
-            if not (is_assembled and path[-1] == PARAM_NAMES):
+            if not (is_assembled and path[-1] == _PARAM_NAMES):
                 yield place, node
             continue
         if id(node) in naming.places:

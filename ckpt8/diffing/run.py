@@ -66,8 +66,7 @@ def _match_values(found: Difference, mine: Found, theirs: Found) -> None:
             found.equal_values += 1
         else:
             found.values.append(ValueDifference(value.name, value.value, other.value))
-    left = [each for name, each in theirs.values.items() if name not in mine.values]
-    left += [each for each in theirs.alone if isinstance(each, Value)]
+    left = (each for name, each in theirs.values.items() if name not in mine.values)
     found.values_only_b += [(each.name, each.value) for each in left]
 
 
@@ -75,7 +74,6 @@ def _compare_tensors(found: Difference, mine: Found, theirs: Found, workers: Wor
     both = [(tensor, theirs.tensors[name]) for name, tensor in mine.tensors.items() if name in theirs.tensors]
     found.tensors_only_a = [each for name, each in mine.tensors.items() if name not in theirs.tensors]
     found.tensors_only_b = [each for name, each in theirs.tensors.items() if name not in mine.tensors]
-    found.tensors_only_b += [each for each in theirs.alone if isinstance(each, Tensor)]
     pairs = {k: make_pair(a, b) for k, (a, b) in enumerate(both) if _comparable(a, b)}
     changes: dict[int, Change] = dict(zip(pairs, compare(list(pairs.values()), workers, progress), strict=True))
     for k, (a, b) in enumerate(both):

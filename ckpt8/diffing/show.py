@@ -149,7 +149,7 @@ def _show_values(console: Console, facts: dict[str, Any]) -> None:
     alike: dict[tuple[str, str, str], list[str]] = {}
     # Settings of the optimizer first, and what is at the top before the entries of a log.
     for name, a, b in sorted(changed, key=lambda each: (".param_groups." not in f".{each[0]}", each[0].count("."))):
-        alike.setdefault((_NUMBERS.sub("*", name), str(a), str(b)), []).append(name)
+        alike.setdefault((_NUMBERS.sub("*", name), *_texts(a, b)), []).append(name)
     rows = [
         (names[0] if len(names) == 1 else f"{pattern} ({len(names):,} of them)", a, b)
         for (pattern, a, b), names in alike.items()
@@ -161,6 +161,12 @@ def _show_values(console: Console, facts: dict[str, Any]) -> None:
         console.print()
         console.print(with_rows(table, rows[:_VALUES]))
         _show_more(console, len(rows) - _VALUES)
+
+
+def _texts(a: Any, b: Any) -> tuple[str, str]:
+    """Two values as text: numbers with the digits that tell them apart."""
+    short = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in (a, b)]
+    return (short[0], short[1]) if short[0] != short[1] else (str(a), str(b))
 
 
 def _show_layers(console: Console, title: str, layers: Sequence[dict[str, Any]], limit: int) -> None:
