@@ -85,7 +85,7 @@ class Change:
         return _finite(math.sqrt(total / counted)) if counted else None
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """For ``--json``; ``nan`` and ``infinite`` count those of either side. None is what is not known."""
         return {
             "elements": self.elements,
             "differ": self.differ,

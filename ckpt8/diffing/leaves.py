@@ -14,6 +14,7 @@ from ckpt8.readers.base import Global, Inert, StorageRef, TensorRef
 from ckpt8.readers.walk import iter_nodes
 from ckpt8.roles import classify, unique_name
 from ckpt8.tensors import Role
+from ckpt8.universal import Universal
 
 _PARAM_NAMES = "param_names"
 _ALONE = "\0"
@@ -76,18 +77,21 @@ def collect(side: Side, naming: Naming) -> Found:
     own: dict[str, int] = {}
     taken: dict[str, int] = {}
     ties: dict[tuple[object, ...], str] = {}
+    universal = Universal(side.parts)
     for part in side.parts:
-        roles = {id(tensor.ref): tensor.role for tensor in reversed(classify(part.data.tree).tensors)}
+        classified = classify(part.data.tree, role=universal.role(part.path))
+        roles = {id(tensor.ref): tensor.role for tensor in reversed(classified.tensors)}
         for place, leaf in _walk(part, naming):
-            called = unique_name(place.own or "tensor", own)
+            called = unique_name(place.own, own)
             thing: Tensor | Value = Value(called, leaf)
             if isinstance(leaf, (TensorRef, StorageRef)):
                 ref = leaf if isinstance(leaf, TensorRef) else _whole(leaf)
                 # An empty tensor has no place that it could share.
                 first = ties.setdefault((id(part), *_identity(ref)), called) if prod(ref.shape) else called
                 role = roles.get(id(leaf), Role.OTHER)
-                thing = Tensor(called, ref, part, role, place.parameter, None if first == called else first)
-            name = f"{_ALONE}{called}" if place.name is None else unique_name(place.name or "tensor", taken)
+                parameter = universal.owner(part.path) or place.parameter
+                thing = Tensor(called, ref, part, role, parameter, None if first == called else first)
+            name = f"{_ALONE}{called}" if place.name is None else unique_name(place.name, taken)
             if isinstance(thing, Tensor):
                 found.tensors[name] = thing
             else:
@@ -109,8 +113,9 @@ def _walk(part: Part, naming: Naming) -> Iterator[tuple[_Place, Any]]:
     is_leaf = Leaves()
     # What has been put together has names for its parameters, in which they are matched, whether its files have or not.
     is_assembled = part.checkpoint is part.data
-    if is_leaf(tree):
-        yield _Place(part.prefix, part.prefix), tree
+    if isinstance(tree, (TensorRef, StorageRef)) or is_leaf(tree):
+        whole = join(part.prefix, "value" if is_leaf(tree) else "tensor")
+        yield _Place(whole, whole), tree
         return
     places: list[tuple[_Place, int]] = []
     for path, node in iter_nodes(tree, part.data.label, is_leaf):
@@ -120,7 +125,7 @@ def _walk(part: Part, naming: Naming) -> Iterator[tuple[_Place, Any]]:
             place = _entry(above, (above_id, path[-1]), naming)
         else:
             place = _Place(part.prefix, part.prefix)
-        if isinstance(node, (TensorRef, StorageRef)) or (path and is_leaf(node)):
+        if isinstance(node, (TensorRef, StorageRef)) or is_leaf(node):
             if not (is_assembled and path[-1] == _PARAM_NAMES):
                 yield place, node
             continue

@@ -34,7 +34,8 @@ def diff(
     """Compare two checkpoints: files or directories of any format that is read, or ``.ckpt8`` of them.
 
     Tensors and other values are matched by their paths; models and optimizers that lie elsewhere, or name parameters
-    otherwise, by the names that the readers establish. All elements that both have are read, a block at a time.
+    otherwise, by the names that the readers establish. All elements that both have are read, a block at a time. Of a
+    directory, links and directories without anything are not compared, nor is the metadata in a safetensors header.
     ``progress`` is called with numbers of bytes that were read. Raises InputError for a source that is damaged, holds
     no checkpoint, or cannot be put together as the other one is.
     """

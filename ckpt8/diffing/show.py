@@ -20,7 +20,7 @@ _LISTED, _VALUES, _LAYERS, _MOMENT_LAYERS = 10, 16, 12, 4
 _ALIKE = 3
 """Names that differ in numbers alone and are listed one by one."""
 
-_NUMBERS = re.compile(r"(?<=[.:])[0-9]+(?=\.)")
+_NUMBERS = re.compile(r"(?<=[.:])[0-9]+(?=\.|$)")
 _WORDS = {"weight": "weights", "moment1": "first moments", "moment2": "second moments", "other": "other tensors"}
 _TITLES = {
     "weight": "change of the weights by layer",

@@ -47,22 +47,28 @@ class Equality:
     """Tells whether two values are the same: of one type, NaN like any other number, sets in any order."""
 
     def __init__(self) -> None:
+        # As in Leaves: two lists are held side by side a million times.
         self._known: dict[tuple[int, int], bool] = {}
 
     def __call__(self, a: Any, b: Any) -> bool:
         """Whether ``a`` and ``b`` are the same."""
         if type(a) is not type(b):
             return _is_empty_dictionary(a) and _is_empty_dictionary(b)
-        if type(a) is Inert:
-            return bool(a.name == b.name) and sorted(map(_mark, a.items)) == sorted(map(_mark, b.items))
-        if type(a) not in _SEQUENCES:
+        if type(a) not in (*_SEQUENCES, Inert):
             return _mark(a) == _mark(b)
-        if len(a) != len(b):
-            return False
         pair = id(a), id(b)
         if pair not in self._known:
-            self._known[pair] = all(_mark(x) == _mark(y) for x, y in zip(a, b, strict=True))
+            self._known[pair] = _same_sets(a, b) if type(a) is Inert else _same_sequences(a, b)
         return self._known[pair]
+
+
+def _same_sets(a: Inert, b: Inert) -> bool:
+    same = a.name == b.name and len(a.items) == len(b.items)
+    return same and sorted(map(_mark, a.items)) == sorted(map(_mark, b.items))
+
+
+def _same_sequences(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(_mark(x) == _mark(y) for x, y in zip(a, b, strict=True))
 
 
 def _is_empty_dictionary(value: Any) -> bool:

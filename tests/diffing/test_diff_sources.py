@@ -115,6 +115,24 @@ def test_a_directory_against_a_file(tmp_path, steps, loaded):
     assert names["model.transformer.wpe.weight"] == "model.transformer.wpe.weight"
 
 
+def test_shards_are_one_model(tmp_path, loaded):
+    one, other = (trainer_directory(tmp_path / str(k), tree, 3) for k, tree in enumerate(loaded))
+    weights = {name: w.clone() for name, w in loaded[1]["model"].items() if name != "lm_head.weight"}
+    (other / "model.safetensors").unlink()
+    homes = {name: f"model-0000{1 + k % 2}-of-00002.safetensors" for k, name in enumerate(weights)}
+    for shard in set(homes.values()):
+        save_file({name: w for name, w in weights.items() if homes[name] == shard}, other / shard)
+    (other / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
+    facts = facts_of(one, other)
+    assert facts["tensors"]["only_a"] == facts["tensors"]["only_b"] == []
+    found = by_name(facts)
+    for name, shard in homes.items():
+        each = found[f"model.safetensors:{name}"]
+        assert each["name_b"] == f"{shard}:{name}"
+        wanted = expected(loaded[0]["model"][name], weights[name])
+        assert each["change"]["relative"] == pytest.approx(wanted["relative"])
+
+
 def test_names_that_wrappers_add_to(tmp_path, loaded):
     tree = loaded[1]
     wrapped = {f"module._orig_mod.{name}": w for name, w in tree["model"].items()}
@@ -150,6 +168,34 @@ def test_a_distributed_checkpoint(tmp_path, steps, loaded):
     assert 0 < facts_of(whole, packed)["roles"]["weight"]["relative"] < 1.6e-5
     ckpt8.compress(whole, packed, preset="lossless", force=True)
     assert ckpt8.diff(whole, packed).identical
+
+
+def universal_directory(root, checkpoint):
+    """The files of DeepSpeed's universal checkpoint, as far as a reader looks at them (an imitation)."""
+    (root / "zero").mkdir(parents=True)
+    optimizer = checkpoint["optimizer"]
+    saved(root / "zero" / "optimizer_state.pt", {"param_groups": [{**optimizer["param_groups"][0], "params": []}]})
+    for k, name in parameter_names(checkpoint).items():
+        folder = root / "zero" / name
+        folder.mkdir()
+        saved(folder / "fp32.pt", {"param": checkpoint["model"][name].clone()})
+        for key in ("exp_avg", "exp_avg_sq"):
+            saved(folder / f"{key}.pt", {"param": optimizer["state"][k][key]})
+        saved(folder / "step.pt", optimizer["state"][k]["step"])
+    return root
+
+
+def test_a_universal_checkpoint(tmp_path, loaded):
+    paths = [universal_directory(tmp_path / str(k), tree) for k, tree in enumerate(loaded)]
+    assert ckpt8.diff(paths[0], paths[0]).identical
+    facts = facts_of(*paths)
+    assert {row["layer"] for row in facts["layers"]["moment2"]} == {
+        *("transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.h.1", "transformer.ln_f")
+    }
+    assert by_name(facts)["zero/transformer.wpe.weight/step.pt:tensor"]["values"] == [3.0, 4.0]
+    against = facts_of(saved(tmp_path / "named.pt", named(loaded[1])), paths[1])
+    assert_all_equal(against, 4 * len(parameter_names(loaded[1])))
+    assert {each["name"] for each in against["tensors"]["only_a"]} == {"model.lm_head.weight", "best_val_loss"}
 
 
 def test_slices_are_put_together_whichever_way_they_were_cut(tmp_path):
