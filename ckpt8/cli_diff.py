@@ -13,8 +13,10 @@ from ckpt8.readers.directory import size_of
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(readable=False, help="A checkpoint file or directory, or a .ckpt8 of one.")],
-    b: Annotated[Path, typer.Argument(readable=False, help="Another one, of any of these kinds.")],
+    a: Annotated[
+        Path, typer.Argument(readable=False, metavar="A", help="A checkpoint file or directory, or a .ckpt8 of one.")
+    ],
+    b: Annotated[Path, typer.Argument(readable=False, metavar="B", help="Another one, of any of these kinds.")],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor that both have.")] = False,
     threads: Threads = None,
     as_json: Json = False,

@@ -176,8 +176,8 @@ class Difference:
     def to_json(self) -> dict[str, Any]:
         """Everything, in plain values.
 
-        ``a``, ``b``: path, layout, whether it is a ``.ckpt8``, bytes. ``roles`` and ``layers``: sums over the tensors of
-        a role, or of a role and a layer, with the name of the ``worst``. ``tensors``, ``values`` and ``files`` have
+        ``a``, ``b``: path, layout, whether it is a ``.ckpt8``, bytes. ``roles`` and ``layers``: sums over the tensors
+        of a role, or of a role and a layer, with the name of the ``worst``. ``tensors``, ``values`` and ``files`` have
         what only one side has under ``only_a`` and ``only_b``; the rest of ``tensors`` is under ``both``, of the others
         under ``changed``, and counted under ``equal``. For the figures of a ``change`` see ``Change``.
         """

@@ -48,8 +48,7 @@ def show(console: Console, facts: dict[str, Any], *, tensors: bool) -> None:
             _show_layers(console, title, facts["layers"][role], _LAYERS if role == "weight" else _MOMENT_LAYERS)
     _show_tensors(console, facts["tensors"]["both"], everything=tensors)
     _show_not_finite(console, facts["tensors"]["both"])
-    for note in facts["notes"]:
-        console.print(f"note: {escape(note)}", soft_wrap=True)
+    _show_list(console, "notes", facts["notes"])
 
 
 def verdict(facts: dict[str, Any]) -> str:

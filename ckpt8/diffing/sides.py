@@ -81,16 +81,15 @@ def make_sides(a: Members, b: Members) -> tuple[Side, Side]:
 
 def _make(members: Members, layout: str | None, *, together: bool) -> Side:
     found = [each for each in members.found if each.checkpoint.format not in (SYMLINK, DIRECTORY)]
-    name = layout or _OF_SEVERAL
-    if not members.is_directory:
-        name = found[0].checkpoint.format
+    formats = [each.checkpoint.format for each in found]
+    name = (layout or _OF_SEVERAL) if members.is_directory or not formats else formats[0]
     side = Side(members.path, name, is_container(members.path), size_of(members.path))
     if together and members.is_directory:
         _add_assembled(side, content_of(members))
     else:
         _add_members(side, found, members)
     if not side.parts:
-        raise InputError(f"{members.path}: a directory without a checkpoint that can be read")
+        raise InputError(f"{members.path}: holds no checkpoint that can be read; give one that does")
     return side
 
 
