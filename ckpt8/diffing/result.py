@@ -94,8 +94,10 @@ class ValueDifference:
 def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return value if len(value) <= _LONGEST_TEXT else value[:_LONGEST_TEXT] + "…"
-    if isinstance(value, (int, float)):
-        return value if math.isfinite(value) and abs(value) < _LARGEST else text(value)
+    if isinstance(value, int):
+        return value if abs(value) < _LARGEST else text(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else text(value)
     return None if value is None else text(value)
 
 

@@ -17,6 +17,9 @@ _NARROW = 72
 """Columns of a terminal below which tables have only the columns that matter most."""
 
 _LISTED, _VALUES, _LAYERS, _MOMENT_LAYERS = 10, 16, 12, 4
+_LONGEST = 80
+"""Characters of a value."""
+
 _ALIKE = 3
 """Names that differ in numbers alone and are listed one by one."""
 
@@ -79,7 +82,7 @@ def _words(facts: dict[str, Any]) -> Iterable[str]:
     """What changed by role, in a sentence each."""
     for role, total in facts["roles"].items():
         changed = total["tensors"] - total["identical"]
-        if total["differ"] and total["max_change"] is not None:
+        if role != "other" and total["differ"] and total["max_change"] is not None:
             yield (
                 f"{_WORDS[role]}: {changed:,} of {total['tensors']:,} differ, in {total['differ']:,} of "
                 f"{total['elements']:,} elements; the difference is {number(total['relative'])} of their size "
@@ -96,7 +99,7 @@ def _show_one_sided(console: Console, facts: dict[str, Any]) -> None:
             + (f", tied to {each['tied']}" if each["tied"] else "")
             for each in facts["tensors"][key]
         ]
-        values = [f"{each['name']}  {each[key[-1]]}" for each in facts["values"][key]]
+        values = [f"{each['name']}  {_cut(str(each[key[-1]]))}" for each in facts["values"][key]]
         for what, rows in (("tensors", tensors), ("values", values), ("files", facts["files"][key])):
             _show_list(console, f"{what} only in {key[-1].upper()}", rows)
     _show_list(console, "files that differ", facts["files"]["changed"])
@@ -164,8 +167,12 @@ def _show_values(console: Console, facts: dict[str, Any]) -> None:
 
 def _texts(a: Any, b: Any) -> tuple[str, str]:
     """Two values as text: numbers with the digits that tell them apart."""
-    short = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in (a, b)]
-    return (short[0], short[1]) if short[0] != short[1] else (str(a), str(b))
+    short = [f"{value:.6g}" if isinstance(value, float) else _cut(str(value)) for value in (a, b)]
+    return (short[0], short[1]) if short[0] != short[1] else (_cut(str(a)), _cut(str(b)))
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _LONGEST else line[:_LONGEST] + "…"
 
 
 def _show_layers(console: Console, title: str, layers: Sequence[dict[str, Any]], limit: int) -> None:
@@ -188,7 +195,8 @@ def _show_tensors(console: Console, tensors: Sequence[dict[str, Any]], *, everyt
     changed = sorted((t for t in tensors if t["change"] is not None and not t["identical"]), key=_rank)
     weights = [each for each in changed if each["role"] == "weight"]
     _show_table(console, "weights that changed most", weights, _LISTED)
-    others = [each for each in changed if each["role"] != "weight"]
+    # Steps and the like are told as values.
+    others = [each for each in changed if each["role"] != "weight" and each["values"] is None]
     _show_table(console, "others that changed most", others, _LISTED)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
@@ -95,6 +96,32 @@ def test_structure_and_what_is_not_finite_is_told(shown, tmp_path):
     assert "  model.\\x1b[2J  float32 1\n" in out
     assert "  model.w  float32 3x4 -> float32 4x3\n" in out
     assert "  model.v  A: 0 NaN, 0 Inf; B: 1 NaN, 0 Inf\n" in out
+    assert "\x1b" not in out
+
+
+ODD = {
+    "nan": (math.nan, 1.0, "nan", 1.0),
+    "infinite": (math.inf, -math.inf, "inf", "-inf"),
+    "close": (0.1, math.nextafter(0.1, 1), 0.1, math.nextafter(0.1, 1)),
+    "many digits": (10**400, 10**401, *(f"a number of {(10**n).bit_length():,} bits" for n in (400, 401))),
+    "beyond 64 bits": (2**63, 2**64, str(2**63), str(2**64)),
+    "complex": (1 + 2j, 1 + 3j, "(1+2j)", "(1+3j)"),
+    "text": ("a\x1b[2J\n", "b" * 5000, "a\x1b[2J\n", "b" * 1000 + "…"),
+    "bytes": (bytes(20), bytes(21), "20 bytes", "21 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_values_are_json_and_text(shown, tmp_path, name):
+    a, b, *told = ODD[name]
+    paths = saved(tmp_path / "a.pt", {"x": a}), saved(tmp_path / "b.pt", {"x": b})
+    code, out, _ = shown(*paths, "--json")
+    assert code == 1
+    assert json.loads(out)["values"]["changed"] == [{"name": "x", "a": told[0], "b": told[1]}]
+    code, out, _ = shown(*paths)
+    assert code == 1
+    first, second = re.search(r"^x  +(\S.*?)  +(\S.*?) *$", out, re.MULTILINE).groups()
+    assert first != second
     assert "\x1b" not in out
 
 
