@@ -71,8 +71,11 @@ class _Place:
         )
 
 
-def collect(side: Side, naming: Naming) -> Found:
-    """Everything that a source holds. Raises InputError for a tree that is too deep."""
+def collect(side: Side, naming: Naming, *, param_names: bool) -> Found:
+    """Everything that a source holds; without ``param_names`` all but these lists of an optimizer's groups.
+
+    Raises InputError for a tree that is too deep.
+    """
     found = Found()
     own: dict[str, int] = {}
     taken: dict[str, int] = {}
@@ -81,7 +84,7 @@ def collect(side: Side, naming: Naming) -> Found:
     for part in side.parts:
         classified = classify(part.data.tree, role=universal.role(part.path))
         roles = {id(tensor.ref): tensor.role for tensor in reversed(classified.tensors)}
-        for place, leaf in _walk(part, naming):
+        for place, leaf in _walk(part, naming, param_names=param_names):
             called = unique_name(place.own, own)
             thing: Tensor | Value = Value(called, leaf)
             if isinstance(leaf, (TensorRef, StorageRef)):
@@ -107,12 +110,10 @@ def _identity(ref: TensorRef) -> tuple[object, ...]:
     return ref.key, ref.dtype, ref.offset, ref.shape, ref.stride, ref.conj, ref.neg
 
 
-def _walk(part: Part, naming: Naming) -> Iterator[tuple[_Place, Any]]:
+def _walk(part: Part, naming: Naming, *, param_names: bool) -> Iterator[tuple[_Place, Any]]:
     """Every tensor and value of a part, in the order of the document."""
     tree = part.data.tree
     is_leaf = Leaves()
-    # What has been put together has names for its parameters, in which they are matched, whether its files have or not.
-    is_assembled = part.checkpoint is part.data
     if isinstance(tree, (TensorRef, StorageRef)) or is_leaf(tree):
         whole = join(part.prefix, "value" if is_leaf(tree) else "tensor")
         yield _Place(whole, whole), tree
@@ -126,7 +127,7 @@ def _walk(part: Part, naming: Naming) -> Iterator[tuple[_Place, Any]]:
         else:
             place = _Place(part.prefix, part.prefix)
         if isinstance(node, (TensorRef, StorageRef)) or is_leaf(node):
-            if not (is_assembled and path[-1] == _PARAM_NAMES):
+            if param_names or path[-1] != _PARAM_NAMES:
                 yield place, node
             continue
         if id(node) in naming.places:

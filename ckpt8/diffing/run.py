@@ -48,7 +48,9 @@ def diff(
         names = naming(sides[0]), naming(sides[1])
         found = Difference(sides[0].facts(), sides[1].facts(), notes=align(*names))
         found.notes += [f"{which}: {note}" for which, side in zip("AB", sides, strict=True) for note in side.notes]
-        mine, theirs = collect(sides[0], names[0]), collect(sides[1], names[1])
+        # What has been put together has them whether its files have or not; parameters were matched by them.
+        listed = not any(part.is_assembled for side in sides for part in side.parts)
+        mine, theirs = (collect(*each, param_names=listed) for each in zip(sides, names, strict=True))
         _match_values(found, mine, theirs)
         _compare_files(found, sides[0], sides[1], progress)
         _compare_tensors(found, mine, theirs, workers, progress)

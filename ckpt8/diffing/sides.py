@@ -43,6 +43,11 @@ class Part:
     crcs: dict[str, int] = field(default_factory=dict)
 
     @property
+    def is_assembled(self) -> bool:
+        """Whether it was put together of several files."""
+        return self.checkpoint is self.data
+
+    @property
     def prefix(self) -> str:
         """What stands before the names of its tensors."""
         return f"{self.path}:" if self.path else ""

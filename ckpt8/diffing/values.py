@@ -102,6 +102,8 @@ def text(value: Any) -> str:
 def _sequence(values: Any, first: str, last: str) -> str:
     shown = ", ".join(_scalar(value) for value in values[:_FEW])
     more = f", … {len(values):,} in all" if len(values) > _FEW else ""
+    if more:
+        shown = shown[:_LONGEST]
     return f"{_cut(shown)}{more}".join((first, last))
 
 

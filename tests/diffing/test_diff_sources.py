@@ -98,6 +98,18 @@ def test_the_trainers_own_directories(inputs):
     assert "optimizer.pt:state.0.step" in {each["name"] for each in facts["tensors"]["only_a"]}
 
 
+def test_a_directory_of_the_trainer_and_what_convert_makes_of_it(tmp_path, inputs):
+    folder = inputs / "trainer-adamw"
+    ckpt8.convert(folder, tmp_path / "run.pt")
+    ckpt8.convert(folder, tmp_path / "dcp", to="dcp")
+    for path in (tmp_path / "run.pt", tmp_path / "dcp"):
+        facts = facts_of(folder, path)
+        assert_all_equal(facts, 11 + 3 * 11)
+        assert [each["name"] for each in facts["tensors"]["only_a"]] == ["rng_state.pth:cpu"]
+        assert (facts["values"]["changed"], facts["values"]["only_b"]) == ([], [])
+    assert ckpt8.diff(tmp_path / "dcp", tmp_path / "run.pt").identical
+
+
 def test_a_directory_against_a_file(tmp_path, steps, loaded):
     folder = trainer_directory(tmp_path / "checkpoint-3", named(loaded[0]), 3)
     file = saved(tmp_path / "named.pt", named(loaded[0]))
