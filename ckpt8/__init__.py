@@ -18,6 +18,7 @@ from ckpt8._version import __version__
 _NAMES = {
     "compress": ("ckpt8.api", "compress"),
     "convert": ("ckpt8.converting.run", "convert"),
+    "diff": ("ckpt8.diffing.run", "diff"),
     "save": ("ckpt8.api", "save"),
     "load": ("ckpt8.api", "load"),
     "open": ("ckpt8.api", "open_container"),
@@ -26,7 +27,7 @@ _NAMES = {
     "verify": ("ckpt8.verification", "verify"),
 }
 
-__all__ = ["__version__", "compress", "convert", "load", "open", "optim", "restore", "resume", "save", "verify"]
+__all__ = ["__version__", "compress", "convert", "diff", "load", "open", "optim", "restore", "resume", "save", "verify"]
 
 
 _MODULES = ("optim",)

@@ -15,6 +15,7 @@ import typer
 
 from ckpt8 import __version__
 from ckpt8.cli_convert import convert
+from ckpt8.cli_diff import diff
 from ckpt8.cli_options import Container, Force, Json, Output, Threads, clock, console, print_json
 from ckpt8.errors import CheckFailedError, Ckpt8Error, OutputError, UsageError
 from ckpt8.readers.directory import size_of
@@ -209,6 +210,7 @@ def verify(
 
 
 app.command()(convert)
+app.command()(diff)
 
 
 @app.command()

@@ -11,20 +11,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from ckpt8.readers.base import TensorRef
+from ckpt8.readers.base import Checkpoint, TensorRef
 from ckpt8.readers.scalars import read_scalar
 from ckpt8.roles import ParameterState
 from ckpt8.tensors import Role
 from ckpt8.update_space import recognise
 
-if TYPE_CHECKING:
-    from ckpt8.bundle import Member
-
 _ROLES = {"fp32.pt": Role.WEIGHT, "exp_avg.pt": Role.MOMENT1, "exp_avg_sq.pt": Role.MOMENT2}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _REST = "optimizer_state.pt"
+
+
+class Member(Protocol):
+    """An open file of a directory."""
+
+    @property
+    def path(self) -> str:
+        """Its path there."""
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What it holds."""
 
 
 class Universal:
@@ -42,6 +51,10 @@ class Universal:
         """What the one tensor of a member is for, if its path tells."""
         folder, _, name = path.rpartition("/")
         return _ROLES.get(name) if folder.rpartition("/")[0] in self._roots else None
+
+    def owner(self, path: str) -> str | None:
+        """The name of the parameter that the tensor of a member is, or is a state of."""
+        return path.split("/")[-2] if self.role(path) else None
 
     def parameters(self) -> list[ParameterState]:
         """The state of every parameter; its tensors have the keys of their storages in the bundle."""

@@ -66,8 +66,19 @@ def get_layout(layout_id: str) -> DirectoryLayout:
 def open_content(path: Path, *, member: str | None = None, threads: int | None = None) -> Iterator[Content]:
     """Open a source; ``member`` names one file of a directory. Raises InputError, and UsageError for ``member``."""
     with open_members(path, threads=threads) as members:
-        chosen = members if member is None else members.only(member)
-        yield _directory(chosen) if chosen.is_directory else _file(chosen)
+        yield content_of(members if member is None else members.only(member))
+
+
+def content_of(members: Members) -> Content:
+    """Open members as one tree. Raises InputError, and UsageError for a directory of no known layout."""
+    return _directory(members) if members.is_directory else _file(members)
+
+
+def layout_of(members: Members) -> str | None:
+    """The id of the first layout that fits, ``file`` for a single one, None for a directory of no known layout."""
+    if not members.is_directory:
+        return SINGLE_FILE
+    return next((layout_id for layout_id, _ in LAYOUTS if get_layout(layout_id).matches(members)), None)
 
 
 def _file(members: Members) -> Content:
@@ -81,10 +92,9 @@ def _file(members: Members) -> Content:
 
 
 def _directory(members: Members) -> Content:
-    for layout_id, _ in LAYOUTS:
-        layout = get_layout(layout_id)
-        if layout.matches(members):
-            return layout.assemble(members)
+    layout_id = layout_of(members)
+    if layout_id is not None:
+        return get_layout(layout_id).assemble(members)
     known = listed((member.path for member in members.checkpoints), _LISTED)
     if not known:
         raise InputError(f"{members.path}: a directory without a checkpoint that can be read")

@@ -7,7 +7,7 @@ its size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ckpt8.errors import InputError
@@ -42,8 +42,13 @@ def iter_leaves(tree: Any, label: str = "checkpoint") -> Iterator[tuple[Componen
     return ((path, node) for path, node in iter_nodes(tree, label) if type(node) in _LEAVES)
 
 
-def iter_nodes(tree: Any, label: str = "checkpoint") -> Iterator[tuple[Components, Any]]:
-    """As ``iter_leaves``, and every container that is not empty, before what it holds."""
+def iter_nodes(
+    tree: Any, label: str = "checkpoint", is_leaf: Callable[[Any], bool] = lambda _: False
+) -> Iterator[tuple[Components, Any]]:
+    """As ``iter_leaves``, and every container that is not empty, before what it holds.
+
+    ``is_leaf`` says which other values are given as well; what is in them is not.
+    """
     yield (), tree
     seen = {id(tree)}
     frames: list[tuple[Components, Iterator[Child]]] = [((), _children(tree, seen))]
@@ -51,7 +56,7 @@ def iter_nodes(tree: Any, label: str = "checkpoint") -> Iterator[tuple[Component
         path, children = frames[-1]
         for name, value in children:
             kind = type(value)
-            if kind in _LEAVES:
+            if kind in _LEAVES or is_leaf(value):
                 yield (*path, _component(name)), value
             elif kind in _CONTAINERS and (value or kind is StatefulDict) and id(value) not in seen:
                 if len(frames) >= MAX_DEPTH:

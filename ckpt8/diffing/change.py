@@ -1,0 +1,175 @@
+"""How far apart two tensors are: figures in float64 that add up over tiles, in the order of the elements.
+
+Elements differ where their bits do; of two element types, where their values do. Elements that are not finite on either
+side are counted, and are in no other figure.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_TILE = 1 << 16
+_EXACT = 2.0**62
+"""Differences of 64-bit integers below this are taken as integers, since float64 has not all of their bits."""
+
+
+@dataclass(slots=True)
+class Change:
+    """Sums over ``elements``, of which ``differ`` differ.
+
+    ``excluded`` of them are in no figure: they are not finite on either side, or of a type without numbers.
+
+    ``square`` is the sum of a^2, ``change`` that of (b - a)^2, ``max_change`` is max |b - a|; of complex numbers |.| is
+    the magnitude.
+    """
+
+    elements: int = 0
+    differ: int = 0
+    square: float = 0.0
+    change: float = 0.0
+    max_change: float = 0.0
+    nan_a: int = 0
+    nan_b: int = 0
+    infinite_a: int = 0
+    infinite_b: int = 0
+    excluded: int = 0
+
+    def merge(self, other: Change) -> None:
+        """Add what was measured on other elements."""
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            setattr(self, field.name, max(mine, theirs) if field.name == "max_change" else mine + theirs)
+
+    def times(self, count: int) -> Change:
+        """The same of ``count`` times as many elements."""
+        values = {field.name: getattr(self, field.name) * count for field in fields(self)}
+        return Change(**{**values, "max_change": self.max_change})
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the figures speak of any element: not so where none is finite, or all are of a type without numbers.
+
+        Nothing need be known of elements that are all the same.
+        """
+        return not self.differ or self.elements > self.excluded
+
+    @property
+    def relative(self) -> float | None:
+        """||b - a|| / ||a||; None where it is not known, a is zero and b is not, or figures are beyond float64."""
+        if not self.change:
+            return 0.0 if self.is_known else None
+        return _finite(math.sqrt(self.change / self.square)) if self.square else None
+
+    @property
+    def largest(self) -> float | None:
+        """Largest |b - a|; None where it is not known, or beyond float64."""
+        return _finite(self.max_change) if self.is_known else None
+
+    @property
+    def rms(self) -> float | None:
+        """Root mean square of a, over the elements that count; None without any."""
+        return self._root(self.square)
+
+    @property
+    def rms_change(self) -> float | None:
+        """Root mean square of b - a, as ``rms``."""
+        return self._root(self.change)
+
+    def _root(self, total: float) -> float | None:
+        counted = self.elements - self.excluded
+        return _finite(math.sqrt(total / counted)) if counted else None
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``; ``nan`` and ``infinite`` count those of either side. None is what is not known."""
+        return {
+            "elements": self.elements,
+            "differ": self.differ,
+            "max_change": self.largest,
+            "relative": self.relative,
+            "rms_change": self.rms_change,
+            "rms": self.rms,
+            "nan": [self.nan_a, self.nan_b],
+            "infinite": [self.infinite_a, self.infinite_b],
+            "excluded": self.excluded,
+        }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def measure(a: Tensor, b: Tensor) -> Change:
+    """Compare two flat tensors of as many elements, on the CPU, both of types that have numbers."""
+    total = Change()
+    for start in range(0, len(a), _TILE):
+        total.merge(_tile(a[start : start + _TILE], b[start : start + _TILE]))
+    return total
+
+
+def count_differing(a: Tensor, b: Tensor) -> int:
+    """Elements that have not the same bits, of two flat contiguous tensors of one type."""
+    import torch
+
+    size = a.element_size()
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    x, y = (each.view(integers[min(size, 8)]) for each in (a, b))
+    unequal = x.ne(y)
+    return int((unequal.view(-1, 2).any(1) if size > 8 else unequal).count_nonzero())
+
+
+def _tile(a: Tensor, b: Tensor) -> Change:
+    same_type = a.dtype == b.dtype
+    found = Change(len(a), count_differing(a, b) if same_type else 0)
+    x = _wide(a)
+    y = x if same_type and not found.differ else _wide(b)
+    if not same_type:
+        found.differ = int((x.ne(y) & ~(x.isnan() & y.isnan())).count_nonzero())
+    difference = None if y is x else _difference(a, b, x, y)
+    _add_energy(found, x, difference)
+    if math.isfinite(found.square + found.change):
+        return found
+    finite = x.isfinite() & y.isfinite()
+    found.nan_a, found.nan_b = int(x.isnan().count_nonzero()), int(y.isnan().count_nonzero())
+    found.infinite_a, found.infinite_b = int(x.isinf().count_nonzero()), int(y.isinf().count_nonzero())
+    found.excluded = len(a) - int(finite.count_nonzero())
+    _add_energy(found, x[finite], None if difference is None else difference[finite])
+    return found
+
+
+def _wide(x: Tensor) -> Tensor:
+    import torch
+
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def _difference(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """``b - a``, of which ``x`` and ``y`` are the values in float64."""
+    import torch
+
+    wide = y - x
+    if a.dtype != b.dtype or a.dtype not in (torch.int64, torch.uint64):
+        return wide
+    # Modulo 2^64, and so exact where the difference is small enough.
+    exact = (b.view(torch.int64) - a.view(torch.int64)).double()
+    return torch.where(wide.abs() < _EXACT, exact, wide)
+
+
+def _add_energy(found: Change, x: Tensor, difference: Tensor | None) -> None:
+    """Set the sums and the maximum from what is there."""
+    found.square = _square_sum(x)
+    found.change = found.max_change = 0.0
+    if difference is not None and len(difference):
+        found.change = _square_sum(difference)
+        found.max_change = float(difference.abs().max())
+
+
+def _square_sum(x: Tensor) -> float:
+    import torch
+
+    flat = torch.view_as_real(x).view(-1) if x.is_complex() else x
+    return float(flat.dot(flat))

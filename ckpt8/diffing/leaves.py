@@ -1,0 +1,148 @@
+"""All tensors and values of a source by the paths that they are matched by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ckpt8.diffing.naming import Naming, join
+from ckpt8.diffing.sides import Part, Side
+from ckpt8.diffing.values import Leaves
+from ckpt8.readers.base import Global, Inert, StorageRef, TensorRef
+from ckpt8.readers.walk import iter_nodes
+from ckpt8.roles import classify, unique_name
+from ckpt8.tensors import Role
+from ckpt8.universal import Universal
+
+_PARAM_NAMES = "param_names"
+_ALONE = "\0"
+"""In front of the path of what has no counterpart; no name that was given to anything has it."""
+
+_LONGEST = 600
+"""Characters of a path that are kept while it is made: more than any name has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of a part. ``name`` is its own path; ``parameter`` that of the weight that it is, or is a state of.
+
+    ``tied`` is the path of one before it that is the same elements of the same storage.
+    """
+
+    name: str
+    ref: TensorRef
+    part: Part
+    role: Role
+    parameter: str | None
+    tied: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Anything else, with its path."""
+
+    name: str
+    value: Any
+
+
+@dataclass(slots=True)
+class Found:
+    """Tensors and values by the path that they have in the first source, or by one that nothing has there."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Path of a node, its path in the first source, and the parameter that all in it belongs to."""
+
+    own: str
+    name: str | None
+    parameter: str | None = None
+
+    def below(self, component: str) -> _Place:
+        return _Place(
+            join(self.own, component)[:_LONGEST],
+            None if self.name is None else join(self.name, component)[:_LONGEST],
+            self.parameter,
+        )
+
+
+def collect(side: Side, naming: Naming, *, param_names: bool) -> Found:
+    """Everything that a source holds; without ``param_names`` all but these lists of an optimizer's groups.
+
+    Raises InputError for a tree that is too deep.
+    """
+    found = Found()
+    own: dict[str, int] = {}
+    taken: dict[str, int] = {}
+    ties: dict[tuple[object, ...], str] = {}
+    universal = Universal(side.parts)
+    for part in side.parts:
+        classified = classify(part.data.tree, role=universal.role(part.path))
+        roles = {id(tensor.ref): tensor.role for tensor in reversed(classified.tensors)}
+        for place, leaf in _walk(part, naming, param_names=param_names):
+            called = unique_name(place.own, own)
+            thing: Tensor | Value = Value(called, leaf)
+            if isinstance(leaf, (TensorRef, StorageRef)):
+                ref = leaf if isinstance(leaf, TensorRef) else _whole(leaf)
+                # An empty tensor has no place that it could share.
+                first = ties.setdefault((id(part), *_identity(ref)), called) if prod(ref.shape) else called
+                role = roles.get(id(leaf), Role.OTHER)
+                parameter = universal.owner(part.path) or place.parameter
+                thing = Tensor(called, ref, part, role, parameter, None if first == called else first)
+            name = f"{_ALONE}{called}" if place.name is None else unique_name(place.name, taken)
+            if isinstance(thing, Tensor):
+                found.tensors[name] = thing
+            else:
+                found.values[name] = thing
+    return found
+
+
+def _whole(storage: StorageRef) -> TensorRef:
+    return TensorRef(storage.key, storage.dtype, storage.offset, (storage.numel,), (1,))
+
+
+def _identity(ref: TensorRef) -> tuple[object, ...]:
+    return ref.key, ref.dtype, ref.offset, ref.shape, ref.stride, ref.conj, ref.neg
+
+
+def _walk(part: Part, naming: Naming, *, param_names: bool) -> Iterator[tuple[_Place, Any]]:
+    """Every tensor and value of a part, in the order of the document."""
+    tree = part.data.tree
+    is_leaf = Leaves()
+    if isinstance(tree, (TensorRef, StorageRef)) or is_leaf(tree):
+        whole = join(part.prefix, "value" if is_leaf(tree) else "tensor")
+        yield _Place(whole, whole), tree
+        return
+    places: list[tuple[_Place, int]] = []
+    for path, node in iter_nodes(tree, part.data.label, is_leaf):
+        del places[len(path) :]
+        if path:
+            above, above_id = places[-1]
+            place = _entry(above, (above_id, path[-1]), naming)
+        else:
+            place = _Place(part.prefix, part.prefix)
+        if isinstance(node, (TensorRef, StorageRef)) or is_leaf(node):
+            if param_names or path[-1] != _PARAM_NAMES:
+                yield place, node
+            continue
+        if id(node) in naming.places:
+            place = _Place(place.own, naming.places[id(node)], place.parameter)
+        if id(node) in naming.owners:
+            place = _Place(place.own, place.name, naming.owners[id(node)])
+        places.append((place, id(node)))
+        if isinstance(node, Inert):
+            yield place.below("(class)"), Global(node.name)
+
+
+def _entry(above: _Place, entry: tuple[int, str], naming: Naming) -> _Place:
+    place = above.below(entry[1])
+    if entry in naming.entries:
+        place = _Place(place.own, naming.entries[entry], place.parameter)
+    if entry in naming.owned:
+        place = _Place(place.own, place.name, naming.owned[entry])
+    return place

@@ -1,0 +1,195 @@
+"""Which model, optimizer and parameter of one source is which of the other.
+
+Tensors are matched by their paths. Where models or optimizers lie at different paths, or name parameters differently
+(wrappers, numbers by place), they are matched by the names that the readers establish; what has none stays alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ckpt8.diffing.sides import Part, Side
+from ckpt8.readers.base import TensorRef
+from ckpt8.resuming.find import TOP_LEVEL, Candidate, find
+from ckpt8.resuming.mapping import saved_names
+from ckpt8.resuming.member_names import NamesBeside
+from ckpt8.resuming.names import match, plain_names
+
+Entry = tuple[int, str]
+"""The ``id`` of a dictionary, and a key of it."""
+
+
+@dataclass(slots=True)
+class Model:
+    """The weights of a model: ``names`` maps theirs to full paths, ``entries`` to where they lie. Shards are one.
+
+    ``homes`` are the paths of the dictionaries that hold them, by their ``id``.
+    """
+
+    label: str
+    homes: dict[int, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Optimizer:
+    """The state of an optimizer at the path ``base``; ``names`` are those of parameters, by what identifies them."""
+
+    label: str
+    base: str
+    node: dict[Any, Any]
+    names: dict[Any, str]
+
+    def states(self) -> Iterator[tuple[Any, dict[Any, Any]]]:
+        """The identifier and the state of every parameter."""
+        return ((each, state) for each, state in self.node["state"].items() if isinstance(state, dict))
+
+    @property
+    def is_named(self) -> bool:
+        """Whether every parameter with a state has a name, and one of its own."""
+        names = [self.names.get(each) for each, _ in self.states()]
+        return None not in names and len(set(names)) == len(names)
+
+
+@dataclass(slots=True)
+class Naming:
+    """What is known of the names in one source. ``places`` and ``entries`` say what is called otherwise in the other.
+
+    ``places`` are new paths of dictionaries by their ``id``, ``entries`` those of tensors; None for what has no
+    counterpart. ``owners`` and ``owned`` give the name of the parameter that a state or a weight is of.
+    """
+
+    models: list[Model]
+    optimizers: list[Optimizer]
+    places: dict[int, str | None] = field(default_factory=dict)
+    entries: dict[Entry, str | None] = field(default_factory=dict)
+    owners: dict[int, str] = field(default_factory=dict)
+    owned: dict[Entry, str] = field(default_factory=dict)
+
+
+def join(base: str, name: object) -> str:
+    """The path of something called ``name`` below ``base``, which is empty or ends with a colon for a whole tree."""
+    return f"{base}{name}" if not base or base.endswith(":") else f"{base}.{name}"
+
+
+def naming(side: Side) -> Naming:
+    """Find the models and optimizers of a source, and the names of their parameters. Raises InputError."""
+    members = [(part.path, part.checkpoint) for part in side.parts] + list(side.files.items())
+    beside = NamesBeside(members)
+    candidates = [(part, *find(part.data.tree)) for part in side.parts]
+    found = Naming(
+        _models([(part, model) for part, models, _ in candidates for model in models]),
+        [_optimizer(part, each, beside) for part, _, optimizers in candidates for each in optimizers],
+    )
+    for optimizer in found.optimizers:
+        plain = plain_names(optimizer.names.values())
+        for each, state in optimizer.states():
+            if each in optimizer.names:
+                found.owners[id(state)] = plain[optimizer.names[each]]
+    for model in found.models:
+        plain = plain_names(model.names)
+        # With several, a name does not say which one is meant.
+        known = plain if len(found.models) == 1 else {name: model.names[name] for name in plain}
+        found.owned.update((model.entries[name], known[name]) for name in plain)
+    return found
+
+
+def _models(candidates: Sequence[tuple[Part, Candidate]]) -> list[Model]:
+    models: dict[str, list[tuple[Part, Candidate]]] = defaultdict(list)
+    for part, candidate in candidates:
+        shard = candidate.path == TOP_LEVEL
+        models[f"{part.path.rpartition('/')[0]}:" if shard else join(part.prefix, candidate.path)].append(
+            (part, candidate)
+        )
+    found = []
+    for label, parts in models.items():
+        counts = Counter(name for _, candidate in parts for name in candidate.node)
+        groups = [(label, parts)]
+        if any(count > 1 for count in counts.values()):
+            groups = [(join(part.prefix, candidate.path), [(part, candidate)]) for part, candidate in parts]
+        found += [_model(own, each) for own, each in groups]
+    return found
+
+
+def _model(label: str, parts: Sequence[tuple[Part, Candidate]]) -> Model:
+    model = Model(label)
+    for part, candidate in parts:
+        base = model.homes[id(candidate.node)] = _base(part, candidate)
+        for name, value in candidate.node.items():
+            if isinstance(value, TensorRef):
+                model.names[name] = join(base, name)
+                model.entries[name] = id(candidate.node), name
+    return model
+
+
+def _base(part: Part, candidate: Candidate) -> str:
+    return part.prefix if candidate.path == TOP_LEVEL else join(part.prefix, candidate.path)
+
+
+def _optimizer(part: Part, candidate: Candidate, beside: NamesBeside) -> Optimizer:
+    groups = [group for group in candidate.node["param_groups"] if isinstance(group, dict)]
+    known = saved_names(groups)
+    names: dict[Any, str] = {} if isinstance(known, str) else dict(known)
+    if not names:
+        place = "state" if candidate.path == TOP_LEVEL else f"{candidate.path}.state"
+        told = beside.of(part.path)
+        names = {each: told[f"{place}.{each}"] for each in candidate.node["state"] if f"{place}.{each}" in told}
+    return Optimizer(join(part.prefix, candidate.path), _base(part, candidate), candidate.node, names)
+
+
+def align(a: Naming, b: Naming) -> list[str]:
+    """Fill in what of ``b`` is called otherwise in ``a``; notes on what was matched, or was not, against its path."""
+    notes = []
+    for model, other in _pairs(a.models, b.models, lambda each: each.label):
+        if model.label != other.label:
+            notes.append(f"A's model {_shown(model.label)} is compared with B's {_shown(other.label)}")
+            if len(model.homes) == len(other.homes) == 1:
+                b.places[next(iter(other.homes))] = next(iter(model.homes.values()))
+        matched = match(model.names, other.names)
+        b.entries.update((entry, _name(model, matched.get(name))) for name, entry in other.entries.items())
+    for one, another in _pairs(a.optimizers, b.optimizers, lambda each: each.label):
+        if one.label != another.label:
+            b.places[id(another.node)] = one.base
+        if one.is_named and another.is_named:
+            b.places.update(_same_parameters(one, another))
+        elif one.label != another.label:
+            notes.append("the optimizers' states are not compared: their parameters have no names on one side")
+            b.places.update((id(state), None) for _, state in another.states())
+    return notes
+
+
+def _name(model: Model, name: str | None) -> str | None:
+    return None if name is None else model.names[name]
+
+
+def _same_parameters(one: Optimizer, another: Optimizer) -> dict[int, str | None]:
+    """The new place of every state of ``another``."""
+    mine = {one.names[each]: each for each, _ in one.states()}
+    matched = match(mine, [another.names[each] for each, _ in another.states()])
+    places: dict[int, str | None] = {}
+    for each, state in another.states():
+        name = matched.get(another.names[each])
+        places[id(state)] = None if name is None else join(join(one.base, "state"), mine[name])
+    return places
+
+
+T = TypeVar("T", Model, Optimizer)
+
+
+def _pairs(a: Sequence[T], b: Sequence[T], label: Callable[[T], str]) -> list[tuple[T, T]]:
+    """Those of one label, then the only two that are left, if they are."""
+    by_label: Mapping[str, T] = {label(each): each for each in a}
+    pairs = [(by_label[label(each)], each) for each in b if label(each) in by_label]
+    taken = {id(each) for pair in pairs for each in pair}
+    left = [[each for each in side if id(each) not in taken] for side in (a, b)]
+    if len(left[0]) == len(left[1]) == 1:
+        pairs.append((left[0][0], left[1][0]))
+    return pairs
+
+
+def _shown(label: str) -> str:
+    return "at the top" if label.endswith((":", TOP_LEVEL)) else f"at {label}"

@@ -1,0 +1,240 @@
+"""What ``diff`` found, and its sums by role and by layer."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ckpt8.diffing.change import Change
+from ckpt8.diffing.leaves import Tensor
+from ckpt8.diffing.values import text
+from ckpt8.tensors import Role
+
+_LARGEST = 1 << 63
+_LONGEST_TEXT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """Two tensors that match. ``change`` is None where their shapes or their types cannot be compared.
+
+    ``values`` are those of two numbers that differ, where a tensor has one element.
+    """
+
+    a: Tensor
+    b: Tensor
+    change: Change | None
+    values: tuple[float, float] | None = None
+
+    @property
+    def identical(self) -> bool:
+        """Whether type, shape and every bit are the same."""
+        same = self.change is not None and not self.change.differ
+        return same and self.a.ref.dtype is self.b.ref.dtype
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether both are the same elements as another tensor, which stands for them in sums."""
+        return self.a.tied is not None and self.b.tied is not None
+
+    @property
+    def role(self) -> Role:
+        """What the tensor is for."""
+        return self.b.role if self.a.role is Role.OTHER else self.a.role
+
+    @property
+    def layer(self) -> str | None:
+        """The layer that its parameter is in; None for what is of no parameter, or of one without a name."""
+        name = self.a.parameter or self.b.parameter
+        if name is None and self.role is Role.WEIGHT:
+            name = self.a.name
+        return None if name is None else layer_of(name)
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        values = None if self.values is None else [_plain(value) for value in self.values]
+        return {
+            **_facts(self.a),
+            "name_b": self.b.name,
+            "tied_b": self.b.tied,
+            "dtype_b": self.b.ref.dtype.label,
+            "shape_b": list(self.b.ref.shape),
+            "role": self.role.value,
+            "parameter": self.a.parameter or self.b.parameter,
+            "layer": self.layer,
+            "identical": self.identical,
+            "change": None if self.change is None else self.change.to_json(),
+            "values": values,
+        }
+
+
+def layer_of(parameter: str) -> str:
+    """The path of a parameter up to its first number, as in ``transformer.h.3``; without one, that of its module."""
+    parts = parameter.split(".")
+    numbered = next((k for k, part in enumerate(parts) if k and part.isdecimal()), None)
+    return ".".join(parts[: numbered + 1] if numbered else parts[:-1] or parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """Two values that match, and are not the same; or of a file, what is different in it."""
+
+    name: str
+    a: Any
+    b: Any
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``: short plain values as they are, all others as text."""
+        return {"name": self.name, "a": _plain(self.a), "b": _plain(self.b)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if len(value) <= _LONGEST_TEXT else value[:_LONGEST_TEXT] + "…"
+    if isinstance(value, int):
+        return value if abs(value) < _LARGEST else text(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else text(value)
+    return None if value is None else text(value)
+
+
+def _facts(tensor: Tensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "dtype": tensor.ref.dtype.label,
+        "shape": list(tensor.ref.shape),
+        "tied": tensor.tied,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Tensors of one role, or of one layer. ``worst`` is the one that changed most."""
+
+    tensors: int
+    identical: int
+    change: Change
+    worst: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        counts = {"tensors": self.tensors, "identical": self.identical, "worst": self.worst}
+        return {**counts, **self.change.to_json()}
+
+
+@dataclass(slots=True)
+class Difference:
+    """What two checkpoints have in common and what not. ``a`` and ``b`` say what each of them is.
+
+    ``tensors`` are those that both have; ``values`` the other values that both have, and that differ;
+    ``equal_values`` counts those that do not. ``files`` are members without tensors that differ in their bytes.
+    """
+
+    a: dict[str, Any]
+    b: dict[str, Any]
+    tensors: list[TensorDifference] = field(default_factory=list)
+    tensors_only_a: list[Tensor] = field(default_factory=list)
+    tensors_only_b: list[Tensor] = field(default_factory=list)
+    values: list[ValueDifference] = field(default_factory=list)
+    values_only_a: list[tuple[str, Any]] = field(default_factory=list)
+    values_only_b: list[tuple[str, Any]] = field(default_factory=list)
+    equal_values: int = 0
+    files: list[str] = field(default_factory=list)
+    files_only_a: list[str] = field(default_factory=list)
+    files_only_b: list[str] = field(default_factory=list)
+    equal_files: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def identical(self) -> bool:
+        """Whether both hold the same: every tensor bit for bit, every value, every file."""
+        one_sided = (
+            *(self.tensors_only_a, self.tensors_only_b, self.values_only_a, self.values_only_b),
+            *(self.files_only_a, self.files_only_b),
+        )
+        return not (self.values or self.files or any(one_sided)) and all(each.identical for each in self.tensors)
+
+    @property
+    def changed(self) -> list[TensorDifference]:
+        """Tensors that both have and that are not identical, the largest relative change first."""
+        found = [each for each in self.tensors if not each.identical]
+        return sorted(found, key=lambda each: -size_of_change(each.change))
+
+    def roles(self) -> dict[Role, Total]:
+        """Sums over the tensors that both have, by role; of tied ones only the first counts."""
+        found = _totals((each for each in self.tensors if not each.is_tied), lambda each: each.role)
+        return {role: found[role] for role in Role if role in found}
+
+    def layers(self, role: Role) -> dict[str | None, Total]:
+        """Sums by layer, the largest change first; None stands for parameters without names."""
+        found = _totals(
+            (each for each in self.tensors if each.role is role and not each.is_tied), lambda each: each.layer
+        )
+        return dict(sorted(found.items(), key=lambda item: -size_of_change(item[1].change)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, in plain values.
+
+        ``a``, ``b``: path, layout, whether it is a ``.ckpt8``, bytes. ``roles`` and ``layers``: sums over the tensors
+        of a role, or of a role and a layer, with the name of the ``worst``. ``tensors``, ``values`` and ``files`` have
+        what only one side has under ``only_a`` and ``only_b``; the rest of ``tensors`` is under ``both``, of the others
+        under ``changed``, and counted under ``equal``. For the figures of a ``change`` see ``Change``.
+        """
+        return {
+            "a": self.a,
+            "b": self.b,
+            "identical": self.identical,
+            "roles": {role.value: total.to_json() for role, total in self.roles().items()},
+            "layers": {
+                role.value: [{"layer": layer, **total.to_json()} for layer, total in self.layers(role).items()]
+                for role in (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
+            },
+            "tensors": {
+                "both": [each.to_json() for each in self.tensors],
+                "only_a": [_facts(each) for each in self.tensors_only_a],
+                "only_b": [_facts(each) for each in self.tensors_only_b],
+            },
+            "values": {
+                "equal": self.equal_values,
+                "changed": [each.to_json() for each in self.values],
+                "only_a": [{"name": name, "a": _plain(value)} for name, value in self.values_only_a],
+                "only_b": [{"name": name, "b": _plain(value)} for name, value in self.values_only_b],
+            },
+            "files": {
+                "equal": self.equal_files,
+                "changed": self.files,
+                "only_a": self.files_only_a,
+                "only_b": self.files_only_b,
+            },
+            "notes": self.notes,
+        }
+
+
+def size_of_change(change: Change | None) -> float:
+    """What tensors are sorted by: the relative change; more than any where there is none to be told."""
+    if change is None:
+        return math.inf
+    return math.inf if change.relative is None else change.relative
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+def _totals(tensors: Iterable[TensorDifference], key: Callable[[TensorDifference], K]) -> dict[K, Total]:
+    groups: dict[K, list[TensorDifference]] = defaultdict(list)
+    for each in tensors:
+        groups[key(each)].append(each)
+    return {name: _total(group) for name, group in groups.items()}
+
+
+def _total(group: list[TensorDifference]) -> Total:
+    total = Change()
+    for each in group:
+        if each.change is not None:
+            total.merge(each.change)
+    worst = max(group, key=lambda each: size_of_change(each.change))
+    identical = sum(each.identical for each in group)
+    return Total(len(group), identical, total, None if worst.identical else worst.a.name)

@@ -1,0 +1,155 @@
+"""The two sides of a comparison: a source as trees of objects, and files that are none.
+
+Two sources of one layout are compared as they are, member by member, so that nothing is left out. Where the layouts
+differ, each is put together as one tree, as ``convert`` does it: slices of a distributed checkpoint, shards of a model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt8.container.header import is_container
+from ckpt8.container.manifest import DIRECTORY, SYMLINK
+from ckpt8.converting.composite import Composite
+from ckpt8.converting.distributed import Distributed
+from ckpt8.converting.members import Members
+from ckpt8.converting.sources import Content, content_of, layout_of
+from ckpt8.errors import InputError
+from ckpt8.readers import READERS
+from ckpt8.readers.base import Checkpoint
+from ckpt8.readers.dcp_metadata import METADATA
+from ckpt8.readers.directory import DirectoryMember, size_of
+
+_LONGEST_JSON = 16 << 20
+_OF_SEVERAL = "directory"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tree. ``path`` is its place in a directory, empty for the whole source; ``data`` has its tensors.
+
+    ``checkpoint`` is the file that it is, if it is one, else ``data``. ``crcs`` are checksums that the source states of
+    its storages, by the keys of ``data``.
+    """
+
+    path: str
+    checkpoint: Checkpoint
+    data: Composite
+    crcs: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_assembled(self) -> bool:
+        """Whether it was put together of several files."""
+        return self.checkpoint is self.data
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of its tensors."""
+        return f"{self.path}:" if self.path else ""
+
+
+@dataclass(slots=True)
+class Side:
+    """One source. ``files`` are members that hold no tensors, by path; ``notes`` say what is not compared."""
+
+    path: Path
+    layout: str
+    is_container: bool
+    size: int
+    parts: list[Part] = field(default_factory=list)
+    files: dict[str, Checkpoint] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when a file that was read changed since it was opened."""
+        for part in self.parts:
+            part.data.check_unchanged()
+        for file in self.files.values():
+            file.check_unchanged()
+
+    def facts(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {"path": str(self.path), "layout": self.layout, "ckpt8": self.is_container, "bytes": self.size}
+
+
+def make_sides(a: Members, b: Members) -> tuple[Side, Side]:
+    """Both sources, opened. Raises InputError for one that is damaged, or in pieces by rank where the other is not."""
+    layouts = layout_of(a), layout_of(b)
+    together = layouts[0] != layouts[1] and None not in layouts
+    return _make(a, layouts[0], together=together), _make(b, layouts[1], together=together)
+
+
+def _make(members: Members, layout: str | None, *, together: bool) -> Side:
+    found = [each for each in members.found if each.checkpoint.format not in (SYMLINK, DIRECTORY)]
+    formats = [each.checkpoint.format for each in found]
+    name = (layout or _OF_SEVERAL) if members.is_directory or not formats else formats[0]
+    side = Side(members.path, name, is_container(members.path), size_of(members.path))
+    if together and members.is_directory:
+        _add_assembled(side, content_of(members))
+    else:
+        _add_members(side, found, members)
+    if not side.parts:
+        raise InputError(f"{members.path}: holds no checkpoint that can be read; give one that does")
+    return side
+
+
+def _add_assembled(side: Side, content: Content) -> None:
+    side.parts.append(Part("", content.data, content.data))
+    side.notes += content.notes
+    _add_each(side, content.others, in_directory=True)
+
+
+def _add_members(side: Side, found: list[DirectoryMember], members: Members) -> None:
+    distributed: dict[int, list[DirectoryMember]] = defaultdict(list)
+    for member in found:
+        if member.home is not None:
+            distributed[id(member.home)].append(member)
+    folders = set()
+    for files in distributed.values():
+        content = Distributed().assemble(Members(members.path, True, files))
+        folder = files[0].path.rpartition("/")[0]
+        folders.add(f"{folder}/{METADATA}" if folder else METADATA)
+        crcs = {} if side.is_container else _crcs(files)
+        side.parts.append(Part(folder, content.data, content.data, crcs))
+        side.notes += content.notes
+    rest = (each for each in found if each.home is None and each.path not in folders)
+    _add_each(side, rest, in_directory=members.is_directory)
+
+
+def _add_each(side: Side, members: Iterable[DirectoryMember], *, in_directory: bool) -> None:
+    for member in members:
+        checkpoint = member.checkpoint
+        if checkpoint.format not in dict(READERS):
+            side.files[member.path] = checkpoint
+            continue
+        data = Composite(f"{side.path}: {member.path}" if in_directory else str(side.path))
+        data.adopt(checkpoint)
+        data.tree = checkpoint.tree
+        crcs = {} if side.is_container else {s.key: s.crc32 for s in checkpoint.storages if s.crc32 is not None}
+        side.parts.append(Part(member.path if in_directory else "", checkpoint, data, crcs))
+
+
+def _crcs(files: Iterable[DirectoryMember]) -> dict[str, int]:
+    return {
+        f"{member.path}/{storage.key}": storage.crc32
+        for member in files
+        for storage in member.checkpoint.storages
+        if storage.crc32 is not None
+    }
+
+
+def json_tree(path: str, file: Checkpoint) -> Any:
+    """What a file of JSON holds, or None where it is none that can be read. Raises InputError."""
+    if not path.endswith(".json") or not 0 < file.size <= _LONGEST_JSON:
+        return None
+    content = bytearray(file.size)
+    file.read_into(0, memoryview(content))
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None

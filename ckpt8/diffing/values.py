@@ -1,0 +1,122 @@
+"""Values of a checkpoint that are no tensors: which are taken as one, when two are equal, what people see of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt8.readers.base import Global, Inert, StorageRef, TensorRef
+from ckpt8.readers.rebuild import StatefulDict
+from ckpt8.text import printable
+
+_SCALARS = frozenset({str, int, float, bool, type(None), bytes, bytearray, complex, Global})
+_SEQUENCES = (list, tuple)
+_SETS = frozenset({"builtins.set", "builtins.frozenset"})
+_DICTIONARIES = (dict, StatefulDict)
+_LONGEST = 60
+_FEW = 8
+_MOST_BITS = 1024
+"""Python refuses to write numbers of thousands of digits."""
+
+
+class Leaves:
+    """Tells what of a tree is a value: a scalar, a list, tuple or set of scalars, or an empty container."""
+
+    def __init__(self) -> None:
+        # A list may be held a million times, and must be looked at once.
+        self._flat: dict[int, bool] = {}
+
+    def __call__(self, value: Any) -> bool:
+        """Whether ``value`` is compared and shown as one."""
+        kind = type(value)
+        if kind in _SEQUENCES:
+            return self._is_flat(value)
+        if kind is Inert:
+            return value.name in _SETS and not value.args and value.state is None and self._is_flat(value.items)
+        if kind in _DICTIONARIES:
+            return not value and getattr(value, "state", None) is None
+        return kind not in (TensorRef, StorageRef)
+
+    def _is_flat(self, values: Any) -> bool:
+        known = self._flat.get(id(values))
+        if known is None:
+            known = self._flat[id(values)] = all(type(each) in _SCALARS for each in values)
+        return known
+
+
+class Equality:
+    """Tells whether two values are the same: of one type, NaN like any other number, sets in any order."""
+
+    def __init__(self) -> None:
+        # As in Leaves: two lists are held side by side a million times.
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def __call__(self, a: Any, b: Any) -> bool:
+        """Whether ``a`` and ``b`` are the same."""
+        if type(a) is not type(b):
+            return _is_empty_dictionary(a) and _is_empty_dictionary(b)
+        if type(a) not in (*_SEQUENCES, Inert):
+            return _mark(a) == _mark(b)
+        pair = id(a), id(b)
+        if pair not in self._known:
+            self._known[pair] = _same_sets(a, b) if type(a) is Inert else _same_sequences(a, b)
+        return self._known[pair]
+
+
+def _same_sets(a: Inert, b: Inert) -> bool:
+    same = a.name == b.name and len(a.items) == len(b.items)
+    return same and sorted(map(_mark, a.items)) == sorted(map(_mark, b.items))
+
+
+def _same_sequences(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(_mark(x) == _mark(y) for x, y in zip(a, b, strict=True))
+
+
+def _is_empty_dictionary(value: Any) -> bool:
+    return type(value) in _DICTIONARIES and not value
+
+
+def _mark(value: Any) -> tuple[str, Any]:
+    """What is equal for equal scalars, and can be sorted."""
+    kind = type(value).__name__
+    if isinstance(value, float):
+        return kind, value.hex()
+    if isinstance(value, complex):
+        return kind, (value.real.hex(), value.imag.hex())
+    if isinstance(value, Global):
+        return kind, value.name
+    return kind, 0 if value is None or _is_empty_dictionary(value) else value
+
+
+def text(value: Any) -> str:
+    """One printable line of bounded length."""
+    kind = type(value)
+    if kind is Inert:
+        return _sequence(value.items, "{", "}")
+    if kind in _SEQUENCES:
+        return _sequence(value, *("[]" if kind is list else "()"))
+    if kind in _SCALARS:
+        return _scalar(value)
+    return "{}" if kind in _DICTIONARIES else f"<{kind.__name__}>"
+
+
+def _sequence(values: Any, first: str, last: str) -> str:
+    shown = ", ".join(_scalar(value) for value in values[:_FEW])
+    more = f", … {len(values):,} in all" if len(values) > _FEW else ""
+    if more:
+        shown = shown[:_LONGEST]
+    return f"{_cut(shown)}{more}".join((first, last))
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, Global):
+        return _cut(value.name)
+    if isinstance(value, (bytes, bytearray)) and len(value) > _FEW:
+        return f"{len(value):,} bytes"
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"a number of {value.bit_length():,} bits"
+    return _cut(repr(value[: 2 * _LONGEST] if isinstance(value, str) else value))
+
+
+def _cut(line: str) -> str:
+    line = printable(line)
+    return line if len(line) <= _LONGEST else line[:_LONGEST] + "…"

@@ -1,0 +1,189 @@
+"""The command: exit codes, one line for what cannot be read, tables that fit the terminal, one JSON object."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from diff_kit import saved, trainer_directory
+
+import ckpt8
+
+HEADINGS = ("change of the weights by layer", "weights that changed most", "others that changed most")
+
+
+@pytest.fixture
+def shown(run_command, monkeypatch):
+    """What the command prints on a terminal of so many columns: (exit code, stdout, stderr)."""
+
+    def call(*arguments, columns=120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return run_command("diff", *arguments)
+
+    return call
+
+
+def assert_refused(result, code, *said):
+    exit_code, out, err = result
+    assert (exit_code, out) == (code, "")
+    assert re.fullmatch(r"ckpt8: [^\n]+\n", err)
+    assert all(each in err for each in said)
+
+
+def test_exit_codes_and_the_first_line(shown, tmp_path, steps):
+    code, out, err = shown(steps[0], steps[0])
+    assert (code, err) == (0, "")
+    assert "identical: " in out
+    assert "tensors bit for bit" in out
+    code, out, err = shown(*steps)
+    assert (code, err) == (1, "")
+    assert "different: tensors: " in out
+    for heading in HEADINGS:
+        assert heading in out
+    ckpt8.compress(steps[0], tmp_path / "run.ckpt8", preset="lossless")
+    assert shown(steps[0], tmp_path / "run.ckpt8")[0] == 0
+    ckpt8.compress(steps[0], tmp_path / "lossy.ckpt8")
+    code, out, _ = shown(steps[0], tmp_path / "lossy.ckpt8")
+    assert code == 1
+    assert re.search(r"weights: [\d,]+ of [\d,]+ differ, .* the difference is \d\S*e-06 of their size", out)
+
+
+def test_json_is_what_the_function_gives(shown, steps):
+    code, out, err = shown(*steps, "--json")
+    assert (code, err) == (1, "")
+    assert json.loads(out) == ckpt8.diff(*steps).to_json()
+    assert out.count("\n") == 1
+
+
+def test_every_tensor_is_listed_when_asked_for(shown, steps):
+    names = [each.a.name for each in ckpt8.diff(*steps).tensors]
+    out = shown(*steps, "--tensors", columns=200)[1]
+    assert all(re.search(rf"^{re.escape(name)} ", out, re.MULTILINE) for name in names)
+    assert "identical" in shown(steps[0], steps[0], "--tensors")[1].partition("\n\n")[2]
+    short = shown(*steps, columns=200)[1]
+    assert sum(name in short for name in names) < len(names) // 2
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_tables_fit_a_narrow_terminal(shown, steps, columns):
+    code, out, _ = shown(*steps, "--tensors", columns=columns)
+    assert code == 1
+    assert "\x1b" not in out
+    tables = out.partition("\n\n")[2].partition("\n\n")[2]
+    assert max(len(line) for line in tables.splitlines() if not line.startswith("  ")) <= columns
+    relative = {f"{each.change.relative:.3g}" for each in ckpt8.diff(*steps).tensors if each.change.relative}
+    found = set(re.findall(r"(\d\S*)\s*$", tables, re.MULTILINE))
+    assert relative <= found, "numbers stay whole"
+
+
+def test_settings_and_steps_are_told(shown, tmp_path, loaded):
+    paths = [trainer_directory(tmp_path / f"checkpoint-{k}", tree, k) for k, tree in zip((3, 4), loaded, strict=True)]
+    out = shown(*paths)[1]
+    assert re.search(r"trainer_state\.json:global_step +3 +4 ", out)
+    assert re.search(r"optimizer\.pt:state\.\*\.step \(\d+ of them\) +3 +4 ", out)
+    lr = [f"{tree['optimizer']['param_groups'][0]['lr']:.6g}" for tree in loaded]
+    assert re.search(rf"optimizer\.pt:param_groups\.\*\.lr \(2 of them\) +{lr[0]} +{lr[1]}\b", out)
+
+
+def test_structure_and_what_is_not_finite_is_told(shown, tmp_path):
+    a = {"model": {"w": torch.ones(3, 4), "only.here": torch.ones(5), "v": torch.ones(2)}}
+    b = {"model": {"w": torch.ones(4, 3), "v": torch.tensor([1.0, float("nan")]), "\x1b[2J": torch.ones(1)}}
+    out = shown(saved(tmp_path / "a.pt", a), saved(tmp_path / "b.pt", b))[1]
+    assert "  model.only.here  float32 5\n" in out
+    assert "  model.\\x1b[2J  float32 1\n" in out
+    assert "  model.w  float32 3x4 -> float32 4x3\n" in out
+    assert "  model.v  A: 0 NaN, 0 Inf; B: 1 NaN, 0 Inf\n" in out
+    assert "\x1b" not in out
+
+
+ODD = {
+    "nan": (math.nan, 1.0, "nan", 1.0),
+    "infinite": (math.inf, -math.inf, "inf", "-inf"),
+    "close": (0.1, math.nextafter(0.1, 1), 0.1, math.nextafter(0.1, 1)),
+    "many digits": (10**400, 10**401, *(f"a number of {(10**n).bit_length():,} bits" for n in (400, 401))),
+    "beyond 64 bits": (2**63, 2**64, str(2**63), str(2**64)),
+    "complex": (1 + 2j, 1 + 3j, "(1+2j)", "(1+3j)"),
+    "text": ("a\x1b[2J\n", "b" * 5000, "a\x1b[2J\n", "b" * 1000 + "…"),
+    "bytes": (bytes(20), bytes(21), "20 bytes", "21 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_values_are_json_and_text(shown, tmp_path, name):
+    a, b, *told = ODD[name]
+    paths = saved(tmp_path / "a.pt", {"x": a}), saved(tmp_path / "b.pt", {"x": b})
+    code, out, _ = shown(*paths, "--json")
+    assert code == 1
+    assert json.loads(out)["values"]["changed"] == [{"name": "x", "a": told[0], "b": told[1]}]
+    code, out, _ = shown(*paths)
+    assert code == 1
+    first, second = re.search(r"^x  +(\S.*?)  +(\S.*?) *$", out, re.MULTILINE).groups()
+    assert first != second
+    assert "\x1b" not in out
+
+
+def test_what_cannot_be_read_is_one_line(shown, tmp_path, steps):
+    good = steps[0]
+    text = tmp_path / "text.pt"
+    text.write_text("learning_rate: 0.1\n" * 100)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("x")
+    cut = tmp_path / "cut.pt"
+    cut.write_bytes(good.read_bytes()[:-5000])
+    for bad in (tmp_path / "missing.pt", text, empty, other, cut):
+        assert_refused(shown(good, bad), 3, bad.name)
+        assert_refused(shown(bad, good, "--json"), 3, bad.name)
+    assert shown(good)[0] == 2
+
+
+def test_a_bit_that_flipped_is_found(shown, tmp_path, steps, loaded):
+    bits = loaded[0]["model"]["transformer.wpe.weight"].flatten().view(torch.uint8).numpy().tobytes()
+    damaged = tmp_path / "damaged.pt"
+    content = bytearray(steps[0].read_bytes())
+    content[content.index(bits) + 17] ^= 1
+    damaged.write_bytes(content)
+    assert_refused(shown(steps[0], damaged), 3, "damaged.pt", "model.transformer.wpe.weight", "checksum")
+    packed = tmp_path / "run.ckpt8"
+    ckpt8.compress(steps[0], packed)
+    content = bytearray(packed.read_bytes())
+    content[len(content) // 2] ^= 1
+    packed.write_bytes(content)
+    assert_refused(shown(steps[0], packed), 3, "run.ckpt8", "checksum")
+
+
+def test_pieces_of_ranks_are_not_put_together(shown, tmp_path, steps):
+    folder = tmp_path / "zero"
+    folder.mkdir()
+    saved(folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt", {"optimizer_state_dict": {"x": torch.ones(3)}})
+    assert_refused(shown(steps[0], folder), 3, "universal")
+    assert shown(folder, folder)[0] == 0
+
+
+def test_hostile_files_are_read_or_refused_in_one_line(shown, inputs):
+    hostile = [path for path in (inputs.parent / "hostile").iterdir() if path.suffix != ".md"]
+    assert len(hostile) > 20
+    codes = set()
+    for path in sorted(hostile):
+        result = shown(path, path)
+        codes.add(result[0])
+        if result[0]:
+            assert_refused(result, 3, path.name)
+    assert codes == {0, 3}
+
+
+def test_what_is_held_ten_thousand_times_is_looked_at_once(shown, tmp_path):
+    paths = []
+    for k in range(2):
+        numbers, letters = list(range(k, 50_000)), set(map(str, range(50_000)))
+        tree = {"a": [numbers, None, *[[numbers, letters]] * 3, *([numbers] * 10_000), *([letters] * 10_000)]}
+        tree["itself"] = tree
+        paths.append(saved(tmp_path / f"{k}.pt", tree))
+    code, out, err = shown(*paths)
+    assert (code, err) == (1, "")
+    assert "other values: 10,002 of 20,004 differ" in out

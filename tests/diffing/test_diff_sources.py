@@ -1,0 +1,338 @@
+"""Two sources of any kinds: what is matched with what, and what is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from dcp_kit import save_in_pieces, save_small
+from diff_kit import by_name, expected, named, parameter_names, saved, tensors_of, trainer_directory
+from safetensors.torch import save_file
+
+import ckpt8
+
+KEYS = {"max_change", "relative", "differ"}
+
+
+def facts_of(a, b):
+    return ckpt8.diff(a, b).to_json()
+
+
+def assert_all_equal(facts, count):
+    assert len(facts["tensors"]["both"]) == count
+    assert all(each["identical"] for each in facts["tensors"]["both"])
+
+
+@pytest.mark.parametrize("preset", ["flash", "compact", "lossless"])
+def test_an_original_its_container_and_the_restored_file(tmp_path, steps, loaded, preset):
+    packed, restored = tmp_path / "run.ckpt8", tmp_path / "run.pt"
+    ckpt8.compress(steps[0], packed, preset=preset)
+    ckpt8.restore(packed, restored)
+    facts = facts_of(steps[0], packed)
+    assert facts["identical"] is (preset == "lossless")
+    again = facts_of(steps[0], restored)
+    assert {**again, "b": None} == {**facts, "b": None}
+    assert ckpt8.diff(packed, restored).identical
+    assert facts["values"]["changed"] == []
+    first, second = tensors_of(loaded[0]), tensors_of(torch.load(restored, weights_only=True))
+    for name, each in by_name(facts).items():
+        if name != "best_val_loss":
+            wanted = expected(first[name], second[name])
+            assert {key: each["change"][key] for key in KEYS} == pytest.approx({key: wanted[key] for key in KEYS})
+    if preset == "flash":
+        assert 1e-7 < facts["roles"]["weight"]["relative"] < 1.6e-5
+        assert 1e-4 < facts["roles"]["moment1"]["relative"] < 1e-2
+
+
+def test_two_steps_of_a_directory_and_its_container(tmp_path, loaded):
+    paths = [trainer_directory(tmp_path / f"checkpoint-{k}", tree, k) for k, tree in zip((3, 4), loaded, strict=True)]
+    packed = [path.with_suffix(".ckpt8") for path in paths]
+    for path, target in zip(paths, packed, strict=True):
+        ckpt8.compress(path, target, preset="lossless")
+    assert ckpt8.diff(paths[0], packed[0]).identical
+    facts = facts_of(*paths)
+    other = facts_of(paths[0], packed[1])
+    assert {**other, "b": None} == {**facts, "b": None}
+    changed = {each["name"]: (each["a"], each["b"]) for each in facts["values"]["changed"]}
+    assert changed["trainer_state.json:global_step"] == (3, 4)
+    assert changed["scheduler.pt:last_epoch"] == (3, 4)
+    assert facts["files"] == {"equal": 1, "changed": [], "only_a": [], "only_b": []}
+    found = by_name(facts)
+    name = "model.safetensors:transformer.h.0.attn.c_attn.weight"
+    key = name.partition(":")[2]
+    wanted = expected(loaded[0]["model"][key], loaded[1]["model"][key])
+    assert {each: found[name]["change"][each] for each in KEYS} == pytest.approx({each: wanted[each] for each in KEYS})
+    told = {each["name"]: each["parameter"] for each in found.values() if each["name"].endswith(".exp_avg")}
+    truth = {f"optimizer.pt:state.{k}.exp_avg": name for k, name in parameter_names(loaded[0]).items()}
+    assert told.keys() == truth.keys()
+    assert all(name in (None, truth[path]) for path, name in told.items())
+    assert None in told.values(), "the order of a safetensors file does not tell all"
+    (paths[1] / "notes.txt").write_text("new")
+    (paths[1] / "config.json").write_text('{"hidden": 50}')
+    (paths[0] / "scheduler.pt").unlink()
+    facts = facts_of(*paths)
+    assert facts["files"]["only_b"] == ["notes.txt"]
+    assert {"name": "config.json:hidden", "a": 48, "b": 50} in facts["values"]["changed"]
+    assert {"name": "scheduler.pt:last_epoch", "b": 4} in facts["values"]["only_b"]
+
+
+def test_the_trainers_own_directories(inputs):
+    folder = inputs / "trainer-adamw"
+    assert ckpt8.diff(folder, folder).identical
+    facts = facts_of(folder, inputs / "trainer-stable-adamw")
+    found = by_name(facts)
+    a, b = (
+        torch.load(inputs / name / "optimizer.pt", weights_only=True)
+        for name in ("trainer-adamw", "trainer-stable-adamw")
+    )
+    for k, state in a["state"].items():
+        wanted = expected(state["exp_avg"], b["state"][k]["exp_avg"])
+        assert found[f"optimizer.pt:state.{k}.exp_avg"]["change"]["relative"] == pytest.approx(wanted["relative"])
+    assert {row["layer"] for row in facts["layers"]["moment1"]} == {
+        "model.layers.0",
+        "model.embed_tokens",
+        "model.norm",
+    }
+    assert "optimizer.pt:state.0.step" in {each["name"] for each in facts["tensors"]["only_a"]}
+
+
+def test_a_directory_of_the_trainer_and_what_convert_makes_of_it(tmp_path, inputs):
+    folder = inputs / "trainer-adamw"
+    ckpt8.convert(folder, tmp_path / "run.pt")
+    ckpt8.convert(folder, tmp_path / "dcp", to="dcp")
+    for path in (tmp_path / "run.pt", tmp_path / "dcp"):
+        facts = facts_of(folder, path)
+        assert_all_equal(facts, 11 + 3 * 11)
+        assert [each["name"] for each in facts["tensors"]["only_a"]] == ["rng_state.pth:cpu"]
+        assert (facts["values"]["changed"], facts["values"]["only_b"]) == ([], [])
+    assert ckpt8.diff(tmp_path / "dcp", tmp_path / "run.pt").identical
+
+
+def test_a_directory_against_a_file(tmp_path, steps, loaded):
+    folder = trainer_directory(tmp_path / "checkpoint-3", named(loaded[0]), 3)
+    file = saved(tmp_path / "named.pt", named(loaded[0]))
+    facts = facts_of(file, folder)
+    assert_all_equal(facts, len(tensors_of(loaded[0])) - 2)
+    assert [(each["name"], each["tied"]) for each in facts["tensors"]["only_a"]] == [
+        ("model.lm_head.weight", "model.transformer.wte.weight"), ("best_val_loss", None)
+    ]  # fmt: skip
+    assert facts["tensors"]["only_b"] == []
+    assert facts["files"]["only_b"] == ["config.json", "trainer_state.json"]
+    ckpt8.compress(folder, tmp_path / "folder.ckpt8", preset="lossless")
+    assert facts_of(file, tmp_path / "folder.ckpt8")["tensors"] == facts["tensors"]
+    later = facts_of(folder, steps[1])
+    names = {each["name"]: each["name_b"] for each in later["tensors"]["both"]}
+    assert names["model.transformer.wpe.weight"] == "model.transformer.wpe.weight"
+
+
+def test_shards_are_one_model(tmp_path, loaded):
+    one, other = (trainer_directory(tmp_path / str(k), tree, 3) for k, tree in enumerate(loaded))
+    weights = {name: w.clone() for name, w in loaded[1]["model"].items() if name != "lm_head.weight"}
+    (other / "model.safetensors").unlink()
+    homes = {name: f"model-0000{1 + k % 2}-of-00002.safetensors" for k, name in enumerate(weights)}
+    for shard in set(homes.values()):
+        save_file({name: w for name, w in weights.items() if homes[name] == shard}, other / shard)
+    (other / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
+    facts = facts_of(one, other)
+    assert facts["tensors"]["only_a"] == facts["tensors"]["only_b"] == []
+    found = by_name(facts)
+    for name, shard in homes.items():
+        each = found[f"model.safetensors:{name}"]
+        assert each["name_b"] == f"{shard}:{name}"
+        wanted = expected(loaded[0]["model"][name], weights[name])
+        assert each["change"]["relative"] == pytest.approx(wanted["relative"])
+
+
+def test_names_that_wrappers_add_to(tmp_path, loaded):
+    tree = loaded[1]
+    wrapped = {f"module._orig_mod.{name}": w for name, w in tree["model"].items()}
+    bare = saved(tmp_path / "bare.pt", dict(loaded[0]["model"]))
+    other = saved(tmp_path / "ddp.pt", {**tree, "model": wrapped})
+    facts = facts_of(bare, other)
+    assert facts["tensors"]["only_a"] == []
+    assert len(facts["tensors"]["both"]) == len(wrapped)
+    for each in facts["tensors"]["both"]:
+        assert each["name_b"] == f"model.module._orig_mod.{each['name']}"
+        wanted = expected(loaded[0]["model"][each["name"]], tree["model"][each["name"]])
+        assert each["change"]["relative"] == pytest.approx(wanted["relative"])
+    assert "A's model at the top is compared with B's at model" in facts["notes"]
+    plain = {name: w.clone() for name, w in tree["model"].items() if name != "lm_head.weight"}
+    save_file(plain, tmp_path / "model.safetensors")
+    facts = facts_of(other, tmp_path / "model.safetensors")
+    assert_all_equal(facts, len(plain))
+    assert facts["tensors"]["only_b"] == []
+
+
+def test_a_distributed_checkpoint(tmp_path, steps, loaded):
+    weights = {name: w for name, w in loaded[0]["model"].items() if name != "lm_head.weight"}
+    names = list(parameter_names(loaded[0]).values())
+    whole = save_small(
+        {"model": weights, "optimizer": named(loaded[0])["optimizer"], "iter_num": 3}, tmp_path / "whole"
+    )
+    facts = facts_of(whole, saved(tmp_path / "named.pt", named(loaded[0])))
+    assert_all_equal(facts, len(weights) + 3 * len(names))
+    assert [each["name"] for each in facts["tensors"]["only_b"]] == ["model.lm_head.weight", "best_val_loss"]
+    assert facts["tensors"]["only_a"] == []
+    packed = tmp_path / "whole.ckpt8"
+    ckpt8.compress(whole, packed)
+    assert 0 < facts_of(whole, packed)["roles"]["weight"]["relative"] < 1.6e-5
+    ckpt8.compress(whole, packed, preset="lossless", force=True)
+    assert ckpt8.diff(whole, packed).identical
+
+
+def universal_directory(root, checkpoint):
+    """The files of DeepSpeed's universal checkpoint, as far as a reader looks at them (an imitation)."""
+    (root / "zero").mkdir(parents=True)
+    optimizer = checkpoint["optimizer"]
+    saved(root / "zero" / "optimizer_state.pt", {"param_groups": [{**optimizer["param_groups"][0], "params": []}]})
+    for k, name in parameter_names(checkpoint).items():
+        folder = root / "zero" / name
+        folder.mkdir()
+        saved(folder / "fp32.pt", {"param": checkpoint["model"][name].clone()})
+        for key in ("exp_avg", "exp_avg_sq"):
+            saved(folder / f"{key}.pt", {"param": optimizer["state"][k][key]})
+        saved(folder / "step.pt", optimizer["state"][k]["step"])
+    return root
+
+
+def test_a_universal_checkpoint(tmp_path, loaded):
+    paths = [universal_directory(tmp_path / str(k), tree) for k, tree in enumerate(loaded)]
+    assert ckpt8.diff(paths[0], paths[0]).identical
+    facts = facts_of(*paths)
+    assert {row["layer"] for row in facts["layers"]["moment2"]} == {
+        *("transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.h.1", "transformer.ln_f")
+    }
+    assert by_name(facts)["zero/transformer.wpe.weight/step.pt:tensor"]["values"] == [3.0, 4.0]
+    against = facts_of(saved(tmp_path / "named.pt", named(loaded[1])), paths[1])
+    assert_all_equal(against, 4 * len(parameter_names(loaded[1])))
+    assert {each["name"] for each in against["tensors"]["only_a"]} == {"model.lm_head.weight", "best_val_loss"}
+
+
+def test_slices_are_put_together_whichever_way_they_were_cut(tmp_path):
+    x = torch.randn(12, 10)
+    cuts = {
+        "rows": [((0, 0), (5, 10)), ((5, 0), (7, 10))],
+        "columns": [((0, 0), (12, 3)), ((0, 3), (12, 7))],
+    }
+    paths = [save_in_pieces({"model.w": (x, boxes)}, tmp_path / name) for name, boxes in cuts.items()]
+    assert ckpt8.diff(*paths).identical
+    y = x.clone()
+    y[7, 2] += 1
+    other = save_in_pieces({"model.w": (y, cuts["rows"])}, tmp_path / "changed")
+    change = facts_of(paths[1], other)["tensors"]["both"][0]["change"]
+    assert (change["differ"], change["max_change"]) == (1, pytest.approx(1.0))
+
+
+def test_parameters_are_matched_by_their_names_and_not_by_their_numbers(tmp_path, loaded):
+    names = list(parameter_names(loaded[0]).values())
+    first = saved(tmp_path / "first.pt", named(loaded[0]))
+    again = saved(tmp_path / "again.pt", named(loaded[0], order=names[::-1]))
+    facts = facts_of(first, again)
+    assert_all_equal(facts, len(tensors_of(loaded[0])))
+    last = len(names) - 1
+    assert by_name(facts)["optimizer.state.0.exp_avg"]["name_b"] == f"optimizer.state.{last}.exp_avg"
+    assert {each["name"] for each in facts["values"]["changed"]} == {
+        f"optimizer.param_groups.{k}.params" for k in range(2)
+    }
+    fewer = named(loaded[0])
+    gone = fewer["optimizer"]["param_groups"][0]["param_names"]
+    gone[1] = "another.weight"
+    facts = facts_of(first, saved(tmp_path / "fewer.pt", fewer))
+    assert {each["name"] for each in facts["tensors"]["only_a"]} == {
+        f"optimizer.state.1.{key}" for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert len(facts["tensors"]["only_b"]) == 3
+
+
+def test_states_without_names_at_another_place_are_not_matched(tmp_path, loaded):
+    tree = loaded[0]
+    nameless = {"net": [tree["optimizer"]]}
+    facts = facts_of(saved(tmp_path / "a.pt", {"optimizer": tree["optimizer"]}), saved(tmp_path / "b.pt", nameless))
+    assert facts["tensors"]["both"] == []
+    assert "the optimizers' states are not compared: their parameters have no names on one side" in facts["notes"]
+    assert facts["values"]["equal"] > 10, "settings of groups are the same"
+
+
+def test_of_two_models_none_is_guessed(tmp_path, loaded):
+    model = loaded[0]["model"]
+    two = saved(tmp_path / "two.pt", {"model": model, "ema": {name: w + 1 for name, w in model.items()}})
+    facts = facts_of(two, saved(tmp_path / "bare.pt", dict(model)))
+    assert facts["tensors"]["both"] == []
+    assert ckpt8.diff(two, two).identical
+    one = facts_of(two, saved(tmp_path / "one.pt", {"ema": dict(model)}))
+    assert {each["name"].partition(".")[0] for each in one["tensors"]["both"]} == {"ema"}
+
+
+def test_weights_that_are_tied_on_one_side_only(tmp_path, loaded, steps):
+    untied = dict(loaded[0]["model"])
+    untied["lm_head.weight"] = untied["lm_head.weight"].clone()
+    other = saved(tmp_path / "untied.pt", {**loaded[0], "model": untied})
+    facts = facts_of(steps[0], other)
+    assert "model.lm_head.weight is tied to model.transformer.wte.weight in A only" in facts["notes"]
+    assert all(each["identical"] for each in facts["tensors"]["both"])
+
+
+OTHERS = {
+    "number": (3, 4), "type": (3, 3.0), "truth": (True, 1), "nothing": (None, 0), "text": ("cosine", "linear"),
+    "list": ([1, 2, 3], [1, 2, 4]), "tuple": ((0.9, 0.99), (0.9, 0.999)), "length": ([1], [1, 1]),
+    "kind": ([1, 2], (1, 2)), "bytes": (b"a", b"b"), "empty": ({}, []), "sign": (0.0, -0.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_values_that_are_no_tensors(tmp_path, name):
+    a, b = OTHERS[name]
+    paths = [
+        saved(tmp_path / f"{k}.pt", {"deep": [{"x": value}], "same": float("nan")}) for k, value in enumerate((a, b))
+    ]
+    facts = facts_of(*paths)
+    assert [each["name"] for each in facts["values"]["changed"]] == ["deep.0.x"]
+    assert facts["values"]["equal"] == 1
+    assert not facts["identical"]
+    assert ckpt8.diff(paths[0], paths[0]).identical
+
+
+def test_a_set_has_no_order_and_an_object_has_a_class(tmp_path):
+    sets = [saved(tmp_path / f"{k}.pt", {"x": list_}) for k, list_ in enumerate(({"a", "b"}, {"b", "a"}, {"a", "c"}))]
+    assert ckpt8.diff(sets[0], sets[1]).identical
+    assert not ckpt8.diff(sets[0], sets[2]).identical
+    import argparse
+    import types
+
+    objects = [
+        saved(tmp_path / f"o{k}.pt", {"x": kind(lr=1)})
+        for k, kind in enumerate((argparse.Namespace, types.SimpleNamespace))
+    ]
+    changed = facts_of(*objects)["values"]["changed"]
+    assert changed[0] == {"name": "x.(class)", "a": "argparse.Namespace", "b": "types.SimpleNamespace"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "custom_objects.pt",
+        "views.pt",
+        "module.pt",
+        "legacy.pt",
+        "lightning.ckpt",
+        "low_bit/bitsandbytes.pt",
+        "accelerate",
+    ],
+)
+def test_odd_structures_are_like_themselves(tmp_path, inputs, name):
+    source = inputs / name
+    packed = tmp_path / "odd.ckpt8"
+    ckpt8.compress(source, packed, preset="lossless")
+    assert ckpt8.diff(source, source).identical
+    assert ckpt8.diff(packed, source).identical
+
+
+def test_the_json_of_a_file_may_be_no_json(tmp_path, loaded):
+    paths = [trainer_directory(tmp_path / f"checkpoint-{k}", loaded[0], 3) for k in range(2)]
+    (paths[1] / "config.json").write_text('{"hidden": 48')
+    assert facts_of(*paths)["files"]["changed"] == ["config.json"]
+    (paths[1] / "config.json").write_text(json.dumps({"hidden": 48}, indent=2))
+    assert facts_of(*paths)["values"]["changed"] == []
+    shutil.rmtree(paths[1])
