@@ -99,21 +99,33 @@ def inspect(
         Path | None,
         typer.Option(readable=False, metavar="ORIGINAL", help="Measure a .ckpt8 again from its original."),
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a report with charts: one page, no network, no script.")
+    ] = None,
+    drift: Annotated[
+        Path | None,
+        typer.Option(readable=False, metavar="FILE", help="Show in it what verify --resume-steps N --json printed."),
+    ] = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Show what a .ckpt8 or a checkpoint is made of, where the bytes are, and the error that was made."""
     from ckpt8.container.header import is_container
     from ckpt8.inspect.container import inspect_container
+    from ckpt8.inspect.html.report import report_for
     from ckpt8.inspect.render import show
 
+    report = report_for(html, path, original=against, drift=drift, force=force)
     if is_container(path):
-        facts = inspect_container(path, tensors=tensors, original=against)
+        facts = inspect_container(path, tensors=tensors, original=against, visit=report.visit if report else None)
     elif against is not None:
         raise UsageError(f"{path}: is not a .ckpt8; --against compares a .ckpt8 with its original")
     else:
         from ckpt8.inspect.checkpoint import inspect_checkpoint
 
         facts = inspect_checkpoint(path, tensors=tensors)
+    if report is not None:
+        report.write(facts)
     if as_json:
         print_json(facts)
     else:
