@@ -63,7 +63,9 @@ def container_distributions(
         layers=_sizes(manifest, shown, counted),
         before="the original" if original is not None else None,
         after="as decoded from the container",
-        errors_from="every element, measured again" if original is not None else "every element, when it was made",
+        errors_from="every element, against the original"
+        if original is not None
+        else "every element, when it was made",
         total=sum(manifest.storages[index].numel for index in counted),
     )
     work: list[_Work] = [(unit, *place) for unit in units for place in gathered.sampling(_numel(manifest, unit))]

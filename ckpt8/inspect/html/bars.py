@@ -84,4 +84,6 @@ def key(entries: Iterable[tuple[str, str]]) -> str:
 def _swatch(css: str) -> str:
     if css.startswith("dot "):
         return f'<circle class="{css[4:]}" cx="5.5" cy="5.5" r="4.5"/>'
+    if css == "curve":
+        return '<line class="base" x1="0" x2="11" y1="5.5" y2="5.5" stroke-width="2"/>'
     return f'<rect class="{css}" width="11" height="11" rx="2"/>'

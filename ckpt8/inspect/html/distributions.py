@@ -10,7 +10,7 @@ from ckpt8.inspect.html.sizes import role_words
 from ckpt8.inspect.html.text import percent, text
 from ckpt8.inspect.render import number
 
-BEFORE_AFTER = [("was", "before"), ("total", "after (line)")]
+BEFORE_AFTER = [("was", "before"), ("curve", "after")]
 _CHARTS = {
     "weight": ("Weights", "magnitude of a weight"),
     "moment1": ("First moments", "magnitude of a first moment"),
@@ -28,10 +28,19 @@ def value_section(distributions: dict[str, Any]) -> str:
     sides = f"Before: {before}. After: {after}." if before else f"The values {after}."
     return (
         f'<section id="values"><h2>Weights, moments and updates</h2><p class="soft">{text(sides)} '
-        f"One step of a curve is a factor of two in magnitude.</p>"
-        f'{key(BEFORE_AFTER if before else BEFORE_AFTER[1:])}<div class="charts">{charts}</div>'
+        f"A step of a curve is a factor of two in magnitude. Shares are on a logarithmic axis, which shows the "
+        f"tails.{_without_updates(distributions['histograms'])}</p>"
+        f'{key(BEFORE_AFTER if before else BEFORE_AFTER[1:])}<div class="charts pairs">{charts}</div>'
         f"{_refused(distributions['refused'])}</section>"
     )
+
+
+def _without_updates(pairs: dict[str, Any]) -> str:
+    """A word on parameters whose updates are not drawn."""
+    moments, updates = (pairs[what]["after"]["total"] if what in pairs else 0 for what in ("moment1", "update"))
+    if moments <= updates:
+        return ""
+    return " Updates are drawn where they follow from moments alone: CAME's do not, nor those of unknown rules."
 
 
 def _refused(refused: dict[str, Any]) -> str:
@@ -66,8 +75,9 @@ def _outside(pair: dict[str, Any]) -> str:
             if side["not_finite"]:
                 words += f", {side['not_finite']:,} NaN or Inf"
             found.append(f"{words} {name}" if pair["before"] is not None else words)
-    negative = percent(pair["after"]["negative"], pair["after"]["total"])
-    return f"{'; '.join(found)}; {negative} negative"
+    if negative := pair["after"]["negative"]:
+        found.append(f"{percent(negative, pair['after']['total'])} negative")
+    return "; ".join(found)
 
 
 def code_section(distributions: dict[str, Any]) -> str:
@@ -84,7 +94,8 @@ def code_section(distributions: dict[str, Any]) -> str:
     )
     return (
         f'<section id="codes"><h2>How the codes are used</h2><p class="soft">A code that is used as often as any '
-        f"other is worth its 8 bits; what is below that, the entropy coder saves.</p>"
+        f"other is worth its 8 bits; the entropy coder saves what is below that. In every group of 32 moments the "
+        f"largest has the last code, which therefore stands out.</p>"
         f'<div class="charts">{figures}</div></section>'
     )
 

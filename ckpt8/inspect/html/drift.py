@@ -73,5 +73,5 @@ def drift_section(resume: dict[str, Any] | None) -> str:
         f'<section id="drift"><h2>Resuming from it</h2><p>{len(steps):,} optimizer steps of '
         f"{resume['parameters']:,} parameters were replayed on the original and on the container, with the same "
         f"gradients. Drift, the largest NMSE of a step: <b>{text(number(resume['drift']))}</b></p>"
-        f'<div class="charts">{"".join(charts)}</div></section>'
+        f'<div class="charts pairs">{"".join(charts)}</div></section>'
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from ckpt8.inspect.html.bars import LogAxis, key, row
 from ckpt8.inspect.html.distributions import BEFORE_AFTER, histograms
-from ckpt8.inspect.html.sizes import MOST_LAYERS
+from ckpt8.inspect.html.sizes import MOST_LAYERS, role_words
 from ckpt8.inspect.html.text import shown_name, text
 from ckpt8.inspect.render import number
 
@@ -24,28 +24,25 @@ def error_section(errors: dict[str, Any], distributions: dict[str, Any]) -> str:
 
 
 def _totals(errors: dict[str, Any]) -> str:
-    rows = []
+    rows: list[tuple[str, tuple[str, ...]]] = []
     if weight := errors["weight"]:
-        rows.append(
-            _line(
-                "weights",
-                f"max relative {number(weight['max_relative'])}",
-                f"mean {number(weight['mean_relative'])}",
-            )
-        )
-    for role, name in (("moment1", "first moments"), ("moment2", "second moments")):
-        if error := errors[role]:
-            rows.append(_line(name, f"NMSE {number(error['nmse'])}", _decibels(error)))
+        mean = f"mean {number(weight['mean_relative'])}"
+        rows.append(("weights", (f"max relative {number(weight['max_relative'])}", mean)))
+    noise = {"moment1": role_words("moment1"), "moment2": role_words("moment2"), "update": "update space"}
+    for what, name in noise.items():
+        if error := errors[what]:
+            rows += [(name, (f"NMSE {number(error['nmse'])}", _decibels(error)))]
     if update := errors["update"]:
-        rows.append(_line("update space", f"NMSE {number(update['nmse'])}", _decibels(update)))
-        rows.append(_line("", f"max |Δu| {number(update['max_error'])}", f"max |u| {number(update['max_update'])}"))
+        largest = f"max |Δu| {number(update['max_error'])}", f"max |u| {number(update['max_update'])}"
+        rows.append(("largest of an update", largest))
     if errors["update_unknown"]:
-        rows.append(_line("update space", "not measured", f"{errors['update_unknown']:,} parameters"))
-    return "".join(rows)
+        rows.append(("update space", (f"not measured for {errors['update_unknown']:,} parameters",)))
+    return "".join(f"<tr><th>{text(name)}</th><td>{_phrases(figures)}</td></tr>" for name, figures in rows)
 
 
-def _line(name: str, first: str, second: str) -> str:
-    return f"<tr><th>{text(name)}</th><td>{text(first)}</td><td>{text(second)}</td></tr>"
+def _phrases(figures: tuple[str, ...]) -> str:
+    """Phrases that are not broken across lines."""
+    return ", ".join(f"<span>{text(each)}</span>" for each in figures)
 
 
 def _decibels(error: dict[str, Any]) -> str:

@@ -10,45 +10,51 @@ from ckpt8.inspect.html.scales import LOG10_OF_2, decades, linear_ticks, tick_la
 from ckpt8.inspect.html.text import percent, power, text
 from ckpt8.inspect.render import number
 
-_WIDTH, _HEIGHT = 340, 208
-_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 334, 20, 166
+_WIDTH, _HEIGHT = 320, 208
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 314, 24, 166
 _LEAST_OCTAVES = 8
 _MOST_POINTS = 300
+_FAINTEST = -4
+"""Exponent of ten of the smallest share, in per cent, that a histogram of magnitudes shows."""
 
 Place = Callable[[float], float]
 
 
 def magnitudes(pair: dict[str, Any], css: str, axis: str) -> str:
-    """The histogram of magnitudes of both sides of a pair; ``axis`` names the quantity."""
-    sides = [side for side in (pair["before"], pair["after"]) if side and side["counts"]]
-    if not sides:
+    """The histogram of magnitudes of both sides of a pair; ``axis`` names the quantity.
+
+    Shares are on a logarithmic axis, since what storage changes lies in the tail.
+    """
+    sides = [None if side is None else _shares(side) for side in (pair["before"], pair["after"])]
+    drawn = [octave for side in sides if side for octave, share in side.items() if share >= 10.0**_FAINTEST]
+    if not drawn:
         return _frame(axis, _words("no value other than zero"))
-    low = min(side["first"] for side in sides)
-    high = max(side["first"] + len(side["counts"]) for side in sides)
+    low, high = min(drawn), max(drawn) + 1
     short = max(0, _LEAST_OCTAVES - (high - low))
     low, high = low - short // 2, high + short - short // 2
-    shares = [_shares(side, low, high) for side in (pair["before"], pair["after"])]
-    ticks = linear_ticks(max(max(each) for each in shares if each is not None))
-    x, y = _linear(low, high, _LEFT, _RIGHT), _linear(0, ticks[-1], _BOTTOM, _TOP)
+    least = min(share for side in sides if side for octave, share in side.items() if share >= 10.0**_FAINTEST)
+    floor = min(0, math.floor(math.log10(least) - 1e-9))
+    x, y = _linear(low, high, _LEFT, _RIGHT), _linear(floor, 2, _BOTTOM, _TOP)
     marks = [(x(each / LOG10_OF_2), power(10, each)) for each in decades(low * LOG10_OF_2, high * LOG10_OF_2)]
-    body = [_axes(marks, [(y(t), f"{tick_label(t)} %") for t in ticks], axis, "share of values in each octave")]
-    before, after = shares
-    if before is not None:
-        body.append(f'<path class="was" d="{_steps(before, low, x, y)}Z"/>')
-    if after is not None:
-        outline = _steps(after, low, x, y)
-        body.append(f'<path class="area {css}" d="{outline}Z"/><path class="line {css}" d="{outline}"/>')
-    for k in range(high - low):
+    body = [_axes(marks, [(y(each), f"{10.0**each:g} %") for each in range(floor, 3)], axis, "share of values")]
+    paths = [
+        None
+        if side is None
+        else _steps([max(floor, _log10(side.get(each, 0.0))) for each in range(low, high)], low, x, y, floor)
+        for side in sides
+    ]
+    if paths[0] is not None:
+        body.append(f'<path class="was" d="{paths[0]}Z"/>')
+    body.append(f'<path class="area {css}" d="{paths[1]}Z"/><path class="line {css}" d="{paths[1]}"/>')
+    for octave in range(low, high):
         words = [
-            f"{name} {each[k]:.3g} %"
-            for name, each in zip(("before", "after"), shares, strict=True)
-            if each is not None and each[k]
+            f"{name} {side[octave]:.3g} %"
+            for name, side in zip(("before", "after"), sides, strict=True)
+            if side and octave in side
         ]
         if words:
-            reach = (
-                f"{power(2, low + k)} to {power(2, low + k + 1)} ({2.0 ** (low + k):.2g} to {2.0 ** (low + k + 1):.2g})"
-            )
-            body.append(_hit(x(low + k), x(low + k + 1), f"{reach}: {', '.join(words)}"))
+            reach = f"{2.0**octave:.2g} to {2.0 ** (octave + 1):.2g}"
+            body.append(_hit(x(octave), x(octave + 1), f"{reach}: {', '.join(words)}"))
     return _frame(axis, "".join(body))
 
 
@@ -105,26 +111,24 @@ def by_step(values: Sequence[float | None], css: str, axis: str) -> str:
     return _frame(axis, "".join(body))
 
 
-def _shares(side: dict[str, Any] | None, low: int, high: int) -> list[float] | None:
-    """Per cent of all values, zeros among them, in every octave from ``low`` on."""
-    if side is None:
-        return None
-    found = [0.0] * (high - low)
-    for k, count in enumerate(side["counts"]):
-        found[side["first"] + k - low] = 100 * count / side["total"]
-    return found
+def _shares(side: dict[str, Any]) -> dict[int, float]:
+    """Per cent of all values, zeros among them, by octave."""
+    return {side["first"] + k: 100 * count / side["total"] for k, count in enumerate(side["counts"]) if count}
+
+
+def _log10(share: float) -> float:
+    return math.log10(share) if share > 0 else -math.inf
 
 
 def _linear(low: float, high: float, start: float, stop: float) -> Place:
     return lambda value: start + (value - low) / (high - low) * (stop - start)
 
 
-def _steps(shares: Sequence[float], first: float, x: Place, y: Place) -> str:
-    """The outline of bars from the axis and back to it."""
-    path = [f"M{x(first):.1f} {y(0):.1f}"]
-    for k, share in enumerate(shares):
-        path.append(f"V{y(share):.1f}H{x(first + k + 1):.1f}")
-    return "".join(path) + f"V{y(0):.1f}"
+def _steps(heights: Sequence[float], first: float, x: Place, y: Place, floor: float = 0) -> str:
+    """The outline of bars from the axis, which is at ``floor``, and back to it."""
+    path = [f"M{x(first):.1f} {y(floor):.1f}"]
+    path += [f"V{y(height):.1f}H{x(first + k + 1):.1f}" for k, height in enumerate(heights)]
+    return "".join(path) + f"V{y(floor):.1f}"
 
 
 def _hit(left: float, right: float, words: str) -> str:

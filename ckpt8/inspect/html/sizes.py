@@ -73,9 +73,9 @@ def _whole(facts: dict[str, Any]) -> str:
 def _by_role(facts: dict[str, Any]) -> str:
     whole = max((each["bytes"] for each in facts["roles"]), default=1)
     rows = []
-    for each in facts["roles"]:
+    for each in sorted(facts["roles"], key=lambda each: ROLES.index(each["role"])):
         role = each["role"]
-        what = each.get("codec") or each["dtype"]
+        what = (each.get("codec") or each["dtype"]).replace("signed=False, ", "")
         name = f'{text(role_words(role))} <span class="soft">{text(what)}</span>'
         bars = [_stack({role: each["bytes"]}, whole)]
         value = f"{size(each['bytes'])} <small>{percent(each['bytes'], facts['bytes'])}</small>"

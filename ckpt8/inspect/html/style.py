@@ -10,7 +10,7 @@ STYLE = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,Roboto,sans-serif;
 -webkit-text-size-adjust:100%;font-variant-numeric:tabular-nums}
-main{max-width:1120px;margin:0 auto;padding:24px 16px 48px}
+main{max-width:1040px;margin:0 auto;padding:24px 16px 48px}
 h1{font-size:1.55rem;line-height:1.25;margin:0 0 4px;overflow-wrap:anywhere}
 h2{font-size:1.15rem;margin:0 0 4px}
 h3{font-size:1rem;margin:20px 0 6px}
@@ -31,18 +31,20 @@ padding:5px 0;border-top:1px solid var(--grid);align-items:center}
 .row:first-of-type{border-top:0}
 .row>.name{grid-area:name;min-width:0;font-size:.9rem}
 .row>.value{grid-area:value;text-align:right;font-size:.85rem;white-space:nowrap}
-.row>.value small{color:var(--soft);font-size:inherit}
+.row>.value small{color:var(--soft);font-size:inherit;display:block}
 .row>.bar{grid-area:bar;min-width:0}
 .row svg,.axis svg{display:block;width:100%;overflow:visible}
 .axis{padding-top:2px}
 @media (min-width:760px){.row,.axis{display:grid;grid-template-columns:minmax(120px,250px) minmax(0,1fr) 230px;
-grid-template-areas:"name bar value";gap:0 14px}.axis>*{grid-area:bar}}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,300px),1fr));gap:18px 16px;margin-top:10px}
-figure{margin:0;min-width:0;max-width:520px}
+grid-template-areas:"name bar value";gap:0 14px}.axis>*{grid-area:bar}
+.row>.value small{display:inline}}
+.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,300px),1fr));gap:18px 16px;margin-top:10px}
+figure{margin:0;min-width:0;max-width:500px}
+@media (min-width:820px){.pairs{grid-template-columns:1fr 1fr}.pairs svg text{font-size:8.5px}}
 figure svg{display:block;width:100%;height:auto}
 figcaption{font-size:.9rem;font-weight:600}
 figcaption span{font-weight:400}
-svg text{fill:var(--soft);font-size:11px;font-family:inherit}
+svg text{fill:var(--soft);font-size:11.5px;font-family:inherit}
 svg .grid{stroke:var(--grid);stroke-width:1}
 svg .base{stroke:var(--soft);stroke-width:1}
 svg .hit{fill:transparent}
@@ -61,7 +63,9 @@ table{border-collapse:collapse;width:100%;font-size:.88rem}
 th{font-weight:600;text-align:left;color:var(--soft)}
 td,th{padding:5px 8px 5px 0;border-top:1px solid var(--grid);vertical-align:top;overflow-wrap:anywhere}
 tr:first-child>*{border-top:0}
-td{text-align:right;white-space:nowrap}
+th{overflow-wrap:normal}
+td{text-align:right;padding-right:0}
+td span{display:inline-block}
 article{border-top:1px solid var(--line);padding-top:12px;margin-top:14px}
 article h4{margin:0;font-size:.95rem;overflow-wrap:anywhere}
 .alarm{color:var(--alarm)}
