@@ -50,11 +50,13 @@ class Gathered:
     weight: Worst = field(default_factory=lambda: Worst("mean_relative"))
     refused: dict[str, str] = field(default_factory=dict)
     totals: dict[str, ErrorStats] = field(default_factory=dict)
+    measured: int = 0
     unknown: int = 0
 
     def measure(self, what: str, error: ErrorStats) -> None:
         """Add an error to the total of ``weight``, ``moment1``, ``moment2`` or ``update``."""
         self.totals.setdefault(what, type(error)()).merge(error)
+        self.measured += isinstance(error, UpdateError)
 
     def add_weight(self, name: str, error: ErrorStats | None, drawn: Drawn) -> None:
         """A unit that is one storage."""
@@ -69,8 +71,12 @@ class Gathered:
             self.layers.add_error(str(name["name"]), error)
             self.update.offer(name, error, drawn)
 
-    def _error_facts(self, what: str) -> dict[str, Any] | None:
-        return error_facts(self.totals[what].to_json()) if what in self.totals else None
+    def _errors(self) -> dict[str, Any]:
+        """As ``inspect`` has them of a container."""
+        facts = {what: error_facts(self.totals[what].to_json()) if what in self.totals else None for what in CHARTED}
+        if facts["update"] is not None:
+            facts["update"]["parameters"] = self.measured
+        return {**facts, "update_unknown": self.unknown}
 
     def to_json(self) -> dict[str, Any]:
         """The ``distributions`` of the report: plain values."""
@@ -85,10 +91,7 @@ class Gathered:
             "before": self.before,
             "after": self.after,
             "errors_from": self.errors_from,
-            "errors": {
-                **{what: self._error_facts(what) for what in CHARTED},
-                "update_unknown": self.unknown,
-            },
+            "errors": self._errors(),
             "histograms": self.drawn.pairs_json(),
             "codes": self.drawn.codes_json(),
             "layers": self.layers.to_json(),

@@ -12,9 +12,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 BROWSER = shutil.which("chromium")
 _FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --hide-scrollbars --enable-logging=stderr"
-).split()
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--enable-logging=stderr",
+)
 
 # The page under test is in a frame of the width that is wanted; the script is that of the page around it.
 _AROUND = """<!doctype html><link rel="icon" href="data:,"><style>body{margin:0}</style>
@@ -41,7 +49,8 @@ addEventListener("load", () => {
       width: r.querySelector(".bar").getBoundingClientRect().width,
       bars: [...r.querySelectorAll("rect")].map(box), dots: [...r.querySelectorAll("circle")].map(box) }))])),
     axis: all(".axis text", e => [e.textContent, box(e)]),
-    charts: all("figure", e => ({ kind: e.dataset.chart, section: e.closest("section").id, size: box(e.querySelector("svg")),
+    charts: all("figure", e => ({ kind: e.dataset.chart, section: e.closest("section").id,
+      size: box(e.querySelector("svg")),
       titles: [...e.querySelectorAll("title")].map(t => t.textContent), note: shown(e.querySelector(".note")),
       letters: Math.min(...[...e.querySelectorAll("text")].map(t => t.getBoundingClientRect().height)),
       axes: [...e.querySelectorAll("text")].map(t => t.textContent) })),

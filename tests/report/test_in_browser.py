@@ -164,7 +164,9 @@ def assert_codes(seen, codes):
         numbers = [int(re.match(r"code -?\d+: ([\d,]+) ", title)[1].replace(",", "")) for title in chart["titles"]]
         assert numbers == row["counts"]
         entropy = number(row["entropy_bits"])
-        assert chart["note"] == f"{row['codec']}: {row['used']} of {row['levels']} codes used, entropy {entropy} bits of 8"
+        assert (
+            chart["note"] == f"{row['codec']}: {row['used']} of {row['levels']} codes used, entropy {entropy} bits of 8"
+        )
         assert chart["axes"].count("0 %") == 1
 
 

@@ -10,7 +10,6 @@ from ckpt8.inspect.html.sizes import role_words
 from ckpt8.inspect.html.text import percent, text
 from ckpt8.inspect.render import number
 
-BEFORE_AFTER = [("was", "before"), ("curve", "after")]
 _CHARTS = {
     "weight": ("Weights", "magnitude of a weight"),
     "moment1": ("First moments", "magnitude of a first moment"),
@@ -30,9 +29,14 @@ def value_section(distributions: dict[str, Any]) -> str:
         f'<section id="values"><h2>Weights, moments and updates</h2><p class="soft">{text(sides)} '
         f"A step of a curve is a factor of two in magnitude. Shares are on a logarithmic axis, which shows the "
         f"tails.{_without_updates(distributions['histograms'])}</p>"
-        f'{key(BEFORE_AFTER if before else BEFORE_AFTER[1:])}<div class="charts pairs">{charts}</div>'
+        f'{sides_key(distributions)}<div class="charts pairs">{charts}</div>'
         f"{_refused(distributions['refused'])}</section>"
     )
+
+
+def sides_key(distributions: dict[str, Any]) -> str:
+    """What the two sides of a histogram look like, where there are two."""
+    return key([("was", "before"), ("curve", "after")]) if distributions["before"] else ""
 
 
 def _without_updates(pairs: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckpt8.inspect.html.bars import LogAxis, key, row
-from ckpt8.inspect.html.distributions import BEFORE_AFTER, histograms
+from ckpt8.inspect.html.distributions import histograms, sides_key
 from ckpt8.inspect.html.sizes import MOST_LAYERS, role_words
 from ckpt8.inspect.html.text import shown_name, text
 from ckpt8.inspect.render import number
@@ -94,7 +94,7 @@ def worst_section(distributions: dict[str, Any]) -> str:
             for each in rows
         ]
     return (
-        f'<section id="worst"><h2>The worst tensors</h2>{_sides(distributions)}{key(BEFORE_AFTER)}'
+        f'<section id="worst"><h2>The worst tensors</h2>{_sides(distributions)}{sides_key(distributions)}'
         f"{''.join(articles)}</section>"
     )
 
