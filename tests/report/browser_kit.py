@@ -36,6 +36,8 @@ addEventListener("load", () => {
     width: root.clientWidth,
     scroll: root.scrollWidth,
     beyond: all("body *", e => e).filter(e => e.getBoundingClientRect().right > root.clientWidth + 0.5).length,
+    cut: all("figure text", e => [e.textContent, box(e), box(e.closest("svg"))]).filter(([_, t, s]) =>
+      t[0] < s[0] || t[1] < s[1] || t[0] + t[2] > s[0] + s[2] || t[1] + t[3] > s[1] + s[3]).map(([words]) => words),
     resources: frame.contentWindow.performance.getEntriesByType("resource").map(e => e.name),
     dark: frame.contentWindow.matchMedia("(prefers-color-scheme: dark)").matches,
     paper: frame.contentWindow.getComputedStyle(page.body).backgroundColor,

@@ -18,11 +18,12 @@ BROKEN = b"""<!doctype html><script>console.error("an error")</script><img src="
 
 
 def assert_at_ease(seen, width):
-    """Nothing was asked for, nothing said, and nothing is wider than the page."""
+    """Nothing was asked for, nothing said, nothing is wider than the page, and no label is outside of its chart."""
     assert seen["console"] == []
     assert seen["asked"] == ["/", "/page.html"]
     assert seen["resources"] == []
     assert (seen["width"], seen["scroll"], seen["beyond"]) == (width, width, 0)
+    assert seen["cut"] == []
 
 
 def test_a_broken_page_is_seen_to_be_broken(tmp_path):

@@ -89,6 +89,9 @@ def code_section(distributions: dict[str, Any]) -> str:
     rows = distributions["codes"]
     if not rows:
         return ""
+    ends = ""
+    if any(row["part"] == "codes" for row in rows):
+        ends = " In every group of 32 moments the largest has the last code, which therefore stands out."
     figures = "".join(
         f'<figure data-chart="codes"><figcaption>{text(_part_words(row))}</figcaption>'
         f"{code_usage(row, row['role'], 'residual' if row['part'] == 'rho' else 'code')}"
@@ -98,8 +101,7 @@ def code_section(distributions: dict[str, Any]) -> str:
     )
     return (
         f'<section id="codes"><h2>How the codes are used</h2><p class="soft">A code that is used as often as any '
-        f"other is worth its 8 bits; the entropy coder saves what is below that. In every group of 32 moments the "
-        f"largest has the last code, which therefore stands out.</p>"
+        f"other is worth its 8 bits; the entropy coder saves what is below that.{ends}</p>"
         f'<div class="charts">{figures}</div></section>'
     )
 

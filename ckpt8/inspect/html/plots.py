@@ -10,8 +10,8 @@ from ckpt8.inspect.html.scales import LOG10_OF_2, decades, linear_ticks, tick_la
 from ckpt8.inspect.html.text import percent, power, text
 from ckpt8.inspect.render import number
 
-_WIDTH, _HEIGHT = 320, 208
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 314, 24, 166
+_WIDTH, _HEIGHT = 320, 212
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 314, 26, 168
 _LEAST_OCTAVES = 8
 _MOST_POINTS = 300
 _FAINTEST = -4
@@ -149,7 +149,7 @@ def _axes(below: Sequence[tuple[float, str]], beside: Sequence[tuple[float, str]
     parts.append(f'<line class="base" x1="{_LEFT}" x2="{_RIGHT}" y1="{_BOTTOM}" y2="{_BOTTOM}"/>')
     middle = (_LEFT + _RIGHT) / 2
     parts.append(f'<text x="{middle:.1f}" y="{_HEIGHT - 7}" text-anchor="middle">{text(x_title)}</text>')
-    parts.append(f'<text x="2" y="10">{text(y_title)}</text>')
+    parts.append(f'<text x="2" y="12">{text(y_title)}</text>')
     return "".join(parts)
 
 
