@@ -13,7 +13,7 @@ import ckpt8
 from ckpt8.inspect.html.document import page
 
 HOSTILE = [
-    "</script><script>alert(1)</script>",
+    "</script ><script>alert(1)</script>",
     '"><img src=http://example.com/x onerror=alert(1)>',
     "<svg/onload=alert(1)>",
     "&lt;b&gt;&amp;",
@@ -57,15 +57,17 @@ def test_a_container_without_statistics(inputs, inspect, tmp_path):
 
 def test_hostile_names_are_text(inspect, tmp_path):
     weights = {name: torch.randn(96, 96) for name in HOSTILE}
-    moments = {name: {"step": 3, "exp_avg": weight, "exp_avg_sq": weight**2} for name, weight in weights.items()}
+    moments = {name: {"step": 3, "exp_avg": weight / 9, "exp_avg_sq": weight**2} for name, weight in weights.items()}
     group = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "params": HOSTILE}
-    path = tmp_path / "<i>x<.pt"
+    path = tmp_path / "<i>\u202e\x1b<.pt"
     torch.save({"model": weights, "optimizer": {"state": moments, "param_groups": [group]}}, path)
-    container = tmp_path / "<i>x<.ckpt8"
+    container = tmp_path / "<i>\u202e\x1b<.ckpt8"
     ckpt8.compress(path, container)
     for source in (path, container):
-        _, content, _ = inspect(source, tmp_path / "a.html", "--force")
+        facts, content, tree = inspect(source, tmp_path / "a.html", "--force")
         text = assert_inert(content)
+        assert tree["facts"] == facts
+        assert len(tree["distributions"]["worst"]["update"]) == len(tree["distributions"]["worst"]["weight"]) == 5
         for name in HOSTILE:
             shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in name)
             assert shown in text
