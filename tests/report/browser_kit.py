@@ -43,6 +43,8 @@ addEventListener("load", () => {
     paper: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
     ink: frame.contentWindow.getComputedStyle(page.body).color,
     title: page.title,
+    embedded: (text => { try { return Object.keys(JSON.parse(text)) } catch { return text.slice(0, 200) } })(
+      page.querySelector("script")?.textContent ?? ""),
     headings: all("h1, h2, h3, h4", shown),
     text: shown(page.body),
     tiles: all(".tile", e => [shown(e.querySelector("span")), shown(e.querySelector("b"))]),

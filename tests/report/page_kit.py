@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 
@@ -12,11 +13,11 @@ TAGS = re.compile(
 
 
 class Structure(HTMLParser):
-    """Every element with its attributes, and the text outside of style and script."""
+    """Every element with its attributes, the text of scripts, and that outside of style and script."""
 
     def __init__(self, content):
         super().__init__(convert_charrefs=True)
-        self.elements, self.text, self.open = [], [], []
+        self.elements, self.text, self.script, self.open = [], [], [], []
         self.feed(content)
         self.close()
         assert self.open == []
@@ -33,7 +34,9 @@ class Structure(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.open[-1:] not in (["style"], ["script"]):
+        if self.open[-1:] == ["script"]:
+            self.script.append(data)
+        elif self.open[-1:] != ["style"]:
             self.text.append(data)
 
 
@@ -43,6 +46,7 @@ def assert_inert(content):
     assert [tag for tag, _ in found.elements if not TAGS.fullmatch(tag)] == []
     scripts = [attributes for tag, attributes in found.elements if tag == "script"]
     assert scripts == [{"type": "application/json", "id": "ckpt8-report"}]
+    assert json.loads("".join(found.script)).keys() == {"facts", "distributions", "drift"}
     for tag, attributes in found.elements:
         assert not {"src", "style", "srcdoc", "action"} & attributes.keys()
         assert not [name for name in attributes if name.startswith("on")]

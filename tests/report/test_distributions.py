@@ -198,17 +198,33 @@ def test_a_sample_reads_no_more_than_it_says(inputs, monkeypatch):
     assert everything["sample"]["rule"] == "every element"
 
 
-def test_what_is_refused_comes_back_as_it_is(tmp_path):
-    spoilt, sound = torch.randn(96, 64), torch.randn(96, 64)
-    spoilt[5, 7] = math.nan
-    torch.save({"model": {"a.weight": spoilt, "b.weight": sound}}, tmp_path / "x.pt")
-    found = checkpoint_distributions(tmp_path / "x.pt")
-    assert found["refused"]["count"] == 1
-    assert found["refused"]["first"][0]["name"] == "model.a.weight"
-    weights = found["histograms"]["weight"]
-    assert weights["before"]["not_finite"] == weights["after"]["not_finite"] == 1
-    assert [row["name"] for row in found["worst"]["weight"]] == ["model.b.weight"]
-    assert [row["total"] for row in found["codes"]] == [sound.numel()]
+@pytest.mark.parametrize("run", [RUN, 64])
+def test_what_is_refused_comes_back_as_it_is(run, tmp_path, monkeypatch):
+    """Also where a codec refuses one run of it and takes the others."""
+    monkeypatch.setattr(sampling, "RUN", run)
+    generator = torch.Generator().manual_seed(1)
+    # Seventh powers: many values that codes would make zero.
+    weight, moment = (torch.randn(96, 64, generator=generator) for _ in range(2))
+    moment = moment**7
+    state = {"step": 3, "exp_avg": moment, "exp_avg_sq": moment**2}
+    groups = [{"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "params": [0]}]
+    tree = {"model": {"a.weight": weight}, "optimizer": {"state": {0: state}, "param_groups": groups}}
+    torch.save(tree, tmp_path / "sound.pt")
+    moment[0, 7] = math.nan
+    torch.save(tree, tmp_path / "spoilt.pt")
+    sound, spoilt = (checkpoint_distributions(tmp_path / name) for name in ("sound.pt", "spoilt.pt"))
+    assert sound["refused"]["count"] == 0
+    assert sound["histograms"]["moment1"]["before"] != sound["histograms"]["moment1"]["after"]
+    assert [row["name"] for row in sound["worst"]["update"]] == ["a.weight"]
+    assert spoilt["refused"]["count"] == 1
+    assert spoilt["refused"]["first"][0]["name"] == "a.weight"
+    for what in ("moment1", "moment2", "update"):
+        pair = spoilt["histograms"][what]
+        assert pair["before"] == pair["after"]
+        assert pair["after"]["not_finite"] == (what != "moment2")
+    assert [row["role"] for row in spoilt["codes"]] == ["weight"]
+    assert spoilt["worst"]["update"] == []
+    assert spoilt["errors"]["update"] is None
 
 
 def test_an_original_that_is_another_is_refused(packed, inputs):

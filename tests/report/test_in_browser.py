@@ -24,6 +24,7 @@ def assert_at_ease(seen, width):
     assert seen["resources"] == []
     assert (seen["width"], seen["scroll"], seen["beyond"]) == (width, width, 0)
     assert seen["cut"] == []
+    assert seen["embedded"] == ["facts", "distributions", "drift"]
 
 
 def test_a_broken_page_is_seen_to_be_broken(tmp_path):
@@ -80,7 +81,7 @@ def test_a_checkpoint_on_a_desk_in_the_light(inputs, inspect, tmp_path):
 def test_names_that_would_be_markup_are_text(inspect, tmp_path):
     import torch
 
-    name = '"><img src=/x.png onerror=console.error(1)></script><script>console.error(2)</script><b>&amp;'
+    name = '"><img src=/x.png onerror=console.error(1)></script ><script >console.error(2)</script ><b>&amp;'
     weights = {name: torch.randn(96, 96), "a" * 400: torch.randn(96, 96)}
     path = tmp_path / "hostile<b>.pt"
     torch.save({"model": weights}, path)
