@@ -104,15 +104,25 @@ def inspect(
         bool, typer.Option("--readiness", help="Judge what fp16, bf16, fp8 and int8 would make of it.")
     ] = False,
     full: Annotated[bool, typer.Option("--full", help="Read every element instead of a sample.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a report with charts: one page, no network, no script.")
+    ] = None,
+    drift: Annotated[
+        Path | None,
+        typer.Option(readable=False, metavar="FILE", help="Show in it what verify --resume-steps N --json printed."),
+    ] = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Show what a .ckpt8 or a checkpoint is made of, where the bytes are, and the error that was made."""
     from ckpt8.container.header import is_container
     from ckpt8.inspect.container import inspect_container
+    from ckpt8.inspect.html.report import report_for
     from ckpt8.inspect.render import show
 
+    report = report_for(html, path, original=against, drift=drift, full=full, force=force)
     if is_container(path):
-        facts = inspect_container(path, tensors=tensors, original=against)
+        facts = inspect_container(path, tensors=tensors, original=against, visit=report.visit if report else None)
     elif against is not None and not readiness:
         raise UsageError(f"{path}: is not a .ckpt8; --against compares a .ckpt8 with its original")
     else:
@@ -123,6 +133,8 @@ def inspect(
         from ckpt8.inspect.readiness import inspect_readiness
 
         facts["readiness"] = inspect_readiness(path, full=full, original=against)
+    if report is not None:
+        report.write(facts)
     if as_json:
         print_json(facts)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,24 @@ SKELETON_ROLE, FILE_ROLE = "structure", "file"
 _WORST = 5
 
 
-def inspect_container(path: Path, *, tensors: bool = False, original: Path | None = None) -> dict[str, Any]:
+def inspect_container(
+    path: Path,
+    *,
+    tensors: bool = False,
+    original: Path | None = None,
+    visit: Callable[[ContainerReader], None] | None = None,
+) -> dict[str, Any]:
     """Totals, roles, errors and the worst tensors; with ``tensors`` every tensor.
 
     ``original`` measures the errors again from the checkpoint that the container was made from, in place of the
-    stored ones. Raises InputError for damage.
+    stored ones. ``visit`` is called with the reader that then states them. Raises InputError for damage.
     """
     with ContainerReader(path) as reader:
         manifest = reader.manifest
         if original is not None:
             _measure_again(reader, original)
+        if visit is not None:
+            visit(reader)
         return {"path": str(path), "kind": "ckpt8", **_facts(manifest, reader.size), **_lists(manifest, tensors)}
 
 

@@ -1,0 +1,82 @@
+"""What is counted of one unit: a weight, or the moments of one parameter with the update that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpt8.codecs import Codec, config_of
+from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.split24 import Split24
+from ckpt8.inspect.container import codec_name
+from ckpt8.inspect.distributions import Codes, Drawn
+from ckpt8.plan import Parameter
+from ckpt8.tensors import Parts, Role, TensorSpec
+from ckpt8.update_space import UpdateRule
+
+if TYPE_CHECKING:
+    import torch
+
+_COUNTED = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
+
+
+def is_counted(spec: TensorSpec, codec: Codec) -> bool:
+    """Whether a storage has a part in the distributions: weights and moments in floats, and no copies of weights."""
+    return spec.role in _COUNTED and spec.dtype.is_plane_float and spec.numel > 0 and codec.id != "reference/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The same elements of one storage: as they were, if that is known, as they come back, and the parts between."""
+
+    index: int
+    role: Role
+    codec: Codec
+    before: torch.Tensor | None
+    after: torch.Tensor
+    parts: Parts
+
+
+def draw(pieces: Sequence[Piece], parameter: Parameter | None) -> Drawn:
+    """Count the pieces of one unit."""
+    drawn = Drawn(sum(piece.after.numel() for piece in pieces))
+    for piece in pieces:
+        drawn.add(piece.role.value, piece.before, piece.after)
+        found = _codes(piece)
+        if found is not None:
+            part, codes = found
+            key = (piece.role.value, codec_name(config_of(piece.codec)), part)
+            drawn.merge(Drawn(codes={key: codes}))
+    if parameter is not None and draws_updates(parameter.rule):
+        by_index = {piece.index: piece for piece in pieces}
+        after = _update(parameter, {index: piece.after for index, piece in by_index.items()})
+        originals = {index: piece.before for index, piece in by_index.items() if piece.before is not None}
+        before = _update(parameter, originals) if len(originals) == len(by_index) else None
+        drawn.add("update", before, after)
+    return drawn
+
+
+def draws_updates(rule: UpdateRule | None) -> bool:
+    """Whether the update of an element follows from its own moments: not so for CAME's factored statistics."""
+    return rule is not None and rule.kind != "came"
+
+
+def _codes(piece: Piece) -> tuple[str, Codes] | None:
+    match piece.codec:
+        case Companded8(signed=signed, Q=top):
+            return "codes", Codes.of(piece.parts["codes"], -top if signed else 0, top)
+        case Split24(R=top):
+            return "rho", Codes.of(piece.parts["rho"], -top, top)
+    return None
+
+
+def _update(parameter: Parameter, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    from ckpt8.stats import root
+
+    if parameter.rule is None:
+        raise AssertionError("updates are drawn only where draws_updates holds")
+    moment = values[parameter.moments["moment1"]].float()
+    slot = parameter.denominator
+    divisor = None if slot is None else root(values[parameter.moments[slot]].float())
+    return parameter.rule.apply(moment, divisor, None) * parameter.rule.factor

@@ -1,0 +1,110 @@
+"""The page: one HTML document that loads nothing, runs nothing and says the same whenever it is made.
+
+What it shows is also in it as JSON, in the element ``ckpt8-report``: ``facts`` as ``inspect --json`` prints them,
+``distributions`` (see ``ckpt8.inspect.gathering.Gathered``) and, where it was given, ``drift``.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ckpt8 import __version__
+from ckpt8.inspect.html.distributions import code_section, value_section
+from ckpt8.inspect.html.drift import drift_section
+from ckpt8.inspect.html.errors import error_section, worst_section
+from ckpt8.inspect.html.sizes import size_sections
+from ckpt8.inspect.html.style import STYLE
+from ckpt8.inspect.html.text import percent, text
+from ckpt8.inspect.render import number, size
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+"""Should a name ever be taken for markup, the browser still neither runs nor loads anything."""
+
+
+def page(facts: dict[str, Any], distributions: dict[str, Any], drift: dict[str, Any] | None) -> str:
+    """The whole document."""
+    errors = facts["errors"] if facts["kind"] == "ckpt8" else distributions["errors"]
+    name = facts["path"].rstrip("/").rpartition("/")[2] or facts["path"]
+    sections = [
+        _heading(facts, name),
+        _tiles(facts, errors),
+        _flags(facts),
+        size_sections(facts, distributions["layers"]),
+        error_section(errors, distributions),
+        drift_section(drift),
+        value_section(distributions),
+        code_section(distributions),
+        worst_section(distributions),
+        _footer(distributions["sample"]),
+    ]
+    data = {"facts": facts, "distributions": distributions, "drift": drift}
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<link rel="icon" href="data:,"><title>{text(name)} · ckpt8</title><style>{STYLE}</style></head>\n'
+        f"<body><main>{''.join(sections)}</main>\n"
+        f'<script type="application/json" id="ckpt8-report">{_embedded(data)}</script></body></html>\n'
+    )
+
+
+def _embedded(tree: Any) -> str:
+    """JSON in which nothing is markup."""
+    plain = json.dumps(tree, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
+    return plain.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _heading(facts: dict[str, Any], name: str) -> str:
+    if facts["kind"] == "ckpt8":
+        origin = facts["directory"] or ", ".join(member["path"] for member in facts["members"])
+        lines = [f"ckpt8 {facts['format']}, preset {facts['preset']}, written by {facts['writer']}", f"from {origin}"]
+    else:
+        lines = [f"{facts['format']}, {facts['tensor_count']:,} tensors in {facts['storages']:,} storages"]
+        for row in facts["optimizer"]:
+            step = f" at step {row['step']:,}" if row["step"] else ""
+            lines.append(f"optimizer state of {row['parameters']:,} parameters, update rule {row['rule']}{step}")
+    words = "".join(f'<p class="soft name">{text(line)}</p>' for line in lines)
+    return f"<header><h1>{text(name)}</h1>{words}</header>"
+
+
+def _tiles(facts: dict[str, Any], errors: dict[str, Any]) -> str:
+    if facts["kind"] == "ckpt8":
+        tiles = [
+            ("original", size(facts["bytes"])),
+            ("stored", size(facts["stored_bytes"])),
+            ("ratio", f"{facts['ratio']:.2f}x"),
+        ]
+        if facts["bytes_per_weight"]:
+            tiles.append(("bytes per weight", f"{facts['bytes_per_weight']:.3f}"))
+    else:
+        flash = facts["predicted"]["flash"]
+        tiles = [
+            ("size", size(facts["bytes"])),
+            ("preset flash, predicted", size(flash["bytes"])),
+            ("predicted ratio", f"{flash['ratio']:.2f}x"),
+        ]
+    if update := errors["update"]:
+        tiles.append(("NMSE of the update", number(update["nmse"])))
+        tiles.append(("max |Δu|", number(update["max_error"])))
+    items = "".join(f'<div class="tile"><b>{text(value)}</b><span>{text(name)}</span></div>' for name, value in tiles)
+    return f'<div class="tiles">{items}</div>'
+
+
+def _flags(facts: dict[str, Any]) -> str:
+    """What ``inspect`` found to be wrong, where it looked for it."""
+    if "flags" not in facts:
+        return ""
+    items = "".join(f"<li>{text(flag['message'])}</li>" for flag in facts["flags"])
+    body = f"<ul>{items}</ul>" if items else "<p>None was raised.</p>"
+    alarm = ' class="alarm"' if items else ""
+    return f'<section id="flags"><h2{alarm}>Red flags</h2>{body}</section>'
+
+
+def _footer(sample: dict[str, Any]) -> str:
+    share = percent(sample["elements"], sample["of"])
+    words = f"{sample['elements']:,} of {sample['of']:,} values of weights and moments ({share}): {sample['rule']}."
+    return (
+        f'<footer id="sample"><p>Histograms and codes were counted over {text(words)}</p>'
+        f"<p>ckpt8 {text(__version__)}</p></footer>"
+    )

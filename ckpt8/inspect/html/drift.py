@@ -1,0 +1,77 @@
+"""The figures of ``verify --resume-steps``: read from the JSON that it printed, and drawn by step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ckpt8.errors import InputError
+from ckpt8.inspect.html.plots import by_step
+from ckpt8.inspect.html.text import text
+from ckpt8.inspect.render import number
+
+_MOST_BYTES = 32 << 20
+_LARGEST = 1e300
+_FIGURES = {
+    "update_nmse": ("Error of the update", "NMSE of the update"),
+    "update_max": ("Largest error of an update", "max |Δu|"),
+    "weight_rms": ("Distance of the weights", "RMS of Δw, relative"),
+    "weight_max": ("Largest distance of a weight", "max |Δw|, in RMS of its tensor"),
+}
+_CSS = {"update_nmse": "update", "update_max": "update", "weight_rms": "weight", "weight_max": "weight"}
+
+
+def read_drift(path: Path, container: int | None) -> dict[str, Any]:
+    """The ``resume`` of what ``verify --resume-steps N --json`` printed. Raises InputError.
+
+    ``container`` is the size in bytes of the container that is reported on, which must be the one that was verified.
+    """
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise InputError(f"{path}: is too long for the output of verify --json")
+        tree = json.loads(path.read_bytes())
+    except OSError as exc:
+        raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
+    except (ValueError, RecursionError) as exc:
+        raise InputError(f"{path}: is not JSON; give what verify --resume-steps N --json printed") from exc
+    resume = tree.get("resume") if isinstance(tree, dict) else None
+    if not isinstance(resume, dict) or not _is_drift(resume):
+        raise InputError(f"{path}: holds no replayed steps; give what verify --resume-steps N --json printed")
+    if tree.get("nbytes") != container:
+        raise InputError(f"{path}: is about another container, of {tree.get('nbytes')} bytes; verify this one")
+    return resume
+
+
+def _is_drift(resume: dict[str, Any]) -> bool:
+    steps = resume.get("steps")
+    return (
+        isinstance(steps, list)
+        and all(isinstance(step, dict) and all(_is_figure(step.get(key)) for key in _FIGURES) for step in steps)
+        and _is_figure(resume.get("drift"))
+        and type(resume.get("parameters")) is int
+    )
+
+
+def _is_figure(value: object) -> bool:
+    return value is None or (type(value) in (int, float) and 0 <= value < _LARGEST)  # type: ignore[operator]
+
+
+def drift_section(resume: dict[str, Any] | None) -> str:
+    """How far the compressed run is from the original, by step; empty where nothing was replayed."""
+    if resume is None:
+        return ""
+    steps = resume["steps"]
+    values = {figure: [step[figure] for step in steps] for figure in _FIGURES}
+    charts = [
+        f'<figure data-chart="drift"><figcaption>{title}</figcaption>{by_step(values[figure], _CSS[figure], axis)}'
+        f'<p class="note">after step {len(steps):,}: {number(values[figure][-1])}</p></figure>'
+        for figure, (title, axis) in _FIGURES.items()
+        if any(value is not None for value in values[figure])
+    ]
+    return (
+        f'<section id="drift"><h2>Resuming from it</h2><p>{len(steps):,} optimizer steps of '
+        f"{resume['parameters']:,} parameters were replayed on the original and on the container, with the same "
+        f"gradients. Drift, the largest NMSE of a step: <b>{text(number(resume['drift']))}</b></p>"
+        f'<div class="charts pairs">{"".join(charts)}</div></section>'
+    )

@@ -1,0 +1,116 @@
+"""The sections about the error of lossy storage: in all, by layer, and the worst tensors with their histograms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt8.inspect.html.bars import LogAxis, key, row
+from ckpt8.inspect.html.distributions import histograms, sides_key
+from ckpt8.inspect.html.sizes import MOST_LAYERS, role_words
+from ckpt8.inspect.html.text import shown_name, text
+from ckpt8.inspect.render import number
+
+
+def error_section(errors: dict[str, Any], distributions: dict[str, Any]) -> str:
+    """What storing loses, as measured on what ``errors_from`` says."""
+    lines = _totals(errors)
+    body = f"<table><tbody>{lines}</tbody></table>" if lines else "<p>No error was measured.</p>"
+    return (
+        f'<section id="errors"><h2>Error of lossy storage</h2>'
+        f'<p class="soft">Measured on {text(distributions["errors_from"])}. '
+        f"u is the step that the optimizer would take, per unit of learning rate; NMSE is the energy of the error in "
+        f"it, relative to that of u.</p>{body}{_by_layer(distributions['layers'])}</section>"
+    )
+
+
+def _totals(errors: dict[str, Any]) -> str:
+    rows: list[tuple[str, tuple[str, ...]]] = []
+    if weight := errors["weight"]:
+        mean = f"mean {number(weight['mean_relative'])}"
+        rows.append(("weights", (f"max relative {number(weight['max_relative'])}", mean)))
+    noise = {"moment1": role_words("moment1"), "moment2": role_words("moment2"), "update": "update space"}
+    for what, name in noise.items():
+        if error := errors[what]:
+            rows += [(name, (f"NMSE {number(error['nmse'])}", _decibels(error)))]
+    if update := errors["update"]:
+        largest = f"max |Δu| {number(update['max_error'])}", f"max |u| {number(update['max_update'])}"
+        rows.append(("largest of an update", largest))
+    if errors["update_unknown"]:
+        rows.append(("update space", (f"not measured for {errors['update_unknown']:,} parameters",)))
+    return "".join(f"<tr><th>{text(name)}</th><td>{_phrases(figures)}</td></tr>" for name, figures in rows)
+
+
+def _phrases(figures: tuple[str, ...]) -> str:
+    """Phrases that are not broken across lines."""
+    return ", ".join(f"<span>{text(each)}</span>" for each in figures)
+
+
+def _decibels(error: dict[str, Any]) -> str:
+    return "-" if error["snr_db"] is None else f"SNR {number(error['snr_db'])} dB"
+
+
+def _by_layer(layers: list[dict[str, Any]]) -> str:
+    known = [each for each in layers if each["update"] is not None]
+    if not known:
+        return ""
+    worst = sorted(range(len(known)), key=lambda k: -known[k]["update"]["max_error"])
+    kept = set(worst[:MOST_LAYERS])
+    shown = [each for k, each in enumerate(known) if k in kept]
+    axis = LogAxis(each["update"][figure] or 0.0 for each in shown for figure in ("nmse", "max_error"))
+    rows = []
+    for each in shown:
+        update = each["update"]
+        nmse = update["nmse"] or 0.0
+        dots = [
+            ("update", nmse, f"NMSE {number(nmse)}"),
+            ("moment2 ring", update["max_error"], f"max |Δu| {number(update['max_error'])}"),
+        ]
+        figures = f"{number(update['nmse'])} <small>max |Δu| {number(update['max_error'])}</small>"
+        rows.append(row(text(each["layer"]), axis.dots(dots), figures))
+    left = len(known) - len(shown)
+    more = f'<p class="note">{left:,} layers with a smaller max |Δu| are left out.</p>' if left else ""
+    colours = key([("dot update", "NMSE of the update"), ("dot moment2 ring", "max |Δu|, the largest single error")])
+    return (
+        f'<h3>In update space, by layer</h3>{colours}<div id="layer-errors">{"".join(rows)}{axis.labels()}</div>{more}'
+    )
+
+
+def worst_section(distributions: dict[str, Any]) -> str:
+    """The worst parameters and weights; empty where nothing was measured."""
+    worst = distributions["worst"]
+    if not worst["update"] and not worst["weight"]:
+        return ""
+    articles = []
+    for title, rows, figures in (
+        ("Largest error of an update", worst["update"], _update_figures),
+        ("Largest mean error of weights", worst["weight"], _weight_figures),
+    ):
+        if rows:
+            articles.append(f"<h3>{title}</h3>")
+        articles += [
+            f"<article><h4>{shown_name(each)}</h4>"
+            f'<p class="soft">{text(figures(each))}</p>'
+            f'<div class="charts">{histograms(each["histograms"])}</div></article>'
+            for each in rows
+        ]
+    return (
+        f'<section id="worst"><h2>The worst tensors</h2>{_sides(distributions)}{sides_key(distributions)}'
+        f"{''.join(articles)}</section>"
+    )
+
+
+def _sides(distributions: dict[str, Any]) -> str:
+    if distributions["before"] is None:
+        return '<p class="soft">With <code>--against ORIGINAL</code> they are shown as they were before, too.</p>'
+    return ""
+
+
+def _update_figures(each: dict[str, Any]) -> str:
+    return (
+        f"max |Δu| {number(each['max_error'])} where max |u| is {number(each['max_update'])}, "
+        f"NMSE {number(each['nmse'])}, {_decibels(each)}"
+    )
+
+
+def _weight_figures(each: dict[str, Any]) -> str:
+    return f"mean relative error {number(each['mean_relative'])}, max {number(each['max_relative'])}"

@@ -1,0 +1,72 @@
+"""Makes the file of ``inspect --html``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckpt8.container.reader import ContainerReader
+from ckpt8.container.writer import AtomicFile, refuse_inside, refuse_same_file
+from ckpt8.errors import UsageError
+
+
+class Report:
+    """A report that is to be written to ``target`` about the checkpoint or container ``path``.
+
+    ``original`` is the checkpoint that a container was made from; ``drift`` is a file with what ``verify
+    --resume-steps N --json`` printed about it; ``full`` reads every element instead of a sample. Raises OutputError where ``target`` cannot be written, or exists
+    without ``force``; so nothing is read in vain.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        path: Path,
+        *,
+        original: Path | None = None,
+        drift: Path | None = None,
+        full: bool = False,
+        force: bool = False,
+    ) -> None:
+        for source in (path, original, drift):
+            if source is not None:
+                refuse_same_file(target, source)
+                refuse_inside(target, source)
+        AtomicFile(target, force=force).close()
+        self._target, self._path, self._original, self._drift = target, path, original, drift
+        self._full, self._force = full, force
+        self._distributions: dict[str, Any] | None = None
+
+    def visit(self, reader: ContainerReader) -> None:
+        """Look into an open container. Raises InputError for damage."""
+        from ckpt8.inspect.container_distributions import container_distributions
+
+        self._distributions = container_distributions(reader, self._original, full=self._full)
+
+    def write(self, facts: dict[str, Any]) -> None:
+        """Write the report of what ``inspect`` found. Raises InputError, OutputError."""
+        from ckpt8.inspect.html.document import page
+        from ckpt8.inspect.html.drift import read_drift
+
+        distributions = self._distributions
+        if distributions is None:
+            from ckpt8.inspect.checkpoint_distributions import checkpoint_distributions
+
+            distributions = checkpoint_distributions(self._path, full=self._full)
+        drift = None if self._drift is None else read_drift(self._drift, facts.get("stored_bytes"))
+        content = page(facts, distributions, drift).encode()
+        with AtomicFile(self._target, force=self._force) as output:
+            with output.guard():
+                output.file.write(content)
+            output.publish()
+
+
+def report_for(
+    target: Path | None, path: Path, *, original: Path | None, drift: Path | None, full: bool, force: bool
+) -> Report | None:
+    """The report that was asked for, if one was. Raises UsageError for a drift without a report."""
+    if target is None:
+        if drift is not None:
+            raise UsageError("--drift is shown in a report; give --html FILE")
+        return None
+    return Report(target, path, original=original, drift=drift, full=full, force=force)

@@ -1,0 +1,28 @@
+"""Where the ticks of an axis are."""
+
+from __future__ import annotations
+
+import math
+
+LOG10_OF_2 = math.log10(2)
+
+
+def linear_ticks(top: float, most: int = 4) -> list[float]:
+    """Round numbers from 0 to ``top`` or just above it, so that the last is the end of the axis."""
+    if not top > 0:
+        return [0.0, 1.0]
+    size = 10.0 ** math.floor(math.log10(top / most))
+    step = next(size * factor for factor in (1, 2, 2.5, 5, 10, 20) if size * factor * most >= top * (1 - 1e-9))
+    return [step * k for k in range(math.ceil(top / step - 1e-9) + 1)]
+
+
+def decades(low: float, high: float, most: int = 6) -> list[int]:
+    """Exponents of powers of ten from ``low`` to ``high``, which are exponents of ten, no more than ``most``."""
+    first, last = math.ceil(low - 1e-9), math.floor(high + 1e-9)
+    step = max(1, math.ceil((last - first + 1) / most))
+    return [each for each in range(first, last + 1) if each % step == 0]
+
+
+def tick_label(value: float) -> str:
+    """A round number without zeros behind it."""
+    return f"{value:.6g}"

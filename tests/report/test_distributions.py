@@ -1,0 +1,258 @@
+"""What the report counts, against the values as torch loads them and the formulas written again."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+
+import ckpt8
+from ckpt8.container.reader import ContainerReader
+from ckpt8.errors import InputError
+from ckpt8.inspect import checkpoint_distributions as of_checkpoint
+from ckpt8.inspect import sampling
+from ckpt8.inspect.checkpoint_distributions import checkpoint_distributions
+from ckpt8.inspect.container import inspect_container
+from ckpt8.inspect.container_distributions import container_distributions
+from ckpt8.inspect.distributions import LOWEST, Codes, Histogram
+from ckpt8.inspect.html.layers import LayerNames
+from ckpt8.inspect.sampling import RUN, RUNS, Sampling
+
+
+def octaves(values):
+    """Counts by exponent, from Python's own frexp."""
+    return Counter(math.frexp(value)[1] - 1 for value in values if math.isfinite(value) and value)
+
+
+def as_counter(side):
+    """The counts that a histogram has as JSON."""
+    return Counter({side["first"] + k: count for k, count in enumerate(side["counts"]) if count})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_values_are_counted_by_octave(dtype):
+    generator = torch.Generator().manual_seed(3)
+    x = (torch.randn(5000, generator=generator) * torch.logspace(-12, 3, 5000)).to(dtype)
+    edges = torch.tensor([1.0, -1.0, 2.0, 1.9375, 0.0, -0.0, math.inf, -math.inf, math.nan, 2.0**-14]).to(dtype)
+    x = torch.cat([x, edges])
+    found = Histogram.of(x)
+    values = x.double().tolist()
+    assert as_counter(found.to_json()) == octaves(values)
+    assert found.zero == sum(value == 0 for value in values)
+    assert found.not_finite == 3
+    assert found.negative == sum(value < 0 and math.isfinite(value) for value in values)
+    assert found.total == len(values)
+
+
+def test_subnormals_have_octaves_and_what_fp32_has_not_is_in_the_last_ones():
+    tiny = Histogram.of(torch.tensor([2.0**-149, 3 * 2.0**-149, 2.0**-127])).to_json()
+    assert as_counter(tiny) == {-149: 1, -148: 1, -127: 1}
+    wide = Histogram.of(torch.tensor([1e-300, 1e300], dtype=torch.float64)).to_json()
+    assert as_counter(wide) == {LOWEST: 1, 127: 1}
+
+
+def test_counts_add_up_wherever_they_are_cut():
+    x = torch.randn(10_000, generator=torch.Generator().manual_seed(5))
+    parts = Histogram()
+    for part in x.split(1234):
+        parts.merge(Histogram.of(part))
+    assert parts == Histogram.of(x)
+
+
+def test_entropy_of_codes():
+    assert Codes.of(torch.arange(256, dtype=torch.uint8), 0, 255).entropy == 8
+    assert Codes.of(torch.zeros(9, dtype=torch.int8), -127, 127).entropy == 0
+    assert Codes.of(torch.tensor([-1, -1, 1, 1, 1, 1, 0, 0], dtype=torch.int8), -1, 1).entropy == 1.5
+    assert Codes.of(torch.tensor([], dtype=torch.int8), -1, 1).to_json()["entropy_bits"] == 0
+
+
+@pytest.mark.parametrize("numel", [0, 1, 31, 4096, RUN * RUNS, RUN * RUNS + 1, 1 << 20, (1 << 20) + 7, 40_000_001])
+@pytest.mark.parametrize("tensors", [1, 500, 100_000])
+def test_samples_are_bounded_aligned_and_spread(numel, tensors):
+    for full in (False, True):
+        places = Sampling.of(tensors, full=full)(numel)
+        spans = [(chunk * 2**20 + run.start, chunk * 2**20 + run.stop) for chunk, runs in places for run in runs]
+        assert all(start % 32 == 0 and start < stop <= numel for start, stop in spans)
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
+        seen = sum(stop - start for start, stop in spans)
+        if full or numel <= RUN * RUNS <= 2**20:
+            assert seen == numel
+        else:
+            assert seen <= RUN * RUNS
+        if tensors == 1 and numel > 1 << 20:
+            assert spans[0][0] < 2**20
+            assert spans[-1][1] > (numel - 1) // 2**20 * 2**20
+
+
+def test_a_container_against_values_that_torch_loads(packed):
+    original, container = packed
+    with ContainerReader(container) as reader:
+        found = container_distributions(reader, original)
+    assert found["sample"]["full"]
+    for side, tree in (("before", torch.load(original)), ("after", ckpt8.load(container))):
+        states = tree["optimizer"]["state"].values()
+        values = {
+            "weight": [w.flatten() for w in tree["model"].values() if w.is_floating_point()],
+            "moment1": [state["exp_avg"].flatten() for state in states],
+            "moment2": [state["exp_avg_sq"].flatten() for state in states],
+        }
+        # Tied weights are stored once.
+        values["weight"] = list({w.data_ptr(): w for w in values["weight"]}.values())
+        rule = tree["optimizer"]["param_groups"][0]
+        b1, b2 = rule["betas"]
+        values["update"] = [
+            state["exp_avg"].double().flatten()
+            / (1 - b1 ** state["step"].item())
+            / ((state["exp_avg_sq"].double().flatten() / (1 - b2 ** state["step"].item())).sqrt() + rule["eps"])
+            for state in states
+        ]
+        for what, tensors in values.items():
+            all_values = torch.cat(tensors).tolist()
+            counted = found["histograms"][what][side]
+            assert counted["total"] == len(all_values)
+            assert counted["zero"] == all_values.count(0.0)
+            differing = as_counter(counted)
+            differing.subtract(octaves(all_values))
+            # An update that is a rounding error away from a power of two may be counted on its other side.
+            assert sum(map(abs, differing.values())) <= (20 if what == "update" else 0)
+
+
+def test_codes_are_those_that_the_definition_gives(packed):
+    original, container = packed
+    with ContainerReader(container) as reader:
+        codes = {row["role"]: row for row in container_distributions(reader)["codes"]}
+    counts = Counter()
+    for state in torch.load(original)["optimizer"]["state"].values():
+        if state["exp_avg"].numel() >= 4096:
+            groups = state["exp_avg"].view(-1, 32)
+            bits = groups.abs().amax(1).view(torch.int32)
+            scale = (((bits + 0x3FFF + ((bits >> 15) & 1)) >> 15) << 15).view(torch.float32).unsqueeze(1)
+            n = groups / scale
+            code = (127 * (2 * n / (1 + n.abs())) + 0.5).floor().clamp(-127, 127)
+            counts.update(code.int().flatten().tolist())
+    row = codes["moment1"]
+    assert {row["first"] + k: count for k, count in enumerate(row["counts"]) if count} == counts
+    assert (row["levels"], row["total"]) == (255, sum(counts.values()))
+    assert codes["weight"]["part"] == "rho"
+    assert codes["moment2"]["counts"][0] == 0
+
+
+def test_errors_and_sizes_of_a_container_are_those_that_inspect_shows(packed):
+    _, container = packed
+    facts = inspect_container(container)
+    with ContainerReader(container) as reader:
+        found = container_distributions(reader)
+    for kind, rows in facts["worst"].items():
+        kept = [{key: row[key] for key in shown} for row, shown in zip(found["worst"][kind], rows, strict=True)]
+        assert kept == rows
+    layers = found["layers"]
+    assert sum(sum(layer["bytes"].values()) for layer in layers) == facts["bytes"]
+    stored = sum(sum(layer["stored_bytes"].values()) for layer in layers)
+    assert stored + facts["overhead_bytes"] == facts["stored_bytes"]
+    assert sum(layer["weights"] for layer in layers) == facts["weights"]
+    assert (
+        max(layer["update"]["max_error"] for layer in layers if layer["update"])
+        == facts["errors"]["update"]["max_error"]
+    )
+    assert found["histograms"]["weight"]["before"] is None
+
+
+def test_what_a_preset_would_do_is_what_it_does(packed):
+    """Everything of so small a checkpoint is looked at, so that the prediction is exact."""
+    original, container = packed
+    raw = checkpoint_distributions(original)
+    facts = inspect_container(container)
+    assert raw["sample"]["full"]
+    with ContainerReader(container) as reader:
+        real = container_distributions(reader, original)
+    assert raw["histograms"] == real["histograms"]
+    assert raw["codes"] == real["codes"]
+    for what, error in facts["errors"].items():
+        assert raw["errors"][what] == pytest.approx(error, rel=1e-9)
+    for mine, theirs in zip(raw["worst"]["update"], real["worst"]["update"], strict=True):
+        assert (mine["name"], mine["histograms"]) == (theirs["name"], theirs["histograms"])
+    for mine, theirs in zip(raw["layers"], real["layers"], strict=True):
+        assert mine["bytes"] == theirs["bytes"]
+        assert mine["update"] == (theirs["update"] and pytest.approx(theirs["update"], rel=1e-9))
+
+
+def test_a_sample_reads_no_more_than_it_says(inputs, monkeypatch):
+    read = []
+
+    class Counting(of_checkpoint._Look):
+        def _read(self, stream, start, length):
+            read.append(length)
+            return super()._read(stream, start, length)
+
+    monkeypatch.setattr(of_checkpoint, "_Look", Counting)
+    monkeypatch.setattr(sampling, "RUN", 64)
+    found = checkpoint_distributions(inputs / "gpt_adamw.pt")
+    tensors = len(torch.load(inputs / "gpt_adamw.pt")["optimizer"]["state"]) * 3
+    assert sum(read) == found["sample"]["elements"] <= tensors * RUNS * 64 < found["sample"]["of"]
+    assert "16 runs of 64 elements" in found["sample"]["rule"]
+    everything = checkpoint_distributions(inputs / "gpt_adamw.pt", full=True)
+    assert everything["sample"]["elements"] == everything["sample"]["of"] == found["sample"]["of"]
+    assert everything["sample"]["rule"] == "every element"
+
+
+@pytest.mark.parametrize("run", [RUN, 64])
+def test_what_is_refused_comes_back_as_it_is(run, tmp_path, monkeypatch):
+    """Also where a codec refuses one run of it and takes the others."""
+    monkeypatch.setattr(sampling, "RUN", run)
+    generator = torch.Generator().manual_seed(1)
+    # Seventh powers: many values that codes would make zero.
+    weight, moment = (torch.randn(96, 64, generator=generator) for _ in range(2))
+    moment = moment**7
+    state = {"step": 3, "exp_avg": moment, "exp_avg_sq": moment**2}
+    groups = [{"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "params": [0]}]
+    tree = {"model": {"a.weight": weight}, "optimizer": {"state": {0: state}, "param_groups": groups}}
+    torch.save(tree, tmp_path / "sound.pt")
+    moment[0, 7] = math.nan
+    torch.save(tree, tmp_path / "spoilt.pt")
+    sound, spoilt = (checkpoint_distributions(tmp_path / name) for name in ("sound.pt", "spoilt.pt"))
+    assert sound["refused"]["count"] == 0
+    assert sound["histograms"]["moment1"]["before"] != sound["histograms"]["moment1"]["after"]
+    assert [row["name"] for row in sound["worst"]["update"]] == ["a.weight"]
+    assert spoilt["refused"]["count"] == 1
+    assert spoilt["refused"]["first"][0]["name"] == "a.weight"
+    for what in ("moment1", "moment2", "update"):
+        pair = spoilt["histograms"][what]
+        assert pair["before"] == pair["after"]
+        assert pair["after"]["not_finite"] == (what != "moment2")
+    assert [row["role"] for row in spoilt["codes"]] == ["weight"]
+    assert spoilt["worst"]["update"] == []
+    assert spoilt["errors"]["update"] is None
+
+
+def test_an_original_that_is_another_is_refused(packed, inputs):
+    _, container = packed
+    with ContainerReader(container) as reader, pytest.raises(InputError, match="changed while it was read"):
+        container_distributions(reader, inputs / "gpt_stable_adamw.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("transformer.h.3.attn.c_attn.weight", "transformer.h.3"),
+        ("model.transformer.h.3.attn.c_attn.weight", "transformer.h.3"),
+        ("model.transformer.wte.weight", "transformer.wte"),
+        ("frozen.blocks.11.mlp.experts.7.w1", "frozen.blocks.11"),
+        ("weight", "weight"),
+        ("0.weight", "0"),
+    ],
+)
+def test_the_layer_of_a_name(name, layer):
+    names = ["transformer.h.3.attn.c_attn.weight", "transformer.wte.weight"]
+    assert LayerNames(names, directory=False).of(name) == layer
+    members = LayerNames([f"optimizer.pt:{each}" for each in names], directory=True)
+    assert members.of(f"a/model.safetensors:{name}") == layer
+
+
+def test_layers_are_in_order_of_their_numbers(tmp_path):
+    weights = {f"layers.{k}.weight": torch.zeros(2) for k in (0, 1, 10, 11, 2)}
+    torch.save({"embed.weight": torch.zeros(3), **weights, "head.weight": torch.zeros(3)}, tmp_path / "x.pt")
+    layers = [layer["layer"] for layer in checkpoint_distributions(tmp_path / "x.pt")["layers"]]
+    assert layers == ["embed", *(f"layers.{k}" for k in (0, 1, 2, 10, 11)), "head", "everything else"]

@@ -1,0 +1,212 @@
+"""``inspect --html`` as a command: what the file holds, when it is written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from page_kit import assert_inert
+
+import ckpt8
+from ckpt8.inspect.html.document import page
+
+HOSTILE = [
+    "</script ><script>alert(1)</script>",
+    '"><img src=http://example.com/x onerror=alert(1)>',
+    "<svg/onload=alert(1)>",
+    "&lt;b&gt;&amp;",
+    "line\nline\x1b[31m\u202ereversed",
+    "]]>--><!--",
+]
+
+
+def test_the_same_input_gives_the_same_bytes(packed, inspect, tmp_path):
+    original, container = packed
+    for path, options in ((original, ()), (container, ()), (container, ("--against", original))):
+        once, again = (inspect(path, tmp_path / name, "--force", *options)[1] for name in ("a.html", "b.html"))
+        assert once == again
+
+
+def test_without_the_original_nothing_is_shown_as_before(packed, inspect, tmp_path):
+    original, container = packed
+    _, alone, tree = inspect(container, tmp_path / "a.html")
+    assert tree["distributions"]["before"] is None
+    assert b'class="was"' not in alone
+    assert "--against ORIGINAL" in assert_inert(alone)
+    _, beside, _ = inspect(container, tmp_path / "b.html", "--against", original)
+    assert beside.count(b'<path class="was"') == 4 + 3 * 5 + 5
+
+
+def test_a_container_without_statistics(inputs, inspect, tmp_path):
+    container = tmp_path / "x.ckpt8"
+    ckpt8.compress(inputs / "gpt_adamw.pt", container, stats=False)
+    facts, content, tree = inspect(container, tmp_path / "a.html")
+    text = assert_inert(content)
+    assert "not measured for 10 parameters" in text
+    assert "The worst tensors" not in text
+    assert tree["distributions"]["worst"] == {"update": [], "weight": []}
+    facts, content, tree = inspect(container, tmp_path / "b.html", "--against", inputs / "gpt_adamw.pt")
+    assert "not measured" not in assert_inert(content)
+    worst = tree["distributions"]["worst"]["update"]
+    assert [row["name"] for row in worst] == [row["name"] for row in facts["worst"]["update"]]
+    assert len(worst) == 5
+    assert any(layer["update"] for layer in tree["distributions"]["layers"])
+
+
+def test_hostile_names_are_text(inspect, tmp_path):
+    weights = {name: torch.randn(96, 96) for name in HOSTILE}
+    moments = {name: {"step": 3, "exp_avg": weight / 9, "exp_avg_sq": weight**2} for name, weight in weights.items()}
+    group = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "params": HOSTILE}
+    path = tmp_path / "<i>\u202e\x1b<.pt"
+    torch.save({"model": weights, "optimizer": {"state": moments, "param_groups": [group]}}, path)
+    container = tmp_path / "<i>\u202e\x1b<.ckpt8"
+    ckpt8.compress(path, container)
+    for source in (path, container):
+        facts, content, tree = inspect(source, tmp_path / "a.html", "--force")
+        text = assert_inert(content)
+        assert tree["facts"] == facts
+        assert len(tree["distributions"]["worst"]["update"]) == len(tree["distributions"]["worst"]["weight"]) == 5
+        for name in HOSTILE:
+            shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in name)
+            assert shown in text
+        assert "\u202e" not in content.decode()
+        assert "\x1b" not in content.decode()
+
+
+def test_flags_are_shown_where_there_are_any(packed, inspect, tmp_path):
+    facts, _, tree = inspect(packed[0], tmp_path / "a.html")
+    facts["flags"] = [{"kind": "nan", "message": "<b>NaN</b> in model.a"}]
+    assert "<b>NaN</b> in model.a" in assert_inert(page(facts, tree["distributions"], None).encode())
+    facts["flags"] = []
+    assert "None was raised." in assert_inert(page(facts, tree["distributions"], None).encode())
+
+
+def test_hundreds_of_layers_are_cut_to_the_largest(inspect, tmp_path):
+    torch.save({f"layers.{k}.weight": torch.zeros(k + 1) for k in range(200)}, tmp_path / "x.pt")
+    _, content, tree = inspect(tmp_path / "x.pt", tmp_path / "a.html")
+    text = assert_inert(content)
+    assert len(tree["distributions"]["layers"]) == 201
+    assert "layers.199" in text
+    assert "layers.20<" not in content.decode()
+    assert "121 smaller layers together" in text
+
+
+def test_a_file_without_weights(inspect, tmp_path):
+    torch.save({"step": torch.tensor(3), "empty": torch.zeros(0)}, tmp_path / "x.pt")
+    _, content, _ = inspect(tmp_path / "x.pt", tmp_path / "a.html")
+    assert "No error was measured." in assert_inert(content)
+
+
+def test_a_weight_of_zeros(inspect, tmp_path):
+    torch.save({"zero": torch.zeros(64, 64)}, tmp_path / "x.pt")
+    _, content, _ = inspect(tmp_path / "x.pt", tmp_path / "a.html")
+    text = assert_inert(content)
+    assert "no value other than zero" in text
+    assert "4,096 zeros (100 %) after" in text
+
+
+def test_the_report_is_written_as_every_output_is(run_command, packed, tmp_path):
+    container = packed[1]
+    target = tmp_path / "r.html"
+    target.write_text("mine")
+    code, out, err = run_command("inspect", container, "--html", target)
+    assert (code, out) == (4, "")
+    assert "--force" in err
+    assert target.read_text() == "mine"
+    assert run_command("inspect", container, "--html", target, "--force")[0] == 0
+    assert target.read_bytes().startswith(b"<!doctype html>")
+    before = container.read_bytes()
+    for refused in (container, tmp_path, tmp_path / "missing" / "r.html"):
+        code, out, err = run_command("inspect", container, "--html", refused, "--force")
+        assert (code, out, err.count("\n")) == (4, "", 1)
+    assert container.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt.ckpt8", "r.html"]
+
+
+def test_a_report_in_the_checkpoint_itself_is_refused(run_command, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    torch.save({"a": torch.ones(64, 64)}, folder / "x.pt")
+    code, _, err = run_command("inspect", folder, "--html", folder / "r.html")
+    assert code == 4
+    assert "outside of it" in err
+    assert [path.name for path in folder.iterdir()] == ["x.pt"]
+
+
+def test_damage_leaves_no_report(run_command, packed, tmp_path):
+    _, container = packed
+    data = bytearray(container.read_bytes())
+    data[len(data) // 2] ^= 1
+    container.write_bytes(data)
+    code, out, err = run_command("inspect", container, "--html", tmp_path / "r.html")
+    assert (code, out, err.count("\n")) == (3, "", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["gpt.ckpt8"]
+
+
+@pytest.fixture
+def drift(run_command, packed, tmp_path):
+    """What verify prints of three replayed steps."""
+    code, out, _ = run_command("verify", packed[1], "--against", packed[0], "--resume-steps", 3, "--json")
+    assert code == 0
+    path = tmp_path / "drift.json"
+    path.write_text(out)
+    return path
+
+
+def test_a_drift_needs_a_report(run_command, packed, drift):
+    code, _, err = run_command("inspect", packed[1], "--drift", drift)
+    assert code == 2
+    assert "--html" in err
+
+
+def changed(tree, **values):
+    return {**tree, "resume": {**tree["resume"], **values}}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tree: {**tree, "nbytes": 5}, "another container"),
+        (lambda tree: {**tree, "resume": None}, "no replayed steps"),
+        (lambda tree: changed(tree, steps=[{"update_nmse": "x"}]), "no replayed steps"),
+        (lambda tree: changed(tree, steps=[dict.fromkeys(tree["resume"]["steps"][0], -1.0)]), "no replayed steps"),
+        (lambda tree: changed(tree, drift=10**400), "no replayed steps"),
+        (lambda tree: changed(tree, parameters="<b>"), "no replayed steps"),
+        (lambda tree: [tree], "no replayed steps"),
+    ],
+)
+def test_what_is_no_drift_of_this_container_is_refused(change, words, run_command, packed, drift, tmp_path):
+    drift.write_text(json.dumps(change(json.loads(drift.read_text()))))
+    code, out, err = run_command("inspect", packed[1], "--html", tmp_path / "r.html", "--drift", drift)
+    assert (code, out) == (3, "")
+    assert words in err
+    assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 200_000, b'{"resume": {"steps": [NaN'])
+def test_what_is_no_json_is_refused(content, run_command, packed, drift, tmp_path):
+    drift.write_bytes(content)
+    code, _, err = run_command("inspect", packed[1], "--html", tmp_path / "r.html", "--drift", drift)
+    assert code == 3
+    assert re.fullmatch(r"ckpt8: [^\n]+\n", err)
+
+
+def test_a_drift_of_a_checkpoint_is_refused(run_command, packed, drift, tmp_path):
+    code, _, err = run_command("inspect", packed[0], "--html", tmp_path / "r.html", "--drift", drift)
+    assert code == 3
+    assert "another container" in err
+
+
+def test_figures_of_the_drift(inspect, packed, drift, tmp_path):
+    tree = json.loads(drift.read_text())
+    tree["resume"]["steps"][1]["update_nmse"] = 0.0
+    tree["resume"]["steps"][2]["weight_rms"] = None
+    drift.write_text(json.dumps(tree))
+    _, content, found = inspect(packed[1], tmp_path / "r.html", "--drift", drift)
+    text = assert_inert(content)
+    assert found["drift"] == tree["resume"]
+    assert "3 optimizer steps of 28 parameters" in text
+    assert "step 2:" in text
+    assert content.decode().count('data-chart="drift"') == 4
