@@ -56,9 +56,9 @@ def quantise_tensor(x: Tensor, state: Tensor, *, transposed: bool = False) -> Te
 
 
 def matmul(a: Tensor, row_states: Tensor, b: Tensor, state: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """row_states · state / 127² · (a @ bᵀ) + bias, rounded to ``dtype``; a is (rows, columns), b (outputs, columns)."""
-    scales = row_states * (state / (LEVELS * LEVELS))
-    y = _sums(a, b).mul_(scales.unsqueeze(1))
+    """((a @ bᵀ) · (state / 127²)) · row_states + bias, as ``dtype``; a is (rows, columns), b (outputs, columns)."""
+    # A product of the two states alone would leave fp32's range sooner.
+    y = _sums(a, b).mul_(state / (LEVELS * LEVELS)).mul_(row_states.unsqueeze(1))
     if bias is not None:
         y += bias.float()
     return y.to(dtype)

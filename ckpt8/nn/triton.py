@@ -2,7 +2,7 @@
 
     state    = fp32 of max(bits of |x|)                    NaN where that is Inf or NaN
     code     = rint(127 · (x / state))                     as (t + 1.5·2²³) - 1.5·2²³, which rounds halves to even
-    y        = fp32(Σ codes · codes) · (row state · (state / 127²)) + bias
+    y        = (fp32(Σ codes · codes) · (state / 127²)) · row state + bias
 
 Both operands of a product lie with the summed dimension inside, as integer tensor cores want them: so the codes of W
 are written transposed for the input gradient. bf16 is read and written as its 16 bits.
@@ -139,8 +139,7 @@ def matmul_kernel(
         right = tl.load(from_b + first, None if even else (first + k < columns)[:, None], None if even else 0)
         sums = tl.dot(left, right, sums, out_dtype=tl.int32)
     values = total + sums.to(tl.float32) if sliced else sums.to(tl.float32)
-    scale = tl.load(row_states + m, m < rows, 0) * tl.div_rn(tl.load(state), _LEVELS * _LEVELS)
-    values = values * scale[:, None]
+    values = values * tl.div_rn(tl.load(state), _LEVELS * _LEVELS) * tl.load(row_states + m, m < rows, 0)[:, None]
     if bias is not None:
         values += widen(tl.load(bias + n, n < outputs, 0)).to(tl.float32)[None, :]
     mask = (m < rows)[:, None] & (n < outputs)[None, :]
@@ -186,7 +185,7 @@ def quantise_tensor(x: Tensor, state: Tensor, *, transposed: bool = False) -> Te
 
 
 def matmul(a: Tensor, row_states: Tensor, b: Tensor, state: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """row_states · state / 127² · (a @ bᵀ) + bias, rounded to ``dtype``."""
+    """((a @ bᵀ) · (state / 127²)) · row_states + bias, rounded to ``dtype``."""
     (rows, columns), outputs = a.shape, b.shape[0]
     y = torch.empty(rows, outputs, dtype=dtype, device=a.device)
     if not y.numel():
@@ -204,7 +203,7 @@ def matmul(a: Tensor, row_states: Tensor, b: Tensor, state: Tensor, bias: Tensor
 
 def matmul_blocks(rows: int) -> dict[str, int]:
     """The tile of a program: fewer rows where there are few."""
-    return {"block_m": 128 if rows > 64 else 64 if rows > 16 else 16, "block_n": 128, "block_k": 64}
+    return {"block_m": 128 if rows > 64 else 64 if rows > 16 else 16, "block_n": 128, "block_k": 128}
 
 
 def _row_block(columns: int) -> int:
