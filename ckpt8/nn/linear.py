@@ -41,7 +41,7 @@ class Operations(Protocol):
     """What ``reference`` and ``triton`` both are."""
 
     def quantise_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and states by row."""
+        """Codes and states by row. Here and below rows of codes may be longer than those of ``x``, by zeros."""
 
     def tensor_state(self, x: Tensor) -> Tensor:
         """The state of a matrix."""

@@ -12,6 +12,8 @@ Longer sums are added in fp32, slice by slice of 2¹⁷ columns in their order.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -57,8 +59,15 @@ def quantise_tensor(x: Tensor, state: Tensor, *, transposed: bool = False) -> Te
 
 def matmul(a: Tensor, row_states: Tensor, b: Tensor, state: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """((a @ bᵀ) · (state / 127²)) · row_states + bias, as ``dtype``; a is (rows, columns), b (outputs, columns)."""
+    parts = zip(torch.split(a, SLICE, 1), torch.split(b, SLICE, 1), strict=True)
+    sums = reduce(torch.add, (_integer_sums(left, right).float() for left, right in parts))
+    return scaled(sums, row_states, state, bias, dtype)
+
+
+def scaled(sums: Tensor, row_states: Tensor, state: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The end of ``matmul``: of fp32 sums, which it overwrites."""
     # A product of the two states alone would leave fp32's range sooner.
-    y = _sums(a, b).mul_(state / (LEVELS * LEVELS)).mul_(row_states.unsqueeze(1))
+    y = sums.mul_(state / LEVELS**2).mul_(row_states.unsqueeze(1))
     if bias is not None:
         y += bias.float()
     return y.to(dtype)
@@ -83,17 +92,6 @@ def _codes(values: Tensor, state: Tensor) -> Tensor:
     finite = state >= 0
     codes = (values / torch.where(state > 0, state, 1.0)).mul_(LEVELS).round_()
     return torch.where(finite, codes, 0.0).to(torch.int8)
-
-
-def _sums(a: Tensor, b: Tensor) -> Tensor:
-    columns = a.shape[1]
-    if columns <= SLICE:
-        return _integer_sums(a, b).float()
-    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
-    for first in range(0, columns, SLICE):
-        part = slice(first, first + SLICE)
-        total += _integer_sums(a[:, part], b[:, part]).float()
-    return total
 
 
 def _integer_sums(a: Tensor, b: Tensor) -> Tensor:

@@ -5,13 +5,15 @@
     y        = (fp32(Σ codes · codes) · (state / 127²)) · row state + bias
 
 Both operands of a product lie with the summed dimension inside, as integer tensor cores want them: so the codes of W
-are written transposed for the input gradient. bf16 is read and written as its 16 bits.
+are written transposed for the input gradient. Rows of codes are padded with zeros to a multiple of ``STEP``, so that
+products load 16 bytes at a time and heed no end. bf16 is read and written as its 16 bits.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
@@ -25,6 +27,9 @@ from ckpt8.nn import reference
 ROW_BLOCK = 4096
 """Most columns of a row that a program handles at once."""
 
+STEP = 128
+"""Columns of codes that a product takes at once."""
+
 TILE = 64
 """Rows and columns of a tile of W."""
 
@@ -34,7 +39,6 @@ GROUP = 8
 MATMUL_OPTIONS = {"num_stages": 3, **OPTIONS}
 """How the product is compiled."""
 
-SLICE = tl.constexpr(reference.SLICE)
 _LEVELS = tl.constexpr(127.0)
 _ROUNDING = tl.constexpr(1.5 * 2**23)
 
@@ -55,7 +59,7 @@ def codes_of(x, state):
 
 
 @triton.jit
-def rows_kernel(x, codes, states, columns, block: tl.constexpr):
+def rows_kernel(x, codes, states, columns, padded, block: tl.constexpr):
     """One row: its largest magnitude, then its codes."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
@@ -65,10 +69,9 @@ def rows_kernel(x, codes, states, columns, block: tl.constexpr):
         largest = tl.maximum(largest, magnitude_bits(values))
     state = state_of(tl.max(largest, axis=0))
     tl.store(states + row, state)
-    for first in range(0, columns, block):
-        mask = first + at < columns
-        values = widen(tl.load(x + row * columns + first + at, mask, 0)).to(tl.float32)
-        tl.store(codes + row * columns + first + at, codes_of(values, state), mask)
+    for first in range(0, padded, block):
+        values = widen(tl.load(x + row * columns + first + at, first + at < columns, 0)).to(tl.float32)
+        tl.store(codes + row * padded + first + at, codes_of(values, state), first + at < padded)
 
 
 @triton.jit
@@ -84,18 +87,19 @@ def largest_kernel(x, largest, columns, block: tl.constexpr):
 
 
 @triton.jit
-def tiles_kernel(x, codes, state, rows, columns, transposed: tl.constexpr, tile: tl.constexpr):
-    """Codes of a tile of a matrix under one state, in their places or transposed."""
+def tiles_kernel(x, codes, state, rows, columns, padded, transposed: tl.constexpr, tile: tl.constexpr):
+    """Codes of a tile of a matrix under one state, in their places or transposed; rows of codes are ``padded`` long."""
     row = (tl.program_id(1) * tile + tl.arange(0, tile)).to(tl.int64)
     column = tl.program_id(0) * tile + tl.arange(0, tile)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     values = widen(tl.load(x + row[:, None] * columns + column[None, :], mask, 0)).to(tl.float32)
     code = codes_of(values, tl.load(state))
     if transposed:
-        turned = (row < rows)[None, :] & (column < columns)[:, None]
-        tl.store(codes + column[:, None].to(tl.int64) * rows + row[None, :], tl.trans(code), turned)
+        turned = (row < padded)[None, :] & (column < columns)[:, None]
+        tl.store(codes + column[:, None].to(tl.int64) * padded + row[None, :], tl.trans(code), turned)
     else:
-        tl.store(codes + row[:, None] * columns + column[None, :], code, mask)
+        straight = (row < rows)[:, None] & (column < padded)[None, :]
+        tl.store(codes + row[:, None] * padded + column[None, :], code, straight)
 
 
 @triton.jit
@@ -109,14 +113,12 @@ def matmul_kernel(
     rows,
     outputs,
     columns,
-    even: tl.constexpr,
-    sliced: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     group: tl.constexpr,
 ):
-    """A tile of a @ bᵀ; ``even``: columns are a multiple of ``block_k``; ``sliced``: more than an int32 adds."""
+    """A tile of a @ bᵀ as fp32, scaled and with its bias; columns are a multiple of ``block_k``."""
     across, down = tl.cdiv(outputs, block_n), tl.cdiv(rows, block_m)
     program = tl.program_id(0)
     first_down = program // (group * across) * group
@@ -129,17 +131,13 @@ def matmul_kernel(
     from_a = a + (m % rows).to(tl.int64)[:, None] * columns + k[None, :]
     from_b = b + (n % outputs).to(tl.int64)[None, :] * columns + k[:, None]
     sums = tl.zeros((block_m, block_n), tl.int32)
-    total = tl.zeros((block_m, block_n), tl.float32)
     for first in range(0, columns, block_k):
-        if sliced:  # noqa: SIM102
-            if (first > 0) & (first % SLICE == 0):
-                total += sums.to(tl.float32)
-                sums = tl.zeros((block_m, block_n), tl.int32)
-        left = tl.load(from_a + first, None if even else (first + k < columns)[None, :], None if even else 0)
-        right = tl.load(from_b + first, None if even else (first + k < columns)[:, None], None if even else 0)
-        sums = tl.dot(left, right, sums, out_dtype=tl.int32)
-    values = total + sums.to(tl.float32) if sliced else sums.to(tl.float32)
-    values = values * tl.div_rn(tl.load(state), _LEVELS * _LEVELS) * tl.load(row_states + m, m < rows, 0)[:, None]
+        sums = tl.dot(tl.load(from_a + first), tl.load(from_b + first), sums, out_dtype=tl.int32)
+    values = (
+        sums.to(tl.float32)
+        * tl.div_rn(tl.load(state), _LEVELS * _LEVELS)
+        * tl.load(row_states + m, m < rows, 0)[:, None]
+    )
     if bias is not None:
         values += widen(tl.load(bias + n, n < outputs, 0)).to(tl.float32)[None, :]
     mask = (m < rows)[:, None] & (n < outputs)[None, :]
@@ -148,13 +146,13 @@ def matmul_kernel(
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and states of a matrix by row."""
+    """Codes and states of a matrix by row; rows of codes are padded."""
     rows, columns = x.shape
-    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    codes = _empty(rows, columns, x.device)
     states = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
         with _on(x.device):
-            rows_kernel[(rows,)](raw(x.contiguous()), codes, states, columns, block=_row_block(columns), **OPTIONS)
+            rows_kernel[(rows,)](raw(x.contiguous()), codes, states, columns, codes.shape[1], **row_options(columns))
     return codes, states
 
 
@@ -165,50 +163,64 @@ def tensor_state(x: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     largest = torch.empty(rows, dtype=torch.int32, device=x.device)
     with _on(x.device):
-        largest_kernel[(rows,)](raw(x.contiguous()), largest, columns, block=_row_block(columns), **OPTIONS)
+        largest_kernel[(rows,)](raw(x.contiguous()), largest, columns, **row_options(columns))
     found = largest.amax().view(torch.float32)
     return torch.where(found.isfinite(), found, torch.nan)
 
 
 def quantise_tensor(x: Tensor, state: Tensor, *, transposed: bool = False) -> Tensor:
-    """Codes of a whole matrix under one state; ``transposed`` the other way around."""
+    """Codes of a whole matrix under one state, ``transposed`` the other way around; rows of codes are padded."""
     rows, columns = x.shape
-    shape = (columns, rows) if transposed else (rows, columns)
-    codes = torch.empty(shape, dtype=torch.int8, device=x.device)
-    if x.numel():
-        grid = (triton.cdiv(columns, TILE), triton.cdiv(rows, TILE))
+    codes = _empty(columns, rows, x.device) if transposed else _empty(rows, columns, x.device)
+    if codes.numel():
+        padded = codes.shape[1]
+        grid = triton.cdiv(columns if transposed else padded, TILE), triton.cdiv(padded if transposed else rows, TILE)
+        options = {"transposed": transposed, "tile": TILE, **OPTIONS}
         with _on(x.device):
-            tiles_kernel[grid](
-                raw(x.contiguous()), codes, state, rows, columns, transposed=transposed, tile=TILE, **OPTIONS
-            )
+            tiles_kernel[grid](raw(x.contiguous()), codes, state, rows, columns, padded, **options)
     return codes
 
 
 def matmul(a: Tensor, row_states: Tensor, b: Tensor, state: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """((a @ bᵀ) · (state / 127²)) · row_states + bias, rounded to ``dtype``."""
+    a, b = _padded(a), _padded(b)
     (rows, columns), outputs = a.shape, b.shape[0]
+    if columns > reference.SLICE:
+        ones, unscaled = torch.ones_like(row_states), torch.full_like(state, reference.LEVELS**2)
+        parts = zip(torch.split(a, reference.SLICE, 1), torch.split(b, reference.SLICE, 1), strict=True)
+        sums = (matmul(left, ones, right, unscaled, None, torch.float32) for left, right in parts)
+        return reference.scaled(reduce(torch.add, sums), row_states, state, bias, dtype)
     y = torch.empty(rows, outputs, dtype=dtype, device=a.device)
     if not y.numel():
         return y
     blocks = matmul_blocks(rows)
     grid = (triton.cdiv(rows, blocks["block_m"]) * triton.cdiv(outputs, blocks["block_n"]),)
     tensors = a, b, None if bias is None else raw(bias.contiguous()), raw(y), row_states, state
-    even, sliced = columns % blocks["block_k"] == 0, columns > reference.SLICE
     with _on(a.device):
-        matmul_kernel[grid](
-            *tensors, rows, outputs, columns, even=even, sliced=sliced, group=GROUP, **blocks, **MATMUL_OPTIONS
-        )
+        matmul_kernel[grid](*tensors, rows, outputs, columns, group=GROUP, **blocks, **MATMUL_OPTIONS)
     return y
 
 
 def matmul_blocks(rows: int) -> dict[str, int]:
     """The tile of a program: fewer rows where there are few."""
-    return {"block_m": 128 if rows > 64 else 64 if rows > 16 else 16, "block_n": 128, "block_k": 128}
+    return {"block_m": 128 if rows > 64 else 64 if rows > 16 else 16, "block_n": 128, "block_k": STEP}
 
 
-def _row_block(columns: int) -> int:
-    block: int = triton.next_power_of_2(columns)
-    return max(256, min(ROW_BLOCK, block))
+def row_options(columns: int) -> dict[str, Any]:
+    """How kernels over rows are launched: 16 elements for each thread where a row has them."""
+    block = max(256, min(ROW_BLOCK, triton.next_power_of_2(columns)))
+    return {**OPTIONS, "block": block, "num_warps": max(1, block // 512)}
+
+
+def _empty(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Memory for codes, with padded rows."""
+    return torch.empty(rows, columns + -columns % STEP, dtype=torch.int8, device=device)
+
+
+def _padded(codes: Tensor) -> Tensor:
+    """Codes as products take them; those made here are."""
+    missing = -codes.shape[1] % STEP
+    return torch.nn.functional.pad(codes, (0, missing)) if missing else codes.contiguous()
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
