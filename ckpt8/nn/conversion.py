@@ -19,7 +19,7 @@ HEADS = tuple(
     for name in ("lm_head", "head", "classifier", "score", "embed_out", "output_projection")
     for prefix in ("", "*.")
 )
-"""Output layers, by the names they go by: their logits feel 8 bits most, and the paper leaves them as they are."""
+"""Output layers, by the names they go by. SwitchBack is meant for the layers inside the blocks."""
 
 
 def switchback(model: nn.Module, skip: Sequence[str] | None = None, *, backend: str | None = None) -> list[str]:

@@ -1,8 +1,9 @@
 """SwitchBack's operations in plain torch: codes by row and by tensor, and their exact product. See ``linear``.
 
-Sums of products of codes are integers, and they are computed as such. ``torch._int_mm`` is used where it gives them.
-On a CPU it does not always: without VNNI oneDNN saturates sums of two products at 16 bits, and a matrix of one column
-gives whatever was in memory (torch 2.13). Elsewhere fp32 does it, 1024 columns at a time:
+Sums of products of codes are integers, and they are computed as such. ``torch._int_mm`` is used where it gives them
+fast: on CUDA devices for the shapes that it takes, on CPUs with VNNI. Without VNNI torch adds them one by one, or
+oneDNN saturates sums of two products at 16 bits; of matrices with one column it gives whatever was in memory (torch
+2.13). Elsewhere fp32 does it, 1024 columns at a time:
 
     127² · 1024 < 2²⁴        every partial sum is an integer that fp32 holds, in whatever order it adds
     127² · 2¹⁷  < 2³¹        every sum over a slice is an int32
@@ -115,7 +116,9 @@ def _takes(a: Tensor, b: Tensor) -> bool:
 
 
 def _cpu_is_exact() -> bool:
-    """Whether the CPU adds the largest products without saturating, in a vector and in a matrix."""
+    """Whether the CPU has VNNI, and adds the largest products without saturating, in a vector and in a matrix."""
+    if not torch.cpu._is_vnni_supported():
+        return False
     largest = torch.full((17, 64), LEVELS, dtype=torch.int8, device="cpu")
     signs = torch.tensor([[1], [-1]], dtype=torch.int8, device="cpu")
     return all(

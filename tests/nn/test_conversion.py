@@ -170,5 +170,14 @@ def test_nothing_is_imported_before_it_is_used():
     code = "import sys, ckpt8; nn = ckpt8.nn; print(dir(nn)); assert 'torch' not in sys.modules; nn.switchback"
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True)
     assert result.stdout.strip() == str(["HEADS", "SwitchBackLinear", "switchback", "to_linear"])
+    code = """
+import sys
+sys.modules["triton"] = None  # importing it fails
+import torch, ckpt8
+model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+ckpt8.nn.switchback(model)
+model(torch.ones(2, 8)).sum().backward()
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
     with pytest.raises(AttributeError, match="no attribute 'abacus'"):
         ckpt8.nn.abacus  # noqa: B018

@@ -202,6 +202,19 @@ def test_what_is_not_finite_is_not_hidden(dtype, bad):
     assert x.grad.isnan().all()
 
 
+@each_dtype
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_the_codes_of_what_is_not_finite(dtype, bad):
+    x = normal(4, 30, dtype=dtype)
+    x[2, 5] = bad
+    codes, states = reference.quantise_rows(x)
+    assert states.isnan().tolist() == [False, False, True, False]
+    assert not codes[2].any()
+    state = reference.tensor_state(x)
+    assert state.isnan()
+    assert not reference.quantise_tensor(x, state).any()
+
+
 def test_a_gradient_that_overflows_reaches_the_loss_scaler():
     layer = layer_of(8, 8, FP16)
     x = normal(4, 8, dtype=FP16).requires_grad_()
@@ -286,6 +299,19 @@ def test_autocast(weight_dtype, inside):
     for value, correct in ((y, expected), (x.grad, grad_x), (layer.weight.grad, grad_weight)):
         assert_near(value, correct, BF16)
     assert_near(layer.bias.grad, grad_bias, weight_dtype)
+
+
+@pytest.mark.parametrize("outputs", [5, 24])
+def test_gradients_of_fp32_stay_fp32_under_autocast(outputs):
+    """Those of five columns are not products of int8 matrices to torch: see ``reference``."""
+    results = []
+    for enabled in (False, True):
+        layer, x = layer_of(64, outputs), normal(40, 64, seed=3).requires_grad_()
+        y = layer(x)
+        with torch.autocast("cpu", dtype=BF16, enabled=enabled):
+            y.backward(normal(40, outputs, seed=4))
+        results.append([x.grad, *(p.grad for p in layer.parameters())])
+    assert all(map(same_bits, *results))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
