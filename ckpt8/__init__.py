@@ -5,6 +5,7 @@
     with ckpt8.open("run.ckpt8") as f: ...    lazy, tensor by tensor
     rest = ckpt8.resume("run.ckpt8", model=model, optimizer=optimizer)      streams into live objects
     ckpt8.optim.AdamW(params, lr=1e-3)        trains on the packed state itself
+    ckpt8.nn.switchback(model)                trains in int8
 
 Names are resolved when first used, so that importing the package does not import torch.
 """
@@ -27,10 +28,23 @@ _NAMES = {
     "verify": ("ckpt8.verification", "verify"),
 }
 
-__all__ = ["__version__", "compress", "convert", "diff", "load", "open", "optim", "restore", "resume", "save", "verify"]
+__all__ = [
+    "__version__",
+    "compress",
+    "convert",
+    "diff",
+    "load",
+    "nn",
+    "open",
+    "optim",
+    "restore",
+    "resume",
+    "save",
+    "verify",
+]
 
 
-_MODULES = ("optim",)
+_MODULES = ("nn", "optim")
 
 
 def __getattr__(name: str) -> Any:

@@ -14,8 +14,8 @@ class Report:
     """A report that is to be written to ``target`` about the checkpoint or container ``path``.
 
     ``original`` is the checkpoint that a container was made from; ``drift`` is a file with what ``verify
-    --resume-steps N --json`` printed about it; ``full`` reads every element instead of a sample. Raises OutputError where ``target`` cannot be written, or exists
-    without ``force``; so nothing is read in vain.
+    --resume-steps N --json`` printed about it; ``full`` reads every element instead of a sample. Raises OutputError
+    where ``target`` cannot be written, or exists without ``force``; so nothing is read in vain.
     """
 
     def __init__(

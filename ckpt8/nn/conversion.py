@@ -1,0 +1,67 @@
+"""``switchback`` and ``to_linear``: a model's linear layers made 8-bit ones, and back, where they are.
+
+The module object stays and changes its class, so that its parameters, hooks, names and whatever else refers to it stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import cast
+
+from torch import nn
+
+from ckpt8.errors import UsageError
+from ckpt8.nn.linear import DTYPES, SwitchBackLinear
+
+HEADS = tuple(
+    prefix + name
+    for name in ("lm_head", "head", "classifier", "score", "embed_out", "output_projection")
+    for prefix in ("", "*.")
+)
+"""Output layers, by the names they go by. SwitchBack is meant for the layers inside the blocks."""
+
+
+def switchback(model: nn.Module, skip: Sequence[str] | None = None, *, backend: str | None = None) -> list[str]:
+    """Make every ``nn.Linear`` of ``model`` a ``SwitchBackLinear``, in place; the paths of those that now are.
+
+    ``skip`` are globs of module paths that are left as they are, by default ``HEADS``; ``()`` skips none. Left alone in
+    any case: subclasses of ``nn.Linear``, which compute something else, and layers whose weight is also that of an
+    ``nn.Embedding``. ``backend`` as of ``SwitchBackLinear``. Raises UsageError, and changes nothing, where a glob that
+    was given matches no linear layer, the model has none, or one is not of fp32, bf16 or fp16.
+    """
+    layers = dict(_layers(model, nn.Linear))
+    if not layers and not any(_layers(model, SwitchBackLinear)):
+        raise UsageError("the model holds no nn.Linear; there is nothing that SwitchBackLinear could replace")
+    for glob in skip or ():
+        if not any(fnmatchcase(path, glob) for path in layers):
+            raise UsageError(f"skip={glob!r} matches none of the model's linear layers: {', '.join(layers)}")
+    globs = HEADS if skip is None else skip
+    tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    chosen = {
+        path: layer
+        for path, layer in layers.items()
+        if id(layer.weight) not in tied and not any(fnmatchcase(path, glob) for glob in globs)
+    }
+    for path, layer in chosen.items():
+        if layer.weight.dtype not in DTYPES:
+            raise UsageError(f"{path}: SwitchBackLinear takes no {layer.weight.dtype} weights; add it to skip")
+    for layer in chosen.values():
+        layer.__class__ = SwitchBackLinear
+        if backend is not None:
+            cast(SwitchBackLinear, layer).backend = backend
+    return list(chosen)
+
+
+def to_linear(model: nn.Module) -> list[str]:
+    """Make every ``SwitchBackLinear`` of ``model`` an ``nn.Linear`` again, in place; their paths."""
+    layers = dict(_layers(model, SwitchBackLinear))
+    for layer in layers.values():
+        layer.__class__ = nn.Linear
+        layer.__dict__.pop("backend", None)
+    return list(layers)
+
+
+def _layers(model: nn.Module, kind: type[nn.Linear]) -> Iterator[tuple[str, nn.Linear]]:
+    """The modules of exactly this class, each once, by path."""
+    return ((path, module) for path, module in model.named_modules() if type(module) is kind)

@@ -1,0 +1,160 @@
+"""``SwitchBackLinear``: a linear layer whose forward pass and input gradient are 8-bit integer products.
+
+SwitchBack, from "Stable and low-precision training for large-scale vision-language models" (arXiv 2304.13013). With
+X (rows, inputs), W (outputs, inputs) and the gradient G (rows, outputs) of Y:
+
+    state(x)  = max|x|                 of a row of X or of G; of all of W
+    codes(x)  = round(127 · (x / state(x)))                int8 in -127 .. 127, halves to even; 0 where the state is 0
+    Y         = state(X) · state(W) / 127² · (codes(X) @ codes(W)ᵀ) + b
+    ∂X        = state(G) · state(W) / 127² · (codes(G) @ codes(W))
+    ∂W, ∂b    = Gᵀ @ X, sum of G                           not quantised: in 16 bits where X has 16
+
+A weight gradient adds over rows, of which there are far more than inputs or outputs: it needs the 16 bits. States are
+fp32 whatever the tensors are, the integer product is exact, and states, product and bias are multiplied and added in
+fp32, rounded to the element type of X once at the end.
+
+What is not finite is not hidden: a row of X or G that holds NaN or Inf has the state NaN, which makes its row of Y or
+∂X NaN; W with NaN or Inf makes all of Y and ∂X NaN. So a loss scaler sees overflow as with ``nn.Linear``, which however
+spreads a bad weight over its column of Y only, and keeps Inf as Inf.
+
+Under ``torch.autocast`` X becomes what autocast says; W is quantised as it is, and ∂W has the element type of W.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ckpt8.backend import resolve
+from ckpt8.errors import UsageError
+from ckpt8.nn import reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Element types of inputs and weights."""
+
+
+class Operations(Protocol):
+    """What ``reference`` and ``triton`` both are."""
+
+    def quantise_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and states by row. Here and below rows of codes may be longer than those of ``x``, by zeros."""
+
+    def tensor_state(self, x: Tensor) -> Tensor:
+        """The state of a matrix."""
+
+    def quantise_tensor(self, x: Tensor, state: Tensor, *, transposed: bool = False) -> Tensor:
+        """Codes of a matrix under one state."""
+
+    def matmul(
+        self, a: Tensor, row_states: Tensor, b: Tensor, state: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """What codes stand for: a @ bᵀ + bias."""
+
+
+def operations(backend: str | None, device: torch.device) -> Operations:
+    """The operations on tensors of ``device``: Triton kernels on CUDA, plain torch elsewhere. Raises UsageError."""
+    if resolve(backend, device) == "torch":
+        return cast(Operations, reference)
+    from ckpt8.nn import triton
+
+    return cast(Operations, triton)
+
+
+class SwitchBack(torch.autograd.Function):
+    """Y of X, W, b and the backend; not differentiable twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
+        """Quantise, multiply; keeps X and W where a gradient needs them, and the state of W."""
+        ops = operations(backend, x.device)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        with _without_autocast(x.device):
+            state = ops.tensor_state(weight)
+            codes, states = ops.quantise_rows(_rows(x))
+            y = ops.matmul(codes, states, ops.quantise_tensor(weight, state), state, bias, x.dtype)
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, state)
+        ctx.backend, ctx.shape = backend, x.shape
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        """The gradients that are asked for."""
+        x, weight, state = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        weight_dtype, bias_dtype = ctx.dtypes
+        rows = _rows(grad)
+        grad_x = grad_weight = grad_bias = None
+        with _without_autocast(grad.device):
+            if of_x:
+                ops = operations(ctx.backend, grad.device)
+                codes, states = ops.quantise_rows(rows)
+                transposed = ops.quantise_tensor(weight, state, transposed=True)
+                grad_x = ops.matmul(codes, states, transposed, state, None, grad.dtype).view(ctx.shape)
+            if of_weight:
+                grad_weight = (rows.t() @ _rows(x)).to(weight_dtype)
+            if of_bias:
+                grad_bias = rows.sum(0, dtype=bias_dtype)
+        return grad_x, grad_weight, grad_bias, None
+
+
+class SwitchBackLinear(nn.Linear):
+    """``nn.Linear`` with an 8-bit forward pass and input gradient; parameters, names and initial values are the same.
+
+    ``backend`` is ``torch`` or ``triton``; by default Triton kernels on CUDA devices, plain torch elsewhere: the same
+    arithmetic. Inputs are (..., in_features) of fp32, bf16 or fp16, the element type of the weight or any of them under
+    ``torch.autocast``. Training and evaluation are alike. A forward pass raises UsageError for what it does not take.
+    """
+
+    backend: str | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        if backend is not None:
+            self.backend = backend
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Y of ``input``, in its element type or autocast's."""
+        x, weight = input, self.weight
+        casts = _autocasts(x.device)
+        if casts and x.dtype in DTYPES:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+            raise UsageError(f"SwitchBackLinear({self.extra_repr()}) was given an input of shape {tuple(x.shape)}")
+        if x.dtype not in DTYPES or weight.dtype not in DTYPES or not (casts or x.dtype == weight.dtype):
+            raise UsageError(
+                f"SwitchBackLinear was given {_label(x)} for weights of {_label(weight)}; both have to be the same of "
+                "float32, bfloat16 and float16, or any of them under torch.autocast"
+            )
+        return cast(Tensor, SwitchBack.apply(x, weight, self.bias, self.backend))  # type: ignore[no-untyped-call]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """All dimensions but the last as one, also where there is nothing in them."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _autocasts(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, enabled=False) if _autocasts(device) else nullcontext()
+
+
+def _label(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

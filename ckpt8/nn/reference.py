@@ -1,0 +1,132 @@
+"""SwitchBack's operations in plain torch: codes by row and by tensor, and their exact product. See ``linear``.
+
+Sums of products of codes are integers, and they are computed as such. ``torch._int_mm`` is used where it gives them
+fast: on CUDA devices for the shapes that it takes, on CPUs with VNNI. Without VNNI torch adds them one by one, or
+oneDNN saturates sums of two products at 16 bits; of matrices with one column it gives whatever was in memory (torch
+2.13). Elsewhere fp32 does it, 1024 columns at a time:
+
+    127² · 1024 < 2²⁴        every partial sum is an integer that fp32 holds, in whatever order it adds
+    127² · 2¹⁷  < 2³¹        every sum over a slice is an int32
+
+Longer sums are added in fp32, slice by slice of 2¹⁷ columns in their order.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+LEVELS = 127
+"""Codes are -127 .. 127."""
+
+SLICE = 1 << 17
+"""Columns whose products are added as int32."""
+
+_EXACT_IN_FLOAT = 1024
+_FEWEST_COLUMNS = 8
+_TILE = 1 << 16
+"""Elements that are quantised at once, so that what comes between stays in the cache."""
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and states of a matrix (rows, columns) of fp32, bf16 or fp16: int8 of its shape, and fp32 (rows,).
+
+    A state is max|x| of its row, NaN where the row holds NaN or Inf; codes are then 0.
+    """
+    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    states = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    for rows in _tiles(x):
+        values = x[rows].float()
+        states[rows] = state = _state(_largest(values))
+        codes[rows] = _codes(values, state.unsqueeze(1))
+    return codes, states
+
+
+def tensor_state(x: Tensor) -> Tensor:
+    """The state of a whole matrix, fp32 without dimensions: max|x|, or NaN where it holds NaN or Inf."""
+    largest = [_largest(x[rows].float()) for rows in _tiles(x)]
+    return _state(torch.cat(largest).amax() if largest else x.new_zeros((), dtype=torch.float32))
+
+
+def quantise_tensor(x: Tensor, state: Tensor, *, transposed: bool = False) -> Tensor:
+    """Codes of a whole matrix under one state, int8 of its shape; ``transposed`` the other way around, contiguous."""
+    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    for rows in _tiles(x):
+        codes[rows] = _codes(x[rows].float(), state)
+    return codes.t().contiguous() if transposed else codes
+
+
+def matmul(a: Tensor, row_states: Tensor, b: Tensor, state: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """((a @ bᵀ) · (state / 127²)) · row_states + bias, as ``dtype``; a is (rows, columns), b (outputs, columns)."""
+    parts = zip(torch.split(a, SLICE, 1), torch.split(b, SLICE, 1), strict=True)
+    sums = reduce(torch.add, (_integer_sums(left, right).float() for left, right in parts))
+    return scaled(sums, row_states, state, bias, dtype)
+
+
+def scaled(sums: Tensor, row_states: Tensor, state: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The end of ``matmul``: of fp32 sums, which it overwrites."""
+    # A product of the two states alone would leave fp32's range sooner.
+    y = sums.mul_(state / LEVELS**2).mul_(row_states.unsqueeze(1))
+    if bias is not None:
+        y += bias.float()
+    return y.to(dtype)
+
+
+def _tiles(x: Tensor) -> list[slice]:
+    rows, columns = x.shape
+    step = max(1, _TILE // max(1, columns))
+    return [slice(first, first + step) for first in range(0, rows, step)]
+
+
+def _largest(values: Tensor) -> Tensor:
+    return values.abs().amax(1) if values.shape[1] else values.new_zeros(values.shape[0])
+
+
+def _state(largest: Tensor) -> Tensor:
+    return torch.where(largest.isfinite(), largest, torch.nan)
+
+
+def _codes(values: Tensor, state: Tensor) -> Tensor:
+    """127 · (x / state), rounded once each and then to the nearest integer, halves to even."""
+    finite = state >= 0
+    codes = (values / torch.where(state > 0, state, 1.0)).mul_(LEVELS).round_()
+    return torch.where(finite, codes, 0.0).to(torch.int8)
+
+
+def _integer_sums(a: Tensor, b: Tensor) -> Tensor:
+    if _takes(a, b):
+        return torch._int_mm(a, b.t())
+    # TF32 may be switched on, and nothing says how a tensor core adds.
+    floating = torch.float64 if a.device.type == "cuda" else torch.float32
+    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.int32, device=a.device)
+    for first in range(0, a.shape[1], _EXACT_IN_FLOAT):
+        part = slice(first, first + _EXACT_IN_FLOAT)
+        total += (a[:, part].to(floating) @ b[:, part].to(floating).t()).to(torch.int32)
+    return total
+
+
+def _takes(a: Tensor, b: Tensor) -> bool:
+    """Whether ``torch._int_mm`` gives this product, and exactly."""
+    (rows, columns), outputs = a.shape, b.shape[0]
+    if a.device.type == "cuda":
+        return rows > 16 and columns > 0 and columns % 8 == 0 and outputs > 0 and outputs % 8 == 0
+    return a.device.type == "cpu" and columns >= _FEWEST_COLUMNS and _CPU_IS_EXACT
+
+
+def _cpu_is_exact() -> bool:
+    """Whether the CPU has VNNI, and adds the largest products without saturating, in a vector and in a matrix."""
+    if not torch.cpu._is_vnni_supported():
+        return False
+    largest = torch.full((17, 64), LEVELS, dtype=torch.int8, device="cpu")
+    signs = torch.tensor([[1], [-1]], dtype=torch.int8, device="cpu")
+    return all(
+        bool((torch._int_mm(largest[:rows], (largest * sign).t()) == 64 * LEVELS * LEVELS * sign.int()).all())
+        for rows in (1, 17)
+        for sign in signs
+    )
+
+
+# Found out here, once: a forward pass may run where tensors have no values, as under torch.compile.
+_CPU_IS_EXACT = _cpu_is_exact()

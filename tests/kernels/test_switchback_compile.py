@@ -1,0 +1,134 @@
+"""SwitchBack's kernels compiled to machine code, without a GPU: integer tensor cores, wide accesses, nothing spilled.
+
+For compute capability 8.0, 9.0 and 10.0, like ``test_compile.py``. bf16 by default; the other types are slow tests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.6")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+import triton as compiler
+from test_compile import Compiled, floating, resource_usage
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ckpt8.nn import triton
+
+POINTERS = {"a": "*i8", "b": "*i8", "codes": "*i8", "states": "*fp32", "row_states": "*fp32", "state": "*fp32"}
+POINTERS |= {"largest": "*i32"}
+ROUNDED = {"div.rn.f32", "mul.rn.f32", "add.rn.f32", "add.rn.f32.f16", "cvt.rn.f16x2.f32", "cvt.rn.f16.f32"}
+EXACT = r"(abs|neg|min|max|selp|mov|setp\.\w+)\.f(16|32)|cvt\.rn\.f32\.s32|cvt\.f32\.f16|cvt\.rzi\.s(8|16|32)\.f32"
+TARGETS = pytest.mark.parametrize("capability", [80, 90, 100])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("*fp32", "*fp16")]
+KINDS = pytest.mark.parametrize("kind", ["*i16", *SLOW])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+class Kernel(Compiled):
+    """As ``Compiled``; ``options`` hold constants as well. All sizes are multiples of 16, or those ``padded``."""
+
+    def __init__(self, kernel, kinds, options, capability, folder, even=True, padded=("padded",)):
+        constants = {name: value for name, value in options.items() if name in kernel.arg_names}
+        types = {**POINTERS, **kinds, **dict.fromkeys(constants, "constexpr")}
+        signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, kind in enumerate(signature.values())
+            if kind.startswith("*") or (kind == "i32" and (even or kernel.arg_names[i] in padded))
+        }
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+        flags = {name: value for name, value in options.items() if name not in constants}
+        compiled = compiler.compile(source, target=GPUTarget("cuda", capability, 32), options=flags)
+        self.ptx, self.shared = compiled.asm["ptx"], compiled.metadata.shared
+        cubin = folder / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        self.usage = resource_usage(cubin)
+
+
+def assert_sound(kernel: Kernel, registers: int = 128) -> None:
+    """Nothing is spilled, nothing is fused, approximate or flushed."""
+    assert kernel.usage["STACK"] == kernel.usage["LOCAL"] == 0
+    assert 0 < kernel.usage["REG"] <= registers
+    assert {operation for operation in floating(kernel) if not re.fullmatch(EXACT, operation)} <= ROUNDED
+
+
+def share(kernel: Kernel, kind: str, least: int) -> float:
+    """The share of bytes that go by accesses of at least ``least`` bytes."""
+    accesses = kernel.accesses(kind)
+    total = sum(size * times for size, times in accesses.items())
+    return sum(size * times for size, times in accesses.items() if size >= least) / total
+
+
+@TARGETS
+@KINDS
+@pytest.mark.parametrize("columns", [384, 8192])
+def test_codes_by_row(tmp_path, kind, columns, capability):
+    options = triton.row_options(columns)
+    kernel = Kernel(triton.rows_kernel, {"x": kind}, options, capability, tmp_path)
+    assert_sound(kernel)
+    assert "div.rn.f32" in floating(kernel)
+    assert {"add.rn.f32", "sub.rn.f32"} & floating(kernel)
+    assert share(kernel, "ld", 16) == 1
+    assert share(kernel, "st", 8) > 0.7
+    kernel = Kernel(triton.largest_kernel, {"x": kind}, options, capability, tmp_path)
+    assert_sound(kernel)
+    assert share(kernel, "ld", 16) == 1
+
+
+@TARGETS
+@KINDS
+@pytest.mark.parametrize("transposed", [False, True])
+def test_codes_of_a_tensor(tmp_path, kind, transposed, capability):
+    options = {**triton.OPTIONS, "transposed": transposed, "tile": triton.TILE}
+    kernel = Kernel(triton.tiles_kernel, {"x": kind}, options, capability, tmp_path)
+    assert_sound(kernel)
+    assert "div.rn.f32" in floating(kernel)
+    assert {"add.rn.f32", "sub.rn.f32"} & floating(kernel)
+    assert share(kernel, "ld", 16) > 0.8
+    assert share(kernel, "st", 8) == 1
+
+
+def product(kind, bias, rows, capability, folder, *, even=True) -> Kernel:
+    blocks = triton.matmul_blocks(rows)
+    options = {**triton.MATMUL_OPTIONS, **blocks, "group": triton.GROUP}
+    if bias is None:
+        options["bias"] = None
+    return Kernel(triton.matmul_kernel, {"y": kind, "bias": bias}, options, capability, folder, even, ("columns",))
+
+
+@TARGETS
+@KINDS
+@pytest.mark.parametrize("rows", [8, 64, 4096])
+def test_products(tmp_path, kind, rows, capability):
+    kernel = product(kind, kind, rows, capability, tmp_path)
+    multiply = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability if rows > 16 else 80]
+    instructions = set(re.findall(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b(?!\.commit)", kernel.ptx))
+    assert instructions == {multiply}
+    assert re.search(r"s32\.s8\.s8|kind::i8", kernel.ptx)
+    assert_sound(kernel, registers=255)
+    assert len(re.findall(r"cp\.async\.cg\.shared\.global", kernel.ptx)) >= 4
+    assert share(kernel, "st", 8) == 1
+    # What the smallest of these devices has for one program.
+    assert kernel.shared <= 160 * 1024
+
+
+@TARGETS
+@pytest.mark.parametrize("rows", [8, 4096])
+def test_products_of_any_size(tmp_path, rows, capability):
+    """Rows and outputs that are no multiple of anything, no bias."""
+    kernel = product("*fp32", None, rows, capability, tmp_path, even=False)
+    assert_sound(kernel, registers=255)
+    assert len(re.findall(r"cp\.async\.cg\.shared\.global", kernel.ptx)) >= 4
