@@ -22,7 +22,7 @@ from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import Checkpoint, StorageInfo
 from ckpt8.readers.directory import DirectoryMember, is_directory, open_directory, walk
 from ckpt8.resuming.member_names import NamesBeside
-from ckpt8.roles import Names
+from ckpt8.roles import Names, short_name
 from ckpt8.skeleton import WithSkeleton
 from ckpt8.universal import Universal
 
@@ -134,7 +134,7 @@ class Bundle:
     def _parameter_names(self, member: Member, beside: NamesBeside) -> Mapping[str, str]:
         """Names for parameters of a member from the weights with it, by the name that they have without them."""
         before = "" if self.directory is None else f"{member.path}:"
-        return {before + place: before + name for place, name in beside.of(member.path).items()}
+        return {before + place: short_name(before + name) for place, name in beside.of(member.path).items()}
 
     def _unit(self, unit: Unit, number: int, names: Mapping[str, str]) -> Unit:
         streams = tuple(self._stream(stream, number) for stream in unit.streams)

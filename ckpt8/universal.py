@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ckpt8.readers.base import Checkpoint, TensorRef
 from ckpt8.readers.scalars import read_scalar
-from ckpt8.roles import ParameterState
+from ckpt8.roles import ParameterState, short_name
 from ckpt8.tensors import Role
 from ckpt8.update_space import recognise
 
@@ -69,7 +69,7 @@ class Universal:
         found = {key: self._tensor(f"{folder}/{key}.pt") for key in _MOMENTS}
         state: dict[str, Any] = {key: ref for key, ref in found.items() if ref is not None}
         step = self._step(folder, root)
-        return ParameterState(f"{root}:{name}", {**state, "step": step}, self._group(root, state, step))
+        return ParameterState(short_name(f"{root}:{name}"), {**state, "step": step}, self._group(root, state, step))
 
     def _tensor(self, path: str) -> TensorRef | None:
         """The one tensor of a member."""

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import ckpt8
 from ckpt8.cli import app
+from ckpt8.container.reader import ContainerReader
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
 from ckpt8.inspect.parameters import display_names
@@ -270,3 +271,19 @@ def test_inspect_says_which_are_unnamed(tmp_path):
         rows = json.loads(result.output)["parameters"]
         assert [row["named"] for row in rows] == [False, False, True]
     assert "unnamed optimizer.pt:state.0" in CliRunner().invoke(app, ["inspect", str(tmp_path / "run.ckpt8")]).output
+
+
+@pytest.mark.parametrize("name", ["lone \ud800 surrogate", "line\nbreak", "x" * 5000], ids=["surrogate", "line", "long"])
+def test_a_name_that_no_manifest_holds_is_written_so_that_one_does(tmp_path, name):
+    """The parameter of an optimizer with numbers takes the name of the only weight there is."""
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(96, 96), "exp_avg_sq": torch.ones(96, 96)}
+    group = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "params": [0]}
+    run = {"model": {name: torch.ones(96, 96)}, "optimizer": {"state": {0: state}, "param_groups": [group]}}
+    torch.save(run, tmp_path / "run.pt")
+    ckpt8.compress(tmp_path / "run.pt", tmp_path / "run.ckpt8")
+    (back,) = ckpt8.load(tmp_path / "run.ckpt8")["model"]
+    assert back == name
+    with ContainerReader(tmp_path / "run.ckpt8") as reader:
+        (parameter,) = reader.manifest.parameters
+    assert parameter.name.isprintable()
+    assert len(parameter.name) < 2000
