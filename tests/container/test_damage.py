@@ -283,10 +283,10 @@ def test_holes_and_shared_bytes_are_refused_even_where_everything_else_fits(part
 def test_hostile_header_lengths(length, small, tmp_path):
     path = tmp_path / "x.ckpt8"
     path.write_bytes(struct.pack("<Q", length) + small.read_bytes()[8:])
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(InputError):
         ContainerReader(path)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\0" * 10, b"\2\0\0\0\0\0\0\0{}", b"PK\3\4" + bytes(100)])
@@ -468,10 +468,10 @@ def test_malformed_manifests(name, parts, small, tmp_path):
     assert changed != manifest
     path = tmp_path / "x.ckpt8"
     path.write_bytes(pack(changed, entries, metadata))
-    started = time.perf_counter()
+    started = time.process_time()
     assert is_detected(path)
     exercise(path, small.with_suffix(".pt"), tmp_path)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize("name", MALFORMED)
@@ -674,10 +674,10 @@ FRAMES = {
 def test_hostile_frames(name, parts, small, tmp_path):
     path = tmp_path / "x.ckpt8"
     path.write_bytes(_with_frame(parts, W, "rho", FRAMES[name]))
-    started = time.perf_counter()
+    started = time.process_time()
     assert is_detected(path)
     assert "restore" in exercise(path, small.with_suffix(".pt"), tmp_path)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_a_frame_built_the_same_way_with_the_right_size_is_read(parts, tmp_path):
@@ -718,10 +718,10 @@ def test_hostile_manifests_as_frames(parts, tmp_path):
     for name, stored in hostile.items():
         path = tmp_path / "x.ckpt8"
         path.write_bytes(pack(None, entries, metadata, stored=stored))
-        started = time.perf_counter()
+        started = time.process_time()
         with pytest.raises(InputError):
             ContainerReader(path)
-        assert time.perf_counter() - started < 2, name
+        assert time.process_time() - started < 2, name
     path.write_bytes(pack(None, entries, metadata, stored=_declared(text, len(text))))
     assert not is_detected(path)
 
@@ -810,9 +810,9 @@ def _mutations(parts, data, small, folder):
         _mutate(changed, where, how, data.draw(st.integers(0, 10_000)))
     path = folder / "x.ckpt8"
     path.write_bytes(pack(changed, entries, metadata))
-    started = time.perf_counter()
+    started = time.process_time()
     exercise(path, small.with_suffix(".pt"), folder)
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
 
 
 _SETTINGS = {

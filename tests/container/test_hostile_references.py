@@ -105,13 +105,13 @@ def test_references_that_are_not_sound(name, parts, small, tmp_path):
     change(changed)
     path = tmp_path / "x.ckpt8"
     path.write_bytes(pack(changed, entries, metadata))
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(InputError) as caught:
         ckpt8.verify(path)
     assert reason is None or REFUSED[reason] in str(caught.value)
     assert len(str(caught.value)) < 500
     exercise(path, small.with_suffix(".pt"), tmp_path)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_other_references_that_are_sound(parts, tmp_path):
@@ -148,10 +148,10 @@ def test_scattered_runs_and_many_copies(tmp_path):
         copied["codec"]["runs"] = [[index(changed, MASTER), *run] for run in wanted]
         copied["numel"] = sum(length for _, length in wanted)
         path.write_bytes(pack(changed, entries, metadata))
-        started = time.perf_counter()
+        started = time.process_time()
         with pytest.raises(InputError, match=REFUSED[reason]):
             ckpt8.verify(path)
-        assert time.perf_counter() - started < 1
+        assert time.process_time() - started < 1
 
 
 def test_a_cycle(parts, tmp_path):

@@ -96,11 +96,11 @@ def test_one_line_or_a_file(change, run, tmp_path):
     save(tree, tmp_path / "run.pt")
     for name, to in TARGETS:
         for dtype in (None, "float32"):
-            started = time.perf_counter()
+            started = time.process_time()
             refused = refusal(tmp_path / "run.pt", tmp_path / name, to=to, dtype=dtype)
             assert refused is None or refused.exit_code in (2, 3)
             assert not list(tmp_path.glob(".*"))
-            assert time.perf_counter() - started < 20
+            assert time.process_time() - started < 20
 
 
 @pytest.mark.parametrize("change", [each for each in CHANGES if "weight" not in each and "model" not in each])

@@ -23,7 +23,7 @@ def attempt(data, folder):
     results = []
     for seal in (data[-32:], bytes(32)):
         (folder / "x.ckpt8").write_bytes(data[:-32] + seal)
-        started, said = time.perf_counter(), ""
+        started, said = time.process_time(), ""
         try:
             found = ckpt8.restore(folder / "x.ckpt8", folder / "out", salvage=True, threads=1)
         except Ckpt8Error as exc:
@@ -38,7 +38,7 @@ def attempt(data, folder):
             assert found.path.stat().st_size < LARGEST
             found.path.unlink()
         assert "\n" not in said
-        assert time.perf_counter() - started < 10
+        assert time.process_time() - started < 10
     return results
 
 

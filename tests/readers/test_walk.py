@@ -95,6 +95,6 @@ SHARED = {
 @pytest.mark.parametrize("kind", SHARED)
 def test_shared_parts_are_walked_once(kind):
     tree = load(SHARED[kind] + b".", persistent_load=storage)
-    started = time.perf_counter()
+    started = time.process_time()
     assert len(list(iter_leaves(tree))) == 1
-    assert time.perf_counter() - started < 2  # quadratic time would be minutes
+    assert time.process_time() - started < 2  # quadratic time would be minutes
