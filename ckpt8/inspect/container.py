@@ -18,7 +18,11 @@ from ckpt8.container.manifest import (
     TensorRecord,
 )
 from ckpt8.container.reader import ContainerReader
+from ckpt8.inspect.layers import layers_of_manifest
+from ckpt8.inspect.origin import framework_of_files
 from ckpt8.inspect.parameters import display_names
+from ckpt8.inspect.subject import of_container
+from ckpt8.inspect.survey import survey, unread
 from ckpt8.low_bit import find_low_bit
 from ckpt8.stats import MomentError, NoiseError, UpdateError, WeightError, read_error
 from ckpt8.tensors import DType, Role, TensorSpec
@@ -28,17 +32,29 @@ SKELETON_ROLE, FILE_ROLE = "structure", "file"
 _WORST = 5
 
 
-def inspect_container(path: Path, *, tensors: bool = False, original: Path | None = None) -> dict[str, Any]:
+def inspect_container(
+    path: Path, *, tensors: bool = False, original: Path | None = None, full: bool = False
+) -> dict[str, Any]:
     """Totals, roles, errors and the worst tensors; with ``tensors`` every tensor.
 
     ``original`` measures the errors again from the checkpoint that the container was made from, in place of the
-    stored ones. Raises InputError for damage.
+    stored ones. ``flags`` and ``sample`` are of the decoded values, as of a raw checkpoint: ``full`` decodes all, else
+    none is looked at. Raises InputError for damage.
     """
     with ContainerReader(path) as reader:
         manifest = reader.manifest
         if original is not None:
             _measure_again(reader, original)
-        return {"path": str(path), "kind": "ckpt8", **_facts(manifest, reader.size), **_lists(manifest, tensors)}
+        subject = of_container(reader)
+        return {
+            "path": str(path),
+            "kind": "ckpt8",
+            **_facts(manifest, reader.size),
+            "framework": framework_of_files(member.path for member in manifest.members),
+            "layers": layers_of_manifest(manifest),
+            **(survey(subject, full=True) if full else unread(subject)),
+            **_lists(manifest, tensors),
+        }
 
 
 def _measure_again(reader: ContainerReader, original: Path) -> None:

@@ -12,20 +12,14 @@ from rich.table import Table
 from ckpt8 import low_bit
 from ckpt8.container.manifest import DIRECTORY
 from ckpt8.drift import left_out
+from ckpt8.inspect.figures import size
+from ckpt8.inspect.overview import say, show_flags, show_hyperparameters, show_layers, show_origin, show_roles
 from ckpt8.inspect.parameters import shown
+from ckpt8.inspect.tables import Sheet
 from ckpt8.text import printable, printable_tree
 
 _ALARMING = 0.5
 """max |Δu| of max |u| above which a report says so."""
-
-
-def size(count: float) -> str:
-    """Bytes in decimal units, as disks are sold and ``ls --si`` shows them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
 
 
 def number(value: float | None) -> str:
@@ -34,11 +28,14 @@ def number(value: float | None) -> str:
 
 
 def make_table(*columns: str, title: str | None = None) -> Table:
-    """A table without lines; the first column and those of words are to the left, numbers to the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    """A table without lines; the first column and those of words are to the left, numbers to the right.
+
+    Where it does not fit, its rows are shown as paragraphs.
+    """
+    table = Sheet(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for k, column in enumerate(columns):
         left = k == 0 or column in ("codec", "dtype", "shape", "reason", "role", "format")
-        table.add_column(column, justify="left" if left else "right", overflow="fold", no_wrap=not left)
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
     return table
 
 
@@ -198,34 +195,24 @@ def _error(error: dict[str, Any] | None) -> str:
 
 
 def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
-    console.print(
-        f"[bold]{escape(facts['path'])}[/]  {facts['format']}, {size(facts['bytes'])}, "
+    say(console, facts["path"], "bold")
+    say(
+        console,
+        f"{facts['format']}, {size(facts['bytes'])}, "
         f"{facts['tensor_count']:,} tensors in {facts['storages']:,} storages",
-        soft_wrap=True,
     )
+    show_origin(console, facts)
     for row in facts["optimizer"]:
         step = f" at step {row['step']:,}" if row["step"] else ""
-        console.print(
-            f"optimizer state of {row['parameters']:,} parameters, update rule {escape(row['rule'])}{step}",
-            soft_wrap=True,
-        )
+        say(console, f"optimizer state of {row['parameters']:,} parameters, update rule {row['rule']}{step}")
+    show_hyperparameters(console, facts["hyperparameters"])
     _show_low_bit(console, facts["low_bit"])
+    show_roles(console, facts["roles"], facts["bytes"])
+    show_layers(console, facts["layers"])
+    show_flags(console, facts["flags"], facts["sample"])
     console.print()
-    table = make_table("role", "dtype", "storages", "elements", "bytes", "share")
-    rows = [
-        (
-            row["role"],
-            row["dtype"],
-            f"{row['storages']:,}" if row["storages"] else "-",
-            f"{row['elements']:,}",
-            size(row["bytes"]),
-            f"{100 * row['bytes'] / facts['bytes']:.1f} %",
-        )
-        for row in facts["roles"]
-    ]
-    console.print(with_rows(table, rows))
-    console.print()
-    table = make_table("ckpt8 compress --preset", "predicted", "ratio")
+    say(console, "What ckpt8 compress would make of it, from a sample", "bold")
+    table = make_table("--preset", "predicted", "ratio")
     predicted = facts["predicted"].items()
     console.print(with_rows(table, [(name, size(p["bytes"]), f"{p['ratio']:.2f}x") for name, p in predicted]))
     if facts["format"] == DIRECTORY:
