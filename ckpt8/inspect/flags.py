@@ -71,7 +71,7 @@ def tensor_flags(name: str, tally: Tally, parameter: str | None = None) -> Itera
     """The flags of one tensor; ``parameter`` is the name of the one that it is state of, if that is known."""
     sampled = tally.seen < tally.numel
     looked = f"{tally.seen:,} elements" + (f" looked at, of {tally.numel:,}" if sampled else "")
-    whose = f"{parameter}, " if parameter else ""
+    whose = f"{_beside(parameter, name)}, " if parameter else ""
 
     def found(kind: str, count: int, of: int, message: str) -> dict[str, Any]:
         return flag(kind, name, count, of, sampled=sampled, message=whose + message)
@@ -90,10 +90,16 @@ def tensor_flags(name: str, tally: Tally, parameter: str | None = None) -> Itera
         yield found("moment2_fp16_zero", tally.flushed, tally.present, message)
     if tally.lost or tally.coarse:
         message = (
-            f"{percent(tally.lost / tally.groups)} of the groups would have the scale zero, "
-            f"{percent(tally.coarse / tally.groups)} a subnormal one, in {looked}"
+            f"the scale is zero for {percent(tally.lost / tally.groups)} of the groups, "
+            f"subnormal for {percent(tally.coarse / tally.groups)}, in {looked}"
         )
         yield found("fp16_scales", tally.lost + tally.coarse, tally.groups, message)
+
+
+def _beside(parameter: str, tensor: str) -> str:
+    """The name of a parameter beside that of its state: the member need not be said twice."""
+    member, colon, bare = parameter.partition(":")
+    return bare if colon and tensor.startswith(f"{member}:") else parameter
 
 
 def row_flags(name: str, rows: RowCount) -> Iterator[dict[str, Any]]:

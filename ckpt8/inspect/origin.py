@@ -52,14 +52,15 @@ def describe(source: Bundle) -> dict[str, Any]:
     These are a list of {optimizer, parameters, options}, of each optimizer the groups that differ, ``options`` with
     plain values. ``optimizer`` is the path of its state, ``parameters`` counts those of the groups.
     """
-    trees = [(member, tree) for member in source.members if isinstance(tree := member.checkpoint.tree, dict)]
+    trees = [tree for member in source.members if isinstance(tree := member.checkpoint.tree, dict)]
     framework = framework_of_files(member.path for member in source.members)
     version = None
     numbers: list[Mapping[Any, Any]] = []
-    for _, tree in trees:
+    for tree in trees:
         framework = framework or next((name for name, keys in _BY_KEYS if keys <= tree.keys()), None)
         version = version or next((tree[key] for key in _VERSIONS if isinstance(tree.get(key), str)), None)
-        numbers.append(tree)
+        # In a directory the files of schedulers and generators have counts of their own.
+        numbers += [tree] if source.directory is None else []
     for member in source.members:
         name = member.path.rpartition("/")[2]
         if name in ("trainer_state.json", "config.json"):

@@ -12,7 +12,7 @@ from rich.table import Table
 from ckpt8 import low_bit
 from ckpt8.container.manifest import DIRECTORY
 from ckpt8.drift import left_out
-from ckpt8.inspect.figures import size
+from ckpt8.inspect.figures import counted, size
 from ckpt8.inspect.overview import say, show_flags, show_hyperparameters, show_layers, show_origin, show_roles
 from ckpt8.inspect.parameters import shown
 from ckpt8.inspect.tables import Sheet
@@ -57,13 +57,11 @@ def show(console: Console, facts: dict[str, Any]) -> None:
 
 def _show_container(console: Console, facts: dict[str, Any]) -> None:
     per_weight = f", {facts['bytes_per_weight']:.3f} bytes per weight" if facts["bytes_per_weight"] else ""
-    console.print(
-        f"[bold]{escape(facts['path'])}[/]  ckpt8 {facts['format']}, preset {escape(facts['preset'])}", soft_wrap=True
-    )
-    console.print(f"from {escape(_origin(facts))}", soft_wrap=True)
-    console.print(
-        f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, [bold]{facts['ratio']:.2f}x[/]{per_weight}\n"
-    )
+    say(console, facts["path"], "bold")
+    say(console, f"ckpt8 {facts['format']}, preset {facts['preset']}")
+    say(console, f"from {_origin(facts)}")
+    say(console, f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, {facts['ratio']:.2f}x{per_weight}")
+    console.print()
     table = make_table("role", "codec", "storages", "elements", "original", "stored", "ratio")
     rows = [
         (
@@ -79,6 +77,8 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
     ]
     console.print(with_rows(table, rows))
     _show_low_bit(console, facts["low_bit"])
+    show_layers(console, facts["layers"])
+    show_flags(console, facts["flags"], facts["sample"])
     if facts["directory"] is not None:
         members = [(m["path"], m["format"], size(m["bytes"]), size(m["stored_bytes"])) for m in facts["members"]]
         _show_members(console, "stored", members)
@@ -125,7 +125,8 @@ def _show_errors(console: Console, errors: dict[str, Any]) -> None:
         lines.append(f"update space  not measured for {errors['update_unknown']} parameters")
     if lines:
         console.print("\n[bold]Measured error[/]")
-        console.print("\n".join(lines), soft_wrap=True)
+        for line in lines:
+            say(console, line)
 
 
 def _show_worst(console: Console, worst: dict[str, list[dict[str, Any]]]) -> None:
@@ -161,7 +162,7 @@ def _show_stored_tensors(console: Console, tensors: list[dict[str, Any]]) -> Non
 
 def _show_low_bit(console: Console, found: Iterable[dict[str, Any]]) -> None:
     for row in found:
-        console.print(f"optimizer: {escape(low_bit.line(row))}", soft_wrap=True)
+        say(console, f"optimizer: {low_bit.line(row)}")
 
 
 def _show_parameters(console: Console, parameters: Sequence[dict[str, Any]]) -> None:
@@ -204,7 +205,7 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
     show_origin(console, facts)
     for row in facts["optimizer"]:
         step = f" at step {row['step']:,}" if row["step"] else ""
-        say(console, f"optimizer state of {row['parameters']:,} parameters, update rule {row['rule']}{step}")
+        say(console, f"optimizer state of {counted(row['parameters'], 'parameter')}, update rule {row['rule']}{step}")
     show_hyperparameters(console, facts["hyperparameters"])
     _show_low_bit(console, facts["low_bit"])
     show_roles(console, facts["roles"], facts["bytes"])
