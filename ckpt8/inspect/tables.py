@@ -53,7 +53,7 @@ class Sheet(Table):
 
 
 def _plain(cell: object) -> str:
-    return Text.from_markup(cell).plain if isinstance(cell, str) else str(cell)
+    return Text.from_markup(cell, emoji=False).plain if isinstance(cell, str) else str(cell)
 
 
 def wrap(text: str, width: int, *, first: str = "", more: str = _GAP) -> Iterator[str]:
