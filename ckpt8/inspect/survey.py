@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt8.inspect import sampling
 from ckpt8.inspect.flags import KINDS, RowCount, row_flags, tensor_flags, twin_flag
-from ckpt8.inspect.subject import Piece, Subject, whole_name
+from ckpt8.inspect.pieces import Piece, whole_name
+from ckpt8.inspect.subject import Subject
 from ckpt8.inspect.tally import Rows, Tally
 from ckpt8.policy import BUFFERS
 from ckpt8.tensors import Role

@@ -21,7 +21,8 @@ from ckpt8.inspect import sampling
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
 from ckpt8.inspect.layers import Stored, layer_of, layers, plain_path
-from ckpt8.inspect.subject import Subject, View
+from ckpt8.inspect.pieces import View
+from ckpt8.inspect.subject import Subject
 from ckpt8.inspect.survey import survey
 from ckpt8.inspect.tally import Rows
 from ckpt8.readers.base import TensorRef
@@ -93,6 +94,39 @@ def test_an_expanded_view_has_its_elements_once():
     found = survey(subject_of({"x": (Role.WEIGHT, x, None)}), full=True)
     assert found["sample"]["elements"] == 2
     assert found["flags"][0]["count"] == 1
+
+
+def test_elements_of_several_views_are_looked_at_once():
+    base = torch.rand(100) + 1
+    base[50] = base[99] = float("nan")
+    pairs = {"a": base[:60], "b": base[40:], "c": base[45:55], "d": base[70:90]}
+    views = [
+        View(name, Role.WEIGHT, 0, TensorRef("0", DType.FLOAT32, x.storage_offset(), x.shape, x.stride()))
+        for name, x in pairs.items()
+    ]
+    content = bytes(base.untyped_storage())
+
+    def read(_, start, buffer):
+        buffer[:] = content[start : start + len(buffer)]
+
+    found = survey(Subject(views, [], read), full=True)
+    assert found["sample"]["of"] == 100
+    assert as_pairs(found["flags"]) == {("nan", "a"): (1, 60), ("nan", "b"): (1, 40)}
+
+
+def test_many_strided_views_are_not_read_one_by_one():
+    base = torch.ones(100, 64)
+    views, done = [], []
+    for k in range(64):
+        x = base[:, k]
+        views.append(View(str(k), Role.WEIGHT, 0, TensorRef("0", DType.FLOAT32, k, x.shape, x.stride())))
+
+    def read(_, start, buffer):
+        done.append(len(buffer))
+        buffer[:] = bytes(len(buffer))
+
+    survey(Subject(views, [], read), full=True)
+    assert sum(done) <= 18 * base.numel() * 4
 
 
 def test_slices_of_one_tensor_are_one_tensor():
