@@ -16,6 +16,7 @@ import ckpt8
 from ckpt8.inspect import sampling
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
+from ckpt8.inspect.tally import Tally
 
 ROWS, WIDTH = 700, 96
 
@@ -109,6 +110,10 @@ def test_a_sample_does_not_claim_what_it_did_not_see(tmp_path, run_command):
     assert found["inf"]["sampled"] is False
     assert (found["stored_twice"]["sampled"], found["zero_moment"]["sampled"]) == (True, True)
     assert found["zero_moment"]["count"] < ROWS * WIDTH
+    whole = [range(at, at + n) for at, n in sampling.windows(ROWS * WIDTH, sampling.PER_TENSOR, WIDTH)]
+    rows = [row for row in range(ROWS) if any(row * WIDTH in w and (row + 1) * WIDTH - 1 in w for w in whole)]
+    dead = found["dead_rows"]
+    assert (dead["count"], dead["of"]) == (len({3, 4, 5, 6, 7} & set(rows)), len(rows))
     assert f"elements looked at, of {ROWS * WIDTH:,}" in found["zero_moment"]["message"]
     _, out, _ = run_command("inspect", tmp_path / "run.pt")
     share = facts["sample"]["elements"] / facts["sample"]["of"]
@@ -141,6 +146,39 @@ def test_copies_that_differ_in_one_element_are_told_apart_by_full_alone(tmp_path
     assert flags_of(tree, tmp_path, full=True)["flags"] == []
     tree["model"]["head.weight"] = embed  # tied in the file as well
     assert flags_of(tree, tmp_path, full=True)["flags"] == []
+
+
+def test_a_copy_of_another_shape_is_found_in_a_sample(tmp_path):
+    tree = healthy()
+    tree["model"]["head.weight"] = tree["model"]["embed.weight"].clone().view(ROWS // 2, WIDTH * 2)
+    (flag,) = flags_of(tree, tmp_path, full=False)["flags"]
+    assert flag["tensors"] == ["model.embed.weight", "model.head.weight"]
+
+
+def test_full_compares_what_a_hash_takes_for_equal(tmp_path, monkeypatch):
+    class Same:
+        def update(self, content):
+            pass
+
+        def digest(self):
+            return b""
+
+    plain = Tally.__init__
+    monkeypatch.setattr(Tally, "__init__", lambda self, *given: plain(self, *given, digest=Same()))
+    tree = healthy()
+    assert flags_of(tree, tmp_path, full=False)["flags"][0]["kind"] == "stored_twice"
+    assert flags_of(tree, tmp_path, full=True)["flags"] == []
+    tree["model"]["again"] = tree["model"]["head.weight"].clone()
+    (flag,) = flags_of(tree, tmp_path, full=True)["flags"]
+    assert flag["tensors"] == ["model.head.weight", "model.again"]
+
+
+def test_a_parameter_without_any_moment_has_no_dead_rows(tmp_path):
+    tree = healthy()
+    for key in ("exp_avg", "exp_avg_sq"):
+        tree["optimizer"]["state"][0][key].zero_()
+    flags = flags_of(tree, tmp_path, full=True)["flags"]
+    assert [flag["kind"] for flag in flags] == ["zero_moment", "zero_moment"]
 
 
 def test_three_copies_are_one_flag_and_constants_none(tmp_path):

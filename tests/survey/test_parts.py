@@ -24,7 +24,7 @@ from ckpt8.inspect.layers import Stored, layer_of, layers, plain_path
 from ckpt8.inspect.pieces import View
 from ckpt8.inspect.subject import Subject
 from ckpt8.inspect.survey import survey
-from ckpt8.inspect.tally import Rows
+from ckpt8.inspect.tally import Rows, Tally
 from ckpt8.readers.base import TensorRef
 from ckpt8.tensors import DType, Role
 
@@ -56,6 +56,29 @@ def test_rows_that_come_in_pieces(count, row, data):
         rows.add(x[start:stop] != 0, start, whole=True)
     assert rows.seen == count
     assert rows.dead == sum(not one.any() for one in x.view(count, row))
+
+
+@pytest.mark.parametrize("role", [Role.MOMENT1, Role.MOMENT2])
+@pytest.mark.parametrize("row", [0, 130, 96])
+def test_groups_of_a_sample_are_those_of_the_tensor(role, row):
+    numel = 130 * 601
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(row)).abs() * 4e-5 ** (
+        2 if role is Role.MOMENT2 else 1
+    )
+    tally = Tally(role, DType.FLOAT32, numel)
+    windows = list(sampling.windows(numel, 1 << 14, row))
+    for start, count in windows:
+        tally.add(x[start : start + count], start)
+    groups = [
+        x[at : at + 32].max()
+        for at in range(0, numel, 32)
+        if any(start <= at and min(at + 32, numel) <= start + count for start, count in windows)
+    ]
+    scales = torch.stack(groups)
+    halves = (scales.sqrt() if role is Role.MOMENT2 else scales).half()
+    assert (tally.groups, tally.lost) == (len(groups), int((halves == 0).sum()))
+    assert tally.coarse == int(((halves > 0) & (halves < 2.0**-14)).sum())
+    assert 0 < tally.coarse < tally.groups
 
 
 def subject_of(views):
