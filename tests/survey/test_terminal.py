@@ -118,6 +118,11 @@ def test_a_name_is_no_emoji(tmp_path):
         assert "model.:a:" in shown(tmp_path / "a.pt", "--tensors", width=width)
 
 
+def test_a_paragraph_leaves_out_what_is_empty():
+    table = with_rows(make_table("name", "reason", "count"), [("a" * 20, "", "1")])
+    assert render(table, 20).split() == ["name", "a" * 18, "a" * 2, "count", "1"]
+
+
 def test_a_table_that_fits_is_one():
     out = render(with_rows(make_table("name", "count"), [("a", "1"), ("bb", "22")]), 40)
     assert out.splitlines()[0].split() == ["name", "count"]
