@@ -11,10 +11,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from dcp_kit import load_all, run_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_dcp import make, save, states, step
-from survey_kit import as_pairs
+from survey_kit import as_pairs, expected
 
 import ckpt8
 from ckpt8.inspect import sampling
@@ -200,6 +201,22 @@ def test_a_distributed_checkpoint(tmp_path):
     groups = {group["group"]: group for group in facts["layers"]}
     assert groups["up"]["roles"]["moment1"] == (257 * 64 + 257) * 4
     assert groups["up"]["roles"]["weight"] == groups["up"]["roles"]["moment1"]
+
+
+@pytest.mark.slow
+def test_shards_of_two_processes_are_counted_together(tmp_path):
+    run_processes("train", tmp_path)
+    for layout in ("nested", "flat", "zstd"):
+        tensors = {name: x for name, x in load_all(tmp_path / layout).items() if isinstance(x, torch.Tensor)}
+        wanted = expected(tensors)
+        pairs = as_pairs(inspect_checkpoint(tmp_path / layout, full=True)["flags"])
+        found = {(kind, name.rpartition(":")[2]): each for (kind, name), each in pairs.items()}
+        # Groups of 32 begin anew in every shard: which are lost depends on where it was cut.
+        for flags in (found, wanted):
+            for key in [key for key in flags if key[0] == "fp16_scales"]:
+                del flags[key]
+        assert found == wanted
+        assert any(key[0] == "moment2_fp16_zero" for key in found)
 
 
 @pytest.mark.parametrize("name", ["gpt_adamw.pt", "gpt_bf16.pt", "accelerate", "trainer-adamw"])
