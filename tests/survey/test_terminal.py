@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
-from test_flags import healthy, plant
+from survey_kit import healthy, plant
 from typer.testing import CliRunner
 
 import ckpt8
