@@ -114,7 +114,11 @@ def inspect(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a .ckpt8 or a checkpoint is made of, where the bytes are, and the error that was made."""
+    """Show what a .ckpt8 or a checkpoint is made of, where the bytes are, red flags, and the error that was made.
+
+    Red flags (NaN, dead rows, weights stored twice, what fp16 would lose) are looked for in a sample of a checkpoint,
+    and with --full in every element; in a .ckpt8 with --full only. --json has them as flags, with sample and layers.
+    """
     from ckpt8.container.header import is_container
     from ckpt8.inspect.container import inspect_container
     from ckpt8.inspect.html.report import report_for
@@ -122,15 +126,19 @@ def inspect(
 
     report = report_for(html, path, original=against, drift=drift, full=full, force=force)
     if is_container(path):
-        facts = inspect_container(path, tensors=tensors, original=against, visit=report.visit if report else None)
+        visit = report.visit if report else None
+        facts = inspect_container(path, tensors=tensors, original=against, full=full, visit=visit)
     elif against is not None and not readiness:
         raise UsageError(f"{path}: is not a .ckpt8; --against compares a .ckpt8 with its original")
     else:
         from ckpt8.inspect.checkpoint import inspect_checkpoint
+        from ckpt8.progress import progress_bar
 
-        facts = inspect_checkpoint(path, tensors=tensors)
+        shown = full and not as_json
+        with progress_bar(f"inspect {path.name}", size_of(path) if shown else 0, enabled=shown) as progress:
+            facts = inspect_checkpoint(path, tensors=tensors, full=full, progress=progress)
     if readiness:
-        from ckpt8.inspect.readiness import inspect_readiness
+        from ckpt8.inspect.readiness.run import inspect_readiness
 
         facts["readiness"] = inspect_readiness(path, full=full, original=against)
     if report is not None:
@@ -154,7 +162,7 @@ def restore(
 ) -> None:
     """Write back the checkpoint that SRC was made from."""
     from ckpt8.container.reader import ContainerReader
-    from ckpt8.inspect.render import size
+    from ckpt8.inspect.figures import size
     from ckpt8.progress import progress_bar
     from ckpt8.restoration import restore as run
 
@@ -198,7 +206,8 @@ def verify(
     """Check every byte of SRC, and with --against every statistic that it states."""
     from dataclasses import asdict
 
-    from ckpt8.inspect.render import show_drift, size
+    from ckpt8.inspect.figures import size
+    from ckpt8.inspect.render import show_drift
     from ckpt8.progress import progress_bar
     from ckpt8.verification import verify as run
 

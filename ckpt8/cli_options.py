@@ -28,7 +28,9 @@ def print_json(tree: Any) -> None:
 
 def console() -> Console:
     """Where results are shown. Nothing is wrapped where nobody looks: a log or a pipe gets whole names."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNWRAPPED)
+    return Console(
+        highlight=False, emoji=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNWRAPPED
+    )
 
 
 def clock() -> float:

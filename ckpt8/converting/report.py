@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from ckpt8.inspect.render import size
+from ckpt8.inspect.figures import size
 from ckpt8.resuming.names import listed
 
 if TYPE_CHECKING:

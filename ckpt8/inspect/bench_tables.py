@@ -7,7 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from ckpt8.inspect.render import make_table, size, with_rows
+from ckpt8.inspect.figures import size
+from ckpt8.inspect.render import make_table, with_rows
 
 
 def show_bench(console: Console, result: dict[str, Any]) -> None:

@@ -12,6 +12,10 @@ from ckpt8.container import frames, layout
 from ckpt8.errors import InputError, RefusedError
 from ckpt8.inspect.container import SKELETON_ROLE, codec_name, skeleton_role
 from ckpt8.inspect.parameters import display_names
+from ckpt8.inspect.survey.layers import layers_of_plan
+from ckpt8.inspect.survey.origin import describe
+from ckpt8.inspect.survey.run import Progress, survey
+from ckpt8.inspect.survey.subject import of_bundle
 from ckpt8.low_bit import find_low_bit
 from ckpt8.plan import Plan, Stream
 from ckpt8.policy import LOSSLESS, PRESETS, Policy
@@ -31,8 +35,14 @@ _ENTRY_BYTES = 160
 """Header, manifest and seal take about this much for every entry."""
 
 
-def inspect_checkpoint(path: Path, *, tensors: bool = False) -> dict[str, Any]:
-    """What a file or directory holds and what it would become. Raises InputError for damage or no checkpoint."""
+def inspect_checkpoint(
+    path: Path, *, tensors: bool = False, full: bool = False, progress: Progress = lambda _: None
+) -> dict[str, Any]:
+    """What a file or directory holds and what it would become. Raises InputError for damage or no checkpoint.
+
+    ``flags``, ``sample`` (see ``survey`` and ``flags``) and ``layers`` (see ``layers``) are of its values; ``full``
+    reads every element for them, and calls ``progress`` with the bytes that it has read.
+    """
     with open_bundle(path) as source:
         if source.directory is not None and not source.holds_tensors:
             raise InputError(f"{path}: a directory without tensors; give a checkpoint")
@@ -49,6 +59,9 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> dict[str, Any]:
             "roles": _roles(source, plan),
             "optimizer": _optimizers(plan),
             "low_bit": find_low_bit(TensorSpec(t.name, t.role, t.ref.dtype, t.ref.shape) for t, _ in plan.tensors),
+            **describe(source),
+            "layers": layers_of_plan(source, plan),
+            **survey(of_bundle(source, plan), full=full, progress=progress),
             "predicted": {preset: _predict(source, preset) for preset in PRESETS},
         }
         if tensors:

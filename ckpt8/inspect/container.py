@@ -20,6 +20,10 @@ from ckpt8.container.manifest import (
 )
 from ckpt8.container.reader import ContainerReader
 from ckpt8.inspect.parameters import display_names
+from ckpt8.inspect.survey.layers import layers_of_manifest
+from ckpt8.inspect.survey.origin import framework_of_files
+from ckpt8.inspect.survey.run import survey, unread
+from ckpt8.inspect.survey.subject import of_container
 from ckpt8.low_bit import find_low_bit
 from ckpt8.stats import MomentError, NoiseError, UpdateError, WeightError, read_error
 from ckpt8.tensors import DType, Role, TensorSpec
@@ -34,12 +38,14 @@ def inspect_container(
     *,
     tensors: bool = False,
     original: Path | None = None,
+    full: bool = False,
     visit: Callable[[ContainerReader], None] | None = None,
 ) -> dict[str, Any]:
     """Totals, roles, errors and the worst tensors; with ``tensors`` every tensor.
 
     ``original`` measures the errors again from the checkpoint that the container was made from, in place of the
-    stored ones. ``visit`` is called with the reader that then states them. Raises InputError for damage.
+    stored ones. ``visit`` is called with the reader that then states them. ``flags`` and ``sample`` are of the decoded
+    values, as of a raw checkpoint: ``full`` decodes all, else none is looked at. Raises InputError for damage.
     """
     with ContainerReader(path) as reader:
         manifest = reader.manifest
@@ -47,7 +53,16 @@ def inspect_container(
             _measure_again(reader, original)
         if visit is not None:
             visit(reader)
-        return {"path": str(path), "kind": "ckpt8", **_facts(manifest, reader.size), **_lists(manifest, tensors)}
+        subject = of_container(reader)
+        return {
+            "path": str(path),
+            "kind": "ckpt8",
+            **_facts(manifest, reader.size),
+            "framework": framework_of_files(member.path for member in manifest.members),
+            "layers": layers_of_manifest(manifest),
+            **(survey(subject, full=True) if full else unread(subject)),
+            **_lists(manifest, tensors),
+        }
 
 
 def _measure_again(reader: ContainerReader, original: Path) -> None:

@@ -12,20 +12,14 @@ from rich.table import Table
 from ckpt8 import low_bit
 from ckpt8.container.manifest import DIRECTORY
 from ckpt8.drift import left_out
+from ckpt8.inspect.figures import counted, size
+from ckpt8.inspect.overview import say, show_flags, show_hyperparameters, show_layers, show_origin, show_roles
 from ckpt8.inspect.parameters import shown
+from ckpt8.inspect.tables import Sheet
 from ckpt8.text import printable, printable_tree
 
 _ALARMING = 0.5
 """max |Δu| of max |u| above which a report says so."""
-
-
-def size(count: float) -> str:
-    """Bytes in decimal units, as disks are sold and ``ls --si`` shows them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
 
 
 def number(value: float | None) -> str:
@@ -34,11 +28,14 @@ def number(value: float | None) -> str:
 
 
 def make_table(*columns: str, title: str | None = None) -> Table:
-    """A table without lines; the first column and those of words are to the left, numbers to the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    """A table without lines; the first column and those of words are to the left, numbers to the right.
+
+    Where it does not fit, its rows are shown as paragraphs.
+    """
+    table = Sheet(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for k, column in enumerate(columns):
         left = k == 0 or column in ("codec", "dtype", "shape", "reason", "role", "format")
-        table.add_column(column, justify="left" if left else "right", overflow="fold", no_wrap=not left)
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
     return table
 
 
@@ -57,20 +54,18 @@ def show(console: Console, facts: dict[str, Any]) -> None:
     else:
         _show_checkpoint(console, facts)
     if "readiness" in facts:
-        from ckpt8.inspect.readiness_table import show_readiness
+        from ckpt8.inspect.readiness.table import show_readiness
 
         show_readiness(console, facts["readiness"], tensors="tensors" in facts)
 
 
 def _show_container(console: Console, facts: dict[str, Any]) -> None:
     per_weight = f", {facts['bytes_per_weight']:.3f} bytes per weight" if facts["bytes_per_weight"] else ""
-    console.print(
-        f"[bold]{escape(facts['path'])}[/]  ckpt8 {facts['format']}, preset {escape(facts['preset'])}", soft_wrap=True
-    )
-    console.print(f"from {escape(_origin(facts))}", soft_wrap=True)
-    console.print(
-        f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, [bold]{facts['ratio']:.2f}x[/]{per_weight}\n"
-    )
+    say(console, facts["path"], "bold")
+    say(console, f"ckpt8 {facts['format']}, preset {facts['preset']}")
+    say(console, f"from {_origin(facts)}")
+    say(console, f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, {facts['ratio']:.2f}x{per_weight}")
+    console.print()
     table = make_table("role", "codec", "storages", "elements", "original", "stored", "ratio")
     rows = [
         (
@@ -86,6 +81,8 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
     ]
     console.print(with_rows(table, rows))
     _show_low_bit(console, facts["low_bit"])
+    show_layers(console, facts["layers"])
+    show_flags(console, facts["flags"], facts["sample"])
     if facts["directory"] is not None:
         members = [(m["path"], m["format"], size(m["bytes"]), size(m["stored_bytes"])) for m in facts["members"]]
         _show_members(console, "stored", members)
@@ -132,7 +129,8 @@ def _show_errors(console: Console, errors: dict[str, Any]) -> None:
         lines.append(f"update space  not measured for {errors['update_unknown']} parameters")
     if lines:
         console.print("\n[bold]Measured error[/]")
-        console.print("\n".join(lines), soft_wrap=True)
+        for line in lines:
+            say(console, line)
 
 
 def _show_worst(console: Console, worst: dict[str, list[dict[str, Any]]]) -> None:
@@ -168,7 +166,7 @@ def _show_stored_tensors(console: Console, tensors: list[dict[str, Any]]) -> Non
 
 def _show_low_bit(console: Console, found: Iterable[dict[str, Any]]) -> None:
     for row in found:
-        console.print(f"optimizer: {escape(low_bit.line(row))}", soft_wrap=True)
+        say(console, f"optimizer: {low_bit.line(row)}")
 
 
 def _show_parameters(console: Console, parameters: Sequence[dict[str, Any]]) -> None:
@@ -202,34 +200,24 @@ def _error(error: dict[str, Any] | None) -> str:
 
 
 def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
-    console.print(
-        f"[bold]{escape(facts['path'])}[/]  {facts['format']}, {size(facts['bytes'])}, "
+    say(console, facts["path"], "bold")
+    say(
+        console,
+        f"{facts['format']}, {size(facts['bytes'])}, "
         f"{facts['tensor_count']:,} tensors in {facts['storages']:,} storages",
-        soft_wrap=True,
     )
+    show_origin(console, facts)
     for row in facts["optimizer"]:
         step = f" at step {row['step']:,}" if row["step"] else ""
-        console.print(
-            f"optimizer state of {row['parameters']:,} parameters, update rule {escape(row['rule'])}{step}",
-            soft_wrap=True,
-        )
+        say(console, f"optimizer state of {counted(row['parameters'], 'parameter')}, update rule {row['rule']}{step}")
+    show_hyperparameters(console, facts["hyperparameters"])
     _show_low_bit(console, facts["low_bit"])
+    show_roles(console, facts["roles"], facts["bytes"])
+    show_layers(console, facts["layers"])
+    show_flags(console, facts["flags"], facts["sample"])
     console.print()
-    table = make_table("role", "dtype", "storages", "elements", "bytes", "share")
-    rows = [
-        (
-            row["role"],
-            row["dtype"],
-            f"{row['storages']:,}" if row["storages"] else "-",
-            f"{row['elements']:,}",
-            size(row["bytes"]),
-            f"{100 * row['bytes'] / facts['bytes']:.1f} %",
-        )
-        for row in facts["roles"]
-    ]
-    console.print(with_rows(table, rows))
-    console.print()
-    table = make_table("ckpt8 compress --preset", "predicted", "ratio")
+    say(console, "What ckpt8 compress would make of it, from a sample", "bold")
+    table = make_table("--preset", "predicted", "ratio")
     predicted = facts["predicted"].items()
     console.print(with_rows(table, [(name, size(p["bytes"]), f"{p['ratio']:.2f}x") for name, p in predicted]))
     if facts["format"] == DIRECTORY:

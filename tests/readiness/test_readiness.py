@@ -13,9 +13,9 @@ from readiness_kit import fast_expected, normal, of_gpt, of_optimizer, same, sav
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 import ckpt8
-from ckpt8.inspect.number_formats import FORMATS
-from ckpt8.inspect.readiness import inspect_readiness
-from ckpt8.inspect.tensor_source import SAMPLE, WINDOWS, open_tensors, sample_windows
+from ckpt8.inspect.readiness.number_formats import FORMATS
+from ckpt8.inspect.readiness.run import inspect_readiness
+from ckpt8.inspect.readiness.tensor_source import SAMPLE, WINDOWS, open_tensors, sample_windows
 
 
 def of_lightning(path):

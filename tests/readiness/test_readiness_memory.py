@@ -17,8 +17,8 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 import torch
-from ckpt8.inspect.readiness import inspect_readiness
-from ckpt8.inspect import casting, number_formats, verdicts
+from ckpt8.inspect.readiness.run import inspect_readiness
+from ckpt8.inspect.readiness import casting, number_formats, verdicts
 
 def memory(field):
     with open("/proc/self/status") as file:

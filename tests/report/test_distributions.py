@@ -12,14 +12,14 @@ import torch
 import ckpt8
 from ckpt8.container.reader import ContainerReader
 from ckpt8.errors import InputError
-from ckpt8.inspect import checkpoint_distributions as of_checkpoint
-from ckpt8.inspect import sampling
-from ckpt8.inspect.checkpoint_distributions import checkpoint_distributions
 from ckpt8.inspect.container import inspect_container
-from ckpt8.inspect.container_distributions import container_distributions
-from ckpt8.inspect.distributions import LOWEST, Codes, Histogram
+from ckpt8.inspect.distributions import checkpoint as of_checkpoint
+from ckpt8.inspect.distributions import sampling
+from ckpt8.inspect.distributions.checkpoint import checkpoint_distributions
+from ckpt8.inspect.distributions.container import container_distributions
+from ckpt8.inspect.distributions.counts import LOWEST, Codes, Histogram
+from ckpt8.inspect.distributions.sampling import RUN, RUNS, Sampling
 from ckpt8.inspect.html.layers import LayerNames
-from ckpt8.inspect.sampling import RUN, RUNS, Sampling
 
 
 def octaves(values):

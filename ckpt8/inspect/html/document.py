@@ -1,7 +1,7 @@
 """The page: one HTML document that loads nothing, runs nothing and says the same whenever it is made.
 
 What it shows is also in it as JSON, in the element ``ckpt8-report``: ``facts`` as ``inspect --json`` prints them,
-``distributions`` (see ``ckpt8.inspect.gathering.Gathered``) and, where it was given, ``drift``.
+``distributions`` (see ``ckpt8.inspect.distributions.gathering.Gathered``) and, where it was given, ``drift``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import json
 from typing import Any
 
 from ckpt8 import __version__
+from ckpt8.inspect.figures import size
 from ckpt8.inspect.html.distributions import code_section, value_section
 from ckpt8.inspect.html.drift import drift_section
 from ckpt8.inspect.html.errors import error_section, worst_section
 from ckpt8.inspect.html.sizes import size_sections
 from ckpt8.inspect.html.style import STYLE
 from ckpt8.inspect.html.text import percent, text
-from ckpt8.inspect.render import number, size
+from ckpt8.inspect.render import number
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Should a name ever be taken for markup, the browser still neither runs nor loads anything."""

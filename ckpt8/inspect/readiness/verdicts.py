@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ckpt8.inspect.casting import RAW, SCALED, decibels
-from ckpt8.inspect.number_formats import FORMATS, NumberFormat
+from ckpt8.inspect.readiness.casting import RAW, SCALED, decibels
+from ckpt8.inspect.readiness.number_formats import FORMATS, NumberFormat
 from ckpt8.tensors import Role
 
 MOST_UNDERFLOW = 0.05

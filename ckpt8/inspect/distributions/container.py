@@ -17,12 +17,12 @@ from ckpt8.container.manifest import Manifest, ParameterRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.errors import InputError
 from ckpt8.inspect.container import skeleton_role
-from ckpt8.inspect.distributions import Drawn
-from ckpt8.inspect.drawing import Piece, draw, is_counted
-from ckpt8.inspect.gathering import Gathered, stored_update_error
+from ckpt8.inspect.distributions.counts import Drawn
+from ckpt8.inspect.distributions.drawing import Piece, draw, is_counted
+from ckpt8.inspect.distributions.gathering import Gathered, stored_update_error
+from ckpt8.inspect.distributions.sampling import Sampling
 from ckpt8.inspect.html.layers import LayerNames, LayerSizes
 from ckpt8.inspect.parameters import display_names
-from ckpt8.inspect.sampling import Sampling
 from ckpt8.plan import MOMENT_SLOTS, Parameter
 from ckpt8.policy import Policy
 from ckpt8.stats import read_error

@@ -14,12 +14,12 @@ from ckpt8.container.frames import FRAME
 from ckpt8.encoder import ChunkMeters
 from ckpt8.errors import RefusedError
 from ckpt8.inspect.container import skeleton_role
-from ckpt8.inspect.distributions import Drawn
-from ckpt8.inspect.drawing import Piece, draw, is_counted
-from ckpt8.inspect.gathering import Gathered
+from ckpt8.inspect.distributions.counts import Drawn
+from ckpt8.inspect.distributions.drawing import Piece, draw, is_counted
+from ckpt8.inspect.distributions.gathering import Gathered
+from ckpt8.inspect.distributions.sampling import Sampling
 from ckpt8.inspect.html.layers import LayerNames, LayerSizes
 from ckpt8.inspect.parameters import display_names
-from ckpt8.inspect.sampling import Sampling
 from ckpt8.measure import UnitErrors
 from ckpt8.plan import Plan, Stream, Unit
 from ckpt8.policy import LOSSLESS, Policy

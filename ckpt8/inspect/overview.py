@@ -1,0 +1,185 @@
+"""Shows what a survey found, and what was told of a checkpoint's origin, in a terminal of any width."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ckpt8.inspect.bars import Share, bars
+from ckpt8.inspect.figures import counted, percent, size
+from ckpt8.inspect.tables import wrap
+
+_MOST_GROUPS = 16
+_EXAMPLES = 3
+_MOST_ROWS = 4
+
+_TITLES = {
+    "nan": "NaN",
+    "inf": "Inf",
+    "zero_moment": "moments that are all zero",
+    "dead_rows": "dead rows: no moment that is not zero",
+    "bf16_in_fp32": "fp32 that holds bf16 values",
+    "stored_twice": "the same weights stored more than once",
+    "moment2_fp16_zero": "second moments that fp16 would flush to zero",
+    "fp16_scales": "moments that FlashOptim's fp16 scales would lose",
+}
+_LOST_ELSEWHERE = ("moment2_fp16_zero", "fp16_scales")
+"""Kinds that are no fault of the checkpoint, as long as nobody stores it so."""
+
+_SHOWN_OPTIONS = ("lr", "betas", "momentum", "dampening", "nesterov", "eps", "weight_decay", "amsgrad")
+_NUMBER = re.compile(r"(.*?)(\d+)")
+
+
+def say(console: Console, text: str, style: str = "", *, indent: str = "") -> None:
+    """Print a line of text, broken between words where it must be; nothing in it is markup."""
+    lines = wrap(text, console.width, first=indent, more=f"{indent}  ")
+    console.print(Text("\n".join(lines), style=style), soft_wrap=True)
+
+
+def show_origin(console: Console, facts: Mapping[str, Any]) -> None:
+    """Who wrote it, step, epoch and number of parameters, as far as they are known."""
+    version = f" {facts['version']}" if facts["version"] else ""
+    told = [f"{facts['framework']}{version}"] if facts["framework"] else []
+    told += [f"step {facts['step']:,}"] if facts["step"] is not None else []
+    told += [f"epoch {facts['epoch']:.4g}"] if facts["epoch"] is not None else []
+    parameters = sum(group["parameters"] for group in facts["layers"])
+    told += [counted(parameters, "parameter")] if parameters else []
+    if told:
+        say(console, ", ".join(told))
+
+
+def show_hyperparameters(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The options of every optimizer: first those that all its groups share, then the others."""
+    for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
+        groups = [row for row in rows if row["optimizer"] == optimizer]
+        options = [group["options"] for group in groups]
+        shared = {
+            key: options[0][key]
+            for key in _SHOWN_OPTIONS
+            if key in options[0] and all(key in each and each[key] == options[0][key] for each in options)
+        }
+        label = optimizer if len({row["optimizer"] for row in rows}) > 1 else ""
+        if shared:
+            say(console, ": ".join(filter(None, (label, _listed(shared)))), indent="  ")
+        for group in groups[:_MOST_ROWS]:
+            own = {key: group["options"][key] for key in _SHOWN_OPTIONS if key in group["options"].keys() - shared}
+            if own:
+                say(console, f"{_listed(own)}: {counted(group['parameters'], 'parameter')}", indent="  ")
+        if len(groups) > _MOST_ROWS:
+            say(console, f"and {len(groups) - _MOST_ROWS:,} more groups", indent="  ")
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{key} {_value(value)}" for key, value in options.items() if value is not False and value is not None
+    )
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"({', '.join(map(_value, value))})"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def show_roles(console: Console, roles: Iterable[Mapping[str, Any]], total: int) -> None:
+    """Where the bytes are by role and element type."""
+    shares = [
+        Share(
+            f"{row['role']} {row['dtype']}", row["bytes"] / max(total, 1), (f"{row['elements']:,}", *_size(row, total))
+        )
+        for row in roles
+    ]
+    _show_bars(console, "Elements and bytes by role", shares)
+
+
+def show_layers(console: Console, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Where the bytes are by layer; layers that are alike are one line."""
+    total = sum(group["bytes"] for group in groups)
+    joined = list(_joined(groups))
+    kept = sorted(joined, key=lambda row: -row["bytes"])[: _MOST_GROUPS - 1] if len(joined) > _MOST_GROUPS else joined
+    rest = [row for row in joined if row not in kept]
+    rows = [row for row in joined if row in kept]
+    if rest:
+        rows.append({"label": counted(len(rest), "smaller group"), "bytes": sum(row["bytes"] for row in rest)})
+    shares = [Share(row["label"], row["bytes"] / max(total, 1), _size(row, total)) for row in rows]
+    _show_bars(console, "Bytes by layer, with the state of its parameters", shares)
+
+
+def _size(row: Mapping[str, Any], total: int) -> tuple[str, str]:
+    return size(row["bytes"]), percent(row["bytes"] / max(total, 1))
+
+
+def _show_bars(console: Console, title: str, shares: Sequence[Share]) -> None:
+    if shares:
+        console.print()
+        say(console, title, "bold")
+        lines = bars(shares, console.width, ascii_only=console.options.ascii_only)
+        console.print(Text("\n".join(lines)), soft_wrap=True)
+
+
+def _joined(groups: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows {label, bytes}: neighbours that count on, and are as large as each other, as one."""
+    run: list[Mapping[str, Any]] = []
+    for group in groups:
+        if run and not _continues(run[-1], group):
+            yield _row(run)
+            run = []
+        run.append(group)
+    if run:
+        yield _row(run)
+
+
+def _continues(before: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
+    one, other = (_NUMBER.fullmatch(each["group"]) for each in (before, group))
+    if one is None or other is None or one[1] != other[1] or len(one[2]) > 9 or len(other[2]) > 9:
+        return False
+    return int(other[2]) == int(one[2]) + 1 and before["roles"] == group["roles"]
+
+
+def _row(run: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first, last = run[0]["group"], run[-1]["group"]
+    last_number = _NUMBER.fullmatch(last)
+    label = first if len(run) == 1 or last_number is None else f"{first}-{last_number[2]} ({len(run)} alike)"
+    return {"label": label, "bytes": sum(group["bytes"] for group in run)}
+
+
+def show_flags(console: Console, flags: Sequence[Mapping[str, Any]], sample: Mapping[str, Any]) -> None:
+    """Red flags by kind with the worst tensors of each, and what was looked at."""
+    console.print()
+    say(console, "Red flags", "bold")
+    say(console, _looked_at(sample, bool(flags)))
+    for kind, title in _TITLES.items():
+        found = [each for each in flags if each["kind"] == kind]
+        if found:
+            style = "yellow" if kind in _LOST_ELSEWHERE else "red"
+            say(console, f"{title}: {_extent(kind, found)}", style, indent="  ")
+            for each in found[:_EXAMPLES]:
+                names = each.get("tensors") or [each["tensor"]]
+                say(console, f"{' = '.join(names[:_EXAMPLES])}: {each['message']}", indent="    ")
+
+
+def _extent(kind: str, found: Sequence[Mapping[str, Any]]) -> str:
+    """In how many tensors, and how much of them where that is a share."""
+    if kind == "stored_twice":
+        return counted(len(found), "time")
+    where = counted(len(found), "parameter" if kind == "dead_rows" else "tensor")
+    if kind not in _LOST_ELSEWHERE:
+        return where
+    share = percent(sum(each["count"] for each in found) / sum(each["of"] for each in found))
+    return f"{share} of the {'groups' if kind == 'fp16_scales' else 'values'} in {where}"
+
+
+def _looked_at(sample: Mapping[str, Any], found: bool) -> str:
+    count, total = sample["elements"], sample["of"]
+    if not total:
+        return "the checkpoint has no floating-point tensors to look at"
+    if not count:
+        return f"not looked for: none of the {counted(total, 'element')} was read; --full reads all"
+    if sample["full"]:
+        return f"looked at all {counted(total, 'element')}" + ("" if found else ": none")
+    seen = f"looked at {percent(count / total)} of {counted(total, 'element')}; --full reads all"
+    return seen if found else f"{seen}; none seen in those"

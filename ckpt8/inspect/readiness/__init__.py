@@ -1,0 +1,1 @@
+"""What formats of fewer bits would make of a checkpoint."""

@@ -1,0 +1,1 @@
+"""What is in a checkpoint: red flags, layers, origin."""

@@ -1,0 +1,179 @@
+"""What wrote a checkpoint, how far its run had come, and with which options its optimizers ran.
+
+All of it is read from keys that the programs write, and from the names of files beside each other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckpt8.container.manifest import DCP, FILE
+from ckpt8.errors import InputError
+from ckpt8.readers.walk import format_path, iter_nodes
+from ckpt8.roles import is_optimizer
+
+if TYPE_CHECKING:
+    from ckpt8.bundle import Bundle, Member
+    from ckpt8.readers.dcp import DcpCheckpoint
+
+_STEP_KEYS = ("global_step", "step", "iter_num", "iteration", "global_steps", "num_updates", "steps")
+_EPOCH_KEYS = ("epoch", "current_epoch", "epochs")
+_LONGEST_JSON = 16 << 20
+_MOST_OPTIONS, _MOST_ITEMS, _LONGEST_TEXT = 64, 8, 100
+_LARGEST = 1 << 53
+
+_BY_KEYS: tuple[tuple[str, frozenset[str]], ...] = (
+    ("Lightning", frozenset({"pytorch-lightning_version"})),
+    ("DeepSpeed", frozenset({"ds_version"})),
+    ("nanoGPT", frozenset({"model_args", "iter_num"})),
+    ("fairseq", frozenset({"extra_state", "last_optimizer_state"})),
+    ("timm", frozenset({"arch", "state_dict", "version"})),
+    ("open_clip", frozenset({"name", "epoch", "state_dict"})),
+)
+"""Keys at the top of a file that a program alone writes; the first that fits."""
+
+_VERSIONS = ("pytorch-lightning_version", "ds_version")
+
+_BY_FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("Hugging Face Trainer", re.compile(r"(?:.*/)?trainer_state\.json")),
+    ("accelerate", re.compile(r"(?:.*/)?random_states_\d+\.pkl")),
+    ("DeepSpeed", re.compile(r"(?:.*/)?[^/]*_optim_states\.pt")),
+    ("torch.distributed.checkpoint", re.compile(r"(?:.*/)?\.metadata")),
+)
+
+
+def describe(source: Bundle) -> dict[str, Any]:
+    """``framework``, its ``version``, ``step`` and ``epoch``, None where they are not told, and ``hyperparameters``.
+
+    These are a list of {optimizer, parameters, options}, of each optimizer the groups that differ, ``options`` with
+    plain values. ``optimizer`` is the path of its state, ``parameters`` counts those of the groups.
+    """
+    trees = [tree for member in source.members if isinstance(tree := member.checkpoint.tree, dict)]
+    framework = framework_of_files(member.path for member in source.members)
+    version = None
+    numbers: list[Mapping[Any, Any]] = []
+    for tree in trees:
+        framework = framework or next((name for name, keys in _BY_KEYS if keys <= tree.keys()), None)
+        version = version or next((tree[key] for key in _VERSIONS if isinstance(tree.get(key), str)), None)
+        # In a directory the files of schedulers and generators have counts of their own.
+        numbers += [tree] if source.directory is None else []
+    for member in source.members:
+        name = member.path.rpartition("/")[2]
+        if name in ("trainer_state.json", "config.json"):
+            found = _json(member)
+            numbers += [found] if name == "trainer_state.json" else []
+            version = version or _text(found.get("transformers_version"))
+    return {
+        "framework": framework,
+        "version": _text(version),
+        "step": _first(numbers, _STEP_KEYS, whole=True),
+        "epoch": _first(numbers, _EPOCH_KEYS, whole=False),
+        "hyperparameters": [*_of_trees(source), *_of_distributed(source)],
+    }
+
+
+def framework_of_files(paths: Iterable[str]) -> str | None:
+    """The program whose files lie in a directory; None where none of them tells."""
+    given = list(paths)
+    return next((name for name, pattern in _BY_FILES if any(pattern.fullmatch(path) for path in given)), None)
+
+
+def _json(member: Member) -> Mapping[Any, Any]:
+    """A JSON file as a dict; an empty one for anything else."""
+    checkpoint = member.checkpoint
+    if checkpoint.format != FILE or checkpoint.size > _LONGEST_JSON:
+        return {}
+    text = bytearray(checkpoint.size)
+    try:
+        checkpoint.read_into(0, memoryview(text))
+        tree = json.loads(text)
+    except (InputError, ValueError, RecursionError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _text(value: object) -> str | None:
+    return value[:_LONGEST_TEXT] if isinstance(value, str) else None
+
+
+def _first(trees: Iterable[Mapping[Any, Any]], keys: Iterable[str], *, whole: bool) -> int | float | None:
+    """The first number under one of the keys."""
+    kinds = (int,) if whole else (int, float)
+    given = list(trees)
+    values: Iterator[Any] = (tree.get(key) for key in keys for tree in given)
+    return next((value for value in values if type(value) in kinds and 0 <= value < _LARGEST), None)
+
+
+def _of_trees(source: Bundle) -> Iterator[dict[str, Any]]:
+    for member in source.members:
+        before = "" if source.directory is None else f"{member.path}:"
+        if member.checkpoint.format in (DCP, FILE):
+            continue
+        for path, node in iter_nodes(member.checkpoint.tree):
+            if is_optimizer(node):
+                groups = [group for group in node["param_groups"] if isinstance(group, dict)]
+                counted = [(_options(g), len(g["params"]) if isinstance(g.get("params"), list) else 0) for g in groups]
+                yield from _merged(before + format_path(path), counted)
+
+
+def _of_distributed(source: Bundle) -> Iterator[dict[str, Any]]:
+    homes: list[DcpCheckpoint] = []
+    for state in (state for member in source.members for state in member.states):
+        if not any(state.home is home for home in homes):
+            homes.append(state.home)
+    for home in homes:
+        options: dict[tuple[str, str], dict[str, Any]] = {}
+        for name, key in home.roles.options.items():
+            options.setdefault((key.optimizer, key.parameter), {})[key.key] = home.value(name)
+        counted: dict[str, list[tuple[dict[str, Any], int]]] = {}
+        for (optimizer, _), group in options.items():
+            # Flattened, every parameter has a group of its own, which does not list it.
+            count = len(group["params"]) if isinstance(group.get("params"), list) else 1
+            counted.setdefault(optimizer, []).append((_options(group), count))
+        for optimizer, groups in counted.items():
+            yield from _merged(optimizer, groups)
+
+
+def _merged(optimizer: str, groups: Iterable[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:
+    """Groups of the same options as one."""
+    rows: list[dict[str, Any]] = []
+    known: dict[str, dict[str, Any]] = {}
+    for options, count in groups:
+        text = json.dumps(options)
+        if text in known:
+            known[text]["parameters"] += count
+        else:
+            known[text] = {"optimizer": optimizer, "parameters": count, "options": options}
+            rows.append(known[text])
+    return rows
+
+
+def _options(group: Mapping[Any, Any]) -> dict[str, Any]:
+    """The plain values of a group."""
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if isinstance(key, str) and key not in ("params", "param_names") and len(found) < _MOST_OPTIONS:
+            plain = _plain(value)
+            if plain is not None or value is None:
+                found[key[:_LONGEST_TEXT]] = plain
+    return found
+
+
+def _plain(value: object) -> Any:
+    """A number, a text or a few of them as JSON has them; None for anything else."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return value if abs(value) < _LARGEST else None
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, str):
+        return value[:_LONGEST_TEXT]
+    if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS:
+        items = [None if isinstance(item, (list, tuple)) else _plain(item) for item in value]
+        return None if None in items else items
+    return None

@@ -1,0 +1,179 @@
+"""The tensors of a checkpoint as runs of elements to look at, each element of a storage once.
+
+A strided view is looked at with a mask over the span that it reaches over; a view inside another one adds nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING
+
+from ckpt8.plan import is_dense
+from ckpt8.readers.base import TensorRef
+from ckpt8.tensors import DType, Role
+
+if TYPE_CHECKING:
+    import torch
+
+_FLOAT8 = frozenset({DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.FLOAT8_E4M3FNUZ, DType.FLOAT8_E5M2FNUZ})
+
+SLICE = re.compile(r"\[(?:\d+)?:(?:\d+)?(?:,(?:\d+)?:(?:\d+)?)*\]$")
+"""What the name of a slice of a distributed checkpoint ends in."""
+
+_MOST_STRIDED = 16
+"""Times the length of a storage that strided views in it are read; further ones are looked at with what they skip."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor over storage number ``storage``; ``whole`` is the name of what it is a slice of."""
+
+    name: str
+    role: Role
+    storage: int
+    ref: TensorRef
+    whole: str | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor that is looked at. Elements are counted from its first one, over ``span`` elements of its storage.
+
+    ``numel`` of them are its own: a strided view leaves some of the span out.
+    """
+
+    view: View
+    span: int
+    numel: int
+
+    @property
+    def name(self) -> str:
+        """The name of the tensor, of a slice too."""
+        return self.view.name
+
+    @property
+    def dtype(self) -> DType:
+        """Element type."""
+        return self.view.ref.dtype
+
+    @property
+    def stop(self) -> int:
+        """Where the span ends, in elements of the storage."""
+        return self.view.ref.offset + self.span
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the span holds nothing but the tensor."""
+        return self.numel == self.span
+
+    @property
+    def tensor(self) -> str:
+        """The name of the whole tensor, whichever files its slices are in."""
+        return whole_name(self.view.name) if self.view.whole else self.view.name
+
+    @cached_property
+    def row(self) -> int:
+        """Elements of one row, an index of the first dimension, where rows follow each other; 0 where there are none.
+
+        A slice has rows only if it has them whole.
+        """
+        shape = self.view.ref.shape
+        suffix = self.view.name[len(self.view.whole) :].strip("[]").split(",")[1:] if self.view.whole else []
+        if len(shape) < 2 or not self.is_dense or any(part != ":" for part in suffix):
+            return 0
+        row = count_of(shape[1:])
+        return row if self.view.ref.stride[0] == row else 0
+
+    def own(self, start: int, count: int) -> torch.Tensor:
+        """Which of ``count`` elements of the span from ``start`` on are those of the tensor, as a mask."""
+        import torch
+
+        rest = torch.arange(start, start + count, device="cpu")
+        inside = torch.ones(count, dtype=torch.bool, device="cpu")
+        for stride, size in _steps(self.view.ref):
+            index = rest.div(stride, rounding_mode="floor")
+            inside &= index < size
+            rest -= index * stride
+        return inside & (rest == 0)
+
+
+def whole_name(name: str) -> str:
+    """The name of a tensor from that of a slice: without its place in it, and without the file that it lies in."""
+    part = SLICE.search(name)
+    if part is None:
+        return name
+    member, _, bare = name[: part.start()].rpartition(":")
+    folder = member.rpartition("/")[0]
+    return f"{folder}:{bare}" if folder else bare
+
+
+def count_of(shape: tuple[int, ...]) -> int:
+    """Elements of a tensor of that shape."""
+    return prod(shape)
+
+
+def _steps(ref: TensorRef) -> list[tuple[int, int]]:
+    """Stride and size of the dimensions that lead to other elements, the largest step first."""
+    return sorted(((st, n) for st, n in zip(ref.stride, ref.shape, strict=True) if st and n > 1), reverse=True)
+
+
+def _is_nested(ref: TensorRef) -> bool:
+    """Whether every step leads over all that the smaller ones reach: then an element has one place."""
+    reach = 1
+    for stride, size in reversed(_steps(ref)):
+        if stride < reach:
+            return False
+        reach = stride * (size - 1) + reach
+    return True
+
+
+def make_pieces(views: Iterable[View]) -> list[Piece]:
+    """Of all views those that add elements, in the order that they are given in."""
+    by_storage: dict[tuple[int, DType], list[tuple[int, Piece]]] = defaultdict(list)
+    for number, view in enumerate(views):
+        if (view.ref.dtype.is_plane_float or view.ref.dtype in _FLOAT8) and count_of(view.ref.shape):
+            by_storage[view.storage, view.ref.dtype].append((number, _piece(view)))
+    found = [each for beside in by_storage.values() for each in _without_inner(beside)]
+    return [piece for _, piece in sorted(found, key=lambda each: each[0])]
+
+
+def span_of(ref: TensorRef) -> int:
+    """Elements of the storage from the first to the last one of a tensor that is not empty."""
+    return 1 + sum(stride * (size - 1) for stride, size in zip(ref.stride, ref.shape, strict=True))
+
+
+def _piece(view: View) -> Piece:
+    ref = view.ref
+    span = span_of(ref)
+    if is_dense(ref) or not _is_nested(ref):
+        return Piece(view, span, span)
+    return Piece(view, span, prod(size for _, size in _steps(ref)))
+
+
+def _without_inner(beside: Sequence[tuple[int, Piece]]) -> Iterator[tuple[int, Piece]]:
+    """Pieces of one storage without what the dense ones before them have."""
+    reached = strided = 0
+    most = _MOST_STRIDED * max(piece.stop for _, piece in beside)
+    for number, piece in sorted(beside, key=lambda each: (each[1].view.ref.offset, -each[1].span, each[0])):
+        if piece.stop <= reached:
+            continue
+        if not piece.is_dense:
+            strided += piece.span
+            if strided <= most:
+                yield number, piece
+                continue
+        exact = piece.is_dense and piece.view.ref.offset >= reached
+        yield number, piece if exact else _from(piece, max(reached, piece.view.ref.offset))
+        reached = piece.stop
+
+
+def _from(piece: Piece, start: int) -> Piece:
+    """All of the span of a piece from element ``start`` of its storage on."""
+    count = piece.stop - start
+    ref = replace(piece.view.ref, offset=start, shape=(count,), stride=(1,))
+    return Piece(replace(piece.view, ref=ref), count, count)

@@ -1,0 +1,153 @@
+"""Looks at the values of a checkpoint, at a sample of every tensor or at all, and raises red flags.
+
+The sample is bounded and always the same: windows spread over each tensor, see ``sampling``. Memory is that of one
+window and its temporaries, and a byte for each row of the parameter that is looked at.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ckpt8.inspect.survey import sampling
+from ckpt8.inspect.survey.flags import KINDS, RowCount, row_flags, tensor_flags, twin_flag
+from ckpt8.inspect.survey.pieces import Piece, whole_name
+from ckpt8.inspect.survey.subject import Subject
+from ckpt8.inspect.survey.tally import Rows, Tally
+from ckpt8.policy import BUFFERS
+from ckpt8.tensors import Role
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_ROWS = 1 << 24
+"""Rows of one parameter that are told apart: more of them are not rows of a layer."""
+
+_SMALLEST_TWIN = 32
+
+Progress = Callable[[int], None]
+"""Called with the bytes that were looked at."""
+
+
+def survey(subject: Subject, *, full: bool, progress: Progress = lambda _: None) -> dict[str, Any]:
+    """``flags``, sorted by kind and size, and ``sample``: {elements, of, full}, in elements of floating tensors.
+
+    ``full`` reads every element; that of the result says whether every one was. Raises InputError.
+    """
+    found = _Survey(subject, full, progress)
+    found.run()
+    seen = sum(tally.seen for tally in found.tallies.values())
+    return {"flags": found.flags(), "sample": {"elements": seen, "of": subject.numel, "full": seen == subject.numel}}
+
+
+def unread(subject: Subject) -> dict[str, Any]:
+    """What ``survey`` gives of a checkpoint that nobody looks at."""
+    return {"flags": [], "sample": {"elements": 0, "of": subject.numel, "full": subject.numel == 0}}
+
+
+class _Survey:
+    def __init__(self, subject: Subject, full: bool, progress: Progress) -> None:
+        self._subject = subject
+        self._most = None if full else sampling.budget(len(subject.pieces))
+        self._progress = progress
+        self.tallies: dict[str, Tally] = {}
+        self._owners: dict[str, str] = {}
+        self._rows: dict[str, RowCount] = defaultdict(RowCount)
+        self._alike: dict[tuple[Any, ...], list[Piece]] = defaultdict(list)
+
+    def run(self) -> None:
+        """Look at every piece; at the moments of a parameter one after the other."""
+        done: set[int] = set()
+        for owner in self._subject.owners:
+            rows = _rows_of(owner.moments)
+            for piece in owner.moments:
+                self._look(piece, rows)
+                done.add(id(piece))
+                if owner.named:
+                    self._owners[piece.tensor] = whole_name(owner.name)
+            if rows is not None:
+                self._rows[whole_name(owner.name)].add(owner.moments[0].view.ref.shape[0], rows)
+        for piece in self._subject.pieces:
+            if id(piece) not in done:
+                self._look(piece, None)
+
+    def _look(self, piece: Piece, rows: Rows | None) -> None:
+        tally = Tally(piece.view.role, piece.dtype, piece.numel)
+        # Weights of one length are looked at in the same places, whatever their shape, so that twins are found.
+        row = 0 if tally.role is Role.WEIGHT else piece.row
+        for start, count in sampling.windows(piece.span, self._most, row):
+            x = self._read(piece, start, count)
+            whole = self._most is None or piece.numel <= self._most
+            tally.add(x, start, rows, whole=whole)
+            self._progress(count * piece.dtype.itemsize)
+        name = piece.tensor
+        if _can_be_twin(piece) and tally.varied:
+            self._alike[piece.dtype, piece.numel, tally.digest.digest()].append(piece)
+        if name in self.tallies:
+            self.tallies[name].merge(tally)
+        else:
+            self.tallies[name] = tally
+
+    def _read(self, piece: Piece, start: int, count: int) -> torch.Tensor:
+        x = self._subject.read(piece, start, count)
+        return x if piece.is_dense else x[piece.own(start, count)]
+
+    def flags(self) -> list[dict[str, Any]]:
+        """All of them; within a kind those with the largest fraction first."""
+        found = [
+            each for name, tally in self.tallies.items() for each in tensor_flags(name, tally, self._owners.get(name))
+        ]
+        found += [each for name, rows in self._rows.items() for each in row_flags(name, rows)]
+        found += self._twins()
+        return sorted(found, key=lambda each: (KINDS.index(each["kind"]), -each["fraction"], -each["count"]))
+
+    def _twins(self) -> Iterator[dict[str, Any]]:
+        """Weights that agree wherever they were looked at; in a full survey they are compared byte by byte."""
+        counts: dict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
+        for alike in self._alike.values():
+            for twins in self._confirmed(alike) if self._most is None else [alike]:
+                first = twins[0]
+                names = tuple(dict.fromkeys(piece.tensor for piece in twins))
+                if len({piece.view.storage for piece in twins}) < 2 or len(names) < 2:
+                    continue
+                seen = sum(count for _, count in sampling.windows(first.span, self._most))
+                for place, more in enumerate((seen, first.numel, first.numel * first.dtype.itemsize)):
+                    counts[names][place] += more
+        for names, (seen, numel, nbytes) in counts.items():
+            yield twin_flag(names, seen, numel, nbytes)
+
+    def _confirmed(self, alike: list[Piece]) -> list[list[Piece]]:
+        """Pieces of one hash in lists of those that are equal."""
+        found: list[list[Piece]] = []
+        for piece in alike:
+            for twins in found:
+                if self._equal(twins[0], piece):
+                    twins.append(piece)
+                    break
+            else:
+                found.append([piece])
+        return found
+
+    def _equal(self, one: Piece, other: Piece) -> bool:
+        import torch
+
+        # As bytes: a NaN equals no other value.
+        return all(
+            torch.equal(self._read(one, *place).view(torch.uint8), self._read(other, *place).view(torch.uint8))
+            for place in sampling.windows(one.span, None)
+        )
+
+
+def _rows_of(moments: list[Piece]) -> Rows | None:
+    """The rows that all moments of a parameter have; None where they have none."""
+    shape, row = moments[0].view.ref.shape, moments[0].row
+    if not row or not 1 < shape[0] <= _MOST_ROWS or any(piece.row != row for piece in moments):
+        return None
+    return Rows(shape[0], row)
+
+
+def _can_be_twin(piece: Piece) -> bool:
+    """Whether a piece may be a weight that somebody tied; buffers are alike in every layer."""
+    name = piece.name.replace(":", ".").rpartition(".")[2]
+    return piece.view.role is Role.WEIGHT and piece.is_dense and piece.numel >= _SMALLEST_TWIN and name not in BUFFERS

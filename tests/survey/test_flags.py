@@ -1,0 +1,251 @@
+"""Red flags: each planted fault is found with its count, none is invented, and a sample says what it is."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from pathlib import PurePosixPath
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from survey_kit import ROWS, WIDTH, as_pairs, dead_rows, expected, flatten, healthy, plant, unseen
+
+import ckpt8
+from ckpt8.inspect.checkpoint import inspect_checkpoint
+from ckpt8.inspect.container import inspect_container
+from ckpt8.inspect.survey import sampling
+from ckpt8.inspect.survey.tally import Tally
+
+
+def flags_of(tree, tmp_path, *, full):
+    torch.save(tree, tmp_path / "run.pt")
+    return inspect_checkpoint(tmp_path / "run.pt", full=full)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_nothing_is_found_where_nothing_is(full, tmp_path):
+    facts = flags_of(healthy(), tmp_path, full=full)
+    assert facts["flags"] == []
+    numel = sum(x.numel() for x in flatten(healthy()).values())
+    assert facts["sample"]["of"] == numel
+    assert facts["sample"]["full"] is full
+    assert (facts["sample"]["elements"] == numel) is full
+
+
+def test_each_planted_fault_is_found_and_no_other(tmp_path):
+    tree = healthy()
+    rows = plant(tree)
+    facts = flags_of(tree, tmp_path, full=True)
+    assert as_pairs(facts["flags"]) == expected(flatten(tree)) | rows
+    (twins,) = [flag for flag in facts["flags"] if flag["kind"] == "stored_twice"]
+    assert twins["tensors"] == ["model.embed.weight", "model.head.weight"]
+    assert twins["count"] == twins["of"] == ROWS * WIDTH
+    assert "byte-identical" in twins["message"]
+    kinds = {flag["kind"] for flag in facts["flags"]}
+    assert len(kinds) == 8
+    assert not any(flag["sampled"] for flag in facts["flags"])
+    assert all(flag["fraction"] == flag["count"] / flag["of"] for flag in facts["flags"])
+    assert dead_rows([tree["optimizer"]["state"][0][key] for key in ("exp_avg", "exp_avg_sq")]) == (5, ROWS)
+
+
+def test_a_sample_does_not_claim_what_it_did_not_see(tmp_path, run_command):
+    tree = healthy()
+    plant(tree)
+    facts = flags_of(tree, tmp_path, full=False)
+    found = {flag["kind"]: flag for flag in facts["flags"]}
+    assert "nan" not in found
+    assert found["inf"]["sampled"] is False
+    assert (found["stored_twice"]["sampled"], found["zero_moment"]["sampled"]) == (True, True)
+    assert found["zero_moment"]["count"] < ROWS * WIDTH
+    whole = [range(at, at + n) for at, n in sampling.windows(ROWS * WIDTH, sampling.PER_TENSOR, WIDTH)]
+    rows = [row for row in range(ROWS) if any(row * WIDTH in w and (row + 1) * WIDTH - 1 in w for w in whole)]
+    dead = found["dead_rows"]
+    assert (dead["count"], dead["of"]) == (len({3, 4, 5, 6, 7} & set(rows)), len(rows))
+    assert f"elements looked at, of {ROWS * WIDTH:,}" in found["zero_moment"]["message"]
+    _, out, _ = run_command("inspect", tmp_path / "run.pt")
+    share = facts["sample"]["elements"] / facts["sample"]["of"]
+    assert 0 < share < 1
+    assert f"looked at {int(share * 1000) / 10} % of {facts['sample']['of']:,} elements; --full reads all" in out
+    _, out, _ = run_command("inspect", "--full", tmp_path / "run.pt")
+    assert f"looked at all {facts['sample']['of']:,} elements" in out
+    assert f"model.layers.0.weight: 1 NaN in {500 * 130:,} elements" in out
+    torch.save(healthy(), tmp_path / "run.pt")
+    _, out, _ = run_command("inspect", tmp_path / "run.pt")
+    assert "--full reads all; none seen in those" in out
+
+
+def test_what_a_sample_sees_is_there(tmp_path):
+    tree = healthy()
+    tree["model"]["embed.weight"][0, 0] = tree["model"]["embed.weight"][-1, -1] = float("nan")
+    (flag,) = flags_of(tree, tmp_path, full=False)["flags"]
+    assert (flag["kind"], flag["tensor"], flag["count"]) == ("nan", "model.embed.weight", 2)
+    assert flag["sampled"]
+    assert flag["of"] < ROWS * WIDTH
+
+
+def test_copies_that_differ_in_one_element_are_told_apart_by_full_alone(tmp_path):
+    tree = healthy()
+    embed = tree["model"]["embed.weight"]
+    tree["model"]["head.weight"] = embed.clone()
+    tree["model"]["head.weight"].view(-1)[unseen(embed.shape)] += 1
+    (flag,) = flags_of(tree, tmp_path, full=False)["flags"]
+    assert (flag["kind"], flag["sampled"]) == ("stored_twice", True)
+    assert flags_of(tree, tmp_path, full=True)["flags"] == []
+    tree["model"]["head.weight"] = embed  # tied in the file as well
+    assert flags_of(tree, tmp_path, full=True)["flags"] == []
+
+
+def test_a_copy_of_another_shape_is_found_in_a_sample(tmp_path):
+    tree = healthy()
+    tree["model"]["head.weight"] = tree["model"]["embed.weight"].clone().view(ROWS // 5, WIDTH * 5)
+    (flag,) = flags_of(tree, tmp_path, full=False)["flags"]
+    assert flag["tensors"] == ["model.embed.weight", "model.head.weight"]
+
+
+def test_full_compares_what_a_hash_takes_for_equal(tmp_path, monkeypatch):
+    class Same:
+        def update(self, content):
+            pass
+
+        def digest(self):
+            return b""
+
+    plain = Tally.__init__
+    monkeypatch.setattr(Tally, "__init__", lambda self, *given: plain(self, *given, digest=Same()))
+    tree = healthy()
+    assert flags_of(tree, tmp_path, full=False)["flags"][0]["kind"] == "stored_twice"
+    assert flags_of(tree, tmp_path, full=True)["flags"] == []
+    tree["model"]["again"] = tree["model"]["head.weight"].clone()
+    (flag,) = flags_of(tree, tmp_path, full=True)["flags"]
+    assert flag["tensors"] == ["model.head.weight", "model.again"]
+
+
+def test_a_parameter_without_any_moment_has_no_dead_rows(tmp_path):
+    tree = healthy()
+    for key in ("exp_avg", "exp_avg_sq"):
+        tree["optimizer"]["state"][0][key].zero_()
+    flags = flags_of(tree, tmp_path, full=True)["flags"]
+    assert [flag["kind"] for flag in flags] == ["zero_moment", "zero_moment"]
+
+
+def test_three_copies_are_one_flag_and_constants_none(tmp_path):
+    tree = healthy()
+    model = tree["model"]
+    model.update(a=model["bias"].clone(), b=model["bias"].clone())
+    model.update(ones=torch.ones(64, 64), again=torch.ones(64, 64), mask=torch.eye(80), other=torch.eye(80))
+    (flag,) = flags_of(tree, tmp_path, full=True)["flags"]
+    assert flag["tensors"] == ["model.bias", "model.a", "model.b"]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_values_that_are_not_finite_in_every_type(dtype, tmp_path):
+    x = (torch.rand(80, 80) + 0.5).to(dtype)
+    x.view({1: torch.uint8, 2: torch.int16, 8: torch.int64}[x.element_size()])[3, 4] = -1
+    torch.save({"model": {"x": x, "count": torch.arange(5)}}, tmp_path / "a.pt")
+    facts = inspect_checkpoint(tmp_path / "a.pt", full=True)
+    assert [(flag["kind"], flag["count"]) for flag in facts["flags"]] == [("nan", int(x.float().isnan().sum()))]
+    assert facts["sample"] == {"elements": 6400, "of": 6400, "full": True}
+
+
+def test_elements_outside_of_a_view_are_not_looked_at(tmp_path):
+    base = torch.rand(90, 64) + 0.5
+    base[:, 40] = float("nan")
+    tree = {"model": {"left": base[:, :40], "odd": base[1::2, 2:40:3], "flipped": base[:, 41:].t()}}
+    torch.save(tree, tmp_path / "a.pt")
+    facts = inspect_checkpoint(tmp_path / "a.pt", full=True)
+    assert facts["flags"] == []
+    base[5, 39] = float("inf")
+    torch.save(tree, tmp_path / "a.pt")
+    (flag,) = inspect_checkpoint(tmp_path / "a.pt", full=True)["flags"]
+    assert (flag["kind"], flag["tensor"], flag["count"], flag["of"]) == ("inf", "model.left", 1, 90 * 40)
+
+
+def test_the_best_score_of_a_callback_may_be_infinite(tmp_path):
+    tree = healthy() | {"callbacks": {"best": torch.tensor(float("inf")), "scores": torch.tensor([1.0, float("inf")])}}
+    (flag,) = flags_of(tree, tmp_path, full=True)["flags"]
+    assert (flag["kind"], flag["tensor"]) == ("inf", "callbacks.scores")
+
+
+FILES = ["gpt_adamw.pt", "gpt_stable_adamw.pt", "gpt_came.pt", "gpt_bf16.pt", "crc_off.pt", "lightning.ckpt"]
+
+
+def raw_pairs(facts):
+    """The flags by tensor, those of rows apart."""
+    pairs = as_pairs(facts["flags"])
+    return {key: each for key, each in pairs.items() if key[0] != "dead_rows"}, {
+        key[1]: each for key, each in pairs.items() if key[0] == "dead_rows"
+    }
+
+
+def tensors_of(root):
+    """All tensors of a fixture as other programs load them, by the names that ckpt8 has for them."""
+    if root.is_file():
+        with torch.serialization.safe_globals([argparse.Namespace, PurePosixPath]):
+            return flatten(torch.load(root, weights_only=True))
+    optimizer = next(path for path in (root / "optimizer.pt", root / "optimizer.bin") if path.exists())
+    state = flatten(torch.load(optimizer, weights_only=True), f"{optimizer.name}:")
+    weights = load_file(root / "model.safetensors")
+    return {f"model.safetensors:{name}": x for name, x in weights.items()} | {
+        name.replace(":.", ":"): x for name, x in state.items()
+    }
+
+
+@pytest.mark.parametrize("name", [*FILES, "accelerate", "trainer-adamw", "trainer-stable-adamw"])
+def test_flags_of_real_checkpoints_are_those_of_their_values(name, inputs):
+    tensors = tensors_of(inputs / name)
+    flags, rows = raw_pairs(inspect_checkpoint(inputs / name, full=True))
+    assert flags == expected(tensors)
+    assert not {"nan", "inf", "zero_moment", "bf16_in_fp32"} & {kind for kind, _ in flags}
+    states = {}
+    for key, x in tensors.items():
+        place, _, last = key.rpartition(".")
+        if last in ("exp_avg", "exp_avg_sq", "momentum_buffer") and x.dim() > 1:
+            states.setdefault(place, []).append(x)
+    dead = sorted(dead_rows(moments) for moments in states.values() if 0 < dead_rows(moments)[0] < len(moments[0]))
+    assert sorted(rows.values()) == dead
+
+
+@pytest.mark.parametrize("name", ["legacy.pt", "views.pt", "module.pt", "custom_objects.pt", "low_bit/flash.pt"])
+def test_odd_fixtures_raise_no_alarm(name, inputs):
+    kinds = {flag["kind"] for flag in inspect_checkpoint(inputs / name, full=True)["flags"]}
+    assert kinds <= {"moment2_fp16_zero", "fp16_scales"}
+
+
+@pytest.mark.parametrize("name", ["gpt_adamw.pt", "views.pt", "trainer-adamw", "low_bit/torchao_fp8.pt"])
+def test_a_container_has_the_flags_of_its_original(name, inputs, tmp_path):
+    ckpt8.compress(inputs / name, tmp_path / "run.ckpt8", preset="lossless")
+    raw = inspect_checkpoint(inputs / name, full=True)
+    stored = inspect_container(tmp_path / "run.ckpt8", full=True)
+    assert (stored["flags"], stored["sample"]) == (raw["flags"], raw["sample"])
+    quick = inspect_container(tmp_path / "run.ckpt8")
+    assert quick["flags"] == []
+    assert quick["sample"] == {"elements": 0, "of": raw["sample"]["of"], "full": False}
+
+
+def test_planted_faults_survive_compression(tmp_path, run_command):
+    tree = healthy()
+    plant(tree)
+    torch.save(tree, tmp_path / "run.pt")
+    ckpt8.compress(tmp_path / "run.pt")
+    facts = inspect_container(tmp_path / "run.ckpt8", full=True)
+    found = {flag["kind"]: flag for flag in facts["flags"]}
+    assert found["nan"]["tensor"] == "model.layers.0.weight"
+    assert (found["dead_rows"]["tensor"], found["dead_rows"]["count"]) == ("embed.weight", 5)
+    assert found["stored_twice"]["tensors"] == ["model.embed.weight", "model.head.weight"]
+    _, out, _ = run_command("inspect", tmp_path / "run.ckpt8")
+    assert f"none of the {facts['sample']['of']:,} elements was read; --full reads all" in out
+    code, out, err = run_command("inspect", "--full", "--json", tmp_path / "run.ckpt8")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["flags"] == facts["flags"]
+
+
+def test_the_same_at_every_call(tmp_path):
+    tree = healthy()
+    plant(tree)
+    first = flags_of(copy.deepcopy(tree), tmp_path, full=False)
+    again = flags_of(tree, tmp_path, full=False)
+    assert (first["flags"], first["sample"]) == (again["flags"], again["sample"])

@@ -1,0 +1,162 @@
+"""What ``inspect`` prints: whole at any width, and without colour where nobody looks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+from survey_kit import healthy, plant
+from typer.testing import CliRunner
+
+import ckpt8
+from ckpt8.cli import app
+from ckpt8.inspect.bars import Share, bar, bars
+from ckpt8.inspect.figures import percent
+from ckpt8.inspect.render import make_table, with_rows
+from ckpt8.inspect.tables import pack, wrap
+
+WIDTHS = [40, 60, 80, 120]
+
+
+def shown(*arguments, width=None, **environment):
+    columns = {} if width is None else {"COLUMNS": str(width)}
+    result = CliRunner().invoke(app, ["inspect", *map(str, arguments)], env={**columns, **environment})
+    assert result.exit_code == 0, result.exception
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """A checkpoint with every fault, and its container."""
+    folder = tmp_path_factory.mktemp("planted")
+    tree = healthy()
+    plant(tree)
+    torch.save(tree, folder / "run.pt")
+    ckpt8.compress(folder / "run.pt")
+    return folder
+
+
+def squeezed(text):
+    return "".join(text.split())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["gpt_adamw.pt", "trainer-adamw", "low_bit/bitsandbytes.pt", "run.pt", "run.ckpt8"])
+def test_every_line_fits_and_nothing_is_cut(name, width, inputs, planted):
+    path = planted / name if name.startswith("run") else inputs / name
+    out = shown(path, "--tensors", "--full", width=width)
+    assert all(cell_len(line.rstrip()) <= width for line in out.splitlines())
+    assert "…" not in out
+    assert "\x1b" not in out
+    whole = squeezed(shown(path, "--tensors", "--full", width=400))
+    for name in ("Redflags", "Bytesbylayer"):
+        assert name in whole
+        assert name in squeezed(out)
+    for line in shown(path, "--full", width=400).splitlines():
+        if line.startswith("    "):  # of flags: words that are broken between lines at most
+            assert squeezed(line) in squeezed(out)
+
+
+def test_each_kind_is_said_in_words(planted):
+    out = shown(planted / "run.pt", "--full", width=120)
+    for words in (
+        "NaN: 1 tensor",
+        "Inf: 1 tensor",
+        "moments that are all zero: 1 tensor",
+        "dead rows: no moment that is not zero: 1 parameter",
+        "fp32 that holds bf16 values: 1 tensor",
+        "the same weights stored more than once: 1 time",
+        "second moments that fp16 would flush to zero: <0.1 % of the values in 1 tensor",
+        "moments that FlashOptim's fp16 scales would lose:",
+        "model.embed.weight = model.head.weight: byte-identical; stored 2 times, 268.80 kB each",
+        "embed.weight: 5 dead of 700 rows",
+    ):
+        assert words in out, words
+
+
+def test_colour_only_on_a_terminal_that_wants_it(planted):
+    assert "\x1b" not in shown(planted / "run.pt", width=80)
+    assert "\x1b[31m" in shown(planted / "run.pt", width=80, FORCE_COLOR="1", TERM="xterm-256color")
+    assert "\x1b[3" not in shown(planted / "run.pt", width=80, FORCE_COLOR="1", NO_COLOR="1", TERM="xterm-256color")
+
+
+def test_layers_that_are_alike_are_one_line_and_many_groups_few(tmp_path, inputs):
+    assert "transformer.h.0-1 (2 alike)" in shown(inputs / "gpt_adamw.pt", width=80)
+    model = {f"part{k}.weight": torch.rand(k + 1, 64) for k in range(40)}
+    torch.save({"model": model}, tmp_path / "a.pt")
+    out = shown(tmp_path / "a.pt", width=80)
+    assert "25 smaller groups" in out
+    assert sum(line.startswith("part") for line in out.splitlines()) == 15
+
+
+def render(table, width):
+    console = Console(width=width, color_system=None, emoji=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+NAMES = st.text(st.sampled_from("ab.:_/[]漢 "), min_size=1, max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(NAMES, NAMES, st.integers(0, 10**12)), min_size=1, max_size=4), st.sampled_from([24, 40, 80]))
+def test_a_table_keeps_every_cell(rows, width):
+    out = render(with_rows(make_table("name", "codec", "count"), [(a, b, str(n)) for a, b, n in rows]), width)
+    assert all(cell_len(line.rstrip()) <= width for line in out.splitlines())
+    for cells in rows:
+        for cell in cells:
+            assert squeezed(str(cell)) in squeezed(out)
+
+
+def test_a_name_is_no_emoji(tmp_path):
+    torch.save({"model": {":a:": torch.rand(70, 70)}}, tmp_path / "a.pt")
+    for width in (30, 120):
+        assert "model.:a:" in shown(tmp_path / "a.pt", "--tensors", width=width)
+
+
+def test_a_paragraph_leaves_out_what_is_empty():
+    table = with_rows(make_table("name", "reason", "count"), [("a" * 20, "", "1")])
+    assert render(table, 20).split() == ["name", "a" * 16, "a" * 4, "count", "1"]
+
+
+def test_a_table_that_fits_is_one():
+    out = render(with_rows(make_table("name", "count"), [("a", "1"), ("bb", "22")]), 40)
+    assert out.splitlines()[0].split() == ["name", "count"]
+    assert out.splitlines()[2].split() == ["bb", "22"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.sampled_from("abc.:/_ 漢"), max_size=200), st.integers(12, 60))
+def test_wrapped_lines_fit_and_say_the_same(text, width):
+    lines = list(wrap(text, width, first="  ", more="    "))
+    assert all(cell_len(line) <= width for line in lines)
+    assert squeezed("".join(lines)) == squeezed(text)
+    assert all(cell_len(line) <= width for line in pack(text.split(), width, indent="  "))
+    assert squeezed("".join(pack(text.split(), width))) == squeezed(text)
+
+
+def test_names_are_broken_between_components():
+    assert list(wrap("model.layers.10.self_attn", 16)) == ["model.layers.10.", "  self_attn"]
+
+
+def test_bars_are_as_long_as_they_say():
+    assert bar(1, 10) == "█" * 10
+    assert bar(0.5, 10) == "█" * 5
+    assert bar(0.5625, 10) == "█" * 5 + "▋"
+    assert bar(0, 10) == ""
+    assert bar(1e-9, 10) == "▏"
+    assert bar(0.5, 10, ascii_only=True) == "#####"
+    shares = [Share("all", 0.8, ("8 MB",)), Share("a.very.long.name", 0.2, ("20 MB",))]
+    for width in (24, 40, 80):
+        lines = list(bars(shares, width))
+        assert all(cell_len(line) <= width for line in lines)
+    assert [line.count("█") for line in bars(shares, 80)] == [40, 10]
+
+
+@pytest.mark.parametrize(("fraction", "text"), [(0, "0 %"), (1e-9, "<0.1 %"), (0.9999, "99.9 %"), (1, "100 %")])
+def test_what_is_not_all_is_not_called_all(fraction, text):
+    assert percent(fraction) == text
