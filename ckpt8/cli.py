@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +11,8 @@ import typer
 from ckpt8 import __version__
 from ckpt8.cli_convert import convert
 from ckpt8.cli_options import Container, Force, Json, Output, Threads, clock, console, print_json
-from ckpt8.errors import CheckFailedError, Ckpt8Error, OutputError, UsageError
+from ckpt8.errors import CheckFailedError, UsageError
+from ckpt8.launch import guarded
 from ckpt8.readers.directory import size_of
 
 app = typer.Typer(
@@ -245,23 +241,5 @@ def bench(
 
 
 def main() -> None:
-    """Run a command and turn every expected error into one line and an exit code."""
-    # A torch without numpy says so at its first use; ckpt8 does not need numpy.
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    try:
-        try:
-            app()
-        finally:
-            sys.stdout.flush()
-    except Ckpt8Error as exc:
-        line = " ".join(str(exc).split()).encode("utf-8", "backslashreplace").decode()
-        sys.stderr.write(f"ckpt8: {line}\n")
-        sys.exit(exc.exit_code)
-    except OSError as exc:
-        # Every file that a command opens answers for itself; what is left is the terminal or a pipe.
-        sys.stderr.write(f"ckpt8: standard output cannot be written: {exc.strerror}\n")
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(OutputError.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    """Run the command that ``sys.argv`` asks for, see ``guarded``."""
+    guarded(app)
