@@ -87,7 +87,7 @@ def _failure(code: int, said: str) -> Ckpt8Error:
     if code < 0:
         why = "; there may be too little memory" if code == -signal.SIGKILL else ""
         return Ckpt8Error(f"was ended by {signal.Signals(-code).name}{why}")
-    lines = said.strip().splitlines() or ["no message"]
+    lines = said.strip().splitlines() or [f"ended with exit code {code} and no message"]
     return _ERRORS.get(code, Ckpt8Error)(lines[-1])
 
 

@@ -22,6 +22,7 @@ _CHUNK = 1 << 22
 _PIECE = 1 << 27
 """ZipNN works in memory, on so many bytes at a time."""
 
+_ELEMENT = 4
 _LENGTH_BYTES = 8
 
 ZIPNN = "ZipNN"
@@ -116,6 +117,8 @@ def _zipnn(job: Job) -> Callable[[], object]:
             for file in _files(Path(job.source.path)):
                 with file.open("rb") as reader:
                     while piece := bytearray(reader.read(_PIECE)):
+                        # ZipNN 0.5.4 writes beyond its buffers where this is no multiple of the size of an element.
+                        piece += bytes(-len(piece) % _ELEMENT)
                         packed = zipnn.ZipNN(bytearray_dtype=job.source.layout, threads=job.threads).compress(piece)
                         writer.write(len(packed).to_bytes(_LENGTH_BYTES, "little"))
                         writer.write(packed)
