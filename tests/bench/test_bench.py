@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import io
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -214,8 +214,7 @@ def test_a_peer_that_fails_is_left_out_and_anything_else_is_an_error(inputs, scr
 
     def run(module, job, watch):
         if job.get("name") in bad:
-            with open(job["target"], "w") as file:
-                file.write("half")
+            Path(job["target"]).write_text("half")
             raise Ckpt8Error("was ended by SIGABRT")
         return in_process(module, job, watch)
 
@@ -227,7 +226,8 @@ def test_a_peer_that_fails_is_left_out_and_anything_else_is_an_error(inputs, scr
         bench(inputs / "legacy.pt", repeat=1, scratch=scratch, run=run)
 
 
-def test_scaling_over_threads_and_over_sizes(scratch):
+def test_scaling_over_threads_and_over_sizes(scratch, monkeypatch):
+    monkeypatch.setattr("ckpt8.bench.training.MAX_STEPS", 5)
     sizes = [2_000_000, 1_000_000, 10**16]
     made = Counter()
 
@@ -238,7 +238,7 @@ def test_scaling_over_threads_and_over_sizes(scratch):
     result = bench(size=1_000_000, sizes=sizes, threads=2, repeat=1, scratch=scratch, run=run)
     check_rows(result, result["bytes"])
     assert abs(result["bytes"] / 1e6 - 1) < 0.2
-    assert result["trained"]["steps"] == 100
+    assert result["trained"]["steps"] == 5
     scaling = result["scaling"]
     names = ["compress", "compress --no-stats", "restore", "verify", "load"]
     assert {(row["threads"], row["operation"]) for row in scaling["threads"]} == {
@@ -260,7 +260,7 @@ def test_scaling_over_threads_and_over_sizes(scratch):
     show_bench(Console(file=text, width=200, highlight=False), result)
     for name in OWN:
         assert f"\n{name}  " in text.getvalue()
-    assert f"{result['trained']['parameters']:,} parameters after 100 steps" in text.getvalue()
+    assert f"{result['trained']['parameters']:,} parameters after 5 steps" in text.getvalue()
     assert "are free" in text.getvalue()
     assert "files + " in text.getvalue()
 
@@ -357,7 +357,7 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="sessions of POSIX")
 @posix
 def test_errors_of_a_process_arrive_as_they_are(tmp_path):
     run = run_child(tmp_path)
-    with pytest.raises(InputError, match=r"^[^\n]*none\.pt: cannot be read: No such file or directory$"):
+    with pytest.raises(InputError, match=r"^/[^\n]*none\.pt: no such file$"):
         run("ckpt8.bench.source", {"path": str(tmp_path / "none.pt")}, False)
     with pytest.raises(Ckpt8Error, match="ModuleNotFoundError"):
         run("ckpt8.bench.nothing", {}, False)
@@ -366,7 +366,7 @@ def test_errors_of_a_process_arrive_as_they_are(tmp_path):
 
 @posix
 def test_a_process_is_watched_while_it_works(inputs, tmp_path):
-    if not os.path.exists("/proc/self/smaps_rollup"):
+    if not Path("/proc/self/smaps_rollup").exists():
         pytest.skip("no PSS here")
     source = asdict(survey(inputs / "legacy.pt"))
     job = {"source": source, "container": "", "target": str(tmp_path / "out"), "threads": 1, "keep": True}
@@ -377,8 +377,12 @@ def test_a_process_is_watched_while_it_works(inputs, tmp_path):
 
 
 @posix
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_neither_files_nor_processes(number, inputs, scratch):
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [(signal.SIGINT, "ckpt8-bench-*"), (signal.SIGTERM, "ckpt8-bench-*/container.ckpt8")],
+    ids=["SIGINT at the start", "SIGTERM later"],
+)
+def test_an_interrupt_leaves_neither_files_nor_processes(number, moment, inputs, scratch):
     command = [sys.executable, "-m", "ckpt8", "bench", str(inputs / "gpt_adamw.pt"), "--scratch", str(scratch)]
     with subprocess.Popen(
         [*command, "--repeat", "1000"],
@@ -387,12 +391,19 @@ def test_an_interrupt_leaves_neither_files_nor_processes(number, inputs, scratch
         preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # noqa: PLW1509
     ) as process:
         deadline = time.monotonic() + 60
-        while not list(scratch.glob("*/container.ckpt8")) and time.monotonic() < deadline:
+        while not list(scratch.glob(moment)) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert process.poll() is None
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (128 + number, b"")
     assert b"Traceback" not in err
-    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert str(scratch) not in left
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(scratch).encode() in _bytes(path)]
+
+
+def _bytes(path):
+    """What a file of the kernel holds, unless its process is gone."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
