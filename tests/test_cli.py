@@ -445,14 +445,6 @@ def test_json_is_one_object_and_nothing_else(run, small, tmp_path):
         _one_object(out)
 
 
-@pytest.mark.slow
-def test_the_benchmark_prints_one_object(inputs, tmp_path):
-    result = start("bench", inputs / "crc_off.pt", "--repeat", "1", "--json", cwd=tmp_path)
-    assert result.returncode == 0
-    assert _one_object(result.stdout)["results"]
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_figures_in_json_are_those_of_the_files(run, small, tmp_path):
     _, out, _ = run("compress", small, "--json")
     facts = json.loads(out)

@@ -52,11 +52,18 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     peak = peak_memory()
     del kept
-    written = target.exists()
-    output = sum(file.stat().st_size for file in _files(target)) if written else None
-    if written and not job["keep"]:
-        shutil.rmtree(target) if target.is_dir() else target.unlink()
+    output = sum(file.stat().st_size for file in _files(target)) if target.exists() else None
+    if not job["keep"]:
+        remove(target)
     return {"seconds": seconds, "peak_rss": peak, "output_bytes": output}
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a directory or nothing."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _files(path: Path) -> Iterator[Path]:

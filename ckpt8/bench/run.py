@@ -20,7 +20,7 @@ from typing import Any
 
 from ckpt8._version import __version__
 from ckpt8.bench.child import Run, run_child
-from ckpt8.bench.probe import IN_MEMORY, OPERATIONS, PEERS, left_out
+from ckpt8.bench.probe import IN_MEMORY, OPERATIONS, PEERS, left_out, remove
 from ckpt8.bench.sizes import available_memory, free_bytes, in_gigabytes
 from ckpt8.bench.source import Source
 from ckpt8.errors import Ckpt8Error, OutputError
@@ -70,29 +70,34 @@ class Bench:
 
     def measure(self, source: Source, operations: Sequence[str], threads: int | None = None) -> list[dict[str, Any]]:
         """One row for each operation: times, sizes and memory. Raises what the operations raise, with their name."""
-        threads = threads or self.threads
-        container = self.work / "container.ckpt8"
-        job = {"source": asdict(source), "container": str(container), "threads": threads, "keep": False}
-        self._do("compress", {**job, "target": str(container), "keep": True}, "packing the checkpoint")
+        container, target = self.work / "container.ckpt8", self.work / "output"
+        job = {"source": asdict(source), "container": str(container), "threads": threads or self.threads, "keep": False}
         rows: dict[str, dict[str, Any]] = {name: {"times": []} for name in operations}
-        for number in range(self.repeat + 1):
-            for name in [name for name in operations if name not in self.failed]:
-                where = "memory" if number == 0 else f"round {number} of {self.repeat}"
-                target = self.work / "output"
-                try:
-                    done = self._do(name, {**job, "target": str(target)}, where, watch=number == 0)
-                except Ckpt8Error as exc:
-                    if name not in PEERS:
-                        raise
-                    self.failed[name] = str(exc)
-                    target.unlink(missing_ok=True)
-                    continue
-                if number:
-                    rows[name]["times"].append(done["seconds"])
-                else:
-                    rows[name] |= done
-        container.unlink()
+        try:
+            self._do("compress", {**job, "target": str(container), "keep": True}, "packing the checkpoint")
+            for number in range(self.repeat + 1):
+                self._round(number, rows, {**job, "target": str(target)})
+        finally:
+            remove(container)
+            remove(target)
         return [_row(name, source, row) for name, row in rows.items() if name not in self.failed]
+
+    def _round(self, number: int, rows: dict[str, dict[str, Any]], job: dict[str, Any]) -> None:
+        """Every operation once; round 0 is the one that measures memory."""
+        where = f"round {number} of {self.repeat}" if number else "memory"
+        for name in [name for name in rows if name not in self.failed]:
+            try:
+                done = self._do(name, job, where, watch=number == 0)
+            except Ckpt8Error as exc:
+                if name not in PEERS:
+                    raise
+                self.failed[name] = str(exc)
+                remove(Path(job["target"]))
+                continue
+            if number:
+                rows[name]["times"].append(done["seconds"])
+            else:
+                rows[name] |= done
 
     def _do(self, name: str, job: dict[str, Any], where: str, *, watch: bool = False) -> dict[str, Any]:
         self.say(f"{where}: {name}, {job['threads']} threads")

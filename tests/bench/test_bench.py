@@ -407,3 +407,14 @@ def _bytes(path):
         return path.read_bytes()
     except OSError:
         return b""
+
+
+@posix
+@pytest.mark.slow
+def test_the_command_prints_one_object(folder, scratch):
+    command = [sys.executable, "-m", "ckpt8", "bench", folder, "--scratch", scratch, "--repeat", "1", "--json"]
+    before = content(folder)
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=900, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    check_rows(json.loads(result.stdout), sum(map(len, before.values())))
+    assert content(folder) == before
