@@ -15,6 +15,7 @@ _UNITS = {
     **{f"{prefix}b": 1000**k for k, prefix in enumerate("kmgt", 1)},
     **{f"{prefix}ib": 1024**k for k, prefix in enumerate("kmgt", 1)},
 }
+MOUNTS = Path("/proc/mounts")
 _SIZE = re.compile(r"([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)")
 
 
@@ -37,11 +38,22 @@ def in_gigabytes(count: float) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Room on the disk of a folder. Raises OutputError where it is no folder."""
+    """Room on the disk of a folder; in memory, half of what is available. Raises OutputError where it is no folder."""
     try:
-        return shutil.disk_usage(folder).free
+        free = shutil.disk_usage(folder).free
     except OSError as exc:
         raise OutputError(f"{folder}: cannot be written to: {exc.strerror}") from exc
+    memory = available_memory()
+    return free if memory is None or not _is_memory(folder) else min(free, memory // 2)
+
+
+def _is_memory(folder: Path) -> bool:
+    """Whether the files of a folder take memory, as far as the system tells."""
+    if not MOUNTS.exists():
+        return False
+    mounts = [line.split()[1:3] for line in MOUNTS.read_text().splitlines()]
+    places = [(place, kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
+    return max(places, key=lambda found: len(found[0]), default=("", ""))[1] in ("tmpfs", "ramfs")
 
 
 def available_memory() -> int | None:

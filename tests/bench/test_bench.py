@@ -23,12 +23,12 @@ import zstandard
 from rich.console import Console
 
 import ckpt8
-from ckpt8.bench import probe
+from ckpt8.bench import probe, sizes
 from ckpt8.bench.child import run_child
 from ckpt8.bench.probe import IN_MEMORY, OPERATIONS, PEERS, ZIPNN
 from ckpt8.bench.run import PROBE, bench
 from ckpt8.bench.scaling import law, thread_counts
-from ckpt8.bench.sizes import parse_size
+from ckpt8.bench.sizes import free_bytes, parse_size
 from ckpt8.bench.source import survey
 from ckpt8.errors import Ckpt8Error, InputError, OutputError, UsageError
 from ckpt8.inspect.bench_tables import show_bench
@@ -228,14 +228,14 @@ def test_a_peer_that_fails_is_left_out_and_anything_else_is_an_error(inputs, scr
 
 def test_scaling_over_threads_and_over_sizes(scratch, monkeypatch):
     monkeypatch.setattr("ckpt8.bench.training.MAX_STEPS", 5)
-    sizes = [2_000_000, 1_000_000, 10**16]
+    asked = [2_000_000, 1_000_000, 10**16]
     made = Counter()
 
     def run(module, job, watch):
         made[job.get("size")] += 1
         return in_process(module, job, watch)
 
-    result = bench(size=1_000_000, sizes=sizes, threads=2, repeat=1, scratch=scratch, run=run)
+    result = bench(size=1_000_000, sizes=asked, threads=2, repeat=1, scratch=scratch, run=run)
     check_rows(result, result["bytes"])
     assert abs(result["bytes"] / 1e6 - 1) < 0.2
     assert result["trained"]["steps"] == 5
@@ -319,6 +319,15 @@ def test_room_on_the_disk_is_asked_for_before_anything_starts(inputs, scratch, m
     for source in (inputs / "legacy.pt", inputs / "trainer-adamw", None):
         with pytest.raises(OutputError, match=r"--scratch$"):
             bench(source, scratch=scratch, run=never)
+
+
+@pytest.mark.parametrize(("kind", "fits"), [("tmpfs", False), ("ext4", True)])
+def test_a_disk_that_is_memory_is_not_filled(kind, fits, scratch, tmp_path, monkeypatch):
+    (tmp_path / "mounts").write_text(f"none / overlay rw 0 0\nnone {scratch} {kind} rw 0 0\nnone /x tmpfs rw 0 0\n")
+    monkeypatch.setattr(sizes, "MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(sizes, "available_memory", lambda: 10 << 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(50 << 30, 0, 50 << 30))
+    assert free_bytes(scratch) == (50 << 30 if fits else 5 << 30)
 
 
 def test_memory_is_asked_for_before_training(scratch, monkeypatch):
