@@ -43,9 +43,9 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     try:
-        from ckpt8.cli import main as run
+        from ckpt8.launch import launch
 
-        run()
+        launch()
     except BaseException:
         # In place of whatever became of an interrupt: in the middle of a wait for a lock, say, a RuntimeError.
         if _struck:

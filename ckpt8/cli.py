@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ckpt8 import __version__
+from ckpt8.cli_bench import bench
 from ckpt8.cli_convert import convert
 from ckpt8.cli_diff import diff
 from ckpt8.cli_options import Container, Force, Json, Output, Threads, clock, console, print_json
-from ckpt8.errors import CheckFailedError, Ckpt8Error, OutputError, UsageError
+from ckpt8.errors import CheckFailedError, UsageError
+from ckpt8.launch import guarded
 from ckpt8.readers.directory import size_of
 
 app = typer.Typer(
@@ -232,67 +229,9 @@ def verify(
 
 app.command()(convert)
 app.command()(diff)
-
-
-@app.command()
-def bench(
-    checkpoint: Annotated[
-        Path | None, typer.Argument(readable=False, help="A checkpoint; without one, a GPT is trained for a few steps.")
-    ] = None,
-    train_size: Annotated[
-        str, typer.Option("--size", metavar="BYTES", help="Size of the checkpoint to train, as in 1.5e9.")
-    ] = "2.5e8",
-    device: Annotated[str, typer.Option(help="cpu: files; cuda: kernels and optimizer steps.")] = "cpu",
-    parameters: Annotated[int, typer.Option(min=1, help="With cuda: parameters that a step updates.")] = 1 << 30,
-    threads: Threads = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")] = 3,
-    as_json: Json = False,
-) -> None:
-    """Measure time, size and memory beside cp, zstd and torch; on a GPU, kernels and steps beside a copy and torch."""
-    from ckpt8.device import requested
-    from ckpt8.inspect.bench_tables import show_bench, show_device_bench
-
-    where = requested(device)
-    if where is not None and where.type != "cpu":
-        from ckpt8.bench.device import bench_device
-
-        measured = bench_device(where, parameters=parameters)
-        if as_json:
-            print_json(measured)
-        else:
-            show_device_bench(console(), measured)
-        return
-    from ckpt8.bench.run import bench as run
-
-    try:
-        size = float(train_size)
-    except ValueError as exc:
-        raise UsageError(f"--size {train_size}: expected a number of bytes, as in 1.5e9") from exc
-    result = run(checkpoint, size=size, threads=threads, repeat=repeat)
-    if as_json:
-        print_json(result)
-    else:
-        show_bench(console(), result)
+app.command()(bench)
 
 
 def main() -> None:
-    """Run a command and turn every expected error into one line and an exit code."""
-    # A torch without numpy says so at its first use; ckpt8 does not need numpy.
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    try:
-        try:
-            app()
-        finally:
-            sys.stdout.flush()
-    except Ckpt8Error as exc:
-        line = " ".join(str(exc).split()).encode("utf-8", "backslashreplace").decode()
-        sys.stderr.write(f"ckpt8: {line}\n")
-        sys.exit(exc.exit_code)
-    except OSError as exc:
-        # Every file that a command opens answers for itself; what is left is the terminal or a pipe.
-        sys.stderr.write(f"ckpt8: standard output cannot be written: {exc.strerror}\n")
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(OutputError.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    """Run the command that ``sys.argv`` asks for, see ``guarded``."""
+    guarded(app)

@@ -1,123 +1,231 @@
-"""One measured operation in a process of its own: ``python -m ckpt8.bench.probe NAME SOURCE TARGET THREADS``.
-
-Prints one JSON object: seconds of wall time without the start of the interpreter and the import of torch, and the
-peak resident memory of the process in bytes, mapped pages included.
-"""
+"""The operations that are measured. One job is one of them: prepare what it needs, then do it against the clock."""
 
 from __future__ import annotations
 
-import json
 import os
-import resource
+import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import zstandard
 
+from ckpt8.bench.memory import peak_memory
+from ckpt8.bench.source import Source, load_file
+
 _CHUNK = 1 << 22
+_PIECE = 1 << 27
+"""ZipNN works in memory, on so many bytes at a time."""
+
+_ELEMENT = 4
+_LENGTH_BYTES = 8
+
+ZIPNN = "ZipNN"
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+@dataclass(frozen=True, slots=True)
+class Job:
+    """``container`` holds ``source`` already; what an operation writes is at ``target`` afterwards."""
+
+    source: Source
+    container: Path
+    target: Path
+    threads: int
 
 
-def copy(source: Path, target: Path, threads: int) -> None:  # noqa: ARG001
-    """Copy with ``cp`` and flush to the disk: what everything else is compared with."""
-    subprocess.run(["cp", "--", str(source), str(target)], check=True)  # noqa: S603, S607
-    _sync(target)
+def work(job: dict[str, Any]) -> dict[str, Any]:
+    """Do the operation ``name``: seconds of wall time, without imports and preparation, and peak memory in bytes.
+
+    ``output_bytes`` is the size of what was written, which is removed again; None where nothing was.
+    """
+    known = {field.name: job["source"][field.name] for field in fields(Source)}
+    source = Source(**{**known, "loaded": tuple(known["loaded"])})
+    target = Path(job["target"])
+    run = OPERATIONS[job["name"]](Job(source, Path(job["container"]), target, job["threads"]))
+    start = time.perf_counter()
+    kept = run()
+    seconds = time.perf_counter() - start
+    peak = peak_memory()
+    del kept
+    output = sum(file.stat().st_size for file in _files(target)) if target.exists() else None
+    if not job["keep"]:
+        remove(target)
+    return {"seconds": seconds, "peak_rss": peak, "output_bytes": output}
 
 
-def zstd(source: Path, target: Path, threads: int, level: int) -> None:
-    """Compress as ``zstd -LEVEL -T`` does, and flush to the disk."""
-    compressor = zstandard.ZstdCompressor(level=level, threads=threads)
-    with source.open("rb") as reader, target.open("wb") as writer:
-        compressor.copy_stream(reader, writer, size=source.stat().st_size, read_size=_CHUNK, write_size=_CHUNK)
-    _sync(target)
+def remove(path: Path) -> None:
+    """Remove a file, a directory or nothing."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
-def compress(source: Path, target: Path, threads: int, *, preset: str = "flash", stats: bool = True) -> None:
-    """``ckpt8 compress``."""
-    import ckpt8
-
-    ckpt8.compress(source, target, preset=preset, threads=threads, stats=stats, force=True)
-
-
-def restore(source: Path, target: Path, threads: int) -> None:
-    """``ckpt8 restore``."""
-    import ckpt8
-
-    ckpt8.restore(source, target, force=True, threads=threads)
+def _files(path: Path) -> Iterator[Path]:
+    """A file, or all files below a directory, in order."""
+    if path.is_dir():
+        yield from sorted(file for file in path.rglob("*") if file.is_file())
+    else:
+        yield path
 
 
-def verify(source: Path, target: Path, threads: int) -> None:  # noqa: ARG001
-    """``ckpt8 verify``."""
-    import ckpt8
-
-    ckpt8.verify(source, threads=threads)
-
-
-def load(source: Path, target: Path, threads: int) -> None:  # noqa: ARG001
-    """``ckpt8.load``."""
-    import ckpt8
-
-    ckpt8.load(source, threads=threads)
+def _flush(path: Path) -> None:
+    """Have the disk hold everything below ``path``."""
+    for file in [*_files(path), *([path, *filter(Path.is_dir, path.rglob("*"))] if path.is_dir() else [])]:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
-def torch_load(source: Path, target: Path, threads: int) -> None:  # noqa: ARG001
-    """``torch.load`` of the original."""
+Operation = Callable[[Job], Callable[[], object]]
+
+
+def _copy(job: Job) -> Callable[[], object]:
+    """``cp`` and fsync: what everything else is compared with."""
+
+    def run() -> None:
+        subprocess.run(["cp", "-R", "--", job.source.path, str(job.target)], check=True)  # noqa: S603, S607
+        _flush(job.target)
+
+    return run
+
+
+def _zstd(level: int) -> Operation:
+    """As ``zstd -LEVEL -T`` and fsync; the files of a directory one after another."""
+
+    def prepare(job: Job) -> Callable[[], object]:
+        def run() -> None:
+            compressor = zstandard.ZstdCompressor(level=level, threads=job.threads)
+            with job.target.open("wb") as writer:
+                for file in _files(Path(job.source.path)):
+                    with file.open("rb") as reader:
+                        size = file.stat().st_size
+                        compressor.copy_stream(reader, writer, size=size, read_size=_CHUNK, write_size=_CHUNK)
+            _flush(job.target)
+
+        return run
+
+    return prepare
+
+
+def _zipnn(job: Job) -> Callable[[], object]:
+    """ZipNN in the layout of the checkpoint, piece by piece, and fsync."""
+    zipnn = import_module("zipnn")
+
+    def run() -> None:
+        with job.target.open("wb") as writer:
+            for file in _files(Path(job.source.path)):
+                with file.open("rb") as reader:
+                    while piece := bytearray(reader.read(_PIECE)):
+                        # ZipNN 0.5.4 writes beyond its buffers where this is no multiple of the size of an element.
+                        piece += bytes(-len(piece) % _ELEMENT)
+                        packed = zipnn.ZipNN(bytearray_dtype=job.source.layout, threads=job.threads).compress(piece)
+                        writer.write(len(packed).to_bytes(_LENGTH_BYTES, "little"))
+                        writer.write(packed)
+        _flush(job.target)
+
+    return run
+
+
+def _library() -> Any:
+    """``ckpt8``, with all that its first calls would import."""
+    import torch  # noqa: F401
+
+    import ckpt8.loading
+    import ckpt8.restoration
+    import ckpt8.verification
+
+    return ckpt8
+
+
+def _compress(**options: Any) -> Operation:
+    def prepare(job: Job) -> Callable[[], object]:
+        ckpt8 = _library()
+        return lambda: ckpt8.compress(job.source.path, job.target, threads=job.threads, force=True, **options)
+
+    return prepare
+
+
+def _restore(job: Job) -> Callable[[], object]:
+    ckpt8 = _library()
+    return lambda: ckpt8.restore(job.container, job.target, threads=job.threads, force=True)
+
+
+def _verify(job: Job) -> Callable[[], object]:
+    ckpt8 = _library()
+    return lambda: ckpt8.verify(job.container, threads=job.threads)
+
+
+def _load(job: Job) -> Callable[[], object]:
+    ckpt8 = _library()
+    members = [member or None for member in job.source.loaded]
+    return lambda: [ckpt8.load(job.container, member=member, threads=job.threads) for member in members]
+
+
+def _torch_load(job: Job) -> Callable[[], object]:
+    import torch  # noqa: F401
+
+    return lambda: [load_file(file) for file in job.source.files]
+
+
+def _torch_save(job: Job) -> Callable[[], object]:
+    """``torch.save`` and fsync of what is in memory."""
     import torch
 
-    torch.load(source, weights_only=True)
+    objects = [load_file(file) for file in job.source.files]
+
+    def run() -> None:
+        torch.save(objects[0] if len(objects) == 1 else objects, job.target)
+        _flush(job.target)
+
+    return run
 
 
-OPERATIONS: dict[str, Callable[[Path, Path, int], None]] = {
-    "cp": copy,
-    "zstd -1": lambda source, target, threads: zstd(source, target, threads, 1),
-    "zstd -3": lambda source, target, threads: zstd(source, target, threads, 3),
-    "compress": compress,
-    "compress --no-stats": lambda source, target, threads: compress(source, target, threads, stats=False),
-    "compress --preset compact": lambda source, target, threads: compress(source, target, threads, preset="compact"),
-    "restore": restore,
-    "verify": verify,
-    "load": load,
-    "torch.load": torch_load,
+def _save(job: Job) -> Callable[[], object]:
+    ckpt8 = _library()
+    objects = [load_file(file) for file in job.source.files]
+    return lambda: ckpt8.save(objects[0] if len(objects) == 1 else objects, job.target, threads=job.threads)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "cp": _copy,
+    "zstd -1": _zstd(1),
+    "zstd -3": _zstd(3),
+    ZIPNN: _zipnn,
+    "compress": _compress(),
+    "compress --no-stats": _compress(stats=False),
+    "compress --preset compact": _compress(preset="compact"),
+    "restore": _restore,
+    "verify": _verify,
+    "load": _load,
+    "torch.load": _torch_load,
+    "save": _save,
+    "torch.save": _torch_save,
 }
-"""Every operation by the name under which it is reported."""
+"""Every operation by the name under which it is reported. Each prepares, and gives what is to be timed."""
 
-NEEDS_TORCH = frozenset(name for name in OPERATIONS if not name.startswith(("cp", "zstd")))
-
-
-def peak_memory() -> int:
-    """The peak resident memory of this process, in bytes.
-
-    On Linux ``ru_maxrss`` outlives an exec, and a child of a large process would be as large as that.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        (peak,) = (line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(peak) * 1024
-    # macOS counts bytes, others kilobytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+IN_MEMORY = ("load", "torch.load", "save", "torch.save")
+"""Those that hold all tensors at once, as every script that trains does."""
 
 
-def main(name: str, source: str, target: str, threads: str) -> None:
-    """Run one operation and print what it took."""
-    if name in NEEDS_TORCH:
-        import torch  # noqa: F401
-
-        import ckpt8.api  # noqa: F401
-    start = time.perf_counter()
-    OPERATIONS[name](Path(source), Path(target), int(threads))
-    seconds = time.perf_counter() - start
-    sys.stdout.write(json.dumps({"seconds": seconds, "peak_rss": peak_memory()}))
+PEERS = frozenset({ZIPNN})
+"""Those that are packages of others, which may fail where ckpt8 does not."""
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def left_out(source: Source, available: int | None) -> dict[str, str]:
+    """Operations that cannot be measured here, each with the reason."""
+    found = {}
+    if find_spec("zipnn") is None:
+        found[ZIPNN] = "is not installed"
+    if not source.loaded:
+        found |= dict.fromkeys(IN_MEMORY, "torch.load(weights_only=True) opens no file of this checkpoint")
+    elif available is not None and available < 1.2 * source.nbytes + (1 << 29):
+        found |= dict.fromkeys(IN_MEMORY, "there is too little memory for the tensors")
+    return found

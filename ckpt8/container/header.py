@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt8.errors import InputError, UnsupportedError
 
@@ -37,8 +36,7 @@ HEAD_BYTES = 4096
 _WIDEST_OFFSET = 10**16 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One named run of bytes; ``start`` and ``stop`` count from the end of the header."""
 
     name: str

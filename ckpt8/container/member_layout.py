@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckpt8.container.manifest import Manifest, MemberRecord
 from ckpt8.errors import InputError
@@ -10,8 +10,7 @@ from ckpt8.errors import InputError
 CRC_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Bytes ``start`` to ``stop`` of the member, which are those from ``origin`` on of one stored record."""
 
     start: int

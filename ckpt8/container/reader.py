@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import zstandard
 
@@ -35,8 +34,7 @@ _FRAME_RATIO = 1 << 15
 """No frame of zstd holds more for each stored byte: a block of at most 128 KiB takes at least four."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """Where the frames of one part lie: offset in the file, stored length and crc32 of each."""
 
     offsets: list[int]

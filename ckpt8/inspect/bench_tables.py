@@ -15,23 +15,95 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
     """Print what ``bench`` measured."""
     console.print(
         f"{escape(result['checkpoint'])}, {size(result['bytes'])}, {result['threads']} threads, "
-        f"medians of {result['repeat']} rounds",
+        f"medians of {result['repeat']} rounds, bytes of the checkpoint per second",
         soft_wrap=True,
     )
-    table = make_table("operation", "seconds", "of cp", "throughput", "output", "ratio", "peak memory")
+    if trained := result["trained"]:
+        console.print(
+            f"a GPT of {trained['parameters']:,} parameters after {trained['steps']} steps of AdamW on real text",
+            soft_wrap=True,
+        )
+    columns = ("operation", "seconds", "range", "of cp", "throughput", "output", "ratio", "peak memory", "of cp")
     rows = [
         (
             row["operation"],
             f"{row['seconds']:.2f}",
-            f"{row['to_cp']:.2f}x",
+            _range(row["spread"]),
+            f"{row['to_cp']['seconds']:.2f}x",
             f"{size(row['bytes_per_second'])}/s",
             size(row["output_bytes"]) if row["output_bytes"] else "-",
             f"{row['ratio']:.2f}x" if row["ratio"] else "-",
-            size(row["peak_rss"]),
+            size(row["peak_memory"]),
+            f"{row['to_cp']['peak_memory']:.1f}x",
         )
         for row in result["results"]
     ]
-    console.print(with_rows(table, rows))
+    console.print(with_rows(make_table(*columns), rows))
+    for name, reason in result["left_out"].items():
+        console.print(f"{name}: {reason}", markup=False, soft_wrap=True)
+    console.print(
+        "peak memory is that of all processes of an operation: the kernel's own record of the first (VmHWM) or, where "
+        "more, the sum of shares (PSS) in samples",
+        soft_wrap=True,
+    )
+    if beside := result["load_to_torch"]:
+        console.print(
+            f"load takes {beside['seconds']:.2f}x the time and {beside['peak_memory']:.2f}x the memory of torch.load; "
+            f"memory beyond the size of the files: {size(beside['beyond_files'])}, "
+            f"torch.load {size(beside['torch_beyond_files'])}",
+            soft_wrap=True,
+        )
+    if scaling := result.get("scaling"):
+        _show_scaling(console, scaling)
+
+
+def _range(spread: list[float]) -> str:
+    return f"{spread[0]:.2f} to {spread[1]:.2f}"
+
+
+def _show_scaling(console: Console, scaling: dict[str, Any]) -> None:
+    console.print()
+    threads = make_table("operation", "threads", "seconds", "range", "speedup", "peak memory")
+    rows = [
+        (
+            row["operation"],
+            f"{row['threads']}",
+            f"{row['seconds']:.2f}",
+            _range(row["spread"]),
+            f"{row['speedup']:.2f}x",
+            size(row["peak_memory"]),
+        )
+        for row in sorted(scaling["threads"], key=lambda row: str(row["operation"]))
+    ]
+    console.print(with_rows(threads, rows))
+    console.print()
+    sizes = make_table("operation", "size", "seconds", "range", "throughput", "peak memory")
+    rows = [
+        (
+            row["operation"],
+            size(row["bytes"]),
+            f"{row['seconds']:.2f}",
+            _range(row["spread"]),
+            f"{size(row['bytes_per_second'])}/s",
+            size(row["peak_memory"]),
+        )
+        for row in sorted(scaling["sizes"], key=lambda row: str(row["operation"]))
+    ]
+    console.print(with_rows(sizes, rows))
+    for name, reason in scaling["skipped"].items():
+        console.print(f"{name}: {reason}", markup=False, soft_wrap=True)
+    console.print()
+    columns = ("from the smallest to the largest", "time ~ bytes^", "seconds per GB", "peak memory")
+    laws = [
+        (
+            law["operation"],
+            "-" if law["exponent"] is None else f"{law['exponent']:.2f}",
+            " to ".join(f"{seconds:.2f}" for seconds in law["seconds_per_gb"]),
+            ("files + " if law["beyond_files"] else "") + " to ".join(size(peak) for peak in law["peak_memory"]),
+        )
+        for law in scaling["laws"]
+    ]
+    console.print(with_rows(make_table(*columns), laws))
 
 
 def show_device_bench(console: Console, result: dict[str, Any]) -> None:

@@ -27,7 +27,6 @@ from ckpt8.inspect.survey.subject import of_container
 from ckpt8.low_bit import find_low_bit
 from ckpt8.stats import MomentError, NoiseError, UpdateError, WeightError, read_error
 from ckpt8.tensors import DType, Role, TensorSpec
-from ckpt8.update_space import read_rule
 
 SKELETON_ROLE, FILE_ROLE = "structure", "file"
 _WORST = 5
@@ -257,6 +256,8 @@ def _masters(manifest: Manifest, record: StorageRecord) -> list[str]:
 def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:
     facts: dict[str, Any] = {"worst": worst(manifest), "lossless": lossless_reasons(manifest)}
     if tensors:
+        from ckpt8.update_space import read_rule
+
         facts["tensors"] = [
             {"name": tensor.name, "shape": tensor.shape, **tensor_facts(manifest, tensor)}
             for tensor in manifest.tensors

@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ckpt8 import low_bit
 from ckpt8.container.manifest import DIRECTORY
-from ckpt8.drift import left_out
 from ckpt8.inspect.figures import counted, size
 from ckpt8.inspect.overview import say, show_flags, show_hyperparameters, show_layers, show_origin, show_roles
 from ckpt8.inspect.parameters import shown
@@ -42,7 +42,7 @@ def make_table(*columns: str, title: str | None = None) -> Table:
 def with_rows(table: Table, rows: Iterable[Sequence[str]]) -> Table:
     """The table with these rows, whose text is shown as it is."""
     for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
+        table.add_row(*map(Text, row))
     return table
 
 
@@ -249,6 +249,8 @@ def summary(console: Console, facts: dict[str, Any], target: str, seconds: float
 
 def show_drift(console: Console, resume: dict[str, Any]) -> None:
     """Print how far the compressed run is from the original after every replayed step."""
+    from ckpt8.drift import left_out
+
     if resume["parameters"]:
         console.print(
             f"replayed {len(resume['steps'])} steps of {resume['parameters']} parameters; "

@@ -1,0 +1,105 @@
+"""Work in a process of its own, so that neither memory nor caches of one measurement are there in the next.
+
+``python -m ckpt8.bench.child MODULE JOB`` imports the module and prints, as JSON, what its ``work(job)`` returns.
+The process begins a session. Whatever ends the wait for it, an interrupt say, ends all processes of that session first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+from ckpt8.bench.memory import SessionPeak
+from ckpt8.errors import Ckpt8Error, InputError, OutputError, UsageError
+
+_INTERVAL = 0.01
+"""Seconds between samples of memory."""
+
+_PATIENCE = 5.0
+"""Seconds that a process has to end when asked to."""
+
+_ERRORS: dict[int, type[Ckpt8Error]] = {error.exit_code: error for error in (UsageError, InputError, OutputError)}
+
+Run = Callable[[str, dict[str, Any], bool], dict[str, Any]]
+"""Does the job of a module; True has ``session_pss`` and ``processes`` measured as well, which takes time from it."""
+
+
+def run_child(folder: Path) -> Run:
+    """How to do jobs in processes whose temporary files are in ``folder``.
+
+    Errors of ckpt8 arrive as what they are, all others as Ckpt8Error with their last line.
+    """
+
+    def run(module: str, job: dict[str, Any], watch: bool) -> dict[str, Any]:
+        return _run(folder, module, job, watch=watch)
+
+    return run
+
+
+def _run(folder: Path, module: str, job: dict[str, Any], *, watch: bool) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", "-m", __name__, module, json.dumps(job)]
+    with TemporaryFile(dir=folder) as out, TemporaryFile(dir=folder) as err:
+        child = subprocess.Popen(  # noqa: S603
+            command, stdout=out, stderr=err, start_new_session=True, env={**os.environ, "TMPDIR": str(folder)}
+        )
+        peak = SessionPeak(child.pid)
+        try:
+            while watch and child.poll() is None:
+                peak.sample()
+                time.sleep(_INTERVAL)
+            child.wait()
+        except BaseException:
+            _end(child)
+            raise
+        if child.returncode:
+            raise _failure(child.returncode, _text(err))
+        result: dict[str, Any] = json.loads(_text(out))
+    return result | ({"session_pss": peak.nbytes, "processes": peak.processes} if watch else {})
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Leave no process of the session behind."""
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGTERM)
+            child.wait(_PATIENCE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _failure(code: int, said: str) -> Ckpt8Error:
+    if code < 0:
+        why = "; there may be too little memory" if code == -signal.SIGKILL else ""
+        return Ckpt8Error(f"was ended by {signal.Signals(-code).name}{why}")
+    lines = said.strip().splitlines() or [f"ended with exit code {code} and no message"]
+    return _ERRORS.get(code, Ckpt8Error)(lines[-1])
+
+
+def main(module: str, job: str) -> None:
+    """Do one job and print its result. Errors of ckpt8 end it with their exit code and one line."""
+    try:
+        result = importlib.import_module(module).work(json.loads(job))
+    except Ckpt8Error as exc:
+        sys.stderr.write(f"{exc}\n")
+        sys.exit(exc.exit_code)
+    sys.stdout.write(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,69 @@
+"""Peak memory: of this process, as the kernel remembers it, and of a session of processes, from samples.
+
+A process that works through others needs what all of them need. Pages that several share, such as those a fork has not
+written to, count once: the kernel's proportional set size (PSS) divides each by the number of its users. The kernel
+keeps no peak of it, so that it is sampled. Mapped pages of files that are in memory are counted, in both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+def peak_memory() -> int:
+    """The peak resident memory of this process, in bytes.
+
+    On Linux ``ru_maxrss`` outlives an exec, and a child of a large process would be as large as that.
+    """
+    status = _PROC / "self" / "status"
+    if status.exists():
+        (peak,) = (line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(peak) * 1024
+    # macOS counts bytes, others kilobytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@dataclass(slots=True)
+class SessionPeak:
+    """The most that the processes of a session held at once, of the samples that were taken.
+
+    ``session`` is the process that began it. ``nbytes`` stays 0 where the system has no PSS.
+    """
+
+    session: int
+    nbytes: int = 0
+    processes: int = 0
+
+    def sample(self) -> None:
+        """Look once."""
+        sizes = [size for pid in _members(self.session) if (size := _pss(pid))]
+        self.nbytes = max(self.nbytes, sum(sizes))
+        self.processes = max(self.processes, len(sizes))
+
+
+def _members(session: int) -> list[int]:
+    """Processes of a session: these are all that its first one started and that did not begin one of their own."""
+    found = []
+    for folder in _PROC.glob("[0-9]*"):
+        # A process may end while it is looked at.
+        with contextlib.suppress(OSError):
+            # The name of the command, in brackets, may hold anything.
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                found.append(int(folder.name))
+    return found
+
+
+def _pss(pid: int) -> int:
+    """Proportional set size of a process in bytes; 0 when it ended."""
+    with contextlib.suppress(OSError):
+        for line in (_PROC / str(pid) / "smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0

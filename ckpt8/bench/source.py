@@ -1,0 +1,87 @@
+"""What is measured: a checkpoint, what of it ``load`` and ``torch.load`` are given, and the layout that ZipNN takes."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt8.bundle import open_bundle
+from ckpt8.errors import InputError
+from ckpt8.readers.base import ByteRange
+from ckpt8.readers.safetensors import SafetensorsReader
+from ckpt8.readers.torch_legacy import TorchLegacyReader
+from ckpt8.readers.torch_zip import TorchZipReader
+
+_LAYOUTS = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint. ``nbytes`` is the size of its files.
+
+    ``loaded`` are the members with tensors that ``torch.load(weights_only=True)`` or safetensors open, relative to the
+    path; the path itself is the empty one. ``layout`` is the floating type that most of its bytes have.
+    """
+
+    path: str
+    nbytes: int
+    directory: bool
+    loaded: tuple[str, ...]
+    layout: str
+
+    @property
+    def files(self) -> list[Path]:
+        """What is loaded."""
+        return [Path(self.path) / member if member else Path(self.path) for member in self.loaded]
+
+
+def work(job: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the Source at ``path``. Raises InputError."""
+    return asdict(survey(Path(job["path"])))
+
+
+def survey(path: Path) -> Source:
+    """Look at a checkpoint without reading its tensors. Raises InputError where it holds none."""
+    sizes: Counter[str] = Counter()
+    loaded = []
+    with open_bundle(path) as bundle:
+        if not bundle.holds_tensors:
+            raise InputError(f"{path}: holds no tensors; there is nothing to measure")
+        directory = bundle.directory is not None
+        for member in bundle.members:
+            storages = member.checkpoint.source_storages
+            for storage in storages:
+                sizes[storage.dtype.label] += storage.nbytes
+            name = member.path if directory else ""
+            if storages and _loads(path / name if name else path, member.checkpoint.format):
+                loaded.append(name)
+        return Source(str(path), bundle.size, directory, tuple(loaded), max(_LAYOUTS, key=lambda name: sizes[name]))
+
+
+def load_file(path: Path) -> Any:
+    """The object in a file, as torch or safetensors give it, read and not mapped."""
+    import torch
+
+    if SafetensorsReader().sniff(ByteRange.of(path)):
+        from safetensors.torch import load_file as load
+
+        return load(path)
+    return torch.load(path, weights_only=True, mmap=False)
+
+
+def _loads(path: Path, kind: str) -> bool:
+    """Whether ``load_file`` gives what is in a file of this format. Files in the older one are read for it."""
+    import torch
+
+    if kind == SafetensorsReader.id:
+        return True
+    if kind not in (TorchZipReader.id, TorchLegacyReader.id):
+        return False
+    try:
+        torch.load(path, weights_only=True, mmap=kind == TorchZipReader.id)
+    except (pickle.UnpicklingError, RuntimeError):
+        return False
+    return True

@@ -1,0 +1,429 @@
+"""``bench`` on small checkpoints: every row is there, adds up and is about what it says; nothing stays behind.
+
+Jobs run in this process, but for the tests of processes. No test looks at how long anything took.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import zstandard
+from rich.console import Console
+
+import ckpt8
+from ckpt8.bench import probe, sizes
+from ckpt8.bench.child import run_child
+from ckpt8.bench.probe import IN_MEMORY, OPERATIONS, PEERS, ZIPNN
+from ckpt8.bench.run import PROBE, bench
+from ckpt8.bench.scaling import law, thread_counts
+from ckpt8.bench.sizes import free_bytes, parse_size
+from ckpt8.bench.source import survey
+from ckpt8.errors import Ckpt8Error, InputError, OutputError, UsageError
+from ckpt8.inspect.bench_tables import show_bench
+
+OWN = [name for name in OPERATIONS if name not in PEERS]
+
+
+def in_process(module, job, watch):
+    """As the run of ``run_child``, here: what crosses to a process and back is JSON."""
+    result = json.loads(json.dumps(importlib.import_module(module).work(json.loads(json.dumps(job)))))
+    return result | ({"session_pss": 1, "processes": 1} if watch else {})
+
+
+def content(folder):
+    """Every file below a folder with its bytes."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def _without_peers(monkeypatch):
+    """Packages that are installed here and not there make no difference."""
+    monkeypatch.setattr(probe, "find_spec", lambda _: None)
+
+
+@pytest.fixture
+def scratch(tmp_path):
+    """A folder that is empty afterwards."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def folder(inputs, tmp_path):
+    """What Trainer saves: a directory."""
+    return shutil.copytree(inputs / "trainer-adamw", tmp_path / "checkpoint-200")
+
+
+# What the operations do
+
+
+def done(name, source, packed, target, threads=2):
+    """Run one operation and keep what it wrote."""
+    job = {"source": asdict(survey(source)), "container": str(packed), "target": str(target), "threads": threads}
+    return in_process(PROBE, {**job, "name": name, "keep": True}, False)
+
+
+def test_copies_and_restored_files_are_the_files(folder, tmp_path):
+    packed = tmp_path / "packed.ckpt8"
+    ckpt8.compress(folder, packed, preset="lossless")
+    for name in ("cp", "restore"):
+        result = done(name, folder, packed, tmp_path / name)
+        assert content(tmp_path / name) == content(folder)
+        assert result["output_bytes"] == sum(map(len, content(folder).values()))
+        assert result["peak_rss"] > 1 << 20
+
+
+@pytest.mark.parametrize("name", ["zstd -1", "zstd -3"])
+def test_zstd_holds_all_files_one_after_another(name, folder, tmp_path):
+    result = done(name, folder, tmp_path, tmp_path / "out")
+    stored = (tmp_path / "out").read_bytes()
+    assert result["output_bytes"] == len(stored)
+    reader = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(stored), read_across_frames=True)
+    files = content(folder)
+    assert reader.read() == b"".join(files[path] for path in sorted(files))
+
+
+def test_the_smaller_presets_and_saves_are_what_ckpt8_and_torch_write(inputs, tmp_path):
+    source = inputs / "gpt_adamw.pt"
+    for name, options in {
+        "compress": {},
+        "compress --no-stats": {"stats": False},
+        "compress --preset compact": {"preset": "compact"},
+    }.items():
+        ckpt8.compress(source, tmp_path / "expected", force=True, **options)
+        result = done(name, source, tmp_path, tmp_path / "out")
+        assert (tmp_path / "out").read_bytes() == (tmp_path / "expected").read_bytes()
+        assert result["output_bytes"] == (tmp_path / "expected").stat().st_size
+        (tmp_path / "out").unlink()
+    tree = torch.load(source, weights_only=True)
+    done("torch.save", source, tmp_path, tmp_path / "torch.pt")
+    weights = torch.load(tmp_path / "torch.pt", weights_only=True)["model"]
+    assert all(torch.equal(weights[name], tensor) for name, tensor in tree["model"].items())
+    done("save", source, tmp_path, tmp_path / "own.ckpt8")
+    assert ckpt8.load(tmp_path / "own.ckpt8").keys() == tree.keys()
+
+
+def test_both_loads_are_given_the_same(folder, tmp_path, monkeypatch):
+    ckpt8.compress(folder, tmp_path / "packed.ckpt8", preset="lossless")
+    made = []
+    prepare = {name: OPERATIONS[name] for name in ("load", "torch.load")}
+    for name, operation in prepare.items():
+        job = probe.Job(survey(folder), tmp_path / "packed.ckpt8", tmp_path / "out", 1)
+        made.append(operation(job)())
+        assert not (tmp_path / "out").exists(), name
+    ours, theirs = ({n: t for part in tree for n, t in part.items() if torch.is_tensor(t)} for tree in made)
+    assert len(ours) > 5
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_zipnn_gives_back_what_it_was_given(inputs, tmp_path, monkeypatch):
+    zipnn = pytest.importorskip("zipnn", reason="zipnn is not installed")
+    source = inputs / "gpt_adamw.pt"
+    assert done(ZIPNN, source, tmp_path, tmp_path / "out")["output_bytes"] < source.stat().st_size
+    stored = (tmp_path / "out").read_bytes()
+    length = int.from_bytes(stored[:8], "little")
+    assert len(stored) == 8 + length
+    opened = zipnn.ZipNN(bytearray_dtype="float32").decompress(stored[8:])
+    assert bytes(opened)[: source.stat().st_size] == source.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "loaded", "layout"),
+    [
+        ("gpt_adamw.pt", ("",), "float32"),
+        ("gpt_bf16.pt", ("",), "bfloat16"),
+        ("legacy.pt", ("",), "float32"),
+        ("custom_objects.pt", (), "float32"),
+        ("accelerate", ("model.safetensors", "optimizer.bin"), "float32"),
+    ],
+)
+def test_what_can_be_loaded_is_known_beforehand(name, loaded, layout, inputs):
+    source = survey(inputs / name)
+    assert (source.loaded, source.layout) == (loaded, layout)
+    assert source.nbytes == sum(len(data) for data in content(inputs / name).values()) or not source.directory
+
+
+# The whole
+
+
+def check_rows(result, nbytes):
+    """Figures follow from each other, and the JSON has no NaN."""
+    json.dumps(result, allow_nan=False)
+    copy = next(row for row in result["results"] if row["operation"] == "cp")
+    assert copy["output_bytes"] == nbytes == result["bytes"]
+    for row in result["results"]:
+        low, high = row["spread"]
+        assert low == min(row["times"]) <= row["seconds"] <= max(row["times"]) == high
+        assert len(row["times"]) == result["repeat"]
+        assert row["bytes_per_second"] == pytest.approx(nbytes / row["seconds"])
+        assert row["peak_memory"] == max(row["peak_rss"], row["session_pss"])
+        assert row["to_cp"]["seconds"] == pytest.approx(row["seconds"] / copy["seconds"])
+        assert row["to_cp"]["peak_memory"] == pytest.approx(row["peak_memory"] / copy["peak_memory"])
+        if row["operation"] in ("verify", "load", "torch.load"):
+            assert row["output_bytes"] is row["ratio"] is row["to_cp"]["output_bytes"] is None
+        else:
+            assert row["ratio"] == pytest.approx(nbytes / row["output_bytes"])
+    assert copy["to_cp"] == {"seconds": 1, "bytes_per_second": 1, "output_bytes": 1, "peak_memory": 1}
+
+
+@pytest.mark.parametrize("name", ["gpt_bf16.pt", "trainer-adamw"])
+def test_a_checkpoint_of_either_kind(name, inputs, tmp_path, scratch):
+    source = inputs / name
+    said = []
+    result = bench(source, repeat=2, threads=1, scratch=scratch, run=in_process, say=said.append)
+    nbytes = sum(map(len, content(source).values())) if source.is_dir() else source.stat().st_size
+    check_rows(result, nbytes)
+    rows = {row["operation"]: row for row in result["results"]}
+    assert list(rows) == OWN
+    assert result["left_out"] == {ZIPNN: "is not installed"}
+    assert (result["checkpoint"], result["threads"], result["trained"]) == (name, 1, None)
+    ckpt8.compress(source, tmp_path / "packed.ckpt8")
+    assert rows["compress"]["output_bytes"] == (tmp_path / "packed.ckpt8").stat().st_size
+    assert rows["restore"]["output_bytes"] == nbytes
+    ours, theirs = rows["load"], rows["torch.load"]
+    assert result["load_to_torch"]["seconds"] == pytest.approx(ours["seconds"] / theirs["seconds"])
+    assert result["load_to_torch"]["beyond_files"] == ours["peak_memory"] - nbytes
+    assert len(said) == 1 + 3 * len(OWN)
+
+
+def test_what_torch_does_not_load_is_left_out_with_the_reason(inputs, scratch):
+    result = bench(inputs / "custom_objects.pt", repeat=1, scratch=scratch, run=in_process)
+    assert {row["operation"] for row in result["results"]} == set(OWN) - set(IN_MEMORY)
+    assert all("weights_only" in result["left_out"][name] for name in IN_MEMORY)
+    assert result["load_to_torch"] is None
+
+
+def test_a_peer_that_fails_is_left_out_and_anything_else_is_an_error(inputs, scratch, monkeypatch):
+    monkeypatch.setattr(probe, "find_spec", lambda _: True)
+    bad = [ZIPNN]
+
+    def run(module, job, watch):
+        if job.get("name") in bad:
+            Path(job["target"]).write_text("half")
+            raise Ckpt8Error("was ended by SIGABRT")
+        return in_process(module, job, watch)
+
+    result = bench(inputs / "legacy.pt", repeat=1, scratch=scratch, run=run)
+    assert result["left_out"] == {ZIPNN: "ZipNN: was ended by SIGABRT"}
+    assert [row["operation"] for row in result["results"]] == OWN
+    bad.append("verify")
+    with pytest.raises(Ckpt8Error, match=r"^verify: was ended by SIGABRT$"):
+        bench(inputs / "legacy.pt", repeat=1, scratch=scratch, run=run)
+
+
+def test_scaling_over_threads_and_over_sizes(scratch, monkeypatch):
+    monkeypatch.setattr("ckpt8.bench.training.MAX_STEPS", 5)
+    asked = [2_000_000, 1_000_000, 10**16]
+    made = Counter()
+
+    def run(module, job, watch):
+        made[job.get("size")] += 1
+        return in_process(module, job, watch)
+
+    result = bench(size=1_000_000, sizes=asked, threads=2, repeat=1, scratch=scratch, run=run)
+    check_rows(result, result["bytes"])
+    assert abs(result["bytes"] / 1e6 - 1) < 0.2
+    assert result["trained"]["steps"] == 5
+    scaling = result["scaling"]
+    names = ["compress", "compress --no-stats", "restore", "verify", "load"]
+    assert {(row["threads"], row["operation"]) for row in scaling["threads"]} == {
+        (threads, name) for threads in (1, 2) for name in ("zstd -3", *names)
+    }
+    alone = {row["operation"]: row["seconds"] for row in scaling["threads"] if row["threads"] == 1}
+    for row in scaling["threads"]:
+        assert row["speedup"] == pytest.approx(alone[row["operation"]] / row["seconds"])
+    found = sorted({row["bytes"] for row in scaling["sizes"]})
+    assert len(found) == 2
+    assert 1.5 < found[1] / found[0] < 2.5
+    assert list(scaling["skipped"]) == ["10000000.00 GB"]
+    assert "are free" in scaling["skipped"]["10000000.00 GB"]
+    assert [entry["operation"] for entry in scaling["laws"]] == ["cp", "zstd -3", "torch.load", *names]
+    # Once as what is measured above all, once each for the sizes.
+    assert (made[1_000_000], made[2_000_000], made[10**16]) == (2, 1, 0)
+
+    text = io.StringIO()
+    show_bench(Console(file=text, width=200, highlight=False), result)
+    for name in OWN:
+        assert f"\n{name}  " in text.getvalue()
+    assert f"{result['trained']['parameters']:,} parameters after 5 steps" in text.getvalue()
+    assert "are free" in text.getvalue()
+    assert "files + " in text.getvalue()
+
+
+def test_laws_are_those_of_the_figures():
+    def rows(power, held):
+        return [
+            {"bytes": n, "seconds": 3 * (n / 1e9) ** power, "peak_memory": 5 + held * n}
+            for n in (10**9, 2 * 10**9, 8 * 10**9)
+        ]
+
+    linear = law("compress", rows(1, 0))
+    assert linear["exponent"] == pytest.approx(1)
+    assert linear["seconds_per_gb"] == pytest.approx([3, 3])
+    assert (linear["peak_memory"], linear["beyond_files"]) == ([5, 5], False)
+    assert law("verify", rows(2, 0))["exponent"] == pytest.approx(2)
+    assert (law("load", rows(1, 1))["peak_memory"], law("load", rows(1, 1))["beyond_files"]) == ([5, 5], True)
+    assert law("compress", rows(1, 0)[:1])["exponent"] is None
+
+
+@pytest.mark.parametrize(("most", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_threads_are_doubled_up_to_the_most(most, counts):
+    assert thread_counts(most) == counts
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1.5GB", 1_500_000_000),
+        ("2.5e8", 250_000_000),
+        ("8 gib", 8 << 30),
+        ("100", 100),
+        ("3kB", 3000),
+        ("1MiB", 1 << 20),
+    ],
+)
+def test_sizes_are_read_as_they_are_written(text, nbytes):
+    assert parse_size(text, "--size") == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "1.2.3", "nan", "inf", "1e400", "5 parsecs", "1e999GB", "1e"])
+def test_what_is_no_size_is_a_usage_error(text):
+    with pytest.raises(UsageError, match="--size"):
+        parse_size(text, "--size")
+
+
+def never(module, job, watch):
+    raise AssertionError(module)
+
+
+def test_room_on_the_disk_is_asked_for_before_anything_starts(inputs, scratch, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
+    for source in (inputs / "legacy.pt", inputs / "trainer-adamw", None):
+        with pytest.raises(OutputError, match=r"--scratch$"):
+            bench(source, scratch=scratch, run=never)
+
+
+@pytest.mark.parametrize(("kind", "fits"), [("tmpfs", False), ("ext4", True)])
+def test_a_disk_that_is_memory_is_not_filled(kind, fits, scratch, tmp_path, monkeypatch):
+    (tmp_path / "mounts").write_text(f"none / overlay rw 0 0\nnone {scratch} {kind} rw 0 0\nnone /x tmpfs rw 0 0\n")
+    monkeypatch.setattr(sizes, "MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(sizes, "available_memory", lambda: 10 << 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(50 << 30, 0, 50 << 30))
+    assert free_bytes(scratch) == (50 << 30 if fits else 5 << 30)
+
+
+def test_memory_is_asked_for_before_training(scratch, monkeypatch):
+    monkeypatch.setattr("ckpt8.bench.training.available_memory", lambda: 1 << 30)
+    with pytest.raises(UsageError, match="to train it takes"):
+        bench(size=1_000_000, scratch=scratch, run=in_process)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("MISSING",), 3),
+        (("EMPTY",), 3),
+        (("--scratch", "MISSING"), 4),
+        (("--scratch", "PLAIN"), 4),
+        (("--size", "-5"), 2),
+        (("--scaling", "--sizes", "1GB,,"), 2),
+        (("--repeat", "0"), 2),
+        (("--device", "tpu"), 2),
+    ],
+)
+def test_one_line_and_an_exit_code(arguments, code, inputs, tmp_path, run_command):
+    (tmp_path / "empty").mkdir()
+    paths = {"MISSING": tmp_path / "missing", "EMPTY": tmp_path / "empty", "PLAIN": inputs / "legacy.pt"}
+    result = run_command("bench", *(paths.get(argument, argument) for argument in arguments))
+    assert result[:2] == (code, "")
+    assert "Traceback" not in result[2]
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+# Processes
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="sessions of POSIX")
+
+
+@posix
+def test_errors_of_a_process_arrive_as_they_are(tmp_path):
+    run = run_child(tmp_path)
+    with pytest.raises(InputError, match=r"^/[^\n]*none\.pt: no such file$"):
+        run("ckpt8.bench.source", {"path": str(tmp_path / "none.pt")}, False)
+    with pytest.raises(Ckpt8Error, match="ModuleNotFoundError"):
+        run("ckpt8.bench.nothing", {}, False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@posix
+def test_a_process_is_watched_while_it_works(inputs, tmp_path):
+    if not Path("/proc/self/smaps_rollup").exists():
+        pytest.skip("no PSS here")
+    source = asdict(survey(inputs / "legacy.pt"))
+    job = {"source": source, "container": "", "target": str(tmp_path / "out"), "threads": 1, "keep": True}
+    result = run_child(tmp_path)(PROBE, {**job, "name": "cp"}, True)
+    assert (tmp_path / "out").read_bytes() == (inputs / "legacy.pt").read_bytes()
+    assert result["processes"] >= 1
+    assert 1 << 22 < result["session_pss"] < 1 << 30
+
+
+@posix
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [(signal.SIGINT, "ckpt8-bench-*"), (signal.SIGTERM, "ckpt8-bench-*/container.ckpt8")],
+    ids=["SIGINT at the start", "SIGTERM later"],
+)
+def test_an_interrupt_leaves_neither_files_nor_processes(number, moment, inputs, scratch):
+    command = [sys.executable, "-m", "ckpt8", "bench", str(inputs / "gpt_adamw.pt"), "--scratch", str(scratch)]
+    with subprocess.Popen(
+        [*command, "--repeat", "1000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # noqa: PLW1509
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not list(scratch.glob(moment)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert process.poll() is None
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (128 + number, b"")
+    assert b"Traceback" not in err
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(scratch).encode() in _bytes(path)]
+
+
+def _bytes(path):
+    """What a file of the kernel holds, unless its process is gone."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+@posix
+@pytest.mark.slow
+def test_the_command_prints_one_object(folder, scratch):
+    command = [sys.executable, "-m", "ckpt8", "bench", folder, "--scratch", scratch, "--repeat", "1", "--json"]
+    before = content(folder)
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=900, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    check_rows(json.loads(result.stdout), sum(map(len, before.values())))
+    assert content(folder) == before
