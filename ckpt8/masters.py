@@ -25,8 +25,8 @@ from ckpt8.partitions import Partitions, find_partitions
 from ckpt8.plan import Plan, Stream, Unit
 from ckpt8.policy import Policy
 from ckpt8.readers.base import Checkpoint, TensorRef
-from ckpt8.roles import MASTER_LISTS, NamedTensor
-from ckpt8.tensors import DType, Role
+from ckpt8.roles import NamedTensor
+from ckpt8.tensors import MASTER_LISTS, DType, Role
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from typing import Any
 from ckpt8.low_bit import bitsandbytes_moments, plain_state
 from ckpt8.readers.base import StorageRef, TensorRef
 from ckpt8.readers.walk import Components, format_path, iter_nodes
-from ckpt8.tensors import Role
+from ckpt8.tensors import MASTER_LISTS, Role
 from ckpt8.text import printable
 
 _MODEL_NAMES = (
@@ -38,18 +38,6 @@ STATE_ROLES: Mapping[str, Role] = {
     "master_weight": Role.WEIGHT,
 }
 """Roles of the tensors in an optimizer's per-parameter state; every other key is ``other``."""
-
-MASTER_LISTS = frozenset(
-    {
-        "fp32_from_fp16_params",
-        "fp32_from_fp16",
-        "fp32_groups",
-        "fp32_groups_flat",
-        "fp32_flat_groups",
-        "single_partition_of_fp32_groups",
-    }
-)
-"""Keys under which Megatron, apex and DeepSpeed keep the fp32 master weights of a model that trains in 16 bits."""
 
 _STATE_LISTS = "base_optimizer_state"
 """DeepSpeed's elastic checkpoints keep under it a list of bare states, one for each group."""

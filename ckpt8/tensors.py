@@ -62,6 +62,11 @@ class DType(enum.Enum):
         return self in _PLANE_FLOATS
 
     @property
+    def is_floating(self) -> bool:
+        """Whether this is a real float of 8 to 64 bits."""
+        return self in _PLANE_FLOATS or self in _FLOAT8
+
+    @property
     def torch(self) -> torch.dtype:
         """The torch dtype (imports torch)."""
         import torch
@@ -79,6 +84,7 @@ class DType(enum.Enum):
         return _BY_STORAGE_CLASS[name]
 
 
+_FLOAT8 = frozenset({DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.FLOAT8_E4M3FNUZ, DType.FLOAT8_E5M2FNUZ})
 _PLANE_FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 _BY_LABEL = {dtype.label: dtype for dtype in DType}
 _BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in DType if dtype.storage_class}
@@ -91,6 +97,19 @@ class Role(str, enum.Enum):
     MOMENT1 = "moment1"
     MOMENT2 = "moment2"
     OTHER = "other"
+
+
+MASTER_LISTS = frozenset(
+    {
+        "fp32_from_fp16_params",
+        "fp32_from_fp16",
+        "fp32_groups",
+        "fp32_groups_flat",
+        "fp32_flat_groups",
+        "single_partition_of_fp32_groups",
+    }
+)
+"""Keys under which Megatron, apex and DeepSpeed keep the fp32 master weights of a model that trains in 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)

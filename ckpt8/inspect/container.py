@@ -22,8 +22,6 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.inspect.parameters import display_names
 from ckpt8.inspect.survey.layers import layers_of_manifest
 from ckpt8.inspect.survey.origin import framework_of_files
-from ckpt8.inspect.survey.run import survey, unread
-from ckpt8.inspect.survey.subject import of_container
 from ckpt8.low_bit import find_low_bit
 from ckpt8.stats import MomentError, NoiseError, UpdateError, WeightError, read_error
 from ckpt8.tensors import DType, Role, TensorSpec
@@ -52,16 +50,29 @@ def inspect_container(
             _measure_again(reader, original)
         if visit is not None:
             visit(reader)
-        subject = of_container(reader)
         return {
             "path": str(path),
             "kind": "ckpt8",
             **_facts(manifest, reader.size),
             "framework": framework_of_files(member.path for member in manifest.members),
             "layers": layers_of_manifest(manifest),
-            **(survey(subject, full=True) if full else unread(subject)),
+            **(_surveyed(reader) if full else _unread(manifest)),
             **_lists(manifest, tensors),
         }
+
+
+def _surveyed(reader: ContainerReader) -> dict[str, Any]:
+    from ckpt8.inspect.survey.run import survey
+    from ckpt8.inspect.survey.subject import of_container
+
+    return survey(of_container(reader), full=True)
+
+
+def _unread(manifest: Manifest) -> dict[str, Any]:
+    """What ``survey`` gives of a checkpoint that nobody looks at."""
+    floating = {tensor.storage for tensor in manifest.tensors if tensor.dtype.is_floating}
+    count = sum(manifest.storages[index].numel for index in floating)
+    return {"flags": [], "sample": {"elements": 0, "of": count, "full": count == 0}}
 
 
 def _measure_again(reader: ContainerReader, original: Path) -> None:

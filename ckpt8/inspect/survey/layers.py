@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt8.inspect.parameters import display_names
-from ckpt8.roles import MASTER_LISTS
-from ckpt8.tensors import DType, Role
+from ckpt8.tensors import MASTER_LISTS, DType, Role
 
 if TYPE_CHECKING:
     from ckpt8.bundle import Bundle

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt8.container.manifest import DCP, FILE
 from ckpt8.errors import InputError
-from ckpt8.readers.walk import format_path, iter_nodes
-from ckpt8.roles import is_optimizer
 
 if TYPE_CHECKING:
     from ckpt8.bundle import Bundle, Member
@@ -109,6 +107,9 @@ def _first(trees: Iterable[Mapping[Any, Any]], keys: Iterable[str], *, whole: bo
 
 
 def _of_trees(source: Bundle) -> Iterator[dict[str, Any]]:
+    from ckpt8.readers.walk import format_path, iter_nodes
+    from ckpt8.roles import is_optimizer
+
     for member in source.members:
         before = "" if source.directory is None else f"{member.path}:"
         if member.checkpoint.format in (DCP, FILE):

@@ -20,7 +20,6 @@ from ckpt8.tensors import DType, Role
 if TYPE_CHECKING:
     import torch
 
-_FLOAT8 = frozenset({DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.FLOAT8_E4M3FNUZ, DType.FLOAT8_E5M2FNUZ})
 
 SLICE = re.compile(r"\[(?:\d+)?:(?:\d+)?(?:,(?:\d+)?:(?:\d+)?)*\]$")
 """What the name of a slice of a distributed checkpoint ends in."""
@@ -136,7 +135,7 @@ def make_pieces(views: Iterable[View]) -> list[Piece]:
     """Of all views those that add elements, in the order that they are given in."""
     by_storage: dict[tuple[int, DType], list[tuple[int, Piece]]] = defaultdict(list)
     for number, view in enumerate(views):
-        if (view.ref.dtype.is_plane_float or view.ref.dtype in _FLOAT8) and count_of(view.ref.shape):
+        if view.ref.dtype.is_floating and count_of(view.ref.shape):
             by_storage[view.storage, view.ref.dtype].append((number, _piece(view)))
     found = [each for beside in by_storage.values() for each in _without_inner(beside)]
     return [piece for _, piece in sorted(found, key=lambda each: each[0])]

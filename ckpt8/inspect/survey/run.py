@@ -41,11 +41,6 @@ def survey(subject: Subject, *, full: bool, progress: Progress = lambda _: None)
     return {"flags": found.flags(), "sample": {"elements": seen, "of": subject.numel, "full": seen == subject.numel}}
 
 
-def unread(subject: Subject) -> dict[str, Any]:
-    """What ``survey`` gives of a checkpoint that nobody looks at."""
-    return {"flags": [], "sample": {"elements": 0, "of": subject.numel, "full": subject.numel == 0}}
-
-
 class _Survey:
     def __init__(self, subject: Subject, full: bool, progress: Progress) -> None:
         self._subject = subject
