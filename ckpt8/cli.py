@@ -206,6 +206,7 @@ def verify(
     from ckpt8.inspect.figures import size
     from ckpt8.inspect.render import show_drift
     from ckpt8.progress import progress_bar
+    from ckpt8.startup import settle
     from ckpt8.verification import verify as run
 
     total = size_of(src) if against is None else 2 * size_of(against)

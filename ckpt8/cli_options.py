@@ -21,6 +21,7 @@ Container = Annotated[Path, typer.Argument(readable=False, metavar="SRC.ckpt8", 
 
 def clock() -> float:
     """The time, once torch is there: its import is not what is being measured."""
-    import torch  # noqa: F401
+    from ckpt8.startup import settle
 
+    settle()
     return time.perf_counter()

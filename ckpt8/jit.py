@@ -34,3 +34,13 @@ def with_bits(*shape: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Memory for fp32 numbers, and the same memory as int32."""
     numbers = np.empty(shape, f4)
     return numbers, numbers.view(i4)
+
+
+@kernel
+def _nothing():
+    return 0
+
+
+def start() -> None:
+    """Have numba load what it needs before its first kernel, which takes some tenths of a second."""
+    _nothing()

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 from ckpt8.container.atomic_directory import AtomicDirectory
+from ckpt8.container.disk import write_at
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.container.member_file import MemberFile, Piece
 from ckpt8.container.member_paths import is_plain_name, link_stays_inside
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.writer import AtomicFile, refuse_same_file, start_writeback
+from ckpt8.container.writer import AtomicFile, refuse_same_file
 from ckpt8.crc import combine, crc32
 from ckpt8.errors import InputError
 from ckpt8.pipeline import Progress
@@ -153,12 +154,3 @@ def _copy(member: MemberFile, descriptor: int, guard: Guard, workers: Workers, p
             crcs[piece.storage] = combine(crcs.get(piece.storage, 0), crc, content.numel())
         progress(content.numel())
     return crcs
-
-
-def write_at(descriptor: int, view: memoryview, offset: int) -> None:
-    """Write all of ``view`` at ``offset``, and let it go to the disk. Raises OSError."""
-    start, length = offset, len(view)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
-    start_writeback(descriptor, start, length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -26,6 +27,7 @@ _ELEMENT = 4
 _LENGTH_BYTES = 8
 
 ZIPNN = "ZipNN"
+START = "start of Python, torch, numba"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +138,20 @@ def _zipnn(job: Job) -> Callable[[], object]:
 
 def _library() -> Any:
     """``ckpt8``, with all that its first calls would import."""
-    import torch  # noqa: F401
+    from ckpt8.startup import settle
 
+    settle(kernels=True)
     import ckpt8.loading
     import ckpt8.restoration
     import ckpt8.verification
 
     return ckpt8
+
+
+def _start(job: Job) -> Callable[[], object]:  # noqa: ARG001
+    """What each command on tensors does before its work: Python, torch and numba."""
+    code = "from ckpt8.startup import settle; settle(kernels=True)"
+    return lambda: subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)  # noqa: S603
 
 
 def _compress(**options: Any) -> Operation:
@@ -199,6 +208,7 @@ OPERATIONS: dict[str, Operation] = {
     "zstd -1": _zstd(1),
     "zstd -3": _zstd(3),
     ZIPNN: _zipnn,
+    START: _start,
     "compress": _compress(),
     "compress --no-stats": _compress(stats=False),
     "compress --preset compact": _compress(preset="compact"),

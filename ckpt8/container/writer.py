@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -15,13 +15,15 @@ import zstandard
 
 from ckpt8.container import header
 from ckpt8.container.atomic import AtomicOutput
+from ckpt8.container.disk import start_writeback, write_all_at
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.partial import Partial
 from ckpt8.errors import OutputError
 
-_BUFFER = 1 << 20
 _MANIFEST_LEVEL = 9
+_WRITEBACK = 1 << 23
+"""Bytes that are handed to the disk at once: for every small entry it would take longer than writing it."""
 
 
 def refuse_same_file(target: Path, source: Path) -> None:
@@ -38,12 +40,6 @@ def refuse_inside(target: Path, directory: Path) -> None:
             raise OutputError(f"{target}: lies in the directory {directory}; give a place outside of it")
 
 
-def start_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Let the kernel begin to write a range to the disk, so that the flush at the end finds little left to do."""
-    if hasattr(os, "posix_fadvise") and length:
-        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
-
-
 class AtomicFile(AtomicOutput):
     """A file that is written beside ``target``."""
 
@@ -54,7 +50,7 @@ class AtomicFile(AtomicOutput):
         with self.guard():
             self._partial = Partial(self._final, mode=0o666)
             # The descriptor stays with the temporary: it holds the lock until the file has its name.
-            self.file: BinaryIO = os.fdopen(self._partial.descriptor, "r+b", buffering=_BUFFER, closefd=False)
+            self.file: BinaryIO = os.fdopen(self._partial.descriptor, "r+b", closefd=False)
 
     def _is_replaceable(self) -> bool:
         return self._final.is_file()
@@ -83,9 +79,9 @@ class ContainerWriter:
         self._header_size = header.reserved_size(names)
         self._entries: list[Entry] = []
         self._position = 0
+        self._unflushed = 0
         self._output = AtomicFile(target, force=force)
-        with self._output.guard():
-            self._output.file.seek(self._data_start)
+        self._descriptor = self._output.file.fileno()
 
     @property
     def _data_start(self) -> int:
@@ -99,14 +95,17 @@ class ContainerWriter:
     ) -> None:
         self._output.close()
 
-    def append(self, name: str, frames: Iterable[bytes]) -> None:
+    def append(self, name: str, frames: Sequence[bytes]) -> None:
         """Write one entry, whole."""
         start = self._position
+        place = self._data_start + start
         with self._output.guard():
-            for frame in frames:
-                self._output.file.write(frame)
-                self._position += len(frame)
-            start_writeback(self._output.file.fileno(), self._data_start + start, self._position - start)
+            self._position += write_all_at(self._descriptor, frames, place)
+            self._unflushed += self._position - start
+            if self._unflushed >= _WRITEBACK:
+                end = self._data_start + self._position
+                start_writeback(self._descriptor, end - self._unflushed, self._unflushed)
+                self._unflushed = 0
         self._entries.append(Entry(name, start, self._position))
 
     def mark(self) -> int:
@@ -118,10 +117,10 @@ class ContainerWriter:
         if mark == len(self._entries):
             return
         self._position = self._entries[mark].start
+        self._unflushed = 0
         del self._entries[mark:]
         with self._output.guard():
-            self._output.file.seek(self._data_start + self._position)
-            self._output.file.truncate()
+            os.ftruncate(self._descriptor, self._data_start + self._position)
 
     def finish(self, manifest: Manifest) -> None:
         """Write manifest, header and seal, and publish the file."""
@@ -132,7 +131,6 @@ class ContainerWriter:
         entries = [*self._entries, Entry(header.SEAL, start, start + header.SEAL_BYTES)]
         head = header.render(entries, self._header_size, manifest.version)
         with self._output.guard():
-            self._output.file.write(hashlib.sha256(head + stored).digest())
-            self._output.file.seek(0)
-            self._output.file.write(head)
+            write_all_at(self._descriptor, [hashlib.sha256(head + stored).digest()], self._data_start + start)
+            write_all_at(self._descriptor, [head], 0)
         self._output.publish()

@@ -42,8 +42,8 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
     for name, reason in result["left_out"].items():
         console.print(f"{name}: {reason}", markup=False, soft_wrap=True)
     console.print(
-        "peak memory is that of all processes of an operation: the kernel's own record of the first (VmHWM) or, where "
-        "more, the sum of shares (PSS) in samples",
+        "the start is in no other figure; peak memory is that of all processes of an operation: the kernel's own "
+        "record of the first (VmHWM) or, where more, the sum of shares (PSS) in samples",
         soft_wrap=True,
     )
     if beside := result["load_to_torch"]:

@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, ClassVar
 
 from ckpt8.container.atomic_directory import AtomicDirectory
+from ckpt8.container.disk import write_at
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import FILE
 from ckpt8.converting.choice import choose_model, tensors_of
@@ -28,7 +29,6 @@ from ckpt8.quantizing.report import summary
 from ckpt8.quantizing.scales import measure_extent
 from ckpt8.quantizing.scheme import Scheme, make_scheme
 from ckpt8.readers.base import TensorRef
-from ckpt8.restoration import write_at
 from ckpt8.resuming.find import Candidate
 from ckpt8.resuming.names import listed, plain_names
 from ckpt8.tensors import DType

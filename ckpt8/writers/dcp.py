@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckpt8.container.atomic_directory import AtomicDirectory
+from ckpt8.container.disk import write_at
 from ckpt8.converting.composite import Composite
 from ckpt8.converting.regions import Cast
 from ckpt8.errors import InputError, UnsupportedError, UsageError
@@ -24,7 +25,7 @@ from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import Checkpoint, TensorRef
 from ckpt8.readers.dcp_metadata import METADATA
 from ckpt8.readers.walk import format_path, iter_leaves
-from ckpt8.restoration import Guard, write_at
+from ckpt8.restoration import Guard
 from ckpt8.resuming.rest import CONSUMED
 from ckpt8.writers.base import Report, Request, WeightTypes
 from ckpt8.writers.dcp_tree import distributed_tree

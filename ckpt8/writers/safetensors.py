@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import ClassVar
 
+from ckpt8.container.disk import write_at
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.header import MAX_HEADER
 from ckpt8.container.writer import AtomicFile
@@ -17,7 +18,7 @@ from ckpt8.errors import UsageError
 from ckpt8.pipeline import Progress
 from ckpt8.readers.base import TensorRef
 from ckpt8.readers.safetensors import DTYPES
-from ckpt8.restoration import Guard, write_at
+from ckpt8.restoration import Guard
 from ckpt8.resuming.find import Candidate
 from ckpt8.tensors import DType
 from ckpt8.writers.base import FLOATS, Report, Request, WeightTypes, model_weights

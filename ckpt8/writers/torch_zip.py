@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from ckpt8.container.disk import write_at
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.member_layout import CRC_BYTES
 from ckpt8.container.writer import AtomicFile
@@ -22,7 +23,7 @@ from ckpt8.live import recording_pickle, with_crc_fields
 from ckpt8.pipeline import Progress
 from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import StorageInfo, TensorRef
-from ckpt8.restoration import Guard, write_at
+from ckpt8.restoration import Guard
 from ckpt8.resuming.find import Candidate, find
 from ckpt8.resuming.rest import CONSUMED
 from ckpt8.tensors import DType

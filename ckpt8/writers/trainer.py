@@ -6,13 +6,13 @@ import os
 from typing import ClassVar
 
 from ckpt8.container.atomic_directory import AtomicDirectory
+from ckpt8.container.disk import write_at
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.converting.choice import choose_model, choose_optimizer
 from ckpt8.converting.sources import Content
 from ckpt8.errors import UsageError
 from ckpt8.readers.directory import DirectoryMember
-from ckpt8.restoration import write_at
 from ckpt8.writers.base import Report, Request, WeightTypes, model_weights
 from ckpt8.writers.safetensors import total_bytes, write_safetensors
 from ckpt8.writers.torch_zip import TorchFile
