@@ -209,6 +209,7 @@ def verify(
     from ckpt8.startup import settle
     from ckpt8.verification import verify as run
 
+    settle()
     total = size_of(src) if against is None else 2 * size_of(against)
     with progress_bar(f"verify {src.name}", total, enabled=not as_json) as progress:
         result = run(src, against, resume_steps=resume_steps, max_drift=max_drift, threads=threads, progress=progress)
