@@ -25,7 +25,7 @@ from rich.console import Console
 import ckpt8
 from ckpt8.bench import probe, sizes
 from ckpt8.bench.child import run_child
-from ckpt8.bench.probe import IN_MEMORY, OPERATIONS, PEERS, ZIPNN
+from ckpt8.bench.probe import IN_MEMORY, OPERATIONS, PEERS, START, ZIPNN
 from ckpt8.bench.run import PROBE, bench
 from ckpt8.bench.scaling import law, thread_counts
 from ckpt8.bench.sizes import free_bytes, parse_size
@@ -132,7 +132,7 @@ def test_both_loads_are_given_the_same(folder, tmp_path, monkeypatch):
 
 
 def test_zipnn_gives_back_what_it_was_given(inputs, tmp_path, monkeypatch):
-    zipnn = pytest.importorskip("zipnn", reason="zipnn is not installed")
+    zipnn = pytest.importorskip("zipnn", reason="ZipNN is optional, and absent")
     source = inputs / "gpt_adamw.pt"
     assert done(ZIPNN, source, tmp_path, tmp_path / "out")["output_bytes"] < source.stat().st_size
     stored = (tmp_path / "out").read_bytes()
@@ -174,7 +174,7 @@ def check_rows(result, nbytes):
         assert row["peak_memory"] == max(row["peak_rss"], row["session_pss"])
         assert row["to_cp"]["seconds"] == pytest.approx(row["seconds"] / copy["seconds"])
         assert row["to_cp"]["peak_memory"] == pytest.approx(row["peak_memory"] / copy["peak_memory"])
-        if row["operation"] in ("verify", "load", "torch.load"):
+        if row["operation"] in (START, "verify", "load", "torch.load"):
             assert row["output_bytes"] is row["ratio"] is row["to_cp"]["output_bytes"] is None
         else:
             assert row["ratio"] == pytest.approx(nbytes / row["output_bytes"])
