@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from ckpt8.bench.probe import START
 from ckpt8.inspect.figures import size
 from ckpt8.inspect.render import make_table, with_rows
 
@@ -30,7 +31,7 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
             f"{row['seconds']:.2f}",
             _range(row["spread"]),
             f"{row['to_cp']['seconds']:.2f}x",
-            f"{size(row['bytes_per_second'])}/s",
+            "-" if row["operation"] == START else f"{size(row['bytes_per_second'])}/s",
             size(row["output_bytes"]) if row["output_bytes"] else "-",
             f"{row['ratio']:.2f}x" if row["ratio"] else "-",
             size(row["peak_memory"]),
