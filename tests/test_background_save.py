@@ -298,7 +298,7 @@ def test_the_disk_is_full(tmp_path, gate, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(writers, "start_writeback", full)
+    monkeypatch.setattr(writers, "write_all_at", full)
     gate.opened.set()
     with pytest.raises(OutputError, match="No space left"):
         pending.result()

@@ -70,8 +70,11 @@ def _surveyed(reader: ContainerReader) -> dict[str, Any]:
 
 def _unread(manifest: Manifest) -> dict[str, Any]:
     """What ``survey`` gives of a checkpoint that nobody looks at."""
-    floating = {tensor.storage for tensor in manifest.tensors if tensor.dtype.is_floating}
-    count = sum(manifest.storages[index].numel for index in floating)
+    seen: Counter[int] = Counter()
+    for tensor in manifest.tensors:
+        if tensor.dtype.is_floating:
+            seen[tensor.storage] += math.prod(tensor.shape)
+    count = sum(min(numel, manifest.storages[index].numel) for index, numel in seen.items())
     return {"flags": [], "sample": {"elements": 0, "of": count, "full": count == 0}}
 
 

@@ -15,7 +15,7 @@ from flips_kit import make_sample, places
 from test_salvage import damage
 
 import ckpt8
-from ckpt8.container import atomic, writer
+from ckpt8.container import atomic
 from ckpt8.errors import InputError, OutputError
 
 CODES = [errno.ENOSPC, errno.EIO]
@@ -43,10 +43,9 @@ class Calls:
     def writes(self, patch):
         """Take over everything that a writer asks of the system."""
         calls, opened = self, os.open
-        for name in ("fsync", "pwrite", "write", "ftruncate", "mkdir", "symlink", "rename", "replace"):
+        for name in ("fsync", "pwrite", "pwritev", "write", "ftruncate", "mkdir", "symlink", "rename", "replace"):
             patch.setattr(os, name, self.wrap(name, getattr(os, name)))
         patch.setattr(atomic, "_renameat2", self.wrap("renameat2", atomic._renameat2))
-        patch.setattr(writer, "_BUFFER", 1 << 10)
 
         class Raw(io.FileIO):
             def write(self, data):
@@ -57,8 +56,8 @@ class Calls:
                 calls("file truncate")
                 return super().truncate(size)
 
-        def fdopen(descriptor, mode, buffering, closefd):
-            return io.BufferedRandom(Raw(descriptor, mode, closefd=closefd), buffering)
+        def fdopen(descriptor, mode, closefd):
+            return io.BufferedRandom(Raw(descriptor, mode, closefd=closefd))
 
         def make(path, flags, *args, **kwargs):
             if flags & NEW == NEW:
