@@ -17,7 +17,7 @@ _MOST_GROUPS = 16
 _EXAMPLES = 3
 _MOST_ROWS = 4
 
-_TITLES = {
+FLAG_TITLES = {
     "nan": "NaN",
     "inf": "Inf",
     "zero_moment": "moments that are all zero",
@@ -151,18 +151,18 @@ def show_flags(console: Console, flags: Sequence[Mapping[str, Any]], sample: Map
     """Red flags by kind with the worst tensors of each, and what was looked at."""
     console.print()
     say(console, "Red flags", "bold")
-    say(console, _looked_at(sample, bool(flags)))
-    for kind, title in _TITLES.items():
+    say(console, looked_at(sample, bool(flags)))
+    for kind, title in FLAG_TITLES.items():
         found = [each for each in flags if each["kind"] == kind]
         if found:
             style = "yellow" if kind in _LOST_ELSEWHERE else "red"
-            say(console, f"{title}: {_extent(kind, found)}", style, indent="  ")
+            say(console, f"{title}: {flag_extent(kind, found)}", style, indent="  ")
             for each in found[:_EXAMPLES]:
                 names = each.get("tensors") or [each["tensor"]]
                 say(console, f"{' = '.join(names[:_EXAMPLES])}: {each['message']}", indent="    ")
 
 
-def _extent(kind: str, found: Sequence[Mapping[str, Any]]) -> str:
+def flag_extent(kind: str, found: Sequence[Mapping[str, Any]]) -> str:
     """In how many tensors, and how much of them where that is a share."""
     if kind == "stored_twice":
         return counted(len(found), "time")
@@ -173,7 +173,8 @@ def _extent(kind: str, found: Sequence[Mapping[str, Any]]) -> str:
     return f"{share} of the {'groups' if kind == 'fp16_scales' else 'values'} in {where}"
 
 
-def _looked_at(sample: Mapping[str, Any], found: bool) -> str:
+def looked_at(sample: Mapping[str, Any], found: bool) -> str:
+    """How much was looked at; without a flag ``found`` also that nothing was."""
     count, total = sample["elements"], sample["of"]
     if not total:
         return "the checkpoint has no floating-point tensors to look at"

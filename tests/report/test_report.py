@@ -77,10 +77,16 @@ def test_hostile_names_are_text(inspect, tmp_path):
 
 def test_flags_are_shown_where_there_are_any(packed, inspect, tmp_path):
     facts, _, tree = inspect(packed[0], tmp_path / "a.html")
-    facts["flags"] = [{"kind": "nan", "message": "<b>NaN</b> in model.a"}]
-    assert "<b>NaN</b> in model.a" in assert_inert(page(facts, tree["distributions"], None).encode())
-    facts["flags"] = []
-    assert "None was raised." in assert_inert(page(facts, tree["distributions"], None).encode())
+    flags = [{"kind": "nan", "tensor": "model.<i>", "message": "<b>NaN</b> in 3 of 4", "count": 3, "of": 4}]
+    flags += [{"kind": "stored_twice", "tensors": ["one", "other"], "message": "32 elements", "count": 32, "of": 64}]
+    facts |= {"flags": flags, "sample": {"elements": 50, "of": 200, "full": False}}
+    shown = assert_inert(page(facts, tree["distributions"], None).encode())
+    assert "looked at 25.0 % of 200 elements; --full reads all" in shown
+    assert "NaN: 1 tensormodel.<i>: <b>NaN</b> in 3 of 4" in " ".join(shown.split())
+    assert "one = other: 32 elements" in shown
+    facts |= {"flags": [], "sample": {"elements": 0, "of": 200, "full": False}}
+    shown = assert_inert(page(facts, tree["distributions"], None).encode())
+    assert "not looked for: none of the 200 elements was read; --full reads all" in shown
 
 
 def test_hundreds_of_layers_are_cut_to_the_largest(inspect, tmp_path):

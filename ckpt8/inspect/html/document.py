@@ -17,10 +17,14 @@ from ckpt8.inspect.html.errors import error_section, worst_section
 from ckpt8.inspect.html.sizes import size_sections
 from ckpt8.inspect.html.style import STYLE
 from ckpt8.inspect.html.text import percent, text
+from ckpt8.inspect.overview import FLAG_TITLES, flag_extent, looked_at
 from ckpt8.inspect.render import number
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Should a name ever be taken for markup, the browser still neither runs nor loads anything."""
+
+_FLAGS = 10
+"""Tensors that are named under one red flag; the JSON has all."""
 
 
 def page(facts: dict[str, Any], distributions: dict[str, Any], drift: dict[str, Any] | None) -> str:
@@ -96,10 +100,19 @@ def _flags(facts: dict[str, Any]) -> str:
     """What ``inspect`` found to be wrong, where it looked for it."""
     if "flags" not in facts:
         return ""
-    items = "".join(f"<li>{text(flag['message'])}</li>" for flag in facts["flags"])
-    body = f"<ul>{items}</ul>" if items else "<p>None was raised.</p>"
+    items = "".join(_flags_of_kind(kind, title, facts["flags"]) for kind, title in FLAG_TITLES.items())
+    seen = text(looked_at(facts["sample"], bool(items)))
     alarm = ' class="alarm"' if items else ""
-    return f'<section id="flags"><h2{alarm}>Red flags</h2>{body}</section>'
+    return f'<section id="flags"><h2{alarm}>Red flags</h2><p>{seen}</p>{items and f"<ul>{items}</ul>"}</section>'
+
+
+def _flags_of_kind(kind: str, title: str, flags: list[dict[str, Any]]) -> str:
+    found = [flag for flag in flags if flag["kind"] == kind]
+    if not found:
+        return ""
+    shown = [f"{' = '.join(flag.get('tensors') or [flag['tensor']])}: {flag['message']}" for flag in found[:_FLAGS]]
+    items = "".join(f"<li>{text(line)}</li>" for line in shown)
+    return f"<li><b>{text(title)}</b>: {text(flag_extent(kind, found))}<ul>{items}</ul></li>"
 
 
 def _footer(sample: dict[str, Any]) -> str:
