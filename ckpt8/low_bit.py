@@ -51,6 +51,13 @@ def bitsandbytes_moments(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> 
     return {"exp_avg": tensors["state1"]} if tensors.keys() == {"state1"} and eps == 0 else {}
 
 
+def quantised_weights(node: Mapping[Any, Any]) -> list[str]:
+    """Weights of a dict that are codes for inference: of 8 bits, with a scale beside them, as in compressed-tensors."""
+    names = [key.removesuffix("_scale") for key in node if isinstance(key, str) and key.endswith("weight_scale")]
+    codes = ((name, node.get(name)) for name in names)
+    return [name for name, ref in codes if isinstance(ref, TensorRef) and ref.dtype.itemsize == 1]
+
+
 def plain_state(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """The state of one parameter with its moments under torch's names, where another program's can be told."""
     moments = bitsandbytes_moments(state, group)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+from ckpt8.container.header import is_container
 from ckpt8.converting.composite import Composite
 from ckpt8.converting.members import Members, open_members
-from ckpt8.errors import InputError, UsageError
+from ckpt8.errors import InputError, UnsupportedError, UsageError
+from ckpt8.low_bit import quantised_weights
+from ckpt8.readers.checksums import check_storages
 from ckpt8.readers.directory import DirectoryMember
+from ckpt8.readers.walk import iter_nodes
 from ckpt8.resuming.names import listed
+from ckpt8.text import printable
 
 LAYOUTS: tuple[tuple[str, str], ...] = (
     ("deepspeed-universal", "ckpt8.converting.universal:Universal"),
@@ -64,9 +69,30 @@ def get_layout(layout_id: str) -> DirectoryLayout:
 
 @contextmanager
 def open_content(path: Path, *, member: str | None = None, threads: int | None = None) -> Iterator[Content]:
-    """Open a source; ``member`` names one file of a directory. Raises InputError, and UsageError for ``member``."""
+    """Open a source; ``member`` names one file of a directory. Raises InputError, and UsageError for ``member``.
+
+    What is not in a container is read once, to compare the checksums that there are: what is written from it has new
+    ones, which would hide any damage.
+    """
     with open_members(path, threads=threads) as members:
-        yield content_of(members if member is None else members.only(member))
+        chosen = members if member is None else members.only(member)
+        if not is_container(path):
+            for each in chosen.found:
+                check_storages(each.checkpoint, f"{path}: {each.path}" if members.is_directory else str(path))
+        content = content_of(chosen)
+        _refuse_codes(content, path)
+        yield content
+
+
+def _refuse_codes(content: Content, path: Path) -> None:
+    """Raise UnsupportedError for a model that was quantised for inference: no target would hold what its codes mean."""
+    for _, node in iter_nodes(content.data.tree):
+        names = quantised_weights(node) if isinstance(node, Mapping) else []
+        if names:
+            what = f"{printable(names[0])} and {len(names) - 1} more are" if names[1:] else f"{printable(names[0])} is"
+            raise UnsupportedError(
+                f"{path}: {what} quantised for inference, codes with a scale; convert what they were made from"
+            )
 
 
 def content_of(members: Members) -> Content:

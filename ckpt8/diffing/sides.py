@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from ckpt8.converting.distributed import Distributed
 from ckpt8.converting.members import Members
 from ckpt8.converting.sources import Content, content_of, layout_of
 from ckpt8.errors import InputError
+from ckpt8.low_bit import quantised_weights
 from ckpt8.readers import READERS
 from ckpt8.readers.base import Checkpoint
 from ckpt8.readers.dcp_metadata import METADATA
 from ckpt8.readers.directory import DirectoryMember, size_of
+from ckpt8.readers.walk import iter_nodes
 
 _LONGEST_JSON = 16 << 20
 _OF_SEVERAL = "directory"
@@ -95,6 +97,10 @@ def _make(members: Members, layout: str | None, *, together: bool) -> Side:
         _add_members(side, found, members)
     if not side.parts:
         raise InputError(f"{members.path}: holds no checkpoint that can be read; give one that does")
+    trees = (node for part in side.parts for _, node in iter_nodes(part.data.tree) if isinstance(node, Mapping))
+    codes = next((names for names in map(quantised_weights, trees) if names), None)
+    if codes:
+        side.notes.append(f"{codes[0]}: quantised for inference; its codes are compared as the numbers that they are")
     return side
 
 

@@ -20,6 +20,7 @@ from ckpt8.low_bit import find_low_bit
 from ckpt8.plan import Plan, Stream
 from ckpt8.policy import LOSSLESS, PRESETS, Policy
 from ckpt8.readers.base import Checkpoint
+from ckpt8.readers.checksums import check_storages
 from ckpt8.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -41,11 +42,15 @@ def inspect_checkpoint(
     """What a file or directory holds and what it would become. Raises InputError for damage or no checkpoint.
 
     ``flags``, ``sample`` (see ``survey`` and ``flags``) and ``layers`` (see ``layers``) are of its values; ``full``
-    reads every element for them, and calls ``progress`` with the bytes that it has read.
+    reads every element for them, and calls ``progress`` with the bytes that it has read; then damage that a checksum
+    tells is an error, too.
     """
     with open_bundle(path) as source:
         if source.directory is not None and not source.holds_tensors:
             raise InputError(f"{path}: a directory without tensors; give a checkpoint")
+        if full:
+            for member in source.members:
+                check_storages(member.checkpoint, str(path) if source.directory is None else f"{path}: {member.path}")
         plan = source.plan(Policy())
         streams = plan.streams
         facts: dict[str, Any] = {

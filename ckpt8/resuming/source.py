@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +11,11 @@ from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DCP
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.encoder import scratch
 from ckpt8.errors import InputError, UnsupportedError, UsageError
 from ckpt8.loading import member_index
 from ckpt8.readers import READERS, get_reader, open_checkpoint
-from ckpt8.readers.base import ByteRange, Checkpoint, SourceFile, StorageInfo
+from ckpt8.readers.base import ByteRange, Checkpoint, SourceFile
+from ckpt8.readers.checksums import check_storages
 from ckpt8.readers.directory import is_directory
 from ckpt8.resuming.named import stored_checkpoint
 from ckpt8.resuming.stored import StoredParts
@@ -71,18 +70,7 @@ class Source:
             record = reader.manifest.members[self.member]
             check_frames(reader, workers, only=[record.skeleton, *(index for _, index in record.segments)])
             return
-        for storage in self.checkpoint.storages:
-            if storage.crc32 is not None and _crc32(self.checkpoint, storage) != storage.crc32:
-                raise InputError(f"{self.path}: storage {storage.key!r} is damaged: its CRC does not match")
-
-
-def _crc32(checkpoint: Checkpoint, storage: StorageInfo) -> int:
-    crc = 0
-    for start in range(0, storage.nbytes, _BLOCK):
-        view = scratch("crc", min(_BLOCK, storage.nbytes - start))
-        checkpoint.read_into(storage.offset + start, view)
-        crc = zlib.crc32(view, crc)
-    return crc
+        check_storages(self.checkpoint, str(self.path))
 
 
 def member_checkpoint(reader: ContainerReader, index: int, file: MemberFile) -> Checkpoint:

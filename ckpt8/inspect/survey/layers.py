@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,13 +71,15 @@ def layers(storages: Iterable[Stored], parameters: Iterable[Mapping[str, Any]]) 
     for parameter in parameters:
         path = plain_path(parameter["name"]) if parameter["named"] else ""
         owners.update((_state(moment), path) for moment in parameter["moments"].values())
+    storages = list(storages)
+    names = {each.name for each in storages}
     sizes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     counts: dict[str, dict[tuple[str, str], int]] = defaultdict(dict)
     for each in storages:
         owner = owners.get(_state(each.name))
         group = _group(each, owner)
         sizes[group][each.role.value] += each.nbytes
-        if each.role is Role.WEIGHT and each.dtype.is_plane_float:
+        if each.role is Role.WEIGHT and _is_parameter(each, names):
             slice_ = _SLICE.search(each.name)
             key = owner or plain_path(each.name), slice_.group() if slice_ else ""
             counts[group].setdefault(key, each.nbytes // each.dtype.itemsize)
@@ -91,6 +93,13 @@ def layers(storages: Iterable[Stored], parameters: Iterable[Mapping[str, Any]]) 
         }
         for group, roles in _in_order(sizes).items()
     ]
+
+
+def _is_parameter(stored: Stored, names: Set[str]) -> bool:
+    """Whether these are weights, or codes of 8 bits with a scale beside them, and not that scale."""
+    if stored.name.endswith("weight_scale") and stored.name.removesuffix("_scale") in names:
+        return False
+    return stored.dtype.is_floating or f"{stored.name}_scale" in names
 
 
 def _state(name: str) -> str:
