@@ -10,10 +10,12 @@ from rich.markup import escape
 from ckpt8.bench.probe import START
 from ckpt8.inspect.figures import size
 from ckpt8.inspect.render import make_table, with_rows
+from ckpt8.text import printable_tree
 
 
 def show_bench(console: Console, result: dict[str, Any]) -> None:
-    """Print what ``bench`` measured."""
+    """Print what ``bench`` measured. Names come from files: what in them is not printable is escaped."""
+    result = printable_tree(result)
     console.print(
         f"{escape(result['checkpoint'])}, {size(result['bytes'])}, {result['threads']} threads, "
         f"medians of {result['repeat']} rounds, bytes of the checkpoint per second",

@@ -236,6 +236,7 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
 
 def summary(console: Console, facts: dict[str, Any], target: str, seconds: float) -> None:
     """Print what ``compress`` did: sizes, speed, the errors it made and what it left lossless."""
+    facts, target = printable_tree(facts), printable(target)
     rate = facts["bytes"] / max(seconds, 1e-9)
     console.print(f"[bold]{escape(target)}[/]", soft_wrap=True)
     console.print(
