@@ -20,6 +20,7 @@ _MOST_ROWS = 4
 FLAG_TITLES = {
     "nan": "NaN",
     "inf": "Inf",
+    "negative_moment2": "second moments below zero",
     "zero_moment": "moments that are all zero",
     "dead_rows": "dead rows: no moment that is not zero",
     "bf16_in_fp32": "fp32 that holds bf16 values",

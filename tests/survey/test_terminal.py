@@ -65,6 +65,8 @@ def test_each_kind_is_said_in_words(planted):
     for words in (
         "NaN: 1 tensor",
         "Inf: 1 tensor",
+        "second moments below zero: 1 tensor",
+        "optimizer.state.3.exp_avg_sq: bias, 2 below zero in 40 elements",
         "moments that are all zero: 1 tensor",
         "dead rows: no moment that is not zero: 1 parameter",
         "fp32 that holds bf16 values: 1 tensor",
