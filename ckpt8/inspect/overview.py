@@ -160,7 +160,10 @@ def show_flags(console: Console, flags: Sequence[Mapping[str, Any]], sample: Map
             say(console, f"{title}: {flag_extent(kind, found)}", style, indent="  ")
             for each in found[:_EXAMPLES]:
                 names = each.get("tensors") or [each["tensor"]]
-                say(console, f"{' = '.join(names[:_EXAMPLES])}: {each['message']}", indent="    ")
+                more = f" and {len(names) - _EXAMPLES:,} more" if len(names) > _EXAMPLES else ""
+                say(console, f"{' = '.join(names[:_EXAMPLES])}{more}: {each['message']}", indent="    ")
+            if len(found) > _EXAMPLES:
+                say(console, f"and {len(found) - _EXAMPLES:,} more", indent="    ")
 
 
 def flag_extent(kind: str, found: Sequence[Mapping[str, Any]]) -> str:

@@ -122,12 +122,12 @@ def _show_errors(console: Console, errors: dict[str, Any], source: dict[str, Any
     if update := errors["update"]:
         lines.append(
             f"update space  NMSE {number(update['nmse'])}, max |Δu| {number(update['max_error'])} "
-            f"where max |u| is {number(update['max_update'])}, {update['parameters']} parameters"
+            f"where max |u| is {number(update['max_update'])}, {counted(update['parameters'], 'parameter')}"
         )
         if update["max_error"] > _ALARMING * update["max_update"]:
             lines.append("              some updates change as much as they are large; --max-update-error bounds that")
     if errors["update_unknown"]:
-        lines.append(f"update space  not measured for {errors['update_unknown']} parameters")
+        lines.append(f"update space  not measured for {counted(errors['update_unknown'], 'parameter')}")
     if source and source["differing"]:
         lines.append(differing_line(source))
     if lines:
@@ -258,7 +258,7 @@ def show_drift(console: Console, resume: dict[str, Any]) -> None:
 
     if resume["parameters"]:
         console.print(
-            f"replayed {len(resume['steps'])} steps of {resume['parameters']} parameters; "
+            f"replayed {counted(len(resume['steps']), 'step')} of {counted(resume['parameters'], 'parameter')}; "
             f"drift {number(resume['drift'])}"
         )
         table = make_table("step", "update NMSE", "max |Δu|", "weights RMS", "weights max")

@@ -278,9 +278,11 @@ def test_names_reach_the_terminal_escaped():
     }
     text = io.StringIO()
     show_bench(Console(file=text, width=200, highlight=False), result)
-    assert r"a\x1b[2K\x0ab.pt, 1 B" in text.getvalue()
+    assert r"a\x1b[2K\x0ab.pt, 1 B, 1 thread, one round, bytes of" in text.getvalue()
     assert r"torch.load: a\x1b[2K\x0ab.pt: is no pickle" in text.getvalue()
     assert "\x1b" not in text.getvalue()
+    show_bench(Console(file=text, width=200, highlight=False), result | {"threads": 2, "repeat": 3})
+    assert "2 threads, medians of 3 rounds, bytes of" in text.getvalue()
 
 
 def test_laws_are_those_of_the_figures():
