@@ -16,6 +16,7 @@ from ckpt8.cli_options import Container, Force, Json, Output, Threads, clock, co
 from ckpt8.errors import CheckFailedError, UsageError
 from ckpt8.launch import guarded
 from ckpt8.readers.directory import size_of
+from ckpt8.text import printable
 
 app = typer.Typer(
     name="ckpt8",
@@ -168,7 +169,7 @@ def restore(
         if as_json:
             print_json(found.to_json())
         else:
-            console().print("\n".join(found.lines()), markup=False, soft_wrap=True)
+            console().print("\n".join(map(printable, found.lines())), markup=False, soft_wrap=True)
         if not found.complete:
             raise CheckFailedError(f"{src}: is damaged; not everything in it was recovered for certain")
         return
@@ -181,7 +182,7 @@ def restore(
     if as_json:
         print_json({"target": str(target), "bytes": total, "seconds": seconds})
     else:
-        console().print(f"{target}: {size(total)} in {seconds:.2f} s", markup=False, soft_wrap=True)
+        console().print(printable(f"{target}: {size(total)} in {seconds:.2f} s"), markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -221,7 +222,7 @@ def verify(
             text += f"; {result.statistics} statistics and all lossless tensors agree with {against}"
             if result.unmeasured:
                 text += f"; {result.unmeasured} lossy tensors carry no statistics to check"
-        console().print(text, markup=False, soft_wrap=True)
+        console().print(printable(text), markup=False, soft_wrap=True)
         if result.resume is not None:
             show_drift(console(), result.resume)
     if result.failures:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ckpt8.cli_options import Json, Threads, console, print_json
+from ckpt8.text import printable
 
 _SIZES = "0.25GB,0.5GB,1GB,2GB,4GB,8GB"
 
@@ -75,5 +76,5 @@ def bench(
 def _say(text: str) -> None:
     """What is going on, on one line of a terminal."""
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.write(f"\r\x1b[K{printable(text)}")
         sys.stderr.flush()

@@ -32,11 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Measured:
-    """Errors measured against an original: by storage index, and by parameter index. ``failures`` are lines of text."""
+    """Errors measured against an original: by storage index, and by parameter index.
+
+    ``differing`` are names of lossless storages that are not as in the original.
+    """
 
     storages: dict[int, ErrorStats] = field(default_factory=dict)
     parameters: dict[int, UpdateError] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
+    differing: list[str] = field(default_factory=list)
 
 
 def check_frames(
@@ -96,7 +99,7 @@ def measure(reader: ContainerReader, original: Path, workers: Workers, progress:
             sums = [0] * len(unit.streams)
             for chunk in range(layout.chunk_count(unit.numel)):
                 differing, found, crcs = next(results)
-                measured.failures += [f"{name}: differs from the original" for name in differing]
+                measured.differing += differing
                 errors.merge(found)
                 for k, stream in enumerate(unit.streams):
                     length = stream.chunk_spec(chunk).numel * stream.spec.dtype.itemsize
@@ -108,7 +111,7 @@ def measure(reader: ContainerReader, original: Path, workers: Workers, progress:
             if errors.update is not None and parameter is not None:
                 measured.parameters[parameter] = errors.update
         source.check_unchanged()
-    measured.failures = list(dict.fromkeys(measured.failures))
+    measured.differing = list(dict.fromkeys(measured.differing))
     return measured
 
 
@@ -172,7 +175,7 @@ class _Comparison:
 
 def check_statistics(reader: ContainerReader, measured: Measured) -> list[str]:
     """Every stored figure that does not hold: maxima exactly, sums to 1e-9."""
-    failures = list(measured.failures)
+    failures = [f"{name}: differs from the original" for name in measured.differing]
     for index, error in measured.storages.items():
         record = reader.manifest.storages[index]
         failures += _compare(record.name, record.error, error)

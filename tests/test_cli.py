@@ -13,6 +13,7 @@ import pickle
 import random
 import re
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -26,6 +27,7 @@ import zstandard
 
 import ckpt8
 from ckpt8.inspect.container import inspect_container
+from ckpt8.progress import progress_bar
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of POSIX")
 BEYOND = struct.pack("<Q", 2**63) + b'{"__metadata__":{"ckpt8":"1.0"}}'
@@ -417,6 +419,37 @@ def test_another_original(run, packed, small, tmp_path):
     assert "model.bias" in err
 
 
+def test_inspect_says_what_it_measured_from_and_what_differs(run, packed, small, tmp_path):
+    code, out, err = run("inspect", packed, "--against", small)
+    assert (code, err) == (0, "")
+    assert f"Measured error, from {small}\n" in out
+    assert "differ" not in out
+    assert "Measured error\n" in run("inspect", packed)[1]
+    tree = torch.load(small, weights_only=True)
+    tree["model"]["bias"][3] += 1
+    other = tmp_path / "other" / "run.pt"
+    other.parent.mkdir()
+    torch.save(tree, other)
+    code, out, err = run("inspect", packed, "--against", other)
+    assert (code, err) == (0, "")
+    assert f"Measured error, from {other}\n" in out
+    assert f"not made from {other}: 2 lossless storages differ, such as model.bias\n" in out
+    tree["optimizer"]["state"][1]["exp_avg"] += 1
+    torch.save(tree, other)
+    names = ["model.bias", "optimizer.state.1.exp_avg", "ckpt8.skeleton"]  # which has checksums
+    _, out, _ = run("inspect", packed, "--against", other, "--html", tmp_path / "r.html")
+    said = f"not made from {other}: 3 lossless storages differ, such as model.bias"
+    assert f"{said}\n" in out
+    assert f"against the original, {other}. " in (tmp_path / "r.html").read_text()
+    assert said in (tmp_path / "r.html").read_text()
+    facts = json.loads(run("inspect", packed, "--against", other, "--json")[1])
+    assert facts["measured_from"] == {"path": str(other), "differing": names}
+    assert json.loads(run("inspect", packed, "--json")[1])["measured_from"] is None
+    # Where all is lossless there is no error, and what differs is said all the same.
+    ckpt8.compress(small, packed, preset="lossless", force=True)
+    assert said in run("inspect", packed, "--against", other)[1]
+
+
 # JSON, help, and what works
 
 
@@ -472,6 +505,46 @@ def test_odd_names_are_shown_as_they_are(key, run, tmp_path):
         code, out, err = run(*command, *flags, "--json", *(("--force",) if not flags else ()))
         assert (code, err) == (0, ""), command
         _one_object(out)
+
+
+def test_names_of_files_reach_the_terminal_escaped(run, small, tmp_path):
+    """One that erases the line and starts another, in whatever prints a path."""
+    source = tmp_path / "a\x1b[2Kred\nseal holds.pt"
+    shutil.copyfile(small, source)
+    packed = source.with_suffix(".ckpt8")
+    other = tmp_path / "b\x1b[2Kred\nb.safetensors"
+    for command in (
+        ("compress", source),
+        ("verify", packed),
+        ("verify", packed, "--against", source),
+        ("verify", packed, "--against", source, "--resume-steps", "1"),
+        ("restore", packed, "-o", tmp_path / "c\x1b[2Kred\nc.pt"),
+        ("convert", source, other),
+        ("inspect", packed, "--against", source),
+        ("diff", source, packed),
+    ):
+        code, out, err = run(*command)
+        assert (code, err) == (1 if command[0] == "diff" else 0, ""), command
+        assert "\x1b" not in out
+        assert r"\x1b[2Kred\x0a" in out, command
+    packed.write_bytes(packed.read_bytes()[:-1] + b"\0")
+    code, out, err = run("restore", packed, "--salvage", "-o", tmp_path / "d\x1b[2K\nd.pt")
+    assert code == 1
+    assert r"d\x1b[2K\x0ad.pt: " in out
+    assert "\x1b" not in out + err
+
+
+def test_a_progress_bar_shows_its_label_escaped(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with progress_bar("compress [b]a\x1b[2K\n.pt", 10) as progress:
+        progress(10)
+    assert r"compress [b]a\x1b[2K\x0a.pt" in sys.stderr.getvalue()
 
 
 def test_round_trip_as_a_user_types_it(inputs, tmp_path):

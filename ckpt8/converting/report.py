@@ -8,6 +8,7 @@ from rich.console import Console
 
 from ckpt8.inspect.figures import size
 from ckpt8.resuming.names import listed
+from ckpt8.text import printable
 
 if TYPE_CHECKING:
     from ckpt8.writers.base import Report
@@ -31,4 +32,4 @@ def show(console: Console, report: Report, seconds: float) -> None:
     lines += [f"note        {line}" for line in report.notes]
     for line in lines:
         # Names come from the source, and may hold what moves the cursor of a terminal.
-        console.print("".join(c if c.isprintable() else "?" for c in line), markup=False, soft_wrap=True)
+        console.print(printable(line), markup=False, soft_wrap=True)

@@ -8,15 +8,17 @@ from rich.console import Console
 from rich.markup import escape
 
 from ckpt8.bench.probe import START
-from ckpt8.inspect.figures import size
+from ckpt8.inspect.figures import counted, size
 from ckpt8.inspect.render import make_table, with_rows
+from ckpt8.text import printable_tree
 
 
 def show_bench(console: Console, result: dict[str, Any]) -> None:
-    """Print what ``bench`` measured."""
+    """Print what ``bench`` measured. Names come from files: what in them is not printable is escaped."""
+    result = printable_tree(result)
     console.print(
-        f"{escape(result['checkpoint'])}, {size(result['bytes'])}, {result['threads']} threads, "
-        f"medians of {result['repeat']} rounds, bytes of the checkpoint per second",
+        f"{escape(result['checkpoint'])}, {size(result['bytes'])}, {counted(result['threads'], 'thread')}, "
+        f"{_rounds(result['repeat'])}, bytes of the checkpoint per second",
         soft_wrap=True,
     )
     if trained := result["trained"]:
@@ -56,6 +58,10 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
         )
     if scaling := result.get("scaling"):
         _show_scaling(console, scaling)
+
+
+def _rounds(count: int) -> str:
+    return "one round" if count == 1 else f"medians of {count:,} rounds"
 
 
 def _range(spread: list[float]) -> str:

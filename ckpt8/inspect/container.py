@@ -41,19 +41,22 @@ def inspect_container(
     """Totals, roles, errors and the worst tensors; with ``tensors`` every tensor.
 
     ``original`` measures the errors again from the checkpoint that the container was made from, in place of the
-    stored ones. ``visit`` is called with the reader that then states them. ``flags`` and ``sample`` are of the decoded
+    stored ones; ``measured_from`` is then its ``path``, with names of lossless storages ``differing`` from it, else
+    None. ``visit`` is called with the reader that then states them. ``flags`` and ``sample`` are of the decoded
     values, as of a raw checkpoint: ``full`` decodes all, else none is looked at. Raises InputError for damage.
     """
     with ContainerReader(path) as reader:
         manifest = reader.manifest
+        differing: list[str] = []
         if original is not None:
-            _measure_again(reader, original)
+            differing = _measure_again(reader, original)
         if visit is not None:
             visit(reader)
         return {
             "path": str(path),
             "kind": "ckpt8",
             **_facts(manifest, reader.size),
+            "measured_from": None if original is None else {"path": str(original), "differing": differing},
             "framework": framework_of_files(member.path for member in manifest.members),
             "layers": layers_of_manifest(manifest),
             **(_surveyed(reader) if full else _unread(manifest)),
@@ -78,7 +81,8 @@ def _unread(manifest: Manifest) -> dict[str, Any]:
     return {"flags": [], "sample": {"elements": 0, "of": count, "full": count == 0}}
 
 
-def _measure_again(reader: ContainerReader, original: Path) -> None:
+def _measure_again(reader: ContainerReader, original: Path) -> list[str]:
+    """Put what is measured in place of what is stored; names of lossless storages that differ."""
     from ckpt8.verification import measure
     from ckpt8.workers import Workers
 
@@ -88,6 +92,7 @@ def _measure_again(reader: ContainerReader, original: Path) -> None:
         record.error = measured.storages[index].to_json() if index in measured.storages else None
     for index, parameter in enumerate(reader.manifest.parameters):
         parameter.error = measured.parameters[index].to_json() if index in measured.parameters else None
+    return measured.differing
 
 
 def _facts(manifest: Manifest, size: int) -> dict[str, Any]:

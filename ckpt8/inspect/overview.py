@@ -20,6 +20,7 @@ _MOST_ROWS = 4
 FLAG_TITLES = {
     "nan": "NaN",
     "inf": "Inf",
+    "negative_moment2": "second moments below zero",
     "zero_moment": "moments that are all zero",
     "dead_rows": "dead rows: no moment that is not zero",
     "bf16_in_fp32": "fp32 that holds bf16 values",
@@ -159,7 +160,10 @@ def show_flags(console: Console, flags: Sequence[Mapping[str, Any]], sample: Map
             say(console, f"{title}: {flag_extent(kind, found)}", style, indent="  ")
             for each in found[:_EXAMPLES]:
                 names = each.get("tensors") or [each["tensor"]]
-                say(console, f"{' = '.join(names[:_EXAMPLES])}: {each['message']}", indent="    ")
+                more = f" and {len(names) - _EXAMPLES:,} more" if len(names) > _EXAMPLES else ""
+                say(console, f"{' = '.join(names[:_EXAMPLES])}{more}: {each['message']}", indent="    ")
+            if len(found) > _EXAMPLES:
+                say(console, f"and {len(found) - _EXAMPLES:,} more", indent="    ")
 
 
 def flag_extent(kind: str, found: Sequence[Mapping[str, Any]]) -> str:

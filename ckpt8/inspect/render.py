@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ckpt8 import low_bit
 from ckpt8.container.manifest import DIRECTORY
-from ckpt8.inspect.figures import counted, size
+from ckpt8.inspect.figures import counted, differing_line, size
 from ckpt8.inspect.overview import say, show_flags, show_hyperparameters, show_layers, show_origin, show_roles
 from ckpt8.inspect.parameters import shown
 from ckpt8.inspect.tables import Sheet
@@ -86,7 +86,7 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
     if facts["directory"] is not None:
         members = [(m["path"], m["format"], size(m["bytes"]), size(m["stored_bytes"])) for m in facts["members"]]
         _show_members(console, "stored", members)
-    _show_errors(console, facts["errors"])
+    _show_errors(console, facts["errors"], facts["measured_from"])
     _show_worst(console, facts["worst"])
     _show_lossless(console, facts["lossless"])
     if "tensors" in facts:
@@ -105,7 +105,8 @@ def _show_members(console: Console, last: str, rows: Iterable[Sequence[str]]) ->
     console.print(with_rows(make_table("member", "format", "original", last), rows))
 
 
-def _show_errors(console: Console, errors: dict[str, Any]) -> None:
+def _show_errors(console: Console, errors: dict[str, Any], source: dict[str, Any] | None = None) -> None:
+    """``source`` is what they were measured from, where it was not the compression that measured."""
     lines = []
     if weight := errors["weight"]:
         lines.append(
@@ -121,14 +122,17 @@ def _show_errors(console: Console, errors: dict[str, Any]) -> None:
     if update := errors["update"]:
         lines.append(
             f"update space  NMSE {number(update['nmse'])}, max |Δu| {number(update['max_error'])} "
-            f"where max |u| is {number(update['max_update'])}, {update['parameters']} parameters"
+            f"where max |u| is {number(update['max_update'])}, {counted(update['parameters'], 'parameter')}"
         )
         if update["max_error"] > _ALARMING * update["max_update"]:
             lines.append("              some updates change as much as they are large; --max-update-error bounds that")
     if errors["update_unknown"]:
-        lines.append(f"update space  not measured for {errors['update_unknown']} parameters")
+        lines.append(f"update space  not measured for {counted(errors['update_unknown'], 'parameter')}")
+    if source and source["differing"]:
+        lines.append(differing_line(source))
     if lines:
-        console.print("\n[bold]Measured error[/]")
+        console.print()
+        say(console, f"Measured error, from {source['path']}" if source else "Measured error", "bold")
         for line in lines:
             say(console, line)
 
@@ -236,6 +240,7 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
 
 def summary(console: Console, facts: dict[str, Any], target: str, seconds: float) -> None:
     """Print what ``compress`` did: sizes, speed, the errors it made and what it left lossless."""
+    facts, target = printable_tree(facts), printable(target)
     rate = facts["bytes"] / max(seconds, 1e-9)
     console.print(f"[bold]{escape(target)}[/]", soft_wrap=True)
     console.print(
@@ -253,7 +258,7 @@ def show_drift(console: Console, resume: dict[str, Any]) -> None:
 
     if resume["parameters"]:
         console.print(
-            f"replayed {len(resume['steps'])} steps of {resume['parameters']} parameters; "
+            f"replayed {counted(len(resume['steps']), 'step')} of {counted(resume['parameters'], 'parameter')}; "
             f"drift {number(resume['drift'])}"
         )
         table = make_table("step", "update NMSE", "max |Δu|", "weights RMS", "weights max")

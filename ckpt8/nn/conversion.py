@@ -12,7 +12,7 @@ from typing import cast
 from torch import nn
 
 from ckpt8.errors import UsageError
-from ckpt8.nn.linear import DTYPES, SwitchBackLinear
+from ckpt8.nn.linear import DTYPES, SwitchBackLinear, check_backend
 
 HEADS = tuple(
     prefix + name
@@ -28,8 +28,10 @@ def switchback(model: nn.Module, skip: Sequence[str] | None = None, *, backend: 
     ``skip`` are globs of module paths that are left as they are, by default ``HEADS``; ``()`` skips none. Left alone in
     any case: subclasses of ``nn.Linear``, which compute something else, and layers whose weight is also that of an
     ``nn.Embedding``. ``backend`` as of ``SwitchBackLinear``. Raises UsageError, and changes nothing, where a glob that
-    was given matches no linear layer, the model has none, or one is not of fp32, bf16 or fp16.
+    was given matches no linear layer, the model has none, or one is not of fp32, bf16 or fp16, and for
+    another backend.
     """
+    check_backend(backend)
     layers = dict(_layers(model, nn.Linear))
     if not layers and not any(_layers(model, SwitchBackLinear)):
         raise UsageError("the model holds no nn.Linear; there is nothing that SwitchBackLinear could replace")

@@ -37,6 +37,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types of inputs and weights."""
 
 
+BACKENDS = ("torch", "triton")
+"""Names of backends."""
+
+
+def check_backend(backend: str | None) -> None:
+    """Raise UsageError for a name that no backend has; whether it can run is seen where it is to."""
+    if backend not in (None, *BACKENDS):
+        raise UsageError(f"SwitchBackLinear has no backend {backend!r}; use {' or '.join(map(repr, BACKENDS))}")
+
+
 class Operations(Protocol):
     """What ``reference`` and ``triton`` both are."""
 
@@ -108,7 +118,8 @@ class SwitchBackLinear(nn.Linear):
 
     ``backend`` is ``torch`` or ``triton``; by default Triton kernels on CUDA devices, plain torch elsewhere: the same
     arithmetic. Inputs are (..., in_features) of fp32, bf16 or fp16, the element type of the weight or any of them under
-    ``torch.autocast``. Training and evaluation are alike. A forward pass raises UsageError for what it does not take.
+    ``torch.autocast``. Training and evaluation are alike. A forward pass raises UsageError for what it does not take,
+    and the constructor for another backend.
     """
 
     backend: str | None = None
@@ -123,6 +134,7 @@ class SwitchBackLinear(nn.Linear):
         *,
         backend: str | None = None,
     ) -> None:
+        check_backend(backend)
         super().__init__(in_features, out_features, bias, device, dtype)
         if backend is not None:
             self.backend = backend

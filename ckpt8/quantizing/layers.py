@@ -57,10 +57,14 @@ class Layers:
         heads = [] if HEAD in self.kept.values() or tied else ["lm_head", UNSAVED_HEADS]
         return [*dict.fromkeys([*self.kept, *tied, *heads])]
 
+    @property
+    def modules(self) -> list[str]:
+        """All modules with a matrix."""
+        return [*(name.removesuffix(_WEIGHT) for name in self.quantized), *self.kept]
+
     def unmatched(self, patterns: Iterable[str]) -> list[str]:
         """Those of the patterns that no module with a matrix matches."""
-        modules = [*self.kept, *(name.removesuffix(_WEIGHT) for name in self.quantized)]
-        return [pattern for pattern in patterns if not any(_matches(pattern, module) for module in modules)]
+        return [pattern for pattern in patterns if not any(_matches(pattern, module) for module in self.modules)]
 
     def reasons(self) -> dict[str, int]:
         """How many modules stay for each reason."""

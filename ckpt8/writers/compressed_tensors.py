@@ -7,7 +7,7 @@ shape (rows, 1) or (1,); the rest is bf16, buffers as they are. ``config.json`` 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, ClassVar
@@ -68,6 +68,7 @@ class CompressedTensorsWriter:
             model = choose_model(data, request.key)
             weights = model_weights(data, model, WeightTypes(data, None, report), report)
             layers = choose_layers(weights, _tied(weights, model, report), config, settings.keep)
+            _check_keep(data.label, layers, settings.keep)
             job = _Job(data, scheme, layers, _masters(data, model, weights, report))
             with AtomicDirectory(request.target, force=request.force, keep=request.source) as output:
                 job.quantize(request.progress_to(2 * job.nbytes))
@@ -87,7 +88,6 @@ class CompressedTensorsWriter:
                 output.publish()
             report.tensors = len(written)
             report.quantized = summary(scheme, job.errors, layers)
-            report.notes += [f"--keep {pattern}: matches no layer" for pattern in layers.unmatched(settings.keep)]
             report.notes += _notes(scheme, job.scales, weights, has_config=config is not None)
         return report
 
@@ -137,6 +137,12 @@ class _Job:
                 raise UsageError(f"{self.data.label}: {scale} is there already; the model is quantised")
             found[scale] = self.data.tensor(held, DType.FLOAT32, tuple(scales.shape))
         return found
+
+
+def _check_keep(label: str, layers: Layers, keep: Sequence[str]) -> None:
+    """Raise UsageError for a pattern that matches none: a typo would quantise what was to be kept."""
+    for pattern in layers.unmatched(keep):
+        raise UsageError(f"{label}: --keep {pattern!r} matches no layer: {listed(layers.modules, _LISTED)}")
 
 
 def _tied(weights: Mapping[str, TensorRef], model: Candidate, report: Report) -> list[TensorRef]:

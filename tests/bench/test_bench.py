@@ -265,6 +265,26 @@ def test_scaling_over_threads_and_over_sizes(scratch, monkeypatch):
     assert "files + " in text.getvalue()
 
 
+def test_names_reach_the_terminal_escaped():
+    result = {
+        "checkpoint": "a\x1b[2K\nb.pt",
+        "bytes": 1,
+        "threads": 1,
+        "repeat": 1,
+        "trained": None,
+        "results": [],
+        "left_out": {"torch.load": "a\x1b[2K\nb.pt: is no pickle"},
+        "load_to_torch": None,
+    }
+    text = io.StringIO()
+    show_bench(Console(file=text, width=200, highlight=False), result)
+    assert r"a\x1b[2K\x0ab.pt, 1 B, 1 thread, one round, bytes of" in text.getvalue()
+    assert r"torch.load: a\x1b[2K\x0ab.pt: is no pickle" in text.getvalue()
+    assert "\x1b" not in text.getvalue()
+    show_bench(Console(file=text, width=200, highlight=False), result | {"threads": 2, "repeat": 3})
+    assert "2 threads, medians of 3 rounds, bytes of" in text.getvalue()
+
+
 def test_laws_are_those_of_the_figures():
     def rows(power, held):
         return [

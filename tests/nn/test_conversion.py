@@ -135,7 +135,13 @@ def test_refusals_change_nothing():
     model.transformer["h"][0].mlp["c_proj"].double()
     with pytest.raises(UsageError, match=r"h\.0\.mlp\.c_proj: SwitchBackLinear takes no torch\.float64"):
         switchback(model)
+    for backend in ("foo", "numba", ""):
+        with pytest.raises(UsageError, match=rf"no backend '{backend}'; use 'torch' or 'triton'"):
+            switchback(model, ["*.c_proj"], backend=backend)
+        with pytest.raises(UsageError, match="no backend"):
+            SwitchBackLinear(2, 2, backend=backend)
     assert not of_class(model, SwitchBackLinear)
+    assert not any("backend" in vars(module) for module in model.modules())
     with pytest.raises(UsageError, match=r"holds no nn\.Linear"):
         switchback(nn.Sequential(nn.Conv1d(4, 4, 1)))
 

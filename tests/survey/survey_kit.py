@@ -53,6 +53,8 @@ def expected(tensors):
             continue
         if not x.any():
             found["zero_moment", name] = len(x), len(x)
+        if kind == "moment2" and (negative := sum(value < 0 for value in x.tolist())):
+            found["negative_moment2", name] = negative, len(x)
         if kind == "moment2" and (flushed := int(((x != 0) & (x.half() == 0)).sum())):
             found["moment2_fp16_zero", name] = flushed, int((x != 0).sum())
         scales = torch.stack([group.abs().max() for group in x.float().split(32)])
@@ -119,5 +121,8 @@ def plant(tree):
     state[1]["exp_avg_sq"].view(-1)[100] = 2.0**-25
     state[1]["exp_avg_sq"].view(-1)[101] = 2.0**-25 * (1 + 2.0**-20)
     state[1]["exp_avg"].view(-1)[320:384] = 1e-9
+    state[3]["exp_avg_sq"][5:7] = torch.tensor([-0.5, -0.25])
+    state[3]["exp_avg_sq"][7] = -0.0
+    state[3]["exp_avg"][5] = -0.5
     state[1]["exp_avg"].view(-1)[384:416] = -3e-5
     return {("dead_rows", "embed.weight"): (5, ROWS)}

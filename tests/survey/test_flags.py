@@ -44,7 +44,7 @@ def test_each_planted_fault_is_found_and_no_other(tmp_path):
     assert twins["count"] == twins["of"] == ROWS * WIDTH
     assert "byte-identical" in twins["message"]
     kinds = {flag["kind"] for flag in facts["flags"]}
-    assert len(kinds) == 8
+    assert len(kinds) == 9
     assert not any(flag["sampled"] for flag in facts["flags"])
     assert all(flag["fraction"] == flag["count"] / flag["of"] for flag in facts["flags"])
     assert dead_rows([tree["optimizer"]["state"][0][key] for key in ("exp_avg", "exp_avg_sq")]) == (5, ROWS)
@@ -83,6 +83,31 @@ def test_what_a_sample_sees_is_there(tmp_path):
     assert (flag["kind"], flag["tensor"], flag["count"]) == ("nan", "model.embed.weight", 2)
     assert flag["sampled"]
     assert flag["of"] < ROWS * WIDTH
+
+
+def test_second_moments_below_zero(tmp_path, run_command):
+    """Those alone: first moments and weights have either sign."""
+    tree = healthy()
+    state = tree["optimizer"]["state"]
+    state[0]["exp_avg"].neg_()
+    tree["model"]["head.weight"].neg_()
+    assert flags_of(tree, tmp_path, full=False)["flags"] == []
+    seconds = state[0]["exp_avg_sq"]
+    seconds.view(-1)[unseen(seconds.shape)] = -1.0
+    assert flags_of(tree, tmp_path, full=False)["flags"] == []
+    seconds[0, 0] = -0.25
+    (flag,) = flags_of(tree, tmp_path, full=False)["flags"]
+    assert (flag["kind"], flag["tensor"], flag["count"]) == ("negative_moment2", "optimizer.state.0.exp_avg_sq", 1)
+    assert flag["sampled"]
+    assert flag["of"] < ROWS * WIDTH
+    (flag,) = [flag for flag in flags_of(tree, tmp_path, full=True)["flags"] if flag["kind"] == "negative_moment2"]
+    assert (flag["count"], flag["of"]) == (2, ROWS * WIDTH)
+    ckpt8.compress(tmp_path / "run.pt", tmp_path / "run.ckpt8")
+    kept = inspect_container(tmp_path / "run.ckpt8", full=True)["flags"]
+    assert [flag["count"] for flag in kept if flag["kind"] == "negative_moment2"] == [2]
+    _, out, _ = run_command("inspect", tmp_path / "run.pt", "--full", "--html", tmp_path / "a.html")
+    assert "second moments below zero: 1 tensor\n" in out
+    assert "second moments below zero" in (tmp_path / "a.html").read_text()
 
 
 def test_copies_that_differ_in_one_element_are_told_apart_by_full_alone(tmp_path):

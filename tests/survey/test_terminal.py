@@ -60,11 +60,31 @@ def test_every_line_fits_and_nothing_is_cut(name, width, inputs, planted):
             assert squeezed(line) in squeezed(out)
 
 
+@pytest.mark.parametrize(("count", "more"), [(3, None), (4, "    and 1 more"), (12, "    and 9 more")])
+def test_what_is_not_listed_is_counted(count, more, tmp_path):
+    rows = torch.rand(count, 64) + 0.5
+    rows[:, 5] = float("nan")
+    torch.save({"model": {f"w{k}": row.clone() for k, row in enumerate(rows)}}, tmp_path / "a.pt")
+    lines = shown(tmp_path / "a.pt", "--html", str(tmp_path / "a.html"), width=120).splitlines()
+    at = next(k for k, line in enumerate(lines) if line.strip() == f"NaN: {count} tensors")
+    assert [line.strip().startswith("model.w") for line in lines[at + 1 : at + 5]] == [True, True, True, False]
+    assert (lines[at + 4].rstrip() if "more" in lines[at + 4] else None) == more
+    assert ("<li>and 2 more</li>" in (tmp_path / "a.html").read_text()) is (count == 12)
+
+
+def test_copies_that_are_not_listed_are_counted(tmp_path):
+    weight = torch.rand(70, 70) + 0.5
+    torch.save({"model": {f"w{k}": weight.clone() for k in range(5)}}, tmp_path / "a.pt")
+    assert "model.w0 = model.w1 = model.w2 and 2 more: " in shown(tmp_path / "a.pt", width=200)
+
+
 def test_each_kind_is_said_in_words(planted):
     out = shown(planted / "run.pt", "--full", width=120)
     for words in (
         "NaN: 1 tensor",
         "Inf: 1 tensor",
+        "second moments below zero: 1 tensor",
+        "optimizer.state.3.exp_avg_sq: bias, 2 below zero in 40 elements",
         "moments that are all zero: 1 tensor",
         "dead rows: no moment that is not zero: 1 parameter",
         "fp32 that holds bf16 values: 1 tensor",

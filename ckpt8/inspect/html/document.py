@@ -36,7 +36,7 @@ def page(facts: dict[str, Any], distributions: dict[str, Any], drift: dict[str, 
         _tiles(facts, errors),
         _flags(facts),
         size_sections(facts, distributions["layers"]),
-        error_section(errors, distributions),
+        error_section(errors, distributions, facts.get("measured_from")),
         drift_section(drift),
         value_section(distributions),
         code_section(distributions),
@@ -111,6 +111,8 @@ def _flags_of_kind(kind: str, title: str, flags: list[dict[str, Any]]) -> str:
     if not found:
         return ""
     shown = [f"{' = '.join(flag.get('tensors') or [flag['tensor']])}: {flag['message']}" for flag in found[:_FLAGS]]
+    if len(found) > _FLAGS:
+        shown.append(f"and {len(found) - _FLAGS:,} more")
     items = "".join(f"<li>{text(line)}</li>" for line in shown)
     return f"<li><b>{text(title)}</b>: {text(flag_extent(kind, found))}<ul>{items}</ul></li>"
 

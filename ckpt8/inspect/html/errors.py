@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckpt8.inspect.figures import differing_line
 from ckpt8.inspect.html.bars import LogAxis, key, row
 from ckpt8.inspect.html.distributions import histograms, sides_key
 from ckpt8.inspect.html.sizes import MOST_LAYERS, role_words
@@ -11,13 +12,16 @@ from ckpt8.inspect.html.text import shown_name, text
 from ckpt8.inspect.render import number
 
 
-def error_section(errors: dict[str, Any], distributions: dict[str, Any]) -> str:
-    """What storing loses, as measured on what ``errors_from`` says."""
+def error_section(errors: dict[str, Any], distributions: dict[str, Any], source: dict[str, Any] | None = None) -> str:
+    """What storing loses, as measured on what ``errors_from`` says; ``source`` is ``measured_from`` of ``inspect``."""
     lines = _totals(errors)
     body = f"<table><tbody>{lines}</tbody></table>" if lines else "<p>No error was measured.</p>"
+    where = f", {source['path']}" if source else ""
+    if source and source["differing"]:
+        body += f"<p><b>{text(differing_line(source))}</b></p>"
     return (
         f'<section id="errors"><h2>Error of lossy storage</h2>'
-        f'<p class="soft">Measured on {text(distributions["errors_from"])}. '
+        f'<p class="soft">Measured on {text(distributions["errors_from"] + where)}. '
         f"u is the step that the optimizer would take, per unit of learning rate; NMSE is the energy of the error in "
         f"it, relative to that of u.</p>{body}{_by_layer(distributions['layers'])}</section>"
     )

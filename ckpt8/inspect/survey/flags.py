@@ -2,6 +2,7 @@
 
     nan, inf             values that are not finite (an Inf that is the only element of something else than weights and
                          moments is the score of a callback that has none yet, and left out)
+    negative_moment2     second moments below zero: no average of squares is, and the root that divides a step is NaN
     zero_moment          a moment without any element that is not zero: the parameter is frozen, or was not reached
     dead_rows            rows whose moments are all zero while those of others are not: unused tokens, dead units
     bf16_in_fp32         fp32 weights or moments whose low 16 bits are all zero: half of the bytes say nothing
@@ -27,6 +28,7 @@ from ckpt8.tensors import DType, Role
 KINDS = (
     "nan",
     "inf",
+    "negative_moment2",
     "zero_moment",
     "dead_rows",
     "bf16_in_fp32",
@@ -81,6 +83,8 @@ def tensor_flags(name: str, tally: Tally, parameter: str | None = None) -> Itera
         yield found("nan", tally.nan, tally.seen, f"{tally.nan:,} NaN in {looked}")
     if tally.inf and not scalar:
         yield found("inf", tally.inf, tally.seen, f"{tally.inf:,} Inf in {looked}")
+    if tally.negative:
+        yield found("negative_moment2", tally.negative, tally.seen, f"{tally.negative:,} below zero in {looked}")
     if tally.role in (Role.MOMENT1, Role.MOMENT2) and not tally.present:
         yield found("zero_moment", tally.seen, tally.seen, f"zero in all {looked}")
     if tally.dtype is DType.FLOAT32 and tally.role is not Role.OTHER and not tally.wide and tally.varied:

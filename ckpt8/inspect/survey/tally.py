@@ -70,9 +70,10 @@ class Rows:
 class Tally:
     """Counts of what was seen of a tensor of ``role`` and ``dtype`` with ``numel`` elements.
 
-    ``present`` are not zero. ``wide`` says that an fp32 value has bits that bf16 has not. ``flushed`` are second
-    moments that fp16 rounds to zero. Of ``groups`` of 32 moments that are not all zero, the scale of ``lost`` is zero
-    in fp16, and that of ``coarse`` subnormal. ``values`` are up to 16 different ones.
+    ``present`` are not zero. ``negative`` are second moments below zero. ``wide`` says that an fp32 value has bits that
+    bf16 has not. ``flushed`` are second moments that fp16 rounds to zero. Of ``groups`` of 32 moments that are not all
+    zero, the scale of ``lost`` is zero in fp16, and that of ``coarse`` subnormal. ``values`` are up to 16 different
+    ones.
     """
 
     role: Role
@@ -82,6 +83,7 @@ class Tally:
     nan: int = 0
     inf: int = 0
     present: int = 0
+    negative: int = 0
     wide: bool = False
     flushed: int = 0
     groups: int = 0
@@ -113,6 +115,8 @@ class Tally:
         self.present += count
         if rows is not None:
             rows.add(present, start, whole=whole)
+        if self.role is Role.MOMENT2:
+            self.negative += int((values < 0).sum())
         if self.role in _MOMENTS and count:
             self._moments(values.abs(), start)
 
@@ -123,7 +127,7 @@ class Tally:
 
     def merge(self, other: Tally) -> None:
         """Add what was counted of another slice of the same tensor."""
-        for name in ("numel", "seen", "nan", "inf", "present", "flushed", "groups", "lost", "coarse"):
+        for name in ("numel", "seen", "nan", "inf", "present", "negative", "flushed", "groups", "lost", "coarse"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.wide |= other.wide
         self.values |= other.values
