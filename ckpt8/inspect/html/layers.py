@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt8.inspect.container import error_facts
+from ckpt8.inspect.error_facts import error_facts
 from ckpt8.stats import UpdateError
 
 REST = "everything else"

@@ -1,0 +1,71 @@
+"""Errors that a container states, as the figures that people read."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+from ckpt8.container.manifest import Manifest, ParameterRecord
+from ckpt8.stats import MomentError, NoiseError, UpdateError, WeightError, read_error
+from ckpt8.tensors import Role
+
+
+def total_errors(manifest: Manifest) -> dict[str, Any]:
+    """Errors of the whole file by what they are errors of; None where nothing was measured."""
+    weights, updates = WeightError(), UpdateError()
+    moments = {Role.MOMENT1: MomentError(), Role.MOMENT2: MomentError()}
+    counts: Counter[str] = Counter()
+    for record in manifest.storages:
+        error = read_error(record.error)
+        if isinstance(error, WeightError):
+            weights.merge(error)
+        elif isinstance(error, MomentError) and record.role in moments:
+            moments[record.role].merge(error)
+            counts[record.role.value] += 1
+    known = [error for p in manifest.parameters if isinstance(error := read_error(p.error), UpdateError)]
+    for error in known:
+        updates.merge(error)
+    return {
+        "weight": _weight_facts(weights) if weights.count else None,
+        **{role.value: _moment_facts(error) if counts[role.value] else None for role, error in moments.items()},
+        "update": {**_update_facts(updates), "parameters": len(known)} if known else None,
+        "update_unknown": sum(_is_unknown(manifest, parameter) for parameter in manifest.parameters),
+    }
+
+
+def _is_unknown(manifest: Manifest, parameter: ParameterRecord) -> bool:
+    lossy = any(manifest.storages[index].codec.get("id") != "lossless/1" for index in parameter.moments.values())
+    return lossy and parameter.error is None
+
+
+def _weight_facts(error: WeightError) -> dict[str, Any]:
+    return {
+        "max_relative": error.max_relative,
+        "mean_relative": error.mean_relative,
+        "max_bf16_ulp": error.max_bf16_ulp,
+    }
+
+
+def _noise_facts(error: NoiseError) -> dict[str, Any]:
+    return {"nmse": error.nmse if math.isfinite(error.nmse) else None, "snr_db": error.snr_db}
+
+
+def _moment_facts(error: MomentError) -> dict[str, Any]:
+    return {**_noise_facts(error), "max_scaled": error.max_scaled}
+
+
+def _update_facts(error: UpdateError) -> dict[str, Any]:
+    return {**_noise_facts(error), "max_error": error.max_error, "max_update": error.max_update}
+
+
+def error_facts(stored: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A stored record as the figures that people read."""
+    match read_error(stored):
+        case WeightError() as weight:
+            return _weight_facts(weight)
+        case MomentError() as moment:
+            return _moment_facts(moment)
+        case UpdateError() as update:
+            return _update_facts(update)
+    return None
