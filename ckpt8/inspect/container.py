@@ -18,7 +18,7 @@ from ckpt8.container.manifest import (
     TensorRecord,
 )
 from ckpt8.container.reader import ContainerReader
-from ckpt8.inspect.error_facts import error_facts, total_errors
+from ckpt8.inspect.error_facts import error_facts, total_errors, update_facts, weight_facts
 from ckpt8.inspect.parameters import display_names
 from ckpt8.inspect.survey.layers import layers_of_manifest
 from ckpt8.inspect.survey.origin import framework_of_files
@@ -246,12 +246,12 @@ def lossless_reasons(manifest: Manifest) -> list[dict[str, Any]]:
 def worst(manifest: Manifest) -> dict[str, list[dict[str, Any]]]:
     """The parameters with the largest max |Δu|, and the weights with the largest mean relative error."""
     updates = [
-        {**shown, **_update_facts(error)}
+        {**shown, **update_facts(error)}
         for parameter, shown in zip(manifest.parameters, _shown(manifest), strict=True)
         if isinstance(error := read_error(parameter.error), UpdateError)
     ]
     weights = [
-        {"name": record.name, **_weight_facts(error)}
+        {"name": record.name, **weight_facts(error)}
         for record in manifest.storages
         if isinstance(error := read_error(record.error), WeightError)
     ]

@@ -27,9 +27,9 @@ def total_errors(manifest: Manifest) -> dict[str, Any]:
     for error in known:
         updates.merge(error)
     return {
-        "weight": _weight_facts(weights) if weights.count else None,
+        "weight": weight_facts(weights) if weights.count else None,
         **{role.value: _moment_facts(error) if counts[role.value] else None for role, error in moments.items()},
-        "update": {**_update_facts(updates), "parameters": len(known)} if known else None,
+        "update": {**update_facts(updates), "parameters": len(known)} if known else None,
         "update_unknown": sum(_is_unknown(manifest, parameter) for parameter in manifest.parameters),
     }
 
@@ -39,7 +39,8 @@ def _is_unknown(manifest: Manifest, parameter: ParameterRecord) -> bool:
     return lossy and parameter.error is None
 
 
-def _weight_facts(error: WeightError) -> dict[str, Any]:
+def weight_facts(error: WeightError) -> dict[str, Any]:
+    """Errors of weights."""
     return {
         "max_relative": error.max_relative,
         "mean_relative": error.mean_relative,
@@ -55,7 +56,8 @@ def _moment_facts(error: MomentError) -> dict[str, Any]:
     return {**_noise_facts(error), "max_scaled": error.max_scaled}
 
 
-def _update_facts(error: UpdateError) -> dict[str, Any]:
+def update_facts(error: UpdateError) -> dict[str, Any]:
+    """Errors in update space."""
     return {**_noise_facts(error), "max_error": error.max_error, "max_update": error.max_update}
 
 
@@ -63,9 +65,9 @@ def error_facts(stored: dict[str, Any] | None) -> dict[str, Any] | None:
     """A stored record as the figures that people read."""
     match read_error(stored):
         case WeightError() as weight:
-            return _weight_facts(weight)
+            return weight_facts(weight)
         case MomentError() as moment:
             return _moment_facts(moment)
         case UpdateError() as update:
-            return _update_facts(update)
+            return update_facts(update)
     return None
