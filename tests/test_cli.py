@@ -419,10 +419,15 @@ def test_another_original(run, packed, small, tmp_path):
     assert "model.bias" in err
 
 
+def unwrapped(text):
+    """Without white space: a long path is broken where it does not fit."""
+    return "".join(text.split())
+
+
 def test_inspect_says_what_it_measured_from_and_what_differs(run, packed, small, tmp_path):
     code, out, err = run("inspect", packed, "--against", small)
     assert (code, err) == (0, "")
-    assert f"Measured error, from {small}\n" in out
+    assert unwrapped(f"Measured error, from {small}\n") in unwrapped(out)
     assert "differ" not in out
     assert "Measured error\n" in run("inspect", packed)[1]
     tree = torch.load(small, weights_only=True)
@@ -432,14 +437,15 @@ def test_inspect_says_what_it_measured_from_and_what_differs(run, packed, small,
     torch.save(tree, other)
     code, out, err = run("inspect", packed, "--against", other)
     assert (code, err) == (0, "")
-    assert f"Measured error, from {other}\n" in out
-    assert f"not made from {other}: 2 lossless storages differ, such as model.bias\n" in out
+    assert unwrapped(f"Measured error, from {other}\n") in unwrapped(out)
+    said = f"not made from {other}: 2 lossless storages differ, such as model.bias"
+    assert unwrapped(said) in unwrapped(out)
     tree["optimizer"]["state"][1]["exp_avg"] += 1
     torch.save(tree, other)
     names = ["model.bias", "optimizer.state.1.exp_avg", "ckpt8.skeleton"]  # which has checksums
     _, out, _ = run("inspect", packed, "--against", other, "--html", tmp_path / "r.html")
     said = f"not made from {other}: 3 lossless storages differ, such as model.bias"
-    assert f"{said}\n" in out
+    assert unwrapped(said) in unwrapped(out)
     assert f"against the original, {other}. " in (tmp_path / "r.html").read_text()
     assert said in (tmp_path / "r.html").read_text()
     facts = json.loads(run("inspect", packed, "--against", other, "--json")[1])
@@ -447,7 +453,7 @@ def test_inspect_says_what_it_measured_from_and_what_differs(run, packed, small,
     assert json.loads(run("inspect", packed, "--json")[1])["measured_from"] is None
     # Where all is lossless there is no error, and what differs is said all the same.
     ckpt8.compress(small, packed, preset="lossless", force=True)
-    assert said in run("inspect", packed, "--against", other)[1]
+    assert unwrapped(said) in unwrapped(run("inspect", packed, "--against", other)[1])
 
 
 # JSON, help, and what works

@@ -335,7 +335,7 @@ def test_a_source_that_changes(command, how, large, tmp_path):
             from ckpt8.workers import Workers
 
             with ContainerReader(target) as reader, Workers(1) as workers:
-                assert measure(reader, large, workers, interfere).failures == []
+                assert measure(reader, large, workers, interfere).differing == []
 
     if how in ("replaced", "removed"):
         run()

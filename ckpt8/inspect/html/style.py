@@ -70,7 +70,7 @@ article{border-top:1px solid var(--line);padding-top:12px;margin-top:14px}
 article h4{margin:0;font-size:.95rem;overflow-wrap:anywhere}
 .alarm{color:var(--alarm)}
 ul{margin:6px 0;padding-left:20px}
-li{overflow-wrap:anywhere}
+li,p,h2,h3,figcaption{overflow-wrap:anywhere}
 footer{color:var(--soft);font-size:.82rem;margin-top:18px}
 @media print{section,.tile{break-inside:avoid}}
 """
