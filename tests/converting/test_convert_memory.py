@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
 from dcp_kit import save_in_pieces
+from memory_kit import run_measured
 
 import ckpt8
 
@@ -17,24 +14,11 @@ pytestmark = pytest.mark.slow
 WIDTH, LAYERS = 3584, 4
 BOUND = 300e6
 
-SCRIPT = """
-import json, sys
-import torch
-import ckpt8, ckpt8.converting.run, ckpt8.writers.torch_zip, ckpt8.optim.flash_layout
-
-def memory(field):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(field)) * 1024
-
-torch.set_num_threads(1)
-from ckpt8.startup import settle
-
-settle(kernels=True)  # libraries are not what is bounded
-before = memory("VmRSS")
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")
+SETUP = """import ckpt8.converting.run, ckpt8.writers.torch_zip, ckpt8.optim.flash_layout
+"""
+CODE = """
 report = ckpt8.convert(sys.argv[1], sys.argv[2], to=sys.argv[3], dtype=sys.argv[4] or None, threads=2)
-print(json.dumps({"extra": memory("VmHWM") - before, "bytes": report.bytes}))
+found = {"bytes": report.bytes}
 """
 
 
@@ -90,7 +74,6 @@ def runs(scratch):
     ],
 )
 def test_memory_is_bounded(source, to, dtype, least, runs, tmp_path):
-    command = [sys.executable, "-c", SCRIPT, str(runs[source]), str(tmp_path / "out"), to, dtype]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    found = run_measured(SETUP, CODE, runs[source], tmp_path / "out", to, dtype)
     assert found["bytes"] > least
     assert found["extra"] < BOUND

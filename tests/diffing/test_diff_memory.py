@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
+from memory_kit import run_measured
 
 import ckpt8
 
@@ -16,24 +13,11 @@ pytestmark = pytest.mark.slow
 WIDTH, LAYERS = 3072, 4
 BOUND = 300e6
 
-SCRIPT = """
-import json, sys
-import torch
-import ckpt8, ckpt8.diffing.run
-
-def memory(field):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(field)) * 1024
-
-torch.set_num_threads(1)
-from ckpt8.startup import settle
-
-settle(kernels=True)  # libraries are not what is bounded
-before = memory("VmRSS")
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")
-found = ckpt8.diff(sys.argv[1], sys.argv[2], threads=2)
-print(json.dumps({"extra": memory("VmHWM") - before, "changed": len(found.changed), "tensors": len(found.tensors)}))
+SETUP = """import ckpt8.diffing.run
+"""
+CODE = """
+compared = ckpt8.diff(sys.argv[1], sys.argv[2], threads=2)
+found = {"changed": len(compared.changed), "tensors": len(compared.tensors)}
 """
 
 
@@ -64,9 +48,6 @@ def runs(tmp_path_factory):
     ("a", "b", "changed"), [("first", "second", 8), ("first", "packed", 8), ("packed", "packed", 0)]
 )
 def test_memory_is_bounded(runs, a, b, changed):
-    command = [sys.executable, "-c", SCRIPT, runs[a], runs[b]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found = run_measured(SETUP, CODE, runs[a], runs[b])
     assert (found["changed"], found["tensors"]) == (changed, 8)
     assert found["extra"] < BOUND

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
+from memory_kit import run_measured
 
 import ckpt8
 
@@ -16,28 +13,14 @@ pytestmark = pytest.mark.slow
 WIDTH, LAYERS = 3584, 4
 BOUND = 200e6
 
-SCRIPT = """
-import json, sys, threading
-import torch
-import ckpt8, ckpt8.optim, ckpt8.resuming.run
-
-def memory(field):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(field)) * 1024
-
+SETUP = """import ckpt8.optim, ckpt8.resuming.run
 path, width, layers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-torch.set_num_threads(1)
 model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
 optimizer = (ckpt8.optim if sys.argv[4] == "packed" else torch.optim).AdamW(model.parameters())
-from ckpt8.startup import settle
-
-settle(kernels=True)  # libraries are not what is bounded
-before = memory("VmRSS")
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")
+"""
+CODE = """
 ckpt8.resume(path, model, optimizer)
-state = sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values())
-print(json.dumps({"extra": memory("VmHWM") - before - state, "state": state}))
+found = {"state": sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values())}
 """
 
 
@@ -56,7 +39,6 @@ def test_memory_is_bounded(tmp_path, form, into):
     if form == "flash":
         ckpt8.compress(path, stats=False)
         path = path.with_suffix(".ckpt8")
-    command = [sys.executable, "-c", SCRIPT, str(path), str(WIDTH), str(LAYERS), into]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    found = run_measured(SETUP, CODE, path, WIDTH, LAYERS, into)
     assert found["state"] > (3e8 if into == "torch" else 1e8)
-    assert found["extra"] < BOUND
+    assert found["extra"] - found["state"] < BOUND
