@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from ckpt8.bench.memory import SessionPeak
 from ckpt8.errors import Ckpt8Error, InputError, OutputError, UsageError
+from ckpt8.temporary import deferred
 
 _INTERVAL = 0.01
 """Seconds between samples of memory."""
@@ -49,17 +50,20 @@ def run_child(folder: Path) -> Run:
 def _run(folder: Path, module: str, job: dict[str, Any], *, watch: bool) -> dict[str, Any]:
     command = [sys.executable, "-W", "ignore", "-m", __name__, module, json.dumps(job)]
     with TemporaryFile(dir=folder) as out, TemporaryFile(dir=folder) as err:
-        child = subprocess.Popen(  # noqa: S603
-            command, stdout=out, stderr=err, start_new_session=True, env={**os.environ, "TMPDIR": str(folder)}
-        )
-        peak = SessionPeak(child.pid)
+        child: subprocess.Popen[bytes] | None = None
         try:
+            with deferred():
+                child = subprocess.Popen(  # noqa: S603
+                    command, stdout=out, stderr=err, start_new_session=True, env={**os.environ, "TMPDIR": str(folder)}
+                )
+            peak = SessionPeak(child.pid)
             while watch and child.poll() is None:
                 peak.sample()
                 time.sleep(_INTERVAL)
             child.wait()
         except BaseException:
-            _end(child)
+            if child is not None:
+                _end(child)
             raise
         if child.returncode:
             raise _failure(child.returncode, _text(err))

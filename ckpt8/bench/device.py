@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from ckpt8.codecs import Codec
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.split24 import Split24
 from ckpt8.optim import CAME, SGD, AdamW, Lion, StableAdamW
+from ckpt8.temporary import temporary_directory
 from ckpt8.tensors import DType, Role, TensorSpec
 
 _WARM_UP = 3
@@ -181,8 +181,8 @@ def _file_rows(count: int, device: torch.device) -> list[dict[str, Any]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     optimizer.step()
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    with TemporaryDirectory(prefix="ckpt8-bench-") as directory:
-        raw, packed = Path(directory) / "run.pt", Path(directory) / "run.ckpt8"
+    with temporary_directory("ckpt8-bench-") as directory:
+        raw, packed = directory / "run.pt", directory / "run.ckpt8"
         work: dict[str, Callable[[], object]] = {
             "torch.save": lambda: torch.save(checkpoint, raw),
             "ckpt8.save": lambda: ckpt8.save(checkpoint, packed),

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import gettempdir
 from typing import Any
 
 from ckpt8._version import __version__
@@ -25,6 +25,7 @@ from ckpt8.bench.sizes import available_memory, free_bytes, in_gigabytes
 from ckpt8.bench.source import Source
 from ckpt8.errors import Ckpt8Error, OutputError
 from ckpt8.readers.directory import size_of
+from ckpt8.temporary import temporary_directory
 from ckpt8.workers import default_threads
 
 PROBE, SOURCE, TRAINING = (f"ckpt8.bench.{name}" for name in ("probe", "source", "training"))
@@ -163,12 +164,12 @@ def prepared(
     """A bench in a folder of its own in ``scratch``, which goes with everything in it. Raises OutputError."""
     folder = scratch or Path(gettempdir())
     free_bytes(folder)
-    try:
-        work = TemporaryDirectory(prefix="ckpt8-bench-", dir=folder)
-    except OSError as exc:
-        raise OutputError(f"{folder}: cannot be written to: {exc.strerror}") from exc
-    with work as name:
-        yield Bench(Path(name), run or run_child(Path(name)), threads or default_threads(), repeat, say)
+    with ExitStack() as stack:
+        try:
+            work = stack.enter_context(temporary_directory("ckpt8-bench-", folder))
+        except OSError as exc:
+            raise OutputError(f"{folder}: cannot be written to: {exc.strerror}") from exc
+        yield Bench(work, run or run_child(work), threads or default_threads(), repeat, say)
 
 
 def bench(

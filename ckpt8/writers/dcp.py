@@ -7,8 +7,8 @@ content, which is streamed into its place; torch also makes the plan, and with i
 from __future__ import annotations
 
 import pickle
-import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -27,6 +27,7 @@ from ckpt8.readers.dcp_metadata import METADATA
 from ckpt8.readers.walk import format_path, iter_leaves
 from ckpt8.restoration import Guard
 from ckpt8.resuming.rest import CONSUMED
+from ckpt8.temporary import temporary_directory
 from ckpt8.writers.base import Report, Request, WeightTypes
 from ckpt8.writers.dcp_tree import distributed_tree
 from ckpt8.writers.hollow import HollowBuilder
@@ -137,10 +138,10 @@ class _Plan:
         """
         from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-        with guard():
-            temporary = tempfile.TemporaryDirectory(prefix="ckpt8-")
-        with temporary as folder:
-            places = list(self._write(Path(folder, _RECORDS), descriptor, guard, progress))
+        with ExitStack() as stack:
+            with guard():
+                folder = stack.enter_context(temporary_directory("ckpt8-"))
+            places = list(self._write(folder / _RECORDS, descriptor, guard, progress))
         self.metadata.storage_data = {place.index: _StorageInfo(_FILE, place.offset, place.length) for place in places}
         if hasattr(self.metadata, "version"):
             self.metadata.version = _VERSION

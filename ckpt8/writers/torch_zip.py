@@ -6,7 +6,6 @@ that the zip format keeps of them are set.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -26,6 +25,7 @@ from ckpt8.readers.base import StorageInfo, TensorRef
 from ckpt8.restoration import Guard
 from ckpt8.resuming.find import Candidate, find
 from ckpt8.resuming.rest import CONSUMED
+from ckpt8.temporary import temporary_directory
 from ckpt8.tensors import DType
 from ckpt8.writers.base import Report, Request, WeightTypes
 from ckpt8.writers.hollow import HollowBuilder
@@ -121,9 +121,9 @@ class TorchFile:
         """
         import torch
 
-        with guard(), tempfile.TemporaryDirectory(prefix="ckpt8-") as folder:
+        with guard(), temporary_directory("ckpt8-") as folder:
             # The records in the file are named after it.
-            link = Path(folder, name)
+            link = folder / name
             link.symlink_to(path)
             storages = save_hollow(self._object, link, self._data.label)
             unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)

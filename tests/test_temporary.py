@@ -1,0 +1,109 @@
+"""Temporary directories go, also where an interrupt comes at the moment that they are made."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+
+import pytest
+
+from ckpt8.bench.child import run_child
+from ckpt8.temporary import deferred, temporary_directory
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+
+
+class StruckError(Exception):
+    """What the handler of these tests raises."""
+
+
+@pytest.fixture(params=[signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def number(request):
+    """A signal that raises an exception."""
+
+    def strike(number, frame):
+        raise StruckError
+
+    before = signal.signal(request.param, strike)
+    yield request.param
+    signal.signal(request.param, before)
+
+
+def test_a_directory_is_there_within_the_block_only(tmp_path):
+    with temporary_directory("some-", tmp_path) as path:
+        assert list(tmp_path.glob("some-*")) == [path]
+        (path / "folder").mkdir()
+        (path / "folder" / "file").touch()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FileNotFoundError), temporary_directory("some-", tmp_path / "none"):
+        raise AssertionError
+    with pytest.raises(StruckError), temporary_directory("some-", tmp_path):
+        raise StruckError
+    assert list(tmp_path.iterdir()) == []
+
+
+@posix
+def test_a_signal_strikes_at_the_end_of_the_block(number):
+    after = []
+
+    def work():
+        with deferred():
+            signal.raise_signal(number)
+            after.append("inside")
+        after.append("outside")
+
+    with pytest.raises(StruckError):
+        work()
+    assert after == ["inside"]
+    with pytest.raises(StruckError):
+        signal.raise_signal(number)
+
+
+@posix
+def test_a_signal_at_the_moment_a_directory_is_made_leaves_none(number, tmp_path, monkeypatch):
+    made = []
+    real = tempfile.mkdtemp
+
+    def struck(*args, **options):
+        made.append(real(*args, **options))
+        signal.raise_signal(number)
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", struck)
+    with pytest.raises(StruckError), temporary_directory("some-", tmp_path):
+        raise AssertionError
+    assert len(made) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@posix
+def test_a_signal_at_the_moment_a_process_starts_leaves_none(number, tmp_path, monkeypatch):
+    children = []
+    real = subprocess.Popen
+
+    def struck(*args, **options):
+        children.append(real([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True))
+        signal.raise_signal(number)
+        return children[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", struck)
+    with pytest.raises(StruckError):
+        run_child(tmp_path)("ckpt8.bench.source", {}, False)
+    assert [child.poll() is None for child in children] == [False]
+
+
+def test_other_threads_have_nothing_to_defer(tmp_path):
+    found = []
+
+    def work():
+        with temporary_directory("some-", tmp_path) as path:
+            found.append(path.is_dir())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [True]
+    assert list(tmp_path.iterdir()) == []
