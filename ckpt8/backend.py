@@ -1,9 +1,11 @@
 """Which implementation runs a codec: plain torch is the reference; CUDA devices have Triton kernels, CPUs numba's.
 
-All give the same parts, bit for bit. ``triton`` is the default for tensors on a CUDA device, ``numba`` for those on a
-CPU that are large enough to be worth its import, and ``torch`` for all others and where the package is missing or too
-old. With ``TRITON_INTERPRET=1`` in the environment ``triton`` may also be asked for on a CPU, where its interpreter
-runs the kernels: slow, and for tests.
+All give the same parts, bit for bit. ``triton`` is the default for tensors on a CUDA device, ``numba`` for large ones
+on a CPU, and ``torch`` for all others and where the package is missing or too old. A checkpoint whose work takes less
+time than numba's start is left to torch, see ``for_checkpoint``.
+
+With ``TRITON_INTERPRET=1`` in the environment ``triton`` may also be asked for on a CPU, where its interpreter runs the
+kernels: slow, and for tests.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ OLDEST_TRITON = (3, 6)
 """Before it ``div_rn`` and ``sqrt_rn`` took subnormal numbers for zero on a device: small second moments were lost."""
 
 SMALLEST_FOR_NUMBA = 1 << 17
-"""Elements of a tensor from which on it is worth its import."""
+"""Elements of a tensor from which on its kernels are worth their call."""
+
+LEAST_FOR_NUMBA = 1 << 28
+"""Bytes of a checkpoint from which on it is worth its start: half a second, and three more once on a machine."""
 
 
 @cache
@@ -72,6 +77,11 @@ def resolve(requested: str | None, device: torch.device | None = None, numel: in
     if fault := obstacle(device) if requested == "triton" else _obstacle_to_numba(device):
         raise UsageError(f"backend {requested!r} {fault}; use 'torch'")
     return "triton" if requested == "triton" else "numba"
+
+
+def for_checkpoint(nbytes: int) -> Backend | None:
+    """What to ask codecs for on a CPU when all of a checkpoint of ``nbytes`` bytes goes through them."""
+    return None if nbytes >= LEAST_FOR_NUMBA else "torch"
 
 
 def _default(device: torch.device | None, numel: int) -> Backend:

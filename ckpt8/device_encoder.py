@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpt8.codecs.reference import Run
@@ -56,7 +57,9 @@ class DeviceEncoder(ChunkEncoder):
 
     def stored(self, work: Iterable[Work], workers: Workers) -> Iterator[EncodedChunk]:
         """As ``ChunkEncoder``."""
-        return workers.map(lambda item: self._land(item, store), self._launched(work, workers))
+        # The buffer that the parts have landed in is used again.
+        stored = partial(store, copy=True)
+        return workers.map(lambda item: self._land(item, stored), self._launched(work, workers))
 
     def _launched(self, work: Iterable[Work], workers: Workers) -> Iterator[Work | _Landing]:
         """Work on its way back from a device, or as it is where it is left to the CPU, in its order."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckpt8.backend import for_checkpoint
 from ckpt8.codecs.reference import Reference, Run, round_masters
 from ckpt8.container import frames
 from ckpt8.container.copies import fill_padding
@@ -53,7 +54,7 @@ class PackedChunk:
 class EncodedChunk:
     """A packed chunk compressed: ``frames`` by stream, then part: (stored bytes, crc32). The rest is as it was."""
 
-    frames: list[dict[str, list[tuple[bytes, int]]]]
+    frames: list[dict[str, list[tuple[bytes | memoryview, int]]]]
     crcs: list[int]
     errors: UnitErrors | None
     refused: str | None = None
@@ -120,16 +121,20 @@ def check_copy(x: torch.Tensor, first: int, codec: Reference, master: Callable[[
 
 
 class ChunkMeters:
-    """Makes the meter of any chunk; keeps CAME's factored statistics of the parameter at hand."""
+    """Makes the meter of any chunk; keeps CAME's factored statistics of the parameter at hand.
+
+    ``backend`` is what codecs are asked for where tensors are on the CPU.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
+        self.backend = for_checkpoint(sum(storage.nbytes for storage in checkpoint.storages))
         self._storages = {storage.key: storage for storage in checkpoint.storages}
         self._last: tuple[Parameter, Confidence] | None = None
 
     def of(self, unit: Unit) -> ChunkMeter:
         """A meter with zero on its clocks."""
-        return ChunkMeter(unit, self._confidence(unit.parameter))
+        return ChunkMeter(unit, self._confidence(unit.parameter), self.backend)
 
     def _confidence(self, parameter: Parameter | None) -> Confidence | None:
         if parameter is None or parameter.confidence is None:
@@ -143,9 +148,9 @@ class ChunkMeters:
         return last[1]
 
 
-def store(packed: PackedChunk) -> EncodedChunk:
-    """Compress a packed chunk whose parts are on the CPU."""
-    stored = [{name: frames.encode_part(name, part) for name, part in each.items()} for each in packed.parts]
+def store(packed: PackedChunk, *, copy: bool = False) -> EncodedChunk:
+    """Compress a packed chunk whose parts are on the CPU, and stay as they are unless a ``copy`` is asked for."""
+    stored = [{name: frames.encode_part(name, part, copy=copy) for name, part in each.items()} for each in packed.parts]
     return EncodedChunk(stored, packed.crcs, packed.errors, packed.refused)
 
 
@@ -168,6 +173,7 @@ class ChunkEncoder:
 
     def __init__(self, checkpoint: Checkpoint, *, measure: bool) -> None:
         self._checkpoint = checkpoint
+        self._backend = for_checkpoint(sum(storage.nbytes for storage in checkpoint.storages))
         self._meters = ChunkMeters(checkpoint) if measure else None
 
     def packed(self, work: Iterable[Work], workers: Workers) -> Iterator[PackedChunk]:
@@ -192,7 +198,7 @@ class ChunkEncoder:
             try:
                 if isinstance(stream.codec, Reference):
                     check_copy(x, chunk * frames.FRAME, stream.codec, partial(self.master, device=x.device))
-                parts.append(stream.codec.encode(x))
+                parts.append(stream.codec.encode(x, backend=self._backend if x.device.type == "cpu" else None))
             except RefusedError as exc:
                 whose = "the state of its parameter " if len(unit.streams) > 1 else ""
                 return PackedChunk([], crcs, refused=f"{whose}{exc}")

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ckpt8.backend import resolve
+from ckpt8.backend import Backend, resolve
 from ckpt8.codecs.base import TILE, pieces, take
+from ckpt8.codecs.split24 import Split24
 from ckpt8.container.frames import FRAME
 from ckpt8.plan import Stream, Unit
 from ckpt8.stats import (
@@ -60,11 +61,15 @@ def measures_updates(unit: Unit) -> bool:
 
 
 class ChunkMeter:
-    """Measures one chunk of a unit. ``confidence`` is CAME's factored term, if the rule needs it."""
+    """Measures one chunk of a unit. ``confidence`` is CAME's factored term, if the rule needs it.
 
-    def __init__(self, unit: Unit, confidence: Confidence | None) -> None:
+    ``backend`` is that of ``backend.for_checkpoint``: the last digits of sums depend on it.
+    """
+
+    def __init__(self, unit: Unit, confidence: Confidence | None, backend: Backend | None) -> None:
         self._unit = unit
         self._confidence = confidence
+        self._backend = backend
         self.errors = UnitErrors.of(unit)
 
     def measure(self, start: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> UnitErrors:
@@ -73,7 +78,7 @@ class ChunkMeter:
         All on one device, which also measures.
         """
         length, done = len(originals[0]), 0
-        if resolve(None, originals[0].device, length) == "numba":
+        if resolve(self._backend, originals[0].device, length) == "numba":
             done = self._in_one_pass(originals, parts, length)
         # Tiles are for the cache of a CPU; elsewhere every tile costs a wait for its figures.
         step = done or (TILE if originals[0].device.type == "cpu" else FRAME)
@@ -93,9 +98,8 @@ class ChunkMeter:
         streams, errors = self._unit.streams, self.errors
         tensors = [x[:done] for x in originals]
         parts = [take(p, _cuts(stream, length, done)[0]) for p, stream in zip(parts, streams, strict=True)]
-        if len(streams) == 1 and streams[0].codec.measured_as == "weight":
-            decoded = streams[0].codec.decode(parts[0], _spec(streams[0], done))
-            errors.streams[streams[0].index].merge(stats_numba.weight_error(tensors[0], decoded))
+        if len(streams) == 1 and isinstance(streams[0].codec, Split24):
+            errors.streams[streams[0].index].merge(stats_numba.weight_error(tensors[0], parts[0], streams[0].codec))
             return done
         rule = self._unit.parameter.rule if self._unit.parameter else None
         places = _adam_places(self._unit)
@@ -111,7 +115,8 @@ class ChunkMeter:
     def _tile(self, start: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> None:
         sides: list[tuple[torch.Tensor, torch.Tensor]] = []
         for stream, x, part in zip(self._unit.streams, originals, parts, strict=True):
-            y = stream.codec.decode(part, _spec(stream, len(x))).float() if stream.lossy else x
+            backend = self._backend if x.device.type == "cpu" else None
+            y = stream.codec.decode(part, _spec(stream, len(x)), backend=backend).float() if stream.lossy else x
             roots = (root(x), root(y)) if _is_second(stream) else None
             if stream.lossy:
                 self.errors.streams[stream.index].merge(_stream_error(stream, x, y, part, roots))

@@ -32,6 +32,9 @@ from ckpt8.workers import Workers
 Progress = Callable[[int], None]
 """Called with the number of source bytes just finished."""
 
+_Planes = dict[str, list[bytes | memoryview]]
+"""By part: what is stored of its planes, chunk after chunk."""
+
 Results = dict[int, tuple[UnitResult, int]]
 """By the index of a stream: the result of its unit, and its place there."""
 
@@ -86,10 +89,13 @@ class Compressor:
     def run(self, target: Path, *, preset: str, rules: Sequence[str], force: bool) -> Manifest:
         """Write ``target``. Raises InputError for damage in the source, OutputError for the target."""
         units = self._plan.units
-        with ContainerWriter(target, self._names(), force=force) as writer, Workers(self._options.threads) as workers:
-            results = self.write_units(writer, workers, units, self._encoder.stored(_chunks_of(units), workers))
-            self._source.check_unchanged()
-            return self.publish(writer, results, (preset, list(rules)))
+        with Workers(self._options.threads) as workers:
+            # Before the header is laid out, which takes as long as some chunks.
+            chunks = self._encoder.stored(_chunks_of(units), workers)
+            with ContainerWriter(target, self._names(), force=force) as writer:
+                results = self.write_units(writer, workers, units, chunks)
+                self._source.check_unchanged()
+                return self.publish(writer, results, (preset, list(rules)))
 
     def pack(self, target: Path, *, preset: str, rules: Sequence[str], force: bool) -> Unwritten:
         """Open ``target``'s temporary file and pack everything. Raises as ``run``."""
@@ -192,7 +198,7 @@ class Compressor:
         refused: str | None = None
         slabs = list(layout.slab_chunks(unit.numel, self._slab))
         for k, slab in enumerate(slabs):
-            stored: list[dict[str, list[bytes]]] = [{part: [] for part in table} for table in result.tables]
+            stored: list[_Planes] = [{part: [] for part in table} for table in result.tables]
             for chunk in slab:
                 encoded = next(chunks)
                 refused = refused or encoded.refused
@@ -204,9 +210,7 @@ class Compressor:
                         writer.append(layout.entry_name(stream.spec.name, part, k, len(slabs)), planes)
         return refused if refused is not None else result
 
-    def _collect(
-        self, result: UnitResult, stored: list[dict[str, list[bytes]]], encoded: EncodedChunk, chunk: int
-    ) -> None:
+    def _collect(self, result: UnitResult, stored: list[_Planes], encoded: EncodedChunk, chunk: int) -> None:
         for k, stream in enumerate(result.unit.streams):
             for part, planes in encoded.frames[k].items():
                 for frame, crc in planes:

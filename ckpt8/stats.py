@@ -140,13 +140,10 @@ def _square_sum(x: torch.Tensor) -> float:
 
 
 def root(x: torch.Tensor) -> torch.Tensor:
-    """Square root of a flat fp32 tile to within one step, and the same on every machine.
+    """Correctly rounded square root of a flat fp32 tile. That of torch is one on a GPU; on a CPU it may be MKL's."""
+    from ckpt8.codecs.companded8.reference import square_root
 
-    torch's own need not be: on a CPU it may be MKL's. Its rsqrt is a rounded root and a rounded division, and five
-    times faster than a rounded root through float64. On a GPU it is the other way round: its root is rounded, its rsqrt
-    an approximation.
-    """
-    return (x.rsqrt() if x.device.type == "cpu" else x.sqrt().reciprocal_()).reciprocal_()
+    return square_root(x) if x.device.type == "cpu" else x.sqrt()
 
 
 def weight_error(original: torch.Tensor, decoded: torch.Tensor) -> WeightError:

@@ -13,13 +13,16 @@ import numpy as np
 import torch
 
 from ckpt8.codecs.companded8 import GROUP, Companded8
-from ckpt8.codecs.companded8.numba import BLOCK, GROUPS, decode_signed_blocks, decode_unsigned_blocks
+from ckpt8.codecs.companded8.numba import BLOCK, GROUPS, decode_roots, decode_signed_blocks, square
+from ckpt8.codecs.split24 import Split24
+from ckpt8.codecs.split24.numba import join
 from ckpt8.jit import MAGNITUDE, f4, f8, i4, kernel, with_bits
 from ckpt8.stats import SMALLEST_NORMAL, MomentError, UpdateError, WeightError
 from ckpt8.tensors import Parts
 
 _SUMS, _MAXIMA, _ROOM = 6, 4, 8
 """Sums, maxima and blocks of memory that ``_adam_errors`` needs."""
+_WEIGHT_ROOM = 2
 
 
 @kernel
@@ -77,9 +80,8 @@ def _largest_scaled(bits, scales, cell, cell_bits):
 
 @kernel
 def _root(x, out):
-    """As ``stats.root``, operation by operation."""
     for i in range(BLOCK):
-        out[i] = f4(1) / (f4(1) / np.sqrt(x[i]))
+        out[i] = np.sqrt(x[i])
 
 
 @kernel
@@ -89,22 +91,24 @@ def _divide(m, root, eps, out):
 
 
 @kernel
-def _weight_error(x, y, x_bits, y_bits, relative, bits, total):
+def _weight_error(x, x_bits, exponent, mantissa, rho, levels, room, room_bits, total):
     """Add relative errors to the lanes; the bits of the largest, and the largest in fp32 steps."""
     smallest = f4(SMALLEST_NORMAL)
+    decoded, decoded_bits, relative, relative_bits = room[0], room_bits[0], room[1], room_bits[1]
     largest, up, down = i4(0), i4(0), i4(0)
     for first in range(0, x.size, BLOCK):
-        a, b = x[first : first + BLOCK], y[first : first + BLOCK]
-        a_bits, b_bits = x_bits[first : first + BLOCK], y_bits[first : first + BLOCK]
+        last = first + BLOCK
+        a, bits = x[first:last], x_bits[first:last]
+        join(exponent[first:last], mantissa[first:last], rho[first:last], decoded_bits, levels)
         for i in range(BLOCK):
             magnitude = abs(a[i])
-            relative[i] = abs(b[i] - a[i]) / (max(smallest, magnitude))
+            relative[i] = abs(decoded[i] - a[i]) / (max(smallest, magnitude))
         _add(relative, total)
-        largest = max(largest, _largest(bits))
+        largest = max(largest, _largest(relative_bits))
         for i in range(BLOCK):
-            up = max(up, i4(b_bits[i] - a_bits[i]))
+            up = max(up, i4(decoded_bits[i] - bits[i]))
         for i in range(BLOCK):
-            down = min(down, i4(b_bits[i] - a_bits[i]))
+            down = min(down, i4(decoded_bits[i] - bits[i]))
     return largest, max(up, i4(-down))
 
 
@@ -128,12 +132,16 @@ def _adam_errors(
         _add_squares(block, sums[1])
         maxima[0] = max(maxima[0], _largest_scaled(error_bits, scales, cell, cell_bits))
         block, scales = v[first:last], v_scales[group : group + GROUPS]
-        decode_unsigned_blocks(v_codes[first:last], scales, cell, cell_bits, error, decoded, v_levels, fourth_root)
+        decode_roots(v_codes[first:last], scales, cell, cell_bits, error, root_decoded, v_levels, fourth_root)
+        square(root_decoded, decoded)
         _subtract(decoded, block, error)
         _add_squares(error, sums[2])
         _add_squares(block, sums[3])
         _root(block, root)
-        _root(decoded, root_decoded)
+        if fourth_root:
+            # Else what was squared is the rounded root of its rounded square: no code and scale are small enough for
+            # a square to lose bits.
+            _root(decoded, root_decoded)
         _subtract(root_decoded, root, error)
         maxima[1] = max(maxima[1], _largest_scaled(error_bits, scales, cell, cell_bits))
         _divide(m[first:last], root, eps, u)
@@ -145,10 +153,11 @@ def _adam_errors(
         maxima[3] = max(maxima[3], _largest(room_bits[6]))
 
 
-def weight_error(original: torch.Tensor, decoded: torch.Tensor) -> WeightError:
-    """As ``stats.weight_error``."""
-    x, y, total = original.numpy(), decoded.numpy(), np.zeros(GROUP)
-    largest, steps = _weight_error(x, y, x.view(i4), y.view(i4), *with_bits(BLOCK), total)
+def weight_error(original: torch.Tensor, parts: Parts, codec: Split24) -> WeightError:
+    """As ``stats.weight_error`` of a flat fp32 tensor and what ``codec`` makes of its ``parts``."""
+    x, total = original.numpy(), np.zeros(GROUP)
+    planes = (parts[name].numpy() for name in ("exponent", "mantissa", "rho"))
+    largest, steps = _weight_error(x, x.view(i4), *planes, codec.R, *with_bits(_WEIGHT_ROOM, BLOCK), total)
     return WeightError(original.numel(), float(i4(largest).view(f4)), float(total.sum()), int(steps))
 
 

@@ -30,11 +30,11 @@ def deferred() -> Iterator[None]:
             signal.signal(number, lambda number, _: came.append(number))
         yield
     finally:
-        for number, handler in before.items():
+        for struck, handler in before.items():
             # None: it was not set by Python, and cannot be set again.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for number in came:
-            signal.raise_signal(number)
+            signal.signal(struck, signal.SIG_DFL if handler is None else handler)
+        for struck in came:
+            signal.raise_signal(struck)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from itertools import islice
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
@@ -95,19 +96,19 @@ class Workers:
             thread.join()
 
     def map(self, function: Callable[[T], R], items: Iterable[T], ahead: int = LOOK_AHEAD) -> Iterator[R]:
-        """Results in the order of ``items``, which are taken only as far ahead as memory allows.
+        """Results in the order of ``items``, which are taken only as far ahead as memory allows, the first at once.
 
         ``items`` may be results of another ``map``, whose threads are the same.
         """
-        waiting: deque[Future[R]] = deque()
-        limit = self.threads * (1 + ahead)
+        source, limit = iter(items), self.threads * (1 + ahead)
+        waiting = deque(self._submit(function, item) for item in islice(source, limit))
+        return self._results(function, source, waiting)
+
+    def _results(self, function: Callable[[T], R], items: Iterator[T], waiting: deque[Future[R]]) -> Iterator[R]:
         try:
-            for item in items:
-                waiting.append(self._submit(function, item))
-                if len(waiting) >= limit:
-                    yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
+                waiting.extend(self._submit(function, item) for item in islice(items, 1))
         finally:
             for future in waiting:
                 future.cancel()

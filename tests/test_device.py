@@ -21,7 +21,6 @@ from ckpt8.errors import InputError, UsageError
 from ckpt8.resuming import run
 from ckpt8.resuming.device_copy import DeviceCopy
 from ckpt8.rows import copy_to_row, row_bytes, row_views
-from ckpt8.stats import root
 
 PRESETS = ("flash", "compact", "lossless")
 CASES = [
@@ -319,14 +318,6 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path):
 
 
 # Statistics
-
-
-def test_the_root_of_a_gpu_is_that_of_a_cpu():
-    """A rounded root, then two rounded divisions, which is what a GPU is given, are the CPU's rsqrt and division."""
-    bits = torch.randint(0, 0x7F800000, (1 << 20,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    x = torch.cat([bits.view(torch.float32), torch.tensor([0.0, 1.0, 1e-45, 2.0**-126, 3.4e38, float("inf")])])
-    rounded = x.double().sqrt().float()
-    assert torch.equal(root(x), rounded.reciprocal().reciprocal())
 
 
 def test_the_size_of_a_tile_does_not_show_in_the_figures(tmp_path, monkeypatch):

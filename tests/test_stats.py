@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ckpt8.stats import (
     UpdateError,
     WeightError,
     moment_error,
+    root,
     update_error,
     weight_error,
 )
@@ -346,3 +348,20 @@ def test_plain_numbers():
     }
     assert WeightError(**WeightError(3, 0.5, 0.7, 9).to_json()) == WeightError(3, 0.5, 0.7, 9)
     assert all(type(value) in (int, float) for value in weight_error(normal(10), normal(10, seed=1)).to_json().values())
+
+
+def test_roots_are_rounded_correctly():
+    bits = torch.randint(0, 0x7F800000, (3000,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    x = torch.cat([bits.view(torch.float32), torch.tensor([0.0, 1.0, 1e-45, 2.0**-126, 3.4e38])])
+    for value, found in zip(x.tolist(), root(x).tolist(), strict=True):
+        near = torch.tensor(found)
+        below, above = (float(torch.nextafter(near, torch.tensor(end))) for end in (0.0, math.inf))
+        lower, upper = ((Fraction(found) + Fraction(other)) / 2 for other in (below, above))
+        assert lower**2 <= Fraction(value) <= upper**2
+
+
+def test_a_square_has_the_root_that_was_squared():
+    """What lets the kernels take a decoded root for the root of the decoded second moment."""
+    bits = torch.randint(0x24800000, 0x5F000000, (1 << 20,), generator=torch.Generator().manual_seed(1))
+    y = bits.int().view(torch.float32)
+    assert torch.equal(root(y * y), y)

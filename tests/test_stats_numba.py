@@ -47,8 +47,9 @@ def test_weights(low, high):
     from ckpt8 import stats_numba
 
     x = spread(1, low, high)
-    _, y = decoded(Split24(), x)
-    error = stats_numba.weight_error(x, y)
+    codec = Split24()
+    parts, y = decoded(codec, x)
+    error = stats_numba.weight_error(x, parts, codec)
     assert_same_figures(error, stats.weight_error(x, y))
     relative = ((y.double() - x.double()).abs() / x.double().abs().clamp_min(2.0**-126)).tolist()
     assert math.isclose(error.max_relative, max(relative), rel_tol=1e-6)
@@ -84,7 +85,8 @@ def test_units_of_real_checkpoints(inputs, monkeypatch, name, preset):
             if not any(stream.lossy for stream in unit.streams):
                 continue
             found = []
-            for smallest in (1, 1 << 60):
+            for least, smallest in ((0, 1), (1 << 60, 1 << 60)):
+                monkeypatch.setattr(backend, "LEAST_FOR_NUMBA", least)
                 monkeypatch.setattr(backend, "SMALLEST_FOR_NUMBA", smallest)
                 encoder = ChunkEncoder(source, measure=True)
                 found.append(

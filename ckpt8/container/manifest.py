@@ -6,7 +6,7 @@ Reading validates every type and range, since the seal keeps damage out but not 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from ckpt8.container.header import DIRECTORY_VERSION, FILE_VERSION, REFERENCE_VERSION, check_version
@@ -134,16 +134,23 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """A tree of plain JSON values."""
-        tree = asdict(self, dict_factory=lambda pairs: {key: _plain(value) for key, value in pairs})
+        tree = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
         if self.directory is None:
             del tree["directory"]
         return {"version": self.version, **tree}
 
 
 def _plain(value: object) -> object:
+    """Records as objects, at any depth; what is plain already is not copied."""
     if isinstance(value, DType):
         return value.label
-    return value.value if isinstance(value, Role) else value
+    if isinstance(value, Role):
+        return value.value
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value] if value and is_dataclass(value[0]) else value
+    return {each.name: _plain(getattr(value, each.name)) for each in fields(value)} if is_dataclass(value) else value
 
 
 class _Fields:

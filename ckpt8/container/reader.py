@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import zstandard
 
+from ckpt8.backend import for_checkpoint
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.reference import ROUNDED, Reference
 from ckpt8.container import frames, header, layout
@@ -51,6 +52,7 @@ class ContainerReader:
         try:
             entries, stored = self._open_header()
             self.manifest = self._open_manifest(stored)
+            self._backend = for_checkpoint(sum(record.nbytes for record in self.manifest.storages))
             self.header_bytes = self._data_start
             self._parts = self._locate({entry.name: entry for entry in entries})
             check_references(self)
@@ -213,5 +215,5 @@ class ContainerReader:
         record = self.manifest.storages[storage]
         spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
         parts = self.read_parts(storage, chunk)
-        self.codec(storage).decode(parts, spec, out=out)
+        self.codec(storage).decode(parts, spec, out=out, backend=self._backend)
         return parts

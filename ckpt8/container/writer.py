@@ -15,7 +15,7 @@ import zstandard
 
 from ckpt8.container import header
 from ckpt8.container.atomic import AtomicOutput
-from ckpt8.container.disk import start_writeback, write_all_at
+from ckpt8.container.disk import PIECE, start_writeback, write_all_at
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.partial import Partial
@@ -78,8 +78,8 @@ class ContainerWriter:
     def __init__(self, target: Path, names: Iterable[str], *, force: bool) -> None:
         self._header_size = header.reserved_size(names)
         self._entries: list[Entry] = []
-        self._position = 0
-        self._unflushed = 0
+        self._position = self._written = self._handed_over = 0
+        self._waiting: list[bytes | memoryview] = []
         self._output = AtomicFile(target, force=force)
         self._descriptor = self._output.file.fileno()
 
@@ -95,18 +95,24 @@ class ContainerWriter:
     ) -> None:
         self._output.close()
 
-    def append(self, name: str, frames: Sequence[bytes]) -> None:
-        """Write one entry, whole."""
+    def append(self, name: str, frames: Sequence[bytes | memoryview]) -> None:
+        """Write one entry, whole: small ones with those that follow."""
         start = self._position
-        place = self._data_start + start
-        with self._output.guard():
-            self._position += write_all_at(self._descriptor, frames, place)
-            self._unflushed += self._position - start
-            if self._unflushed >= _WRITEBACK:
-                end = self._data_start + self._position
-                start_writeback(self._descriptor, end - self._unflushed, self._unflushed)
-                self._unflushed = 0
+        self._waiting += frames
+        self._position += sum(map(len, frames))
         self._entries.append(Entry(name, start, self._position))
+        if self._position - self._written >= PIECE:
+            self._write()
+
+    def _write(self) -> None:
+        """Write what waits, and hand ranges to the disk."""
+        with self._output.guard():
+            self._written += write_all_at(self._descriptor, self._waiting, self._data_start + self._written)
+            self._waiting.clear()
+            if self._written - self._handed_over >= _WRITEBACK:
+                place, length = self._data_start + self._handed_over, self._written - self._handed_over
+                start_writeback(self._descriptor, place, length)
+                self._handed_over = self._written
 
     def mark(self) -> int:
         """The number of entries written so far."""
@@ -116,8 +122,9 @@ class ContainerWriter:
         """Take back every entry written since ``mark``."""
         if mark == len(self._entries):
             return
-        self._position = self._entries[mark].start
-        self._unflushed = 0
+        self._write()
+        self._position = self._written = self._entries[mark].start
+        self._handed_over = min(self._handed_over, self._written)
         del self._entries[mark:]
         with self._output.guard():
             os.ftruncate(self._descriptor, self._data_start + self._position)
@@ -127,6 +134,7 @@ class ContainerWriter:
         text = json.dumps(manifest.to_json(), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
         stored = zstandard.ZstdCompressor(level=_MANIFEST_LEVEL).compress(text.encode("ascii"))
         self.append(header.MANIFEST, [stored])
+        self._write()
         start = self._position
         entries = [*self._entries, Entry(header.SEAL, start, start + header.SEAL_BYTES)]
         head = header.render(entries, self._header_size, manifest.version)

@@ -115,21 +115,34 @@ def decode_signed_blocks(codes, scales, cell, cell_bits, factor, out, levels):
 
 
 @kernel
-def decode_unsigned_blocks(codes, scales, cell, cell_bits, factor, out, levels, fourth_root):
-    """Fill ``out`` with the second moments of whole blocks; ``factor`` is room for one."""
+def decode_roots(codes, scales, cell, cell_bits, factor, out, levels, fourth_root):
+    """Fill ``out`` with the square roots of the second moments of a block; ``factor`` is room for one."""
     top = f4(levels)
+    _spread(scales, cell, cell_bits, factor)
+    for i in range(BLOCK):
+        out[i] = f4(i4(codes[i])) / top
+    if fourth_root:
+        for i in range(BLOCK):
+            out[i] *= out[i]
+    for i in range(BLOCK):
+        out[i] *= factor[i]
+
+
+@kernel
+def square(x, out):
+    """Fill ``out``, which may be ``x``, with the squares of a block."""
+    for i in range(BLOCK):
+        out[i] = x[i] * x[i]
+
+
+@kernel
+def _decode_unsigned(codes, scales, cell, cell_bits, factor, out, levels, fourth_root):
+    """Fill ``out`` with the second moments of whole blocks; ``factor`` is room for one."""
     for first in range(0, out.size, BLOCK):
         last, at = first + BLOCK, first // GROUP
-        block, x = codes[first:last], out[first:last]
-        _spread(scales[at : at + GROUPS], cell, cell_bits, factor)
-        for i in range(BLOCK):
-            x[i] = f4(i4(block[i])) / top
-        if fourth_root:
-            for i in range(BLOCK):
-                x[i] *= x[i]
-        for i in range(BLOCK):
-            y = x[i] * factor[i]
-            x[i] = y * y
+        x = out[first:last]
+        decode_roots(codes[first:last], scales[at : at + GROUPS], cell, cell_bits, factor, x, levels, fourth_root)
+        square(x, x)
 
 
 def _cut(x: torch.Tensor, parts: Parts) -> tuple[tuple[Any, ...], tuple[torch.Tensor, Parts]]:
@@ -177,7 +190,7 @@ def decode_unsigned(parts: Parts, out: torch.Tensor, levels: int, fourth_root: b
     """As ``reference.decode_unsigned``, of any length."""
     flat = out if out.dtype is torch.float32 else torch.empty(out.numel())
     (x, codes, scales), (end, rest) = _cut(flat, parts)
-    decode_unsigned_blocks(codes, scales, *with_bits(1), with_bits(BLOCK)[0], x, levels, fourth_root)
+    _decode_unsigned(codes, scales, *with_bits(1), with_bits(BLOCK)[0], x, levels, fourth_root)
     if end.numel():
         reference.decode_unsigned(rest, end, levels, fourth_root)
     if flat is not out:

@@ -29,7 +29,8 @@ def _split(bits, exponent, mantissa, rho, levels):
 
 
 @kernel
-def _join(exponent, mantissa, rho, bits, levels):
+def join(exponent, mantissa, rho, bits, levels):
+    """Fill ``bits`` with those of the numbers whose planes are given."""
     top = f4(levels)
     for i in range(bits.size):
         d = min(max(np.rint(f4(i4(rho[i])) * f4(32768) / top), f4(-32767)), f4(32767))
@@ -48,4 +49,4 @@ def encode(x: torch.Tensor, out: Parts, levels: int) -> None:
 def decode(parts: Parts, out: torch.Tensor, levels: int) -> None:
     """As ``reference.decode``, of any length."""
     planes = (parts[name].numpy() for name in ("exponent", "mantissa", "rho"))
-    _join(*planes, out.view(torch.int32).numpy(), levels)
+    join(*planes, out.view(torch.int32).numpy(), levels)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.backend import Backend
 from ckpt8.bundle import Bundle, open_bundle
 from ckpt8.container.frames import FRAME
 from ckpt8.encoder import ChunkMeters
@@ -136,7 +137,7 @@ class _Look:
         for run in runs:
             start = chunk * FRAME + run.start
             originals = [self._read(stream, start, run.stop - run.start) for stream in unit.streams]
-            pieces, refused = _pieces(unit, originals)
+            pieces, refused = _pieces(unit, originals, self._meters.backend)
             seen.refused = seen.refused or refused
             seen.drawn.merge(draw(pieces, unit.parameter))
             if refused is None and any(stream.lossy for stream in unit.streams):
@@ -152,11 +153,11 @@ class _Look:
         return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype.torch)
 
 
-def _pieces(unit: Unit, originals: list[torch.Tensor]) -> tuple[list[Piece], str | None]:
+def _pieces(unit: Unit, originals: list[torch.Tensor], backend: Backend | None) -> tuple[list[Piece], str | None]:
     """The pieces of a unit, and why a codec refuses them: then they come back as they are."""
     streams = unit.streams
     try:
-        parts = [stream.codec.encode(x) for stream, x in zip(streams, originals, strict=True)]
+        parts = [stream.codec.encode(x, backend=backend) for stream, x in zip(streams, originals, strict=True)]
     except RefusedError as exc:
         kept = [
             Piece(each.index, each.spec.role, LOSSLESS, x, x, {}) for each, x in zip(streams, originals, strict=True)
@@ -165,6 +166,6 @@ def _pieces(unit: Unit, originals: list[torch.Tensor]) -> tuple[list[Piece], str
     pieces = []
     for stream, x, part in zip(streams, originals, parts, strict=True):
         flat = TensorSpec(stream.spec.name, stream.spec.role, stream.spec.dtype, (len(x),))
-        after = stream.codec.decode(part, flat) if stream.lossy else x
+        after = stream.codec.decode(part, flat, backend=backend) if stream.lossy else x
         pieces.append(Piece(stream.index, stream.spec.role, stream.codec, x, after, part))
     return pieces, None
