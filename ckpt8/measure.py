@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ckpt8.backend import Backend, resolve
@@ -137,13 +136,8 @@ class ChunkMeter:
         return update_error(original, decoded, parameter.rule.factor)
 
 
-@lru_cache(maxsize=64)
-def _cached_cuts(stream_codec: object, spec: TensorSpec, step: int) -> tuple[Mapping[str, slice], ...]:
-    return tuple(cut for _, cut in pieces(stream_codec, spec, step))  # type: ignore[arg-type]
-
-
-def _cuts(stream: Stream, numel: int, step: int) -> tuple[Mapping[str, slice], ...]:
-    return _cached_cuts(stream.codec, TensorSpec("", stream.spec.role, stream.spec.dtype, (numel,)), step)
+def _cuts(stream: Stream, numel: int, step: int) -> list[Mapping[str, slice]]:
+    return [cuts for _, cuts in pieces(stream.codec, stream.spec.dtype, numel, step)]
 
 
 def _spec(stream: Stream, numel: int) -> TensorSpec:

@@ -84,7 +84,7 @@ def restore(
 
         return run(source, target, force=force, threads=threads, progress=progress)
     source = Path(source)
-    with ContainerReader(source) as reader:
+    with ContainerReader(source, kernels=True) as reader:
         target = default_target(source, reader) if target is None else Path(target)
         refuse_same_file(target, source)
         if reader.manifest.directory is not None:

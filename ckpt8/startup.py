@@ -10,7 +10,7 @@ def settle(*, kernels: bool = False) -> None:
     """Import torch, and take all that is there out of the sight of the garbage collector: none of it will be freed.
 
     For processes of our own. Looking through it takes a tenth of a second each time. ``kernels`` also starts numba,
-    which large tensors otherwise do when the first of them comes.
+    which a large checkpoint otherwise does with its first chunk.
     """
     import torch
 

@@ -230,7 +230,7 @@ def verify(
         raise UsageError("replayed steps need the original to compare with; give --against ORIGINAL")
     if max_drift is not None and not resume_steps:
         raise UsageError("a limit on the drift needs steps to replay; give --resume-steps N")
-    with ContainerReader(Path(source)) as reader, Workers(threads) as workers:
+    with ContainerReader(Path(source), kernels=True) as reader, Workers(threads) as workers:
         check_frames(reader, workers, progress)
         storages = reader.manifest.storages
         count = sum(len(table.lengths) for record in storages for table in record.parts.values())

@@ -136,11 +136,11 @@ def _zipnn(job: Job) -> Callable[[], object]:
     return run
 
 
-def _library() -> Any:
+def _library(*, kernels: bool = True) -> Any:
     """``ckpt8``, with all that its first calls would import."""
     from ckpt8.startup import settle
 
-    settle(kernels=True)
+    settle(kernels=kernels)
     import ckpt8.loading
     import ckpt8.restoration
     import ckpt8.verification
@@ -173,7 +173,7 @@ def _verify(job: Job) -> Callable[[], object]:
 
 
 def _load(job: Job) -> Callable[[], object]:
-    ckpt8 = _library()
+    ckpt8 = _library(kernels=False)
     members = [member or None for member in job.source.loaded]
     return lambda: [ckpt8.load(job.container, member=member, threads=job.threads) for member in members]
 

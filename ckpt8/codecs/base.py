@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from ckpt8.backend import Backend
-from ckpt8.tensors import Parts, PartSpec, TensorSpec
+from ckpt8.tensors import DType, Parts, PartSpec, Role, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -52,17 +53,18 @@ class Codec(Hashable, Protocol):
         """
 
 
-def pieces(codec: Codec, spec: TensorSpec, step: int = TILE) -> Iterator[tuple[slice, dict[str, slice]]]:
-    """Cut a tensor into runs of ``step`` elements: the slice of each run, and its slice of every part."""
-    start = 0
-    part_start = dict.fromkeys(codec.layout(spec), 0)
-    while start < spec.numel:
-        stop = min(start + step, spec.numel)
-        run = codec.layout(TensorSpec(spec.name, spec.role, spec.dtype, (stop - start,)))
+@lru_cache(maxsize=256)
+def pieces(codec: Codec, dtype: DType, numel: int, step: int = TILE) -> tuple[tuple[slice, Mapping[str, slice]], ...]:
+    """Cut a flat tensor into runs of ``step`` elements: the slice of each run, and its slice of every part."""
+    found = []
+    part_start = dict.fromkeys(codec.layout(TensorSpec("", Role.OTHER, dtype, (numel,))), 0)
+    for start in range(0, numel, step):
+        stop = min(start + step, numel)
+        run = codec.layout(TensorSpec("", Role.OTHER, dtype, (stop - start,)))
         cuts = {name: slice(part_start[name], part_start[name] + part.numel) for name, part in run.items()}
-        yield slice(start, stop), cuts
+        found.append((slice(start, stop), cuts))
         part_start = {name: cut.stop for name, cut in cuts.items()}
-        start = stop
+    return tuple(found)
 
 
 def take(parts: Mapping[str, torch.Tensor], cuts: Mapping[str, slice]) -> Parts:
@@ -96,7 +98,7 @@ def encode_tiles(
     if 0 < spec.numel <= TILE or backend != "torch":
         kernel(flat, parts)
         return parts
-    for run, cuts in pieces(codec, spec):
+    for run, cuts in pieces(codec, spec.dtype, spec.numel):
         kernel(flat[run], take(parts, cuts))
     return parts
 
@@ -121,7 +123,7 @@ def decode_tiles(
     if 0 < spec.numel <= TILE or backend != "torch":
         kernel(parts, out)
         return out
-    for run, cuts in pieces(codec, spec):
+    for run, cuts in pieces(codec, spec.dtype, spec.numel):
         kernel(take(parts, cuts), out[run])
     return out
 

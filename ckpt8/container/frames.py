@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import zstandard
 
@@ -73,16 +74,22 @@ def host_bytes(length: int) -> torch.Tensor:
     return torch.empty(length, dtype=torch.uint8, device="cpu")
 
 
-def bytes_of(x: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which it keeps alive; without numpy and without a copy."""
+@cache
+def _bytes_type(length: int) -> Any:
     import ctypes
 
+    return ctypes.c_char * length
+
+
+def bytes_of(x: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, which it keeps alive; without numpy and without a copy."""
     length = x.numel() * x.element_size()
     if not length:
         return memoryview(b"")
-    memory = (ctypes.c_char * length).from_address(x.data_ptr())
-    memory.owner = x  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")
+    # To make a type for every length would take longer than all the rest.
+    memory = _bytes_type(1 << (length - 1).bit_length()).from_address(x.data_ptr())
+    memory.owner = x
+    return memoryview(memory).cast("B")[:length]
 
 
 def encode_part(name: str, part: torch.Tensor, *, copy: bool = False) -> list[tuple[bytes | memoryview, int]]:

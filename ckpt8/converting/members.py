@@ -82,7 +82,7 @@ def open_members(path: Path, *, threads: int | None = None) -> Iterator[Members]
         with open_checkpoint(path) as checkpoint:
             yield Members(path, False, [DirectoryMember(path.name, checkpoint)])
     else:
-        with ContainerReader(path) as reader, Workers(threads) as workers:
+        with ContainerReader(path, kernels=True) as reader, Workers(threads) as workers:
             files = _Files(reader, workers)
             yield Members(path, reader.manifest.directory is not None, _stored_members(files))
 

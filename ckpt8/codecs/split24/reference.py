@@ -23,6 +23,9 @@ REFUSAL = "holds NaN, Inf or a value outside the range of bf16"
 FIRST_OVERFLOW = 0x7F7F8000
 """The smallest fp32 magnitude whose bf16 rounding is infinite; Inf and NaN lie above it."""
 
+_SIGN_AND_MANTISSA = 0x807F - 0x10000
+"""Bits of bf16, as int16."""
+
 
 def upper_half(bits: torch.Tensor) -> torch.Tensor:
     """The bits of bf16, int16, of the int32 bits of fp32, rounded to nearest even; of NaN something, not always NaN."""
@@ -32,9 +35,9 @@ def upper_half(bits: torch.Tensor) -> torch.Tensor:
 
 def joined_planes(parts: Parts) -> torch.Tensor:
     """The bits of bf16, int16, of the planes ``exponent`` and ``mantissa``."""
-    signed = parts["mantissa"].to(torch.int16)
-    hi = (signed & 0x80).bitwise_left_shift_(8).bitwise_or_(signed.bitwise_and_(0x7F))
-    return hi.bitwise_or_(parts["exponent"].to(torch.int16).bitwise_left_shift_(7))
+    # As int8 the sign on top of the mantissa is carried all the way up: of the copies one is kept.
+    signed = parts["mantissa"].view(torch.int8).to(torch.int16).bitwise_and_(_SIGN_AND_MANTISSA)
+    return signed.bitwise_or_(parts["exponent"].to(torch.int16).bitwise_left_shift_(7))
 
 
 def encode(x: torch.Tensor, out: Parts, levels: int) -> None:
@@ -57,8 +60,9 @@ def encode(x: torch.Tensor, out: Parts, levels: int) -> None:
 
 def decode(parts: Parts, out: torch.Tensor, levels: int) -> None:
     """Join the parts of a tile into the flat fp32 tile ``out``."""
-    # R is odd, so 32768*rho/R is never a tie, and fp32 holds it to better than 1/(2R): this rounding is exact.
-    d = parts["rho"].float().mul_(32768).div_(levels).round_().clamp_(-32767, 32767)
+    # R is odd, so 32768*rho/R is never a tie. It is rounded rightly with this factor, too, which is rounded itself: for
+    # every R and rho, of which there are few.
+    d = parts["rho"].float().mul_(32768 / levels).round_().clamp_(-32767, 32767)
     # The magnitude stays below 2^31 when d is added, so the sign may be in place before.
     bits = out.view(torch.int32)
     bits.copy_(joined_planes(parts)).bitwise_left_shift_(16).add_(d.to(torch.int32))
