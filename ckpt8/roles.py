@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt8.low_bit import bitsandbytes_moments, plain_state
+from ckpt8.foreign_state import bitsandbytes_moments, plain_state
 from ckpt8.readers.base import StorageRef, TensorRef
 from ckpt8.readers.walk import Components, format_path, iter_nodes
 from ckpt8.tensors import MASTER_LISTS, Role

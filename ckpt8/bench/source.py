@@ -10,10 +10,10 @@ from typing import Any
 
 from ckpt8.bundle import open_bundle
 from ckpt8.errors import InputError
-from ckpt8.readers.base import ByteRange
 from ckpt8.readers.safetensors import SafetensorsReader
 from ckpt8.readers.torch_legacy import TorchLegacyReader
 from ckpt8.readers.torch_zip import TorchZipReader
+from ckpt8.source_file import ByteRange
 
 _LAYOUTS = ("float32", "bfloat16", "float16")
 

@@ -21,7 +21,7 @@ from ckpt8.container.manifest import FrameTable, Manifest, StorageRecord, read_m
 from ckpt8.container.member_layout import check_members
 from ckpt8.container.member_paths import check_paths
 from ckpt8.errors import InputError
-from ckpt8.readers.base import ByteRange, SourceFile
+from ckpt8.source_file import ByteRange, SourceFile
 from ckpt8.tensors import Parts, PartSpec, TensorSpec
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from ckpt8.container.header import is_container
 from ckpt8.converting.composite import Composite
 from ckpt8.converting.members import Members, open_members
 from ckpt8.errors import InputError, UnsupportedError, UsageError
-from ckpt8.low_bit import quantised_weights
+from ckpt8.foreign_state import quantised_weights
 from ckpt8.readers.checksums import check_storages
 from ckpt8.readers.directory import DirectoryMember
 from ckpt8.readers.walk import iter_nodes

@@ -35,8 +35,8 @@ from ckpt8.container.header import parse_json
 from ckpt8.container.member_paths import is_plain_name
 from ckpt8.container.writer import AtomicFile
 from ckpt8.errors import InputError, OutputError, UnsupportedError, UsageError
-from ckpt8.readers.base import ByteRange, SourceFile
 from ckpt8.readers.directory import PACKED_INDEX as FILE_NAME
+from ckpt8.source_file import ByteRange, SourceFile
 from ckpt8.tensors import DType
 
 OBJECTS = "objects"

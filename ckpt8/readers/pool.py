@@ -8,7 +8,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from ckpt8.errors import InputError
-from ckpt8.readers.base import ByteRange, SourceFile
+from ckpt8.source_file import ByteRange, SourceFile
 
 _OPEN_FILES = 64
 """Fewer than any system allows; the pipeline reads a directory in order, so that few are needed at once."""

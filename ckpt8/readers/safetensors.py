@@ -13,9 +13,10 @@ from typing import ClassVar
 
 from ckpt8.container.header import HEAD_BYTES, LENGTH_BYTES, MAX_HEADER, begins_container, parse_json
 from ckpt8.errors import InputError, UnsupportedError
-from ckpt8.readers.base import ByteRange, SourceFile, StorageInfo, TensorRef
+from ckpt8.readers.base import StorageInfo, TensorRef
 from ckpt8.readers.rebuild import MAX_DIMS
 from ckpt8.readers.torch_common import OpenCheckpoint, opened, shown
+from ckpt8.source_file import ByteRange, SourceFile
 from ckpt8.tensors import DType
 
 DTYPES: Mapping[str, DType] = {

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt8.errors import InputError, UnsupportedError
-from ckpt8.readers.base import ByteRange, Global, SourceFile, StorageInfo, StorageRef
+from ckpt8.readers.base import Global, StorageInfo, StorageRef
+from ckpt8.source_file import ByteRange, SourceFile
 from ckpt8.tensors import DType
 
 _INT64_MAX = 2**63 - 1

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from ckpt8.errors import InputError, UnsupportedError
-from ckpt8.readers.base import ByteRange, SourceFile, StorageInfo
+from ckpt8.readers.base import StorageInfo
 from ckpt8.readers.inert_pickle import load_pickle
 from ckpt8.readers.torch_common import OpenCheckpoint, StorageTable, opened, shown
 from ckpt8.readers.walk import check_depth
+from ckpt8.source_file import ByteRange, SourceFile
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001

@@ -9,13 +9,14 @@ from typing import ClassVar
 
 from ckpt8.crc import crc32
 from ckpt8.errors import InputError, UnsupportedError
-from ckpt8.readers.base import ByteRange, SourceFile, StorageInfo
+from ckpt8.readers.base import StorageInfo
 from ckpt8.readers.inert_pickle import load_pickle
 from ckpt8.readers.shards import refuse_shard
 from ckpt8.readers.torch_common import OpenCheckpoint, StorageTable, opened, shown
 from ckpt8.readers.walk import check_depth
 from ckpt8.readers.zip_directory import LOCAL_SIGNATURE, STORED, ZipEntry, find_prefix, read_directory
 from ckpt8.readers.zip_end import read_end_records
+from ckpt8.source_file import ByteRange, SourceFile
 
 MAX_PICKLE_BYTES = 512 * 2**20
 MAX_SMALL_RECORD_BYTES = 64 * 2**20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt8.errors import InputError
-from ckpt8.readers.base import ByteRange, SourceFile
+from ckpt8.source_file import ByteRange, SourceFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt8.errors import InputError, UnsupportedError
-from ckpt8.readers.base import SourceFile
 from ckpt8.readers.zip_end import read_end_records
+from ckpt8.source_file import SourceFile
 
 LOCAL_SIGNATURE = b"PK\x03\x04"
 STORED = 0

@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass
 
 from ckpt8.errors import InputError, UnsupportedError
-from ckpt8.readers.base import SourceFile
+from ckpt8.source_file import SourceFile
 
 MAX_DIRECTORY_BYTES = 64 * 2**20
 """Room for about half a million records."""

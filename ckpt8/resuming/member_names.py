@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt8.container.manifest import FILE
-from ckpt8.low_bit import parameter_shape
+from ckpt8.foreign_state import parameter_shape
 from ckpt8.policy import BUFFERS
 from ckpt8.readers.base import Checkpoint, TensorRef
 from ckpt8.resuming.find import find

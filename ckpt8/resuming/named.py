@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from ckpt8.container.reader import ContainerReader
 from ckpt8.errors import InputError
-from ckpt8.readers.base import Checkpoint, SourceFile, StorageInfo, StorageRef, TensorRef
+from ckpt8.readers.base import Checkpoint, StorageInfo, StorageRef, TensorRef
 from ckpt8.readers.dcp import DcpFile
 from ckpt8.readers.rebuild import make_tensor
+from ckpt8.source_file import SourceFile
 from ckpt8.tensors import DType
 
 

@@ -14,11 +14,12 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.errors import InputError, UnsupportedError, UsageError
 from ckpt8.loading import member_index
 from ckpt8.readers import READERS, get_reader, open_checkpoint
-from ckpt8.readers.base import ByteRange, Checkpoint, SourceFile
+from ckpt8.readers.base import Checkpoint
 from ckpt8.readers.checksums import check_storages
 from ckpt8.readers.directory import is_directory
 from ckpt8.resuming.named import stored_checkpoint
 from ckpt8.resuming.stored import StoredParts
+from ckpt8.source_file import ByteRange, SourceFile
 from ckpt8.verification import check_frames
 from ckpt8.workers import Workers
 

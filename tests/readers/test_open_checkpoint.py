@@ -13,7 +13,7 @@ import torch
 
 from ckpt8.errors import InputError, UnsupportedError
 from ckpt8.readers import READERS, get_reader, open_checkpoint
-from ckpt8.readers.base import ByteRange
+from ckpt8.source_file import ByteRange
 
 
 def tar_bytes():

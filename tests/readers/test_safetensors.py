@@ -15,9 +15,9 @@ from ckpt8.errors import InputError, UnsupportedError
 from ckpt8.plan import make_plan
 from ckpt8.policy import Policy
 from ckpt8.readers import open_checkpoint, safetensors
-from ckpt8.readers.base import ByteRange
 from ckpt8.readers.safetensors import DTYPES
 from ckpt8.roles import classify
+from ckpt8.source_file import ByteRange
 from ckpt8.tensors import DType, Role
 
 TORCH_DTYPES = [dtype for dtype in DTYPES.values() if dtype is not DType.FLOAT4_E2M1FN_X2]

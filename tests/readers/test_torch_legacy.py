@@ -13,9 +13,9 @@ import torch
 
 from ckpt8.errors import InputError, UnsupportedError
 from ckpt8.readers import open_checkpoint, torch_legacy
-from ckpt8.readers.base import ByteRange
 from ckpt8.readers.torch_legacy import MAGIC, PROTOCOL_VERSION, TorchLegacyReader
 from ckpt8.readers.walk import format_path, iter_leaves
+from ckpt8.source_file import ByteRange
 from ckpt8.tensors import DType
 
 

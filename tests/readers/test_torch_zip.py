@@ -13,8 +13,9 @@ import torch
 
 from ckpt8.errors import InputError, UnsupportedError
 from ckpt8.readers import find_reader, get_reader, open_checkpoint
-from ckpt8.readers.base import ByteRange, Inert
+from ckpt8.readers.base import Inert
 from ckpt8.readers.walk import format_path, iter_leaves
+from ckpt8.source_file import ByteRange
 from ckpt8.tensors import DType
 
 PLAIN_DTYPES = [
