@@ -41,8 +41,8 @@ _RAW_LEVEL = 3
 _SHORT_PLANE = 1 << 17
 _SAMPLES, _SAMPLE_BYTES = 8, 1 << 12
 _WORTH_IT = 0.95
-"""A plane that stays larger is stored as it is. Codes of first moments, 1.3 % smaller, took a tenth of all time; those of
-most second moments, 4 % smaller, a twentieth."""
+"""A plane that stays larger is stored as it is. Codes of first moments, 1.3 % smaller, took a tenth of all time; those
+of most second moments, 4 % smaller, a twentieth."""
 
 _MAX_WINDOW = 1 << 24
 
