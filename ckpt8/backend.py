@@ -28,7 +28,7 @@ SMALLEST_FOR_NUMBA = 1 << 17
 """Elements of a tensor from which on its kernels are worth their call."""
 
 LEAST_FOR_NUMBA = 1 << 28
-"""Bytes of a checkpoint from which on it is worth its start: half a second, and three more once on a machine."""
+"""Bytes of a checkpoint from which on it is worth its start: half a second, and about five more once on a machine."""
 
 
 @cache
