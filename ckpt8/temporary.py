@@ -26,13 +26,15 @@ def deferred() -> Iterator[None]:
     before: dict[int, Any] = {}
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.getsignal(number)
-            signal.signal(number, lambda number, _: came.append(number))
+            handler = signal.getsignal(number)
+            # None: it was not set by Python, which could not set it again.
+            if handler is not None:
+                before[number] = handler
+                signal.signal(number, lambda number, _: came.append(number))
         yield
     finally:
         for struck, handler in before.items():
-            # None: it was not set by Python, and cannot be set again.
-            signal.signal(struck, signal.SIG_DFL if handler is None else handler)
+            signal.signal(struck, handler)
         for struck in came:
             signal.raise_signal(struck)
 

@@ -63,6 +63,21 @@ def test_a_signal_strikes_at_the_end_of_the_block(number):
 
 
 @posix
+def test_a_handler_that_python_cannot_set_again_is_left_alone(number, monkeypatch):
+    before = signal.getsignal(number)
+    monkeypatch.setattr(signal, "getsignal", lambda _: None)
+    struck = []
+    with deferred():
+        try:
+            signal.raise_signal(number)
+        except StruckError:
+            struck.append("inside")
+    monkeypatch.undo()
+    assert struck == ["inside"]
+    assert signal.getsignal(number) is before
+
+
+@posix
 def test_a_signal_at_the_moment_a_directory_is_made_leaves_none(number, tmp_path, monkeypatch):
     made = []
     real = tempfile.mkdtemp
