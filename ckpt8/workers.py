@@ -101,7 +101,12 @@ class Workers:
         ``items`` may be results of another ``map``, whose threads are the same.
         """
         source, limit = iter(items), self.threads * (1 + ahead)
-        waiting = deque(self._submit(function, item) for item in islice(source, limit))
+        waiting: deque[Future[R]] = deque()
+        try:
+            waiting.extend(self._submit(function, item) for item in islice(source, limit))
+        except BaseException:
+            _cancel(waiting)
+            raise
         return self._results(function, source, waiting)
 
     def _results(self, function: Callable[[T], R], items: Iterator[T], waiting: deque[Future[R]]) -> Iterator[R]:
@@ -110,8 +115,12 @@ class Workers:
                 yield waiting.popleft().result()
                 waiting.extend(self._submit(function, item) for item in islice(items, 1))
         finally:
-            for future in waiting:
-                future.cancel()
+            _cancel(waiting)
+
+
+def _cancel(waiting: Iterable[Future[Any]]) -> None:
+    for future in waiting:
+        future.cancel()
 
 
 def _run(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -87,6 +87,25 @@ def test_an_exception_of_the_items_comes_out():
         list(workers.map(lambda k: k, items()))
 
 
+def test_work_before_an_exception_of_the_items_is_dropped():
+    go, started = threading.Event(), []
+
+    def work(k):
+        started.append(k)
+        go.wait(10)
+
+    def items():
+        yield from range(3)
+        raise OSError("no more")
+
+    with Workers(1) as workers:
+        with pytest.raises(OSError, match="no more"):
+            workers.map(work, items(), ahead=9)
+        go.set()
+        assert list(workers.map(lambda k: k, range(5))) == list(range(5))
+    assert started in ([], [0])
+
+
 def test_work_that_nobody_waits_for_is_dropped():
     started = []
 
