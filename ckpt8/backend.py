@@ -11,8 +11,9 @@ kernels: slow, and for tests.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from ckpt8.errors import UsageError
 
@@ -79,9 +80,22 @@ def resolve(requested: str | None, device: torch.device | None = None, numel: in
     return "triton" if requested == "triton" else "numba"
 
 
-def for_checkpoint(nbytes: int) -> Backend | None:
-    """What to ask codecs for on a CPU when all of a checkpoint of ``nbytes`` bytes goes through them."""
-    return None if nbytes >= LEAST_FOR_NUMBA else "torch"
+class Sized(Protocol):
+    """A storage of a checkpoint, or the record of one."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+
+
+def for_checkpoint(storages: Iterable[Sized]) -> Backend | None:
+    """What to ask codecs for on a CPU when all ``storages`` of a checkpoint go through them."""
+    return None if sum(storage.nbytes for storage in storages) >= LEAST_FOR_NUMBA else "torch"
+
+
+def on_cpu(backend: Backend | None, device: torch.device) -> Backend | None:
+    """``backend`` for tensors on a CPU; elsewhere the device decides."""
+    return backend if device.type == "cpu" else None
 
 
 def _default(device: torch.device | None, numel: int) -> Backend:

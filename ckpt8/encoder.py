@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpt8.backend import for_checkpoint
+from ckpt8.backend import for_checkpoint, on_cpu
 from ckpt8.codecs.reference import Reference, Run, round_masters
 from ckpt8.container import frames
 from ckpt8.container.copies import fill_padding
@@ -128,7 +128,7 @@ class ChunkMeters:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self.backend = for_checkpoint(sum(storage.nbytes for storage in checkpoint.storages))
+        self.backend = for_checkpoint(checkpoint.storages)
         self._storages = {storage.key: storage for storage in checkpoint.storages}
         self._last: tuple[Parameter, Confidence] | None = None
 
@@ -173,7 +173,7 @@ class ChunkEncoder:
 
     def __init__(self, checkpoint: Checkpoint, *, measure: bool) -> None:
         self._checkpoint = checkpoint
-        self._backend = for_checkpoint(sum(storage.nbytes for storage in checkpoint.storages))
+        self._backend = for_checkpoint(checkpoint.storages)
         self._meters = ChunkMeters(checkpoint) if measure else None
 
     def packed(self, work: Iterable[Work], workers: Workers) -> Iterator[PackedChunk]:
@@ -198,7 +198,7 @@ class ChunkEncoder:
             try:
                 if isinstance(stream.codec, Reference):
                     check_copy(x, chunk * frames.FRAME, stream.codec, partial(self.master, device=x.device))
-                parts.append(stream.codec.encode(x, backend=self._backend if x.device.type == "cpu" else None))
+                parts.append(stream.codec.encode(x, backend=on_cpu(self._backend, x.device)))
             except RefusedError as exc:
                 whose = "the state of its parameter " if len(unit.streams) > 1 else ""
                 return PackedChunk([], crcs, refused=f"{whose}{exc}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckpt8.backend import Backend, resolve
+from ckpt8.backend import Backend, on_cpu, resolve
 from ckpt8.codecs.base import TILE, pieces, take
 from ckpt8.codecs.split24 import Split24
 from ckpt8.container.frames import FRAME
@@ -114,7 +114,7 @@ class ChunkMeter:
     def _tile(self, start: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> None:
         sides: list[tuple[torch.Tensor, torch.Tensor]] = []
         for stream, x, part in zip(self._unit.streams, originals, parts, strict=True):
-            backend = self._backend if x.device.type == "cpu" else None
+            backend = on_cpu(self._backend, x.device)
             y = stream.codec.decode(part, _spec(stream, len(x)), backend=backend).float() if stream.lossy else x
             roots = (root(x), root(y)) if _is_second(stream) else None
             if stream.lossy:

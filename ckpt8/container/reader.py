@@ -56,8 +56,7 @@ class ContainerReader:
         try:
             entries, stored = self._open_header()
             self.manifest = self._open_manifest(stored)
-            nbytes = sum(record.nbytes for record in self.manifest.storages)
-            self._backend = for_checkpoint(nbytes) if kernels else "torch"
+            self._backend = for_checkpoint(self.manifest.storages) if kernels else "torch"
             self.header_bytes = self._data_start
             self._parts = self._locate({entry.name: entry for entry in entries})
             check_references(self)
