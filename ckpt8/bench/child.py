@@ -1,7 +1,8 @@
 """Work in a process of its own, so that neither memory nor caches of one measurement are there in the next.
 
-``python -m ckpt8.bench.child MODULE JOB`` imports the module and prints, as JSON, what its ``work(job)`` returns.
+``main(MODULE, JOB)`` in it imports the module and prints, as JSON, what its ``work(job)`` returns.
 The process begins a session. Whatever ends the wait for it, an interrupt say, ends all processes of that session first.
+It imports from where its parent does: with ``-m`` it would take a ``torch.py`` in the working directory for torch.
 """
 
 from __future__ import annotations
@@ -47,8 +48,14 @@ def run_child(folder: Path) -> Run:
     return run
 
 
+def python(code: str, *arguments: str) -> list[str]:
+    """The command that runs ``code`` with this Python and its ``sys.path``."""
+    same = f"import sys; sys.path[:] = {[os.fspath(place) for place in sys.path]!r}; "
+    return [sys.executable, "-W", "ignore", "-c", same + code, *arguments]
+
+
 def _run(folder: Path, module: str, job: dict[str, Any], *, watch: bool) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", "-m", __name__, module, json.dumps(job)]
+    command = python(f"from {__name__} import main; main(*sys.argv[1:])", module, json.dumps(job))
     with TemporaryFile(dir=folder) as out, TemporaryFile(dir=folder) as err:
         child: subprocess.Popen[bytes] | None = None
         try:
@@ -103,7 +110,3 @@ def main(module: str, job: str) -> None:
         sys.stderr.write(f"{exc}\n")
         sys.exit(exc.exit_code)
     sys.stdout.write(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

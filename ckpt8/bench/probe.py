@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -16,6 +15,7 @@ from typing import Any
 
 import zstandard
 
+from ckpt8.bench.child import python
 from ckpt8.bench.memory import peak_memory
 from ckpt8.bench.source import Source, load_file
 
@@ -150,8 +150,8 @@ def _library(*, kernels: bool = True) -> Any:
 
 def _start(job: Job) -> Callable[[], object]:  # noqa: ARG001
     """What each command on tensors does before its work: Python, torch and numba."""
-    code = "from ckpt8.startup import settle; settle(kernels=True)"
-    return lambda: subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)  # noqa: S603
+    command = python("from ckpt8.startup import settle; settle(kernels=True)")
+    return lambda: subprocess.run(command, check=True)  # noqa: S603
 
 
 def _compress(**options: Any) -> Operation:
