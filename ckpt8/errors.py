@@ -47,6 +47,10 @@ class ResumeWarning(UserWarning):
     """What ``resume(strict=False)`` left as it was."""
 
 
+class KernelCacheWarning(UserWarning):
+    """Compiled kernels cannot be kept, or one that is kept cannot be relied upon: it takes time to compile them."""
+
+
 class InputError(Ckpt8Error):
     """The input is damaged, hostile or not a checkpoint (exit code 3)."""
 

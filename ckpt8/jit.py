@@ -7,16 +7,12 @@ Integers are wrapped in ``i4`` at every step: two int32 make an int64 otherwise,
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numba
 import numpy as np
-from numba import config
 
 i4 = np.int32
 f4 = np.float32
@@ -26,43 +22,15 @@ MAGNITUDE = 0x7FFFFFFF
 """All bits of an fp32 number but its sign."""
 
 
-def _cache() -> Path:
-    """The folder of this user for what can be made again. Raises RuntimeError where there is no home directory."""
-    if sys.platform == "win32":
-        named, usual = os.environ.get("LOCALAPPDATA", ""), Path("AppData", "Local")
-    elif sys.platform == "darwin":
-        named, usual = "", Path("Library", "Caches")
-    else:
-        named, usual = os.environ.get("XDG_CACHE_HOME", ""), Path(".cache")
-    folder = Path(named) if Path(named).is_absolute() else Path.home() / usual
-    return folder / "ckpt8" / "kernels"
-
-
-@contextmanager
-def _kept() -> Iterator[None]:
-    """Have numba keep what is decorated in the user's cache, unless ``NUMBA_CACHE_DIR`` names a place.
-
-    Beside the source, where it keeps things otherwise, they would be left behind when the package is uninstalled.
-    """
-    settings = vars(config)
-    if settings["CACHE_DIR"]:
-        yield
-        return
-    settings["CACHE_DIR"] = str(_cache())
-    try:
-        yield
-    finally:
-        settings["CACHE_DIR"] = ""
-
-
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile ``function`` when it is first called."""
-    try:
-        with _kept():
-            return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError:
-        # There is no place to keep it.
-        return numba.njit(nogil=True, error_model="numpy")(function)
+    """Compile ``function`` when it is first called, unless that was done in another process."""
+    compiled = numba.njit(nogil=True, error_model="numpy")(function)
+    # With cache=True numba would keep its own files, which it executes whoever wrote them.
+    with suppress(ImportError):
+        from ckpt8.kernel_cache import KernelCache
+
+        vars(compiled)["_cache"] = KernelCache(function)
+    return compiled
 
 
 def with_bits(*shape: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

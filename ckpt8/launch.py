@@ -16,8 +16,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from ckpt8.errors import Ckpt8Error, OutputError
+from ckpt8.errors import Ckpt8Error, KernelCacheWarning, OutputError
 
 _FLAGS = {"--tensors": "tensors", "--json": "as_json"}
 """Options of ``inspect`` that are known here, and what ``_inspect`` calls them."""
@@ -41,10 +42,21 @@ def launch() -> None:
     os._exit(0)
 
 
+_format_warning = warnings.formatwarning
+
+
+def _one_line(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
+    """A warning of ours as errors are shown: it is not about the line of code that gives it."""
+    if issubclass(category, KernelCacheWarning):
+        return f"ckpt8: {message}\n"
+    return _format_warning(message, category, *where, **line)
+
+
 def guarded(command: Callable[[], object]) -> None:
     """Run a command and turn every expected error into one line and an exit code."""
     # A torch without numpy says so at its first use; ckpt8 does not need numpy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    warnings.formatwarning = _one_line
     try:
         try:
             command()

@@ -1,0 +1,160 @@
+"""Kernels that numba compiled, kept on disk so that a machine compiles each once: machine code, run as it lies there.
+
+It is read only where nobody but this user can have put it. A file begins with a SHA-256 over its content and all that
+it was made from: the source of this package, the signature, the processor, Python and numba. So what is cut, has a
+flipped bit, or was made from other source, is compiled anew and replaced. numba's own cache compares the one file that
+a kernel stands in, and does not see a change of another kernel that it calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+import stat
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core.caching import NullCache
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
+
+from ckpt8._version import __version__
+from ckpt8.errors import KernelCacheWarning
+from ckpt8.private_folder import check_private, make_private
+from ckpt8.temporary import deferred
+from ckpt8.text import printable
+
+_PACKAGE = Path(__file__).parent
+_DIGEST_BYTES = 32
+_NAME_DIGITS = 16
+
+
+_NOT_KEPT = (
+    "compiled kernels are not kept, and each run compiles them: {}; name a folder of your own in NUMBA_CACHE_DIR"
+)
+_NOT_USED = "a compiled kernel is not used, and made anew: {}"
+
+_warned: set[str] = set()
+"""What was warned of already."""
+
+
+class KernelCache(NullCache):
+    """What numba asks for a compiled ``function`` and gives it to.
+
+    It never raises: what goes wrong with a file, or with a numba that is made otherwise, costs the time to compile.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        """The kernel for ``signature``; None where it has to be compiled."""
+        with contextlib.suppress(Exception):
+            if folder := _folder():
+                path, origin = self._file(folder, signature, target_context)
+                if code := _read(path, origin):
+                    target_context.refresh()
+                    return CompileResult._rebuild(target_context, *pickle.loads(code))  # noqa: S301
+        return None
+
+    def save_overload(self, signature: Any, compiled: Any) -> None:
+        """Keep a kernel, where that is possible: not one that holds addresses of this process."""
+        with contextlib.suppress(Exception):
+            folder = _folder()
+            if folder and not compiled.lifted and not compiled.library.has_dynamic_globals:
+                path, origin = self._file(folder, signature, compiled.target_context)
+                _write(path, origin, dumps(compiled._reduce()))
+
+    def _file(self, folder: Path, signature: Any, target_context: Any) -> tuple[Path, bytes]:
+        """Where the kernel for ``signature`` is kept, and all that it is made from.
+
+        Its name does not tell the source and the version of numba: newer code takes the place of the older.
+        """
+        name = self._function.__qualname__
+        python = sys.implementation.cache_tag, getattr(sys, "abiflags", "")
+        place = (self._function.__module__, name, signature, target_context.codegen().magic_tuple(), python, _PACKAGE)
+        key = hashlib.sha256(repr(place).encode(errors="surrogateescape")).digest()
+        return folder / f"{name}-{key.hex()[:_NAME_DIGITS]}.nbc", key + _source()
+
+
+@cache
+def _folder() -> Path | None:
+    """The folder of this user for kernels; None, and a warning, where nothing can be kept."""
+    try:
+        folder = _chosen()
+        make_private(folder)
+    except (OSError, RuntimeError) as exc:
+        _warn(_NOT_KEPT, exc)
+        return None
+    return folder
+
+
+def _chosen() -> Path:
+    """Below ``NUMBA_CACHE_DIR``, or in the cache of the user. Raises RuntimeError where there is no home directory."""
+    if named := vars(numba.config)["CACHE_DIR"]:
+        return Path(named) / "ckpt8"
+    if sys.platform == "win32":
+        named, usual = os.environ.get("LOCALAPPDATA", ""), Path("AppData", "Local")
+    elif sys.platform == "darwin":
+        named, usual = "", Path("Library", "Caches")
+    else:
+        named, usual = os.environ.get("XDG_CACHE_HOME", ""), Path(".cache")
+    return (Path(named) if Path(named).is_absolute() else Path.home() / usual) / "ckpt8" / "kernels"
+
+
+@cache
+def _source() -> bytes:
+    """A digest of all of this package, of which constants and called kernels go into a kernel, and of the compiler."""
+    digest = hashlib.sha256(f"{__version__} {numba.__version__} {llvmlite.__version__}".encode())
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.digest()
+
+
+def _read(path: Path, origin: bytes) -> bytes | None:
+    """The content of a file of this user, if it is whole and was made from ``origin``. Raises OSError."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    try:
+        check_private(path, status)
+    except PermissionError as exc:
+        _warn(_NOT_USED, exc)
+        return None
+    content = path.read_bytes()
+    code = content[_DIGEST_BYTES:]
+    return code if hashlib.sha256(origin + code).digest() == content[:_DIGEST_BYTES] else None
+
+
+def _write(path: Path, origin: bytes, code: bytes) -> None:
+    """Put a file into its place, whole. Warns where that is not possible, and leaves nothing behind."""
+    content = hashlib.sha256(origin + code).digest() + code
+    try:
+        with deferred():
+            descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".")
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(content)
+                Path(name).replace(path)
+            except OSError:
+                Path(name).unlink()
+                raise
+    except OSError as exc:
+        _warn(_NOT_KEPT, OSError(exc.errno, exc.strerror, str(path)))
+
+
+def _warn(text: str, error: OSError | RuntimeError) -> None:
+    """Warn of it the first time."""
+    if text not in _warned:
+        _warned.add(text)
+        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        warnings.warn(printable(text.format(why)), KernelCacheWarning, stacklevel=2)

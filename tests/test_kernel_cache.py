@@ -1,0 +1,317 @@
+"""The cache of compiled kernels: what others could have put there is not run, and damage costs a compilation."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_cache_kit import FORGED, START, Forks, finish, kept, start
+
+import ckpt8
+
+pytest.importorskip("numba", reason="numba is not installed")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="owners and modes of Linux")
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")
+STRANGER = 12345
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    with Forks(tmp_path_factory.mktemp("said")) as forks:
+        yield forks.run
+
+
+@pytest.fixture(scope="module")
+def forged_home(run, tmp_path_factory):
+    """A home directory whose kernel makes the file ``ran`` beside it when it is read."""
+    folder = tmp_path_factory.mktemp("forged")
+    run(FORGED + START, folder / "ran", HOME=folder / "home")
+    return folder
+
+
+@pytest.fixture
+def home(forged_home, tmp_path):
+    """A copy of it that is not used yet."""
+    (forged_home / "ran").unlink(missing_ok=True)
+    return shutil.copytree(forged_home / "home", tmp_path / "home")
+
+
+@pytest.fixture(scope="module")
+def filled_home(run, tmp_path_factory):
+    """A home directory with a good kernel."""
+    folder = tmp_path_factory.mktemp("filled") / "home"
+    assert run(START, HOME=folder) == ("0", "")
+    assert run(START, HOME=folder) == ("1", "")
+    return folder
+
+
+@pytest.fixture
+def good(filled_home, tmp_path):
+    return shutil.copytree(filled_home, tmp_path / "home")
+
+
+def cache(home):
+    return home / ".cache" / "ckpt8" / "kernels"
+
+
+def test_a_forged_kernel_would_run(run, home, forged_home):
+    """In a cache that only this user could have written it does: the tests below can fail."""
+    run(START, HOME=home)
+    assert (forged_home / "ran").exists()
+
+
+def linked(home):
+    """The cache behind a link in a folder where everybody may put another link."""
+    shared = home.parent / "shared"
+    shared.mkdir()
+    (home / ".cache" / "ckpt8").rename(home.parent / "private")
+    (shared / "link").symlink_to(home.parent / "private")
+    (home / ".cache" / "ckpt8").symlink_to(shared / "link")
+    shared.chmod(0o777)
+
+
+OPENED = {
+    "by the group": lambda home: cache(home).chmod(0o770),
+    "by everybody": lambda home: cache(home).chmod(0o757),
+    "sticky": lambda home: cache(home).chmod(0o1777),
+    "above": lambda home: (home / ".cache").chmod(0o777),
+    "home": lambda home: home.chmod(0o775),
+    "behind a link": linked,
+}
+GIVEN = {
+    "folder": lambda home: os.chown(cache(home), STRANGER, -1),
+    "above": lambda home: os.chown(home / ".cache", STRANGER, -1),
+}
+
+
+def assert_nothing_runs(run, home, forged_home, why, **environment):
+    before = {path: path.read_bytes() for path in kept(home)}
+    hits, err = run(START, **{"HOME": home, **environment})
+    assert not (forged_home / "ran").exists()
+    assert hits == "0"
+    assert err.count("KernelCacheWarning") == 1
+    assert why in err
+    assert {path: path.read_bytes() for path in kept(home)} == before
+
+
+@pytest.mark.parametrize("way", OPENED)
+def test_a_folder_that_others_can_write_is_not_used(run, way, home, forged_home):
+    OPENED[way](home)
+    assert_nothing_runs(run, home, forged_home, "other users can write to it")
+
+
+@as_root
+@pytest.mark.parametrize("way", GIVEN)
+def test_a_folder_of_another_user_is_not_used(run, way, home, forged_home):
+    GIVEN[way](home)
+    assert_nothing_runs(run, home, forged_home, f"it belongs to another user, {STRANGER}")
+
+
+@as_root
+@pytest.mark.parametrize("name", ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"])
+def test_a_folder_that_is_named_is_under_the_same_rule(name, home, forged_home, tmp_path):
+    named = tmp_path / "named"
+
+    def run(*program, **environment):
+        # numba looks at its variables when it is imported.
+        return finish(start(*program, **environment))
+
+    run(FORGED + START, forged_home / "ran", **{"HOME": home, name: named})
+    assert kept(named)
+    run(START, **{"HOME": home, name: named})
+    assert (forged_home / "ran").exists()
+    (forged_home / "ran").unlink()
+    named.chmod(0o777)
+    assert_nothing_runs(run, home, forged_home, f"{named}: other users can write to it", **{name: named})
+
+
+def test_a_file_that_others_can_write_is_replaced(run, home, forged_home):
+    (file,) = kept(home)
+    file.chmod(0o666)
+    hits, err = run(START, HOME=home)
+    assert not (forged_home / "ran").exists()
+    assert hits == "0"
+    assert err.count("KernelCacheWarning") == 1
+    assert f"{file}: other users can write to it" in err
+    assert run(START, HOME=home) == ("1", "")
+
+
+@as_root
+def test_a_file_of_another_user_is_replaced(run, home, forged_home):
+    (file,) = kept(home)
+    os.chown(file, STRANGER, -1)
+    assert f"{file}: it belongs to another user" in run(START, HOME=home)[1]
+    assert not (forged_home / "ran").exists()
+    assert run(START, HOME=home) == ("1", "")
+
+
+def test_what_is_made_is_for_the_user_alone(run, tmp_path):
+    run("import os; os.umask(0)\n" + START, HOME=tmp_path / "home")
+    made = [tmp_path / "home", *(tmp_path / "home").rglob("*")]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700] * 4 + [0o600]
+
+
+def test_a_sticky_folder_above_is_fine(run, good):
+    good.parent.chmod(0o1777)
+    assert run(START, HOME=good) == ("1", "")
+
+
+@pytest.mark.parametrize("target", ["{}/elsewhere", "../../elsewhere"], ids=["absolute", "relative"])
+def test_a_link_that_nobody_else_can_change_is_fine(run, target, good):
+    (good / ".cache" / "ckpt8").rename(good.parent / "elsewhere")
+    (good / ".cache" / "ckpt8").symlink_to(target.format(good.parent))
+    assert run(START, HOME=good) == ("1", "")
+
+
+def turned(content):
+    """One bit in the machine code."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+def another_file(change):
+    def put(file):
+        other = file.parents[3] / "other"
+        other.write_bytes(b"something")
+        file.unlink()
+        change(file, other)
+
+    return put
+
+
+DAMAGE = {
+    "empty": lambda file: file.write_bytes(b""),
+    "cut in the checksum": lambda file: os.truncate(file, 20),
+    "cut": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"\0"),
+    "garbage": lambda file: file.write_bytes(os.urandom(5000)),
+    "a bit": lambda file: file.write_bytes(turned(file.read_bytes())),
+    "unreadable": lambda file: (file.write_bytes(b""), file.chmod(0)),
+    "symbolic link": another_file(lambda file, other: file.symlink_to(other)),
+    "link into nothing": another_file(lambda file, other: file.symlink_to("nothing")),
+    "hard link": another_file(lambda file, other: file.hardlink_to(other)),
+    "pipe": another_file(lambda file, other: os.mkfifo(file)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_mended(run, damage, good):
+    (file,) = kept(good)
+    DAMAGE[damage](file)
+    assert run(START, HOME=good) == ("0", "")
+    assert run(START, HOME=good) == ("1", "")
+    others = [path for path in kept(good) if path != file]
+    assert [path.read_bytes() for path in others] in ([], [b"something"])
+
+
+def test_a_folder_in_the_place_of_a_file_is_left_alone(run, good):
+    (file,) = kept(good)
+    file.unlink()
+    (file / "full").mkdir(parents=True)
+    hits, err = run(START, HOME=good)
+    assert (hits, err.count("KernelCacheWarning")) == ("0", 1)
+    assert f"{file}: Is a directory" in err
+    assert kept(good) == []
+
+
+def test_a_full_disk_costs_a_warning(run, tmp_path):
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+    hits, err = run(limit + START, HOME=tmp_path / "home")
+    assert (hits, err.count("KernelCacheWarning")) == ("0", 1)
+    assert "File too large" in err
+    assert kept(tmp_path) == []
+
+
+def test_no_home_costs_a_warning(run, tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    hits, err = run(START, HOME=tmp_path / "file")
+    assert (hits, err.count("KernelCacheWarning")) == ("0", 1)
+    assert f"{tmp_path / 'file'}: Not a directory" in err
+
+
+def test_links_in_a_circle_cost_a_warning(run, tmp_path):
+    (tmp_path / "home").symlink_to("home")
+    assert "Too many levels of symbolic links" in run(START, HOME=tmp_path / "home")[1]
+
+
+def test_a_warning_that_is_an_error_stops_nothing(run, home, forged_home):
+    cache(home).chmod(0o777)
+    assert run("import warnings; warnings.simplefilter('error')\n" + START, HOME=home) == ("0", "")
+    assert not (forged_home / "ran").exists()
+
+
+def test_processes_at_once(run, tmp_path):
+    home = tmp_path / "home"
+    processes = [start(START, HOME=home) for _ in range(4)]
+    assert {finish(process)[1] for process in processes} == {""}
+    assert len(kept(home)) == 1
+    assert run(START, HOME=home) == ("1", "")
+
+
+def test_a_numba_that_is_made_otherwise_keeps_nothing(run, tmp_path):
+    changed = "import numba; numba.njit(lambda: 0)(); from numba.core import caching; del caching.NullCache\n"
+    assert run(changed + START, HOME=tmp_path / "home") == ("0", "")
+    changed = "from numba.core.compiler import CompileResult; del CompileResult._reduce, CompileResult._rebuild\n"
+    assert run(changed + START, HOME=tmp_path / "home") == ("0", "")
+    assert kept(tmp_path) == []
+
+
+def test_a_kernel_is_made_anew_when_another_file_changes(run, tmp_path):
+    """numba's own cache compares the file of the kernel, not those of what it calls."""
+    package = shutil.copytree(Path(ckpt8.__file__).parent, tmp_path / "source" / "ckpt8")
+    called, caller = package / "called.py", package / "caller.py"
+    called.write_text("from ckpt8.jit import kernel\n\n@kernel\ndef own(x):\n    return x + x\n")
+    caller.write_text(
+        "from ckpt8.called import own\nfrom ckpt8.jit import kernel\n\n@kernel\ndef more(x):\n    return own(x) + 1\n"
+    )
+
+    def ask():
+        program = "import sys; sys.path.insert(0, sys.argv[1]); from ckpt8.caller import more; print(more(5))"
+        out, err = run(program, package.parent, HOME=tmp_path / "home")
+        assert err == ""
+        return out
+
+    assert [ask(), ask()] == ["11", "11"]
+    files = kept(tmp_path / "home")
+    called.write_text(called.read_text().replace("x + x", "x * x"))
+    assert [ask(), ask()] == ["26", "26"]
+    # The newer code took the place of the older.
+    assert kept(tmp_path / "home") == files
+
+
+COMMAND = """
+import sys
+from ckpt8 import __main__, backend
+backend.LEAST_FOR_NUMBA = backend.SMALLEST_FOR_NUMBA = 0
+__main__.main()
+"""
+"""The command, which leaves small checkpoints to kernels as well."""
+
+
+def test_a_command_does_its_work_whatever_the_cache_is(run, tmp_path):
+    source = tmp_path / "run.pt"
+    torch.save({"model": {"w": torch.randn(80, 80, generator=torch.Generator().manual_seed(0))}}, source)
+    ckpt8.compress(source, tmp_path / "expected.ckpt8", stats=False)
+
+    def compress():
+        target = tmp_path / "run.ckpt8"
+        err = run(COMMAND, "compress", source, "-o", target, "--no-stats", "--force", HOME=tmp_path / "home")[1]
+        assert target.read_bytes() == (tmp_path / "expected.ckpt8").read_bytes()
+        return err
+
+    assert compress() == ""
+    files = kept(tmp_path / "home")
+    assert any(file.name.startswith("_split-") for file in files)
+    for file in files:
+        os.truncate(file, 40)
+    assert compress() == ""
+    cache(tmp_path / "home").chmod(0o777)
+    err = compress()
+    assert err.startswith("ckpt8: compiled kernels are not kept")
+    assert len(err.splitlines()) == 1
