@@ -21,6 +21,8 @@ from ckpt8.pipeline import Compressor, Options, Progress, Unwritten
 from ckpt8.policy import Policy
 from ckpt8.readers.base import Checkpoint
 from ckpt8.readers.directory import is_directory
+from ckpt8.replacing import checkpoint_file
+from ckpt8.target_names import CONTAINER, default_path
 from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
@@ -28,15 +30,13 @@ if TYPE_CHECKING:
 
     import torch
 
-SUFFIX = ".ckpt8"
-
 
 def default_target(source: Path) -> Path:
     """``run.pt`` becomes ``run.ckpt8``, ``checkpoint-500/`` becomes ``checkpoint-500.ckpt8``. Raises InputError."""
     if is_directory(source):
         name = directory_name(source)
-        return (source if source.name == name else source.resolve()).with_name(name + SUFFIX)
-    return source.with_suffix(SUFFIX)
+        return (source if source.name == name else source.resolve()).with_name(name + CONTAINER)
+    return source.with_suffix(CONTAINER)
 
 
 def compress(
@@ -54,6 +54,7 @@ def compress(
 ) -> Manifest:
     """Compress a checkpoint, a file or a directory, into a ``.ckpt8``, by default beside it; what it says of itself.
 
+    With ``force`` an existing file is replaced; where no ``target`` is given only a checkpoint or container is.
     ``preset`` is flash, compact or lossless; ``rules`` are ``GLOB=CODEC``, the first match wins. ``device`` is auto,
     cpu or cuda: where a file is packed; auto is cpu. ``stats`` measures the error on the way. A parameter whose max
     |Δu| exceeds ``max_update_error``, or is unknown, has its moments stored lossless. ``progress`` is called with the
@@ -61,12 +62,14 @@ def compress(
     OutputError for the target, UsageError for the arguments.
     """
     source = Path(source)
-    target = default_target(source) if target is None else Path(target)
+    named, target = target is not None, default_target(source) if target is None else Path(target)
     policy = Policy.of(preset, rules)
     options = _options(threads, max_update_error, progress, stats=stats)
     gpu = requested(device)
     refuse_same_file(target, source)
     refuse_inside(target, source)
+    if not named and default_path(target).is_file() and force:
+        checkpoint_file(target)
     with open_bundle(source, decode=not policy.keeps_compressed) as bundle:
         if not bundle.holds_tensors:
             raise InputError(f"{source}: holds no tensors; there is nothing to compress")

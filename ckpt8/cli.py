@@ -72,7 +72,7 @@ def compress(
     with progress_bar(f"compress {src.name}", size_of(src), enabled=not as_json) as progress:
         api.compress(
             src,
-            target,
+            output,
             preset=preset,
             rules=rule or (),
             device=device,
@@ -158,11 +158,16 @@ def restore(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Write back the checkpoint that SRC was made from."""
+    """Write back the checkpoint that SRC was made from, by default beside SRC and under its name.
+
+    best.ckpt8 gives best.pt, best.safetensors, ... or the directory best/; what the original was called is shown.
+    --force replaces checkpoints: a directory only if nothing else is in it, another file only if -o names it.
+    """
     from ckpt8.container.reader import ContainerReader
     from ckpt8.inspect.figures import size
     from ckpt8.progress import progress_bar
     from ckpt8.restoration import restore as run
+    from ckpt8.restoration import restore_original
 
     if salvage:
         found = run(src, output, salvage=True, force=force, threads=threads)
@@ -177,12 +182,14 @@ def restore(
         total = sum(member.size for member in reader.manifest.members)
     start = clock()
     with progress_bar(f"restore {src.name}", total, enabled=not as_json) as progress:
-        target = run(src, output, force=force, threads=threads, progress=progress)
+        restored = restore_original(src, output, force=force, threads=threads, progress=progress)
     seconds = time.perf_counter() - start
     if as_json:
-        print_json({"target": str(target), "bytes": total, "seconds": seconds})
+        facts = {"original": restored.original, "replaced": restored.replaced}
+        print_json({"target": str(restored.path), "bytes": total, "seconds": seconds, **facts})
     else:
-        console().print(printable(f"{target}: {size(total)} in {seconds:.2f} s"), markup=False, soft_wrap=True)
+        lines = [f"{restored.path}: {size(total)} in {seconds:.2f} s", *restored.lines()]
+        console().print("\n".join(map(printable, lines)), markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -13,7 +13,7 @@ from ckpt8.output import console, print_json
 __all__ = ["Container", "Force", "Json", "Output", "Threads", "clock", "console", "print_json"]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing output: a file, or a checkpoint directory.")]
 Threads = Annotated[int | None, typer.Option(min=1, max=256, help="Worker threads; by default the cores, at most 8.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; by default beside the input.")]
 Container = Annotated[Path, typer.Argument(readable=False, metavar="SRC.ckpt8", help="A compressed checkpoint.")]

@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
+from ckpt8.container.atomic import Check
 from ckpt8.container.atomic_directory import AtomicDirectory
 from ckpt8.container.disk import write_at
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.container.member_file import MemberFile, Piece
-from ckpt8.container.member_paths import is_plain_name, link_stays_inside
+from ckpt8.container.member_paths import link_stays_inside
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.writer import AtomicFile, refuse_same_file
+from ckpt8.container.writer import AtomicFile, any_file, refuse_same_file
 from ckpt8.crc import combine, crc32
 from ckpt8.errors import InputError
 from ckpt8.pipeline import Progress
+from ckpt8.replacing import checkpoint_directory, checkpoint_file
+from ckpt8.target_names import original_name, restored_path
 from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
@@ -28,13 +32,50 @@ Guard = Callable[[], contextlib.AbstractContextManager[None]]
 """Makes a context that turns an OSError into an OutputError."""
 
 
-def default_target(source: Path, reader: ContainerReader) -> Path:
-    """The name of the original, beside the container. Raises InputError for a name that leaves the directory."""
-    manifest = reader.manifest
-    name = manifest.directory if manifest.directory is not None else manifest.members[0].path
-    if not is_plain_name(name):
-        raise InputError(f"{source}: holds a file name that cannot be used ({name[:80]!r}); give one with -o")
-    return source.with_name(name)
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where something is restored. ``named``: the user gave the path. ``original`` is what the container calls it."""
+
+    path: Path
+    named: bool
+    original: str
+
+    @classmethod
+    def choose(cls, source: Path, given: str | os.PathLike[str] | None, reader: ContainerReader) -> Target:
+        """The path that was given, or the default. Raises OutputError for the source itself."""
+        path = restored_path(source, reader.manifest) if given is None else Path(given)
+        refuse_same_file(path, source)
+        return cls(path, given is not None, original_name(reader.manifest))
+
+    @property
+    def check_file(self) -> Check:
+        """What ``force`` may replace: any file that the user named, else checkpoints."""
+        return any_file if self.named else checkpoint_file
+
+    @property
+    def other_name(self) -> str | None:
+        """What the original was called, if the default name is another one."""
+        return None if self.named or self.path.name == self.original else self.original
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """``path`` was written; ``original`` is what the container calls it, ``replaced`` says what had the path before."""
+
+    path: Path
+    original: str
+    replaced: str | None
+    other_name: str | None
+
+    def lines(self) -> list[str]:
+        """What there is to say of the names, as lines of text."""
+        return about_names(self.other_name, self.replaced)
+
+
+def about_names(other_name: str | None, replaced: str | None) -> list[str]:
+    """Lines of text: what the original was called, and what was replaced."""
+    lines = [] if other_name is None else [f"the original was called {other_name[:80]!r}"]
+    return lines if replaced is None else [*lines, f"replaced {replaced}"]
 
 
 @overload
@@ -70,11 +111,13 @@ def restore(
     threads: int | None = None,
     progress: Progress = lambda _: None,
 ) -> Path | Salvage:
-    """Write the original back, to ``target`` or under its own name beside the container; the path written.
+    """Write the original back, to ``target`` or beside the container under the container's name; the path written.
 
-    What was stored lossless is identical; the rest is within the error that ``inspect`` shows. With ``force`` an
-    existing file, or for a directory an existing directory with all in it, is replaced. Raises InputError for damage,
-    OutputError when the target exists (without ``force``) or cannot be written.
+    ``best.ckpt8`` gives ``best.pt``, ``best.safetensors``, ... or the directory ``best``, whatever the original was
+    called: see ``ckpt8.target_names``. What was stored lossless is identical; the rest is within the error that
+    ``inspect`` shows. With ``force`` an existing file is replaced, where no ``target`` is given only a checkpoint, and
+    an existing directory if it is a checkpoint with nothing else in it: see ``ckpt8.replacing``. Raises InputError for
+    damage, OutputError when the target exists (without ``force``), is not replaced or cannot be written.
 
     With ``salvage`` a damaged container is no error as long as anything in it is whole: see ``ckpt8.salvage`` for what
     is written of it, and for what it gives.
@@ -83,21 +126,38 @@ def restore(
         from ckpt8.salvage import salvage as run
 
         return run(source, target, force=force, threads=threads, progress=progress)
+    return restore_original(source, target, force=force, threads=threads, progress=progress).path
+
+
+def restore_original(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str] | None,
+    *,
+    force: bool,
+    threads: int | None,
+    progress: Progress,
+) -> Restored:
+    """As ``restore`` without ``salvage``, and what there is to say of it."""
     source = Path(source)
     with ContainerReader(source, kernels=True) as reader:
-        target = default_target(source, reader) if target is None else Path(target)
-        refuse_same_file(target, source)
+        chosen = Target.choose(source, target, reader)
         if reader.manifest.directory is not None:
             members = enumerate(reader.manifest.members)
             links = {index: link_target(reader, index) for index, each in members if each.format == SYMLINK}
-            with AtomicDirectory(target, force=force, keep=source) as directory, Workers(threads) as workers:
+            with new_directory(chosen, reader, force=force) as directory, Workers(threads) as workers:
                 _restore_members(reader, links, directory, workers, progress)
                 directory.publish()
-            return target
-        with AtomicFile(target, force=force) as output, Workers(threads) as workers:
+            return Restored(chosen.path, chosen.original, directory.replaced, chosen.other_name)
+        with AtomicFile(chosen.path, force=force, check=chosen.check_file) as output, Workers(threads) as workers:
             write_member(MemberFile(reader, 0), output.file.fileno(), output.guard, workers, progress)
             output.publish()
-    return target
+        return Restored(chosen.path, chosen.original, output.replaced, chosen.other_name)
+
+
+def new_directory(target: Target, reader: ContainerReader, *, force: bool) -> AtomicDirectory:
+    """The directory for all members. With ``force`` it replaces a checkpoint, and files that are written again."""
+    check = checkpoint_directory([member.path for member in reader.manifest.members])
+    return AtomicDirectory(target.path, force=force, keep=reader.path, check=check)
 
 
 def link_target(reader: ContainerReader, member: int) -> str:

@@ -26,7 +26,9 @@ from ckpt8.container.member_file import MemberFile
 from ckpt8.container.writer import AtomicFile, refuse_same_file
 from ckpt8.errors import InputError
 from ckpt8.pipeline import Progress
+from ckpt8.replacing import checkpoint_file
 from ckpt8.salvaged_tensors import TensorFile
+from ckpt8.target_names import SAFETENSORS, default_path
 from ckpt8.verification import all_chunks, scratch_tensor
 from ckpt8.workers import Workers
 
@@ -61,14 +63,18 @@ class Salvage:
     """``path`` was written, ``tensors`` are whole.
 
     ``damage`` is what does not hold of header, manifest and seal, or None. Without the seal nothing proves the names,
-    shapes and places that the manifest states.
+    shapes and places that the manifest states. ``original`` is what the manifest calls the original; ``other_name`` is
+    that as well, if the default name is another. ``replaced`` says what had the path before.
     """
 
     path: Path
     damage: str | None
+    original: str
     tensors: int = 0
     members: list[SalvagedMember] = field(default_factory=list)
     lost: list[LostTensor] = field(default_factory=list)
+    replaced: str | None = None
+    other_name: str | None = None
 
     @property
     def complete(self) -> bool:
@@ -84,6 +90,7 @@ class Salvage:
     def lines(self) -> list[str]:
         """What there is to say, as lines of text."""
         found = [f"{self.path}: {self.tensors} tensors are whole, {len(self.lost)} are not"]
+        found += restoration.about_names(self.other_name, self.replaced)
         if self.damage is not None:
             found.append(f"{self.damage}; names, shapes and places are as its manifest has them")
         found += [
@@ -114,16 +121,16 @@ def salvage(
         raise type(exc)(f"{exc}; nothing can be recovered") from exc
     with reader, Workers(threads) as workers:
         _find_lost(reader, workers)
-        target = restoration.default_target(source, reader) if target is None else Path(target)
-        refuse_same_file(target, source)
+        chosen = restoration.Target.choose(source, target, reader)
         work = _Salvaging(reader, workers, progress)
-        result = Salvage(target, reader.damage)
+        result = Salvage(chosen.path, reader.damage, chosen.original, other_name=chosen.other_name)
         if reader.manifest.directory is not None:
-            with AtomicDirectory(target, force=force, keep=source) as directory:
+            with restoration.new_directory(chosen, reader, force=force) as directory:
                 work.write_directory(directory, result)
                 directory.publish()
+            result.replaced = directory.replaced
         else:
-            work.write_file(target, result, force=force)
+            work.write_file(chosen, result, force=force)
         work.list_tensors(result)
         return result
 
@@ -166,22 +173,26 @@ class _Salvaging:
             return LOST if member.format in (FILE, SYMLINK, DIRECTORY) else TENSORS
         return DAMAGED if any(storage in lost for _, storage in member.segments) else WHOLE
 
-    def write_file(self, target: Path, result: Salvage, *, force: bool) -> None:
+    def write_file(self, target: restoration.Target, result: Salvage, *, force: bool) -> None:
         """Write the only member."""
         (member,) = self._manifest.members
+        path, check = target.path, target.check_file
         if self._states[0] in (TENSORS, LOST):
             tensors = self._tensor_file(0, "")
             if self._states[0] == LOST or not tensors.names:
                 raise InputError(f"{self._reader.path}: no tensor is whole; nothing can be recovered")
-            result.path = target = target.with_name(target.name + ".safetensors")
-            refuse_same_file(target, self._reader.path)
-        with AtomicFile(target, force=force) as output:
+            # Nobody gave this name.
+            result.path = path = default_path(path.with_name(path.name + SAFETENSORS))
+            check = checkpoint_file
+            refuse_same_file(path, self._reader.path)
+        with AtomicFile(path, force=force, check=check) as output:
             if self._states[0] == TENSORS:
                 tensors.write(output.file.fileno(), output.guard)
             else:
                 self._write(0, output.file.fileno(), output.guard)
             output.publish()
-        result.members.append(SalvagedMember(member.path, self._states[0], str(target)))
+        result.replaced = output.replaced
+        result.members.append(SalvagedMember(member.path, self._states[0], str(path)))
 
     def _write(self, index: int, descriptor: int, guard: restoration.Guard) -> None:
         restoration.write_member(_Member(self._reader, index), descriptor, guard, self._workers, self._progress)

@@ -269,7 +269,9 @@ def test_hostile_member_names_write_nothing_elsewhere(run, packed, tmp_path):
         path.write_bytes(packed.read_bytes())
         with_manifest(path, lambda manifest, name=name: manifest["members"][0].update(path=name))
         before = files(tmp_path)
-        assert_refused(run("restore", path), 3)
+        assert run("restore", path)[0] == 0
+        assert files(tmp_path).keys() - before.keys() == {"folder/x.pt"}
+        (folder / "x.pt").unlink()
         assert files(tmp_path) == before
         assert run("restore", path, "-o", folder / "given.pt")[0] == 0
         (folder / "given.pt").unlink()

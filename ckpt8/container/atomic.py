@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -14,6 +14,9 @@ from ckpt8.container.partial import Partial, locked, partial_path, remove
 from ckpt8.errors import OutputError
 
 Self = TypeVar("Self", bound="AtomicOutput")
+
+Check = Callable[[Path], str]
+"""Says what is at a path. Raises OutputError where it may not be replaced, and OSError."""
 
 _NOREPLACE, _EXCHANGE = 1, 2
 """Flags of renameat2."""
@@ -24,15 +27,19 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 class AtomicOutput:
     """A temporary beside ``target`` that takes its name on ``publish`` and vanishes otherwise. A context manager.
 
-    ``what`` it is follows from the subclass. Every OSError becomes an OutputError that names the target.
+    ``what`` it is follows from the subclass. With ``force`` it replaces what has the name, if ``check`` agrees, now and
+    again on ``publish``; ``replaced`` then says what that was. Every OSError becomes an OutputError that names the
+    target.
     """
 
     what: str
     _partial: Partial
 
-    def __init__(self, target: Path, *, force: bool) -> None:
+    def __init__(self, target: Path, *, force: bool, check: Check) -> None:
         self.target = target
+        self.replaced: str | None = None
         self._force = force
+        self._check = check
         with self.guard():
             # Through a symbolic link to what it names; the temporary must be on the same file system.
             self._final = target.resolve()
@@ -41,10 +48,15 @@ class AtomicOutput:
                 raise OutputError(f"{target}: exists and is not a {self.what}")
             if exists and not force:
                 raise self._exists()
+            self._look()
 
     def _is_replaceable(self) -> bool:
         """Whether what has the target's name is of the kind that this makes."""
         raise NotImplementedError
+
+    def _look(self) -> str | None:
+        """What is there to be replaced, if anything. Raises OutputError where that may not be replaced."""
+        return self._check(self._final) if self._final.exists() else None
 
     def _exists(self) -> OutputError:
         return OutputError(f"{self.target}: exists; use --force to replace it, or give another name")
@@ -65,7 +77,9 @@ class AtomicOutput:
     def _take_name(self) -> None:
         """Rename to the target, in place of what is there with ``force`` alone, and flush that to the disk."""
         if self._force:
+            replaced = self._look()
             self._replace()
+            self.replaced = replaced
         else:
             try:
                 rename_new(self.path, self._final)

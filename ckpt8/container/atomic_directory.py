@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt8.container.atomic import AtomicOutput, replace_directory, sync_directory
+from ckpt8.container.atomic import AtomicOutput, Check, replace_directory, sync_directory
 from ckpt8.container.partial import Partial
 from ckpt8.errors import OutputError
 
@@ -15,22 +15,36 @@ from ckpt8.errors import OutputError
 class AtomicDirectory(AtomicOutput):
     """A directory that is written beside ``target``.
 
-    With ``force`` it replaces an existing directory, but never one that holds ``keep``. Paths are relative, with
-    slashes, and have been checked: see ``member_paths``. What is above them is made here and holds no links, since all
-    links are made last.
+    With ``force`` it replaces an existing directory if ``check`` agrees, but never one that holds ``keep``, the current
+    directory or the home directory, and no mount point. Paths are relative, with slashes, and have been checked: see
+    ``member_paths``. What is above them is made here and holds no links, since all links are made last.
     """
 
     what = "directory"
 
-    def __init__(self, target: Path, *, force: bool, keep: Path) -> None:
-        super().__init__(target, force=force)
+    def __init__(self, target: Path, *, force: bool, keep: Path, check: Check) -> None:
+        self._keep = keep
+        super().__init__(target, force=force, check=check)
         self._made = {Path()}
         self._links: list[tuple[str, str]] = []
         with self.guard():
-            here = Path.cwd()
-            if self._final in (here, *here.parents, *keep.resolve().parents):
-                raise OutputError(f"{target}: holds the file that is read, or the current directory; give another")
             self._partial = Partial(self._final, directory=True, mode=0o777)
+
+    def _look(self) -> str | None:
+        if self._final.exists():
+            self._check_place()
+        return super()._look()
+
+    def _check_place(self) -> None:
+        """Raise OutputError for a directory that stays whatever is in it."""
+        here, home, keep = Path.cwd(), Path("~").expanduser().resolve(), self._keep
+        kept = (here, *here.parents, *keep.resolve().parents, keep.parent.resolve(), *keep.parent.resolve().parents)
+        if self._final in kept:
+            raise OutputError(f"{self.target}: holds the file that is read, or the current directory; give another")
+        if self._final in (home, *home.parents):
+            raise OutputError(f"{self.target}: is or holds the home directory; give another name")
+        if os.path.ismount(self._final):
+            raise OutputError(f"{self.target}: is a mount point, which cannot be replaced; give a name in it")
 
     def _is_replaceable(self) -> bool:
         return self._final.is_dir()

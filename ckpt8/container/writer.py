@@ -14,7 +14,7 @@ from typing import BinaryIO
 import zstandard
 
 from ckpt8.container import header
-from ckpt8.container.atomic import AtomicOutput
+from ckpt8.container.atomic import AtomicOutput, Check
 from ckpt8.container.disk import PIECE, start_writeback, write_all_at
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import Manifest
@@ -40,13 +40,18 @@ def refuse_inside(target: Path, directory: Path) -> None:
             raise OutputError(f"{target}: lies in the directory {directory}; give a place outside of it")
 
 
+def any_file(path: Path) -> str:
+    """What the file at ``path`` is: the check for a target that the user named. Raises OSError."""
+    return f"{path}: a file of {path.stat().st_size:,} bytes"
+
+
 class AtomicFile(AtomicOutput):
     """A file that is written beside ``target``."""
 
     what = "regular file"
 
-    def __init__(self, target: Path, *, force: bool) -> None:
-        super().__init__(target, force=force)
+    def __init__(self, target: Path, *, force: bool, check: Check = any_file) -> None:
+        super().__init__(target, force=force, check=check)
         with self.guard():
             self._partial = Partial(self._final, mode=0o666)
             # The descriptor stays with the temporary: it holds the lock until the file has its name.

@@ -26,6 +26,8 @@ def show(console: Console, report: Report, seconds: float) -> None:
         from ckpt8.quantizing.report import lines as quantized
 
         lines += quantized(report.quantized)
+    if report.replaced is not None:
+        lines.append(f"replaced    {report.replaced}")
     if report.aliases:
         lines.append(f"tied        left out: {listed(report.aliases, _SHOWN)}")
     lines += [f"left out    {line}" for line in report.dropped]

@@ -118,11 +118,20 @@ class Ckpt8CheckpointIO(CheckpointIO):
             return cast("dict[str, Any]", load_allowed(file, str(source), map_location))
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove the file, or the directory, if it is there. Raises OutputError."""
+        """Remove the file, or the directory, if it is there. Raises OutputError, and for what is no checkpoint.
+
+        A checkpoint that is loaded tells Lightning which older ones to remove: its paths may lead anywhere.
+        """
+        from ckpt8.replacing import problem_of
+
         target = _local(path)
         wait_for(target)
         try:
-            if target.is_dir() and not target.is_symlink():
+            is_link = target.is_symlink()
+            problem = problem_of(target) if target.exists() and not is_link else None
+            if problem is not None:
+                raise OutputError(f"{target}: is not removed: {problem}")
+            if target.is_dir() and not is_link:
                 shutil.rmtree(target)
             else:
                 target.unlink(missing_ok=True)

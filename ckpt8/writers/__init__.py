@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckpt8 import target_names
 from ckpt8.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,12 +24,9 @@ WRITERS: tuple[tuple[str, str], ...] = (
 """Every format by id and class. Classes are imported when needed."""
 
 SUFFIXES = {
-    ".pt": "torch",
-    ".pth": "torch",
-    ".bin": "torch",
-    ".ckpt": "torch",
-    ".safetensors": "safetensors",
-    ".ckpt8": "ckpt8",
+    **dict.fromkeys(target_names.TORCH, "torch"),
+    target_names.SAFETENSORS: "safetensors",
+    target_names.CONTAINER: "ckpt8",
 }
 """The format that the name of a target asks for."""
 

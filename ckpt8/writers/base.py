@@ -36,7 +36,8 @@ QUANTIZED = frozenset(_QUANTIZED_TYPES.values())
 class Report:
     """What was written. ``casts`` counts tensors by ``FROM -> TO``, ``aliases`` are names left out of tied weights.
 
-    ``quantized`` has what quantising did to the weights, see ``ckpt8.quantizing.report``.
+    ``quantized`` has what quantising did to the weights, see ``ckpt8.quantizing.report``. ``replaced`` says what had
+    the target's name before, or None.
     """
 
     target: str
@@ -49,6 +50,7 @@ class Report:
     dropped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     quantized: dict[str, Any] | None = None
+    replaced: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""

@@ -29,6 +29,7 @@ from ckpt8.quantizing.report import summary
 from ckpt8.quantizing.scales import measure_extent
 from ckpt8.quantizing.scheme import Scheme, make_scheme
 from ckpt8.readers.base import TensorRef
+from ckpt8.replacing import checkpoint_directory
 from ckpt8.resuming.find import Candidate
 from ckpt8.resuming.names import listed, plain_names
 from ckpt8.tensors import DType
@@ -70,7 +71,8 @@ class CompressedTensorsWriter:
             layers = choose_layers(weights, _tied(weights, model, report), config, settings.keep)
             _check_keep(data.label, layers, settings.keep)
             job = _Job(data, scheme, layers, _masters(data, model, weights, report))
-            with AtomicDirectory(request.target, force=request.force, keep=request.source) as output:
+            check = checkpoint_directory([each.path for each in content.others])
+            with AtomicDirectory(request.target, force=request.force, keep=request.source, check=check) as output:
                 job.quantize(request.progress_to(2 * job.nbytes))
                 if not job.scales:
                     kept = listed((f"{count} {reason}" for reason, count in layers.reasons().items()), _LISTED)
@@ -86,6 +88,7 @@ class CompressedTensorsWriter:
                 data.check_unchanged()
                 report.bytes = sum(path.stat().st_size for path in output.path.rglob("*") if path.is_file())
                 output.publish()
+                report.replaced = output.replaced
             report.tensors = len(written)
             report.quantized = summary(scheme, job.errors, layers)
             report.notes += _notes(scheme, job.scales, weights, has_config=config is not None)

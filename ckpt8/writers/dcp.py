@@ -25,6 +25,7 @@ from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import Checkpoint, TensorRef
 from ckpt8.readers.dcp_metadata import METADATA
 from ckpt8.readers.walk import format_path, iter_leaves
+from ckpt8.replacing import checkpoint_directory
 from ckpt8.restoration import Guard
 from ckpt8.resuming.rest import CONSUMED
 from ckpt8.temporary import temporary_directory
@@ -62,7 +63,8 @@ class DcpWriter:
             unpack_tree(data)
             tree = distributed_tree(data, request.key, WeightTypes(data, request.dtype, report), report)
             plan = _Plan(data, tree, report)
-            with AtomicDirectory(request.target, force=request.force, keep=request.source) as output:
+            check = checkpoint_directory()
+            with AtomicDirectory(request.target, force=request.force, keep=request.source, check=check) as output:
                 progress = request.progress_to(plan.nbytes)
                 with output.new_file(_FILE) as descriptor:
                     plan.write(descriptor, output.guard, progress)
@@ -71,6 +73,7 @@ class DcpWriter:
                 data.check_unchanged()
                 report.bytes = sum((output.path / name).stat().st_size for name in (_FILE, METADATA))
                 output.publish()
+                report.replaced = output.replaced
         return report
 
 

@@ -147,6 +147,7 @@ class FlashoptimWriter:
                 data.check_unchanged()
                 report.bytes = output.file.seek(0, 2)
                 output.publish()
+                report.replaced = output.replaced
         return report
 
 

@@ -45,6 +45,7 @@ class SafetensorsWriter:
                 content.data.check_unchanged()
                 report.bytes = output.file.seek(0, 2)
                 output.publish()
+                report.replaced = output.replaced
             report.tensors = len(weights)
         return report
 

@@ -66,6 +66,7 @@ class TorchWriter:
                 content.data.check_unchanged()
                 report.bytes = output.file.seek(0, 2)
                 output.publish()
+                report.replaced = output.replaced
         return report
 
 

@@ -13,6 +13,7 @@ from ckpt8.converting.choice import choose_model, choose_optimizer
 from ckpt8.converting.sources import Content
 from ckpt8.errors import UsageError
 from ckpt8.readers.directory import DirectoryMember
+from ckpt8.replacing import checkpoint_directory
 from ckpt8.writers.base import Report, Request, WeightTypes, model_weights
 from ckpt8.writers.safetensors import total_bytes, write_safetensors
 from ckpt8.writers.torch_zip import TorchFile
@@ -43,7 +44,8 @@ class TrainerWriter:
             model = choose_model(data, request.key)
             weights = model_weights(data, model, WeightTypes(data, request.dtype, report), report)
             state = TorchFile(data, optimizer.node, report)
-            with AtomicDirectory(request.target, force=request.force, keep=request.source) as output:
+            check = checkpoint_directory([each.path for each in content.others])
+            with AtomicDirectory(request.target, force=request.force, keep=request.source, check=check) as output:
                 progress = request.progress_to(total_bytes(weights) + state.nbytes)
                 with output.new_file(_WEIGHTS) as descriptor:
                     write_safetensors(data, weights, descriptor, output.guard, progress)
@@ -53,6 +55,7 @@ class TrainerWriter:
                 data.check_unchanged()
                 report.bytes = sum(path.stat().st_size for path in output.path.rglob("*") if path.is_file())
                 output.publish()
+                report.replaced = output.replaced
             report.tensors += len(weights)
         return report
 

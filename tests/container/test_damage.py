@@ -619,8 +619,12 @@ def test_a_member_cannot_name_a_file_elsewhere(name, parts, tmp_path):
     folder.mkdir()
     path = folder / "x.ckpt8"
     path.write_bytes(pack(changed, entries, metadata))
-    with pytest.raises(InputError):
-        ckpt8.restore(path)
+    if name == "\ud800":
+        with pytest.raises(InputError):
+            ckpt8.restore(path)
+    else:
+        assert ckpt8.restore(path) == folder / "x.pt"
+        (folder / "x.pt").unlink()
     assert list(tmp_path.rglob("*")) == [folder, path]
 
 

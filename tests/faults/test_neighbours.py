@@ -20,6 +20,7 @@ from ckpt8.container.atomic_directory import AtomicDirectory
 from ckpt8.container.partial import IDLE_SECONDS, partial_path
 from ckpt8.container.writer import AtomicFile
 from ckpt8.errors import InputError, OutputError
+from ckpt8.replacing import checkpoint_directory
 
 
 def names(folder):
@@ -34,7 +35,9 @@ def make(request):
     """Something that is written to, under a name."""
     if request.param == "file":
         return lambda target, force=True: AtomicFile(target, force=force)
-    return lambda target, force=True: AtomicDirectory(target, force=force, keep=Path("/elsewhere/x"))
+    return lambda target, force=True: AtomicDirectory(
+        target, force=force, keep=Path("/elsewhere/x"), check=checkpoint_directory()
+    )
 
 
 DYING = """
@@ -47,7 +50,7 @@ target = Path(sys.argv[1])
 if sys.argv[2] == "file":
     made = AtomicFile(target, force=True)
 else:
-    made = AtomicDirectory(target, force=True, keep=Path("/elsewhere/x"))
+    made = AtomicDirectory(target, force=True, keep=Path("/elsewhere/x"), check=str)
     (made.path / "half").write_text("half")
 print(made.path.name, flush=True)
 if sys.argv[3] == "wait":
@@ -193,7 +196,7 @@ def test_a_directory_is_replaced_at_once(tmp_path, monkeypatch):
         pytest.skip("the file system cannot exchange names")
     target = tmp_path / "out"
     target.mkdir()
-    (target / "old").write_text("old")
+    shutil.copy(INPUTS / "views.pt", target / "old")
     seen = []
     removing = atomic.remove
 
@@ -202,7 +205,8 @@ def test_a_directory_is_replaced_at_once(tmp_path, monkeypatch):
         removing(path)
 
     monkeypatch.setattr(atomic, "remove", watched)
-    with AtomicDirectory(target, force=True, keep=tmp_path / "elsewhere" / "x") as output:
+    check = checkpoint_directory(["old"])
+    with AtomicDirectory(target, force=True, keep=tmp_path / "elsewhere" / "x", check=check) as output:
         output.make_directory("new")
         output.publish()
     assert seen == [(["new"], ["old"])]

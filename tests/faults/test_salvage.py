@@ -380,9 +380,11 @@ def test_the_command(sample, tmp_path):
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1
     report = json.loads(result.stdout)
-    assert report["path"] == str(tmp_path / "gpt_adamw.pt")
+    assert report["path"] == str(tmp_path / "run.pt")
+    assert (report["original"], report["other_name"], report["replaced"]) == ("gpt_adamw.pt", "gpt_adamw.pt", None)
     assert [each["name"] for each in report["lost"]] == [plane.rpartition("/")[0]]
-    assert set(report) == {"path", "damage", "tensors", "members", "lost", "complete"}
+    names = {"original", "other_name", "replaced"}
+    assert set(report) == {"path", "damage", "tensors", "members", "lost", "complete"} | names
     shutil.copy(sample, path)
     result = run("restore", path, "--salvage", "--force")
     assert (result.returncode, result.stderr) == (0, "")

@@ -280,3 +280,24 @@ def test_a_save_under_way_is_waited_for(tmp_path, monkeypatch):
     (tmp_path / "folder" / "inside").mkdir(parents=True)
     io.remove_checkpoint(tmp_path / "folder")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_checkpoints_are_removed(tmp_path):
+    """A checkpoint states which older ones Lightning removes: a path in it may lead anywhere."""
+    io = Ckpt8CheckpointIO()
+    documents, notes = tmp_path / "Documents", tmp_path / "notes.ckpt"
+    documents.mkdir()
+    (documents / "thesis.pdf").write_text("mine")
+    notes.write_text("mine")
+    for path in (documents, notes):
+        with pytest.raises(OutputError, match="is not removed"):
+            io.remove_checkpoint(path)
+    assert (documents / "thesis.pdf").exists()
+    assert notes.exists()
+    torch.save({"w": torch.ones(3)}, tmp_path / "plain.ckpt")
+    torch.save({"w": torch.ones(3)}, documents / "model.pt")
+    (documents / "thesis.pdf").unlink()
+    (tmp_path / "last.ckpt").symlink_to(notes)
+    for name in ("plain.ckpt", "Documents", "last.ckpt"):
+        io.remove_checkpoint(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.ckpt"]

@@ -155,9 +155,9 @@ def test_the_name_of_the_directory_leads_nowhere_else(name, simple, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     path = tampered(simple, folder / "x.ckpt8", lambda manifest, _: manifest.update(directory=name))
-    with pytest.raises(InputError, match="give one with -o"):
-        ckpt8.restore(path)
-    assert everything(tmp_path) == ["folder", "folder/x.ckpt8"]
+    assert ckpt8.restore(path) == folder / "x"
+    assert names(tmp_path) == ["folder"]
+    assert names(folder) == ["x", "x.ckpt8"]
     assert ckpt8.restore(path, folder / "given").is_dir()
 
 
@@ -218,9 +218,13 @@ def test_existing_targets(simple, tmp_path):
             ckpt8.restore(simple, existing)
     with pytest.raises(OutputError, match="is not a directory"):
         ckpt8.restore(simple, tmp_path / "file", force=True)
+    with pytest.raises(OutputError, match=r"holds 'mine\.txt'"):
+        ckpt8.restore(simple, target, force=True)
     assert (target / "mine.txt").read_text() == "mine"
+    (target / "mine.txt").unlink()
+    torch.save({}, target / "optimizer.pt")
     ckpt8.restore(simple, target, force=True)
-    assert "mine.txt" not in tree(target)
+    assert "optimizer.pt" not in tree(target)
     assert names(tmp_path) == ["file", "out"]
 
 
@@ -249,7 +253,7 @@ def test_a_failure_leaves_no_output_and_what_was_there(error, force, simple, tmp
     target = tmp_path / "out"
     if force:
         target.mkdir()
-        (target / "mine.txt").write_text("mine")
+        torch.save({}, target / "optimizer.pt")
     before = everything(tmp_path)
     write, calls = restoration.write_member, []
 
@@ -278,7 +282,7 @@ def test_a_failure_leaves_no_output_and_what_was_there(error, force, simple, tmp
     rename = Path.rename
 
     def refusing(self, other):
-        if self.name.endswith("partial") and Path(other).name == "out" and "mine.txt" not in tree(self):
+        if self.name.endswith("partial") and Path(other).name == "out" and "optimizer.pt" not in tree(self):
             raise OSError(5, "no")
         return rename(self, other)
 

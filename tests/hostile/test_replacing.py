@@ -1,0 +1,483 @@
+"""What ``--force`` replaces: a checkpoint; and of what else has the name of the output not one byte is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_target_names import TREE, damaged, names, packed, packed_directory
+
+import ckpt8
+from ckpt8 import replacing
+from ckpt8.container import atomic
+from ckpt8.container.header import SEAL
+from ckpt8.errors import OutputError
+
+
+def snapshot(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else path.is_dir()
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def checkpoint(root):
+    root.mkdir(parents=True)
+    save_file(TREE["model"], root / "model.safetensors")
+    (root / "config.json").write_text("{}")
+
+
+def trainer(root):
+    checkpoint(root)
+    torch.save({}, root / "optimizer.pt")
+    torch.save({}, root / "scheduler.pt")
+    torch.save({}, root / "rng_state_0.pth")
+    torch.save({}, root / "training_args.bin")
+    for name in ("trainer_state.json", "tokenizer.json", "tokenizer_config.json", "merges.txt", "vocab.json"):
+        (root / name).write_text("{}")
+
+
+def sharded(root):
+    root.mkdir()
+    for k in (1, 2, 3):
+        save_file(TREE["model"], root / f"model-0000{k}-of-00003.safetensors")
+    (root / "model.safetensors.index.json").write_text("{}")
+
+
+def deepspeed(root):
+    trainer(root)
+    (root / "global_step500").mkdir()
+    for name in ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        torch.save(TREE, root / "global_step500" / name)
+    (root / "latest").write_text("global_step500")
+    (root / "zero_to_fp32.py").write_text("pass")
+
+
+def distributed(root):
+    root.mkdir()
+    (root / ".metadata").write_bytes(b"\x80\x04.")
+    for rank in (0, 1):
+        torch.save(TREE["model"]["w"], root / f"__{rank}_0.distcp")
+
+
+def accelerate(root):
+    checkpoint(root)
+    torch.save({}, root / "optimizer.bin")
+    torch.save({}, root / "random_states_0.pkl")
+    (root / "pytorch_model_fsdp_0").mkdir()
+    distributed(root / "optimizer_0")
+
+
+def ours(root):
+    root.mkdir()
+    ckpt8.save(TREE, root / "__0_0.ckpt8")
+    (root / "ckpt8-dcp.json").write_text("{}")
+
+
+def interrupted(root):
+    checkpoint(root)
+    (root / "model.safetensors").write_bytes((root / "model.safetensors").read_bytes()[:500])
+
+
+def linked(root):
+    checkpoint(root)
+    (root / "latest.safetensors").symlink_to("model.safetensors")
+    (root / "nothing").symlink_to("/nowhere")
+
+
+CHECKPOINTS = {
+    "empty": Path.mkdir,
+    "only empty directories": lambda root: (root / "a" / "b").mkdir(parents=True),
+    "Trainer": trainer,
+    "shards": sharded,
+    "DeepSpeed": deepspeed,
+    "distributed": distributed,
+    "accelerate": accelerate,
+    "Ckpt8StorageWriter": ours,
+    "cut off": interrupted,
+    "links": linked,
+}
+
+
+def documents(root):
+    root.mkdir()
+    (root / "thesis.pdf").write_bytes(b"%PDF-1.7 the only copy")
+
+
+def downloads(root):
+    checkpoint(root)
+    (root / "thesis.pdf").write_bytes(b"%PDF-1.7 the only copy")
+
+
+def deep(root):
+    checkpoint(root)
+    (root / "a" / "b").mkdir(parents=True)
+    (root / "a" / "b" / "model.safetensors").write_text("mine")
+
+
+def repository(root):
+    checkpoint(root)
+    (root / ".git").mkdir()
+    (root / ".git" / "config").write_text("mine")
+
+
+def several(root):
+    for step in (500, 1000):
+        trainer(root / f"checkpoint-{step}")
+
+
+def several_steps(root):
+    for step in (500, 1000):
+        checkpoint(root / f"global_step{step}")
+
+
+def models(root):
+    checkpoint(root)
+    torch.save(TREE, root / "my_other_model.pt")
+
+
+def keys(root):
+    root.mkdir()
+    (root / "authorized_keys").write_text("mine")
+    (root / "config").write_text("mine")
+
+
+def texts(root):
+    """Names as in a checkpoint, and no checkpoint."""
+    root.mkdir()
+    (root / "config.json").write_text("{}")
+    (root / "model.safetensors").write_text("notes about the model")
+
+
+def pipe(root):
+    checkpoint(root)
+    os.mkfifo(root / "model.bin")
+
+
+def office(root):
+    """A zip file is no checkpoint."""
+    root.mkdir()
+    with zipfile.ZipFile(root / "model.bin", "w") as file:
+        file.writestr("word/document.xml", "mine")
+
+
+OTHERS = {
+    "Documents": documents,
+    "Downloads": downloads,
+    "something deep": deep,
+    "a repository": repository,
+    "several checkpoints": several,
+    "several steps": several_steps,
+    "several models": models,
+    ".ssh": keys,
+    "names alone": texts,
+    "a pipe": pipe,
+    "a document": office,
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Containers of a directory: whole, and damaged."""
+    folder = tmp_path_factory.mktemp("sources")
+    whole = packed_directory(folder, "Documents", "whole.ckpt8")
+    broken = folder / "broken.ckpt8"
+    broken.write_bytes(whole.read_bytes())
+    state = {"step": torch.tensor(1.0), "exp_avg": torch.ones(80, 80), "exp_avg_sq": torch.ones(80, 80)}
+    groups = [{"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "params": [0]}]
+    run = {"model": {"up.weight": torch.randn(80, 80)}, "optimizer": {"state": {0: state}, "param_groups": groups}}
+    torch.save(run, folder / "run.pt")
+    return {"whole": whole, "broken": damaged(broken, SEAL), "run": folder / "run.pt"}
+
+
+WRITES = {
+    "restore": lambda sources, target: ckpt8.restore(sources["whole"], target, force=True),
+    "salvage": lambda sources, target: ckpt8.restore(sources["broken"], target, force=True, salvage=True),
+    "trainer": lambda sources, target: ckpt8.convert(sources["run"], target, to="trainer", force=True),
+    "dcp": lambda sources, target: ckpt8.convert(sources["run"], target, to="dcp", force=True),
+    "int8": lambda sources, target: ckpt8.convert(sources["run"], target, dtype="int8", force=True),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_checkpoint_is_replaced(write, name, sources, tmp_path):
+    CHECKPOINTS[name](tmp_path / "out")
+    WRITES[write](sources, tmp_path / "out")
+    assert names(tmp_path) == ["out"]
+    WRITES[write](sources, tmp_path / "fresh")
+    assert snapshot(tmp_path / "out").keys() == snapshot(tmp_path / "fresh").keys()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("write", WRITES)
+def test_nothing_else_is_replaced(write, name, sources, tmp_path):
+    OTHERS[name](tmp_path / "out")
+    before = snapshot(tmp_path)
+    with pytest.raises(OutputError) as caught:
+        WRITES[write](sources, tmp_path / "out")
+    assert snapshot(tmp_path) == before
+    text = str(caught.value)
+    assert str(tmp_path / "out") in text
+    assert "remove" in text
+    assert "\n" not in text
+
+
+def test_the_issue(tmp_path, run_command):
+    """A container that calls itself Documents, beside Documents; and one that is called so."""
+    documents(tmp_path / "Documents")
+    path = packed_directory(tmp_path, "Documents", "run.ckpt8")
+    before = snapshot(tmp_path / "Documents")
+    assert run_command("restore", path, "--force")[0] == 0
+    assert names(tmp_path) == ["Documents", "run", "run.ckpt8"]
+    path.rename(tmp_path / "Documents.ckpt8")
+    code, out, err = run_command("restore", tmp_path / "Documents.ckpt8", "--force")
+    assert (code, out) == (4, "")
+    assert err.count("\n") == 1
+    assert "'thesis.pdf'" in err
+    assert snapshot(tmp_path / "Documents") == before
+
+
+def test_what_comes_back_may_be_replaced_whatever_it_holds(tmp_path):
+    """Files that no framework writes are written again."""
+    root = tmp_path / "run"
+    downloads(root)
+    (root / "logs" / "a").mkdir(parents=True)
+    (root / "logs" / "a" / "events").write_text("x")
+    ckpt8.compress(root)
+    (root / "thesis.pdf").write_text("damaged")
+    (root / "rng_state.pth").touch()
+    ckpt8.restore(tmp_path / "run.ckpt8", force=True)
+    assert (root / "thesis.pdf").read_bytes() == b"%PDF-1.7 the only copy"
+    (root / "logs" / "a" / "more").write_text("mine")
+    with pytest.raises(OutputError, match="'logs/a/more'"):
+        ckpt8.restore(tmp_path / "run.ckpt8", force=True)
+    assert (root / "logs" / "a" / "more").exists()
+
+
+@pytest.mark.parametrize("swap", [True, False], ids=["exchange", "two steps"])
+def test_what_comes_in_meanwhile_is_kept(swap, sources, tmp_path, monkeypatch):
+    if not swap:
+        monkeypatch.setattr(atomic, "_renameat2", lambda *_: False)
+    for there in (False, True):
+        target = tmp_path / f"out {there}"
+        if there:
+            checkpoint(target)
+
+        def meanwhile(_, target=target):
+            target.mkdir(exist_ok=True)
+            (target / "thesis.pdf").write_text("mine")
+
+        with pytest.raises(OutputError, match=r"thesis\.pdf"):
+            ckpt8.restore(sources["whole"], target, force=True, progress=meanwhile)
+        assert (target / "thesis.pdf").read_text() == "mine"
+    assert names(tmp_path) == ["out False", "out True"]
+
+
+def test_a_directory_that_another_run_exchanges_is_looked_at_again(tmp_path, monkeypatch):
+    """What is replaced is what was looked at."""
+    target, other = tmp_path / "out", tmp_path / "other"
+    checkpoint(target)
+    documents(other)
+    look, turns = replacing._is_checkpoint, []
+
+    def exchanged(path):
+        if not turns:
+            turns.append(target.rename(tmp_path / "old"))
+            other.rename(target)
+        return look(path)
+
+    monkeypatch.setattr(replacing, "_is_checkpoint", exchanged)
+    with pytest.raises(OutputError, match=r"'thesis\.pdf'"):
+        replacing.checkpoint_directory()(target)
+    assert turns
+
+
+# Places
+
+
+def test_home_and_mount_points_are_never_replaced(sources, tmp_path, monkeypatch):
+    home = tmp_path / "users" / "me"
+    checkpoint(home)
+    monkeypatch.setenv("HOME", str(home))
+    before = snapshot(tmp_path)
+    (tmp_path / "link").symlink_to(home)
+    for target in (home, home.parent, tmp_path / "link"):
+        with pytest.raises(OutputError, match="home directory"):
+            ckpt8.restore(sources["whole"], target, force=True)
+    (tmp_path / "link").unlink()
+    assert snapshot(tmp_path) == before
+    with pytest.raises(OutputError, match="mount point"):
+        ckpt8.restore(sources["whole"], "/proc", force=True)
+
+
+def test_a_file_system_in_a_checkpoint_is_not_emptied(sources, tmp_path, monkeypatch):
+    deepspeed(tmp_path / "out")
+    before = snapshot(tmp_path)
+    inner, ismount = tmp_path / "out" / "global_step500", os.path.ismount
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == inner or ismount(path))
+    with pytest.raises(OutputError, match="another file system"):
+        ckpt8.restore(sources["whole"], tmp_path / "out", force=True)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_directory_in_which_the_container_is_a_link_stays(sources, tmp_path):
+    checkpoint(tmp_path / "out")
+    (tmp_path / "out" / "x.ckpt8").symlink_to(sources["whole"])
+    before = snapshot(tmp_path)
+    with pytest.raises(OutputError, match="holds the file that is read"):
+        ckpt8.restore(tmp_path / "out" / "x.ckpt8", tmp_path / "out", force=True)
+    assert snapshot(tmp_path) == before
+
+
+# Files that nobody named
+
+
+def office_file(path):
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("word/document.xml", "mine")
+
+
+KEPT_FILES = {
+    "text": lambda path: path.write_text("mine"),
+    "firmware": lambda path: path.write_bytes(b"\x7fELF" + bytes(100)),
+    "a document": office_file,
+}
+REPLACED_FILES = {
+    "a checkpoint": lambda path: torch.save(TREE, path),
+    "cut off": lambda path: (torch.save(TREE, path), path.write_bytes(path.read_bytes()[:3000])),
+    "empty": Path.touch,
+    "a container": lambda path: ckpt8.save(TREE, path),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT_FILES)
+def test_a_file_that_is_no_checkpoint_is_replaced_only_by_name(kind, tmp_path):
+    path = packed(tmp_path, "firmware.bin", "firmware.ckpt8")
+    mine = tmp_path / "firmware.bin"
+    KEPT_FILES[kind](mine)
+    before = snapshot(tmp_path)
+    for salvage in (False, True):
+        with pytest.raises(OutputError, match=r"is no checkpoint.*-o"):
+            ckpt8.restore(path, force=True, salvage=salvage)
+        assert snapshot(tmp_path) == before
+    ckpt8.restore(path, mine, force=True)
+    assert torch.load(mine, weights_only=True)
+
+
+@pytest.mark.parametrize("kind", REPLACED_FILES)
+def test_a_checkpoint_of_the_default_name_is_replaced(kind, tmp_path):
+    path = packed(tmp_path, "run.bin", "run.ckpt8")
+    REPLACED_FILES[kind](tmp_path / "run.bin")
+    ckpt8.restore(path, force=True)
+    assert torch.load(tmp_path / "run.bin", weights_only=True)
+
+
+def test_tensors_alone_replace_no_other_file(tmp_path):
+    """Their name is made of the target's, and nobody gave it."""
+    path = damaged(packed(tmp_path, "run.pt", "run.ckpt8"), "ckpt8.skeleton/bytes")
+    mine = tmp_path / "out.pt.safetensors"
+    mine.write_text("mine")
+    with pytest.raises(OutputError, match="is no checkpoint"):
+        ckpt8.restore(path, tmp_path / "out.pt", force=True, salvage=True)
+    assert mine.read_text() == "mine"
+    save_file(TREE["model"], mine)
+    assert ckpt8.restore(path, tmp_path / "out.pt", force=True, salvage=True).path == mine
+
+
+def test_compress_replaces_no_other_file(tmp_path):
+    torch.save(TREE, tmp_path / "run.pt")
+    mine = tmp_path / "run.ckpt8"
+    mine.write_text("mine")
+    with pytest.raises(OutputError, match=r"is no checkpoint.*-o"):
+        ckpt8.compress(tmp_path / "run.pt", force=True)
+    assert mine.read_text() == "mine"
+    ckpt8.compress(tmp_path / "run.pt", mine, force=True)
+    ckpt8.compress(tmp_path / "run.pt", force=True)
+
+
+def test_the_compress_command_replaces_no_other_file(run_command, tmp_path):
+    torch.save(TREE, tmp_path / "run.pt")
+    (tmp_path / "run.ckpt8").write_text("mine")
+    assert run_command("compress", tmp_path / "run.pt", "--force")[0] == 4
+    assert (tmp_path / "run.ckpt8").read_text() == "mine"
+    assert run_command("compress", tmp_path / "run.pt", "--force", "-o", tmp_path / "run.ckpt8")[0] == 0
+
+
+# Links
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_link_to_nothing_is_not_followed_from_a_default_name(force, tmp_path):
+    (tmp_path / "dir").mkdir()
+    path = packed(tmp_path, "run.pt", "run.ckpt8")
+    whole = packed_directory(tmp_path / "dir", "run", "run.ckpt8")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "run.pt").symlink_to(elsewhere / "autostart.desktop")
+    (tmp_path / "dir" / "run").symlink_to(elsewhere / "site-packages")
+    (tmp_path / "x.ckpt8").symlink_to(elsewhere / "x")
+    torch.save(TREE, tmp_path / "x.pt")
+    for write in (
+        lambda: ckpt8.restore(path, force=force),
+        lambda: ckpt8.restore(path, force=force, salvage=True),
+        lambda: ckpt8.restore(whole, force=force),
+        lambda: ckpt8.compress(tmp_path / "x.pt", force=force),
+    ):
+        with pytest.raises(OutputError, match="is a link"):
+            write()
+    assert names(elsewhere) == []
+
+
+def test_a_link_is_followed_to_a_checkpoint_alone(tmp_path):
+    path = packed(tmp_path, "run.pt", "run.ckpt8")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "bashrc").write_text("mine")
+    torch.save({}, elsewhere / "real.pt")
+    link = tmp_path / "run.pt"
+    link.symlink_to(elsewhere / "bashrc")
+    with pytest.raises(OutputError, match="is no checkpoint"):
+        ckpt8.restore(path, force=True)
+    assert (elsewhere / "bashrc").read_text() == "mine"
+    link.unlink()
+    link.symlink_to(elsewhere / "real.pt")
+    ckpt8.restore(path, force=True)
+    assert link.is_symlink()
+    assert "model" in torch.load(elsewhere / "real.pt", weights_only=True)
+
+
+# What is said
+
+
+def test_the_commands_say_what_they_replaced(sources, run_command, tmp_path):
+    target = tmp_path / "out"
+    trainer(target)
+    count = len(names(target))
+    nbytes = sum(path.stat().st_size for path in target.iterdir())
+    said = f"replaced {target}: {count} files, {nbytes:,} bytes"
+    code, out, _ = run_command("restore", sources["whole"], "-o", target, "--force")
+    assert code == 0
+    assert said in out
+    said = f"{target}: 2 files, "
+    code, out, _ = run_command("restore", sources["whole"], "-o", target, "--force", "--json")
+    assert json.loads(out)["replaced"].startswith(said)
+    _, out, _ = run_command("restore", sources["broken"], "-o", target, "--force", "--salvage", "--json")
+    assert json.loads(out)["replaced"].startswith(said)
+    _, out, _ = run_command("restore", sources["broken"], "-o", target, "--force", "--salvage")
+    assert f"replaced {said}" in out
+    _, out, _ = run_command("convert", sources["run"], target, "--to", "trainer", "--force")
+    assert f"replaced    {said}" in out
+    _, out, _ = run_command("convert", sources["run"], target, "--to", "dcp", "--force", "--json")
+    assert json.loads(out)["replaced"].startswith(said)
+    code, out, _ = run_command("restore", sources["whole"], "-o", tmp_path / "new", "--json")
+    assert json.loads(out)["replaced"] is None
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    _, out, _ = run_command("restore", sources["whole"], "-o", link, "--force")
+    assert f"replaced {target}: " in out
