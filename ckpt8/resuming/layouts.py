@@ -80,7 +80,7 @@ _LIKE_PARAMETER = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentu
 
 
 def layout_of(optimizer: Optimizer) -> Layout | None:
-    """The layout of the first known class that ``optimizer`` is made of; None for a stranger."""
+    """The layout of the first known class that ``optimizer`` is made of; None for an unknown class."""
     for kind in type(unwrapped(optimizer)).__mro__:
         found = LAYOUTS.get((kind.__module__.partition(".")[0], kind.__name__))
         if found is not None:
@@ -89,8 +89,9 @@ def layout_of(optimizer: Optimizer) -> Layout | None:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer itself: accelerate and others wrap it and keep it as an attribute."""
-    return getattr(optimizer, "optimizer", optimizer)
+    """The optimizer itself: accelerate and others wrap it, keep it as an attribute, and give its state as their own."""
+    inner = getattr(optimizer, "optimizer", None)
+    return optimizer if inner is None or inner.state is not optimizer.state else inner
 
 
 def is_packed(optimizer: Optimizer) -> bool:

@@ -1,26 +1,30 @@
 """From a saved optimizer to the state of a live one: what is checked, what is allocated, what is assigned.
 
 State is assigned to ``optimizer.state`` directly, as fresh tensors of the saved element type and strides.
-``Optimizer.load_state_dict`` would cast them all to the type of the parameter.
+``Optimizer.load_state_dict`` would cast them all to the type of the parameter. Classes that load their state in a way
+of their own do so: see ``own_loading``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpt8.errors import ResumeError
 from ckpt8.plan import is_dense
 from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.find import Candidate
-from ckpt8.resuming.groups import class_problem, is_packed_group, restored
-from ckpt8.resuming.layouts import Layout, expected_shape, layout_of
+from ckpt8.resuming.groups import STRUCTURE, class_problem, is_packed_group, restored
+from ckpt8.resuming.layouts import Layout, is_packed, layout_of, unwrapped
 from ckpt8.resuming.mapping import Pair, ParameterMap, map_parameters
 from ckpt8.resuming.names import listed
-from ckpt8.resuming.rest import RestBuilder
+from ckpt8.resuming.own_loading import OwnState, load, loads_itself
+from ckpt8.resuming.state_checks import WHOLE_GROUP, object_problem, state_problem
 from ckpt8.resuming.steps import exact_step, group_step_problem
 from ckpt8.resuming.streaming import Copy, Fill
+from ckpt8.resuming.values import ValueBuilder
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +33,7 @@ if TYPE_CHECKING:
 
     from ckpt8.resuming.packed import PackedPlanner
 
-_WHOLE_GROUP = "group"
-"""optimi with gradient release keeps a reference to the parameter group in the state of each parameter."""
-
+_WHOLE = "its state is taken as a whole or not at all"
 
 Made = tuple[dict[str, Any], list[Fill]]
 """New state, and what fills it."""
@@ -54,6 +56,7 @@ class OptimizerPlan:
     """What to assign. ``wrong`` says why nothing of the checkpoint fits; ``problems`` are single parameters.
 
     ``rounded``: what fills a live parameter that takes only the upper half of its saved weights, by ``id``.
+    ``own``: what the optimizer loads by itself, in place of all the rest; ``loaded`` is that once it was read.
     """
 
     states: list[StatePlan] = field(default_factory=list)
@@ -61,13 +64,15 @@ class OptimizerPlan:
     problems: list[str] = field(default_factory=list)
     wrong: str | None = None
     rounded: dict[int, Fill] = field(default_factory=dict)
+    own: OwnState | None = None
+    loaded: dict[str, Any] | None = None
 
 
 def plan_optimizer(
     candidate: Candidate,
     optimizer: Optimizer,
     model: nn.Module | None,
-    builder: RestBuilder,
+    builder: ValueBuilder,
     packed: PackedPlanner | None = None,
 ) -> OptimizerPlan:
     """Pair the parameters, check every state and build the hyperparameters; nothing is changed.
@@ -83,19 +88,37 @@ def plan_optimizer(
         problem = packed.class_problem(group) if packed else class_problem(group, live[0], optimizer.defaults)
         if problem is not None:
             return OptimizerPlan(wrong=f"is of another optimizer than {type(optimizer).__name__}: {problem}")
-    mapped = map_parameters(saved, optimizer, model)
+    mapped = _object_in_groups(saved, builder) or map_parameters(saved, optimizer, model)
     if isinstance(mapped, str):
         return OptimizerPlan(wrong=mapped)
-    listed_ids = {identifier for group in saved for identifier in group["params"]}
-    unlisted = [str(identifier) for identifier in candidate.node["state"] if identifier not in listed_ids]
+    return _plan_states(candidate.node, mapped, optimizer, builder, packed)
+
+
+def _plan_states(
+    node: Mapping[str, Any],
+    mapped: ParameterMap,
+    optimizer: Optimizer,
+    builder: ValueBuilder,
+    packed: PackedPlanner | None,
+) -> OptimizerPlan:
+    if packed is None and loads_itself(optimizer, node):
+        own = OwnState(node, mapped, optimizer.param_groups, builder)
+        return OptimizerPlan(problems=own.problems, wrong=_WHOLE if own.problems else None, own=own)
+    listed_ids = {identifier for group in node["param_groups"] for identifier in group["params"]}
+    unlisted = [str(identifier) for identifier in node["state"] if identifier not in listed_ids]
     mapped.problems += [f"state of {listed(unlisted)}: belongs to no parameter of its groups"] if unlisted else []
     if packed is not None:
-        return packed.plan(candidate.node, mapped)
-    return _plan_mapped(candidate.node, mapped, optimizer, builder)
+        return packed.plan(node, mapped)
+    return _plan_mapped(node, mapped, optimizer, builder)
+
+
+def _object_in_groups(saved: Sequence[Mapping[Any, Any]], builder: ValueBuilder) -> str | None:
+    settings = ({key: value for key, value in group.items() if key not in STRUCTURE} for group in saved)
+    return object_problem(list(settings), builder, "a parameter group")
 
 
 def _plan_mapped(
-    node: Mapping[Any, Any], mapped: ParameterMap, optimizer: Optimizer, builder: RestBuilder
+    node: Mapping[Any, Any], mapped: ParameterMap, optimizer: Optimizer, builder: ValueBuilder
 ) -> OptimizerPlan:
     plan = OptimizerPlan(problems=list(mapped.problems))
     layout = layout_of(optimizer)
@@ -109,7 +132,7 @@ def _plan_mapped(
         plan.groups.append((group, restored(plain, group)))
         for pair in pairs:
             saved = node["state"].get(pair.identifier)
-            problem = _state_problem(saved, pair, layout, optimizer, hyper)
+            problem = state_problem(saved, pair, layout, optimizer, hyper, builder)
             if problem is not None:
                 plan.problems.append(f"{pair.name}: {problem}")
             else:
@@ -117,67 +140,15 @@ def _plan_mapped(
     return plan
 
 
-def _state_problem(
-    saved: Any, pair: Pair, layout: Layout | None, optimizer: Optimizer, hyper: Mapping[Any, Any]
-) -> str | None:
-    if saved is None or saved == {}:
-        return None
-    if not isinstance(saved, dict):
-        return "its optimizer state is malformed"
-    live = optimizer.state.get(pair.parameter)
-    keys = {key for key in saved if key != _WHOLE_GROUP}
-    if layout is not None:
-        required = layout.keys(pair.parameter.dim())
-        required |= {"max_exp_avg_sq"} if hyper.get("amsgrad") and "max_exp_avg_sq" in layout.optional else set()
-        allowed = required | layout.optional
-    elif live:
-        required = allowed = frozenset(live) - {_WHOLE_GROUP}
-    else:
-        required, allowed = frozenset(), frozenset(keys)
-    if required - keys:
-        return f"its optimizer state lacks {listed(sorted(required - keys))}"
-    if keys - allowed:
-        return f"its optimizer state has {listed(sorted(keys - allowed))}, which {type(optimizer).__name__} has not"
-    tensors = {key: value for key, value in saved.items() if isinstance(value, TensorRef)}
-    problems = (_tensor_problem(key, ref, pair.parameter, layout, live) for key, ref in tensors.items())
-    return next((problem for problem in problems if problem is not None), None)
-
-
-def _tensor_problem(
-    key: str, ref: TensorRef, parameter: Tensor, layout: Layout | None, live: Mapping[str, Any] | None
-) -> str | None:
-    import torch
-
-    if ref.conj or ref.neg:
-        return f"{key} was saved as a conjugate or negative view, which resume does not support"
-    if key == "step" or (key == "kahan_comp" and ref.shape == (1,)):
-        return None
-    twin = live.get(key) if live and layout is None else None
-    if isinstance(twin, torch.Tensor):
-        shape: tuple[int, ...] | None = tuple(twin.shape)
-        dtypes = {twin.dtype}
-    else:
-        shape = expected_shape(key, tuple(parameter.shape))
-        dtypes = set() if layout is None or shape is None else {parameter.dtype}
-        if layout is not None and layout.widened and dtypes and parameter.element_size() == 2:
-            dtypes.add(torch.float32)
-    if shape is not None and ref.shape != shape:
-        return f"{key} was saved with shape {list(ref.shape)}, here it has {list(shape)}"
-    if dtypes and ref.dtype.torch not in dtypes:
-        here = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        return f"{key} was saved as {ref.dtype.label}, here it is {here}"
-    return None
-
-
 def _values(
-    saved: Any, layout: Layout | None, group: Mapping[str, Any], builder: RestBuilder, pair: Pair
+    saved: Any, layout: Layout | None, group: Mapping[str, Any], builder: ValueBuilder, pair: Pair
 ) -> dict[str, Any] | None:
     """State with TensorRefs where tensors are still to be made; the step is made here."""
     if saved is None:
         return None
     values = {}
     for key, value in saved.items():
-        if key == _WHOLE_GROUP:
+        if key == WHOLE_GROUP:
             continue
         if key == "step" and layout is not None:
             values[key] = exact_step(builder.build(value), layout, group, pair)
@@ -193,6 +164,7 @@ def allocate(plan: OptimizerPlan) -> list[Fill]:
     """
     fills: list[Fill] = []
     try:
+        plan.loaded = plan.own.build() if plan.own is not None else None
         for state in plan.states:
             if state.make is not None:
                 state.values, made = state.make()
@@ -217,12 +189,22 @@ def _empty(ref: TensorRef, device: torch.device | None) -> Tensor:
 
 
 def assign(plan: OptimizerPlan, optimizer: Optimizer) -> None:
-    """Put the new state and hyperparameters in place of the old, of which fused steps keep tables."""
+    """Put the new state and hyperparameters in place of the old, of which fused steps keep tables.
+
+    Raises ResumeError where the class of the optimizer does not take them.
+    """
+    if plan.loaded is not None:
+        load(optimizer, partial(optimizer.load_state_dict, plan.loaded))
+        return
     optimizer.__dict__.pop("_fused", None)
     for state in plan.states:
         old = optimizer.state.pop(state.pair.parameter, None) or {}
-        if state.values is not None or _WHOLE_GROUP in old:
-            kept = {_WHOLE_GROUP: old[_WHOLE_GROUP]} if _WHOLE_GROUP in old else {}
+        if state.values is not None or WHOLE_GROUP in old:
+            kept = {WHOLE_GROUP: old[WHOLE_GROUP]} if WHOLE_GROUP in old else {}
             optimizer.state[state.pair.parameter] = kept | (state.values or {})
     for group, values in plan.groups:
         group.update(values)
+    if not is_packed(optimizer) and layout_of(optimizer) is None:
+        # What classes add to, or change of, state that an older version saved.
+        inner = unwrapped(optimizer)
+        load(inner, partial(inner.__setstate__, {"state": inner.state, "param_groups": inner.param_groups}))

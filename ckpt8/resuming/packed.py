@@ -32,9 +32,9 @@ from ckpt8.resuming.groups import added_by_others, is_packed_group, length_probl
 from ckpt8.resuming.mapping import Pair, ParameterMap
 from ckpt8.resuming.optimizer import Made, OptimizerPlan, StatePlan
 from ckpt8.resuming.packing import MomentFill, ResidualFill, RoundedFill
-from ckpt8.resuming.rest import RestBuilder
 from ckpt8.resuming.stored import StoredParts
 from ckpt8.resuming.streaming import Copy, Fill, Streamer
+from ckpt8.resuming.values import ValueBuilder
 
 if TYPE_CHECKING:
     from ckpt8.optim.packed import PackedOptimizer
@@ -48,7 +48,7 @@ class PackedPlanner:
     """
 
     optimizer: PackedOptimizer
-    builder: RestBuilder
+    builder: ValueBuilder
     streamer: Streamer
     weights: Mapping[int, TensorRef]
     stored: StoredParts | None

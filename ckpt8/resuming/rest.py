@@ -2,8 +2,9 @@
 
 Dictionaries, lists, tuples, sets, scalars, tensors (on the CPU, sharing storage as they did), torch dtypes and
 devices, and numpy arrays and scalars come back as what they are. A ``defaultdict`` comes as ``OrderedDict``,
-``torch.Size`` as a tuple. No other class is ever imported: its objects come as ``ckpt8.readers.base.Inert``, which
-has the name of the class, its arguments, its state (mostly its ``__dict__``) and its items, all of them rebuilt.
+``torch.Size`` as a tuple. No other class is ever imported: its objects come as ``ckpt8.Inert``, which has the name of
+the class, its arguments, its state (mostly its ``__dict__``) and its items, all of them rebuilt; the class or a
+function itself comes as ``ckpt8.Global``, which has its name.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class RestBuilder:
             TensorRef: self._tensor,
             StorageRef: lambda node: self._load(node.key).untyped_storage(),
             Inert: self._object,
-            Global: _dtype,
+            Global: dtype_of,
         }
 
     def tree(self) -> Any:
@@ -126,13 +127,9 @@ class RestBuilder:
                 return _SETS[node.name](items)
             except TypeError:
                 return Inert(node.name, items=items)
-        if node.name == "torch.device" and all(type(arg) in (str, int) for arg in node.args):
-            import torch
-
-            return torch.device(*node.args)
-        array = _numpy(node)
-        if array is not None:
-            return array
+        plain = plain_object(node)
+        if plain is not None:
+            return plain
         made = Inert(node.name)
         self._built[id(node)] = (node, made)
         made.args, made.items = tuple(self._items(node.args)), self._items(node.items)
@@ -141,11 +138,24 @@ class RestBuilder:
         return made
 
 
-def _dtype(node: Global) -> Any:
+def dtype_of(node: Global) -> Any:
+    """The element type of torch that ``node`` refers to, else ``node``."""
     try:
         return DType.from_label(node.name).torch if node.name.startswith("torch.") else node
     except (KeyError, AttributeError):
         return node
+
+
+def plain_object(node: Inert) -> Any:
+    """The device of torch, or the array or scalar of numpy, that ``node`` stands for; None for anything else."""
+    if node.name != "torch.device":
+        return _numpy(node)
+    import torch
+
+    try:
+        return torch.device(*node.args) if all(type(arg) in (str, int) for arg in node.args) else None
+    except (RuntimeError, TypeError):
+        return None
 
 
 def _numpy(node: Inert) -> Any:

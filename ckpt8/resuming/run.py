@@ -13,13 +13,16 @@ from ckpt8.errors import InputError, ResumeError, ResumeWarning, UsageError
 from ckpt8.readers.base import TensorRef
 from ckpt8.resuming import model as models
 from ckpt8.resuming import optimizer as optimizers
+from ckpt8.resuming import own_loading
 from ckpt8.resuming.device_copy import DeviceCopy
 from ckpt8.resuming.find import Candidate, find, holds_module
 from ckpt8.resuming.layouts import is_packed, unwrapped
 from ckpt8.resuming.names import listed
 from ckpt8.resuming.rest import RestBuilder
 from ckpt8.resuming.source import Source, open_source
+from ckpt8.resuming.state_checks import object_problem
 from ckpt8.resuming.streaming import Fill, Streamer
+from ckpt8.resuming.values import ValueBuilder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,7 +96,7 @@ class _Planner:
         self._optimizer = optimizer
         self._tree = source.checkpoint.tree
         self._models, self._optimizers = find(self._tree)
-        self._values = RestBuilder(source.checkpoint)
+        self._values = ValueBuilder(source.checkpoint)
         self._filled: dict[int, TensorRef] = {}
 
     def plan(self, model_at: str | None, optimizer_at: str | None) -> _Plan:
@@ -107,7 +110,7 @@ class _Planner:
             weights = models.plan_model(chosen, self._model, equal, _narrow(self._optimizer))
             self._filled = weights.filled
             problems += [f"model {problem}" for problem in weights.problems]
-            weights.extra = {name: self._values.build(value) for name, value in weights.extra.items()}
+            problems += self._build_extra(weights)
             consumed.append(chosen)
         if self._optimizer is not None:
             chosen, state = self._choose_optimizer(self._optimizer, optimizer_at)
@@ -120,6 +123,13 @@ class _Planner:
             fills = self._share(weights, state, problems)
         builder = RestBuilder(self._source.checkpoint, [candidate.node for candidate in consumed])
         return _Plan(builder, weights, fills, state, problems)
+
+    def _build_extra(self, weights: models.ModelPlan) -> list[str]:
+        """Make the extra states of modules; what is wrong with those that cannot be made."""
+        found = {name: object_problem(value, self._values, "its extra state") for name, value in weights.extra.items()}
+        fitting = {name: value for name, value in weights.extra.items() if found[name] is None}
+        weights.extra = {name: self._values.build(value) for name, value in fitting.items()}
+        return [f"model {name}: {problem}" for name, problem in found.items() if problem is not None]
 
     def _share(
         self, weights: models.ModelPlan, state: optimizers.OptimizerPlan | None, problems: list[str]
@@ -151,6 +161,9 @@ class _Planner:
 
     def _choose_optimizer(self, optimizer: Optimizer, at: str | None) -> tuple[Candidate, optimizers.OptimizerPlan]:
         path = self._source.path
+        problem = own_loading.form_problem(optimizer)
+        if problem is not None:
+            raise ResumeError(f"{path}: {problem}; nothing was changed", (problem,))
         candidates = _at(path, self._optimizers, at, "optimizer_at")
         if not candidates:
             raise UsageError(f"{path}: holds no optimizer state")
@@ -200,18 +213,21 @@ def _at(path: Path, candidates: list[Candidate], at: str | None, keyword: str) -
 
 
 def _apply(source: Source, plan: _Plan, model: nn.Module | None, optimizer: Optimizer | None) -> None:
-    """The new optimizer state is complete before the first live byte, which is one of the model, changes."""
+    """The optimizer has its new state before the first byte of the model changes, and the old one where that fails."""
     import torch
 
     streamer = Streamer(source.checkpoint, DeviceCopy(source.stored) if source.stored is not None else None)
-    with torch.no_grad():
-        if plan.optimizer is not None:
-            streamer.run(optimizers.allocate(plan.optimizer))
+    with torch.no_grad(), own_loading.undone_on_error(optimizer if plan.optimizer is not None else None):
+        if plan.optimizer is not None and optimizer is not None:
+            try:
+                streamer.run(optimizers.allocate(plan.optimizer))
+                source.checkpoint.check_unchanged()
+                optimizers.assign(plan.optimizer, optimizer)
+            except ResumeError as exc:
+                raise ResumeError(f"{source.path}: optimizer: {exc}; nothing was changed", (str(exc),)) from exc
         source.checkpoint.check_unchanged()
         if plan.model is not None:
             _copy_model(source, streamer, plan.fills)
-        if plan.optimizer is not None and optimizer is not None:
-            optimizers.assign(plan.optimizer, optimizer)
     if plan.model is not None and model is not None:
         for name, value in plan.model.extra.items():
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)

@@ -1,0 +1,133 @@
+"""Whether the saved state of one parameter is what the live optimizer keeps for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckpt8.foreign_state import parameter_shape
+from ckpt8.readers.base import TensorRef
+from ckpt8.resuming.layouts import Layout, expected_shape
+from ckpt8.resuming.mapping import Pair
+from ckpt8.resuming.names import listed
+from ckpt8.resuming.values import ValueBuilder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+WHOLE_GROUP = "group"
+"""optimi with gradient release keeps a reference to the parameter group in the state of each parameter."""
+
+
+def object_problem(value: Any, builder: ValueBuilder, what: str) -> str | None:
+    """Why a value cannot go into a live object, since it holds an object that nothing here makes, or None."""
+    name = builder.unmade(value)
+    return None if name is None else f"{what} holds a {name}, which resume does not make"
+
+
+def state_problem(
+    saved: Any,
+    pair: Pair,
+    layout: Layout | None,
+    optimizer: Optimizer,
+    hyper: Mapping[Any, Any],
+    builder: ValueBuilder,
+) -> str | None:
+    """Why a saved state does not fit, or None."""
+    if saved is None or saved == {}:
+        return None
+    if not isinstance(saved, dict):
+        return "its optimizer state is malformed"
+    live = optimizer.state.get(pair.parameter)
+    kept = {key: value for key, value in saved.items() if key != WHOLE_GROUP}
+    problem = _keys_problem(kept, pair, layout, live, optimizer, hyper) or object_problem(
+        kept, builder, "its optimizer state"
+    )
+    tensors = {key: value for key, value in kept.items() if isinstance(value, TensorRef)}
+    problems = (_tensor_problem(key, ref, pair.parameter, layout, live) for key, ref in tensors.items())
+    return problem or next((problem for problem in problems if problem is not None), None)
+
+
+def _keys_problem(
+    saved: Mapping[Any, Any],
+    pair: Pair,
+    layout: Layout | None,
+    live: Mapping[str, Any] | None,
+    optimizer: Optimizer,
+    hyper: Mapping[Any, Any],
+) -> str | None:
+    """Why keys are missing, too many, or of no tensor, or None."""
+    name, shape = type(optimizer).__name__, tuple(pair.parameter.shape)
+    if layout is not None:
+        required = layout.keys(pair.parameter.dim())
+        required |= {"max_exp_avg_sq"} if hyper.get("amsgrad") and "max_exp_avg_sq" in layout.optional else set()
+        allowed = required | layout.optional
+    elif live:
+        required = allowed = frozenset(live) - {WHOLE_GROUP}
+    else:
+        required, allowed = frozenset(), frozenset(saved)
+    if required - saved.keys():
+        return f"its optimizer state lacks {listed(sorted(required - saved.keys()))}"
+    if saved.keys() - allowed:
+        return f"its optimizer state has {listed(sorted(saved.keys() - allowed))}, which {name} has not"
+    if layout is None:
+        return None
+    # Kahan compensation may be None, and is where nothing is compensated.
+    tensors = {key for key in required if expected_shape(key, shape) is not None} - {"kahan_comp"}
+    others = sorted(key for key in tensors if not isinstance(saved[key], TensorRef))
+    return f"its optimizer state has {listed(others)} in another form than {name} keeps it" if others else None
+
+
+def _tensor_problem(
+    key: str, ref: TensorRef, parameter: Tensor, layout: Layout | None, live: Mapping[str, Any] | None
+) -> str | None:
+    import torch
+
+    if ref.conj or ref.neg:
+        return f"{key} was saved as a conjugate or negative view, which resume does not support"
+    if key == "step" or (key == "kahan_comp" and ref.shape == (1,)):
+        return None
+    twin = live.get(key) if live and layout is None else None
+    if isinstance(twin, torch.Tensor):
+        shape: tuple[int, ...] | None = tuple(twin.shape)
+        dtypes = {twin.dtype}
+    elif layout is None:
+        here = tuple(parameter.shape)
+        known = expected_shape(key, here) == here
+        return _shape_problem(key, ref.shape, here) if known else None
+    else:
+        shape = expected_shape(key, tuple(parameter.shape))
+        dtypes = set() if shape is None else {parameter.dtype}
+        if layout.widened and dtypes and parameter.element_size() == 2:
+            dtypes.add(torch.float32)
+    if shape is not None and ref.shape != shape:
+        return f"{key} was saved with shape {list(ref.shape)}, here it has {list(shape)}"
+    if dtypes and ref.dtype.torch not in dtypes:
+        here = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        return f"{key} was saved as {ref.dtype.label}, here it is {here}"
+    return None
+
+
+def foreign_state_problem(saved: Any, pair: Pair, builder: ValueBuilder) -> str | None:
+    """As ``state_problem``, of a state that the optimizer itself loads."""
+    if saved is None or saved == {}:
+        return None
+    if not isinstance(saved, dict):
+        return "its optimizer state is malformed"
+    shape, here = parameter_shape(saved), tuple(pair.parameter.shape)
+    # Classes that take sums, or a part of the elements, have them in fewer dimensions.
+    alike = shape is not None and len(shape) == len(here)
+    problem = _shape_problem("its optimizer state", shape or (), here) if alike else None
+    return problem or object_problem(saved, builder, "its optimizer state")
+
+
+def _shape_problem(what: str, shape: tuple[int, ...], here: tuple[int, ...]) -> str | None:
+    """Why a tensor of an unknown class, with the name of one of its parameter's shape, is of another, or None.
+
+    Some keep one value for a row, or for all: whatever can be broadcast to the parameter may be of it.
+    """
+    sizes = zip(reversed(shape), reversed(here), strict=False)
+    if len(shape) <= len(here) and all(mine in (1, size) for mine, size in sizes):
+        return None
+    return f"{what} was saved with shape {list(shape)}, here it has {list(here)}"

@@ -1,0 +1,159 @@
+"""Values for live objects, in which nothing may stand for an object: plain ones, tensors, and what torch calls safe.
+
+``RestBuilder`` gives an ``Inert`` for an object whose class it does not import. In a model or an optimizer that would
+be found in the middle of a step. ``unmade`` finds it beforehand, and no tensor is read for the answer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from ckpt8.errors import ResumeError
+from ckpt8.readers.base import Global, Inert, TensorRef
+from ckpt8.resuming.rest import RestBuilder, dtype_of, plain_object
+
+if TYPE_CHECKING:
+    import torch
+
+_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
+_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
+_DEQUE = "collections.deque"
+_SETS = frozenset({"builtins.set", "builtins.frozenset"})
+_SCALARS = frozenset({str, int, float, bool, type(None), bytes, complex})
+
+
+class ValueBuilder(RestBuilder):
+    """As ``RestBuilder``, and deques, and tensors of classes that ``torch.serialization.get_safe_globals`` has.
+
+    Packages register their tensors there, as torchao does those of its optimizers, so that ``torch.load`` makes them
+    with ``weights_only=True``. Nothing is imported here either.
+    """
+
+    def _object(self, node: Inert) -> Any:
+        kind = _registered_class(node)
+        if kind is not None:
+            return self._subclass(kind, node)
+        if node.name == _DEQUE and _is_deque(node):
+            made: deque[Any] = deque(maxlen=node.args[1] if node.args else None)
+            self._built[id(node)] = (node, made)
+            made.extend(self._items(node.items))
+            return made
+        return super()._object(node)
+
+    def _subclass(self, kind: type[torch.Tensor], node: Inert) -> torch.Tensor:
+        """A tensor that its own class puts together, of the parts that the file has. Raises ResumeError."""
+        import torch
+
+        _, _, (_, dtype, shape, stride, *_), state = node.args
+        try:
+            parts = {key: self._build(value) for key, value in state.items()}
+            frame = torch.Tensor._make_wrapper_subclass(
+                kind, shape, strides=stride, dtype=dtype_of(dtype), device=torch.device("cpu")
+            )
+            for key, value in parts.items():
+                setattr(frame, key, value)
+            names, context = frame.__tensor_flatten__()  # type: ignore[attr-defined]
+            inner = {name: getattr(frame, name) for name in names}
+            made = kind.__tensor_unflatten__(inner, context, frame.shape, frame.stride())  # type: ignore[attr-defined]
+            agrees = made.shape == frame.shape and all(_agree(vars(made)[key], parts[key]) for key in parts)
+        except Exception as exc:
+            raise ResumeError(f"a {_class_name(node)} cannot be made of its parts: {exc}") from exc
+        if not agrees:
+            raise ResumeError(f"a {_class_name(node)} does not have the parts that it says it has")
+        return made  # type: ignore[no-any-return]
+
+    def unmade(self, node: Any) -> str | None:
+        """The class or function of the first part of ``node`` that would stay an ``Inert`` or a ``Global``, or None."""
+        pending: list[Any] = [node]
+        seen: set[int] = set()
+        while pending:
+            each = pending.pop()
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            if isinstance(each, Global):
+                if dtype_of(each) is each:
+                    return str(each.name)
+            elif isinstance(each, Inert):
+                parts = _parts(each)
+                if parts is None:
+                    return _class_name(each)
+                pending += parts
+            elif isinstance(each, dict):
+                pending += [*each.keys(), *each.values()]
+            elif isinstance(each, (list, tuple)):
+                pending += each
+        return None
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value of a saved state is a tensor, a number, a text or None."""
+    return isinstance(value, TensorRef) or type(value) in _SCALARS
+
+
+def _parts(node: Inert) -> list[Any] | None:
+    """What an object is made of, where it is made at all."""
+    if _registered_class(node) is not None:
+        return list(node.args[3].values())
+    if node.name == _DEQUE and _is_deque(node):
+        return node.items
+    if node.name in _SETS:
+        return [] if all(type(item) in _SCALARS for item in node.items) else None
+    return None if plain_object(node) is None else []
+
+
+def _is_deque(node: Inert) -> bool:
+    if not node.args:
+        return True
+    length = node.args[1] if len(node.args) == 2 else False
+    return length is None or (type(length) is int and 0 <= length <= sys.maxsize)
+
+
+def _registered_class(node: Inert) -> type[torch.Tensor] | None:
+    """The class of a pickled wrapper of tensors, if torch was told that it is safe."""
+    if node.name != _SUBCLASS or len(node.args) != 4:
+        return None
+    function, kind, arguments, state = node.args
+    if not (isinstance(function, Global) and isinstance(kind, Global) and function.name == _WRAPPER):
+        return None
+    if not (isinstance(arguments, tuple) and len(arguments) >= 4 and isinstance(state, dict)):
+        return None
+    plain = all(isinstance(value, TensorRef) or _is_setting(value) for value in state.values())
+    if not (plain and _is_shape(arguments[2]) and _is_shape(arguments[3]) and isinstance(arguments[1], Global)):
+        return None
+    return _registered().get(kind.name)
+
+
+def _registered() -> dict[str, type[torch.Tensor]]:
+    import torch
+
+    found = {}
+    for entry in torch.serialization.get_safe_globals():
+        kind, name = entry if isinstance(entry, tuple) else (entry, None)
+        if isinstance(kind, type) and issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__"):
+            found[name or f"{kind.__module__}.{kind.__qualname__}"] = kind
+    return found
+
+
+def _is_setting(value: Any) -> bool:
+    return type(value) in _SCALARS or (isinstance(value, tuple) and all(type(part) in _SCALARS for part in value))
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(size) is int for size in value)
+
+
+def _agree(one: Any, other: Any) -> bool:
+    import torch
+
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is other
+    return bool(one == other)
+
+
+def _class_name(node: Inert) -> str:
+    """The class of an object; of a tensor of a class of its own that class, not the function that makes it."""
+    kinds = [arg for arg in node.args[:2] if isinstance(arg, Global)]
+    return kinds[-1].name if node.name.startswith("torch._tensor._rebuild") and kinds else node.name
