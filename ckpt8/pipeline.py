@@ -39,6 +39,10 @@ Results = dict[int, tuple[UnitResult, int]]
 """By the index of a stream: the result of its unit, and its place there."""
 
 
+def no_progress(_: int) -> None:
+    """Show nothing. A function with a name: frameworks pickle what holds ``Options``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """``max_update_error`` bounds max |Δu| of every parameter; ``stats`` False measures nothing."""
@@ -46,7 +50,7 @@ class Options:
     threads: int | None = None
     stats: bool = True
     max_update_error: float | None = None
-    progress: Progress = lambda _: None
+    progress: Progress = no_progress
 
 
 @dataclass(slots=True)

@@ -84,8 +84,10 @@ def plan_optimizer(
         return OptimizerPlan(wrong="its parameter groups are malformed")
     if packed is None and any(is_packed_group(group) for group in saved):
         return OptimizerPlan(wrong="is of ckpt8.optim; ckpt8.load(path, unpack=True) gives its state unpacked")
+    # Groups may have settings of their own, as those of Muon that are stepped by Adam.
+    settings = {key: value for group in reversed(live) for key, value in group.items()}
     for group in saved:
-        problem = packed.class_problem(group) if packed else class_problem(group, live[0], optimizer.defaults)
+        problem = packed.class_problem(group) if packed else class_problem(group, settings, optimizer.defaults)
         if problem is not None:
             return OptimizerPlan(wrong=f"is of another optimizer than {type(optimizer).__name__}: {problem}")
     mapped = _object_in_groups(saved, builder) or map_parameters(saved, optimizer, model)

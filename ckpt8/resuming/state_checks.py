@@ -73,7 +73,7 @@ def _keys_problem(
         return f"its optimizer state has {listed(sorted(saved.keys() - allowed))}, which {name} has not"
     if layout is None:
         return None
-    # Kahan compensation may be None, and is where nothing is compensated.
+    # Kahan compensation is None where nothing is compensated.
     tensors = {key for key in required if expected_shape(key, shape) is not None} - {"kahan_comp"}
     others = sorted(key for key in tensors if not isinstance(saved[key], TensorRef))
     return f"its optimizer state has {listed(others)} in another form than {name} keeps it" if others else None
@@ -93,9 +93,8 @@ def _tensor_problem(
         shape: tuple[int, ...] | None = tuple(twin.shape)
         dtypes = {twin.dtype}
     elif layout is None:
-        here = tuple(parameter.shape)
-        known = expected_shape(key, here) == here
-        return _shape_problem(key, ref.shape, here) if known else None
+        whole = tuple(parameter.shape)
+        return _shape_problem(key, ref.shape, whole) if expected_shape(key, whole) == whole else None
     else:
         shape = expected_shape(key, tuple(parameter.shape))
         dtypes = set() if shape is None else {parameter.dtype}
@@ -127,7 +126,7 @@ def _shape_problem(what: str, shape: tuple[int, ...], here: tuple[int, ...]) -> 
 
     Some keep one value for a row, or for all: whatever can be broadcast to the parameter may be of it.
     """
-    sizes = zip(reversed(shape), reversed(here), strict=False)
-    if len(shape) <= len(here) and all(mine in (1, size) for mine, size in sizes):
+    pairs = zip(reversed(shape), reversed(here), strict=False)
+    if len(shape) <= len(here) and all(mine in (1, size) for mine, size in pairs):
         return None
     return f"{what} was saved with shape {list(shape)}, here it has {list(here)}"

@@ -35,6 +35,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 GRAPH = frozenset({"AdaHessian", "SophiaH"})
 """Classes that differentiate the gradients."""
 
+MUON = frozenset({"AdaGO", "AdaMuon", "Muon", "MuonClip", "NorMuon"})
+"""Classes of pytorch_optimizer that are told which parameters they step, and leave the rest to Adam."""
+
 NO_TRITON = frozenset({"optimi"})
 """Packages whose kernels need a GPU unless they are switched off."""
 
@@ -74,7 +77,7 @@ def classes(package: str) -> dict[str, type[torch.optim.Optimizer]]:
     found: dict[str, type[torch.optim.Optimizer]] = {}
     for name in dir(module):
         kind = getattr(module, name, None)
-        own = inspect.isclass(kind) and kind.__module__.split(".")[0] == package.split(".")[0]
+        own = inspect.isclass(kind) and kind.__module__.partition(".")[0] == package.partition(".")[0]
         if own and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
             found.setdefault(kind.__name__, kind)
     return found
@@ -95,7 +98,7 @@ def build(kind: type[torch.optim.Optimizer], model: nn.Module) -> torch.optim.Op
         return kind(model, **settings)
     if "base_optimizer" in parameters:
         return kind(model.parameters(), base_optimizer=torch.optim.AdamW, lr=1e-3)
-    if "use_muon" in inspect.getsource(kind):
+    if kind.__name__ in MUON and kind.__module__.startswith("pytorch_optimizer"):
         matrix, *others = sorted(model.parameters(), key=lambda each: -each.numel())
         return kind([{"params": [matrix], "use_muon": True}, {"params": others, "use_muon": False}], **settings)
     return kind(model.parameters(), **settings)
@@ -136,7 +139,7 @@ def trained(kind: type[torch.optim.Optimizer], seed: int, steps: int) -> tuple[n
             optimizer = build(kind, model)
             for number in range(max(steps, 1)):
                 step(model, optimizer, number)
-        except Exception as exc:  # noqa: BLE001 - packages raise what they like
+        except Exception as exc:
             failure = failure or exc
             continue
         if not steps:

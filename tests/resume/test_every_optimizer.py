@@ -16,49 +16,45 @@ PACKAGES = {
     "came_pytorch": 1,
     "lion_pytorch": 1,
     "pytorch_optimizer": 110,
-    "bitsandbytes.optim": 35,
+    "bitsandbytes.optim": 37,
     "torchao.optim": 7,
     "transformers.optimization": 1,
     "ckpt8.optim": 7,
 }
-"""How many classes of each go on at least."""
+"""How many classes of each go on at least. What a class needs that is not there, such as a GPU, leaves it out."""
 
-REFUSED = {}
-"""Classes whose state is refused, by package."""
+REFUSED = {
+    "pytorch_optimizer": {
+        # Objects in their state or groups.
+        *("Conda", "SCION", "SCIONLight", "ScalableShampoo"),
+        # State dicts in a form of their own, or with entries beside those of the parameters.
+        *("Lookahead", "Magma", "ScheduleFreeWrapper", "TRAC"),
+        # State of as many elements as a random mask has, which cannot be told from that of another parameter.
+        "SaRA",
+    }
+}
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_optimizer(tmp_path, package):
+def test_it_goes_on_or_nothing_changes(tmp_path, package):
     pytest.importorskip(package.partition(".")[0])
-    refused, wrong, went_on = set(), {}, 0
+    outcomes = {}
     with quiet():
         for name, kind in classes(package).items():
             try:
                 model, optimizer = trained(kind, 0, 2)
-            except Exception as exc:  # noqa: BLE001
-                print("SKIP", name, repr(exc)[:100])
+            except Exception:
                 continue
-            try:
-                outcome = resumed(tmp_path, kind, model, optimizer)
-            except Exception as exc:
-                import traceback
-
-                traceback.print_exc()
-                outcome = "EXC " + repr(exc)[:150]
-            if outcome is None:
-                went_on += 1
-            elif outcome == "refused":
-                refused.add(name)
-            else:
-                wrong[name] = outcome
+            outcomes[name] = resumed(tmp_path, kind, model, optimizer)
+    wrong = {name: outcome for name, outcome in outcomes.items() if outcome not in ("goes on", "refused")}
     assert not wrong
-    assert refused == REFUSED.get(package, set())
-    assert went_on >= PACKAGES[package]
+    assert {name for name, outcome in outcomes.items() if outcome == "refused"} == REFUSED.get(package, set())
+    assert list(outcomes.values()).count("goes on") >= PACKAGES[package]
 
 
 def resumed(folder, kind, model, optimizer):
-    """What is wrong with a run that goes on from a file, ``refused`` where it cannot, or None."""
+    """``goes on`` where a run goes on from a file as it should, ``refused`` where it is refused, or what is wrong."""
     run = folder / "run.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, run)
     step(model, optimizer, 2)
@@ -69,22 +65,21 @@ def resumed(folder, kind, model, optimizer):
         before = snapshot(other, fresh)
         try:
             ckpt8.resume(folder / "run.ckpt8", other, fresh)
-        except Ckpt8Error as exc:
-            if not same(snapshot(other, fresh), before):
-                return "refused, but changed"
+        except Ckpt8Error:
+            unchanged = same(snapshot(other, fresh), before)
             step(other, fresh, 2)
-            print("REFUSED", kind.__name__, exc)
-            return "refused"
+            return "refused" if unchanged else "refused, but changed"
         if found := foreign([dict(fresh.state), fresh.param_groups]):
             return f"holds {found}"
         step(other, fresh, 2)
         restored = run if preset == "lossless" else ckpt8.restore(folder / "run.ckpt8", folder / "back.pt", force=True)
         expected = weights(loaded(kind, restored))
-        if not (same(weights(other), expected) or (preset == "lossless" and same(weights(other), uninterrupted))):
-            return f"{preset}: goes on in another way"
-        if preset == "lossless" and same(expected, uninterrupted) and not same(weights(other), uninterrupted):
-            return f"{preset}: goes on in another way"
-    return None
+        exact = preset == "lossless" and same(weights(other), uninterrupted)
+        # load_state_dict itself may lose something: then either is right.
+        as_well = same(weights(other), expected) and (preset == "flash" or not same(expected, uninterrupted))
+        if not (exact or as_well):
+            return f"{preset}: takes another step"
+    return "goes on"
 
 
 def loaded(kind, path):
