@@ -70,7 +70,11 @@ class TensorRef:
 
 @dataclass(slots=True, eq=False)
 class Inert:
-    """An object of a class that is not interpreted: the global's name and everything it was built from."""
+    """An object whose class was not imported: the name of the class and everything that the file says about it.
+
+    ``args`` is what the class was called with, ``state`` mostly the ``__dict__``, ``items`` and ``pairs`` what a list
+    or a dictionary of the class holds. Public as ``ckpt8.Inert``: ``resume`` gives these in the rest of a checkpoint.
+    """
 
     name: str
     args: tuple[Any, ...] = ()
@@ -81,9 +85,14 @@ class Inert:
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A reference to a class or function by dotted name. It was not imported."""
+    """A class or function by its dotted name. It was not imported. Public as ``ckpt8.Global``."""
 
     name: str
+
+
+for _public in (Inert, Global):
+    _public.__module__ = "ckpt8"  # so that what a user pickles does not depend on where they live
+del _public
 
 
 class Checkpoint(Protocol):

@@ -91,7 +91,8 @@ def layout_of(optimizer: Optimizer) -> Layout | None:
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer itself: accelerate and others wrap it, keep it as an attribute, and give its state as their own."""
     inner = getattr(optimizer, "optimizer", None)
-    return optimizer if inner is None or inner.state is not optimizer.state else inner
+    shared = getattr(inner, "state", None)
+    return inner if shared is not None and shared is optimizer.state else optimizer
 
 
 def is_packed(optimizer: Optimizer) -> bool:

@@ -23,18 +23,19 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _FORM = {"state", "param_groups"}
+_OTHERWISE = "restore the checkpoint and give its state to load_state_dict"
 
 
 def form_problem(optimizer: Optimizer) -> str | None:
     """Why the state of ``optimizer`` is in no form that a checkpoint can be matched with, or None."""
     name = type(optimizer).__name__
     if not hasattr(optimizer, "state") or not hasattr(optimizer, "param_groups"):
-        return f"{name} has no state and parameter groups of its own; load it with its load_state_dict"
+        return f"{name} has no state or parameter groups of its own; {_OTHERWISE}"
     if unwrapped(optimizer) is optimizer and (is_packed(optimizer) or layout_of(optimizer) is not None):
         return None
     missing = _FORM - optimizer.state_dict().keys()
     if missing:
-        return f"the state dict of {name} has no {listed(sorted(missing))}; load it with its load_state_dict"
+        return f"the state dict of {name} has no {listed(sorted(missing))}; {_OTHERWISE}"
     return None
 
 

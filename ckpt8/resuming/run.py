@@ -52,7 +52,11 @@ def resume(
     their place in equal groups. Wrappers' prefixes do not matter. ``model_at`` and ``optimizer_at`` are the path in
     the tree where several entries could be meant, with dots: ``state_dict_ema``, ``optimizer_states.0``.
 
-    The rest is the tree without the two entries, on the CPU: see ``ckpt8.resuming.rest`` for what objects become.
+    The rest is the tree without the two entries, on the CPU. Objects of classes that are not imported come in it as
+    ``ckpt8.Inert``: see ``ckpt8.resuming.rest``. None gets into ``model`` or ``optimizer``: what holds one is refused.
+
+    An optimizer of an unknown class that has a ``load_state_dict`` of its own, or keeps more than tensors and numbers,
+    as those of bitsandbytes and torchao, loads its state by itself; where that fails, everything is as it was.
 
     All or nothing: structure and every byte are checked before a live byte changes. Raises ResumeError where the
     checkpoint does not fit, with all ``problems``; UsageError where it is not clear which entry is meant; InputError

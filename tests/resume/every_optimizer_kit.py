@@ -161,5 +161,6 @@ def foreign(value: Any, seen: set[int] | None = None) -> set[str]:
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         parts = list(value)
     else:
-        parts = list(getattr(value, "__dict__", {}).values()) if isinstance(value, torch.Tensor) or found else []
+        ours = [getattr(value, name) for name in getattr(value, "__slots__", ())] if found else []
+        parts = [*ours, *vars(value).values()] if isinstance(value, torch.Tensor) else ours
     return found.union(*(foreign(part, seen) for part in parts))
