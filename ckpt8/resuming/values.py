@@ -47,8 +47,8 @@ class ValueBuilder(RestBuilder):
         import torch
 
         _, _, (_, dtype, shape, stride, *_), state = node.args
+        parts = {key: self._build(value) for key, value in state.items()}
         try:
-            parts = {key: self._build(value) for key, value in state.items()}
             frame = torch.Tensor._make_wrapper_subclass(
                 kind, shape, strides=stride, dtype=dtype_of(dtype), device=torch.device("cpu")
             )
