@@ -226,7 +226,7 @@ def test_a_directory_of_one_file_stays_a_directory(tmp_path):
     assert list(ckpt8.load(tmp_path / "a.b.ckpt8")) == ["w"]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_what_no_reader_reads_is_kept_with_the_reason(tmp_path):
     root = tmp_path / "run"
     root.mkdir()

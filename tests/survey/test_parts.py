@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
-import sys
 import warnings
 from itertools import pairwise
 
@@ -15,6 +13,7 @@ from dcp_kit import load_all, run_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_dcp import make, save, states, step
+from memory_kit import run_measured
 from survey_kit import as_pairs, expected
 
 import ckpt8
@@ -307,13 +306,11 @@ def test_odd_options_are_json(tmp_path):
     assert (facts["step"], facts["epoch"]) == (None, None)
 
 
-MEASURE = """
-import json, sys
-from pathlib import Path
+SETUP = """from pathlib import Path
 from ckpt8.inspect.checkpoint import inspect_checkpoint
-facts = inspect_checkpoint(Path(sys.argv[1]), full=sys.argv[2] == "full")
-peak = next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
-print(json.dumps([facts["sample"], int(peak) * 1024]))
+"""
+CODE = """
+found = inspect_checkpoint(Path(sys.argv[1]), full=sys.argv[2] == "full")["sample"]
 """
 
 
@@ -331,10 +328,7 @@ def test_memory_does_not_grow_with_the_checkpoint(how, tmp_path):
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + 8 * numel)
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(path), how], capture_output=True, text=True, check=True, timeout=300
-    )
-    sample, peak = json.loads(done.stdout)
-    assert sample["of"] == 2 * numel
-    assert sample["full"] is (how == "full")
-    assert peak < 400_000_000
+    found = run_measured(SETUP, CODE, path, how)
+    assert found["of"] == 2 * numel
+    assert found["full"] is (how == "full")
+    assert found["extra"] < 100e6
