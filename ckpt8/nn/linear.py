@@ -22,6 +22,7 @@ Under ``torch.autocast`` X becomes what autocast says; W is quantised as it is, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
@@ -152,7 +153,8 @@ class SwitchBackLinear(nn.Linear):
                 f"SwitchBackLinear was given {_label(x)} for weights of {_label(weight)}; both have to be the same of "
                 "float32, bfloat16 and float16, or any of them under torch.autocast"
             )
-        return cast(Tensor, SwitchBack.apply(x, weight, self.bias, self.backend))  # type: ignore[no-untyped-call]
+        apply: Callable[..., Tensor] = SwitchBack.apply  # torch 2.13 gives it no types, 2.15 does
+        return apply(x, weight, self.bias, self.backend)
 
 
 def _rows(x: Tensor) -> Tensor:
