@@ -32,6 +32,33 @@ def test_other():
 def test_that_passes():
     pass
 """
+MARKED = """
+import pytest
+
+@pytest.fixture
+def it():
+    pytest.importorskip("no_such_thing", reason="no_such_thing is not installed")
+
+@pytest.mark.no_such_thing
+def test_with_it(it):
+    pass
+
+@pytest.mark.no_such_thing
+def test_that_skips_itself():
+    pytest.importorskip("no_such_thing", reason="no_such_thing is not installed")
+
+@pytest.mark.no_such_thing
+@pytest.mark.skipif(True, reason="no_such_thing is not installed")
+def test_that_is_skipped():
+    pass
+
+@pytest.mark.no_such_thing
+def test_that_needs_something_else_too():
+    pytest.importorskip("no_such_thing_either", reason="no_such_thing_either is not installed")
+
+def test_without_the_mark():
+    pytest.importorskip("no_such_thing", reason="no_such_thing is not installed")
+"""
 
 
 @pytest.mark.parametrize("required", [False, True])
@@ -46,3 +73,16 @@ def test_a_missing_package(required, pytester, monkeypatch):
         result.stdout.fnmatch_lines(["*no_such_thing is not installed; CKPT8_REQUIRE_PACKAGES asks for it*"])
     else:
         result.assert_outcomes(skipped=4, passed=1)
+
+
+@pytest.mark.parametrize("absent", ["no_such_thing", "another_thing"])
+def test_a_package_that_may_be_absent(absent, pytester, monkeypatch):
+    """Its tests bear its name as a mark; a test that does not would run nowhere."""
+    monkeypatch.setenv("CKPT8_REQUIRE_PACKAGES", "1")
+    monkeypatch.setenv("CKPT8_ABSENT_PACKAGE", absent)
+    pytester.makeini("[pytest]\nmarkers =\n    no_such_thing: x\n    another_thing: x")
+    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    pytester.makepyfile(MARKED)
+    result = pytester.runpytest_inprocess()
+    # The last two fail in any case.
+    result.assert_outcomes(**({"skipped": 3, "failed": 2} if absent == "no_such_thing" else {"errors": 2, "failed": 3}))

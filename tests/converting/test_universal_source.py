@@ -173,6 +173,7 @@ def test_partitions_by_rank_are_refused(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.deepspeed
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_deepspeed_wrote(stage, tmp_path):

@@ -24,8 +24,10 @@ from ckpt8.inspect.container import inspect_container
 from ckpt8.tensors import DType, Role
 
 # Not imported here: that takes seconds, and the processes do it themselves.
-if importlib.util.find_spec("deepspeed") is None:
-    pytest.skip("deepspeed is not installed", allow_module_level=True)
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+]
 
 LAUNCHES = {
     (2, "fast"): ("z1-bf16", "z2-fp32", "z3-bf16", "z2-bf16-universal"),
