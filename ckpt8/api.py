@@ -191,16 +191,14 @@ def load(
     With ``unpack``, a run of ``ckpt8.optim`` comes as the published optimizers would have saved it: see
     ``ckpt8.unpacking``. What came from other optimizers is as without it.
     ``member`` names one of several files; a container of several without it is a UsageError that lists them. Raises
-    InputError for damage and what ``torch.load`` raises for objects it does not allow.
+    UnsupportedError that lists the classes which torch does not allow, and InputError for damage.
     """
-    from ckpt8.loading import load_member, member_index
-    from ckpt8.resuming.source import member_checkpoint
+    from ckpt8.loading import member_index
+    from ckpt8.resuming.source import load_source
 
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
         index = member_index(reader, member)
-        file = MemberFile(reader, index, workers)
-        checkpoint = member_checkpoint(reader, index, file)
-        obj = load_member(checkpoint, file, map_location)
+        obj, checkpoint = load_source(reader, index, MemberFile(reader, index, workers), map_location)
         if unpack:
             from ckpt8.unpacking import unpack_tree
 

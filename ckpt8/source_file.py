@@ -49,6 +49,11 @@ class SourceFile:
         status = os.fstat(self._fd)
         return status.st_size, status.st_mtime_ns
 
+    @property
+    def stored(self) -> int:
+        """Bytes on the disk that all of the source comes from: fewer than it has where it is decompressed."""
+        return self.source.length
+
     def close(self) -> None:
         """Release the file descriptor."""
         if self._fd >= 0:

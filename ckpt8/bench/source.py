@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 
 from ckpt8.bundle import open_bundle
 from ckpt8.errors import InputError
+from ckpt8.gate import TORCH_FORMATS, is_loadable
 from ckpt8.readers.safetensors import SafetensorsReader
-from ckpt8.readers.torch_legacy import TorchLegacyReader
-from ckpt8.readers.torch_zip import TorchZipReader
 from ckpt8.source_file import ByteRange
 
 _LAYOUTS = ("float32", "bfloat16", "float16")
@@ -56,13 +54,13 @@ def survey(path: Path) -> Source:
             for storage in storages:
                 sizes[storage.dtype.label] += storage.nbytes
             name = member.path if directory else ""
-            if storages and _loads(path / name if name else path, member.checkpoint.format):
+            if storages and _opens(path / name if name else path, member.checkpoint.format):
                 loaded.append(name)
         return Source(str(path), bundle.size, directory, tuple(loaded), max(_LAYOUTS, key=lambda name: sizes[name]))
 
 
 def load_file(path: Path) -> Any:
-    """The object in a file, as torch or safetensors give it, read and not mapped."""
+    """The object in a file that ``survey`` let through, as torch or safetensors give it, read and not mapped."""
     import torch
 
     if SafetensorsReader().sniff(ByteRange.of(path)):
@@ -72,16 +70,6 @@ def load_file(path: Path) -> Any:
     return torch.load(path, weights_only=True, mmap=False)
 
 
-def _loads(path: Path, kind: str) -> bool:
+def _opens(path: Path, kind: str) -> bool:
     """Whether ``load_file`` gives what is in a file of this format. Files in the older one are read for it."""
-    import torch
-
-    if kind == SafetensorsReader.id:
-        return True
-    if kind not in (TorchZipReader.id, TorchLegacyReader.id):
-        return False
-    try:
-        torch.load(path, weights_only=True, mmap=kind == TorchZipReader.id)
-    except (pickle.UnpicklingError, RuntimeError):
-        return False
-    return True
+    return kind == SafetensorsReader.id or (kind in TORCH_FORMATS and is_loadable(path))

@@ -97,7 +97,9 @@ def _stored_members(files: _Files) -> list[DirectoryMember]:
 
 def _source(files: _Files, index: int) -> MemberSource:
     record = files.reader.manifest.members[index]
-    return MemberSource(NamedRange(files.reader.path, 0, record.size, record.path), partial(files.file, index))
+    return MemberSource(
+        files.reader, NamedRange(files.reader.path, 0, record.size, record.path), partial(files.file, index)
+    )
 
 
 def _stored(files: _Files, index: int) -> DirectoryMember:

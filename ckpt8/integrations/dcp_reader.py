@@ -21,9 +21,9 @@ from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import StorageRecord, TensorRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.errors import InputError
+from ckpt8.gate import load_allowed
 from ckpt8.integrations.dcp_metadata import OBJECTS, Stored, local_path, read_metadata
 from ckpt8.integrations.dcp_slices import SliceReader
-from ckpt8.integrations.unpickling import load_allowed
 from ckpt8.readers.directory import PACKED_INDEX as FILE_NAME
 from ckpt8.tensors import DType
 from ckpt8.workers import Workers
@@ -104,6 +104,8 @@ class Ckpt8StorageReader(StorageReader):
             raise InputError(f"{self.path}: {name}: a slice of {tuple(item.lengths)} goes into {tuple(target.shape)}")
         if stored.tensor is None:
             whole = file.load(stored, f"{self.path}: {name}")
+            if not isinstance(whole, torch.Tensor) or whole.shape != self._values[name].size:
+                raise InputError(f"{self.path}: {name}: is not the tensor that {FILE_NAME} states")
             for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 whole = whole.narrow(dim, offset, length)
             target.copy_(whole)

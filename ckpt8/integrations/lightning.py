@@ -24,8 +24,8 @@ from typing import IO, Any, cast
 from ckpt8.background import PendingSave, wait_for
 from ckpt8.container.header import is_container
 from ckpt8.errors import InputError, OutputError, UsageError
+from ckpt8.gate import load_allowed
 from ckpt8.integrations import missing
-from ckpt8.integrations.unpickling import load_allowed
 from ckpt8.policy import Policy
 
 _HOMES = ("lightning.fabric.plugins", "lightning_fabric.plugins")

@@ -23,16 +23,14 @@ from ckpt8.readers.rebuild import (
     StatefulDict,
     dict_key,
     is_plain,
-    refuse_allocation,
     set_entry,
 )
+from ckpt8.readers.torch_calls import TorchCalls
 
-MAX_CONTAINERS = 16_000_000
 MAX_GLOBALS = 65_536
 MAX_NAME_CHARACTERS = 1024
-COPY_FACTOR = 16
-"""Constructors that copy may copy in all this many times what was read."""
-COPY_ALLOWANCE = 65_536
+CALL_UNITS = 4
+"""An object that is made by a call takes as much memory as that many containers."""
 
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # names of Python 2, used by protocols 0 to 2
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError, struct.error)
@@ -47,15 +45,18 @@ def load_pickle(
     persistent_load: PersistentLoad | None = None,
     *,
     names: set[str] | None = None,
+    stored: int | None = None,
+    calls: TorchCalls | None = None,
 ) -> Any:
     """Read one pickle from ``stream``, which is left behind its last byte.
 
     ``end`` is the position, as ``stream.tell()`` counts, at which the stream's bytes end. ``label`` opens
     every message. ``persistent_load`` turns a persistent id into a value or raises InputError; without it
     such an id is refused. ``names`` is given the dotted names of all classes and functions that the pickle refers
-    to. Raises InputError for anything but a well-formed pickle. Sets become ``Inert`` nodes with ``items``.
+    to. ``stored`` are the bytes on the disk where that is not all of the stream. ``calls`` judges what torch would do.
+    Raises InputError for anything but a well-formed pickle. Sets become ``Inert`` nodes with ``items``.
     """
-    machine = _Machine(stream, end, label, persistent_load)
+    machine = _Machine(stream, end, label, persistent_load, end if stored is None else stored, calls)
     value = machine.run()
     if names is not None:
         names.update(found.name for found in machine.globals.values())
@@ -77,14 +78,20 @@ def _reason(exc: BaseException) -> str:
 class _Machine(StackMachine):
     """One run: containers, names, calls and object state."""
 
-    def __init__(self, stream: ByteStream, end: int, label: str, persistent_load: PersistentLoad | None) -> None:
-        super().__init__(stream, end)
+    def __init__(
+        self,
+        stream: ByteStream,
+        end: int,
+        label: str,
+        persistent_load: PersistentLoad | None,
+        stored: int,
+        calls: TorchCalls | None,
+    ) -> None:
+        super().__init__(stream, end, stored)
         self.label = label
         self.persistent_load = persistent_load
+        self.calls = calls
         self.globals: dict[tuple[str, str], Global] = {}
-        self.containers = 0
-        self.start = stream.tell()
-        self.copied = 0
 
     def run(self) -> Any:
         """Execute up to STOP and give the value. Raises InputError."""
@@ -110,42 +117,32 @@ class _Machine(StackMachine):
     def _stop(self) -> NoReturn:
         raise _Stop
 
-    def _count(self) -> None:
-        self.containers += 1
-        if self.containers > MAX_CONTAINERS:
-            raise ValueError(f"it builds more than {MAX_CONTAINERS} objects")
-
-    def _spend(self, size: int) -> None:
-        self.copied += size
-        if self.copied > COPY_FACTOR * (self.tell() - self.start) + COPY_ALLOWANCE:
-            raise ValueError("it copies the same values over and over")
-
     def _empty_tuple(self) -> None:
         self.stack.append(())
 
     def _tuple(self) -> None:
-        self._count()
+        self.count()
         items = tuple(self._since_mark())
         self.stack.append(items)
 
     def _tuple_1(self) -> None:
-        self._count()
+        self.count()
         self.stack[-1] = (self.stack[-1],)
 
     def _tuple_2(self) -> None:
-        self._count()
+        self.count()
         self.stack[-2:] = [(self.stack[-2], self.stack[-1])]
 
     def _tuple_3(self) -> None:
-        self._count()
+        self.count()
         self.stack[-3:] = [(self.stack[-3], self.stack[-2], self.stack[-1])]
 
     def _empty_list(self) -> None:
-        self._count()
+        self.count()
         self.stack.append([])
 
     def _list(self) -> None:
-        self._count()
+        self.count()
         items = self._since_mark()
         self.stack.append(items)
 
@@ -161,16 +158,18 @@ class _Machine(StackMachine):
         if type(target) is list:
             target.extend(items)
         elif type(target) is Inert:
+            if self.calls is not None:
+                self.calls.fill(target)
             target.items.extend(items)
         else:
             raise ValueError(f"items are added to a {type(target).__name__}")
 
     def _empty_dict(self) -> None:
-        self._count()
+        self.count()
         self.stack.append({})
 
     def _dict(self) -> None:
-        self._count()
+        self.count()
         items = self._since_mark()
         self.stack.append({})
         self._update(items)
@@ -192,16 +191,18 @@ class _Machine(StackMachine):
             for key, value in pairs:
                 set_entry(target, key, value)
         elif type(target) is Inert:
+            if self.calls is not None:
+                self.calls.fill(target)
             target.pairs.extend((dict_key(key), value) for key, value in pairs)
         else:
             raise ValueError(f"keys are set on a {type(target).__name__}")
 
     def _empty_set(self) -> None:
-        self._count()
+        self.count()
         self.stack.append(Inert("builtins.set"))
 
     def _frozen_set(self) -> None:
-        self._count()
+        self.count()
         items = self._since_mark()
         self.stack.append(Inert("builtins.frozenset", items=items))
 
@@ -214,6 +215,8 @@ class _Machine(StackMachine):
                 raise ValueError("names are too long or too many")
             found = Global(f"{_MODULES.get(module, module)}.{name}")
             self.globals[module, name] = found
+            if self.calls is not None:
+                self.calls.name(found.name)
         return found
 
     def _global_text(self) -> None:
@@ -225,16 +228,17 @@ class _Machine(StackMachine):
         self.stack.append(self._named(self.stack.pop(), name))
 
     def _construct(self, function: Any, args: Any) -> Any:
-        self._count()
+        self.count(CALL_UNITS)
         if type(args) is not tuple:
             raise ValueError("a call has no argument tuple")
-        if type(function) is not Global:
-            # The callable is itself the result of a call, for instance of getattr.
-            return Inert("<call>", args=(function, args))
-        refuse_allocation(function.name, args)
-        constructor = CONSTRUCTORS.get(function.name)
-        made = NOT_INTERPRETED if constructor is None else constructor(args, self._spend)
-        return Inert(function.name, args=args) if made is NOT_INTERPRETED else made
+        constructor = CONSTRUCTORS.get(function.name) if type(function) is Global else None
+        made = NOT_INTERPRETED if constructor is None else constructor(args, self.spend)
+        if self.calls is not None:
+            self.calls.call(function, args, made, self)
+        if made is not NOT_INTERPRETED:
+            return made
+        # A callable may itself be the result of a call, for instance of getattr.
+        return Inert(function.name, args=args) if type(function) is Global else Inert("<call>", args=(function, args))
 
     def _reduce(self) -> None:
         args = self.stack.pop()
@@ -259,6 +263,8 @@ class _Machine(StackMachine):
     def _build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
+        if self.calls is not None:
+            self.calls.build(target, state, self)
         if type(target) is Inert or type(target) is StatefulDict:
             target.state = state if target.state is None else (target.state, state)
         elif type(target) is not TensorRef or not is_plain(state):
@@ -268,7 +274,10 @@ class _Machine(StackMachine):
     def _persistent(self, pid: Any) -> Any:
         if self.persistent_load is None:
             raise ValueError("it refers to data outside the pickle")
-        return self.persistent_load(pid)
+        found = self.persistent_load(pid)
+        if self.calls is not None:
+            self.calls.storage(pid, found)
+        return found
 
     def _persistent_text(self) -> None:
         self.stack.append(self._persistent(self._line().decode("ascii")))

@@ -1,7 +1,8 @@
-"""The part of the pickle machine below all objects: operands, scalars, the stack, its marks, the memo.
+"""The part of the pickle machine below all objects: operands, scalars, the stack, its marks, the memo, the budgets.
 
-Every announced length is checked against the bytes that are left before anything is read. What is wrong
-raises ValueError, IndexError or struct.error, to which ``inert_pickle`` adds the file and the place.
+Every announced length is checked against the bytes that are left before anything is read, and objects are counted
+before they are built. What is wrong raises ValueError, IndexError or struct.error, to which ``inert_pickle`` adds the
+file and the place.
 """
 
 from __future__ import annotations
@@ -14,6 +15,14 @@ from ckpt8.readers.base import Inert
 
 MAX_PROTOCOL = 5
 MAX_MARKS = 10_000
+MAX_UNITS = 64_000_000
+"""Objects in one pickle, where a container counts as one and an object that is made by a call as several."""
+FREE_UNITS = 1_000_000
+UNITS_PER_STORED_BYTE = 8
+"""Beyond the free ones, a pickle has a unit for every two of its bytes, and 8 for each byte on the disk."""
+COPY_FACTOR = 16
+"""Constructors that copy may copy in all this many times what was read."""
+COPY_ALLOWANCE = 65_536
 MAX_INDEX_DIGITS = 20
 MAX_INTEGER_DIGITS = 4300
 """Reading decimal digits takes quadratic time; Python's own limit is the same but can be switched off."""
@@ -62,10 +71,11 @@ def _legacy_text(data: bytes) -> str | bytes:
 class StackMachine:
     """The opcodes that read a scalar or move values about. ``end`` is where the bytes of ``stream`` end.
 
-    ``stack`` holds what was pushed since the last mark, ``marks`` the stacks below it.
+    ``stack`` holds what was pushed since the last mark, ``marks`` the stacks below it. ``stored`` are the bytes on the
+    disk that ``stream`` comes from.
     """
 
-    def __init__(self, stream: ByteStream, end: int) -> None:
+    def __init__(self, stream: ByteStream, end: int, stored: int) -> None:
         self.read = stream.read
         self.readline = stream.readline
         self.tell = stream.tell
@@ -73,6 +83,25 @@ class StackMachine:
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
+        self.start = stream.tell()
+        self.copied = 0
+        self.units = 0
+        self._allowed = FREE_UNITS
+        self._room = UNITS_PER_STORED_BYTE * stored
+
+    def count(self, units: int = 1) -> None:
+        """Take note of an object that is about to be made. Raises ValueError for more than the pickle may have."""
+        self.units += units
+        if self.units > self._allowed:
+            self._allowed = min(MAX_UNITS, FREE_UNITS + min((self.tell() - self.start) // 2, self._room))
+            if self.units > self._allowed:
+                raise ValueError(f"it builds more objects than {self.tell() - self.start} bytes of a checkpoint hold")
+
+    def spend(self, size: int) -> None:
+        """Take note of a copy of ``size`` parts. Raises ValueError when copies get out of proportion."""
+        self.copied += size
+        if self.copied > COPY_FACTOR * (self.tell() - self.start) + COPY_ALLOWANCE:
+            raise ValueError("it copies the same values over and over")
 
     def _take(self, count: int) -> bytes:
         if not 0 <= count <= self.end - self.tell():

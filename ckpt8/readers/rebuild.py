@@ -10,7 +10,6 @@ which storages are used by what must find them all in the tree. So everything dr
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,8 +24,6 @@ MAX_PLAIN_ENTRIES = 64
 _INT64_MAX = 2**63 - 1
 _SCALARS = frozenset({str, int, float, bool, type(None), bytes, complex, Global})
 _TENSOR_TYPES = frozenset({"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"})
-_ALLOCATE = ("bytearray", "Tensor", "Storage")
-_ALLOCATES = re.compile(r"builtins\.bytearray|torch\.([a-z]+\.)?\w*(Tensor|Storage)")
 _LATIN1 = frozenset({"latin1", "latin-1"})
 
 NOT_INTERPRETED: Any = object()
@@ -189,17 +186,6 @@ def _bytes(args: tuple[Any, ...], spend: Spend) -> Any:
         return NOT_INTERPRETED
     spend(len(args[0]))
     return args[0].encode("latin-1")
-
-
-def refuse_allocation(name: str, args: tuple[Any, ...]) -> None:
-    """Raise ValueError for a call that would take memory of a stated size, which no file that torch writes has.
-
-    Nothing is called here; but ``ckpt8.load`` ends in torch, which does.
-    """
-    if not name.endswith(_ALLOCATE) or not _ALLOCATES.fullmatch(name):
-        return
-    if any(type(arg) is int or (type(arg) in (tuple, list) and arg and type(arg[0]) is int) for arg in args[:MAX_DIMS]):
-        raise ValueError(f"it asks for memory of a stated size ({name})")
 
 
 def _bytearray(args: tuple[Any, ...], spend: Spend) -> Any:

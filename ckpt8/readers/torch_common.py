@@ -15,6 +15,16 @@ from ckpt8.tensors import DType
 _INT64_MAX = 2**63 - 1
 _SHOWN_CHARACTERS = 60
 
+MAX_PICKLE_BYTES = 512 * 2**20
+_FREE_PICKLE_BYTES = 16 * 2**20
+_PICKLE_RATIO = 64
+"""A pickle in a container may be so many times as long as the container, and 16 MiB longer: real ones stay below 20."""
+
+
+def longest_pickle(file: SourceFile) -> int:
+    """Bytes that the pickle of a checkpoint may have, by those on the disk."""
+    return min(MAX_PICKLE_BYTES, _FREE_PICKLE_BYTES + _PICKLE_RATIO * file.stored)
+
 
 def shown(text: object) -> str:
     """Give ``text`` for a message: one line, of bounded length."""
@@ -101,8 +111,8 @@ class StorageTable:
         """Read the ``(view key, offset, length)`` of old files, in elements of the root storage."""
         if type(view) is not tuple or len(view) != 3:
             raise InputError(f"{self.label}: damaged pickle: storage {shown(key)} has malformed view metadata")
-        _, offset, length = view
-        counts = type(offset) is int and type(length) is int and offset >= 0 and length >= 0
+        name, offset, length = view
+        counts = type(name) is str and type(offset) is int and type(length) is int and offset >= 0 and length >= 0
         if not counts or offset + length > numel:
             raise InputError(f"{self.label}: damaged pickle: a view reaches outside storage {shown(key)}")
         return StorageRef(key, dtype, length, offset)

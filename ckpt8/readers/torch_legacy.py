@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from ckpt8.errors import InputError, UnsupportedError
 from ckpt8.readers.base import StorageInfo
 from ckpt8.readers.inert_pickle import load_pickle
-from ckpt8.readers.torch_common import OpenCheckpoint, StorageTable, opened, shown
+from ckpt8.readers.torch_calls import TorchCalls
+from ckpt8.readers.torch_common import OpenCheckpoint, StorageTable, longest_pickle, opened, shown
 from ckpt8.readers.walk import check_depth
 from ckpt8.source_file import ByteRange, SourceFile
 
@@ -20,7 +21,6 @@ PROTOCOL_VERSION = 1001
 _MAGIC_BYTES = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 _MAGIC_TEXT = b"L119547037146038801333356L\n."  # how pickle protocol 1 writes it
 _SNIFFED_BYTES = 32
-MAX_PICKLE_BYTES = 512 * 2**20
 _BUFFER_BYTES = 2**16
 _COUNT = struct.Struct("<q")
 
@@ -33,8 +33,7 @@ class TorchLegacyReader:
     def sniff(self, source: ByteRange) -> bool:
         """Whether it starts with the pickled magic number."""
         with opened(source) as file:
-            head = file.read(0, min(_SNIFFED_BYTES, source.length))
-        return head.startswith(_MAGIC_TEXT) or (head.startswith(b"\x80") and _MAGIC_BYTES in head)
+            return begins_legacy(file)
 
     @contextmanager
     def open(self, source: ByteRange) -> Iterator[OpenCheckpoint]:
@@ -42,9 +41,15 @@ class TorchLegacyReader:
         with opened(source) as file:
             yield _load(file)
 
-    def read(self, file: SourceFile) -> OpenCheckpoint:
-        """As ``open``, from a file that is open already."""
-        return _load(file)
+    def read(self, file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
+        """As ``open``, from a file that is open already. With ``calls``, one that torch is to load is judged for it."""
+        return _load(file, calls)
+
+
+def begins_legacy(file: SourceFile) -> bool:
+    """Whether a file starts with the pickled magic number."""
+    head = file.read(0, min(_SNIFFED_BYTES, file.source.length))
+    return head.startswith(_MAGIC_TEXT) or (head.startswith(b"\x80") and _MAGIC_BYTES in head)
 
 
 class _RawStream(io.RawIOBase):
@@ -70,13 +75,14 @@ class _RawStream(io.RawIOBase):
         return self._position
 
 
-def _load(file: SourceFile) -> OpenCheckpoint:
+def _load(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
     source = file.source
-    limit = min(source.length, MAX_PICKLE_BYTES)
+    limit = min(source.length, longest_pickle(file))
     stream = io.BufferedReader(_RawStream(file, limit), _BUFFER_BYTES)
 
     def load(what: str, table: StorageTable | None = None) -> Any:
-        return load_pickle(stream, limit, f"{source}: {what}", table.load if table else None)
+        label, persistent_load = f"{source}: {what}", table.load if table else None
+        return load_pickle(stream, limit, label, persistent_load, stored=file.stored, calls=calls)
 
     if load("magic number") != MAGIC or load("format version") != PROTOCOL_VERSION:
         raise InputError(f"{source}: not a checkpoint of torch before 1.6: its magic number or version is another")

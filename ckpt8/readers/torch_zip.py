@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import ClassVar
 
 from ckpt8.crc import crc32
@@ -12,13 +13,13 @@ from ckpt8.errors import InputError, UnsupportedError
 from ckpt8.readers.base import StorageInfo
 from ckpt8.readers.inert_pickle import load_pickle
 from ckpt8.readers.shards import refuse_shard
-from ckpt8.readers.torch_common import OpenCheckpoint, StorageTable, opened, shown
+from ckpt8.readers.torch_calls import TorchCalls
+from ckpt8.readers.torch_common import OpenCheckpoint, StorageTable, longest_pickle, opened, shown
 from ckpt8.readers.walk import check_depth
 from ckpt8.readers.zip_directory import LOCAL_SIGNATURE, STORED, ZipEntry, find_prefix, read_directory
-from ckpt8.readers.zip_end import read_end_records
+from ckpt8.readers.zip_end import END_BYTES, END_SIGNATURE, read_end_records
 from ckpt8.source_file import ByteRange, SourceFile
 
-MAX_PICKLE_BYTES = 512 * 2**20
 MAX_SMALL_RECORD_BYTES = 64 * 2**20
 """Records that are no storage are checked against their CRC up to this size."""
 _PICKLE_MARK = b"/data.pkl"
@@ -46,14 +47,16 @@ class TorchZipReader:
         with opened(source) as file:
             yield _load(file)
 
-    def read(self, file: SourceFile) -> OpenCheckpoint:
-        """As ``open``, from a file that is open already."""
-        return _load(file)
+    def read(self, file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
+        """As ``open``, from a file that is open already. With ``calls``, one that torch is to load is judged for it."""
+        return _load(file, calls)
 
 
-def _load(file: SourceFile) -> OpenCheckpoint:
+def _load(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
     entries = read_directory(file)
     prefix = find_prefix(file, entries)
+    if calls is not None:
+        _check_for_torch(file, entries)
     records = {entry.name.removeprefix(prefix): entry for entry in entries if entry.name.startswith(prefix)}
     if "constants.pkl" in records or any(name.startswith("code/") for name in records):
         raise UnsupportedError(
@@ -61,17 +64,31 @@ def _load(file: SourceFile) -> OpenCheckpoint:
         )
     _check_byte_order(file, records)
     table = StorageTable(f"{file.source}: data.pkl")
-    pickle = _read_stored(file, records["data.pkl"], MAX_PICKLE_BYTES)
+    pickle = _read_stored(file, records["data.pkl"], longest_pickle(file))
     names: set[str] = set()
-    tree = load_pickle(io.BytesIO(pickle), len(pickle), table.label, table.load, names=names)
+    load = partial(load_pickle, names=names, stored=file.stored, calls=calls)
+    tree = load(io.BytesIO(pickle), len(pickle), table.label, table.load)
     check_depth(tree, table.label)
-    if table.declared:
+    if table.declared and calls is None:
         refuse_shard(tree, names, str(file.source))
     named = {f"data/{key}": key for key in table.declared}
     for name, entry in records.items():
         if name not in named and name != "data.pkl" and entry.method == STORED:
             _check_small(file, entry)
     return OpenCheckpoint("torch-zip", file, _storages(file, table, records), tree)
+
+
+def _check_for_torch(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
+    """Raise InputError where torch's own zip library could read another pickle than we do, or inflate a record.
+
+    It does not tell names apart by case, and takes the last signature of an end record, be it in a comment.
+    """
+    if file.read(file.source.length - END_BYTES, len(END_SIGNATURE)) != END_SIGNATURE:
+        raise InputError(f"{file.source}: a zip file with a comment, which torch.save never writes")
+    if len({entry.name.lower() for entry in entries}) < len(entries):
+        raise InputError(f"{file.source}: a zip file with records that only differ in case, which torch takes for one")
+    for entry in entries:
+        _require_stored(file, entry)
 
 
 def _check_byte_order(file: SourceFile, records: Mapping[str, ZipEntry]) -> None:

@@ -25,6 +25,11 @@ class Window(SourceFile):
         self.source = NamedRange(base.source.path, offset, length, name)
         self._base = base
 
+    @property
+    def stored(self) -> int:
+        """Bytes on the disk: no more than those of ``base``."""
+        return min(self.source.length, self._base.stored)
+
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes at ``offset`` of the stretch. Raises InputError."""
         if offset < 0 or offset + len(buffer) > self.source.length:

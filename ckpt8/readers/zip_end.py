@@ -11,7 +11,9 @@ from ckpt8.source_file import SourceFile
 MAX_DIRECTORY_BYTES = 64 * 2**20
 """Room for about half a million records."""
 _MAX_COMMENT_BYTES = 65_535
+END_SIGNATURE = b"PK\x05\x06"
 _END = struct.Struct("<4s4H2IH")
+END_BYTES = _END.size
 _LOCATOR = struct.Struct("<4sIQI")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
 _UNCOUNTED_64 = 12  # the signature and the length field, which the length does not count
@@ -52,13 +54,13 @@ def _find_end(file: SourceFile) -> tuple[int, int, tuple[int, ...]]:
     span = min(file.source.length, _END.size + _MAX_COMMENT_BYTES)
     base = file.source.length - span
     tail = file.read(base, span)
-    at = tail.rfind(b"PK\x05\x06")
+    at = tail.rfind(END_SIGNATURE)
     while at >= 0:
         if at + _END.size <= span:
             _, *numbers, comment = _END.unpack_from(tail, at)
             if at + _END.size + comment == span:
                 return base + at, comment, tuple(numbers)
-        at = tail.rfind(b"PK\x05\x06", 0, at + 3)
+        at = tail.rfind(END_SIGNATURE, 0, at + 3)
     raise InputError(
         f"{file.source}: damaged zip file: it has no end record; it may be cut off, copy or download it again"
     )

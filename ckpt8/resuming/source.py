@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DCP
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.errors import InputError, UnsupportedError, UsageError
-from ckpt8.loading import member_index
+from ckpt8.gate import TORCH_FORMATS, load_member
+from ckpt8.loading import load_named, member_index
 from ckpt8.readers import READERS, get_reader, open_checkpoint
 from ckpt8.readers.base import Checkpoint
 from ckpt8.readers.checksums import check_storages
@@ -29,9 +31,15 @@ _BLOCK = 8 << 20
 class MemberSource(SourceFile):
     """A member of a container in place of the file that it was: ``member`` gives it. For one thread at a time."""
 
-    def __init__(self, source: ByteRange, member: Callable[[], MemberFile]) -> None:
+    def __init__(self, reader: ContainerReader, source: ByteRange, member: Callable[[], MemberFile]) -> None:
         self.source = source
+        self._reader = reader
         self._member = member
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the container."""
+        return self._reader.size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with decoded bytes. Raises InputError for damage and behind the end."""
@@ -74,15 +82,29 @@ class Source:
         check_storages(self.checkpoint, str(self.path))
 
 
+def member_source(reader: ContainerReader, file: MemberFile) -> MemberSource:
+    """An open member as the file that it was."""
+    return MemberSource(reader, ByteRange(reader.path, 0, file.size), lambda: file)
+
+
 def member_checkpoint(reader: ContainerReader, index: int, file: MemberFile) -> Checkpoint:
     """A member as the open checkpoint that it was. Raises InputError for a format that is not known.
 
     Of a file of a distributed checkpoint these are the tensors that the container knows, slices by their names.
     """
-    source = MemberSource(ByteRange(reader.path, 0, file.size), lambda: file)
+    source = member_source(reader, file)
     if reader.manifest.members[index].format == DCP:
         return stored_checkpoint(reader, index, source)
     return read_member(reader, index, source)
+
+
+def load_source(reader: ContainerReader, index: int, file: MemberFile, map_location: Any) -> tuple[Any, Checkpoint]:
+    """The object that a member's own library would load, and the open checkpoint that it was. Raises InputError."""
+    kind = reader.manifest.members[index].format
+    if kind in TORCH_FORMATS:
+        return load_member(file, member_source(reader, file), kind, map_location)
+    checkpoint = member_checkpoint(reader, index, file)
+    return load_named(checkpoint, file, map_location), checkpoint
 
 
 def read_member(reader: ContainerReader, index: int, source: MemberSource) -> Checkpoint:
