@@ -198,11 +198,11 @@ def load(
 
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
         index = member_index(reader, member)
-        obj, checkpoint = load_source(reader, index, MemberFile(reader, index, workers), map_location)
+        obj, tree = load_source(reader, index, MemberFile(reader, index, workers), map_location)
         if unpack:
             from ckpt8.unpacking import unpack_tree
 
-            obj = unpack_tree(obj, checkpoint.tree, str(path))
+            obj = unpack_tree(obj, tree, str(path))
         return obj
 
 

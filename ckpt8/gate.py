@@ -37,10 +37,10 @@ def load_allowed(file: IO[bytes], where: str, map_location: Any = None) -> Any:
     return _load(file, where, map_location)
 
 
-def load_member(file: MemberFile, source: SourceFile, kind: str, map_location: Any) -> tuple[Any, OpenCheckpoint]:
-    """As ``load_allowed``, of a member that is of the format ``kind``: also what our own reader made of it."""
+def load_member(file: MemberFile, source: SourceFile, kind: str, map_location: Any) -> tuple[Any, Any]:
+    """As ``load_allowed``, of a member that is of the format ``kind``; also the tree that our own reader made of it."""
     checkpoint = _check(source, TorchZipReader() if kind == TorchZipReader.id else TorchLegacyReader())
-    return _load(cast("IO[bytes]", file), file.name, map_location), checkpoint
+    return _load(cast("IO[bytes]", file), file.name, map_location), checkpoint.tree
 
 
 def is_loadable(path: Path) -> bool:

@@ -9,12 +9,12 @@ reads them in the order of their offsets. Every entry has dtype U8.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.json_text import parse_json
 
 MAX_HEADER = 100_000_000
 """safetensors' own limit in bytes."""
@@ -89,37 +89,6 @@ def render(entries: Iterable[Entry], size: int, version: str) -> bytes:
     if len(text) > size:
         raise ValueError("the header does not fit the room reserved for it")
     return size.to_bytes(LENGTH_BYTES, "little") + text.ljust(size)
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
-
-
-def _no_constants(text: str) -> Any:
-    raise ValueError(f"{text} is not JSON")
-
-
-def parse_json(text: bytes, where: str) -> Any:
-    """Strict JSON: UTF-8, no duplicate keys, no NaN. Raises InputError."""
-    try:
-        return json.loads(
-            text.decode("utf-8"),
-            object_pairs_hook=_no_duplicates,
-            parse_constant=_no_constants,
-            parse_float=_finite,
-        )
-    except (ValueError, RecursionError) as exc:
-        raise InputError(f"{where}: is not valid JSON: {exc}") from exc
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is not finite")
-    return value
 
 
 def check_version(text: object, where: str) -> None:

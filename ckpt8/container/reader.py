@@ -9,12 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-import zstandard
-
 from ckpt8.backend import for_checkpoint
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.reference import ROUNDED, Reference
-from ckpt8.container import frames, header, layout
+from ckpt8.container import frames, header, layout, manifest_text
 from ckpt8.container.copies import check_references, read_copy
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import FrameTable, Manifest, StorageRecord, read_manifest
@@ -26,10 +24,6 @@ from ckpt8.tensors import Parts, PartSpec, TensorSpec
 
 if TYPE_CHECKING:
     import torch
-
-_MANIFEST_FLOOR = 1 << 20
-_MANIFEST_RATIO = 64
-"""A manifest may inflate to 1 MiB plus 64 times its stored size: real ones stay below 12."""
 
 _FRAME_RATIO = 1 << 15
 """No frame of zstd holds more for each stored byte: a block of at most 128 KiB takes at least four."""
@@ -109,14 +103,7 @@ class ContainerReader:
 
     def _open_manifest(self, stored: bytes) -> Manifest:
         where = str(self.path)
-        try:
-            declared = zstandard.frame_content_size(stored)
-            if not 0 <= declared <= _MANIFEST_FLOOR + _MANIFEST_RATIO * len(stored):
-                raise InputError(f"{where}: manifest declares an implausible size")
-            text = zstandard.ZstdDecompressor().decompress(stored, max_output_size=declared)
-        except zstandard.ZstdError as exc:
-            raise InputError(f"{where}: manifest cannot be decompressed: {exc}") from exc
-        manifest = read_manifest(header.parse_json(text, f"{where}: manifest"), where)
+        manifest = read_manifest(manifest_text.unpack(stored, self.size, where), where)
         if manifest.frame != frames.FRAME or manifest.slab % frames.FRAME or not manifest.slab:
             raise InputError(f"{where}: manifest is malformed at 'slab'")
         return manifest

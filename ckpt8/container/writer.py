@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-import zstandard
-
 from ckpt8.container import header
 from ckpt8.container.atomic import AtomicOutput, Check
 from ckpt8.container.disk import PIECE, start_writeback, write_all_at
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import Manifest
+from ckpt8.container.manifest_text import pack
 from ckpt8.container.partial import Partial
 from ckpt8.errors import OutputError
 
-_MANIFEST_LEVEL = 9
 _WRITEBACK = 1 << 23
 """Bytes that are handed to the disk at once: for every small entry it would take longer than writing it."""
 
@@ -136,8 +133,7 @@ class ContainerWriter:
 
     def finish(self, manifest: Manifest) -> None:
         """Write manifest, header and seal, and publish the file."""
-        text = json.dumps(manifest.to_json(), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-        stored = zstandard.ZstdCompressor(level=_MANIFEST_LEVEL).compress(text.encode("ascii"))
+        stored = pack(manifest.to_json(), self._data_start + self._position + header.SEAL_BYTES)
         self.append(header.MANIFEST, [stored])
         self._write()
         start = self._position

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -12,6 +11,7 @@ from ckpt8.converting.composite import Composite
 from ckpt8.converting.members import Members
 from ckpt8.converting.sources import Content
 from ckpt8.errors import InputError, UsageError
+from ckpt8.json_text import parse_any_json
 from ckpt8.readers.base import Checkpoint, TensorRef
 from ckpt8.readers.directory import DirectoryMember
 from ckpt8.resuming.find import TOP_LEVEL, Candidate, find
@@ -91,9 +91,9 @@ def _shards(top: Mapping[str, DirectoryMember], label: str) -> list[DirectoryMem
     content = bytearray(min(checkpoint.size, _MAX_INDEX_BYTES))
     checkpoint.read_into(0, memoryview(content))
     try:
-        files = dict.fromkeys(json.loads(content).get("weight_map").values())
+        files = dict.fromkeys(parse_any_json(content, index).get("weight_map").values())
         return [top[name] for name in files]
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as exc:
+    except (KeyError, TypeError, AttributeError, InputError) as exc:
         missing = f"names {str(exc)[:80]}, which is not there" if isinstance(exc, KeyError) else "cannot be read"
         raise InputError(f"{label}: the index {index} {missing}") from exc
 

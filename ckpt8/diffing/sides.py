@@ -6,7 +6,6 @@ differ, each is put together as one tree, as ``convert`` does it: slices of a di
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from ckpt8.converting.members import Members
 from ckpt8.converting.sources import Content, content_of, layout_of
 from ckpt8.errors import InputError
 from ckpt8.foreign_state import quantised_weights
+from ckpt8.json_text import parse_any_json
 from ckpt8.readers import READERS
 from ckpt8.readers.base import Checkpoint
 from ckpt8.readers.dcp_metadata import METADATA
@@ -156,6 +156,6 @@ def json_tree(path: str, file: Checkpoint) -> Any:
     content = bytearray(file.size)
     file.read_into(0, memoryview(content))
     try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
+        return parse_any_json(content, path)
+    except InputError:
         return None

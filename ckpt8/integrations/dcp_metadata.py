@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt8.container.header import parse_json
 from ckpt8.container.member_paths import is_plain_name
 from ckpt8.container.writer import AtomicFile
 from ckpt8.errors import InputError, OutputError, UnsupportedError, UsageError
+from ckpt8.json_text import parse_json
 from ckpt8.readers.directory import PACKED_INDEX as FILE_NAME
 from ckpt8.source_file import ByteRange, SourceFile
 from ckpt8.tensors import DType
@@ -46,6 +46,8 @@ FORMAT = "ckpt8-dcp"
 VERSION = "1.0"
 _LARGEST = 1 << 62
 _SEAL_DIGITS = 64
+_LONGEST = 512 << 20
+"""Bytes: room for three million slices."""
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -141,6 +143,8 @@ def read_metadata(directory: Path) -> Metadata:
         raise InputError(_about_missing(directory))
     file = SourceFile(ByteRange.of(path))
     try:
+        if file.source.length > _LONGEST:
+            raise InputError(f"{path}: has {file.source.length} bytes, more than {_LONGEST}")
         tree = parse_json(file.read(0, file.source.length), str(path))
     finally:
         file.close()

@@ -10,6 +10,7 @@ from typing import Any
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.converting.sources import Content
 from ckpt8.errors import InputError, UsageError
+from ckpt8.json_text import parse_any_json
 from ckpt8.resuming.model_order import LONGEST_CONFIG
 
 CONFIG = "config.json"
@@ -38,7 +39,7 @@ def read_config(content: Content, given: Path | None) -> dict[str, Any] | None:
         member.checkpoint.read_into(0, bytes_of(held))
         text = bytes(bytes_of(held))
     try:
-        config = json.loads(text)
+        config = parse_any_json(text, where)
         if not isinstance(config, dict):
             raise InputError(f"{where}: is not the configuration of a model")
         with_quantization(config, {})

@@ -54,7 +54,7 @@ def open_distributed(
     for folder, file in _metadata_files(entries, open_file):
         where = str(file.source)
         data = file.read(0, file.source.length)
-        checkpoint = DcpCheckpoint(read_metadata(data, where))
+        checkpoint = DcpCheckpoint(read_metadata(data, where, file.stored))
         for path in checkpoint.files:
             entry = by_path.get(folder + path)
             if entry is None or entry.format not in (FILE, SYMLINK):

@@ -118,13 +118,13 @@ class Metadata:
         return piece.place is not None and piece.place[1] == self.tensors[piece.name].shape
 
 
-def read_metadata(data: bytes, where: str) -> Metadata:
-    """Read the file. Raises InputError for anything but what torch writes, naming a class that is not allowed.
+def read_metadata(data: bytes, where: str, stored: int | None = None) -> Metadata:
+    """Read the file, of which ``stored`` bytes are on the disk.
 
-    UnsupportedError for the buckets of Megatron, in which parameters cannot be told apart.
+    Raises InputError for anything but what torch writes, naming a class that is not allowed, and UnsupportedError for the buckets of Megatron, in which parameters cannot be told apart.
     """
     names: set[str] = set()
-    tree = load_pickle(io.BytesIO(data), len(data), where, names=names)
+    tree = load_pickle(io.BytesIO(data), len(data), where, names=names, stored=stored)
     foreign = sorted(names - ALLOWED)
     if foreign:
         raise InputError(

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from math import prod
 from typing import ClassVar
 
-from ckpt8.container.header import HEAD_BYTES, LENGTH_BYTES, MAX_HEADER, begins_container, parse_json
+from ckpt8.container.header import HEAD_BYTES, LENGTH_BYTES, MAX_HEADER, begins_container
 from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.json_text import parse_json
 from ckpt8.readers.base import StorageInfo, TensorRef
 from ckpt8.readers.rebuild import MAX_DIMS
 from ckpt8.readers.torch_common import OpenCheckpoint, opened, shown

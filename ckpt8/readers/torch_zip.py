@@ -17,7 +17,7 @@ from ckpt8.readers.torch_calls import TorchCalls
 from ckpt8.readers.torch_common import OpenCheckpoint, StorageTable, longest_pickle, opened, shown
 from ckpt8.readers.walk import check_depth
 from ckpt8.readers.zip_directory import LOCAL_SIGNATURE, STORED, ZipEntry, find_prefix, read_directory
-from ckpt8.readers.zip_end import END_BYTES, END_SIGNATURE, read_end_records
+from ckpt8.readers.zip_end import END_BYTES, END_SIGNATURE, NO_COMMENT, read_end_records
 from ckpt8.source_file import ByteRange, SourceFile
 
 MAX_SMALL_RECORD_BYTES = 64 * 2**20
@@ -83,7 +83,8 @@ def _check_for_torch(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
 
     It does not tell names apart by case, and takes the last signature of an end record, be it in a comment.
     """
-    if file.read(file.source.length - END_BYTES, len(END_SIGNATURE)) != END_SIGNATURE:
+    end = file.read(file.source.length - END_BYTES, END_BYTES)
+    if not (end.startswith(END_SIGNATURE) and end.endswith(NO_COMMENT)):
         raise InputError(f"{file.source}: a zip file with a comment, which torch.save never writes")
     if len({entry.name.lower() for entry in entries}) < len(entries):
         raise InputError(f"{file.source}: a zip file with records that only differ in case, which torch takes for one")

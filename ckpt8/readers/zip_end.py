@@ -14,6 +14,7 @@ _MAX_COMMENT_BYTES = 65_535
 END_SIGNATURE = b"PK\x05\x06"
 _END = struct.Struct("<4s4H2IH")
 END_BYTES = _END.size
+NO_COMMENT = b"\0\0"
 _LOCATOR = struct.Struct("<4sIQI")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
 _UNCOUNTED_64 = 12  # the signature and the length field, which the length does not count

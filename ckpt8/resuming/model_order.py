@@ -11,13 +11,14 @@ does not have: the order is then unknown.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt8.errors import InputError
+from ckpt8.json_text import parse_any_json
 from ckpt8.resuming.names import plain_names
 
 _FIRST = (
@@ -152,8 +153,8 @@ class ModelOrder:
 def of_config(text: bytes) -> ModelOrder | None:
     """The order of the model that a ``config.json`` describes; None where it is not known."""
     try:
-        config = json.loads(text) if len(text) <= LONGEST_CONFIG else None
-    except (ValueError, RecursionError):
+        config = parse_any_json(text, "config.json") if len(text) <= LONGEST_CONFIG else None
+    except InputError:
         return None
     if not isinstance(config, dict) or config.get("auto_map"):
         return None

@@ -98,13 +98,13 @@ def member_checkpoint(reader: ContainerReader, index: int, file: MemberFile) -> 
     return read_member(reader, index, source)
 
 
-def load_source(reader: ContainerReader, index: int, file: MemberFile, map_location: Any) -> tuple[Any, Checkpoint]:
-    """The object that a member's own library would load, and the open checkpoint that it was. Raises InputError."""
+def load_source(reader: ContainerReader, index: int, file: MemberFile, map_location: Any) -> tuple[Any, Any]:
+    """The object that a member's own library would load, and the tree that our own reader made. Raises InputError."""
     kind = reader.manifest.members[index].format
     if kind in TORCH_FORMATS:
         return load_member(file, member_source(reader, file), kind, map_location)
     checkpoint = member_checkpoint(reader, index, file)
-    return load_named(checkpoint, file, map_location), checkpoint
+    return load_named(checkpoint, file, map_location), checkpoint.tree
 
 
 def read_member(reader: ContainerReader, index: int, source: MemberSource) -> Checkpoint:

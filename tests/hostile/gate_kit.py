@@ -1,7 +1,7 @@
-"""Files for ``torch.load``, and every public way that leads there, each tried in a process with little memory and time.
+"""Files for ``torch.load``, and every public way that leads there, tried in a process with little memory and time.
 
-``attempt`` starts one child that has torch loaded, and forks. For each try the fork has ``MEMORY`` more bytes of address
-space than it uses, and ``SECONDS`` of processor time: what takes more fails in it, whoever asked for it.
+``attempt`` starts one child that has torch loaded, and forks. For each try the fork has ``MEMORY`` more bytes of
+address space than it uses, and ``SECONDS`` of processor time: what takes more fails in it, whoever asked for it.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def attempt(tries, *, allow=()):
     return [tuple(each) for each in json.loads(done.stdout)]
 
 
-def _loads():
+def loads():
+    """By gate, what loads a path."""
     import torch.distributed.checkpoint as dcp
 
     import ckpt8
@@ -210,11 +211,11 @@ def main(job):
     import torch
 
     torch.set_num_threads(1)
-    loads = _loads()
+    ways = loads()
     if job["allow"]:
         torch.serialization.add_safe_globals([_named(name) for name in job["allow"]])
     found = {}
-    for gate, load in loads.items():
+    for gate, load in ways.items():
         paths = [path for other, path in job["tries"] if other == gate]
         while len(paths) > (done := sum(key[0] == gate for key in found)):
             answers = _forked(load, paths[done:])

@@ -5,6 +5,8 @@
 2. No small file takes unbounded memory or time
    * sizes and counts that are not there: ``test_bounds``; ``readers/test_hostile_pickle``, ``test_torch_legacy``,
      ``test_zip_tools``, ``test_safetensors``; ``container/test_damage`` (headers, manifests, frames)
+   * calls that torch would make with other arguments than its own: ``test_gate``
+   * more values than a file has room for, in JSON and in pickles: ``test_values``
    * decompression bombs: ``test_bounds``; ``container/test_damage`` (frames, manifest); zip records that are compressed
      are refused: ``readers/test_torch_zip``
    * deep nesting, shared parts, long names, colliding keys: ``test_bounds``; ``readers/test_walk``,
@@ -140,17 +142,14 @@ def _attempts(path, folder):
 
 
 def read_all(path, marker):
-    """Try everything; what is refused is refused by ckpt8, or by torch for its list of what may be loaded."""
-    done, refusals = 0, []
+    """Try everything; what is refused is refused by ckpt8, in one line."""
+    done = 0
     for attempt in _attempts(path, marker.parent):
         try:
             attempt()
             done += 1
         except Ckpt8Error as exc:
             one_line(exc)
-        except pickle.UnpicklingError as exc:
-            refusals.append(str(exc))
-        assert all("weights_only" in text or "Weights only" in text for text in refusals)
         assert not marker.exists()
     return done
 
@@ -252,7 +251,7 @@ def test_in_members_of_a_directory_and_in_records_beside_the_pickle(name, marker
     ckpt8.verify(root.with_suffix(".ckpt8"), root)
     ckpt8.restore(root.with_suffix(".ckpt8"), marker.parent / "back")
     for member in ("training_args.bin", "model.safetensors", "more.pt", "random_states_0.pkl"):
-        with contextlib.suppress(Ckpt8Error, pickle.UnpicklingError):
+        with contextlib.suppress(Ckpt8Error):
             ckpt8.load(root.with_suffix(".ckpt8"), member=member)
         assert not marker.exists()
 

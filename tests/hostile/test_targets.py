@@ -7,11 +7,9 @@ import copy
 import io
 import json
 import os
-import pickle
 import subprocess
 import sys
 
-import pytest
 import torch
 import zstandard
 from hostile_kit import container_of, one_line, outcome, sealed
@@ -96,11 +94,10 @@ def test_damage_met_by_torch_is_named(tmp_path):
         assert "model.w: checksum" in outcome(lambda: ckpt8.load(tmp_path / "bad.ckpt8"))
 
 
-def test_what_torch_refuses_stays_what_torch_raises(tmp_path):
+def test_what_torch_refuses_is_named(tmp_path):
     torch.save({"w": torch.ones(2), "args": argparse.Namespace(a=1)}, tmp_path / "a.pt")
     ckpt8.compress(tmp_path / "a.pt")
-    with pytest.raises(pickle.UnpicklingError, match=r"argparse\.Namespace"):
-        ckpt8.load(tmp_path / "a.ckpt8")
+    assert "holds argparse.Namespace, which torch does not allow" in outcome(lambda: ckpt8.load(tmp_path / "a.ckpt8"))
 
 
 # The terminal

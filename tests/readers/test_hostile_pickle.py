@@ -11,7 +11,7 @@ import tracemalloc
 import pytest
 
 from ckpt8.errors import InputError
-from ckpt8.readers import inert_pickle, rebuild
+from ckpt8.readers import inert_pickle, pickle_stack, rebuild
 from ckpt8.readers.base import StorageRef
 from ckpt8.readers.inert_pickle import load_pickle
 from ckpt8.readers.torch_common import StorageTable
@@ -152,9 +152,9 @@ def test_copies_are_budgeted(repeat):
 
 
 def test_caps_are_enforced(monkeypatch):
-    monkeypatch.setattr(inert_pickle, "MAX_CONTAINERS", 100)
-    with pytest.raises(InputError, match="more than 100 objects"):
-        load(b"(" + b"}" * 101 + b"t.")
+    monkeypatch.setattr(pickle_stack, "FREE_UNITS", 100)
+    with pytest.raises(InputError, match="builds more objects than"):
+        load(b"(" + b"}" * 400 + b"t.")
     monkeypatch.setattr(inert_pickle, "MAX_GLOBALS", 2)
     with pytest.raises(InputError, match="names"):
         load(b"(ca\nb\nca\nc\nca\nd\nt.")

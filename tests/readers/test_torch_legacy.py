@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt8.errors import InputError, UnsupportedError
-from ckpt8.readers import open_checkpoint, torch_legacy
+from ckpt8.readers import open_checkpoint, torch_common
 from ckpt8.readers.torch_legacy import MAGIC, PROTOCOL_VERSION, TorchLegacyReader
 from ckpt8.readers.walk import format_path, iter_leaves
 from ckpt8.source_file import ByteRange
@@ -198,7 +198,7 @@ def test_the_pickles_are_capped(tmp_path, monkeypatch):
     path.write_bytes(by_hand(["x" * 1000], {}))
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.tree == ["x" * 1000]
-    monkeypatch.setattr(torch_legacy, "MAX_PICKLE_BYTES", 1000)
+    monkeypatch.setattr(torch_common, "MAX_PICKLE_BYTES", 1000)
     with pytest.raises(InputError, match="bytes are announced"), open_checkpoint(path):
         pass
 

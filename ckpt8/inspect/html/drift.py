@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from ckpt8.errors import InputError
 from ckpt8.inspect.html.plots import by_step
 from ckpt8.inspect.html.text import text
 from ckpt8.inspect.render import number
+from ckpt8.json_text import parse_any_json
 
 _MOST_BYTES = 32 << 20
 _LARGEST = 1e300
@@ -30,10 +30,12 @@ def read_drift(path: Path, container: int | None) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise InputError(f"{path}: is too long for the output of verify --json")
-        tree = json.loads(path.read_bytes())
+        content = path.read_bytes()
     except OSError as exc:
         raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
-    except (ValueError, RecursionError) as exc:
+    try:
+        tree = parse_any_json(content, str(path))
+    except InputError as exc:
         raise InputError(f"{path}: is not JSON; give what verify --resume-steps N --json printed") from exc
     resume = tree.get("resume") if isinstance(tree, dict) else None
     if not isinstance(resume, dict) or not _is_drift(resume):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt8.container.manifest import DCP, FILE
 from ckpt8.errors import InputError
+from ckpt8.json_text import parse_any_json
 
 if TYPE_CHECKING:
     from ckpt8.bundle import Bundle, Member
@@ -88,8 +89,8 @@ def _json(member: Member) -> Mapping[Any, Any]:
     text = bytearray(checkpoint.size)
     try:
         checkpoint.read_into(0, memoryview(text))
-        tree = json.loads(text)
-    except (InputError, ValueError, RecursionError):
+        tree = parse_any_json(text, member.path)
+    except InputError:
         return {}
     return tree if isinstance(tree, dict) else {}
 

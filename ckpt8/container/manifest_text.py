@@ -1,0 +1,45 @@
+"""The manifest as it is stored: JSON in one frame of zstd, within the bounds that a reader sets before it reads it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import zstandard
+
+from ckpt8.errors import InputError
+from ckpt8.json_text import FREE, MANIFEST_COST, cost, parse_json
+
+_FLOOR = 1 << 20
+_RATIO = 64
+"""A manifest may inflate to 1 MiB plus 64 times its stored size: most stay below 12."""
+
+_LEVELS = (9, -1, -10, -100, -1000, -10_000, -100_000)
+"""Levels of zstd, the best one first. Records that are almost the same compress better than a reader takes it."""
+
+
+def pack(tree: dict[str, Any], rest: int) -> bytes:
+    """The stored manifest of a container that has ``rest`` bytes beside it: as small as a reader takes it."""
+    text = json.dumps(tree, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
+    costs = cost(text)
+    for level in _LEVELS:
+        stored = zstandard.ZstdCompressor(level=level).compress(text)
+        if len(text) <= _FLOOR + _RATIO * len(stored) and costs <= _allowed(rest + len(stored)):
+            break
+    return stored
+
+
+def unpack(stored: bytes, size: int, where: str) -> Any:
+    """The tree of a stored manifest in a container of ``size`` bytes. Raises InputError."""
+    try:
+        declared = zstandard.frame_content_size(stored)
+        if not 0 <= declared <= _FLOOR + _RATIO * len(stored):
+            raise InputError(f"{where}: manifest declares an implausible size")
+        text = zstandard.ZstdDecompressor().decompress(stored, max_output_size=declared)
+    except zstandard.ZstdError as exc:
+        raise InputError(f"{where}: manifest cannot be decompressed: {exc}") from exc
+    return parse_json(text, f"{where}: manifest", _allowed(size))
+
+
+def _allowed(size: int) -> int:
+    return FREE + MANIFEST_COST * size

@@ -1,0 +1,105 @@
+"""JSON of an untrusted file: what its values would take is counted in the text, before any of them is built.
+
+A text of JSON becomes up to fifty times as large as a tree of Python's objects. ``cost`` is an upper bound of that in
+bytes, measured for each kind of value. It needs no more than a count of a few characters outside of strings.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from ckpt8.errors import InputError
+
+FREE = 1 << 27
+"""What any text may cost, however short."""
+
+HEADER_COST = 32
+"""What each byte of a safetensors header may cost beyond that: the shortest entries cost 28."""
+
+MANIFEST_COST = 96
+"""What a manifest may cost for each byte of its container: see FORMAT.md."""
+
+MAX_DEPTH = 64
+"""Real ones are nested ten deep."""
+
+_BYTE, _BRACKET, _COMMA, _QUOTE, _COLON = 10, 68, 8, 8, 160
+_ESCAPED = re.compile(rb'\\[\\"]')
+_STRING = re.compile(rb'"[^"]*"')
+_NO_MARKS = bytes(set(range(256)) - set(b'[]{},:"'))
+_NO_BRACKETS = b',:"'
+_SQUARE = bytes.maketrans(b"{}", b"[]")
+
+
+def cost(text: bytes) -> int:
+    """The most bytes that the values of a text in UTF-8 take while they are built."""
+    return _measured(text)[0]
+
+
+def check_json(text: bytes, where: str, allowed: int) -> None:
+    """Raise InputError for a text in UTF-8 that costs more than is ``allowed``, or is nested too deeply."""
+    found, brackets = _measured(text)
+    if found > allowed:
+        raise InputError(f"{where}: has more values than a checkpoint of its size can have")
+    for _ in range(MAX_DEPTH):
+        inner = brackets.replace(b"[]", b"")
+        if len(inner) == len(brackets):
+            return  # nothing is left, or the parser will find out what is wrong
+        brackets = inner
+    if brackets:
+        raise InputError(f"{where}: is nested deeper than {MAX_DEPTH}")
+
+
+def _measured(text: bytes) -> tuple[int, bytes]:
+    """The cost, and the brackets outside of strings, all of them square."""
+    marks = (_ESCAPED.sub(b"", text) if b"\\" in text else text).translate(None, _NO_MARKS)
+    quotes = marks.count(b'"')
+    marks = _STRING.sub(b"", marks.replace(b'""', b""))
+    opening = marks.count(b"[") + marks.count(b"{")
+    found = _BYTE * len(text) + _BRACKET * opening + _COMMA * marks.count(b",") + _COLON * marks.count(b":")
+    return found + _QUOTE * quotes, marks.translate(_SQUARE, _NO_BRACKETS)
+
+
+def parse_json(text: bytes, where: str, allowed: int | None = None) -> Any:
+    """Strict JSON: UTF-8, no duplicate keys, no NaN. Raises InputError, also as ``check_json``.
+
+    By default each byte may cost what one of a header may.
+    """
+    check_json(text, where, FREE + HEADER_COST * len(text) if allowed is None else allowed)
+    try:
+        return json.loads(
+            text.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constants, parse_float=_finite
+        )
+    except (ValueError, RecursionError) as exc:
+        raise InputError(f"{where}: is not valid JSON: {exc}") from exc
+
+
+def parse_any_json(text: bytes | bytearray, where: str) -> Any:
+    """What Python takes for JSON, as other programs write it. Raises InputError, also as ``check_json``."""
+    try:
+        content = text.decode(json.detect_encoding(text))
+        plain = content.encode()
+        check_json(plain, where, FREE + HEADER_COST * len(plain))
+        return json.loads(content)
+    except (ValueError, RecursionError) as exc:
+        raise InputError(f"{where}: is not valid JSON: {exc}") from exc
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+def _no_constants(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not finite")
+    return value
