@@ -121,7 +121,8 @@ class Metadata:
 def read_metadata(data: bytes, where: str, stored: int | None = None) -> Metadata:
     """Read the file, of which ``stored`` bytes are on the disk.
 
-    Raises InputError for anything but what torch writes, naming a class that is not allowed, and UnsupportedError for the buckets of Megatron, in which parameters cannot be told apart.
+    Raises InputError for anything but what torch writes, naming a class that is not allowed, and UnsupportedError for
+    the buckets of Megatron, in which parameters cannot be told apart.
     """
     names: set[str] = set()
     tree = load_pickle(io.BytesIO(data), len(data), where, names=names, stored=stored)

@@ -29,7 +29,7 @@ from ckpt8.readers.torch_calls import TorchCalls
 
 MAX_GLOBALS = 65_536
 MAX_NAME_CHARACTERS = 1024
-CALL_UNITS = 4
+CALL_UNITS = 2
 """An object that is made by a call takes as much memory as that many containers."""
 
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # names of Python 2, used by protocols 0 to 2

@@ -16,7 +16,7 @@ from ckpt8.tensors import DType
 if TYPE_CHECKING:
     from ckpt8.readers.torch_calls import Call
 
-TENSOR_UNITS = 12
+TENSOR_UNITS = 8
 """A tensor takes as much memory as that many containers."""
 
 COUNTER = "collections.Counter"

@@ -118,7 +118,10 @@ BODIES = {
         call_name("collections.OrderedDict") + b"q\x11" + b")Rh\x10b",
         *(b"h\x11)Rh\x10b" for _ in range(2000)),
     ),
-    "empty dictionaries": among(call_name("collections.OrderedDict") + b"q\x11)R", b"h\x11)R" * 1_000_000),
+    "the same tensor again": among(
+        call_name(f"{REBUILD}tensor_v2") + b"q\x11(" + STORAGE + number(0) + b"))" + NO + HOOKS + b"tq\x12R",
+        b"h\x11h\x12R" * 1_500_000,
+    ),
     # Time
     "counted collisions": call_name("collections.Counter") + b")R(" + b"N".join(COLLIDING) + b"Nu",
     "set of collisions": call("builtins.set", b"](" + b"".join(COLLIDING) + b"e"),
@@ -205,7 +208,7 @@ def with_legacy_pickles():
             pickle.dumps(["0"], 2), b"\x80\x02](X\x01\0\0\x000" + BODIES["bytearray"] + b"e."
         ),
         "legacy: view by tuples in tuples": legacy(among(nested(number(1), TUPLES, wide=64, deep=5), place + view)),
-        "legacy: empty dictionaries": legacy(BODIES["empty dictionaries"]),
+        "legacy: the same tensor again": legacy(BODIES["the same tensor again"]),
     }
 
 
