@@ -12,18 +12,18 @@ from ckpt8.bundle import Bundle, directory_name, open_bundle
 from ckpt8.container.manifest import Manifest, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.writer import refuse_inside, refuse_same_file
-from ckpt8.device import requested
+from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.files.atomic import refuse_inside, refuse_same_file
+from ckpt8.core.gpu import requested
+from ckpt8.core.workers import Progress, Workers
 from ckpt8.device_encoder import choose_encoder
-from ckpt8.errors import InputError, UsageError
 from ckpt8.live import LiveCheckpoint, live_checkpoint
-from ckpt8.pipeline import Compressor, Options, Progress, Unwritten
+from ckpt8.pipeline import Compressor, Options, Unwritten
 from ckpt8.policy import Policy
 from ckpt8.readers.base import Checkpoint
 from ckpt8.readers.directory import is_directory
 from ckpt8.replacing import checkpoint_file
 from ckpt8.target_names import CONTAINER, default_path
-from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
     import os

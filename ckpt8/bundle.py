@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
 from ckpt8.joint_states import JointState, in_bundle, joint_parameters
 from ckpt8.masters import refer_to_masters
 from ckpt8.plan import Parameter, Plan, Stream, Unit, make_plan, plan_joint

@@ -13,10 +13,10 @@ from ckpt8.cli_bench import bench
 from ckpt8.cli_convert import convert
 from ckpt8.cli_diff import diff
 from ckpt8.cli_options import Container, Force, Json, Output, Threads, clock, console, print_json
-from ckpt8.errors import CheckFailedError, UsageError
+from ckpt8.core.errors import CheckFailedError, UsageError
+from ckpt8.core.text import printable
 from ckpt8.launch import guarded
 from ckpt8.readers.directory import size_of
-from ckpt8.text import printable
 
 app = typer.Typer(
     name="ckpt8",
@@ -164,7 +164,7 @@ def restore(
     --force replaces checkpoints: a directory only if nothing else is in it, another file only if -o names it.
     """
     from ckpt8.container.reader import ContainerReader
-    from ckpt8.inspect.figures import size
+    from ckpt8.core.text import size
     from ckpt8.progress import progress_bar
     from ckpt8.restoration import restore as run
     from ckpt8.restoration import restore_original
@@ -211,10 +211,10 @@ def verify(
     """Check every byte of SRC, and with --against every statistic that it states."""
     from dataclasses import asdict
 
-    from ckpt8.inspect.figures import size
+    from ckpt8.core.startup import settle
+    from ckpt8.core.text import size
     from ckpt8.inspect.render import show_drift
     from ckpt8.progress import progress_bar
-    from ckpt8.startup import settle
     from ckpt8.verification import verify as run
 
     settle()

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ckpt8.cli_options import Json, Threads, console, print_json
-from ckpt8.text import printable
+from ckpt8.core.text import printable
 
 _SIZES = "0.25GB,0.5GB,1GB,2GB,4GB,8GB"
 
@@ -40,7 +40,7 @@ def bench(
 ) -> None:
     """Measure time, size and memory beside cp, zstd and torch; on a GPU, kernels and steps beside a copy and torch."""
     from ckpt8.bench.sizes import parse_size
-    from ckpt8.device import requested
+    from ckpt8.core.gpu import requested
     from ckpt8.inspect.bench_tables import show_bench, show_device_bench
 
     where = requested(device)

@@ -21,7 +21,7 @@ Container = Annotated[Path, typer.Argument(readable=False, metavar="SRC.ckpt8", 
 
 def clock() -> float:
     """The time, once torch is there: its import is not what is being measured."""
-    from ckpt8.startup import settle
+    from ckpt8.core.startup import settle
 
     settle()
     return time.perf_counter()

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckpt8.codecs.reference import Run
 from ckpt8.container import frames
-from ckpt8.device import CudaTransfer, Mark, PinnedBuffers, Transfer
+from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, Transfer, padded, row_bytes
+from ckpt8.core.tensors import DType
+from ckpt8.core.workers import Workers
 from ckpt8.encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, keep, read_bytes, store
 from ckpt8.plan import Stream
 from ckpt8.readers.base import Checkpoint
-from ckpt8.rows import padded, row_bytes
-from ckpt8.tensors import DType
-from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
     import torch

@@ -6,30 +6,27 @@ A packed chunk no longer needs its source: between the two a save in the backgro
 from __future__ import annotations
 
 import mmap
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpt8.backend import for_checkpoint, on_cpu
 from ckpt8.codecs.reference import Reference, Run, round_masters
 from ckpt8.container import frames
 from ckpt8.container.copies import fill_padding
-from ckpt8.crc import crc32
-from ckpt8.errors import InputError, RefusedError
+from ckpt8.core.backend import for_checkpoint, on_cpu
+from ckpt8.core.errors import InputError, RefusedError
+from ckpt8.core.files.crc import crc32
+from ckpt8.core.gpu import copy_to_row, row_bytes
+from ckpt8.core.tensors import DType, Parts
+from ckpt8.core.workers import Workers, scratch
 from ckpt8.measure import ChunkMeter, UnitErrors
 from ckpt8.plan import Parameter, Stream, Unit
 from ckpt8.readers.base import Checkpoint, StorageInfo, TensorRef
-from ckpt8.rows import copy_to_row, row_bytes
-from ckpt8.tensors import DType, Parts
 from ckpt8.update_space import Confidence
-from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
     import torch
-
-_local = threading.local()
 
 
 Work = tuple[Unit, int]
@@ -58,14 +55,6 @@ class EncodedChunk:
     crcs: list[int]
     errors: UnitErrors | None
     refused: str | None = None
-
-
-def scratch(slot: int | str, length: int) -> memoryview:
-    """``length`` bytes that this thread uses again for the same ``slot``."""
-    buffers: dict[int | str, bytearray] = _local.__dict__.setdefault("buffers", {})
-    if len(buffers.get(slot, b"")) < length:
-        buffers[slot] = bytearray(length)
-    return memoryview(buffers[slot])[:length]
 
 
 def read_chunk(checkpoint: Checkpoint, stream: Stream, chunk: int, slot: int) -> tuple[torch.Tensor, int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt8.core.tensors import DType
 from ckpt8.readers.base import Inert, TensorRef
-from ckpt8.tensors import DType
 
 _NESTED = "__bnb_optimizer_quant_state__"
 _SUBCLASS = "torch._tensor._rebuild_from_type_v2"

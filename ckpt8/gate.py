@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ckpt8.container.member_file import MemberFile
-from ckpt8.errors import Ckpt8Error, InputError, UnsupportedError
+from ckpt8.core.errors import Ckpt8Error, InputError, UnsupportedError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.text import listed
 from ckpt8.readers.torch_calls import TorchCalls
 from ckpt8.readers.torch_common import OpenCheckpoint
 from ckpt8.readers.torch_legacy import TorchLegacyReader, begins_legacy
 from ckpt8.readers.torch_zip import TorchZipReader
 from ckpt8.readers.zip_directory import LOCAL_SIGNATURE
-from ckpt8.resuming.names import listed
-from ckpt8.source_file import ByteRange, SourceFile
 
 TORCH_FORMATS = frozenset({TorchZipReader.id, TorchLegacyReader.id})
 """What ``torch.load`` loads."""

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckpt8.errors import Ckpt8Error, KernelCacheWarning, OutputError
+from ckpt8.core.errors import Ckpt8Error, KernelCacheWarning, OutputError
 
 _FLAGS = {"--tensors": "tensors", "--json": "as_json"}
 """Options of ``inspect`` that are known here, and what ``_inspect`` calls them."""

@@ -16,12 +16,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from ckpt8.container.partial import Partial
-from ckpt8.errors import OutputError
+from ckpt8.core.errors import OutputError
+from ckpt8.core.files.partial import Partial
+from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import Checkpoint, StorageInfo
 from ckpt8.readers.zip_directory import read_directory
-from ckpt8.source_file import ByteRange, SourceFile
 
 if TYPE_CHECKING:
     import torch

@@ -8,9 +8,9 @@ from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
+from ckpt8.core.text import listed
 from ckpt8.readers.base import Checkpoint
-from ckpt8.resuming.names import listed
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckpt8.tensors import DType, Role, TensorSpec
+from ckpt8.core.tensors import DType, Role, TensorSpec
 
 _BITSANDBYTES = re.compile(r"(?P<owner>.*)\.(?P<part>state[12]|absmax[12]|max[12]|qmap[12])")
 _TORCHAO = re.compile(r"(?P<owner>.*)\.[a-z_]+\.3\.(?P<part>codes|scale|qmap)")

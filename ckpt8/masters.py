@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt8.codecs.reference import Reference, Run, round_masters
 from ckpt8.container.copies import MASTER_CODECS, CopyCount, reference_problem
+from ckpt8.core.tensors import MASTER_LISTS, DType, Role
 from ckpt8.partitions import Partitions, find_partitions
 from ckpt8.plan import Plan, Stream, Unit
 from ckpt8.policy import Policy
 from ckpt8.readers.base import Checkpoint, TensorRef
 from ckpt8.roles import NamedTensor
-from ckpt8.tensors import MASTER_LISTS, DType, Role
 
 if TYPE_CHECKING:
     import torch

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckpt8.backend import Backend, on_cpu, resolve
 from ckpt8.codecs.base import TILE, pieces, take
 from ckpt8.codecs.split24 import Split24
 from ckpt8.container.frames import FRAME
+from ckpt8.core.backend import Backend, on_cpu, resolve
+from ckpt8.core.tensors import DType, Parts, Role, TensorSpec
 from ckpt8.plan import Stream, Unit
 from ckpt8.stats import (
     ErrorStats,
@@ -24,7 +25,6 @@ from ckpt8.stats import (
     update_error,
     weight_error,
 )
-from ckpt8.tensors import DType, Parts, Role, TensorSpec
 from ckpt8.update_space import Confidence
 
 if TYPE_CHECKING:

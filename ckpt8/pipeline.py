@@ -11,7 +11,7 @@ all that needs the source; what it gives writes the same file later.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +21,13 @@ from ckpt8.bundle import Bundle
 from ckpt8.container import frames, header, layout
 from ckpt8.container.manifest import FrameTable, Manifest
 from ckpt8.container.writer import ContainerWriter
-from ckpt8.crc import combine
+from ckpt8.core.files.crc import combine
+from ckpt8.core.workers import Progress, Workers
 from ckpt8.encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, check_source, store
 from ckpt8.measure import UnitErrors
 from ckpt8.plan import Plan, Unit
 from ckpt8.policy import LOSSLESS
 from ckpt8.records import UnitResult, fill
-from ckpt8.workers import Workers
-
-Progress = Callable[[int], None]
-"""Called with the number of source bytes just finished."""
 
 _Planes = dict[str, list[bytes | memoryview]]
 """By part: what is stored of its planes, chunk after chunk."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from ckpt8.codecs import Codec
 from ckpt8.container import layout
+from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.policy import LOSSLESS, Policy
 from ckpt8.readers.base import Checkpoint, StorageInfo, TensorRef
 from ckpt8.readers.scalars import read_scalar
 from ckpt8.roles import NamedTensor, Names, ParameterState, Structure, classify, unique_name
 from ckpt8.skeleton import SKELETON, WithSkeleton
-from ckpt8.tensors import DType, Role, TensorSpec
 from ckpt8.update_space import UpdateRule, recognise
 
 MOMENT_SLOTS = {

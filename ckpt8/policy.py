@@ -6,15 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import prod
 from typing import Any
 
 from ckpt8.codecs import Codec, parse_codec
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
-from ckpt8.errors import UsageError
-from ckpt8.tensors import Role, TensorSpec
+from ckpt8.core.errors import UsageError
+from ckpt8.core.tensors import Role, TensorSpec, is_small
 
 LOSSLESS = Lossless()
 
@@ -32,9 +31,6 @@ PRESETS: Mapping[str, Mapping[Role, Codec]] = {
     "lossless": {},
 }
 
-SMALL_NUMEL = 4096
-SMALL_VECTOR_NUMEL = 65_536
-"""Biases and norms: below these sizes (the second for 1-D tensors) a tensor costs little and stays exact."""
 
 BUFFERS = frozenset(
     {
@@ -146,9 +142,3 @@ class Policy:
         if any(is_small(shape) for shape in shapes):
             return LOSSLESS, "small"
         return wanted, None
-
-
-def is_small(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape is a bias, a norm or otherwise too small to be worth an error."""
-    numel = prod(shape)
-    return numel < SMALL_NUMEL or (len(shape) <= 1 and numel < SMALL_VECTOR_NUMEL)

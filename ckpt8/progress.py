@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ckpt8.text import printable
+from ckpt8.core.text import printable
 
 
 @contextmanager

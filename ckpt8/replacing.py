@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from ckpt8.container.header import is_container
-from ckpt8.container.writer import any_file
-from ckpt8.errors import InputError, OutputError
+from ckpt8.core.errors import InputError, OutputError
+from ckpt8.core.files.atomic import any_file
+from ckpt8.core.files.source_file import ByteRange
 from ckpt8.readers import match_reader
 from ckpt8.readers.directory import PACKED_INDEX
 from ckpt8.readers.shards import is_named_shard
-from ckpt8.source_file import ByteRange
 
 _MODEL = r"(?:pytorch_|adapter_|diffusion_pytorch_)?model"
 _FILES = re.compile(

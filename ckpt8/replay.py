@@ -22,8 +22,9 @@ from torch import Tensor
 
 from ckpt8.container.manifest import DCP
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.errors import CheckFailedError
+from ckpt8.core.workers import Workers
 from ckpt8.drift import Drift, StepDrift, difference
-from ckpt8.errors import CheckFailedError
 from ckpt8.readers import READERS, open_checkpoint
 from ckpt8.readers.base import Checkpoint, TensorRef
 from ckpt8.readers.scalars import read_scalar
@@ -31,7 +32,6 @@ from ckpt8.replay_rules import ELEMENTWISE, FACTORS, Replayed, find_rule
 from ckpt8.resuming.pairing import SavedParameter, saved_parameters
 from ckpt8.resuming.source import open_source
 from ckpt8.resuming.streaming import Streamer
-from ckpt8.workers import Workers
 
 SEED = 0x5EED
 _SPREAD = "the files of a distributed checkpoint are not replayed"

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
-from ckpt8.container.atomic import Check
-from ckpt8.container.atomic_directory import AtomicDirectory
-from ckpt8.container.disk import write_at
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.container.member_file import MemberFile, Piece
 from ckpt8.container.member_paths import link_stays_inside
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.writer import AtomicFile, any_file, refuse_same_file
-from ckpt8.crc import combine, crc32
-from ckpt8.errors import InputError
-from ckpt8.pipeline import Progress
+from ckpt8.core.errors import InputError
+from ckpt8.core.files.atomic import AtomicFile, Check, Guard, any_file, refuse_same_file
+from ckpt8.core.files.atomic_directory import AtomicDirectory
+from ckpt8.core.files.crc import combine, crc32
+from ckpt8.core.files.write_at import write_at
+from ckpt8.core.workers import Progress, Workers
 from ckpt8.replacing import checkpoint_directory, checkpoint_file
 from ckpt8.target_names import original_name, restored_path
-from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
     from ckpt8.salvage import Salvage
-
-Guard = Callable[[], contextlib.AbstractContextManager[None]]
-"""Makes a context that turns an OSError into an OutputError."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpt8.core.tensors import MASTER_LISTS, Role
+from ckpt8.core.text import printable
 from ckpt8.foreign_state import bitsandbytes_moments, plain_state
 from ckpt8.readers.base import StorageRef, TensorRef
 from ckpt8.readers.walk import Components, format_path, iter_nodes
-from ckpt8.tensors import MASTER_LISTS, Role
-from ckpt8.text import printable
 
 _MODEL_NAMES = (
     "model state_dict model_state_dict model_state module net network weights params backbone encoder decoder",

@@ -13,9 +13,9 @@ from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.layout import chunk_spec
 from ckpt8.container.manifest import TensorRecord
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.files.atomic import Guard
+from ckpt8.core.tensors import DType
 from ckpt8.readers.safetensors import DTYPES
-from ckpt8.restoration import Guard
-from ckpt8.tensors import DType
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
+from ckpt8.core.tensors import DType
 from ckpt8.readers.base import Checkpoint, StorageInfo
-from ckpt8.tensors import DType
 
 SKELETON = "ckpt8.skeleton"
 """Name of the record that holds the skeleton."""

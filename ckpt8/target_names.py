@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.member_paths import is_plain_name
-from ckpt8.errors import OutputError
+from ckpt8.core.errors import OutputError
 
 CONTAINER = ".ckpt8"
 TORCH = (".pt", ".pth", ".bin", ".ckpt")

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from ckpt8.core.tensors import Role
 from ckpt8.readers.base import Checkpoint, TensorRef
 from ckpt8.readers.scalars import read_scalar
 from ckpt8.roles import ParameterState, short_name
-from ckpt8.tensors import Role
 from ckpt8.update_space import recognise
 
 _ROLES = {"fp32.pt": Role.WEIGHT, "exp_avg.pt": Role.MOMENT1, "exp_avg_sq.pt": Role.MOMENT2}

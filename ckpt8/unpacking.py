@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.find import Candidate, find
 from ckpt8.resuming.groups import is_packed_group, weight_checks

@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 from ckpt8.bundle import Bundle, open_bundle
 from ckpt8.container import frames, layout
 from ckpt8.container.reader import ContainerReader
-from ckpt8.crc import combine
-from ckpt8.encoder import ChunkMeters, check_source, read_chunk, scratch
-from ckpt8.errors import CheckFailedError, UsageError
+from ckpt8.core.errors import CheckFailedError, UsageError
+from ckpt8.core.files.crc import combine
+from ckpt8.core.workers import Progress, Workers, scratch
+from ckpt8.encoder import ChunkMeters, check_source, read_chunk
 from ckpt8.measure import UnitErrors
-from ckpt8.pipeline import Progress
 from ckpt8.plan import Stream, Unit
 from ckpt8.policy import Policy
 from ckpt8.readers.base import Checkpoint
 from ckpt8.stats import ErrorStats, UpdateError, read_error
-from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ _SCRIPT = """
 import json, sys
 import torch
 import ckpt8
-from ckpt8.startup import settle
+from ckpt8.core.startup import settle
 
 def memory(field):
     with open("/proc/self/status") as file:

@@ -16,7 +16,7 @@ import torch
 
 import ckpt8
 from ckpt8.bench.gpt import SIZES, train
-from ckpt8.policy import is_small
+from ckpt8.core.tensors import is_small
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ckpt8 import backend
 from ckpt8.codecs import CODECS, codec_class
-from ckpt8.errors import UsageError
+from ckpt8.core import backend
+from ckpt8.core.errors import UsageError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 _FAULT_OF_TRITON = backend._fault_of_triton.__wrapped__
@@ -87,7 +87,7 @@ sys.modules["triton"] = None  # importing it fails
 import torch
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.split24 import Split24
-from ckpt8.tensors import DType, Role, TensorSpec
+from ckpt8.core.tensors import DType, Role, TensorSpec
 x = torch.ones(40)
 for codec in (Split24(), Companded8(), Companded8(signed=False, Q=255)):
     assert torch.equal(codec.decode(codec.encode(x), TensorSpec("x", Role.OTHER, DType.FLOAT32, (40,))), x)
@@ -100,7 +100,7 @@ import sys
 import torch
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.split24 import Split24
-from ckpt8.tensors import DType, Role, TensorSpec
+from ckpt8.core.tensors import DType, Role, TensorSpec
 x = torch.ones({numel})
 for codec in (Split24(), Companded8(), Companded8(signed=False, Q=255)):
     assert torch.equal(codec.decode(codec.encode(x), TensorSpec("x", Role.OTHER, DType.FLOAT32, ({numel},))), x)

@@ -21,10 +21,10 @@ import torch
 
 import ckpt8
 from ckpt8 import background
-from ckpt8.container import partial
 from ckpt8.container import writer as writers
+from ckpt8.core.errors import OutputError, UsageError
+from ckpt8.core.files import partial
 from ckpt8.encoder import store
-from ckpt8.errors import OutputError, UsageError
 
 PRESETS = ("flash", "compact", "lossless")
 

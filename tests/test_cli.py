@@ -26,7 +26,7 @@ import torch
 import zstandard
 
 import ckpt8
-from ckpt8.errors import UnsupportedError
+from ckpt8.core.errors import UnsupportedError
 from ckpt8.inspect.container import inspect_container
 from ckpt8.progress import progress_bar
 

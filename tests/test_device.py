@@ -16,11 +16,10 @@ import torch
 import ckpt8
 from ckpt8 import device_encoder
 from ckpt8.container.reader import ContainerReader
-from ckpt8.device import PinnedBuffers, requested
-from ckpt8.errors import InputError, UsageError
+from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.gpu import PinnedBuffers, copy_to_row, requested, row_bytes, row_views
 from ckpt8.resuming import run
 from ckpt8.resuming.device_copy import DeviceCopy
-from ckpt8.rows import copy_to_row, row_bytes, row_views
 
 PRESETS = ("flash", "compact", "lossless")
 CASES = [

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import ckpt8
-from ckpt8.errors import InputError, OutputError, UnsupportedError, UsageError
+from ckpt8.core.errors import InputError, OutputError, UnsupportedError, UsageError
 from ckpt8.inspect.container import inspect_container
 
 INPUTS = Path(__file__).parents[1] / "fixtures" / "inputs"

@@ -17,12 +17,12 @@ from ckpt8.codecs.reference import Reference, Run, round_masters
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split32 import Split32
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.errors import CheckFailedError, InputError, UsageError
+from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.decode import decode_storage
-from ckpt8.errors import CheckFailedError, InputError, UsageError
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
 from ckpt8.policy import Policy
-from ckpt8.tensors import DType, Role, TensorSpec
 
 PRESETS = ("flash", "compact", "lossless")
 FRAME = 1 << 20

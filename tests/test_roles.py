@@ -13,13 +13,13 @@ from torch import nn
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
+from ckpt8.core.tensors import DType, Role
 from ckpt8.plan import make_plan
 from ckpt8.policy import Policy
 from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import StorageInfo, TensorRef
 from ckpt8.roles import classify, format_path, is_bare_state_dict, is_optimizer, unique_name
 from ckpt8.skeleton import WithSkeleton
-from ckpt8.tensors import DType, Role
 
 WEIGHT, MOMENT1, MOMENT2, OTHER = Role.WEIGHT, Role.MOMENT1, Role.MOMENT2, Role.OTHER
 

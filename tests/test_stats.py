@@ -11,6 +11,7 @@ import torch
 
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.split24 import Split24
+from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.stats import (
     ErrorStats,
     MomentError,
@@ -22,7 +23,6 @@ from ckpt8.stats import (
     update_error,
     weight_error,
 )
-from ckpt8.tensors import DType, Role, TensorSpec
 
 NAN = math.nan
 

@@ -7,14 +7,15 @@ import math
 import pytest
 import torch
 
-from ckpt8 import backend, stats
+from ckpt8 import stats
 from ckpt8.bundle import open_bundle
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.companded8.reference import decode_scales
 from ckpt8.codecs.split24 import Split24
+from ckpt8.core import backend
+from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.encoder import ChunkEncoder, read_chunk
 from ckpt8.policy import Policy
-from ckpt8.tensors import DType, Role, TensorSpec
 from ckpt8.update_space import UpdateRule
 
 pytest.importorskip("numba", reason="numba is not installed")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from ckpt8.core.tensors import DType
 from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import TensorRef
 from ckpt8.roles import classify
-from ckpt8.tensors import DType
 from ckpt8.update_space import Confidence, UpdateRule, recognise
 
 LR = 1e-2

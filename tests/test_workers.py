@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from ckpt8.workers import LOOK_AHEAD, Workers, default_threads
+from ckpt8.core.workers import LOOK_AHEAD, Workers, default_threads
 
 
 @pytest.fixture

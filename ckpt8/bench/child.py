@@ -21,8 +21,8 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 
 from ckpt8.bench.memory import SessionPeak
-from ckpt8.errors import Ckpt8Error, InputError, OutputError, UsageError
-from ckpt8.temporary import deferred
+from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
+from ckpt8.core.files.temporary import deferred
 
 _INTERVAL = 0.01
 """Seconds between samples of memory."""

@@ -22,9 +22,9 @@ from ckpt8._version import __version__
 from ckpt8.codecs import Codec
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.split24 import Split24
+from ckpt8.core.files.temporary import temporary_directory
+from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.optim import CAME, SGD, AdamW, Lion, StableAdamW
-from ckpt8.temporary import temporary_directory
-from ckpt8.tensors import DType, Role, TensorSpec
 
 _WARM_UP = 3
 _HEAD_START = 20_000_000

@@ -138,7 +138,7 @@ def _zipnn(job: Job) -> Callable[[], object]:
 
 def _library(*, kernels: bool = True) -> Any:
     """``ckpt8``, with all that its first calls would import."""
-    from ckpt8.startup import settle
+    from ckpt8.core.startup import settle
 
     settle(kernels=kernels)
     import ckpt8.loading
@@ -150,7 +150,7 @@ def _library(*, kernels: bool = True) -> Any:
 
 def _start(job: Job) -> Callable[[], object]:  # noqa: ARG001
     """What each command on tensors does before its work: Python, torch and numba."""
-    command = python("from ckpt8.startup import settle; settle(kernels=True)")
+    command = python("from ckpt8.core.startup import settle; settle(kernels=True)")
     return lambda: subprocess.run(command, check=True)  # noqa: S603
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt8.bench.probe import IN_MEMORY, left_out
 from ckpt8.bench.sizes import available_memory, in_gigabytes
-from ckpt8.errors import OutputError, UsageError
+from ckpt8.core.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
     from ckpt8.bench.run import Bench

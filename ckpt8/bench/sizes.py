@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from ckpt8.errors import OutputError, UsageError
+from ckpt8.core.errors import OutputError, UsageError
 
 _UNITS = {
     "": 1,

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.bundle import open_bundle
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
+from ckpt8.core.files.source_file import ByteRange
 from ckpt8.gate import TORCH_FORMATS, is_loadable
 from ckpt8.readers.safetensors import SafetensorsReader
-from ckpt8.source_file import ByteRange
 
 _LAYOUTS = ("float32", "bfloat16", "float16")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.bench.sizes import available_memory, in_gigabytes
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 
 MIN_STEPS, MAX_STEPS = 4, 100
 _STEP_BYTES = 4e9

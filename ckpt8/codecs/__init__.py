@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from ckpt8.codecs.base import Codec, config_of
-from ckpt8.errors import UnsupportedError, UsageError
+from ckpt8.core.errors import UnsupportedError, UsageError
 
 CODECS: tuple[tuple[str, str], ...] = (
     ("lossless/1", "ckpt8.codecs.lossless:Lossless"),

@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from ckpt8.backend import Backend
-from ckpt8.tensors import DType, Parts, PartSpec, Role, TensorSpec
+from ckpt8.core.backend import Backend
+from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ckpt8 import backend as backends
 from ckpt8.codecs.base import decode_tiles, encode_tiles
-from ckpt8.tensors import DType, Parts, PartSpec, Role, TensorSpec
+from ckpt8.core import backend as backends
+from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
 
 if TYPE_CHECKING:
     import torch

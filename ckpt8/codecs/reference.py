@@ -18,9 +18,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from ckpt8 import backend as backends
-from ckpt8.errors import UsageError
-from ckpt8.tensors import DType, Parts, PartSpec, TensorSpec
+from ckpt8.core import backend as backends
+from ckpt8.core.errors import UsageError
+from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
 
 if TYPE_CHECKING:
     import torch

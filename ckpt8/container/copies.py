@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from ckpt8.codecs.reference import Reference, Run, round_masters
 from ckpt8.container.frames import FRAME
-from ckpt8.errors import InputError
-from ckpt8.tensors import DType
+from ckpt8.core.errors import InputError
+from ckpt8.core.tensors import DType
 
 if TYPE_CHECKING:
     import torch

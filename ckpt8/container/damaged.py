@@ -19,9 +19,9 @@ import zstandard
 from ckpt8.container import frames, header, layout
 from ckpt8.container.header import Entry
 from ckpt8.container.reader import ContainerReader
-from ckpt8.crc import crc32
-from ckpt8.errors import InputError, UnsupportedError
-from ckpt8.tensors import Parts
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.crc import crc32
+from ckpt8.core.tensors import Parts
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import zstandard
 
 from ckpt8.codecs.lossless import RAW_PART
-from ckpt8.crc import crc32
-from ckpt8.errors import InputError
-from ckpt8.tensors import PartSpec
+from ckpt8.core.errors import InputError
+from ckpt8.core.files.crc import crc32
+from ckpt8.core.tensors import PartSpec
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpt8.errors import InputError, UnsupportedError
-from ckpt8.json_text import parse_json
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.json_text import parse_json
 
 MAX_HEADER = 100_000_000
 """safetensors' own limit in bytes."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckpt8.codecs import Codec
 from ckpt8.container.frames import FRAME
-from ckpt8.tensors import DType, PartSpec, Role, TensorSpec
+from ckpt8.core.tensors import DType, PartSpec, Role, TensorSpec
 
 SLAB = 1 << 24
 """Elements in a slab unless the header would grow past the limit of safetensors."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from ckpt8.container.header import DIRECTORY_VERSION, FILE_VERSION, REFERENCE_VERSION, check_version
-from ckpt8.errors import InputError
-from ckpt8.tensors import DType, Role
+from ckpt8.core.errors import InputError
+from ckpt8.core.tensors import DType, Role
 
 T = TypeVar("T")
 _LARGEST = 1 << 62

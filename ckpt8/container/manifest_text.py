@@ -7,8 +7,8 @@ from typing import Any
 
 import zstandard
 
-from ckpt8.errors import InputError
-from ckpt8.json_text import FREE, MANIFEST_COST, cost, parse_json
+from ckpt8.core.errors import InputError
+from ckpt8.core.json_text import FREE, MANIFEST_COST, cost, parse_json
 
 _FLOOR = 1 << 20
 _RATIO = 64

@@ -19,8 +19,8 @@ from ckpt8.container import frames, layout
 from ckpt8.container.manifest import StorageRecord
 from ckpt8.container.member_layout import CRC_BYTES, member_runs
 from ckpt8.container.reader import ContainerReader
-from ckpt8.errors import Ckpt8Error
-from ckpt8.workers import Workers
+from ckpt8.core.errors import Ckpt8Error
+from ckpt8.core.workers import Workers
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ckpt8.container.manifest import Manifest, MemberRecord
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
 
 CRC_BYTES = 4
 

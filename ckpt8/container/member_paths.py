@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest, MemberRecord
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
 
 MAX_PATH_BYTES = 4096
 """The longest path that systems take."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt8.backend import for_checkpoint
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.reference import ROUNDED, Reference
 from ckpt8.container import frames, header, layout, manifest_text
@@ -18,9 +17,10 @@ from ckpt8.container.header import Entry
 from ckpt8.container.manifest import FrameTable, Manifest, StorageRecord, read_manifest
 from ckpt8.container.member_layout import check_members
 from ckpt8.container.member_paths import check_paths
-from ckpt8.errors import InputError
-from ckpt8.source_file import ByteRange, SourceFile
-from ckpt8.tensors import Parts, PartSpec, TensorSpec
+from ckpt8.core.backend import for_checkpoint
+from ckpt8.core.errors import InputError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.tensors import Parts, PartSpec, TensorSpec
 
 if TYPE_CHECKING:
     import torch

@@ -2,76 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 from ckpt8.container import header
-from ckpt8.container.atomic import AtomicOutput, Check
-from ckpt8.container.disk import PIECE, start_writeback, write_all_at
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.manifest_text import pack
-from ckpt8.container.partial import Partial
-from ckpt8.errors import OutputError
+from ckpt8.core.files.atomic import AtomicFile
+from ckpt8.core.files.write_at import PIECE, start_writeback, write_all_at
 
 _WRITEBACK = 1 << 23
 """Bytes that are handed to the disk at once: for every small entry it would take longer than writing it."""
-
-
-def refuse_same_file(target: Path, source: Path) -> None:
-    """Raise OutputError when the target is the very file that is read."""
-    with contextlib.suppress(OSError):
-        if target.samefile(source):
-            raise OutputError(f"{target}: is the file that is read; give another name")
-
-
-def refuse_inside(target: Path, directory: Path) -> None:
-    """Raise OutputError when the target lies in the very directory that is read, or holds."""
-    with contextlib.suppress(OSError):
-        if directory.is_dir() and directory.resolve() in target.resolve().parents:
-            raise OutputError(f"{target}: lies in the directory {directory}; give a place outside of it")
-
-
-def any_file(path: Path) -> str:
-    """What the file at ``path`` is: the check for a target that the user named. Raises OSError."""
-    return f"{path}: a file of {path.stat().st_size:,} bytes"
-
-
-class AtomicFile(AtomicOutput):
-    """A file that is written beside ``target``."""
-
-    what = "regular file"
-
-    def __init__(self, target: Path, *, force: bool, check: Check = any_file) -> None:
-        super().__init__(target, force=force, check=check)
-        with self.guard():
-            self._partial = Partial(self._final, mode=0o666)
-            # The descriptor stays with the temporary: it holds the lock until the file has its name.
-            self.file: BinaryIO = os.fdopen(self._partial.descriptor, "r+b", closefd=False)
-
-    def _is_replaceable(self) -> bool:
-        return self._final.is_file()
-
-    def publish(self) -> None:
-        """Flush to the disk, rename to the target, flush the directory."""
-        with self.guard():
-            self.file.flush()
-            os.fsync(self._partial.descriptor)
-            self._take_name()
-
-    def _replace(self) -> None:
-        self.path.replace(self._final)
-
-    def close(self) -> None:
-        """As every AtomicOutput; what is not written yet is dropped."""
-        with contextlib.suppress(OSError):
-            self.file.close()
-        super().close()
 
 
 class ContainerWriter:

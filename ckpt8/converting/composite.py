@@ -13,10 +13,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpt8.container.frames import FRAME, bytes_of, host_bytes
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
+from ckpt8.core.tensors import DType
 from ckpt8.readers.base import Checkpoint, StorageInfo, TensorRef
 from ckpt8.resuming.streaming import Streamer
-from ckpt8.tensors import DType
 
 if TYPE_CHECKING:
     import torch

@@ -13,14 +13,13 @@ from ckpt8.converting.gathering import Part, gather
 from ckpt8.converting.members import Members
 from ckpt8.converting.sources import Content
 from ckpt8.converting.ties import tie_again
-from ckpt8.errors import InputError, UsageError
+from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.text import listed, shown
 from ckpt8.readers.base import Checkpoint, StorageRef, TensorRef
 from ckpt8.readers.dcp import DcpCheckpoint, DcpFile
 from ckpt8.readers.dcp_metadata import METADATA
 from ckpt8.readers.directory import DirectoryMember
-from ckpt8.readers.torch_common import shown
 from ckpt8.readers.walk import iter_leaves, iter_nodes
-from ckpt8.resuming.names import listed
 
 _DEEPEST = 64
 """Nesting of a value that is no tensor."""

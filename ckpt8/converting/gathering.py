@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from ckpt8.converting.composite import Composite
 from ckpt8.converting.regions import Held, cut
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
+from ckpt8.core.tensors import DType
 from ckpt8.readers.base import TensorRef
-from ckpt8.tensors import DType
 
 if TYPE_CHECKING:
     import torch

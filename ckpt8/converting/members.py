@@ -13,14 +13,14 @@ from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
+from ckpt8.core.files.source_file import NamedRange
+from ckpt8.core.text import listed
+from ckpt8.core.workers import Workers
 from ckpt8.readers import READERS, open_checkpoint
 from ckpt8.readers.dcp_directory import open_distributed
 from ckpt8.readers.directory import DirectoryMember, Entry, PlainFile, is_directory, open_directory, walk
-from ckpt8.readers.window import NamedRange
-from ckpt8.resuming.names import listed
 from ckpt8.resuming.source import MemberSource, read_member
-from ckpt8.workers import Workers
 
 _OPEN_FILES = 4
 """Members of a container of which decoded bytes are kept, a chunk each."""

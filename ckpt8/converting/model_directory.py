@@ -10,13 +10,13 @@ from ckpt8.converting.choice import check_optimizer
 from ckpt8.converting.composite import Composite
 from ckpt8.converting.members import Members
 from ckpt8.converting.sources import Content
-from ckpt8.errors import InputError, UsageError
-from ckpt8.json_text import parse_any_json
+from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.json_text import parse_any_json
+from ckpt8.core.text import listed
 from ckpt8.readers.base import Checkpoint, TensorRef
 from ckpt8.readers.directory import DirectoryMember
 from ckpt8.resuming.find import TOP_LEVEL, Candidate, find
 from ckpt8.resuming.member_names import NamesBeside, collect_weights
-from ckpt8.resuming.names import listed
 from ckpt8.resuming.pairing import saved_parameters
 from ckpt8.roles import is_bare_state_dict
 

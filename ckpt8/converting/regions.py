@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from ckpt8.container.frames import bytes_of
 from ckpt8.converting.composite import BLOCK, Composite
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
+from ckpt8.core.tensors import DType
 from ckpt8.readers.base import TensorRef
-from ckpt8.tensors import DType
 
 if TYPE_CHECKING:
     import torch

@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from ckpt8.inspect.figures import size
-from ckpt8.resuming.names import listed
-from ckpt8.text import printable
+from ckpt8.core.text import listed, printable, size
 
 if TYPE_CHECKING:
     from ckpt8.writers.base import Report

@@ -12,13 +12,12 @@ from typing import ClassVar, Protocol
 from ckpt8.container.header import is_container
 from ckpt8.converting.composite import Composite
 from ckpt8.converting.members import Members, open_members
-from ckpt8.errors import InputError, UnsupportedError, UsageError
+from ckpt8.core.errors import InputError, UnsupportedError, UsageError
+from ckpt8.core.text import listed, printable
 from ckpt8.foreign_state import quantised_weights
 from ckpt8.readers.checksums import check_storages
 from ckpt8.readers.directory import DirectoryMember
 from ckpt8.readers.walk import iter_nodes
-from ckpt8.resuming.names import listed
-from ckpt8.text import printable
 
 LAYOUTS: tuple[tuple[str, str], ...] = (
     ("deepspeed-universal", "ckpt8.converting.universal:Universal"),

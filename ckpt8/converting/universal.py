@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 from ckpt8.converting.composite import Composite
 from ckpt8.converting.members import Members
 from ckpt8.converting.sources import Content
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
+from ckpt8.core.text import listed
 from ckpt8.readers.base import TensorRef
 from ckpt8.readers.directory import DirectoryMember
 from ckpt8.readers.scalars import read_scalar
-from ckpt8.resuming.names import listed
 
 _STATE = re.compile(r"(?P<root>(?:.*/)?)zero/(?P<name>[^/]+)/(?P<key>[^/]+)\.pt")
 _WEIGHT = "fp32"

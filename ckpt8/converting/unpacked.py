@@ -16,14 +16,14 @@ from ckpt8.codecs.companded8 import GROUP
 from ckpt8.converting.choice import check_optimizer
 from ckpt8.converting.composite import Composite
 from ckpt8.converting.regions import cut, put
-from ckpt8.errors import InputError, UsageError
+from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.tensors import DType
 from ckpt8.readers.base import TensorRef
 from ckpt8.readers.scalars import read_scalar
 from ckpt8.resuming.find import Candidate, find
 from ckpt8.resuming.groups import is_packed_group, weight_checks
 from ckpt8.resuming.pairing import SavedParameter, saved_parameters
 from ckpt8.resuming.streaming import Streamer
-from ckpt8.tensors import DType
 
 _FP32 = DType.FLOAT32.itemsize
 _MASK63 = (1 << 63) - 1

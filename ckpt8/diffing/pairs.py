@@ -8,14 +8,13 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ckpt8.container.frames import FRAME, bytes_of
-from ckpt8.crc import crc32
+from ckpt8.core.errors import InputError
+from ckpt8.core.files.crc import crc32
+from ckpt8.core.tensors import DType
+from ckpt8.core.workers import Progress, Workers
 from ckpt8.diffing.change import Change, measure
 from ckpt8.diffing.leaves import Tensor
-from ckpt8.errors import InputError
-from ckpt8.pipeline import Progress
 from ckpt8.readers.base import TensorRef
-from ckpt8.tensors import DType
-from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
     import torch

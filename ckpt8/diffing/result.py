@@ -8,10 +8,10 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ckpt8.core.tensors import Role
 from ckpt8.diffing.change import Change
 from ckpt8.diffing.leaves import Tensor
 from ckpt8.diffing.values import text
-from ckpt8.tensors import Role
 
 _LARGEST = 1 << 63
 _LONGEST_TEXT = 1000

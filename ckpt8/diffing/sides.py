@@ -18,9 +18,9 @@ from ckpt8.converting.composite import Composite
 from ckpt8.converting.distributed import Distributed
 from ckpt8.converting.members import Members
 from ckpt8.converting.sources import Content, content_of, layout_of
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
+from ckpt8.core.json_text import parse_any_json
 from ckpt8.foreign_state import quantised_weights
-from ckpt8.json_text import parse_any_json
 from ckpt8.readers import READERS
 from ckpt8.readers.base import Checkpoint
 from ckpt8.readers.dcp_metadata import METADATA

@@ -8,9 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from ckpt8.bench.probe import START
-from ckpt8.inspect.figures import counted, size
+from ckpt8.core.text import counted, printable_tree, size
 from ckpt8.inspect.render import make_table, with_rows
-from ckpt8.text import printable_tree
 
 
 def show_bench(console: Console, result: dict[str, Any]) -> None:

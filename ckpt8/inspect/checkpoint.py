@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ckpt8.bundle import Bundle, Member, open_bundle
 from ckpt8.codecs import config_of
 from ckpt8.container import frames, layout
-from ckpt8.errors import InputError, RefusedError
+from ckpt8.core.errors import InputError, RefusedError
+from ckpt8.core.tensors import TensorSpec
 from ckpt8.inspect.container import SKELETON_ROLE, codec_name, skeleton_role
 from ckpt8.inspect.parameters import display_names
 from ckpt8.inspect.survey.layers import layers_of_plan
@@ -21,7 +22,6 @@ from ckpt8.plan import Plan, Stream
 from ckpt8.policy import LOSSLESS, PRESETS, Policy
 from ckpt8.readers.base import Checkpoint
 from ckpt8.readers.checksums import check_storages
-from ckpt8.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import torch

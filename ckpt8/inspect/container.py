@@ -18,13 +18,13 @@ from ckpt8.container.manifest import (
     TensorRecord,
 )
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.inspect.error_facts import error_facts, total_errors, update_facts, weight_facts
 from ckpt8.inspect.parameters import display_names
 from ckpt8.inspect.survey.layers import layers_of_manifest
 from ckpt8.inspect.survey.origin import framework_of_files
 from ckpt8.low_bit import find_low_bit
 from ckpt8.stats import UpdateError, WeightError, read_error
-from ckpt8.tensors import DType, Role, TensorSpec
 
 SKELETON_ROLE, FILE_ROLE = "structure", "file"
 _WORST = 5
@@ -83,8 +83,8 @@ def _unread(manifest: Manifest) -> dict[str, Any]:
 
 def _measure_again(reader: ContainerReader, original: Path) -> list[str]:
     """Put what is measured in place of what is stored; names of lossless storages that differ."""
+    from ckpt8.core.workers import Workers
     from ckpt8.verification import measure
-    from ckpt8.workers import Workers
 
     with Workers() as workers:
         measured = measure(reader, original, workers)

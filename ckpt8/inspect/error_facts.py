@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Any
 
 from ckpt8.container.manifest import Manifest, ParameterRecord
+from ckpt8.core.tensors import Role
 from ckpt8.stats import MomentError, NoiseError, UpdateError, WeightError, read_error
-from ckpt8.tensors import Role
 
 
 def total_errors(manifest: Manifest) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from ckpt8.core.text import counted, percent, size
 from ckpt8.inspect.bars import Share, bars
-from ckpt8.inspect.figures import counted, percent, size
 from ckpt8.inspect.tables import wrap
 
 _MOST_GROUPS = 16

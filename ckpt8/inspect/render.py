@@ -12,11 +12,10 @@ from rich.text import Text
 
 from ckpt8 import low_bit
 from ckpt8.container.manifest import DIRECTORY
-from ckpt8.inspect.figures import counted, differing_line, size
+from ckpt8.core.text import counted, differing_line, printable, printable_tree, size
 from ckpt8.inspect.overview import say, show_flags, show_hyperparameters, show_layers, show_origin, show_roles
 from ckpt8.inspect.parameters import shown
 from ckpt8.inspect.tables import Sheet
-from ckpt8.text import printable, printable_tree
 
 _ALARMING = 0.5
 """max |Δu| of max |u| above which a report says so."""

@@ -11,7 +11,7 @@ import torch
 
 from ckpt8.container import frames, layout
 from ckpt8.container.reader import ContainerReader
-from ckpt8.workers import Workers
+from ckpt8.core.workers import Workers
 
 _BLOCK = 1 << 20
 """Elements that are decoded at once where the part is no run of its tensor."""

@@ -23,7 +23,7 @@ from typing import IO, Any, cast
 
 from ckpt8.background import PendingSave, wait_for
 from ckpt8.container.header import is_container
-from ckpt8.errors import InputError, OutputError, UsageError
+from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.gate import load_allowed
 from ckpt8.integrations import missing
 from ckpt8.policy import Policy
@@ -160,8 +160,8 @@ def opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """
     from ckpt8.container.member_file import MemberFile
     from ckpt8.container.reader import ContainerReader
+    from ckpt8.core.workers import Workers
     from ckpt8.loading import member_index
-    from ckpt8.workers import Workers
 
     source = Path(path)
     if source.is_dir():

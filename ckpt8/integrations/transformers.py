@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt8.errors import CheckFailedError, InputError, OutputError
+from ckpt8.core.errors import CheckFailedError, InputError, OutputError
 from ckpt8.integrations import missing
 from ckpt8.policy import Policy
 

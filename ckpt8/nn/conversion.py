@@ -11,7 +11,7 @@ from typing import cast
 
 from torch import nn
 
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 from ckpt8.nn.linear import DTYPES, SwitchBackLinear, check_backend
 
 HEADS = tuple(

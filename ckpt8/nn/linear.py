@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ckpt8.backend import resolve
-from ckpt8.errors import UsageError
+from ckpt8.core.backend import resolve
+from ckpt8.core.errors import UsageError
 from ckpt8.nn import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt8.codecs.companded8.reference import as_groups, square_root
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 from ckpt8.optim.convert import StateDict, join_weight, moments_of, pack
 from ckpt8.optim.foreign import step_of
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 
 _EXACT_IN_FP32 = 1 << 24
 _STEPS = 1 << 62

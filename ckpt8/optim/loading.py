@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 from ckpt8.optim.masters import CHECKS
 from ckpt8.optim.options import check_group
 

@@ -20,9 +20,9 @@ from ckpt8.codecs import Codec
 from ckpt8.codecs.companded8.reference import QUIET_NAN
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split32 import Split32
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
+from ckpt8.core.tensors import DType
 from ckpt8.optim.rounding import weight_noise
-from ckpt8.tensors import DType
 
 _MAGNITUDE = 0x7FFFFFFF
 CHECKS = "weight_checks"

@@ -10,8 +10,8 @@ from ckpt8.codecs import Codec
 from ckpt8.codecs.companded8 import GROUP, Companded8
 from ckpt8.codecs.companded8 import reference as companding
 from ckpt8.codecs.lossless import Lossless
+from ckpt8.core.tensors import Parts
 from ckpt8.optim.rounding import encode_second_moment, groups_of
-from ckpt8.tensors import Parts
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Element type and shape of tensors by key."""

@@ -13,7 +13,7 @@ from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split32 import Split32
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 from ckpt8.optim.masters import master_part
 
 MOMENT2 = "companded8(signed=False, Q=255, p=0.5)"

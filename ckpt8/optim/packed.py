@@ -24,7 +24,8 @@ import torch
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.base import TILE
 from ckpt8.codecs.split32 import Split32
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
+from ckpt8.core.tensors import is_small
 from ckpt8.optim.blocks import Block, Values, flat_blocks
 from ckpt8.optim.masters import CHECKS, exact_residual, master_part, weight_check
 from ckpt8.optim.moments import Layout, Moment, moment_layout
@@ -32,7 +33,6 @@ from ckpt8.optim.options import MOMENT2, check_group, unpacked
 from ckpt8.optim.release import GradientRelease
 from ckpt8.optim.rounding import stream_key
 from ckpt8.optim.tiles import PackedTensor
-from ckpt8.policy import is_small
 
 if TYPE_CHECKING:
     from ckpt8.optim.triton.dispatch import Fused

@@ -49,7 +49,7 @@ import torch
 
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.codecs.companded8.reference import QUIET_NAN, SMALLEST_ROOT2, as_groups, scale_value, square_root
-from ckpt8.tensors import Parts
+from ckpt8.core.tensors import Parts
 
 _MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
 GOLDEN64 = 0x9E3779B97F4A7C15

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 from ckpt8.optim.blocks import Block, Values
 from ckpt8.optim.packed import PackedOptimizer, Params
 

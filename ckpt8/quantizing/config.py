@@ -9,8 +9,8 @@ from typing import Any
 
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.converting.sources import Content
-from ckpt8.errors import InputError, UsageError
-from ckpt8.json_text import parse_any_json
+from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.json_text import parse_any_json
 from ckpt8.resuming.model_order import LONGEST_CONFIG
 
 CONFIG = "config.json"

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt8.errors import UsageError
-from ckpt8.tensors import DType
+from ckpt8.core.errors import UsageError
+from ckpt8.core.tensors import DType
 
 LARGEST = {DType.FLOAT8_E4M3FN: 448.0, DType.INT8: 127.0}
 """Q by the element types that weights can be quantised to."""

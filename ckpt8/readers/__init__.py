@@ -9,10 +9,10 @@ from importlib import import_module
 from pathlib import Path
 
 from ckpt8.container.header import HEAD_BYTES, begins_container
-from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.readers.base import Checkpoint, Reader
 from ckpt8.readers.shards import is_named_shard, lone_shard
-from ckpt8.source_file import ByteRange, SourceFile
 
 READERS: tuple[tuple[str, str], ...] = (
     ("torch-zip", "ckpt8.readers.torch_zip:TorchZipReader"),

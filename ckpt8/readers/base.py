@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from ckpt8.source_file import ByteRange, SourceFile
-from ckpt8.tensors import DType
+from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.tensors import DType
 
 
 @dataclass(frozen=True, slots=True)

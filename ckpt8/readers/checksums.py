@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckpt8.crc import crc32
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
+from ckpt8.core.files.crc import crc32
 from ckpt8.readers.base import Checkpoint
 
 _BLOCK = 1 << 22

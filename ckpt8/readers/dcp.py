@@ -14,17 +14,17 @@ from math import prod
 from typing import Any
 
 from ckpt8.container.manifest import DCP
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
+from ckpt8.core.files.source_file import SourceFile, Window
+from ckpt8.core.text import shown
 from ckpt8.readers.base import StorageInfo, StorageRef, TensorRef
 from ckpt8.readers.dcp_metadata import ZSTD, Metadata, Place, Slice
 from ckpt8.readers.dcp_roles import DcpRoles, StateKey
 from ckpt8.readers.dcp_zstd import DecodedFile
-from ckpt8.readers.torch_common import OpenCheckpoint, shown
+from ckpt8.readers.torch_common import OpenCheckpoint
 from ckpt8.readers.torch_zip import TorchZipReader
 from ckpt8.readers.walk import iter_leaves
-from ckpt8.readers.window import Window
 from ckpt8.roles import Labelled, NamedTensor
-from ckpt8.source_file import SourceFile
 
 MAX_VALUE_BYTES = 64 * 2**20
 """The longest value that is no tensor of which an option of an optimizer is read, or that is converted."""

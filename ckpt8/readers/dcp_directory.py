@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt8.container.manifest import FILE, SYMLINK
-from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import SourceFile
+from ckpt8.core.text import shown
 from ckpt8.readers.base import StorageInfo
 from ckpt8.readers.dcp import DcpCheckpoint
 from ckpt8.readers.dcp_metadata import MAX_METADATA_BYTES, METADATA, ZSTD, read_metadata
 from ckpt8.readers.dcp_pickle import rewritten
 from ckpt8.readers.directory import DirectoryMember, Entry, PlainFile, kept
 from ckpt8.readers.shards import is_named_shard
-from ckpt8.readers.torch_common import shown
-from ckpt8.source_file import SourceFile
 
 _PICKLE = b"\x80"
 _ZSTD_DECODED = "its slices were compressed with zstd; they come back as they were before that"

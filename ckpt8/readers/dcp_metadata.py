@@ -14,14 +14,14 @@ from math import prod
 from typing import Any
 
 from ckpt8.container.member_paths import is_inside
-from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.tensors import DType
+from ckpt8.core.text import shown
 from ckpt8.readers.base import Global, Inert
 from ckpt8.readers.inert_pickle import load_pickle
 from ckpt8.readers.rebuild import MAX_DIMS
 from ckpt8.readers.shards import DTYPE_NAMES
-from ckpt8.readers.torch_common import shown
 from ckpt8.readers.walk import check_depth
-from ckpt8.tensors import DType
 
 METADATA = ".metadata"
 """The name of the file."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
 from ckpt8.readers.base import Global, Inert
 from ckpt8.readers.dcp_metadata import Metadata, Slice
 

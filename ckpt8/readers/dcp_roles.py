@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt8.core.tensors import Role
 from ckpt8.readers.dcp_metadata import Metadata, is_count
 from ckpt8.roles import MODEL_KEYS, STATE_ROLES
-from ckpt8.tensors import Role
 
 _STATE, _GROUPS, _PARAMETERS = "state", "param_groups", "params"
 _MASTERS = {"fp32_param": Role.WEIGHT}

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import zstandard
 
-from ckpt8.errors import InputError, OutputError
+from ckpt8.core.errors import InputError, OutputError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.readers.base import StorageInfo
-from ckpt8.source_file import ByteRange, SourceFile
 
 MAX_DECODED = 6
 """Slices that are there decoded: those of one unit, and of the next."""

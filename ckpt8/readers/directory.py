@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_paths import MAX_COMPONENTS, link_stays_inside
-from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile
 from ckpt8.readers.base import Checkpoint, StorageInfo
-from ckpt8.readers.pool import FilePool, PooledFile
 from ckpt8.readers.shards import is_named_shard, lone_shard
-from ckpt8.source_file import ByteRange, SourceFile
 
 if TYPE_CHECKING:
     from ckpt8.readers.dcp import DcpCheckpoint, StateSlice

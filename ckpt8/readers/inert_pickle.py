@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
 from ckpt8.readers.base import Global, Inert, TensorRef
 from ckpt8.readers.pickle_stack import ByteStream, StackMachine
 from ckpt8.readers.rebuild import (

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from ckpt8.core.tensors import DType
 from ckpt8.readers.base import Global, Inert, StorageRef, TensorRef
-from ckpt8.tensors import DType
 
 MAX_DIMS = 64
 """torch's own kernels stop at 64 dimensions."""

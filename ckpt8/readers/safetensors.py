@@ -12,13 +12,14 @@ from math import prod
 from typing import ClassVar
 
 from ckpt8.container.header import HEAD_BYTES, LENGTH_BYTES, MAX_HEADER, begins_container
-from ckpt8.errors import InputError, UnsupportedError
-from ckpt8.json_text import parse_json
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.json_text import parse_json
+from ckpt8.core.tensors import DType
+from ckpt8.core.text import shown
 from ckpt8.readers.base import StorageInfo, TensorRef
 from ckpt8.readers.rebuild import MAX_DIMS
-from ckpt8.readers.torch_common import OpenCheckpoint, opened, shown
-from ckpt8.source_file import ByteRange, SourceFile
-from ckpt8.tensors import DType
+from ckpt8.readers.torch_common import OpenCheckpoint, opened
 
 DTYPES: Mapping[str, DType] = {
     "F64": DType.FLOAT64,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from math import prod
 
+from ckpt8.core.tensors import DType
 from ckpt8.readers.base import Checkpoint, StorageInfo, TensorRef
-from ckpt8.tensors import DType
 
 _SCALARS = {
     DType.FLOAT32: "<f",

@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from ckpt8.errors import UnsupportedError
+from ckpt8.core.errors import UnsupportedError
+from ckpt8.core.tensors import DType
 from ckpt8.readers.base import Global
-from ckpt8.tensors import DType
 
 _SHARDED_CLASS = re.compile(r"torch\.distributed\.(?:.*\.)?(?:DTensor|ShardedTensor)")
 _SHARD_SUFFIX = ".distcp"

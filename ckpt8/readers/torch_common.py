@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.tensors import DType
+from ckpt8.core.text import shown
 from ckpt8.readers.base import Global, StorageInfo, StorageRef
-from ckpt8.source_file import ByteRange, SourceFile
-from ckpt8.tensors import DType
 
 _INT64_MAX = 2**63 - 1
-_SHOWN_CHARACTERS = 60
 
 MAX_PICKLE_BYTES = 512 * 2**20
 _FREE_PICKLE_BYTES = 16 * 2**20
@@ -24,12 +24,6 @@ _PICKLE_RATIO = 64
 def longest_pickle(file: SourceFile) -> int:
     """Bytes that the pickle of a checkpoint may have, by those on the disk."""
     return min(MAX_PICKLE_BYTES, _FREE_PICKLE_BYTES + _PICKLE_RATIO * file.stored)
-
-
-def shown(text: object) -> str:
-    """Give ``text`` for a message: one line, of bounded length."""
-    line = repr(text) if isinstance(text, str) else str(text)
-    return line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + "…"
 
 
 @dataclass(slots=True)

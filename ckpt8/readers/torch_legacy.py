@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.text import shown
 from ckpt8.readers.base import StorageInfo
 from ckpt8.readers.inert_pickle import load_pickle
 from ckpt8.readers.torch_calls import TorchCalls
-from ckpt8.readers.torch_common import OpenCheckpoint, StorageTable, longest_pickle, opened, shown
+from ckpt8.readers.torch_common import OpenCheckpoint, StorageTable, longest_pickle, opened
 from ckpt8.readers.walk import check_depth
-from ckpt8.source_file import ByteRange, SourceFile
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001

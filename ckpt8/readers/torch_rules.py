@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.core.tensors import DType
 from ckpt8.readers.base import Global, Inert, StorageRef, TensorRef
 from ckpt8.readers.rebuild import CONSTRUCTORS, MAX_DIMS, NOT_INTERPRETED, StatefulDict, dict_key, is_plain, set_entry
-from ckpt8.tensors import DType
 
 if TYPE_CHECKING:
     from ckpt8.readers.torch_calls import Call

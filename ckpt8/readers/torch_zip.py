@@ -8,17 +8,18 @@ from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar
 
-from ckpt8.crc import crc32
-from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.crc import crc32
+from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.text import shown
 from ckpt8.readers.base import StorageInfo
 from ckpt8.readers.inert_pickle import load_pickle
 from ckpt8.readers.shards import refuse_shard
 from ckpt8.readers.torch_calls import TorchCalls
-from ckpt8.readers.torch_common import OpenCheckpoint, StorageTable, longest_pickle, opened, shown
+from ckpt8.readers.torch_common import OpenCheckpoint, StorageTable, longest_pickle, opened
 from ckpt8.readers.walk import check_depth
 from ckpt8.readers.zip_directory import LOCAL_SIGNATURE, STORED, ZipEntry, find_prefix, read_directory
 from ckpt8.readers.zip_end import END_BYTES, END_SIGNATURE, NO_COMMENT, read_end_records
-from ckpt8.source_file import ByteRange, SourceFile
 
 MAX_SMALL_RECORD_BYTES = 64 * 2**20
 """Records that are no storage are checked against their CRC up to this size."""

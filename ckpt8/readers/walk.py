@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
 from ckpt8.readers.base import Global, Inert, StorageRef, TensorRef
 from ckpt8.readers.rebuild import StatefulDict
 

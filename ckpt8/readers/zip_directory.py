@@ -15,9 +15,9 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import SourceFile
 from ckpt8.readers.zip_end import read_end_records
-from ckpt8.source_file import SourceFile
 
 LOCAL_SIGNATURE = b"PK\x03\x04"
 STORED = 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from ckpt8.errors import InputError, UnsupportedError
-from ckpt8.source_file import SourceFile
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import SourceFile
 
 MAX_DIRECTORY_BYTES = 64 * 2**20
 """Room for about half a million records."""

@@ -7,12 +7,11 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ckpt8.container.frames import FRAME
-from ckpt8.device import CudaTransfer, Mark, PinnedBuffers, Transfer
+from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, Transfer, copy_to_row, row_bytes, row_views
+from ckpt8.core.tensors import Parts, Role, TensorSpec
 from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.stored import StoredParts
 from ckpt8.resuming.streaming import assign
-from ckpt8.rows import copy_to_row, row_bytes, row_views
-from ckpt8.tensors import Parts, Role, TensorSpec
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ckpt8.resuming.names import listed
+from ckpt8.core.text import listed
 
 CHECKS = "weight_checks"
 """Key of a group of ckpt8.optim: the ``weight_check`` of each parameter, None for one that nothing completes."""

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.core.text import listed
 from ckpt8.resuming.groups import STRUCTURE, look_permuted
-from ckpt8.resuming.names import listed, match
+from ckpt8.resuming.names import match
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

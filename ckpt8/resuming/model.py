@@ -6,11 +6,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.core.tensors import DType
+from ckpt8.core.text import listed
 from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.find import Candidate
-from ckpt8.resuming.names import listed, match
+from ckpt8.resuming.names import match
 from ckpt8.resuming.streaming import Copy
-from ckpt8.tensors import DType
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt8.errors import InputError
-from ckpt8.json_text import parse_any_json
+from ckpt8.core.errors import InputError
+from ckpt8.core.json_text import parse_any_json
 from ckpt8.resuming.names import plain_names
 
 _FIRST = (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ckpt8.container.reader import ContainerReader
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
+from ckpt8.core.files.source_file import SourceFile
+from ckpt8.core.tensors import DType
 from ckpt8.readers.base import Checkpoint, StorageInfo, StorageRef, TensorRef
 from ckpt8.readers.dcp import DcpFile
 from ckpt8.readers.rebuild import make_tensor
-from ckpt8.source_file import SourceFile
-from ckpt8.tensors import DType
 
 
 def stored_checkpoint(reader: ContainerReader, index: int, file: SourceFile) -> Checkpoint:

@@ -31,10 +31,3 @@ def match(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
     loose = {name: by_plain[plain] for name, plain in plain_names(live).items() if plain in by_plain}
     best = loose if len(loose) > len(exact) else exact
     return {name: best[name] for name in live if name in best}
-
-
-def listed(names: Iterable[object], limit: int = 3) -> str:
-    """A few names for a message of one line."""
-    shown = [str(name) for name in names]
-    more = f" and {len(shown) - limit} more" if len(shown) > limit else ""
-    return ", ".join(shown[:limit]) + more

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.errors import ResumeError
+from ckpt8.core.errors import ResumeError
+from ckpt8.core.text import listed
 from ckpt8.resuming.groups import STRUCTURE, restored
 from ckpt8.resuming.layouts import is_packed, layout_of, unwrapped
 from ckpt8.resuming.mapping import ParameterMap
-from ckpt8.resuming.names import listed
 from ckpt8.resuming.state_checks import foreign_state_problem, object_problem
 from ckpt8.resuming.values import ValueBuilder, is_plain
 

@@ -22,7 +22,7 @@ import torch
 
 from ckpt8.codecs import Codec, codec_from_config, config_of
 from ckpt8.codecs.companded8 import Companded8
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 from ckpt8.optim import foreign
 from ckpt8.optim.loading import exact_names, layout_problem
 from ckpt8.optim.masters import weight_check

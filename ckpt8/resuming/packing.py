@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ckpt8.codecs.companded8 import GROUP
-from ckpt8.errors import RefusedError
+from ckpt8.core.errors import RefusedError
 from ckpt8.optim.convert import bf16_from_planes
 from ckpt8.optim.masters import write_master
 from ckpt8.readers.base import TensorRef
@@ -21,7 +21,7 @@ from ckpt8.resuming.streaming import Streamer, assign
 
 if TYPE_CHECKING:
     from ckpt8.codecs import Codec
-    from ckpt8.tensors import Parts
+    from ckpt8.core.tensors import Parts
 
 _ENCODED = 1 << 20
 """Elements that are encoded at once."""

@@ -13,10 +13,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
+from ckpt8.core.tensors import DType
 from ckpt8.readers.base import Checkpoint, Global, Inert, StorageRef, TensorRef
 from ckpt8.readers.rebuild import StatefulDict
-from ckpt8.tensors import DType
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ckpt8.errors import InputError, ResumeError, ResumeWarning, UsageError
+from ckpt8.core.errors import InputError, ResumeError, ResumeWarning, UsageError
+from ckpt8.core.text import listed
 from ckpt8.readers.base import TensorRef
 from ckpt8.resuming import model as models
 from ckpt8.resuming import optimizer as optimizers
@@ -17,7 +18,6 @@ from ckpt8.resuming import own_loading
 from ckpt8.resuming.device_copy import DeviceCopy
 from ckpt8.resuming.find import Candidate, find, holds_module
 from ckpt8.resuming.layouts import is_packed, unwrapped
-from ckpt8.resuming.names import listed
 from ckpt8.resuming.rest import RestBuilder
 from ckpt8.resuming.source import Source, open_source
 from ckpt8.resuming.state_checks import object_problem

@@ -12,7 +12,9 @@ from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DCP
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.errors import InputError, UnsupportedError, UsageError
+from ckpt8.core.errors import InputError, UnsupportedError, UsageError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.workers import Workers
 from ckpt8.gate import TORCH_FORMATS, load_member
 from ckpt8.loading import load_named, member_index
 from ckpt8.readers import READERS, get_reader, open_checkpoint
@@ -21,9 +23,7 @@ from ckpt8.readers.checksums import check_storages
 from ckpt8.readers.directory import is_directory
 from ckpt8.resuming.named import stored_checkpoint
 from ckpt8.resuming.stored import StoredParts
-from ckpt8.source_file import ByteRange, SourceFile
 from ckpt8.verification import check_frames
-from ckpt8.workers import Workers
 
 _BLOCK = 8 << 20
 

@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.errors import ResumeError
+from ckpt8.core.errors import ResumeError
 from ckpt8.readers.base import Global, Inert, TensorRef
 from ckpt8.resuming.rest import RestBuilder, dtype_of, plain_object
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt8 import target_names
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 
 if TYPE_CHECKING:
     from ckpt8.writers.base import Writer

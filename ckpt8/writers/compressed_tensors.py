@@ -12,16 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, ClassVar
 
-from ckpt8.container.atomic_directory import AtomicDirectory
-from ckpt8.container.disk import write_at
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import FILE
 from ckpt8.converting.choice import choose_model, tensors_of
 from ckpt8.converting.composite import Composite
 from ckpt8.converting.regions import Held
 from ckpt8.converting.sources import Content
-from ckpt8.errors import UsageError
-from ckpt8.pipeline import Progress
+from ckpt8.core.errors import UsageError
+from ckpt8.core.files.atomic_directory import AtomicDirectory
+from ckpt8.core.files.write_at import write_at
+from ckpt8.core.tensors import DType
+from ckpt8.core.text import listed
+from ckpt8.core.workers import Progress
 from ckpt8.quantizing.codes import Codes, QuantizationError
 from ckpt8.quantizing.config import CONFIG, read_config, with_quantization
 from ckpt8.quantizing.layers import Layers, choose_layers
@@ -31,8 +33,7 @@ from ckpt8.quantizing.scheme import Scheme, make_scheme
 from ckpt8.readers.base import TensorRef
 from ckpt8.replacing import checkpoint_directory
 from ckpt8.resuming.find import Candidate
-from ckpt8.resuming.names import listed, plain_names
-from ckpt8.tensors import DType
+from ckpt8.resuming.names import plain_names
 from ckpt8.writers.base import Report, Request, WeightTypes, model_weights
 from ckpt8.writers.safetensors import nbytes, total_bytes, with_masters, write_safetensors
 from ckpt8.writers.trainer import copy_member

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt8.converting.choice import choose_model, choose_optimizer
 from ckpt8.converting.composite import Composite
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 from ckpt8.readers.base import TensorRef
 from ckpt8.readers.walk import Components, iter_nodes
 from ckpt8.resuming.find import Candidate

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from ckpt8.container.frames import bytes_of
 from ckpt8.converting.composite import Composite
 from ckpt8.converting.regions import Held
+from ckpt8.core.tensors import DType
 from ckpt8.readers.base import Global, Inert, TensorRef
 from ckpt8.readers.rebuild import StatefulDict
 from ckpt8.resuming.rest import CONSUMED, RestBuilder
-from ckpt8.tensors import DType
 
 if TYPE_CHECKING:
     import torch

@@ -10,23 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from ckpt8.container.disk import write_at
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.member_layout import CRC_BYTES
-from ckpt8.container.writer import AtomicFile
 from ckpt8.converting.choice import choose_model
 from ckpt8.converting.composite import BLOCK, Composite
-from ckpt8.crc import combine, crc32
-from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.atomic import AtomicFile, Guard
+from ckpt8.core.files.crc import combine, crc32
+from ckpt8.core.files.temporary import temporary_directory
+from ckpt8.core.files.write_at import write_at
+from ckpt8.core.tensors import DType
+from ckpt8.core.workers import Progress
 from ckpt8.live import recording_pickle, with_crc_fields
-from ckpt8.pipeline import Progress
 from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import StorageInfo, TensorRef
-from ckpt8.restoration import Guard
 from ckpt8.resuming.find import Candidate, find
 from ckpt8.resuming.rest import CONSUMED
-from ckpt8.temporary import temporary_directory
-from ckpt8.tensors import DType
 from ckpt8.writers.base import Report, Request, WeightTypes
 from ckpt8.writers.hollow import HollowBuilder
 

@@ -30,7 +30,7 @@ from ckpt8.bench.run import PROBE, bench
 from ckpt8.bench.scaling import law, thread_counts
 from ckpt8.bench.sizes import free_bytes, parse_size
 from ckpt8.bench.source import survey
-from ckpt8.errors import Ckpt8Error, InputError, OutputError, UsageError
+from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
 from ckpt8.inspect.bench_tables import show_bench
 
 OWN = [name for name in OPERATIONS if name not in PEERS]

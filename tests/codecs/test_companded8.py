@@ -13,8 +13,8 @@ import torch
 
 from ckpt8.codecs.base import TILE
 from ckpt8.codecs.companded8 import Companded8, reference
-from ckpt8.errors import RefusedError, UsageError
-from ckpt8.tensors import DType, Role, TensorSpec
+from ckpt8.core.errors import RefusedError, UsageError
+from ckpt8.core.tensors import DType, Role, TensorSpec
 
 HALF = Fraction(1, 2)
 TWO = Fraction(2)

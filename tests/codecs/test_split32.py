@@ -10,8 +10,8 @@ import torch
 import ckpt8
 from ckpt8.codecs.base import TILE
 from ckpt8.codecs.split32 import Split32
-from ckpt8.errors import RefusedError
-from ckpt8.tensors import DType, Role, TensorSpec
+from ckpt8.core.errors import RefusedError
+from ckpt8.core.tensors import DType, Role, TensorSpec
 
 SIGN = 0x80000000
 FIRST_OVERFLOW = 0x7F7F8000

@@ -24,7 +24,7 @@ from rich.console import Console
 
 import ckpt8
 from ckpt8.container.reader import ContainerReader
-from ckpt8.errors import CheckFailedError, InputError, UnsupportedError
+from ckpt8.core.errors import CheckFailedError, InputError, UnsupportedError
 from ckpt8.inspect.container import inspect_container
 from ckpt8.inspect.render import show
 

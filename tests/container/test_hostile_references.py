@@ -13,7 +13,7 @@ from reference_kit import LAYOUTS, masters
 from test_damage import _SETTINGS, _mutations, exercise, is_detected, pack, unpack
 
 import ckpt8
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
 
 COPY, MASTER = "model.embed.weight", "optimizer.state.0.master_param"
 SHAPES = {"embed.weight": (80, 80), "layers.0.norm.weight": (128,), "head.weight": (81, 80)}

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt8
-from ckpt8.errors import InputError, UsageError
+from ckpt8.core.errors import InputError, UsageError
 
 WIDTH = 96
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt8
-from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 
 

@@ -11,7 +11,7 @@ from converting_kit import converted, refused, refused_or_done
 from dcp_kit import adam_state, change_metadata, save_small
 
 import ckpt8
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import ckpt8
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -9,7 +9,7 @@ import torch
 from converting_kit import assert_trees_equal, checkpoint, trained, trainer_directory
 
 import ckpt8
-from ckpt8.errors import InputError, UsageError
+from ckpt8.core.errors import InputError, UsageError
 from ckpt8.optim.flash_layout import from_flashoptim, to_flashoptim
 
 with warnings.catch_warnings():

@@ -14,7 +14,7 @@ from converting_kit import checkpoint, trained, trainer_directory
 from safetensors.torch import load_file
 
 import ckpt8
-from ckpt8.errors import Ckpt8Error, InputError
+from ckpt8.core.errors import Ckpt8Error, InputError
 
 TARGETS = [
     ("out.pt", "torch"),

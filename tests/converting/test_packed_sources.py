@@ -8,7 +8,7 @@ from converting_kit import assert_trees_equal, checkpoint, trained, trainer_dire
 from safetensors.torch import load_file
 
 import ckpt8
-from ckpt8.errors import InputError, UsageError
+from ckpt8.core.errors import InputError, UsageError
 
 OPTIMIZERS = ["AdamW", "StableAdamW", "CAME", "SGD", "Lion", "Adafactor"]
 SETTINGS = {"SGD": {"lr": 0.1, "momentum": 0.9}}

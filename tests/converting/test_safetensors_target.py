@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpt8
-from ckpt8.errors import InputError, UsageError
+from ckpt8.core.errors import InputError, UsageError
 
 
 def expected_weights(model, dtype=torch.bfloat16):

@@ -12,7 +12,7 @@ import torch
 from converting_kit import Net, assert_trees_equal, checkpoint, trained
 
 import ckpt8
-from ckpt8.errors import InputError, UsageError
+from ckpt8.core.errors import InputError, UsageError
 
 
 def converted(source, tmp_path, **options):

@@ -14,7 +14,7 @@ from converting_kit import assert_trees_equal
 from safetensors.torch import load_file
 
 import ckpt8
-from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError
 
 SHAPES = {"embed.weight": (40, 16), "layer.0.weight": (16, 16), "norm.weight": (16,), "norm.bias": (16,)}
 GROUPS = [["embed.weight", "layer.0.weight"], ["norm.weight", "norm.bias"]]

@@ -9,7 +9,7 @@ import pytest
 from converting_kit import listing
 
 import ckpt8
-from ckpt8.errors import Ckpt8Error, InputError, OutputError, UsageError
+from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
 from ckpt8.readers.directory import size_of
 from ckpt8.writers import SUFFIXES, WRITERS, get_writer, writer_for
 

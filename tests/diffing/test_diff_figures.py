@@ -227,7 +227,7 @@ def test_more_elements_than_any_disk_holds(tmp_path):
     assert compared(tmp_path, {"x": windows[0]}, {"x": windows[0]})[0].identical
     assert not compared(tmp_path, {"x": windows[0]}, {"x": windows[1]})[0].identical
     other = windows[0].as_strided((2**20, 2**20), (1, 0))
-    with pytest.raises(ckpt8.errors.InputError, match="more elements than are stored"):
+    with pytest.raises(ckpt8.core.errors.InputError, match="more elements than are stored"):
         compared(tmp_path, {"x": windows[0]}, {"x": other})
 
 

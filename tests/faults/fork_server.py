@@ -28,7 +28,7 @@ from rich.console import Console  # noqa: F401
 import ckpt8
 import ckpt8.__main__ as entry
 import ckpt8.cli
-import ckpt8.container.atomic_directory
+import ckpt8.core.files.atomic_directory
 import ckpt8.device_encoder
 import ckpt8.inspect.container
 import ckpt8.inspect.render

@@ -15,8 +15,8 @@ from flips_kit import make_sample, places
 from test_salvage import damage
 
 import ckpt8
-from ckpt8.container import atomic
-from ckpt8.errors import InputError, OutputError
+from ckpt8.core.errors import InputError, OutputError
+from ckpt8.core.files import atomic
 
 CODES = [errno.ENOSPC, errno.EIO]
 NEW = os.O_CREAT | os.O_EXCL

@@ -15,11 +15,11 @@ import torch
 from faults_kit import INPUTS, LEFTOVER, digest, make_run
 
 import ckpt8
-from ckpt8.container import atomic, partial
-from ckpt8.container.atomic_directory import AtomicDirectory
-from ckpt8.container.partial import IDLE_SECONDS, partial_path
-from ckpt8.container.writer import AtomicFile
-from ckpt8.errors import InputError, OutputError
+from ckpt8.core.errors import InputError, OutputError
+from ckpt8.core.files import atomic, partial
+from ckpt8.core.files.atomic import AtomicFile
+from ckpt8.core.files.atomic_directory import AtomicDirectory
+from ckpt8.core.files.partial import IDLE_SECONDS, partial_path
 from ckpt8.replacing import checkpoint_directory
 
 
@@ -44,7 +44,7 @@ DYING = """
 import os
 import sys
 from pathlib import Path
-from ckpt8.container.atomic_directory import AtomicDirectory
+from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.container.writer import AtomicFile
 target = Path(sys.argv[1])
 if sys.argv[2] == "file":
@@ -226,7 +226,7 @@ def _can_exchange(folder):
 RACING = """
 import sys
 import torch, ckpt8, ckpt8.restoration, ckpt8.live, ckpt8.device_encoder
-from ckpt8.errors import OutputError
+from ckpt8.core.errors import OutputError
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(int(sys.argv[1])):
@@ -335,8 +335,8 @@ def test_a_source_that_changes(command, how, large, tmp_path):
             ckpt8.compress(large, target, preset="lossless", threads=1, progress=interfere)
         else:
             from ckpt8.container.reader import ContainerReader
+            from ckpt8.core.workers import Workers
             from ckpt8.verification import measure
-            from ckpt8.workers import Workers
 
             with ContainerReader(target) as reader, Workers(1) as workers:
                 assert measure(reader, large, workers, interfere).differing == []

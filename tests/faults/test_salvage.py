@@ -16,7 +16,7 @@ from flips_kit import places
 from safetensors import safe_open
 
 import ckpt8
-from ckpt8.errors import InputError, OutputError, UnsupportedError
+from ckpt8.core.errors import InputError, OutputError, UnsupportedError
 
 FRAME = 1 << 20
 

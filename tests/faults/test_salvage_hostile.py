@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_damage import HEADERS, MALFORMED, VALUES, _header, _mutate, _nodes, pack, parts, small  # noqa: F401 - fixtures
 
 import ckpt8
-from ckpt8.errors import Ckpt8Error
+from ckpt8.core.errors import Ckpt8Error
 
 LARGEST = 64 << 20
 """No manifest here describes more than its file can hold, but for the frames of 2^20 elements that it may name."""

@@ -17,7 +17,7 @@ from fuzz_pickle import mutate_pickle, opcodes
 from fuzz_seeds import seeds
 from fuzz_zip import Record, read_zip, write_zip
 
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
 from ckpt8.readers import open_checkpoint
 
 INPUTS = {

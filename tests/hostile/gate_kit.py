@@ -172,7 +172,7 @@ def _named(name):
 
 
 def _outcome(load, path):
-    from ckpt8.errors import Ckpt8Error
+    from ckpt8.core.errors import Ckpt8Error
 
     try:
         load(Path(path))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import zstandard
 
-from ckpt8.errors import Ckpt8Error
+from ckpt8.core.errors import Ckpt8Error
 
 SECONDS = 1.0
 MEMORY = 512 << 20

@@ -38,7 +38,7 @@ from hostile_kit import container_of, one_line
 from safetensors.torch import save_file
 
 import ckpt8
-from ckpt8.errors import Ckpt8Error, InputError
+from ckpt8.core.errors import Ckpt8Error, InputError
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
 from ckpt8.readers.torch_legacy import MAGIC, PROTOCOL_VERSION

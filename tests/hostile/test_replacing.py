@@ -14,9 +14,9 @@ from test_target_names import TREE, damaged, names, packed, packed_directory
 
 import ckpt8
 from ckpt8 import replacing
-from ckpt8.container import atomic
 from ckpt8.container.header import SEAL
-from ckpt8.errors import OutputError
+from ckpt8.core.errors import OutputError
+from ckpt8.core.files import atomic
 
 
 def snapshot(folder):

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import ckpt8
 from ckpt8.container.header import SEAL
-from ckpt8.errors import OutputError
+from ckpt8.core.errors import OutputError
 
 TREE = {"model": {"w": torch.arange(6400.0).reshape(80, 80)}}
 

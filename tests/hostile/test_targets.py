@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 
 import ckpt8
 from ckpt8.container.reader import ContainerReader
-from ckpt8.errors import Ckpt8Error, InputError
+from ckpt8.core.errors import Ckpt8Error, InputError
+from ckpt8.core.text import printable
 from ckpt8.inspect.container import inspect_container
 from ckpt8.inspect.render import show
-from ckpt8.text import printable
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\r\n\x9b31m\u202e"
 
@@ -110,7 +110,7 @@ def test_messages_are_one_line_of_text():
     assert len(str(InputError("x" * 10_000_000))) < 2000
     assert str(InputError("Übung 漢字 🙂.pt: is damaged")) == "Übung 漢字 🙂.pt: is damaged"
     assert printable("a b") == "a b"
-    assert issubclass(ckpt8.errors.OutputError, Ckpt8Error)
+    assert issubclass(ckpt8.core.errors.OutputError, Ckpt8Error)
 
 
 def texts(tree, path=()):

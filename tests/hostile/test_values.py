@@ -17,9 +17,9 @@ from hostile_kit import container_of, outcome, sealed
 import ckpt8
 from ckpt8.container import manifest_text
 from ckpt8.container.manifest import TensorRecord
-from ckpt8.errors import InputError
-from ckpt8.json_text import FREE, HEADER_COST, MANIFEST_COST, MAX_DEPTH, check_json, cost, parse_json
-from ckpt8.tensors import DType
+from ckpt8.core.errors import InputError
+from ckpt8.core.json_text import FREE, HEADER_COST, MANIFEST_COST, MAX_DEPTH, check_json, cost, parse_json
+from ckpt8.core.tensors import DType
 
 KINDS = {
     "lists": lambda n: "[" + ",".join(["[]"] * n) + "]",

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from process_kit import run
 
 import ckpt8
-from ckpt8.errors import InputError, OutputError, ResumeError, UsageError
+from ckpt8.core.errors import InputError, OutputError, ResumeError, UsageError
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -14,7 +14,7 @@ import ckpt8
 L = pytest.importorskip("lightning", reason="lightning is not installed")
 
 from ckpt8.container.header import is_container  # noqa: E402
-from ckpt8.errors import InputError, OutputError, UnsupportedError, UsageError  # noqa: E402
+from ckpt8.core.errors import InputError, OutputError, UnsupportedError, UsageError  # noqa: E402
 from ckpt8.integrations.lightning import Ckpt8CheckpointIO, opened  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")

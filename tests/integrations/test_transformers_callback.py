@@ -19,7 +19,7 @@ pytest.importorskip("accelerate", reason="Trainer needs accelerate, which is not
 
 from trainer_kit import LAST, losses, names_in, trainer  # noqa: E402
 
-from ckpt8.errors import InputError, OutputError, UsageError  # noqa: E402
+from ckpt8.core.errors import InputError, OutputError, UsageError  # noqa: E402
 from ckpt8.integrations import transformers as integration  # noqa: E402
 from ckpt8.integrations.transformers import Ckpt8Callback, restored_checkpoint, temporary_checkpoint  # noqa: E402
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "optim"))
 
 from optim_cases import advance, assert_same_state, build, set_grads
 
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 from ckpt8.optim.triton import plan as plans
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")

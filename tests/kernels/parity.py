@@ -14,8 +14,8 @@ import torch
 
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.split24 import Split24
-from ckpt8.errors import RefusedError
-from ckpt8.tensors import DType, Role, TensorSpec
+from ckpt8.core.errors import RefusedError
+from ckpt8.core.tensors import DType, Role, TensorSpec
 
 BACKEND = os.environ.get("PARITY_BACKEND", "triton")
 DEVICE = "cpu" if BACKEND == "numba" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -303,7 +303,7 @@ def test_decoding_writes_its_elements_and_no_others(codec, dtype):
 
 
 def test_a_cuda_tensor_takes_the_kernels_by_itself():
-    from ckpt8.backend import resolve
+    from ckpt8.core.backend import resolve
 
     assert resolve(None, torch.device("cuda")) == "triton"
     assert resolve(BACKEND, torch.device(DEVICE)) == BACKEND

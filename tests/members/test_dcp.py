@@ -13,7 +13,7 @@ from members_kit import tree
 
 import ckpt8
 from ckpt8.container.reader import ContainerReader
-from ckpt8.errors import InputError, UnsupportedError, UsageError
+from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
 from ckpt8.stats import UpdateError

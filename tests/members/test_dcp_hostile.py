@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import ckpt8
 from ckpt8.container.manifest import FILE
-from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

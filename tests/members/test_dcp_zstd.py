@@ -15,14 +15,14 @@ from members_kit import tree
 from torch.distributed.checkpoint._extension import ZStandard
 
 import ckpt8
-from ckpt8.errors import OutputError
+from ckpt8.core.errors import OutputError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
 from ckpt8.readers import dcp_zstd
 from ckpt8.readers.dcp_metadata import read_metadata as parse
 from ckpt8.readers.dcp_pickle import rewritten
 from ckpt8.readers.dcp_zstd import DecodedFile
-from ckpt8.source_file import ByteRange, SourceFile
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 
 import ckpt8
 from ckpt8.container.reader import ContainerReader
-from ckpt8.errors import CheckFailedError, InputError, OutputError, UsageError
+from ckpt8.core.errors import CheckFailedError, InputError, OutputError, UsageError
+from ckpt8.core.files import source_file as pool
+from ckpt8.core.files.source_file import ByteRange
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
-from ckpt8.readers import pool
-from ckpt8.source_file import ByteRange
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 ENCODED = {*SHARDS, "optimizer.pt", "extra/old.pt"}

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 import ckpt8
 from ckpt8.bench.gpt import GPTConfig, Run, RunConfig, build_model
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 from ckpt8.nn import SwitchBackLinear, switchback, to_linear
 
 TINY = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=32)

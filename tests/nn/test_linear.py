@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 from ckpt8.nn import SwitchBackLinear, reference
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

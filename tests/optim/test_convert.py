@@ -9,9 +9,9 @@ from test_oracles import ORACLES
 
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split32 import Split32
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
+from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.optim import convert
-from ckpt8.tensors import DType, Role, TensorSpec
 
 LINEAR = {"moment2": "companded8(signed=False, Q=255)"}
 

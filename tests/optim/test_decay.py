@@ -7,10 +7,10 @@ import torch
 
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.companded8.reference import square_root
+from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.optim.options import MOMENT2
 from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.optim.rounding import encode_second_moment, random_bits, stream_key, weight_noise
-from ckpt8.tensors import DType, Role, TensorSpec
 
 LINEAR = "companded8(signed=False, Q=255)"
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 from optim_cases import PLAIN, advance, make_params
 
 import ckpt8.optim
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 from ckpt8.optim import convert
 from ckpt8.optim.flash_layout import dequantize, error_bits, from_flashoptim, master_of, quantize, to_flashoptim
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from optim_cases import advance, build, make_params, set_grads
 
-from ckpt8 import backend
-from ckpt8.errors import UsageError
+from ckpt8.core import backend
+from ckpt8.core.errors import UsageError
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter takes CPU tensors", allow_module_level=True)

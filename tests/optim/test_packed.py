@@ -12,7 +12,7 @@ import torch
 from optim_cases import ARGUMENTS, advance, assert_same_state, build, make_params, set_grads
 
 import ckpt8
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 from ckpt8.optim import OPTIMIZERS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

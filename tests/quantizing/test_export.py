@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpt8
-from ckpt8.errors import InputError, UsageError
+from ckpt8.core.errors import InputError, UsageError
 
 FP8, INT8 = "float8_e4m3fn", "int8"
 CONFIG = {"model_type": "llama", "vocab_size": 50, "dtype": "float32", "text_config": {"torch_dtype": "float16"}}

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt8
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 
 pytest.importorskip("compressed_tensors", reason="compressed_tensors is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -11,14 +11,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpt8
-from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import ByteRange
+from ckpt8.core.tensors import DType, Role
 from ckpt8.plan import make_plan
 from ckpt8.policy import Policy
 from ckpt8.readers import open_checkpoint, safetensors
 from ckpt8.readers.safetensors import DTYPES
 from ckpt8.roles import classify
-from ckpt8.source_file import ByteRange
-from ckpt8.tensors import DType, Role
 
 TORCH_DTYPES = [dtype for dtype in DTYPES.values() if dtype is not DType.FLOAT4_E2M1FN_X2]
 
@@ -112,7 +112,7 @@ def test_roles_are_weights_unless_it_is_an_optimizer(tmp_path):
         assert [len(unit.streams) for unit in units] == [2, 2]
     ckpt8.compress(path)
     assert not ckpt8.verify(path.with_suffix(".ckpt8"), path).failures
-    with pytest.raises(ckpt8.errors.UsageError, match="no model state dict"):
+    with pytest.raises(ckpt8.core.errors.UsageError, match="no model state dict"):
         ckpt8.resume(path, model=torch.nn.Linear(2, 2))
 
 

@@ -11,12 +11,12 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import ByteRange
+from ckpt8.core.tensors import DType
 from ckpt8.readers import open_checkpoint, torch_common
 from ckpt8.readers.torch_legacy import MAGIC, PROTOCOL_VERSION, TorchLegacyReader
 from ckpt8.readers.walk import format_path, iter_leaves
-from ckpt8.source_file import ByteRange
-from ckpt8.tensors import DType
 
 
 def save(obj, path, **options):

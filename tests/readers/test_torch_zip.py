@@ -11,12 +11,12 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from ckpt8.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import ByteRange
+from ckpt8.core.tensors import DType
 from ckpt8.readers import find_reader, get_reader, open_checkpoint
 from ckpt8.readers.base import Inert
 from ckpt8.readers.walk import format_path, iter_leaves
-from ckpt8.source_file import ByteRange
-from ckpt8.tensors import DType
 
 PLAIN_DTYPES = [
     dtype for dtype in DType if hasattr(torch, dtype.label) and not dtype.label.startswith(("qint", "quint"))

@@ -8,7 +8,7 @@ import torch
 from readiness_kit import normal, of_gpt, save
 
 import ckpt8
-from ckpt8.errors import CheckFailedError, InputError
+from ckpt8.core.errors import CheckFailedError, InputError
 from ckpt8.inspect.readiness.run import inspect_readiness
 from ckpt8.inspect.readiness.tensor_source import open_tensors
 

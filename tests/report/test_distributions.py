@@ -11,7 +11,7 @@ import torch
 
 import ckpt8
 from ckpt8.container.reader import ContainerReader
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
 from ckpt8.inspect.container import inspect_container
 from ckpt8.inspect.distributions import checkpoint as of_checkpoint
 from ckpt8.inspect.distributions import sampling

@@ -8,7 +8,7 @@ import re
 import pytest
 from browser_kit import BROWSER, browse
 
-from ckpt8.inspect.figures import size
+from ckpt8.core.text import size
 from ckpt8.inspect.render import number
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")

@@ -8,7 +8,7 @@ from every_optimizer_kit import classes, foreign, quiet, step, trained
 from resume_kit import same, snapshot
 
 import ckpt8
-from ckpt8.errors import Ckpt8Error
+from ckpt8.core.errors import Ckpt8Error
 
 PACKAGES = {
     "torch.optim": 14,

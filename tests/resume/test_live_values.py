@@ -13,7 +13,7 @@ from resume_kit import same, snapshot
 from torch import nn
 
 import ckpt8
-from ckpt8.errors import ResumeError, ResumeWarning
+from ckpt8.core.errors import ResumeError, ResumeWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -9,7 +9,7 @@ from test_resume_packed import BF16, FP16, MATRICES, PACKED, fresh, save
 
 import ckpt8
 import ckpt8.optim
-from ckpt8.errors import ResumeError, ResumeWarning
+from ckpt8.core.errors import ResumeError, ResumeWarning
 from ckpt8.optim import convert
 
 

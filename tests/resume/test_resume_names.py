@@ -10,7 +10,7 @@ from resume_kit import OPTIMIZERS, Net, groups, same, snapshot, trained
 from torch import nn
 
 import ckpt8
-from ckpt8.errors import ResumeError, UsageError
+from ckpt8.core.errors import ResumeError, UsageError
 from ckpt8.resuming.names import match
 
 ADAMW = OPTIMIZERS["torch-adamw"]

@@ -12,7 +12,7 @@ from resume_kit import OPTIMIZERS, Net, groups, same, snapshot, train, trained
 from torch import nn
 
 import ckpt8
-from ckpt8.errors import Ckpt8Error, InputError, ResumeError, ResumeWarning, UsageError
+from ckpt8.core.errors import Ckpt8Error, InputError, ResumeError, ResumeWarning, UsageError
 
 ADAMW = OPTIMIZERS["torch-adamw"]
 

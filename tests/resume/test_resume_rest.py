@@ -14,7 +14,7 @@ from resume_kit import same
 from torch import nn
 
 import ckpt8
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 from ckpt8.readers import open_checkpoint
 from ckpt8.readers.base import Inert, TensorRef
 from ckpt8.readers.walk import iter_leaves

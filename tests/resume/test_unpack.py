@@ -11,7 +11,7 @@ from test_resume_packed import BF16, FP16, FP32, PACKED, fresh, masters, save
 
 import ckpt8
 import ckpt8.optim
-from ckpt8.errors import ResumeError, UsageError
+from ckpt8.core.errors import ResumeError, UsageError
 from ckpt8.optim import convert
 
 PUBLISHED = {

@@ -17,6 +17,7 @@ from memory_kit import run_measured
 from survey_kit import as_pairs, expected
 
 import ckpt8
+from ckpt8.core.tensors import DType, Role
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
 from ckpt8.inspect.survey import sampling
@@ -26,7 +27,6 @@ from ckpt8.inspect.survey.run import survey
 from ckpt8.inspect.survey.subject import Subject
 from ckpt8.inspect.survey.tally import Rows, Tally
 from ckpt8.readers.base import TensorRef
-from ckpt8.tensors import DType, Role
 
 
 @settings(max_examples=200, deadline=None)

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import ckpt8
 from ckpt8.cli import app
+from ckpt8.core.text import percent
 from ckpt8.inspect.bars import Share, bar, bars
-from ckpt8.inspect.figures import percent
 from ckpt8.inspect.render import make_table, with_rows
 from ckpt8.inspect.tables import pack, wrap
 

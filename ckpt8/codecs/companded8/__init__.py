@@ -13,10 +13,10 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ckpt8 import backend as backends
 from ckpt8.codecs.base import decode_tiles, encode_tiles
-from ckpt8.errors import UsageError
-from ckpt8.tensors import DType, Parts, PartSpec, Role, TensorSpec
+from ckpt8.core import backend as backends
+from ckpt8.core.errors import UsageError
+from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
 
 if TYPE_CHECKING:
     import torch

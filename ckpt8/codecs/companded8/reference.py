@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 
 from ckpt8.codecs.companded8 import GROUP
-from ckpt8.errors import RefusedError
-from ckpt8.tensors import Parts
+from ckpt8.core.errors import RefusedError
+from ckpt8.core.tensors import Parts
 
 _SMALLEST_MOMENT1 = 2.0**-100
 """A signed group whose largest magnitude lies below is stored as zeros; no intermediate is then subnormal."""

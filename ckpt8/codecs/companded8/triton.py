@@ -30,8 +30,8 @@ from ckpt8.codecs.triton_blocks import (
     store_offsets,
     widen,
 )
-from ckpt8.errors import RefusedError
-from ckpt8.tensors import Parts
+from ckpt8.core.errors import RefusedError
+from ckpt8.core.tensors import Parts
 
 _SMALLEST_MOMENT1 = tl.constexpr((127 - 100) << 23)
 """The bits of 2^-100."""

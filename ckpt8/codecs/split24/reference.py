@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from ckpt8.errors import RefusedError
-from ckpt8.tensors import Parts
+from ckpt8.core.errors import RefusedError
+from ckpt8.core.tensors import Parts
 
 REFUSAL = "holds NaN, Inf or a value outside the range of bf16"
 

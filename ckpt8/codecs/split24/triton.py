@@ -18,8 +18,8 @@ import triton.language as tl
 
 from ckpt8.codecs.split24 import reference
 from ckpt8.codecs.triton_blocks import MAGNITUDE, bits_of, group_offsets, launch, refuse, store_offsets
-from ckpt8.errors import RefusedError
-from ckpt8.tensors import Parts
+from ckpt8.core.errors import RefusedError
+from ckpt8.core.tensors import Parts
 
 _FIRST_OVERFLOW = tl.constexpr(reference.FIRST_OVERFLOW)
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 
 from ckpt8.codecs.split24.reference import FIRST_OVERFLOW
-from ckpt8.errors import RefusedError
-from ckpt8.tensors import Parts
+from ckpt8.core.errors import RefusedError
+from ckpt8.core.tensors import Parts
 
 
 def encode(x: torch.Tensor, out: Parts) -> None:

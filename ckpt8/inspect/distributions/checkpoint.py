@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.backend import Backend
 from ckpt8.bundle import Bundle, open_bundle
 from ckpt8.container.frames import FRAME
+from ckpt8.core.backend import Backend
+from ckpt8.core.errors import RefusedError
+from ckpt8.core.tensors import Role, TensorSpec
+from ckpt8.core.workers import Workers
 from ckpt8.encoder import ChunkMeters
-from ckpt8.errors import RefusedError
 from ckpt8.inspect.container import skeleton_role
 from ckpt8.inspect.distributions.counts import Drawn
 from ckpt8.inspect.distributions.drawing import Piece, draw, is_counted
@@ -24,8 +26,6 @@ from ckpt8.inspect.parameters import display_names
 from ckpt8.measure import UnitErrors
 from ckpt8.plan import Plan, Stream, Unit
 from ckpt8.policy import LOSSLESS, Policy
-from ckpt8.tensors import Role, TensorSpec
-from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,9 @@ from ckpt8.container import layout
 from ckpt8.container.frames import FRAME
 from ckpt8.container.manifest import Manifest, ParameterRecord
 from ckpt8.container.reader import ContainerReader
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
+from ckpt8.core.tensors import Role
+from ckpt8.core.workers import Workers
 from ckpt8.inspect.container import skeleton_role
 from ckpt8.inspect.distributions.counts import Drawn
 from ckpt8.inspect.distributions.drawing import Piece, draw, is_counted
@@ -26,9 +28,7 @@ from ckpt8.inspect.parameters import display_names
 from ckpt8.plan import MOMENT_SLOTS, Parameter
 from ckpt8.policy import Policy
 from ckpt8.stats import read_error
-from ckpt8.tensors import Role
 from ckpt8.update_space import UpdateRule, read_rule
-from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
     import torch

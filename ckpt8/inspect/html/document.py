@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from ckpt8 import __version__
-from ckpt8.inspect.figures import size
+from ckpt8.core.text import size
 from ckpt8.inspect.html.distributions import code_section, value_section
 from ckpt8.inspect.html.drift import drift_section
 from ckpt8.inspect.html.errors import error_section, worst_section

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt8.inspect.figures import differing_line
+from ckpt8.core.text import differing_line
 from ckpt8.inspect.html.bars import LogAxis, key, row
 from ckpt8.inspect.html.distributions import histograms, sides_key
 from ckpt8.inspect.html.sizes import MOST_LAYERS, role_words

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.writer import AtomicFile, refuse_inside, refuse_same_file
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
+from ckpt8.core.files.atomic import AtomicFile, refuse_inside, refuse_same_file
 
 
 class Report:

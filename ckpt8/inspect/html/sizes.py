@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt8.inspect.figures import size
+from ckpt8.core.text import size
 from ckpt8.inspect.html.bars import Stack, key, row, stacks
 from ckpt8.inspect.html.text import percent, text
 

@@ -27,7 +27,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt8.tensors import DType
+from ckpt8.core.tensors import DType
 
 if TYPE_CHECKING:
     import torch

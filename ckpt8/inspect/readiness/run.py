@@ -30,12 +30,12 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.errors import CheckFailedError
+from ckpt8.core.errors import CheckFailedError
+from ckpt8.core.workers import Workers
 from ckpt8.inspect.readiness.casting import Casts, Extent, decibels, tiles
 from ckpt8.inspect.readiness.pairs import pair_tensors
 from ckpt8.inspect.readiness.tensor_source import SAMPLE, WINDOWS, SourceTensor, TensorSource, open_tensors
 from ckpt8.inspect.readiness.verdicts import FEW, MOST_UNDERFLOW, format_reports, measured_total
-from ckpt8.workers import Workers
 
 if TYPE_CHECKING:
     import torch

@@ -23,12 +23,12 @@ from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DCP
 from ckpt8.converting.composite import Composite, Stretch
 from ckpt8.converting.members import open_members
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
+from ckpt8.core.tensors import DType, Role
 from ckpt8.inspect.parameters import display_names
 from ckpt8.plan import Plan, is_dense
 from ckpt8.policy import Policy
 from ckpt8.readers.base import TensorRef
-from ckpt8.tensors import DType, Role
 
 if TYPE_CHECKING:
     import torch

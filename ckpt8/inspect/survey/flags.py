@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt8.inspect.figures import percent, size
+from ckpt8.core.tensors import DType, Role
+from ckpt8.core.text import percent, size
 from ckpt8.inspect.survey.tally import Rows, Tally
-from ckpt8.tensors import DType, Role
 
 KINDS = (
     "nan",

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.core.tensors import MASTER_LISTS, DType, Role
 from ckpt8.inspect.parameters import display_names
-from ckpt8.tensors import MASTER_LISTS, DType, Role
 
 if TYPE_CHECKING:
     from ckpt8.bundle import Bundle

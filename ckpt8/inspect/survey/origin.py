@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckpt8.container.manifest import DCP, FILE
-from ckpt8.errors import InputError
-from ckpt8.json_text import parse_any_json
+from ckpt8.core.errors import InputError
+from ckpt8.core.json_text import parse_any_json
 
 if TYPE_CHECKING:
     from ckpt8.bundle import Bundle, Member

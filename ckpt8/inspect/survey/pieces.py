@@ -13,9 +13,9 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
+from ckpt8.core.tensors import DType, Role
 from ckpt8.plan import is_dense
 from ckpt8.readers.base import TensorRef
-from ckpt8.tensors import DType, Role
 
 if TYPE_CHECKING:
     import torch

@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.core.tensors import Role
 from ckpt8.inspect.survey import sampling
 from ckpt8.inspect.survey.flags import KINDS, RowCount, row_flags, tensor_flags, twin_flag
 from ckpt8.inspect.survey.pieces import Piece, whole_name
 from ckpt8.inspect.survey.subject import Subject
 from ckpt8.inspect.survey.tally import Rows, Tally
 from ckpt8.policy import BUFFERS
-from ckpt8.tensors import Role
 
 if TYPE_CHECKING:
     import torch

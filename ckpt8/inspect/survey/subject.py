@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt8.container import layout
 from ckpt8.container.frames import FRAME, bytes_of
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
 from ckpt8.inspect.parameters import display_names
 from ckpt8.inspect.survey.pieces import SLICE, Piece, View, count_of, make_pieces, span_of
 from ckpt8.readers.base import TensorRef

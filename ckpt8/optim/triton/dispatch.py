@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ckpt8 import backend
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.split24 import Split24
-from ckpt8.errors import UsageError
+from ckpt8.core import backend
+from ckpt8.core.errors import UsageError
 from ckpt8.optim.masters import exact_residual, master_part
 from ckpt8.optim.moments import Moment
 from ckpt8.optim.rounding import stream_key

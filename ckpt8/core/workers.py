@@ -133,3 +133,18 @@ def _run(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...
         future.set_exception(exc)
     else:
         future.set_result(result)
+
+
+Progress = Callable[[int], None]
+"""Called with the number of source bytes just finished."""
+
+
+_local = threading.local()
+
+
+def scratch(slot: int | str, length: int) -> memoryview:
+    """``length`` bytes that this thread uses again for the same ``slot``."""
+    buffers: dict[int | str, bytearray] = _local.__dict__.setdefault("buffers", {})
+    if len(buffers.get(slot, b"")) < length:
+        buffers[slot] = bytearray(length)
+    return memoryview(buffers[slot])[:length]

@@ -138,3 +138,15 @@ class PartSpec:
     def nbytes(self) -> int:
         """Size in bytes before entropy coding."""
         return self.numel * self.dtype.itemsize
+
+
+SMALL_NUMEL = 4096
+
+SMALL_VECTOR_NUMEL = 65_536
+"""Biases and norms: below these sizes (the second for 1-D tensors) a tensor costs little and stays exact."""
+
+
+def is_small(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape is a bias, a norm or otherwise too small to be worth an error."""
+    numel = prod(shape)
+    return numel < SMALL_NUMEL or (len(shape) <= 1 and numel < SMALL_VECTOR_NUMEL)

@@ -27,7 +27,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled = numba.njit(nogil=True, error_model="numpy")(function)
     # With cache=True numba would keep its own files, which it executes whoever wrote them.
     with suppress(ImportError):
-        from ckpt8.kernel_cache import KernelCache
+        from ckpt8.core.kernel_cache import KernelCache
 
         vars(compiled)["_cache"] = KernelCache(function)
     return compiled

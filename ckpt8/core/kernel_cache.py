@@ -28,10 +28,10 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
 from ckpt8._version import __version__
-from ckpt8.errors import KernelCacheWarning
-from ckpt8.private_folder import check_private, make_private
-from ckpt8.temporary import deferred
-from ckpt8.text import printable
+from ckpt8.core.errors import KernelCacheWarning
+from ckpt8.core.files.private_folder import check_private, make_private
+from ckpt8.core.files.temporary import deferred
+from ckpt8.core.text import printable
 
 _PACKAGE = Path(__file__).parent
 _DIGEST_BYTES = 32

@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any
 
-from ckpt8.errors import InputError
+from ckpt8.core.errors import InputError
 
 FREE = 1 << 27
 """What any text may cost, however short."""

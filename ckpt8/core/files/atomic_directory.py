@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt8.container.atomic import AtomicOutput, Check, replace_directory, sync_directory
-from ckpt8.container.partial import Partial
-from ckpt8.errors import OutputError
+from ckpt8.core.errors import OutputError
+from ckpt8.core.files.atomic import AtomicOutput, Check, replace_directory, sync_directory
+from ckpt8.core.files.partial import Partial
 
 
 class AtomicDirectory(AtomicOutput):

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from ckpt8.errors import UsageError
+from ckpt8.core.errors import UsageError
 
 if TYPE_CHECKING:
     import torch

@@ -15,10 +15,10 @@ def settle(*, kernels: bool = False) -> None:
     import torch
 
     if kernels:
-        from ckpt8.backend import SMALLEST_FOR_NUMBA, resolve
+        from ckpt8.core.backend import SMALLEST_FOR_NUMBA, resolve
 
         if resolve(None, torch.device("cpu"), SMALLEST_FOR_NUMBA) == "numba":
-            from ckpt8.jit import start
+            from ckpt8.core.numba_kernels import start
 
             start()
     gc.freeze()

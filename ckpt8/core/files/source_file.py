@@ -1,0 +1,209 @@
+"""Bytes of a file, or of a run of them: read at a place, and never changed.
+
+A short read, or a file that changes while it is read, is an InputError that names it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt8.core.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """A readable stretch of a file: a whole ``.pt``, or a slice inside a larger file. Offsets in bytes."""
+
+    path: Path
+    offset: int
+    length: int
+
+    @classmethod
+    def of(cls, path: Path) -> ByteRange:
+        """The whole file. Raises InputError when it is missing, unreadable or not a regular file."""
+        try:
+            if path.exists() and not path.is_file():
+                raise InputError(f"{path}: is not a regular file, expected a checkpoint")
+            return cls(path, 0, path.stat().st_size)
+        except OSError as exc:
+            raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+class SourceFile:
+    """An open ByteRange, read by position. Safe to share between threads."""
+
+    def __init__(self, source: ByteRange) -> None:
+        self.source = source
+        try:
+            self._fd = os.open(source.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as exc:
+            raise InputError(f"{source}: cannot be read: {exc.strerror}") from exc
+        self._stamp = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        status = os.fstat(self._fd)
+        return status.st_size, status.st_mtime_ns
+
+    @property
+    def stored(self) -> int:
+        """Bytes on the disk that all of the source comes from: fewer than it has where it is decompressed."""
+        return self.source.length
+
+    def close(self) -> None:
+        """Release the file descriptor."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes at ``offset`` of the range. Raises InputError on a short or failed read."""
+        if offset < 0 or offset + len(buffer) > self.source.length:
+            raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + len(buffer)}")
+        self._read_at(self._fd, offset, buffer)
+
+    def _read_at(self, descriptor: int, offset: int, buffer: memoryview) -> None:
+        done = 0
+        try:
+            while done < len(buffer):
+                got = os.preadv(descriptor, [buffer[done:]], self.source.offset + offset + done)
+                if got == 0:
+                    raise InputError(f"{self.source}: became shorter while it was read")
+                done += got
+        except OSError as exc:
+            raise InputError(f"{self.source}: read failed at byte {offset + done}: {exc.strerror}") from exc
+
+    def read(self, offset: int, length: int) -> bytes:
+        """The ``length`` bytes at ``offset``. The caller bounds ``length``."""
+        if length < 0 or offset < 0 or offset + length > self.source.length:
+            raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + length}")
+        buffer = bytearray(length)
+        self.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when the file's size or modification time changed since it was opened."""
+        if self._now() != self._stamp:
+            raise self._changed()
+
+    def _changed(self) -> InputError:
+        return InputError(f"{self.source}: changed while it was read; nothing was written")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRange(ByteRange):
+    """A ByteRange that messages call by the path of its file and its own ``name``."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.name}"
+
+
+class Window(SourceFile):
+    """``length`` bytes of ``base`` from ``offset`` on, called ``name`` in messages. ``base`` stays its owner's."""
+
+    def __init__(self, base: SourceFile, offset: int, length: int, name: str) -> None:
+        self.source = NamedRange(base.source.path, offset, length, name)
+        self._base = base
+
+    @property
+    def stored(self) -> int:
+        """Bytes on the disk: no more than those of ``base``."""
+        return min(self.source.length, self._base.stored)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes at ``offset`` of the stretch. Raises InputError."""
+        if offset < 0 or offset + len(buffer) > self.source.length:
+            raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + len(buffer)}")
+        self._base.read_into(self.source.offset + offset, buffer)
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when the file changed since it was opened."""
+        self._base.check_unchanged()
+
+    def close(self) -> None:
+        """The file stays open."""
+
+
+_OPEN_FILES = 64
+"""Fewer than any system allows; the pipeline reads a directory in order, so that few are needed at once."""
+
+
+class _Handle:
+    """An open file descriptor, closed when the last reader has let go of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = -1
+        self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+class FilePool:
+    """Keeps the descriptors that were used last. Thread-safe."""
+
+    def __init__(self, limit: int = _OPEN_FILES) -> None:
+        self._limit = limit
+        self._handles: OrderedDict[Path, _Handle] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, path: Path) -> tuple[_Handle, bool]:
+        """The open file, and whether it has just been opened. Raises OSError."""
+        with self._lock:
+            handle = self._handles.pop(path, None)
+            opened = handle is None
+            handle = handle or _Handle(path)
+            self._handles[path] = handle
+            if len(self._handles) > self._limit:
+                self._handles.popitem(last=False)
+            return handle, opened
+
+    def close(self) -> None:
+        """Let go of all files."""
+        with self._lock:
+            self._handles.clear()
+
+
+class PooledFile(SourceFile):
+    """As SourceFile, with a descriptor from a pool. Files are the same as long as inode, size and time are."""
+
+    def __init__(self, source: ByteRange, pool: FilePool) -> None:
+        self.source = source
+        self._pool = pool
+        self._identity = self._identify(source.path)
+
+    def _identify(self, file: Path | int) -> tuple[int, int, int, int]:
+        try:
+            status = os.stat(file)  # noqa: PTH116 - of a path or a descriptor
+        except OSError as exc:
+            raise InputError(f"{self.source}: cannot be read: {exc.strerror}") from exc
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """As SourceFile. Raises InputError, also where the path has become another file."""
+        if offset < 0 or offset + len(buffer) > self.source.length:
+            raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + len(buffer)}")
+        try:
+            handle, opened = self._pool.get(self.source.path)
+        except OSError as exc:
+            raise InputError(f"{self.source}: cannot be read: {exc.strerror}") from exc
+        if opened and self._identify(handle.descriptor) != self._identity:
+            raise self._changed()
+        self._read_at(handle.descriptor, offset, buffer)
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when the path leads to another file, or one of another size or time."""
+        if self._identify(self.source.path) != self._identity:
+            raise self._changed()
+
+    def close(self) -> None:
+        """The pool closes files."""

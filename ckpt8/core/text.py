@@ -1,0 +1,64 @@
+"""Text that came from a file, on its way to a terminal or a log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+def printable(text: str) -> str:
+    """``text`` with what is not printable escaped: one line, which no terminal takes for a command."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+def printable_tree(tree: Any) -> Any:
+    """A copy of a tree of plain values with every text in it made ``printable``."""
+    if isinstance(tree, str):
+        return printable(tree)
+    if isinstance(tree, dict):
+        return {key: printable_tree(value) for key, value in tree.items()}
+    return [printable_tree(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+def listed(names: Iterable[object], limit: int = 3) -> str:
+    """A few names for a message of one line."""
+    shown = [str(name) for name in names]
+    more = f" and {len(shown) - limit} more" if len(shown) > limit else ""
+    return ", ".join(shown[:limit]) + more
+
+
+_SHOWN_CHARACTERS = 60
+
+
+def shown(text: object) -> str:
+    """Give ``text`` for a message: one line, of bounded length."""
+    line = repr(text) if isinstance(text, str) else str(text)
+    return line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + "…"
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units, as disks are sold and ``ls --si`` shows them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def percent(fraction: float) -> str:
+    """A share of all, rounded down: what is less than all is never shown as 100 %, and what is there never as 0 %."""
+    if 0 < fraction < 0.001:
+        return "<0.1 %"
+    return "0 %" if fraction <= 0 else "100 %" if fraction >= 1 else f"{int(fraction * 1000) / 10:.1f} %"
+
+
+def differing_line(source: dict[str, Any]) -> str:
+    """That ``measured_from`` of ``inspect`` is not what the container was made from; its ``differing`` is not empty."""
+    names, path = source["differing"], source["path"]
+    what = f"{names[0]} differs" if len(names) == 1 else f"{len(names):,} lossless storages differ, such as {names[0]}"
+    return f"not made from {path}: {what}"
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 tensor``, ``3 tensors``."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
