@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from ckpt8.codecs.reference import Run
+from ckpt8.codecs.rounded_copy import Run
 from ckpt8.container import frames
 from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, Transfer, padded, row_bytes
 from ckpt8.core.tensors import DType

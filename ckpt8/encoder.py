@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpt8.codecs.reference import Reference, Run, round_masters
+from ckpt8.codecs.rounded_copy import Reference, Run, round_masters
 from ckpt8.container import frames
 from ckpt8.container.copies import fill_padding
 from ckpt8.core.backend import for_checkpoint, on_cpu

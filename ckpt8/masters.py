@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.codecs.reference import Reference, Run, round_masters
+from ckpt8.codecs.rounded_copy import Reference, Run, round_masters
 from ckpt8.container.copies import MASTER_CODECS, CopyCount, reference_problem
 from ckpt8.core.tensors import MASTER_LISTS, DType, Role
 from ckpt8.partitions import Partitions, find_partitions

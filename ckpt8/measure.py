@@ -10,12 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt8.codecs.base import TILE, pieces, take
-from ckpt8.codecs.split24 import Split24
-from ckpt8.container.frames import FRAME
-from ckpt8.core.backend import Backend, on_cpu, resolve
-from ckpt8.core.tensors import DType, Parts, Role, TensorSpec
-from ckpt8.plan import Stream, Unit
-from ckpt8.stats import (
+from ckpt8.codecs.error_stats import (
     ErrorStats,
     MomentError,
     UpdateError,
@@ -25,6 +20,11 @@ from ckpt8.stats import (
     update_error,
     weight_error,
 )
+from ckpt8.codecs.split24 import Split24
+from ckpt8.container.frames import FRAME
+from ckpt8.core.backend import Backend, on_cpu, resolve
+from ckpt8.core.tensors import DType, Parts, Role, TensorSpec
+from ckpt8.plan import Stream, Unit
 from ckpt8.update_space import Confidence
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class ChunkMeter:
 
     def _in_one_pass(self, originals: Sequence[torch.Tensor], parts: Sequence[Parts], length: int) -> int:
         """Measure what there is a kernel for; the number of elements that this was."""
-        from ckpt8 import stats_numba
+        from ckpt8.codecs import error_stats_numba as stats_numba
         from ckpt8.codecs.companded8.numba import BLOCK
 
         done = length // BLOCK * BLOCK

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt8.bundle import Bundle, open_bundle
+from ckpt8.codecs.error_stats import ErrorStats, UpdateError, read_error
 from ckpt8.container import frames, layout
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, UsageError
@@ -23,7 +24,6 @@ from ckpt8.measure import UnitErrors
 from ckpt8.plan import Stream, Unit
 from ckpt8.policy import Policy
 from ckpt8.readers.base import Checkpoint
-from ckpt8.stats import ErrorStats, UpdateError, read_error
 
 if TYPE_CHECKING:
     import torch

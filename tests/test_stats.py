@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from ckpt8.codecs.companded8 import Companded8
-from ckpt8.codecs.split24 import Split24
-from ckpt8.core.tensors import DType, Role, TensorSpec
-from ckpt8.stats import (
+from ckpt8.codecs.error_stats import (
     ErrorStats,
     MomentError,
     NoiseError,
@@ -23,6 +21,8 @@ from ckpt8.stats import (
     update_error,
     weight_error,
 )
+from ckpt8.codecs.split24 import Split24
+from ckpt8.core.tensors import DType, Role, TensorSpec
 
 NAN = math.nan
 

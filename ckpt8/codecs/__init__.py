@@ -20,7 +20,7 @@ CODECS: tuple[tuple[str, str], ...] = (
 )
 """(id, "module:Class") of every codec that a tensor alone is encoded with, which rules may name."""
 
-RELATIONS: tuple[tuple[str, str], ...] = (("reference/1", "ckpt8.codecs.reference:Reference"),)
+RELATIONS: tuple[tuple[str, str], ...] = (("reference/1", "ckpt8.codecs.rounded_copy:Reference"),)
 """Those of codecs that need other storages: no rule names them."""
 
 _SHOWN = 200

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from ckpt8.codecs.reference import Reference, Run, round_masters
+from ckpt8.codecs.rounded_copy import Reference, Run, round_masters
 from ckpt8.container.frames import FRAME
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt8.codecs import Codec, codec_from_config
-from ckpt8.codecs.reference import ROUNDED, Reference
+from ckpt8.codecs.rounded_copy import ROUNDED, Reference
 from ckpt8.container import frames, header, layout, manifest_text
 from ckpt8.container.copies import check_references, read_copy
 from ckpt8.container.header import Entry

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ckpt8.codecs.error_stats import UpdateError, WeightError, read_error
 from ckpt8.container.manifest import (
     DIRECTORY,
     FILE,
@@ -24,7 +25,6 @@ from ckpt8.inspect.parameters import display_names
 from ckpt8.inspect.survey.layers import layers_of_manifest
 from ckpt8.inspect.survey.origin import framework_of_files
 from ckpt8.low_bit import find_low_bit
-from ckpt8.stats import UpdateError, WeightError, read_error
 
 SKELETON_ROLE, FILE_ROLE = "structure", "file"
 _WORST = 5

@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from typing import Any
 
+from ckpt8.codecs.error_stats import MomentError, NoiseError, UpdateError, WeightError, read_error
 from ckpt8.container.manifest import Manifest, ParameterRecord
 from ckpt8.core.tensors import Role
-from ckpt8.stats import MomentError, NoiseError, UpdateError, WeightError, read_error
 
 
 def total_errors(manifest: Manifest) -> dict[str, Any]:

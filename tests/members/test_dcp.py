@@ -12,11 +12,11 @@ from dcp_kit import adam_state, gaps, load_all, run_cli, run_processes, save_sma
 from members_kit import tree
 
 import ckpt8
+from ckpt8.codecs.error_stats import UpdateError
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
-from ckpt8.stats import UpdateError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

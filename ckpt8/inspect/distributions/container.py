@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt8.bundle import Bundle, open_bundle
+from ckpt8.codecs.error_stats import read_error
 from ckpt8.container import layout
 from ckpt8.container.frames import FRAME
 from ckpt8.container.manifest import Manifest, ParameterRecord
@@ -27,7 +28,6 @@ from ckpt8.inspect.html.layers import LayerNames, LayerSizes
 from ckpt8.inspect.parameters import display_names
 from ckpt8.plan import MOMENT_SLOTS, Parameter
 from ckpt8.policy import Policy
-from ckpt8.stats import read_error
 from ckpt8.update_space import UpdateRule, read_rule
 
 if TYPE_CHECKING:

@@ -72,7 +72,7 @@ def _codes(piece: Piece) -> tuple[str, Codes] | None:
 
 
 def _update(parameter: Parameter, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    from ckpt8.stats import root
+    from ckpt8.codecs.error_stats import root
 
     if parameter.rule is None:
         raise AssertionError("updates are drawn only where draws_updates holds")

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt8.codecs.error_stats import ErrorStats, UpdateError, WeightError, read_error
 from ckpt8.inspect.distributions.counts import CHARTED, Drawn
 from ckpt8.inspect.distributions.sampling import EVERYTHING, Sampling
 from ckpt8.inspect.error_facts import error_facts
 from ckpt8.inspect.html.layers import LayerSizes
-from ckpt8.stats import ErrorStats, UpdateError, WeightError, read_error
 
 WORST = 5
 """How many of the worst are shown with their distributions; as many as ``inspect`` lists."""

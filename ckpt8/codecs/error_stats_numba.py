@@ -14,11 +14,11 @@ import torch
 
 from ckpt8.codecs.companded8 import GROUP, Companded8
 from ckpt8.codecs.companded8.numba import BLOCK, GROUPS, decode_roots, decode_signed_blocks, square
+from ckpt8.codecs.error_stats import SMALLEST_NORMAL, MomentError, UpdateError, WeightError
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split24.numba import join
 from ckpt8.core.numba_kernels import MAGNITUDE, f4, f8, i4, kernel, with_bits
 from ckpt8.core.tensors import Parts
-from ckpt8.stats import SMALLEST_NORMAL, MomentError, UpdateError, WeightError
 
 _SUMS, _MAXIMA, _ROOM = 6, 4, 8
 """Sums, maxima and blocks of memory that ``_adam_errors`` needs."""
