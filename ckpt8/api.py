@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckpt8.background import PendingSave, start, wait_for
 from ckpt8.bundle import Bundle, directory_name, open_bundle
-from ckpt8.container.manifest import Manifest, TensorRecord
+from ckpt8.container.manifest import Manifest
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
+from ckpt8.container.target_names import CONTAINER, default_path
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import refuse_inside, refuse_same_file
 from ckpt8.core.gpu import requested
@@ -23,7 +24,6 @@ from ckpt8.policy import Policy
 from ckpt8.readers.base import Checkpoint
 from ckpt8.readers.directory import is_directory
 from ckpt8.replacing import checkpoint_file
-from ckpt8.target_names import CONTAINER, default_path
 
 if TYPE_CHECKING:
     import os
@@ -204,61 +204,3 @@ def load(
 
             obj = unpack_tree(obj, tree, str(path))
         return obj
-
-
-class CheckpointFile:
-    """A ``.ckpt8`` opened for reading tensor by tensor; a context manager. See ``open``."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._reader = ContainerReader(Path(path))
-        self._tensors = {tensor.name: tensor for tensor in self._reader.manifest.tensors}
-
-    def __enter__(self) -> CheckpointFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._reader.close()
-
-    @property
-    def manifest(self) -> Manifest:
-        """Everything the container states about itself."""
-        return self._reader.manifest
-
-    def keys(self) -> list[str]:
-        """Paths of all tensors, in the order of the checkpoint."""
-        return list(self._tensors)
-
-    def _record(self, name: str) -> TensorRecord:
-        if name not in self._tensors:
-            raise UsageError(f"{self._reader.path}: has no tensor {name!r}")
-        return self._tensors[name]
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        """Decode one tensor, with its shape, strides and flags, on the CPU. Raises UsageError for an unknown name."""
-        import torch
-
-        from ckpt8.decode import decode_storage
-
-        record = self._record(name)
-        flat = decode_storage(self._reader, record.storage)
-        try:
-            tensor = flat.view(record.dtype.torch).as_strided(record.shape, record.stride, record.offset)
-            tensor = tensor.conj() if "conj" in record.flags else tensor
-            return torch._neg_view(tensor) if "neg" in record.flags else tensor
-        except (AttributeError, RuntimeError) as exc:
-            raise InputError(f"{self._reader.path}: {name}: does not fit its storage, or this torch") from exc
-
-    def stats(self, name: str) -> dict[str, Any]:
-        """What is known of one tensor: role, codec, sizes in bytes, error. Raises UsageError for an unknown name."""
-        from ckpt8.inspect.container import tensor_facts
-
-        return tensor_facts(self._reader.manifest, self._record(name))
-
-
-def open_container(path: str | os.PathLike[str]) -> CheckpointFile:
-    """Open a ``.ckpt8`` lazily: ``keys``, ``get_tensor``, ``stats``. Raises InputError for damage."""
-    return CheckpointFile(path)

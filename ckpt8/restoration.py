@@ -12,6 +12,7 @@ from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.container.member_file import MemberFile, Piece
 from ckpt8.container.member_paths import link_stays_inside
 from ckpt8.container.reader import ContainerReader
+from ckpt8.container.target_names import original_name, restored_path
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import AtomicFile, Check, Guard, any_file, refuse_same_file
 from ckpt8.core.files.atomic_directory import AtomicDirectory
@@ -19,7 +20,6 @@ from ckpt8.core.files.crc import combine, crc32
 from ckpt8.core.files.write_at import write_at
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.replacing import checkpoint_directory, checkpoint_file
-from ckpt8.target_names import original_name, restored_path
 
 if TYPE_CHECKING:
     from ckpt8.salvage import Salvage
@@ -107,7 +107,7 @@ def restore(
     """Write the original back, to ``target`` or beside the container under the container's name; the path written.
 
     ``best.ckpt8`` gives ``best.pt``, ``best.safetensors``, ... or the directory ``best``, whatever the original was
-    called: see ``ckpt8.target_names``. What was stored lossless is identical; the rest is within the error that
+    called: see ``ckpt8.container.target_names``. What was stored lossless is identical; the rest is within the error that
     ``inspect`` shows. With ``force`` an existing file is replaced, where no ``target`` is given only a checkpoint, and
     an existing directory if it is a checkpoint with nothing else in it: see ``ckpt8.replacing``. Raises InputError for
     damage, OutputError when the target exists (without ``force``), is not replaced or cannot be written.

@@ -19,17 +19,17 @@ from typing import Any
 
 from ckpt8 import restoration
 from ckpt8.container import frames
+from ckpt8.container.checking import all_chunks, scratch_tensor
 from ckpt8.container.damaged import DamagedContainer
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, MemberRecord, TensorRecord
 from ckpt8.container.member_file import MemberFile
+from ckpt8.container.target_names import SAFETENSORS, default_path
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import AtomicFile, refuse_same_file
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.replacing import checkpoint_file
 from ckpt8.salvaged_tensors import TensorFile
-from ckpt8.target_names import SAFETENSORS, default_path
-from ckpt8.verification import all_chunks, scratch_tensor
 
 WHOLE, DAMAGED, TENSORS, LOST = "whole", "damaged", "tensors", "lost"
 

@@ -69,7 +69,7 @@ class TensorFile:
         if not _nbytes(tensor):
             return
         if not _is_plain(tensor):
-            from ckpt8.decode import decode_storage
+            from ckpt8.container.reader import decode_storage
 
             flat = decode_storage(self._reader, tensor.storage).view(tensor.dtype.torch)
             yield flat.as_strided(tensor.shape, tensor.stride, tensor.offset).contiguous()

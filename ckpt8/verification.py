@@ -7,7 +7,6 @@ measurements of compression from the original and the stored planes, without tru
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from ckpt8.bundle import Bundle, open_bundle
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, read_error
 from ckpt8.container import frames, layout
+from ckpt8.container.checking import check_frames, scratch_tensor
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.files.crc import combine
-from ckpt8.core.workers import Progress, Workers, scratch
+from ckpt8.core.workers import Progress, Workers
 from ckpt8.encoder import ChunkMeters, check_source, read_chunk
 from ckpt8.measure import UnitErrors
 from ckpt8.plan import Stream, Unit
@@ -39,42 +39,6 @@ class Measured:
     storages: dict[int, ErrorStats] = field(default_factory=dict)
     parameters: dict[int, UpdateError] = field(default_factory=dict)
     differing: list[str] = field(default_factory=list)
-
-
-def check_frames(
-    reader: ContainerReader,
-    workers: Workers,
-    progress: Progress = lambda _: None,
-    only: Iterable[int] | None = None,
-) -> None:
-    """Read, check and decode every chunk of every storage, or of some. Raises InputError that names the tensor."""
-
-    def decode(work: tuple[int, int]) -> int:
-        storage, chunk = work
-        out = scratch_tensor(reader, storage, chunk)
-        reader.decode_chunk(storage, chunk, out)
-        return out.numel() * out.element_size()
-
-    storages = range(len(reader.manifest.storages)) if only is None else only
-    for nbytes in workers.map(decode, all_chunks(reader, storages)):
-        progress(nbytes)
-
-
-def all_chunks(reader: ContainerReader, storages: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Storage and number of every chunk of some storages."""
-    for index in storages:
-        for chunk in range(layout.chunk_count(reader.manifest.storages[index].numel)):
-            yield index, chunk
-
-
-def scratch_tensor(reader: ContainerReader, storage: int, chunk: int) -> torch.Tensor:
-    """Memory of this thread for the elements of one chunk, which its next use overwrites."""
-    import torch
-
-    record = reader.manifest.storages[storage]
-    spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
-    view = scratch("decode", spec.numel * spec.dtype.itemsize)
-    return torch.frombuffer(view, dtype=torch.uint8).view(spec.dtype.torch)
 
 
 def measure(reader: ContainerReader, original: Path, workers: Workers, progress: Progress = lambda _: None) -> Measured:

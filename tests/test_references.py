@@ -16,10 +16,9 @@ from ckpt8.bundle import Bundle, open_bundle
 from ckpt8.codecs.rounded_copy import Reference, Run, round_masters
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split32 import Split32
-from ckpt8.container.reader import ContainerReader
+from ckpt8.container.reader import ContainerReader, decode_storage
 from ckpt8.core.errors import CheckFailedError, InputError, UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec
-from ckpt8.decode import decode_storage
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
 from ckpt8.policy import Policy

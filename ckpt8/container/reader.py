@@ -208,3 +208,15 @@ class ContainerReader:
         parts = self.read_parts(storage, chunk)
         self.codec(storage).decode(parts, spec, out=out, backend=self._backend)
         return parts
+
+
+def decode_storage(reader: ContainerReader, storage: int) -> torch.Tensor:
+    """One storage as a flat CPU tensor. Raises InputError that names the tensor where it is damaged."""
+    import torch
+
+    record = reader.manifest.storages[storage]
+    out = torch.empty(record.numel, dtype=record.dtype.torch, device="cpu")
+    for chunk in range(layout.chunk_count(record.numel)):
+        start = chunk * frames.FRAME
+        reader.decode_chunk(storage, chunk, out[start : start + frames.FRAME])
+    return out

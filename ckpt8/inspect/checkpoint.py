@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from ckpt8.bundle import Bundle, Member, open_bundle
 from ckpt8.codecs import config_of
 from ckpt8.container import frames, layout
+from ckpt8.container.facts import SKELETON_ROLE, codec_name, skeleton_role
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.tensors import TensorSpec
-from ckpt8.inspect.container import SKELETON_ROLE, codec_name, skeleton_role
 from ckpt8.inspect.parameters import display_names
 from ckpt8.inspect.survey.layers import layers_of_plan
 from ckpt8.inspect.survey.origin import describe

@@ -9,24 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.codecs.error_stats import UpdateError, WeightError, read_error
+from ckpt8.container.facts import (
+    codec_name,
+    error_facts,
+    skeleton_role,
+    tensor_facts,
+    total_errors,
+    update_facts,
+    weight_facts,
+)
 from ckpt8.container.manifest import (
-    DIRECTORY,
-    FILE,
-    SYMLINK,
     Manifest,
     MemberRecord,
-    StorageRecord,
-    TensorRecord,
 )
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.tensors import DType, Role, TensorSpec
-from ckpt8.inspect.error_facts import error_facts, total_errors, update_facts, weight_facts
 from ckpt8.inspect.parameters import display_names
 from ckpt8.inspect.survey.layers import layers_of_manifest
 from ckpt8.inspect.survey.origin import framework_of_files
 from ckpt8.low_bit import find_low_bit
 
-SKELETON_ROLE, FILE_ROLE = "structure", "file"
 _WORST = 5
 
 
@@ -168,48 +170,6 @@ def _roles(manifest: Manifest) -> list[dict[str, Any]]:
         row["bytes"] += record.nbytes
         row["stored_bytes"] += record.stored_bytes
     return [{"role": role, "codec": codec, **row} for (role, codec), row in sorted(rows.items())]
-
-
-def skeleton_role(member_format: str) -> str:
-    """What the bytes outside the storages of a member are called: of what is no checkpoint they are all it has."""
-    return FILE_ROLE if member_format in (FILE, SYMLINK, DIRECTORY) else SKELETON_ROLE
-
-
-def codec_name(config: dict[str, Any]) -> str:
-    """A stored configuration in one word: ``companded8/1(signed=False, Q=255)``; defaults and runs are left out."""
-    from ckpt8.codecs import codec_from_config
-
-    codec = codec_from_config(config)
-    default = type(codec)()
-    given = [
-        f"{key}={value}"
-        for key, value in config.items()
-        if key not in ("id", "runs") and value != getattr(default, key)
-    ]
-    return codec.id + (f"({', '.join(given)})" if given else "")
-
-
-def tensor_facts(manifest: Manifest, tensor: TensorRecord) -> dict[str, Any]:
-    """Role, element type, and of its storage codec, sizes in bytes, error and why it is lossless, if it need not be."""
-    record = manifest.storages[tensor.storage]
-    return {
-        "role": record.role.value,
-        "dtype": tensor.dtype.label,
-        "codec": codec_name(record.codec),
-        "reason": record.reason,
-        "elements": record.nbytes // tensor.dtype.itemsize,
-        "bytes": record.nbytes,
-        "stored_bytes": record.stored_bytes,
-        "parts": {part: sum(table.lengths) for part, table in record.parts.items()},
-        "masters": _masters(manifest, record),
-        "error": error_facts(record.error),
-    }
-
-
-def _masters(manifest: Manifest, record: StorageRecord) -> list[str]:
-    """The storages that a reference leads to."""
-    runs = record.codec.get("runs", []) if record.is_reference else []
-    return [manifest.storages[index].name for index in dict.fromkeys(run[0] for run in runs) if index is not None]
 
 
 def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt8.container.checking import check_frames
 from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DCP
 from ckpt8.container.member_file import MemberFile
@@ -23,7 +24,6 @@ from ckpt8.readers.checksums import check_storages
 from ckpt8.readers.directory import is_directory
 from ckpt8.resuming.named import stored_checkpoint
 from ckpt8.resuming.stored import StoredParts
-from ckpt8.verification import check_frames
 
 _BLOCK = 8 << 20
 

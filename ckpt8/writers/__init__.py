@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt8 import target_names
+from ckpt8.container import target_names
 from ckpt8.core.errors import UsageError
 
 if TYPE_CHECKING:

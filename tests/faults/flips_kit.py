@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 import ckpt8
+from ckpt8.container.checking import check_frames
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
 from ckpt8.core.workers import Workers
-from ckpt8.verification import check_frames
 
 RULES = ("*model.w=split24", "*.exp_avg=companded8", "*.exp_avg_sq=companded8(signed=False, Q=63, p=0.5)")
 SAMPLES = ("file", "directory")

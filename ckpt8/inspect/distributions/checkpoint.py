@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt8.bundle import Bundle, open_bundle
+from ckpt8.container.facts import skeleton_role
 from ckpt8.container.frames import FRAME
 from ckpt8.core.backend import Backend
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Role, TensorSpec
 from ckpt8.core.workers import Workers
 from ckpt8.encoder import ChunkMeters
-from ckpt8.inspect.container import skeleton_role
 from ckpt8.inspect.distributions.counts import Drawn
 from ckpt8.inspect.distributions.drawing import Piece, draw, is_counted
 from ckpt8.inspect.distributions.gathering import Gathered

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from ckpt8.bundle import Bundle, open_bundle
 from ckpt8.codecs.error_stats import read_error
 from ckpt8.container import layout
+from ckpt8.container.facts import skeleton_role
 from ckpt8.container.frames import FRAME
 from ckpt8.container.manifest import Manifest, ParameterRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import Role
 from ckpt8.core.workers import Workers
-from ckpt8.inspect.container import skeleton_role
 from ckpt8.inspect.distributions.counts import Drawn
 from ckpt8.inspect.distributions.drawing import Piece, draw, is_counted
 from ckpt8.inspect.distributions.gathering import Gathered, stored_update_error

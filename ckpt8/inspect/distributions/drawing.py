@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from ckpt8.codecs import Codec, config_of
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.split24 import Split24
+from ckpt8.container.facts import codec_name
 from ckpt8.core.tensors import Parts, Role, TensorSpec
-from ckpt8.inspect.container import codec_name
 from ckpt8.inspect.distributions.counts import Codes, Drawn
 from ckpt8.plan import Parameter
 from ckpt8.update_space import UpdateRule

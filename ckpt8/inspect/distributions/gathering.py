@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, WeightError, read_error
+from ckpt8.container.facts import error_facts
 from ckpt8.inspect.distributions.counts import CHARTED, Drawn
 from ckpt8.inspect.distributions.sampling import EVERYTHING, Sampling
-from ckpt8.inspect.error_facts import error_facts
 from ckpt8.inspect.html.layers import LayerSizes
 
 WORST = 5

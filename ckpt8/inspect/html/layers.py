@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt8.codecs.error_stats import UpdateError
-from ckpt8.inspect.error_facts import error_facts
+from ckpt8.container.facts import error_facts
 
 REST = "everything else"
 """What belongs to no layer: steps, random states, the structure of files."""

@@ -1,4 +1,4 @@
-"""Errors that a container states, as the figures that people read."""
+"""facts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,52 @@ from collections import Counter
 from typing import Any
 
 from ckpt8.codecs.error_stats import MomentError, NoiseError, UpdateError, WeightError, read_error
-from ckpt8.container.manifest import Manifest, ParameterRecord
+from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest, ParameterRecord, StorageRecord, TensorRecord
 from ckpt8.core.tensors import Role
+
+SKELETON_ROLE, FILE_ROLE = "structure", "file"
+
+
+def skeleton_role(member_format: str) -> str:
+    """What the bytes outside the storages of a member are called: of what is no checkpoint they are all it has."""
+    return FILE_ROLE if member_format in (FILE, SYMLINK, DIRECTORY) else SKELETON_ROLE
+
+
+def codec_name(config: dict[str, Any]) -> str:
+    """A stored configuration in one word: ``companded8/1(signed=False, Q=255)``; defaults and runs are left out."""
+    from ckpt8.codecs import codec_from_config
+
+    codec = codec_from_config(config)
+    default = type(codec)()
+    given = [
+        f"{key}={value}"
+        for key, value in config.items()
+        if key not in ("id", "runs") and value != getattr(default, key)
+    ]
+    return codec.id + (f"({', '.join(given)})" if given else "")
+
+
+def tensor_facts(manifest: Manifest, tensor: TensorRecord) -> dict[str, Any]:
+    """Role, element type, and of its storage codec, sizes in bytes, error and why it is lossless, if it need not be."""
+    record = manifest.storages[tensor.storage]
+    return {
+        "role": record.role.value,
+        "dtype": tensor.dtype.label,
+        "codec": codec_name(record.codec),
+        "reason": record.reason,
+        "elements": record.nbytes // tensor.dtype.itemsize,
+        "bytes": record.nbytes,
+        "stored_bytes": record.stored_bytes,
+        "parts": {part: sum(table.lengths) for part, table in record.parts.items()},
+        "masters": _masters(manifest, record),
+        "error": error_facts(record.error),
+    }
+
+
+def _masters(manifest: Manifest, record: StorageRecord) -> list[str]:
+    """The storages that a reference leads to."""
+    runs = record.codec.get("runs", []) if record.is_reference else []
+    return [manifest.storages[index].name for index in dict.fromkeys(run[0] for run in runs) if index is not None]
 
 
 def total_errors(manifest: Manifest) -> dict[str, Any]:

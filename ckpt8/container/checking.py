@@ -1,0 +1,49 @@
+"""checking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from ckpt8.container import layout
+from ckpt8.container.reader import ContainerReader
+from ckpt8.core.workers import Progress, Workers, scratch
+
+if TYPE_CHECKING:
+    import torch
+
+
+def check_frames(
+    reader: ContainerReader,
+    workers: Workers,
+    progress: Progress = lambda _: None,
+    only: Iterable[int] | None = None,
+) -> None:
+    """Read, check and decode every chunk of every storage, or of some. Raises InputError that names the tensor."""
+
+    def decode(work: tuple[int, int]) -> int:
+        storage, chunk = work
+        out = scratch_tensor(reader, storage, chunk)
+        reader.decode_chunk(storage, chunk, out)
+        return out.numel() * out.element_size()
+
+    storages = range(len(reader.manifest.storages)) if only is None else only
+    for nbytes in workers.map(decode, all_chunks(reader, storages)):
+        progress(nbytes)
+
+
+def all_chunks(reader: ContainerReader, storages: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Storage and number of every chunk of some storages."""
+    for index in storages:
+        for chunk in range(layout.chunk_count(reader.manifest.storages[index].numel)):
+            yield index, chunk
+
+
+def scratch_tensor(reader: ContainerReader, storage: int, chunk: int) -> torch.Tensor:
+    """Memory of this thread for the elements of one chunk, which its next use overwrites."""
+    import torch
+
+    record = reader.manifest.storages[storage]
+    spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
+    view = scratch("decode", spec.numel * spec.dtype.itemsize)
+    return torch.frombuffer(view, dtype=torch.uint8).view(spec.dtype.torch)
