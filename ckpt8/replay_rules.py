@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ckpt8.optim.adamw import adam
-from ckpt8.optim.blocks import Values, flat_blocks
+from ckpt8.optim.blocks import Values, flat_blocks, row_blocks
 from ckpt8.optim.came import came, came_vector
 from ckpt8.optim.lion import lion
-from ckpt8.optim.rows import row_blocks
 from ckpt8.optim.sgd import sgd
 from ckpt8.optim.stable_adamw import stable_adamw
 from ckpt8.readers.base import TensorRef

@@ -39,7 +39,7 @@ def unpack_tree(obj: Any, tree: object, where: str) -> Any:
     packed = [each for each in optimizers if any(is_packed_group(group) for group in each.node["param_groups"])]
     if not packed:
         return obj
-    from ckpt8.optim.convert import unpack
+    from ckpt8.optim.state_conversion import unpack
 
     places = _places(tree, obj, {id(each.node) for each in (*models, *packed)})
     _join_weights(_Loaded(saved_parameters(tree), models, packed, places), where)
@@ -132,8 +132,8 @@ def _joined(loaded: _Loaded, parameter: SavedParameter, part: torch.Tensor, wher
 
     from ckpt8.codecs import codec_from_config
     from ckpt8.codecs.split32 import Split32
-    from ckpt8.optim.convert import join_weight
-    from ckpt8.optim.masters import weight_check
+    from ckpt8.optim.master_weights import weight_check
+    from ckpt8.optim.state_conversion import join_weight
 
     where = f"{where}: {parameter.name}"
     if part.is_meta:

@@ -46,7 +46,7 @@ class PackedMoment:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``; the offset is that of the first element of a group. Raises InputError."""
-        from ckpt8.optim.moments import Moment
+        from ckpt8.optim.packed_tensor import Moment
 
         for start, stop, place in cut(offset, buffer, _FP32):
             state = {
@@ -72,7 +72,7 @@ class JoinedWeight:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``. Raises InputError."""
-        from ckpt8.optim.convert import join_weight
+        from ckpt8.optim.state_conversion import join_weight
 
         for start, stop, place in cut(offset, buffer, _FP32):
             weight = self.source.elements(self.weight, start, stop)
@@ -106,7 +106,7 @@ def unpack_optimizer(data: Composite, optimizer: Candidate) -> dict[str, Any]:
 
     Raises UsageError where the published optimizer cannot express it, InputError for one that is malformed.
     """
-    from ckpt8.optim import foreign
+    from ckpt8.optim import published_layouts as foreign
 
     groups, state = [], {}
     try:
@@ -135,7 +135,7 @@ def step_number(data: Composite, value: Any) -> int:
 
 
 def _moments(data: Composite, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, TensorRef]:
-    from ckpt8.optim.convert import FACTORS, KINDS
+    from ckpt8.optim.state_conversion import FACTORS, KINDS
 
     found = {}
     for name, kind in KINDS.items():
@@ -196,7 +196,7 @@ class _Checks:
         raise UsageError(f"{self._data.label}: {parameter.name}: its optimizer state completes {what} of the model")
 
     def _check(self, name: str) -> int:
-        from ckpt8.optim.masters import weight_check
+        from ckpt8.optim.master_weights import weight_check
 
         if name not in self._known:
             self._data.check_extent(name, self._weights[name])

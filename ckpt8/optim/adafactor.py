@@ -15,9 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ckpt8.optim.blocks import Block, Values
+from ckpt8.optim.blocks import Block, Factored, Values, clipping, inverse_root, root_mean_square, row_blocks
 from ckpt8.optim.packed import Cut, PackedOptimizer, Params
-from ckpt8.optim.rows import Factored, clipping, inverse_root, root_mean_square, row_blocks
 
 
 def adafactor(

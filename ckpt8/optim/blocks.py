@@ -10,12 +10,14 @@ anything is made.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ckpt8.codecs.base import TILE
+from ckpt8.codecs.companded8 import GROUP
+from ckpt8.codecs.companded8.reference import square_root
 
 Values = Mapping[str, torch.Tensor]
 """fp32 tensors by name: ``param``, ``grad`` and the state of the optimizer."""
@@ -61,3 +63,94 @@ def exact_sum(parts: Iterable[float]) -> float:
     """The correctly rounded sum, whatever the order; NaN or Inf where one is among them."""
     found = list(parts)
     return math.fsum(found) if all(math.isfinite(part) for part in found) else sum(found)
+
+
+_ROW_BLOCK = 1 << 18
+"""Elements of a block of rows, about."""
+
+
+def inverse_root(x: torch.Tensor) -> torch.Tensor:
+    """1 / sqrt(x)."""
+    return square_root(x).reciprocal_()
+
+
+class Factored:
+    """Row and column averages of a tensor of the shape (batches, rows, width), gathered block by block."""
+
+    def __init__(self, rows: torch.Tensor, columns: torch.Tensor) -> None:
+        batches, width = columns.numel() // columns.shape[-1], columns.shape[-1]
+        self._shapes = rows.shape, columns.shape
+        self.rows, self.columns = rows.reshape(batches, -1), columns.reshape(batches, width)
+        self._row_means = torch.empty_like(self.rows)
+        self._column_sums = torch.zeros_like(self.columns, dtype=torch.float64)
+
+    def add(self, block: Block, x: torch.Tensor) -> None:
+        """Take in the values of one block."""
+        wide = x.double()
+        self._row_means[block.batches, block.rows] = wide.mean(-1).float()
+        self._column_sums[block.batches] += wide.sum(-2)
+
+    def averaged(self, beta: float) -> dict[str, torch.Tensor]:
+        """Move the averages towards what was gathered; gives them in their own shapes."""
+        means = self._column_sums.div_(self.rows.shape[-1]).float()
+        self.rows = self.rows * beta + self._row_means * (1 - beta)
+        self.columns = self.columns * beta + means * (1 - beta)
+        self._row_factor = inverse_root(self.rows / self.rows.double().mean(-1, keepdim=True).float())
+        self._column_factor = inverse_root(self.columns)
+        return {"row": self.rows.reshape(self._shapes[0]), "col": self.columns.reshape(self._shapes[1])}
+
+    def factor(self, block: Block) -> torch.Tensor:
+        """approx(R, C) of one block."""
+        rows = self._row_factor[block.batches, block.rows].unsqueeze(-1)
+        return rows * self._column_factor[block.batches].unsqueeze(-2)
+
+
+def root_mean_square(blocks: Sequence[Block], values: Callable[[Block], torch.Tensor]) -> float:
+    """RMS over a whole tensor of what ``values`` makes of each block, which it may overwrite."""
+    sums, count = [], 0
+    for block in blocks:
+        x = values(block)
+        count += x.numel()
+        sums += block_sums(x.square_())
+    return math.sqrt(exact_sum(sums) / count)
+
+
+def clipping(blocks: Sequence[Block], direction: Callable[[Block], torch.Tensor], threshold: float) -> float:
+    """What a direction u is divided by: max(1, RMS(u)/d)."""
+    return max(1.0, root_mean_square(blocks, direction) / threshold)
+
+
+def row_runs(shape: tuple[int, ...]) -> Iterator[tuple[int, int, slice, slice, tuple[int, int, int]]]:
+    """First and last element, batches, rows and shape of blocks that start at multiples of 32 elements.
+
+    Blocks are runs of rows of one matrix, or of whole matrices where a matrix is small or of uneven size.
+    """
+    height, width = shape[-2:]
+    batches, size = math.prod(shape[:-2]), height * width
+    if batches == 1 or (size > _ROW_BLOCK and size % GROUP == 0):
+        rows = _multiple(width)
+        for batch in range(batches):
+            for row in range(0, height, rows):
+                count = min(rows, height - row)
+                start = batch * size + row * width
+                yield start, start + count * width, slice(batch, batch + 1), slice(row, row + count), (1, count, width)
+    else:
+        step = _multiple(size)
+        for batch in range(0, batches, step):
+            count = min(step, batches - batch)
+            start = batch * size
+            yield start, start + count * size, slice(batch, batch + count), slice(None), (count, height, width)
+
+
+def row_blocks(shape: tuple[int, ...], load: Load) -> list[tuple[int, int, Block]]:
+    """The blocks of a tensor of two dimensions or more: first element, last element + 1, block of rows."""
+    return [
+        (a, b, Block(lambda *names, a=a, b=b, view=view: load(a, b, view, names), batches, rows))
+        for a, b, batches, rows, view in row_runs(shape)
+    ]
+
+
+def _multiple(size: int) -> int:
+    """How many pieces of ``size`` elements make a block of whole groups, near the size of a tile."""
+    unit = GROUP // math.gcd(GROUP, size)
+    return max(unit, _ROW_BLOCK // size // unit * unit)

@@ -19,9 +19,8 @@ from typing import Any, ClassVar
 import torch
 
 from ckpt8.codecs.companded8.reference import divide
-from ckpt8.optim.blocks import Block, Values
+from ckpt8.optim.blocks import Block, Factored, Values, clipping, inverse_root, row_blocks
 from ckpt8.optim.packed import Cut, PackedOptimizer, Params
-from ckpt8.optim.rows import Factored, clipping, inverse_root, row_blocks
 
 
 def came(

@@ -27,12 +27,11 @@ from ckpt8.codecs.split32 import Split32
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import is_small
 from ckpt8.optim.blocks import Block, Values, flat_blocks
-from ckpt8.optim.masters import CHECKS, exact_residual, master_part, weight_check
-from ckpt8.optim.moments import Layout, Moment, moment_layout
-from ckpt8.optim.options import MOMENT2, check_group, unpacked
-from ckpt8.optim.release import GradientRelease
+from ckpt8.optim.gradient_release import GradientRelease
+from ckpt8.optim.master_weights import CHECKS, exact_residual, master_part, weight_check
+from ckpt8.optim.packed_tensor import Layout, Moment, PackedTensor, moment_layout
+from ckpt8.optim.packing_options import MOMENT2, check_group, unpacked
 from ckpt8.optim.rounding import stream_key
-from ckpt8.optim.tiles import PackedTensor
 
 if TYPE_CHECKING:
     from ckpt8.optim.triton.dispatch import Fused
@@ -253,7 +252,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
         Raises UsageError, with nothing changed, where groups, keys, shapes or element types do not match.
         """
-        from ckpt8.optim.loading import matched_state
+        from ckpt8.optim.state_dicts import matched_state
 
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():

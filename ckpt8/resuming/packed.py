@@ -23,10 +23,10 @@ import torch
 from ckpt8.codecs import Codec, codec_from_config, config_of
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.core.errors import UsageError
-from ckpt8.optim import foreign
-from ckpt8.optim.loading import exact_names, layout_problem
-from ckpt8.optim.masters import weight_check
-from ckpt8.optim.options import check_group
+from ckpt8.optim import published_layouts as foreign
+from ckpt8.optim.master_weights import weight_check
+from ckpt8.optim.packing_options import check_group
+from ckpt8.optim.state_dicts import exact_names, layout_problem
 from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.groups import added_by_others, is_packed_group, length_problem, of_another, restored, weight_checks
 from ckpt8.resuming.mapping import Pair, ParameterMap

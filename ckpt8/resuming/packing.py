@@ -13,8 +13,8 @@ import torch
 
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.core.errors import RefusedError
-from ckpt8.optim.convert import bf16_from_planes
-from ckpt8.optim.masters import write_master
+from ckpt8.optim.master_weights import write_master
+from ckpt8.optim.state_conversion import bf16_from_planes
 from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.stored import StoredParts
 from ckpt8.resuming.streaming import Streamer, assign

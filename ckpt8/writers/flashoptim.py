@@ -1,4 +1,4 @@
-"""A ``.pt`` whose optimizer is in the layout of flashoptim 0.1.4: see ``ckpt8.optim.flash_layout`` for the encoding.
+"""A ``.pt`` whose optimizer is in the layout of flashoptim 0.1.4: see ``ckpt8.optim.flashoptim_layout`` for the encoding.
 
 Weights become bf16, and what is lost by that is kept in ``error_bits`` of 8 bits, so that FlashAdamW, FlashAdam,
 FlashSGD and FlashLion with ``master_weight_bits=24`` go on from the 24-bit masters. With ``--dtype float32`` weights
@@ -61,7 +61,7 @@ class _Codes:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``; the offset is that of the first element of a group. Raises InputError."""
-        from ckpt8.optim.flash_layout import quantize
+        from ckpt8.optim.flashoptim_layout import quantize
 
         for start, stop, place in cut(offset, buffer, 1, _BLOCK):
             put(quantize(self.name, self.source.elements(self.ref, start, stop))[0], place)
@@ -82,7 +82,7 @@ class _Scales:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``. Raises InputError."""
-        from ckpt8.optim.flash_layout import quantize
+        from ckpt8.optim.flashoptim_layout import quantize
 
         numel = prod(self.ref.shape)
         for first, last, place in cut(offset, buffer, _FP16, _BLOCK // GROUP):
@@ -107,7 +107,7 @@ class _ErrorBits:
         """Fill ``buffer``. Raises InputError."""
         import torch
 
-        from ckpt8.optim.flash_layout import error_bits
+        from ckpt8.optim.flashoptim_layout import error_bits
 
         for start, stop, place in cut(offset, buffer, self.dtype.itemsize, _BLOCK):
             master = self.source.elements(self.master, start, stop)

@@ -10,7 +10,7 @@ from converting_kit import assert_trees_equal, checkpoint, trained, trainer_dire
 
 import ckpt8
 from ckpt8.core.errors import InputError, UsageError
-from ckpt8.optim.flash_layout import from_flashoptim, to_flashoptim
+from ckpt8.optim.flashoptim_layout import from_flashoptim, to_flashoptim
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -85,7 +85,7 @@ def test_ckpt8_optim_goes_on_from_it(tmp_path):
 
 
 def ours_moment(optimizer, param, name):
-    from ckpt8.optim.convert import moments_of
+    from ckpt8.optim.state_conversion import moments_of
 
     group = optimizer.state_dict()["param_groups"][0]
     return moments_of(optimizer.state[param], group)[name].view(param.shape)

@@ -23,7 +23,8 @@ from test_compile import Compiled, floating, resource_usage  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from ckpt8.optim.triton import matrices, prologue, state  # noqa: E402
+from ckpt8.optim.triton import blocks as state
+from ckpt8.optim.triton import matrices, prologue  # noqa: E402
 
 PACKED = {"first": 127, "second": 255, "fourth_root": True, "aligned": True}
 PLAIN = {"first": 0, "second": 0, "fourth_root": False, "aligned": True}

@@ -11,7 +11,7 @@ from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split32 import Split32
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec
-from ckpt8.optim import convert
+from ckpt8.optim import state_conversion as convert
 
 LINEAR = {"moment2": "companded8(signed=False, Q=255)"}
 

@@ -8,8 +8,8 @@ import torch
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.companded8.reference import square_root
 from ckpt8.core.tensors import DType, Role, TensorSpec
-from ckpt8.optim.options import MOMENT2
 from ckpt8.optim.packed import PackedOptimizer
+from ckpt8.optim.packing_options import MOMENT2
 from ckpt8.optim.rounding import encode_second_moment, random_bits, stream_key, weight_noise
 
 LINEAR = "companded8(signed=False, Q=255)"
@@ -54,7 +54,7 @@ def test_zero_gradients_after_training(which, moment2):
     optimizer = getattr(ckpt8.optim, which)(params, lr=1.0, betas=(0.9, beta2), weight_decay=0.0, moment2=moment2)
 
     def second() -> float:
-        from ckpt8.optim.convert import moments_of
+        from ckpt8.optim.state_conversion import moments_of
 
         v = moments_of(optimizer.state[params[0]], optimizer.param_groups[0])["exp_avg_sq"]
         return float(v.double().mean())

@@ -10,8 +10,8 @@ from optim_cases import PLAIN, advance, make_params
 
 import ckpt8.optim
 from ckpt8.core.errors import UsageError
-from ckpt8.optim import convert
-from ckpt8.optim.flash_layout import dequantize, error_bits, from_flashoptim, master_of, quantize, to_flashoptim
+from ckpt8.optim import state_conversion as convert
+from ckpt8.optim.flashoptim_layout import dequantize, error_bits, from_flashoptim, master_of, quantize, to_flashoptim
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -305,7 +305,7 @@ def test_gradient_release_equals_steps(name):
 
 
 def test_narrow_parameters_are_the_rounded_master(name):
-    from ckpt8.optim.convert import join_weight
+    from ckpt8.optim.state_conversion import join_weight
 
     for dtype in (BF16, FP16):
         params = make_params(dtype)
@@ -387,7 +387,7 @@ def test_weight_decay_below_half_a_code_is_not_lost():
     for _ in range(2000):
         params[0].grad = torch.zeros_like(params[0])
         optimizer.step()
-    from ckpt8.optim.convert import join_weight
+    from ckpt8.optim.state_conversion import join_weight
 
     codec = optimizer.codec(optimizer.param_groups[0], "master", params[0])
     mean = float(join_weight(params[0], optimizer.state[params[0]]["residual"], codec).double().mean())
@@ -400,7 +400,7 @@ def test_what_is_not_finite_stays_visible(name):
     set_grads(params, 0)
     params[0].grad[0, 0] = float("nan")
     optimizer.step()
-    from ckpt8.optim.convert import moments_of
+    from ckpt8.optim.state_conversion import moments_of
 
     # The sign of NaN is 0 to torch, so that Lion's weights show nothing, here as in lion-pytorch.
     moments = moments_of(optimizer.state[params[0]], optimizer.param_groups[0]).values()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import ckpt8
-from ckpt8.optim.convert import moments_of
+from ckpt8.optim.state_conversion import moments_of
 
 TORCHS = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "SGD": torch.optim.SGD}
 """The optimizers that torch has too."""

@@ -10,7 +10,7 @@ from test_resume_packed import BF16, FP16, MATRICES, PACKED, fresh, save
 import ckpt8
 import ckpt8.optim
 from ckpt8.core.errors import ResumeError, ResumeWarning
-from ckpt8.optim import convert
+from ckpt8.optim import state_conversion as convert
 
 
 def refused(path, model, optimizer):

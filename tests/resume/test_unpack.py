@@ -12,7 +12,7 @@ from test_resume_packed import BF16, FP16, FP32, PACKED, fresh, masters, save
 import ckpt8
 import ckpt8.optim
 from ckpt8.core.errors import ResumeError, UsageError
-from ckpt8.optim import convert
+from ckpt8.optim import state_conversion as convert
 
 PUBLISHED = {
     "AdamW": "torch-adamw",

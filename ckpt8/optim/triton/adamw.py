@@ -12,10 +12,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ckpt8.optim.triton.device import double, power
-from ckpt8.optim.triton.plan import Plan
-from ckpt8.optim.triton.prologue import advance, bits_of_float, put, put_gradient_factor, rate
-from ckpt8.optim.triton.state import (
+from ckpt8.optim.triton.arithmetic import double, power
+from ckpt8.optim.triton.blocks import (
     NOW,
     bits_of_block,
     elements,
@@ -29,6 +27,8 @@ from ckpt8.optim.triton.state import (
     write_second,
     write_weight,
 )
+from ckpt8.optim.triton.launches import Plan
+from ckpt8.optim.triton.prologue import advance, bits_of_float, put, put_gradient_factor, rate
 
 _FACTOR, _DECAY, _FIRST_RATE, _KEEP, _SECOND_RATE, _STEP_SIZE, _ROOT_CORRECTION, _EPS = map(tl.constexpr, range(8))
 

@@ -20,27 +20,8 @@ import triton.language as tl
 
 from ckpt8.codecs.companded8.triton import expand_signed_each
 from ckpt8.codecs.triton_blocks import widen
-from ckpt8.optim.triton.came_tables import Matrices
-from ckpt8.optim.triton.device import double
-from ckpt8.optim.triton.matrices import (
-    COLUMN_SUMS,
-    HEIGHT,
-    LINE,
-    MATRIX,
-    ROW_SUMS,
-    TILE,
-    TILES_ACROSS,
-    TILES_DOWN,
-    WIDTH,
-    average_kernel,
-    column_factor,
-    factor_kernel,
-    factors_of,
-    row_factor,
-)
-from ckpt8.optim.triton.plan import Plan
-from ckpt8.optim.triton.prologue import advance, bits_of_float, put, put_gradient_factor, rate
-from ckpt8.optim.triton.state import (
+from ckpt8.optim.triton.arithmetic import double
+from ckpt8.optim.triton.blocks import (
     COLUMNS,
     FIRST,
     FIRST_SCALES,
@@ -61,9 +42,39 @@ from ckpt8.optim.triton.state import (
     write_first,
     write_weight,
 )
+from ckpt8.optim.triton.came_rule import (
+    CLIP,
+    DECAY,
+    EPS,
+    FACTOR,
+    KEEP,
+    RATE,
+    RESIDUAL_EPS,
+    SECOND_KEEP,
+    SECOND_RATE,
+    STEP_SIZE,
+    moved,
+)
+from ckpt8.optim.triton.came_tables import Matrices
+from ckpt8.optim.triton.launches import Plan
+from ckpt8.optim.triton.matrices import (
+    COLUMN_SUMS,
+    HEIGHT,
+    LINE,
+    MATRIX,
+    ROW_SUMS,
+    TILE,
+    TILES_ACROSS,
+    TILES_DOWN,
+    WIDTH,
+    average_kernel,
+    column_factor,
+    factor_kernel,
+    factors_of,
+    row_factor,
+)
+from ckpt8.optim.triton.prologue import advance, bits_of_float, put, put_gradient_factor, rate
 
-FACTOR, EPS, KEEP, RATE, RESIDUAL_EPS, DECAY, STEP_SIZE, CLIP = map(tl.constexpr, range(8))
-SECOND_KEEP, SECOND_RATE = tl.constexpr(8), tl.constexpr(9)
 CHUNK = 256
 """How many partial sums are read at once."""
 
@@ -96,13 +107,6 @@ def prologue_kernel(
     put(scalars, row, RESIDUAL_EPS, double(eps2))
     put(scalars, row, DECAY, 1 - eta * double(weight_decay))
     put(scalars, row, STEP_SIZE, eta)
-
-
-@triton.jit
-def moved(u, m, scalars, row):
-    """The clipped direction and the new momentum."""
-    u = tl.div_rn(u, tl.broadcast_to(scalar(scalars, row, CLIP), u.shape))
-    return u, m * scalar(scalars, row, KEEP) + u * scalar(scalars, row, RATE)
 
 
 @triton.jit(do_not_specialize=["lr", "threshold"])

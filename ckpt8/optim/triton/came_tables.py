@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ckpt8.optim.triton.launches import Plan
 from ckpt8.optim.triton.matrices import LINE, TILE
-from ckpt8.optim.triton.plan import Plan
 
 
 class Matrices:

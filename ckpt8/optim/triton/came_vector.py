@@ -9,9 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ckpt8.optim.triton.came import DECAY, EPS, FACTOR, SECOND_KEEP, SECOND_RATE, STEP_SIZE, moved
-from ckpt8.optim.triton.matrices import inverse_root
-from ckpt8.optim.triton.state import (
+from ckpt8.optim.triton.blocks import (
     NOW,
     bits_of_block,
     elements,
@@ -26,6 +24,8 @@ from ckpt8.optim.triton.state import (
     write_second,
     write_weight,
 )
+from ckpt8.optim.triton.came_rule import DECAY, EPS, FACTOR, SECOND_KEEP, SECOND_RATE, STEP_SIZE, moved
+from ckpt8.optim.triton.matrices import inverse_root
 
 
 @triton.jit

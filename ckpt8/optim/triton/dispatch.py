@@ -19,13 +19,13 @@ from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.split24 import Split24
 from ckpt8.core import backend
 from ckpt8.core.errors import UsageError
-from ckpt8.optim.masters import exact_residual, master_part
-from ckpt8.optim.moments import Moment
+from ckpt8.optim.master_weights import exact_residual, master_part
+from ckpt8.optim.packed_tensor import Moment
 from ckpt8.optim.rounding import stream_key
 
 if TYPE_CHECKING:
     from ckpt8.optim.packed import PackedOptimizer
-    from ckpt8.optim.triton.plan import Layout, Plan, Row
+    from ckpt8.optim.triton.launches import Layout, Plan, Row
 
 RULES = {
     "adamw": "adamw",
@@ -123,7 +123,7 @@ class Fused:
             module.step(plan, group, *(_on(value, plan.device) for value in (grad_scale, found_inf)))
 
     def _plan(self, key: tuple[Any, ...], found: list[tuple[Row, int]]) -> Plan:
-        from ckpt8.optim.triton.plan import Plan
+        from ckpt8.optim.triton.launches import Plan
 
         rows, gradients = [row for row, _ in found], [gradient for _, gradient in found]
         layout, device = key[1:3]
@@ -159,7 +159,7 @@ class Fused:
 
     def _found(self, index: int, group: dict[str, Any], param: torch.Tensor) -> tuple[Layout, Row]:
         """Layout and table row of a parameter; the layout's gradient is like the parameter."""
-        from ckpt8.optim.triton.plan import Layout, Row
+        from ckpt8.optim.triton.launches import Layout, Row
 
         optimizer = self._optimizer
         state = optimizer.state[param]

@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ckpt8.optim.triton.device import double
-from ckpt8.optim.triton.state import COLUMNS, NOW
+from ckpt8.optim.triton.arithmetic import double
+from ckpt8.optim.triton.blocks import COLUMNS, NOW
 
 AVERAGES = tl.constexpr(0)
 """Addresses of R, C, Rr and Cr."""

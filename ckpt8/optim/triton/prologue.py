@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ckpt8.optim.triton.device import double, extended_key
-from ckpt8.optim.triton.state import ABSENT, COLUMNS, GRAD, KEY, NOW, SCALARS, STEP, STREAM
+from ckpt8.optim.triton.arithmetic import double, extended_key
+from ckpt8.optim.triton.blocks import ABSENT, COLUMNS, GRAD, KEY, NOW, SCALARS, STEP, STREAM
 
 ADDRESSES = 64
 """How many addresses one launch writes."""

@@ -11,10 +11,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ckpt8.optim.triton.device import double
-from ckpt8.optim.triton.plan import Plan
-from ckpt8.optim.triton.prologue import advance, bits_of_float, put, put_gradient_factor, rate
-from ckpt8.optim.triton.state import (
+from ckpt8.optim.triton.arithmetic import double
+from ckpt8.optim.triton.blocks import (
     NOW,
     bits_of_block,
     elements,
@@ -26,6 +24,8 @@ from ckpt8.optim.triton.state import (
     write_first,
     write_weight,
 )
+from ckpt8.optim.triton.launches import Plan
+from ckpt8.optim.triton.prologue import advance, bits_of_float, put, put_gradient_factor, rate
 
 _FACTOR, _DECAY, _KEEP, _RATE, _STEP_SIZE = map(tl.constexpr, range(5))
 

@@ -17,10 +17,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ckpt8.optim.triton.device import double, power
-from ckpt8.optim.triton.plan import Plan
-from ckpt8.optim.triton.prologue import advance, bits_of_float, put, put_gradient_factor, rate
-from ckpt8.optim.triton.state import (
+from ckpt8.optim.triton.arithmetic import double, power
+from ckpt8.optim.triton.blocks import (
     COLUMNS,
     NOW,
     NUMEL,
@@ -38,6 +36,8 @@ from ckpt8.optim.triton.state import (
     write_second,
     write_weight,
 )
+from ckpt8.optim.triton.launches import Plan
+from ckpt8.optim.triton.prologue import advance, bits_of_float, put, put_gradient_factor, rate
 
 CHUNK = 256
 """How many partial sums are read at once."""

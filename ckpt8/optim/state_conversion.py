@@ -18,9 +18,9 @@ import torch
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Parts
-from ckpt8.optim import foreign
-from ckpt8.optim.masters import read_master, write_master
-from ckpt8.optim.moments import Moment, moment_layout
+from ckpt8.optim import published_layouts as foreign
+from ckpt8.optim.master_weights import read_master, write_master
+from ckpt8.optim.packed_tensor import Moment, moment_layout
 
 if TYPE_CHECKING:
     from ckpt8.optim.packed import PackedOptimizer

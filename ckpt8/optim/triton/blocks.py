@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ckpt8.codecs.companded8.triton import compand_signed, expand_signed, expand_unsigned
 from ckpt8.codecs.triton_blocks import widen
-from ckpt8.optim.triton.device import compand_unsigned_randomly, join, random_bits, split24, split32
+from ckpt8.optim.triton.arithmetic import compand_unsigned_randomly, join, random_bits, split24, split32
 
 PARAM, GRAD, PART = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FIRST, FIRST_SCALES = tl.constexpr(3), tl.constexpr(4)

@@ -20,8 +20,8 @@ import torch
 
 from ckpt8.codecs.companded8.reference import as_groups, square_root
 from ckpt8.core.errors import UsageError
-from ckpt8.optim.convert import StateDict, join_weight, moments_of, pack
-from ckpt8.optim.foreign import step_of
+from ckpt8.optim.published_layouts import step_of
+from ckpt8.optim.state_conversion import StateDict, join_weight, moments_of, pack
 
 if TYPE_CHECKING:
     from ckpt8.optim.packed import PackedOptimizer

@@ -14,7 +14,7 @@ from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split32 import Split32
 from ckpt8.core.errors import UsageError
-from ckpt8.optim.masters import master_part
+from ckpt8.optim.master_weights import master_part
 
 MOMENT2 = "companded8(signed=False, Q=255, p=0.5)"
 """The second moments of a run from scratch, chosen by the measurements in ``rounding``."""

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
+from ckpt8.optim.triton.blocks import ABSENT, BLOCK, COLUMNS, OPTIONS, SCALARS
 from ckpt8.optim.triton.prologue import OPTIONS as PROLOGUE
 from ckpt8.optim.triton.prologue import bits_of_float, write_addresses
-from ckpt8.optim.triton.state import ABSENT, BLOCK, COLUMNS, OPTIONS, SCALARS
 
 _KINDS = {"torch.float32": tl.float32, "torch.float16": tl.float16, "torch.bfloat16": tl.int16}
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt8.core.errors import UsageError
-from ckpt8.optim.masters import CHECKS
-from ckpt8.optim.options import check_group
+from ckpt8.optim.master_weights import CHECKS
+from ckpt8.optim.packing_options import check_group
 
 if TYPE_CHECKING:
     from ckpt8.optim.packed import PackedOptimizer
@@ -56,7 +56,7 @@ def _matched_group(optimizer: PackedOptimizer, current: Mapping[str, Any], given
     if given.get("rule") != optimizer.rule_id:
         raise UsageError(
             f"state of {given.get('rule', 'another optimizer')!r} does not fit {optimizer.rule_id!r}; "
-            "see ckpt8.optim.convert"
+            "see ckpt8.optim.state_conversion"
         )
     kept = {key: deepcopy(value) for key, value in given.items() if key not in ("params", CHECKS)}
     group = {**current, **kept, "params": current["params"]}
