@@ -19,8 +19,8 @@ from ckpt8._version import __version__
 _NAMES = {
     "compress": ("ckpt8.api", "compress"),
     "convert": ("ckpt8.converting.run", "convert"),
-    "Global": ("ckpt8.readers.base", "Global"),
-    "Inert": ("ckpt8.readers.base", "Inert"),
+    "Global": ("ckpt8.checkpoint.tree", "Global"),
+    "Inert": ("ckpt8.checkpoint.tree", "Inert"),
     "diff": ("ckpt8.diffing.run", "diff"),
     "save": ("ckpt8.api", "save"),
     "load": ("ckpt8.api", "load"),

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckpt8.background import PendingSave, start, wait_for
-from ckpt8.bundle import Bundle, directory_name, open_bundle
+from ckpt8.checkpoint.readers.entries import is_directory
+from ckpt8.checkpoint.replacing import checkpoint_file
+from ckpt8.checkpoint.sources.bundle import Bundle, directory_name, open_bundle
+from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
+from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
@@ -18,12 +22,8 @@ from ckpt8.core.files.atomic import refuse_inside, refuse_same_file
 from ckpt8.core.gpu import requested
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.device_encoder import choose_encoder
-from ckpt8.live import LiveCheckpoint, live_checkpoint
 from ckpt8.pipeline import Compressor, Options, Unwritten
 from ckpt8.policy import Policy
-from ckpt8.readers.base import Checkpoint
-from ckpt8.readers.directory import is_directory
-from ckpt8.replacing import checkpoint_file
 
 if TYPE_CHECKING:
     import os
@@ -193,8 +193,7 @@ def load(
     ``member`` names one of several files; a container of several without it is a UsageError that lists them. Raises
     UnsupportedError that lists the classes which torch does not allow, and InputError for damage.
     """
-    from ckpt8.loading import member_index
-    from ckpt8.resuming.source import load_source
+    from ckpt8.checkpoint.sources.one_file import load_source, member_index
 
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
         index = member_index(reader, member)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ckpt8 import __version__
+from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.cli_bench import bench
 from ckpt8.cli_convert import convert
 from ckpt8.cli_diff import diff
@@ -16,7 +17,6 @@ from ckpt8.cli_options import Container, Force, Json, Output, Threads, clock, co
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.text import printable
 from ckpt8.launch import guarded
-from ckpt8.readers.directory import size_of
 
 app = typer.Typer(
     name="ckpt8",

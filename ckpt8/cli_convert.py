@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.cli_options import Force, Json, Threads, clock, console, print_json
-from ckpt8.readers.directory import size_of
 from ckpt8.writers import WRITERS
 
 _FORMATS = ", ".join(name for name, _ in WRITERS)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.cli_options import Json, Threads, console, print_json
 from ckpt8.core.errors import CheckFailedError
-from ckpt8.readers.directory import size_of
 
 
 def diff(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.rounded_copy import Run
 from ckpt8.container import frames
 from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, Transfer, padded, row_bytes
@@ -23,7 +24,6 @@ from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers
 from ckpt8.encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, keep, read_bytes, store
 from ckpt8.plan import Stream
-from ckpt8.readers.base import Checkpoint
 
 if TYPE_CHECKING:
     import torch

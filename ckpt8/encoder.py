@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckpt8.checkpoint.meaning.update_rules import Confidence
+from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
 from ckpt8.codecs.rounded_copy import Reference, Run, round_masters
 from ckpt8.container import frames
 from ckpt8.container.copies import fill_padding
@@ -22,8 +24,6 @@ from ckpt8.core.tensors import DType, Parts
 from ckpt8.core.workers import Workers, scratch
 from ckpt8.measure import ChunkMeter, UnitErrors
 from ckpt8.plan import Parameter, Stream, Unit
-from ckpt8.readers.base import Checkpoint, StorageInfo, TensorRef
-from ckpt8.update_space import Confidence
 
 if TYPE_CHECKING:
     import torch

@@ -4,36 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.container.frames import bytes_of, host_bytes
-from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
-from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import UsageError
-from ckpt8.core.text import listed
-from ckpt8.readers.base import Checkpoint
 
 if TYPE_CHECKING:
     import torch
-
-_SHOWN_MEMBERS = 20
-
-
-def member_index(reader: ContainerReader, member: str | None) -> int:
-    """Which member is meant. Raises UsageError that lists checkpoints where that is not clear, or it is none."""
-    members = reader.manifest.members
-    names = [record.path for record in members]
-    if member is None and len(names) == 1:
-        return 0
-    checkpoints = [record.path for record in members if record.format not in (FILE, SYMLINK, DIRECTORY)]
-    if member not in names:
-        found = f"no member {member!r}" if member is not None else f"{len(names)} members"
-        raise UsageError(f"{reader.path}: has {found}; give member= one of {listed(checkpoints, _SHOWN_MEMBERS)}")
-    if member not in checkpoints:
-        raise UsageError(
-            f"{reader.path}: {member!r} is no checkpoint, it was kept as it is; "
-            f"give member= one of {listed(checkpoints, _SHOWN_MEMBERS)}, or restore it"
-        )
-    return names.index(member)
 
 
 def load_named(checkpoint: Checkpoint, file: MemberFile, map_location: Any) -> dict[str, torch.Tensor]:

@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.checkpoint.meaning.deepspeed_partitions import Partitions, find_partitions
+from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, TensorRef
+from ckpt8.checkpoint.vocabulary import MASTER_LISTS
 from ckpt8.codecs.rounded_copy import Reference, Run, round_masters
 from ckpt8.container.copies import MASTER_CODECS, CopyCount, reference_problem
-from ckpt8.core.tensors import MASTER_LISTS, DType, Role
-from ckpt8.partitions import Partitions, find_partitions
+from ckpt8.core.tensors import DType, Role
 from ckpt8.plan import Plan, Stream, Unit
 from ckpt8.policy import Policy
-from ckpt8.readers.base import Checkpoint, TensorRef
-from ckpt8.roles import NamedTensor
 
 if TYPE_CHECKING:
     import torch

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckpt8.checkpoint.meaning.update_rules import Confidence
 from ckpt8.codecs.base import TILE, pieces, take
 from ckpt8.codecs.error_stats import (
     ErrorStats,
@@ -25,7 +26,6 @@ from ckpt8.container.frames import FRAME
 from ckpt8.core.backend import Backend, on_cpu, resolve
 from ckpt8.core.tensors import DType, Parts, Role, TensorSpec
 from ckpt8.plan import Stream, Unit
-from ckpt8.update_space import Confidence
 
 if TYPE_CHECKING:
     import torch

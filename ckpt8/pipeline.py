@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt8._version import __version__
-from ckpt8.bundle import Bundle
+from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.container import frames, header, layout
 from ckpt8.container.manifest import FrameTable, Manifest
 from ckpt8.container.writer import ContainerWriter

@@ -10,23 +10,16 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from ckpt8.checkpoint.meaning.roles import Names, ParameterState, Structure, classify, unique_name
+from ckpt8.checkpoint.meaning.update_rules import UpdateRule, recognise
+from ckpt8.checkpoint.scalars import read_scalar
+from ckpt8.checkpoint.sources.skeleton import SKELETON, WithSkeleton
+from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense
+from ckpt8.checkpoint.vocabulary import MOMENT_SLOTS
 from ckpt8.codecs import Codec
 from ckpt8.container import layout
 from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.policy import LOSSLESS, Policy
-from ckpt8.readers.base import Checkpoint, StorageInfo, TensorRef
-from ckpt8.readers.scalars import read_scalar
-from ckpt8.roles import NamedTensor, Names, ParameterState, Structure, classify, unique_name
-from ckpt8.skeleton import SKELETON, WithSkeleton
-from ckpt8.update_space import UpdateRule, recognise
-
-MOMENT_SLOTS = {
-    "exp_avg": "moment1",
-    "momentum_buffer": "moment1",
-    "exp_avg_sq": "moment2",
-    "max_exp_avg_sq": "max_moment2",
-}
-"""What the moments of a parameter are called in the state of an optimizer, and here."""
 
 _MOST_PADDING = 4096
 """Elements between and behind tensors that may only be there to align them."""
@@ -167,16 +160,6 @@ def _stream(
         return Stream(index, spec, storage, LOSSLESS, "not fully covered by its tensors")
     paths, shapes = [path for view in views for path in view.paths], [view.ref.shape for view in views]
     return Stream(index, spec, storage, *policy.choose(spec, paths, shapes))
-
-
-def is_dense(ref: TensorRef) -> bool:
-    """Whether a tensor's elements fill one run of its storage, each once, in some order of dimensions."""
-    expected = 1
-    for stride, size in sorted((st, sz) for st, sz in zip(ref.stride, ref.shape, strict=True) if sz != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def gaps_between(numel: int, refs: list[TensorRef]) -> list[range]:

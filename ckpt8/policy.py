@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ckpt8.checkpoint.vocabulary import BUFFERS
 from ckpt8.codecs import Codec, parse_codec
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.lossless import Lossless
@@ -31,21 +32,6 @@ PRESETS: Mapping[str, Mapping[Role, Codec]] = {
     "lossless": {},
 }
 
-
-BUFFERS = frozenset(
-    {
-        "running_mean",
-        "running_var",
-        "num_batches_tracked",
-        "inv_freq",
-        "position_ids",
-        "cos_cached",
-        "sin_cached",
-        "freqs_cis",
-        "masked_bias",
-    }
-)
-"""Last name component of tensors that a state dict holds beside its parameters."""
 
 _COMPONENTS = re.compile(r"[.:]")
 """What separates the components of a path: a member is followed by a colon."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ckpt8.bundle import Bundle, Member
+from ckpt8.checkpoint.sources.bundle import Bundle, Member
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs import config_of
 from ckpt8.container.manifest import (
     FrameTable,
@@ -17,7 +18,6 @@ from ckpt8.container.manifest import (
 )
 from ckpt8.measure import UnitErrors
 from ckpt8.plan import Parameter, Plan, Unit
-from ckpt8.readers.base import TensorRef
 
 
 @dataclass(slots=True)

@@ -20,18 +20,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
+from ckpt8.checkpoint.readers import READERS, open_checkpoint
+from ckpt8.checkpoint.scalars import read_scalar
+from ckpt8.checkpoint.sources.one_file import open_source
+from ckpt8.checkpoint.sources.values import Streamer
+from ckpt8.checkpoint.tree import Checkpoint, TensorRef
 from ckpt8.container.manifest import DCP
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError
 from ckpt8.core.workers import Workers
 from ckpt8.drift import Drift, StepDrift, difference
-from ckpt8.readers import READERS, open_checkpoint
-from ckpt8.readers.base import Checkpoint, TensorRef
-from ckpt8.readers.scalars import read_scalar
 from ckpt8.replay_rules import ELEMENTWISE, FACTORS, Replayed, find_rule
-from ckpt8.resuming.pairing import SavedParameter, saved_parameters
-from ckpt8.resuming.source import open_source
-from ckpt8.resuming.streaming import Streamer
 
 SEED = 0x5EED
 _SPREAD = "the files of a distributed checkpoint are not replayed"

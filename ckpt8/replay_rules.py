@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckpt8.checkpoint.meaning.update_rules import is_lion, is_sgd, recognise
+from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.vocabulary import FIRST_MOMENTS, STATE_ROLES
 from ckpt8.optim.adamw import adam
 from ckpt8.optim.blocks import Values, flat_blocks, row_blocks
 from ckpt8.optim.came import came, came_vector
 from ckpt8.optim.lion import lion
 from ckpt8.optim.sgd import sgd
 from ckpt8.optim.stable_adamw import stable_adamw
-from ckpt8.readers.base import TensorRef
-from ckpt8.resuming.pairing import FIRST_MOMENTS
-from ckpt8.roles import STATE_ROLES
-from ckpt8.update_space import is_lion, is_sgd, recognise
 
 ELEMENTWISE = (*FIRST_MOMENTS, "exp_avg_sq", "max_exp_avg_sq")
 FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")

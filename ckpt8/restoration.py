@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
+from ckpt8.checkpoint.replacing import checkpoint_directory, checkpoint_file
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.container.member_file import MemberFile, Piece
@@ -19,7 +20,6 @@ from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.crc import combine, crc32
 from ckpt8.core.files.write_at import write_at
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.replacing import checkpoint_directory, checkpoint_file
 
 if TYPE_CHECKING:
     from ckpt8.salvage import Salvage
@@ -109,7 +109,7 @@ def restore(
     ``best.ckpt8`` gives ``best.pt``, ``best.safetensors``, ... or the directory ``best``, whatever the original was
     called: see ``ckpt8.container.target_names``. What was stored lossless is identical; the rest is within the error that
     ``inspect`` shows. With ``force`` an existing file is replaced, where no ``target`` is given only a checkpoint, and
-    an existing directory if it is a checkpoint with nothing else in it: see ``ckpt8.replacing``. Raises InputError for
+    an existing directory if it is a checkpoint with nothing else in it: see ``ckpt8.checkpoint.replacing``. Raises InputError for
     damage, OutputError when the target exists (without ``force``), is not replaced or cannot be written.
 
     With ``salvage`` a damaged container is no error as long as anything in it is whole: see ``ckpt8.salvage`` for what

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.checkpoint.readers.safetensors import DTYPES
 from ckpt8.container import frames, header
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.layout import chunk_spec
@@ -15,7 +16,6 @@ from ckpt8.container.manifest import TensorRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.files.atomic import Guard
 from ckpt8.core.tensors import DType
-from ckpt8.readers.safetensors import DTYPES
 
 if TYPE_CHECKING:
     import torch

@@ -10,11 +10,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
+from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, is_packed_group, weight_checks
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import UsageError
-from ckpt8.readers.base import TensorRef
-from ckpt8.resuming.find import Candidate, find
-from ckpt8.resuming.groups import is_packed_group, weight_checks
-from ckpt8.resuming.pairing import SavedParameter, saved_parameters
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.bundle import Bundle, open_bundle
+from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
+from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, read_error
 from ckpt8.container import frames, layout
 from ckpt8.container.checking import check_frames, scratch_tensor
@@ -23,7 +24,6 @@ from ckpt8.encoder import ChunkMeters, check_source, read_chunk
 from ckpt8.measure import UnitErrors
 from ckpt8.plan import Stream, Unit
 from ckpt8.policy import Policy
-from ckpt8.readers.base import Checkpoint
 
 if TYPE_CHECKING:
     import torch

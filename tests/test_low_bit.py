@@ -12,13 +12,13 @@ import torch
 from typer.testing import CliRunner
 
 import ckpt8
+from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
+from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.cli import app
 from ckpt8.codecs.error_stats import read_error
 from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
-from ckpt8.low_bit import find_low_bit
-from ckpt8.readers import open_checkpoint
 
 INPUTS = Path(__file__).parent.parent / "fixtures" / "inputs" / "low_bit"
 SMALL = 64 + 4 * 64 + 4

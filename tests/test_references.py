@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import ckpt8
 from ckpt8 import device_encoder
-from ckpt8.bundle import Bundle, open_bundle
+from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
 from ckpt8.codecs.rounded_copy import Reference, Run, round_masters
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split32 import Split32

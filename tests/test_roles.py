@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
+from ckpt8.checkpoint.meaning.roles import classify, format_path, is_bare_state_dict, is_optimizer, unique_name
+from ckpt8.checkpoint.readers import open_checkpoint
+from ckpt8.checkpoint.sources.skeleton import WithSkeleton
+from ckpt8.checkpoint.tree import StorageInfo, TensorRef
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
 from ckpt8.core.tensors import DType, Role
 from ckpt8.plan import make_plan
 from ckpt8.policy import Policy
-from ckpt8.readers import open_checkpoint
-from ckpt8.readers.base import StorageInfo, TensorRef
-from ckpt8.roles import classify, format_path, is_bare_state_dict, is_optimizer, unique_name
-from ckpt8.skeleton import WithSkeleton
 
 WEIGHT, MOMENT1, MOMENT2, OTHER = Role.WEIGHT, Role.MOMENT1, Role.MOMENT2, Role.OTHER
 
@@ -524,7 +524,7 @@ def test_names_of_streams_are_unique(tmp_path):
     tree = {
         "model": {"w": torch.ones(1)},
         "model.w": torch.ones(2),
-        "ckpt8.skeleton": torch.ones(3),
+        "ckpt8.checkpoint.sources.skeleton": torch.ones(3),
         "ckpt8": {"skeleton": torch.ones(4)},
     }
     torch.save(tree, tmp_path / "checkpoint.pt")
@@ -546,7 +546,7 @@ class Fake:
         self.tree = {"model": {"w": TensorRef(key, DType.FLOAT32, 0, (96, 128), (128, 1))}}
 
 
-@pytest.mark.parametrize("key", ["0", "ckpt8.skeleton"])
+@pytest.mark.parametrize("key", ["0", "ckpt8.checkpoint.sources.skeleton"])
 def test_no_key_of_a_source_stands_for_the_skeleton(key):
     """Keys come from the file, which may call a storage anything."""
     plan = make_plan(WithSkeleton(Fake(key)), Policy())

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from ckpt8.bundle import open_bundle
+from ckpt8.checkpoint.meaning.update_rules import UpdateRule
+from ckpt8.checkpoint.sources.bundle import open_bundle
 from ckpt8.codecs import error_stats as stats
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.companded8.reference import decode_scales
@@ -16,7 +17,6 @@ from ckpt8.core import backend
 from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.encoder import ChunkEncoder, read_chunk
 from ckpt8.policy import Policy
-from ckpt8.update_space import UpdateRule
 
 pytest.importorskip("numba", reason="numba is not installed")
 

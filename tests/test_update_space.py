@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from ckpt8.checkpoint.meaning.roles import classify
+from ckpt8.checkpoint.meaning.update_rules import Confidence, UpdateRule, recognise
+from ckpt8.checkpoint.readers import open_checkpoint
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType
-from ckpt8.readers import open_checkpoint
-from ckpt8.readers.base import TensorRef
-from ckpt8.roles import classify
-from ckpt8.update_space import Confidence, UpdateRule, recognise
 
 LR = 1e-2
 SHAPES = ((48, 20), (20,), (3, 5, 7), (2, 3, 4, 5))

@@ -23,10 +23,10 @@ from ckpt8.bench.child import Run, run_child
 from ckpt8.bench.probe import IN_MEMORY, OPERATIONS, PEERS, left_out, remove
 from ckpt8.bench.sizes import available_memory, free_bytes, in_gigabytes
 from ckpt8.bench.source import Source
+from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.core.errors import Ckpt8Error, OutputError
 from ckpt8.core.files.temporary import temporary_directory
 from ckpt8.core.workers import default_threads
-from ckpt8.readers.directory import size_of
 
 PROBE, SOURCE, TRAINING = (f"ckpt8.bench.{name}" for name in ("probe", "source", "training"))
 

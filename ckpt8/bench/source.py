@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt8.bundle import open_bundle
+from ckpt8.checkpoint.gate import TORCH_FORMATS, is_loadable
+from ckpt8.checkpoint.readers.safetensors import SafetensorsReader
+from ckpt8.checkpoint.sources.bundle import open_bundle
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import ByteRange
-from ckpt8.gate import TORCH_FORMATS, is_loadable
-from ckpt8.readers.safetensors import SafetensorsReader
 
 _LAYOUTS = ("float32", "bfloat16", "float16")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt8.converting.composite import Composite
+from ckpt8.checkpoint.meaning.pairing import saved_names
+from ckpt8.checkpoint.meaning.roles import is_bare_state_dict
+from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, holds_module
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.walk import format_path, iter_nodes
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.text import listed
-from ckpt8.readers.base import TensorRef
-from ckpt8.readers.walk import format_path, iter_nodes
-from ckpt8.resuming.find import Candidate, find, holds_module
-from ckpt8.resuming.mapping import saved_names
-from ckpt8.roles import is_bare_state_dict
 
 _LISTED = 20
 

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
-from ckpt8.converting.composite import Composite
+from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpFile
+from ckpt8.checkpoint.readers.dcp.metadata import METADATA
+from ckpt8.checkpoint.readers.entries import DirectoryMember
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.sources.members import Members
+from ckpt8.checkpoint.tree import Checkpoint, StorageRef, TensorRef
+from ckpt8.checkpoint.walk import iter_leaves, iter_nodes
 from ckpt8.converting.distributed_tree import build_tree
 from ckpt8.converting.gathering import Part, gather
-from ckpt8.converting.members import Members
 from ckpt8.converting.sources import Content
 from ckpt8.converting.ties import tie_again
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.text import listed, shown
-from ckpt8.readers.base import Checkpoint, StorageRef, TensorRef
-from ckpt8.readers.dcp import DcpCheckpoint, DcpFile
-from ckpt8.readers.dcp_metadata import METADATA
-from ckpt8.readers.directory import DirectoryMember
-from ckpt8.readers.walk import iter_leaves, iter_nodes
 
 _DEEPEST = 64
 """Nesting of a value that is no tensor."""

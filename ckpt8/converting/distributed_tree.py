@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
+from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.vocabulary import MODEL_KEYS
 from ckpt8.container.frames import bytes_of
-from ckpt8.converting.composite import Composite
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import Role
 from ckpt8.core.text import shown
-from ckpt8.readers.base import TensorRef
-from ckpt8.readers.dcp import DcpCheckpoint
-from ckpt8.roles import MODEL_KEYS
 
 _MODEL, _STATE, _GROUPS, _PARAMETERS, _NAMES = "model", "state", "param_groups", "params", "param_names"
 Path = tuple[str | int, ...]

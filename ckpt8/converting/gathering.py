@@ -9,11 +9,10 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckpt8.converting.composite import Composite
-from ckpt8.converting.regions import Held, cut
+from ckpt8.checkpoint.sources.composite import Composite, Held, cut
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
-from ckpt8.readers.base import TensorRef
 
 if TYPE_CHECKING:
     import torch

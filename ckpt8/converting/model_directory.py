@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from ckpt8.checkpoint.meaning.names_beside import NamesBeside, collect_weights
+from ckpt8.checkpoint.meaning.pairing import saved_parameters
+from ckpt8.checkpoint.meaning.roles import is_bare_state_dict
+from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
+from ckpt8.checkpoint.readers.entries import DirectoryMember
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.sources.members import Members
+from ckpt8.checkpoint.tree import Checkpoint, TensorRef
 from ckpt8.converting.choice import check_optimizer
-from ckpt8.converting.composite import Composite
-from ckpt8.converting.members import Members
 from ckpt8.converting.sources import Content
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.json_text import parse_any_json
 from ckpt8.core.text import listed
-from ckpt8.readers.base import Checkpoint, TensorRef
-from ckpt8.readers.directory import DirectoryMember
-from ckpt8.resuming.find import TOP_LEVEL, Candidate, find
-from ckpt8.resuming.member_names import NamesBeside, collect_weights
-from ckpt8.resuming.pairing import saved_parameters
-from ckpt8.roles import is_bare_state_dict
 
 _MODEL_FILES = (
     "model.safetensors",

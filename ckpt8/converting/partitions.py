@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, NoReturn
 
-from ckpt8.converting.members import Members
+from ckpt8.checkpoint.sources.members import Members
 from ckpt8.core.errors import UnsupportedError
 
 _PARTITION = "_optim_states.pt"

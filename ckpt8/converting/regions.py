@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckpt8.container.frames import bytes_of
-from ckpt8.converting.composite import BLOCK, Composite
+from ckpt8.checkpoint.sources.composite import Composite, cut, put
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType
-from ckpt8.readers.base import TensorRef
 
 if TYPE_CHECKING:
-    import torch
-
-
-def cut(offset: int, buffer: memoryview, itemsize: int, block: int = BLOCK) -> Iterator[tuple[int, int, memoryview]]:
-    """The elements that ``buffer`` takes from ``offset`` bytes on, ``block`` at a time, as (first, end, place)."""
-    first, count = offset // itemsize, len(buffer) // itemsize
-    for start in range(0, count, block):
-        stop = min(start + block, count)
-        yield first + start, first + stop, buffer[start * itemsize : stop * itemsize]
-
-
-def put(values: torch.Tensor, buffer: memoryview) -> None:
-    """Copy the bytes of flat, contiguous ``values`` into ``buffer``, which has their length."""
-    buffer[:] = bytes_of(values)
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A few bytes in memory."""
-
-    content: bytes
-
-    @property
-    def nbytes(self) -> int:
-        """How many."""
-        return len(self.content)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer``."""
-        buffer[:] = self.content[offset : offset + len(buffer)]
+    pass
 
 
 @dataclass(frozen=True, slots=True)

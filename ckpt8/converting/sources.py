@@ -9,15 +9,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+from ckpt8.checkpoint.checksums import check_storages
+from ckpt8.checkpoint.meaning.quantised_state import quantised_weights
+from ckpt8.checkpoint.readers.entries import DirectoryMember
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.sources.members import Members, open_members
+from ckpt8.checkpoint.walk import iter_nodes
 from ckpt8.container.header import is_container
-from ckpt8.converting.composite import Composite
-from ckpt8.converting.members import Members, open_members
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.core.text import listed, printable
-from ckpt8.foreign_state import quantised_weights
-from ckpt8.readers.checksums import check_storages
-from ckpt8.readers.directory import DirectoryMember
-from ckpt8.readers.walk import iter_nodes
 
 LAYOUTS: tuple[tuple[str, str], ...] = (
     ("deepspeed-universal", "ckpt8.converting.universal:Universal"),

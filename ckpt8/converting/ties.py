@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from math import prod
 
+from ckpt8.checkpoint.meaning.state_dicts import find
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.sources.values import Streamer
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.frames import bytes_of
-from ckpt8.converting.composite import Composite
-from ckpt8.readers.base import TensorRef
-from ckpt8.resuming.find import find
-from ckpt8.resuming.streaming import Streamer
 
 HEADS = frozenset({"lm_head", "head", "output", "output_layer", "embed_out", "proj_out", "decoder", "classifier"})
 """Last modules of names that lose against the other names of a tied weight: the output takes over the embedding."""

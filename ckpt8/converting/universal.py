@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar
 
-from ckpt8.converting.composite import Composite
-from ckpt8.converting.members import Members
+from ckpt8.checkpoint.readers.entries import DirectoryMember
+from ckpt8.checkpoint.scalars import read_scalar
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.sources.members import Members
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.converting.sources import Content
 from ckpt8.core.errors import InputError
 from ckpt8.core.text import listed
-from ckpt8.readers.base import TensorRef
-from ckpt8.readers.directory import DirectoryMember
-from ckpt8.readers.scalars import read_scalar
 
 _STATE = re.compile(r"(?P<root>(?:.*/)?)zero/(?P<name>[^/]+)/(?P<key>[^/]+)\.pt")
 _WEIGHT = "fp32"

@@ -11,19 +11,17 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
 
+from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
+from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, is_packed_group, weight_checks
+from ckpt8.checkpoint.scalars import read_scalar
+from ckpt8.checkpoint.sources.composite import Composite, cut, put
+from ckpt8.checkpoint.sources.values import Streamer
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.converting.choice import check_optimizer
-from ckpt8.converting.composite import Composite
-from ckpt8.converting.regions import cut, put
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.tensors import DType
-from ckpt8.readers.base import TensorRef
-from ckpt8.readers.scalars import read_scalar
-from ckpt8.resuming.find import Candidate, find
-from ckpt8.resuming.groups import is_packed_group, weight_checks
-from ckpt8.resuming.pairing import SavedParameter, saved_parameters
-from ckpt8.resuming.streaming import Streamer
 
 _FP32 = DType.FLOAT32.itemsize
 _MASK63 = (1 << 63) - 1

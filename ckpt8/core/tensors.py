@@ -99,19 +99,6 @@ class Role(str, enum.Enum):
     OTHER = "other"
 
 
-MASTER_LISTS = frozenset(
-    {
-        "fp32_from_fp16_params",
-        "fp32_from_fp16",
-        "fp32_groups",
-        "fp32_groups_flat",
-        "fp32_flat_groups",
-        "single_partition_of_fp32_groups",
-    }
-)
-"""Keys under which Megatron, apex and DeepSpeed keep the fp32 master weights of a model that trains in 16 bits."""
-
-
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Name, role, element type and shape: all that a codec may know before it sees a byte."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ckpt8.checkpoint.meaning.deepspeed_universal import Universal
+from ckpt8.checkpoint.meaning.roles import classify, unique_name
+from ckpt8.checkpoint.tree import Global, Inert, StorageRef, TensorRef
+from ckpt8.checkpoint.walk import iter_nodes
 from ckpt8.core.tensors import Role
 from ckpt8.diffing.naming import Naming, join
 from ckpt8.diffing.sides import Part, Side
 from ckpt8.diffing.values import Leaves
-from ckpt8.readers.base import Global, Inert, StorageRef, TensorRef
-from ckpt8.readers.walk import iter_nodes
-from ckpt8.roles import classify, unique_name
-from ckpt8.universal import Universal
 
 _PARAM_NAMES = "param_names"
 _ALONE = "\0"

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ckpt8.checkpoint.meaning.names_beside import NamesBeside
+from ckpt8.checkpoint.meaning.pairing import saved_names
+from ckpt8.checkpoint.meaning.parameter_names import match, plain_names
+from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.diffing.sides import Part, Side
-from ckpt8.readers.base import TensorRef
-from ckpt8.resuming.find import TOP_LEVEL, Candidate, find
-from ckpt8.resuming.mapping import saved_names
-from ckpt8.resuming.member_names import NamesBeside
-from ckpt8.resuming.names import match, plain_names
 
 Entry = tuple[int, str]
 """The ``id`` of a dictionary, and a key of it."""

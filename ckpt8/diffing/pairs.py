@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.frames import FRAME, bytes_of
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.crc import crc32
@@ -14,7 +15,6 @@ from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.diffing.change import Change, measure
 from ckpt8.diffing.leaves import Tensor
-from ckpt8.readers.base import TensorRef
 
 if TYPE_CHECKING:
     import torch

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ckpt8.checkpoint.meaning.layer_names import layer_of
 from ckpt8.core.tensors import Role
 from ckpt8.diffing.change import Change
 from ckpt8.diffing.leaves import Tensor
@@ -69,13 +70,6 @@ class TensorDifference:
             "change": None if self.change is None else self.change.to_json(),
             "values": values,
         }
-
-
-def layer_of(parameter: str) -> str:
-    """The path of a parameter up to its first number, as in ``transformer.h.3``; without one, that of its module."""
-    parts = parameter.split(".")
-    numbered = next((k for k, part in enumerate(parts) if k and part.isdecimal()), None)
-    return ".".join(parts[: numbered + 1] if numbered else parts[:-1] or parts)
 
 
 @dataclass(frozen=True, slots=True)

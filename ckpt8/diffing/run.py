@@ -6,7 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ckpt8.converting.members import open_members
+from ckpt8.checkpoint.meaning.roles import unique_name
+from ckpt8.checkpoint.scalars import read_scalar
+from ckpt8.checkpoint.sources.members import open_members
+from ckpt8.checkpoint.tree import Checkpoint
+from ckpt8.checkpoint.walk import format_path, iter_nodes
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.diffing.change import Change
 from ckpt8.diffing.leaves import Found, Tensor, Value, collect
@@ -15,10 +19,6 @@ from ckpt8.diffing.pairs import OPAQUE, compare, make_pair
 from ckpt8.diffing.result import Difference, TensorDifference, ValueDifference
 from ckpt8.diffing.sides import Side, json_tree, make_sides
 from ckpt8.diffing.values import Equality, Leaves
-from ckpt8.readers.base import Checkpoint
-from ckpt8.readers.scalars import read_scalar
-from ckpt8.readers.walk import format_path, iter_nodes
-from ckpt8.roles import unique_name
 
 _BLOCK = 8 << 20
 

@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckpt8.checkpoint.meaning.quantised_state import quantised_weights
+from ckpt8.checkpoint.readers import READERS
+from ckpt8.checkpoint.readers.dcp.metadata import METADATA
+from ckpt8.checkpoint.readers.entries import DirectoryMember, size_of
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.sources.members import Members
+from ckpt8.checkpoint.tree import Checkpoint
+from ckpt8.checkpoint.walk import iter_nodes
 from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
-from ckpt8.converting.composite import Composite
 from ckpt8.converting.distributed import Distributed
-from ckpt8.converting.members import Members
 from ckpt8.converting.sources import Content, content_of, layout_of
 from ckpt8.core.errors import InputError
 from ckpt8.core.json_text import parse_any_json
-from ckpt8.foreign_state import quantised_weights
-from ckpt8.readers import READERS
-from ckpt8.readers.base import Checkpoint
-from ckpt8.readers.dcp_metadata import METADATA
-from ckpt8.readers.directory import DirectoryMember, size_of
-from ckpt8.readers.walk import iter_nodes
 
 _LONGEST_JSON = 16 << 20
 _OF_SEVERAL = "directory"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, StorageRef, TensorRef
 from ckpt8.core.text import printable
-from ckpt8.readers.base import Global, Inert, StorageRef, TensorRef
-from ckpt8.readers.rebuild import StatefulDict
 
 _SCALARS = frozenset({str, int, float, bool, type(None), bytes, bytearray, complex, Global})
 _SEQUENCES = (list, tuple)

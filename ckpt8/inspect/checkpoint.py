@@ -6,22 +6,22 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.bundle import Bundle, Member, open_bundle
+from ckpt8.checkpoint.checksums import check_storages
+from ckpt8.checkpoint.meaning.parameter_names import display_names
+from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
+from ckpt8.checkpoint.sources.bundle import Bundle, Member, open_bundle
+from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import config_of
 from ckpt8.container import frames, layout
 from ckpt8.container.facts import SKELETON_ROLE, codec_name, skeleton_role
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.tensors import TensorSpec
-from ckpt8.inspect.parameters import display_names
 from ckpt8.inspect.survey.layers import layers_of_plan
 from ckpt8.inspect.survey.origin import describe
 from ckpt8.inspect.survey.run import Progress, survey
 from ckpt8.inspect.survey.subject import of_bundle
-from ckpt8.low_bit import find_low_bit
 from ckpt8.plan import Plan, Stream
 from ckpt8.policy import LOSSLESS, PRESETS, Policy
-from ckpt8.readers.base import Checkpoint
-from ckpt8.readers.checksums import check_storages
 
 if TYPE_CHECKING:
     import torch

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ckpt8.checkpoint.meaning.parameter_names import display_names
+from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
 from ckpt8.codecs.error_stats import UpdateError, WeightError, read_error
 from ckpt8.container.facts import (
     codec_name,
@@ -24,10 +26,8 @@ from ckpt8.container.manifest import (
 )
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.tensors import DType, Role, TensorSpec
-from ckpt8.inspect.parameters import display_names
 from ckpt8.inspect.survey.layers import layers_of_manifest
 from ckpt8.inspect.survey.origin import framework_of_files
-from ckpt8.low_bit import find_low_bit
 
 _WORST = 5
 
@@ -175,7 +175,7 @@ def _roles(manifest: Manifest) -> list[dict[str, Any]]:
 def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:
     facts: dict[str, Any] = {"worst": worst(manifest), "lossless": lossless_reasons(manifest)}
     if tensors:
-        from ckpt8.update_space import read_rule
+        from ckpt8.checkpoint.meaning.update_rules import read_rule
 
         facts["tensors"] = [
             {"name": tensor.name, "shape": tensor.shape, **tensor_facts(manifest, tensor)}

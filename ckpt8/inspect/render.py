@@ -10,11 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ckpt8 import low_bit
+from ckpt8.checkpoint.meaning import quantised_state as low_bit
+from ckpt8.checkpoint.meaning.parameter_names import shown
 from ckpt8.container.manifest import DIRECTORY
 from ckpt8.core.text import counted, differing_line, printable, printable_tree, size
 from ckpt8.inspect.overview import say, show_flags, show_hyperparameters, show_layers, show_origin, show_roles
-from ckpt8.inspect.parameters import shown
 from ckpt8.inspect.tables import Sheet
 
 _ALARMING = 0.5

@@ -31,13 +31,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckpt8.checkpoint.readers.entries import PACKED_INDEX as FILE_NAME
 from ckpt8.container.member_paths import is_plain_name
 from ckpt8.core.errors import InputError, OutputError, UnsupportedError, UsageError
 from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.json_text import parse_json
 from ckpt8.core.tensors import DType
-from ckpt8.readers.directory import PACKED_INDEX as FILE_NAME
 
 OBJECTS = "objects"
 """The tensor of bytes in which a file holds what torch.save made of values that are no plain tensors."""

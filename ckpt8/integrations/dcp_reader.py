@@ -17,16 +17,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ckpt8.checkpoint.gate import load_allowed
+from ckpt8.checkpoint.readers.entries import PACKED_INDEX as FILE_NAME
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import StorageRecord, TensorRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers
-from ckpt8.gate import load_allowed
 from ckpt8.integrations.dcp_metadata import OBJECTS, Stored, local_path, read_metadata
 from ckpt8.integrations.dcp_slices import SliceReader
-from ckpt8.readers.directory import PACKED_INDEX as FILE_NAME
 
 
 class Ckpt8StorageReader(StorageReader):

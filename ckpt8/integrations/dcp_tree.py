@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt8.checkpoint.meaning.roles import classify
+from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.vocabulary import MODEL_KEYS, STATE_ROLES
+from ckpt8.checkpoint.walk import format_path
 from ckpt8.core.tensors import DType
-from ckpt8.readers.base import TensorRef
-from ckpt8.readers.walk import format_path
-from ckpt8.roles import MODEL_KEYS, STATE_ROLES, classify
 
 _STATE = re.compile(r"(?:(?P<prefix>.*?)\.)?state\.(?P<parameter>.+)\.(?P<key>[^.]+)", re.DOTALL)
 _GROUP = re.compile(r"(?:(?P<prefix>.*?)\.)?param_groups\.(?P<owner>.+)\.(?P<key>[^.]+)", re.DOTALL)

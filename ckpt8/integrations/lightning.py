@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ckpt8.background import PendingSave, wait_for
+from ckpt8.checkpoint.gate import load_allowed
 from ckpt8.container.header import is_container
 from ckpt8.core.errors import InputError, OutputError, UsageError
-from ckpt8.gate import load_allowed
 from ckpt8.integrations import missing
 from ckpt8.policy import Policy
 
@@ -122,7 +122,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
 
         A checkpoint that is loaded tells Lightning which older ones to remove: its paths may lead anywhere.
         """
-        from ckpt8.replacing import problem_of
+        from ckpt8.checkpoint.replacing import problem_of
 
         target = _local(path)
         wait_for(target)
@@ -158,10 +158,10 @@ def opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
     Raises InputError for damage and for a container that was not made of one checkpoint of torch.
     """
+    from ckpt8.checkpoint.sources.one_file import member_index
     from ckpt8.container.member_file import MemberFile
     from ckpt8.container.reader import ContainerReader
     from ckpt8.core.workers import Workers
-    from ckpt8.loading import member_index
 
     source = Path(path)
     if source.is_dir():

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.checkpoint.sources.composite import Composite, cut
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.error_stats import SMALLEST_NORMAL, NoiseError
 from ckpt8.container.frames import FRAME
-from ckpt8.converting.composite import Composite
-from ckpt8.converting.regions import cut
 from ckpt8.core.tensors import DType
 from ckpt8.quantizing.scales import row_parts
 from ckpt8.quantizing.scheme import Scheme
-from ckpt8.readers.base import TensorRef
 
 if TYPE_CHECKING:
     import torch

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ckpt8.checkpoint.meaning.transformers_order import LONGEST_CONFIG
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.converting.sources import Content
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.json_text import parse_any_json
-from ckpt8.resuming.model_order import LONGEST_CONFIG
 
 CONFIG = "config.json"
 _QUANTIZATION = "quantization_config"

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.converting.ties import HEADS
-from ckpt8.readers.base import TensorRef
 from ckpt8.writers.base import FLOATS
 
 _WEIGHT = ".weight"

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.error_stats import SMALLEST_NORMAL
 from ckpt8.container.frames import FRAME
-from ckpt8.converting.composite import Composite
 from ckpt8.quantizing.scheme import TENSOR, UNIT, Scheme
-from ckpt8.readers.base import TensorRef
 
 if TYPE_CHECKING:
     import torch

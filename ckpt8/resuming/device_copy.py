@@ -6,12 +6,12 @@ from collections import deque
 from math import prod
 from typing import TYPE_CHECKING
 
+from ckpt8.checkpoint.sources.stored_parts import StoredParts
+from ckpt8.checkpoint.sources.values import assign
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.frames import FRAME
 from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, Transfer, copy_to_row, row_bytes, row_views
 from ckpt8.core.tensors import Parts, Role, TensorSpec
-from ckpt8.readers.base import TensorRef
-from ckpt8.resuming.stored import StoredParts
-from ckpt8.resuming.streaming import assign
 
 if TYPE_CHECKING:
     import torch

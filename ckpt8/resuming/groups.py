@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ckpt8.checkpoint.meaning.state_dicts import CHECKS
 from ckpt8.core.text import listed
-
-CHECKS = "weight_checks"
-"""Key of a group of ckpt8.optim: the ``weight_check`` of each parameter, None for one that nothing completes."""
 
 STRUCTURE = frozenset({"params", "param_names", CHECKS})
 """Keys that speak of the parameters, not of how they are stepped."""
@@ -78,17 +76,6 @@ def of_another(saved: Mapping[Any, Any], arguments: Collection[str]) -> str | No
 
 def _length(value: object) -> int:
     return len(value) if isinstance(value, (tuple, list)) else 1
-
-
-def weight_checks(saved: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The checks of 16-bit weights in a group of ckpt8.optim, by identifier; nothing where there are none."""
-    checks = saved.get(CHECKS)
-    return dict(zip(saved["params"], checks, strict=False)) if isinstance(checks, list) else {}
-
-
-def is_packed_group(saved: Mapping[Any, Any]) -> bool:
-    """Whether a group was saved by one of ``ckpt8.optim``."""
-    return {"rule", "master", "moment1", "moment2"} <= saved.keys()
 
 
 def added_by_others(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.checkpoint.meaning.pairing import saved_names
+from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.core.text import listed
 from ckpt8.resuming.groups import STRUCTURE, look_permuted
-from ckpt8.resuming.names import match
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,26 +46,6 @@ def live_names(optimizer: Optimizer, model: nn.Module | None) -> dict[int, list[
             if id(parameter) not in names:
                 names[id(parameter)] = [str(name)]
     return names
-
-
-def saved_names(groups: Sequence[Mapping[Any, Any]]) -> dict[int | str, str] | str:
-    """The name of every saved identifier, empty where the file has none, or why its groups make no sense."""
-    names: dict[int | str, str] = {}
-    seen: set[int | str] = set()
-    for group in groups:
-        identifiers, given = group.get("params"), group.get("param_names")
-        if not isinstance(identifiers, list) or not all(type(each) in (int, str) for each in identifiers):
-            return "its parameter groups do not list parameters"
-        if len({*seen, *identifiers}) != len(seen) + len(identifiers):
-            return "its parameter groups list a parameter twice"
-        seen.update(identifiers)
-        if isinstance(given, list) and len(given) == len(identifiers):
-            names.update(zip(identifiers, map(str, given), strict=True))
-        else:
-            names.update((each, each) for each in identifiers if isinstance(each, str))
-    if len(set(names.values())) != len(names):
-        return "it has two parameters of one name"
-    return names if len(names) == len(seen) else {}
 
 
 def map_parameters(

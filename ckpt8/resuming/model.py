@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.checkpoint.meaning.parameter_names import match
+from ckpt8.checkpoint.meaning.state_dicts import Candidate
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
-from ckpt8.readers.base import TensorRef
-from ckpt8.resuming.find import Candidate
-from ckpt8.resuming.names import match
 from ckpt8.resuming.streaming import Copy
 
 if TYPE_CHECKING:

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.checkpoint.meaning.state_dicts import Candidate, is_packed_group
+from ckpt8.checkpoint.sources.values import Fill
+from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.core.errors import ResumeError
 from ckpt8.core.text import listed
-from ckpt8.plan import is_dense
-from ckpt8.readers.base import TensorRef
-from ckpt8.resuming.find import Candidate
-from ckpt8.resuming.groups import STRUCTURE, class_problem, is_packed_group, restored
+from ckpt8.resuming.groups import STRUCTURE, class_problem, restored
 from ckpt8.resuming.layouts import Layout, is_packed, layout_of, unwrapped
 from ckpt8.resuming.mapping import Pair, ParameterMap, map_parameters
 from ckpt8.resuming.own_loading import OwnState, load, loads_itself
 from ckpt8.resuming.state_checks import WHOLE_GROUP, object_problem, state_problem
 from ckpt8.resuming.steps import exact_step, group_step_problem
-from ckpt8.resuming.streaming import Copy, Fill
+from ckpt8.resuming.streaming import Copy
 from ckpt8.resuming.values import ValueBuilder
 
 if TYPE_CHECKING:

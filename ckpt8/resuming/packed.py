@@ -20,6 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ckpt8.checkpoint.meaning.state_dicts import is_packed_group, weight_checks
+from ckpt8.checkpoint.sources.stored_parts import StoredParts
+from ckpt8.checkpoint.sources.values import Fill, Streamer
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs import Codec, codec_from_config, config_of
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.core.errors import UsageError
@@ -27,13 +31,11 @@ from ckpt8.optim import published_layouts as foreign
 from ckpt8.optim.master_weights import weight_check
 from ckpt8.optim.packing_options import check_group
 from ckpt8.optim.state_dicts import exact_names, layout_problem
-from ckpt8.readers.base import TensorRef
-from ckpt8.resuming.groups import added_by_others, is_packed_group, length_problem, of_another, restored, weight_checks
+from ckpt8.resuming.groups import added_by_others, length_problem, of_another, restored
 from ckpt8.resuming.mapping import Pair, ParameterMap
 from ckpt8.resuming.optimizer import Made, OptimizerPlan, StatePlan
 from ckpt8.resuming.packing import MomentFill, ResidualFill, RoundedFill
-from ckpt8.resuming.stored import StoredParts
-from ckpt8.resuming.streaming import Copy, Fill, Streamer
+from ckpt8.resuming.streaming import Copy
 from ckpt8.resuming.values import ValueBuilder
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ckpt8.checkpoint.sources.stored_parts import StoredParts
+from ckpt8.checkpoint.sources.values import Streamer, assign
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.core.errors import RefusedError
 from ckpt8.optim.master_weights import write_master
 from ckpt8.optim.state_conversion import bf16_from_planes
-from ckpt8.readers.base import TensorRef
-from ckpt8.resuming.stored import StoredParts
-from ckpt8.resuming.streaming import Streamer, assign
 
 if TYPE_CHECKING:
     from ckpt8.codecs import Codec

@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, holds_module
+from ckpt8.checkpoint.sources.objects import RestBuilder
+from ckpt8.checkpoint.sources.one_file import Source, open_source
+from ckpt8.checkpoint.sources.values import Fill, Streamer
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import InputError, ResumeError, ResumeWarning, UsageError
 from ckpt8.core.text import listed
-from ckpt8.readers.base import TensorRef
 from ckpt8.resuming import model as models
 from ckpt8.resuming import optimizer as optimizers
 from ckpt8.resuming import own_loading
 from ckpt8.resuming.device_copy import DeviceCopy
-from ckpt8.resuming.find import Candidate, find, holds_module
 from ckpt8.resuming.layouts import is_packed, unwrapped
-from ckpt8.resuming.rest import RestBuilder
-from ckpt8.resuming.source import Source, open_source
 from ckpt8.resuming.state_checks import object_problem
-from ckpt8.resuming.streaming import Fill, Streamer
 from ckpt8.resuming.values import ValueBuilder
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def resume(
     the tree where several entries could be meant, with dots: ``state_dict_ema``, ``optimizer_states.0``.
 
     The rest is the tree without the two entries, on the CPU. Objects of classes that are not imported come in it as
-    ``ckpt8.Inert``: see ``ckpt8.resuming.rest``. None gets into ``model`` or ``optimizer``: what holds one is refused.
+    ``ckpt8.Inert``: see ``ckpt8.checkpoint.sources.objects``. None gets into ``model`` or ``optimizer``: what holds one is refused.
 
     An optimizer of an unknown class that has a ``load_state_dict`` of its own, or keeps more than tensors and numbers,
     as those of bitsandbytes and torchao, loads its state by itself; where that fails, everything is as it was.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.text import listed
-from ckpt8.foreign_state import parameter_shape
-from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.layouts import Layout, expected_shape
 from ckpt8.resuming.mapping import Pair
 from ckpt8.resuming.values import ValueBuilder

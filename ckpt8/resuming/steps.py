@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import ResumeError
-from ckpt8.readers.base import TensorRef
 from ckpt8.resuming.layouts import Layout
 from ckpt8.resuming.mapping import Pair
 

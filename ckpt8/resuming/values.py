@@ -10,9 +10,9 @@ import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.checkpoint.sources.objects import RestBuilder, dtype_of, plain_object
+from ckpt8.checkpoint.tree import Global, Inert, TensorRef
 from ckpt8.core.errors import ResumeError
-from ckpt8.readers.base import Global, Inert, TensorRef
-from ckpt8.resuming.rest import RestBuilder, dtype_of, plain_object
 
 if TYPE_CHECKING:
     import torch

@@ -10,19 +10,19 @@ from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from ckpt8.checkpoint.meaning.parameter_names import plain_names
+from ckpt8.checkpoint.meaning.state_dicts import Candidate
+from ckpt8.checkpoint.readers.entries import size_of
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.vocabulary import BUFFERS
 from ckpt8.converting.choice import tensors_of
-from ckpt8.converting.composite import Composite
 from ckpt8.converting.regions import Caster
 from ckpt8.converting.sources import Content, open_content
 from ckpt8.converting.ties import HEADS, module_of
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Progress
-from ckpt8.policy import BUFFERS
-from ckpt8.readers.base import TensorRef
-from ckpt8.readers.directory import size_of
-from ckpt8.resuming.find import Candidate
-from ckpt8.resuming.names import plain_names
 
 FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 _WEIGHT_TYPES = {"float32": DType.FLOAT32, "bfloat16": DType.BFLOAT16, "float16": DType.FLOAT16}

@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, ClassVar
 
+from ckpt8.checkpoint.meaning.parameter_names import plain_names
+from ckpt8.checkpoint.meaning.state_dicts import Candidate
+from ckpt8.checkpoint.replacing import checkpoint_directory
+from ckpt8.checkpoint.sources.composite import Composite, Held
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import FILE
 from ckpt8.converting.choice import choose_model, tensors_of
-from ckpt8.converting.composite import Composite
-from ckpt8.converting.regions import Held
 from ckpt8.converting.sources import Content
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic_directory import AtomicDirectory
@@ -30,10 +33,6 @@ from ckpt8.quantizing.layers import Layers, choose_layers
 from ckpt8.quantizing.report import summary
 from ckpt8.quantizing.scales import measure_extent
 from ckpt8.quantizing.scheme import Scheme, make_scheme
-from ckpt8.readers.base import TensorRef
-from ckpt8.replacing import checkpoint_directory
-from ckpt8.resuming.find import Candidate
-from ckpt8.resuming.names import plain_names
 from ckpt8.writers.base import Report, Request, WeightTypes, model_weights
 from ckpt8.writers.safetensors import nbytes, total_bytes, with_masters, write_safetensors
 from ckpt8.writers.trainer import copy_member

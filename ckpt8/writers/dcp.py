@@ -14,7 +14,14 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ckpt8.converting.composite import Composite
+from ckpt8.checkpoint.readers import open_checkpoint
+from ckpt8.checkpoint.readers.dcp.metadata import METADATA
+from ckpt8.checkpoint.replacing import checkpoint_directory
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.sources.live_object import with_crc_fields
+from ckpt8.checkpoint.sources.objects import CONSUMED
+from ckpt8.checkpoint.tree import Checkpoint, TensorRef
+from ckpt8.checkpoint.walk import format_path, iter_leaves
 from ckpt8.converting.regions import Cast
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.core.files.atomic import Guard
@@ -22,13 +29,6 @@ from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.temporary import temporary_directory
 from ckpt8.core.files.write_at import write_at
 from ckpt8.core.workers import Progress
-from ckpt8.live import with_crc_fields
-from ckpt8.readers import open_checkpoint
-from ckpt8.readers.base import Checkpoint, TensorRef
-from ckpt8.readers.dcp_metadata import METADATA
-from ckpt8.readers.walk import format_path, iter_leaves
-from ckpt8.replacing import checkpoint_directory
-from ckpt8.resuming.rest import CONSUMED
 from ckpt8.writers.base import Report, Request, WeightTypes
 from ckpt8.writers.dcp_tree import distributed_tree
 from ckpt8.writers.hollow import HollowBuilder

@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckpt8.checkpoint.meaning.names_beside import Weights, parameter_names
+from ckpt8.checkpoint.meaning.pairing import saved_names, saved_parameters
+from ckpt8.checkpoint.meaning.parameter_names import match, plain_names
+from ckpt8.checkpoint.meaning.state_dicts import Candidate
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.walk import Components, iter_nodes
 from ckpt8.converting.choice import choose_model, choose_optimizer
-from ckpt8.converting.composite import Composite
 from ckpt8.core.errors import UsageError
-from ckpt8.readers.base import TensorRef
-from ckpt8.readers.walk import Components, iter_nodes
-from ckpt8.resuming.find import Candidate
-from ckpt8.resuming.mapping import saved_names
-from ckpt8.resuming.member_names import Weights, parameter_names
-from ckpt8.resuming.names import match, plain_names
-from ckpt8.resuming.pairing import saved_parameters
 from ckpt8.writers.base import Report, WeightTypes
 
 _MODEL, _OPTIMIZER = "model", "optimizer"

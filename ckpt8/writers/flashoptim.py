@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
+from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_names, saved_parameters
+from ckpt8.checkpoint.meaning.state_dicts import Candidate
+from ckpt8.checkpoint.sources.composite import Composite, cut, put
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.container.frames import FRAME
 from ckpt8.converting.choice import choose_model, choose_optimizer, tensors_of
-from ckpt8.converting.composite import Composite
-from ckpt8.converting.regions import Caster, cut, put
+from ckpt8.converting.regions import Caster
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.tensors import DType
-from ckpt8.readers.base import TensorRef
-from ckpt8.resuming.find import Candidate
-from ckpt8.resuming.mapping import saved_names
-from ckpt8.resuming.pairing import SavedParameter, saved_parameters
 from ckpt8.writers.base import FLOATS, Report, Request, WeightTypes
 from ckpt8.writers.torch_zip import TorchFile
 

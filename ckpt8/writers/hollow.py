@@ -11,13 +11,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.checkpoint.sources.composite import Composite, Held
+from ckpt8.checkpoint.sources.objects import CONSUMED, RestBuilder
+from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, TensorRef
 from ckpt8.container.frames import bytes_of
-from ckpt8.converting.composite import Composite
-from ckpt8.converting.regions import Held
 from ckpt8.core.tensors import DType
-from ckpt8.readers.base import Global, Inert, TensorRef
-from ckpt8.readers.rebuild import StatefulDict
-from ckpt8.resuming.rest import CONSUMED, RestBuilder
 
 if TYPE_CHECKING:
     import torch

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from math import prod
 from typing import ClassVar
 
+from ckpt8.checkpoint.meaning.state_dicts import Candidate
+from ckpt8.checkpoint.readers.safetensors import DTYPES
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.header import MAX_HEADER
 from ckpt8.converting.choice import choose_model
-from ckpt8.converting.composite import Composite
 from ckpt8.converting.sources import Content
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import AtomicFile, Guard
 from ckpt8.core.files.write_at import write_at
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Progress
-from ckpt8.readers.base import TensorRef
-from ckpt8.readers.safetensors import DTYPES
-from ckpt8.resuming.find import Candidate
 from ckpt8.writers.base import FLOATS, Report, Request, WeightTypes, model_weights
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

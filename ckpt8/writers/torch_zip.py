@@ -10,10 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from ckpt8.checkpoint.meaning.state_dicts import Candidate, find
+from ckpt8.checkpoint.readers import open_checkpoint
+from ckpt8.checkpoint.sources.composite import BLOCK, Composite
+from ckpt8.checkpoint.sources.live_object import recording_pickle, with_crc_fields
+from ckpt8.checkpoint.sources.objects import CONSUMED
+from ckpt8.checkpoint.tree import StorageInfo, TensorRef
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.member_layout import CRC_BYTES
 from ckpt8.converting.choice import choose_model
-from ckpt8.converting.composite import BLOCK, Composite
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.atomic import AtomicFile, Guard
 from ckpt8.core.files.crc import combine, crc32
@@ -21,11 +26,6 @@ from ckpt8.core.files.temporary import temporary_directory
 from ckpt8.core.files.write_at import write_at
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Progress
-from ckpt8.live import recording_pickle, with_crc_fields
-from ckpt8.readers import open_checkpoint
-from ckpt8.readers.base import StorageInfo, TensorRef
-from ckpt8.resuming.find import Candidate, find
-from ckpt8.resuming.rest import CONSUMED
 from ckpt8.writers.base import Report, Request, WeightTypes
 from ckpt8.writers.hollow import HollowBuilder
 

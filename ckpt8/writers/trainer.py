@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import ClassVar
 
+from ckpt8.checkpoint.readers.entries import DirectoryMember
+from ckpt8.checkpoint.replacing import checkpoint_directory
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.converting.choice import choose_model, choose_optimizer
@@ -12,8 +14,6 @@ from ckpt8.converting.sources import Content
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.write_at import write_at
-from ckpt8.readers.directory import DirectoryMember
-from ckpt8.replacing import checkpoint_directory
 from ckpt8.writers.base import Report, Request, WeightTypes, model_weights
 from ckpt8.writers.safetensors import total_bytes, write_safetensors
 from ckpt8.writers.torch_zip import TorchFile

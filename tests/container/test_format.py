@@ -20,12 +20,12 @@ from safetensors.torch import save_file
 
 import ckpt8
 import ckpt8.container
-from ckpt8.bundle import Bundle
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.tree import StorageInfo, TensorRef
 from ckpt8.container import layout
 from ckpt8.core.tensors import DType
 from ckpt8.pipeline import Compressor, Options
 from ckpt8.policy import Policy
-from ckpt8.readers.base import StorageInfo, TensorRef
 
 FORMAT = (Path(ckpt8.container.__file__).parent / "FORMAT.md").read_text()
 GOLDEN = sorted((Path(__file__).parents[2] / "fixtures" / "golden").glob("*.ckpt8"))
@@ -297,7 +297,14 @@ def _compress_example(data, target):
 
 def test_the_example_of_the_specification_is_what_is_written(tmp_path):
     lines, entries, text = _example()
-    assert set(lines) == {"source", "w/plane0", "w/plane1", "w/plane2", "w/plane3", "ckpt8.skeleton/bytes"}
+    assert set(lines) == {
+        "source",
+        "w/plane0",
+        "w/plane1",
+        "w/plane2",
+        "w/plane3",
+        "ckpt8.checkpoint.sources.skeleton/bytes",
+    }
     assert [name for name, *_ in entries] == [*list(lines)[1:], "ckpt8.manifest", "ckpt8.seal"]
     source = lines.pop("source")
     assert struct.unpack_from("<2f", source, 4) == (1.0, -2.0)
@@ -485,7 +492,7 @@ def test_several_slabs(tmp_path, monkeypatch):
     for name in ("model.w/rho", "model.flags/bytes", "optimizer.state.0.exp_avg/codes"):
         assert [f"{name}@{k}" in plain.entries for k in range(4)] == [True, True, True, False]
         assert b"".join(plain.entries[f"{name}@{k}"] for k in range(3)) == whole.entries[name]
-    assert [f"ckpt8.skeleton/bytes@{k}" in plain.entries for k in range(3)] == [True, True, False]
+    assert [f"ckpt8.checkpoint.sources.skeleton/bytes@{k}" in plain.entries for k in range(3)] == [True, True, False]
     # Slabs show in the entries and nowhere else.
     assert plain.storages == whole.storages
     assert not ckpt8.verify(tmp_path / "cut.ckpt8", tmp_path / "a.pt").failures

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ckpt8
+from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.core.errors import UsageError
-from ckpt8.readers.directory import size_of
 from ckpt8.writers import WRITERS
 
 pytestmark = pytest.mark.filterwarnings("ignore")

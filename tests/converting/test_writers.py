@@ -9,8 +9,8 @@ import pytest
 from converting_kit import listing
 
 import ckpt8
+from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
-from ckpt8.readers.directory import size_of
 from ckpt8.writers import SUFFIXES, WRITERS, get_writer, writer_for
 
 FORMATS = [name for name, _ in WRITERS]

@@ -27,12 +27,12 @@ from rich.console import Console  # noqa: F401
 
 import ckpt8
 import ckpt8.__main__ as entry
+import ckpt8.checkpoint.sources.live_object
 import ckpt8.cli
 import ckpt8.core.files.atomic_directory
 import ckpt8.device_encoder
 import ckpt8.inspect.container
 import ckpt8.inspect.render
-import ckpt8.live
 import ckpt8.progress
 import ckpt8.restoration
 import ckpt8.verification

@@ -15,12 +15,12 @@ import torch
 from faults_kit import INPUTS, LEFTOVER, digest, make_run
 
 import ckpt8
+from ckpt8.checkpoint.replacing import checkpoint_directory
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files import atomic, partial
 from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.partial import IDLE_SECONDS, partial_path
-from ckpt8.replacing import checkpoint_directory
 
 
 def names(folder):
@@ -225,7 +225,7 @@ def _can_exchange(folder):
 
 RACING = """
 import sys
-import torch, ckpt8, ckpt8.restoration, ckpt8.live, ckpt8.device_encoder
+import torch, ckpt8, ckpt8.restoration, ckpt8.checkpoint.sources.live_object, ckpt8.device_encoder
 from ckpt8.core.errors import OutputError
 print("ready", flush=True)
 sys.stdin.readline()

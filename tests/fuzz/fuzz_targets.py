@@ -22,7 +22,7 @@ from fuzz_zip import mutate_zip
 from rich.console import Console
 
 import ckpt8
-from ckpt8.bundle import open_bundle
+from ckpt8.checkpoint.sources.bundle import open_bundle
 from ckpt8.core.errors import Ckpt8Error
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container

@@ -17,8 +17,8 @@ from fuzz_pickle import mutate_pickle, opcodes
 from fuzz_seeds import seeds
 from fuzz_zip import Record, read_zip, write_zip
 
+from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.core.errors import InputError
-from ckpt8.readers import open_checkpoint
 
 INPUTS = {
     "zip": 800,

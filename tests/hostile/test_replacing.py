@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from test_target_names import TREE, damaged, names, packed, packed_directory
 
 import ckpt8
-from ckpt8 import replacing
+from ckpt8.checkpoint import replacing
 from ckpt8.container.header import SEAL
 from ckpt8.core.errors import OutputError
 from ckpt8.core.files import atomic
@@ -380,7 +380,7 @@ def test_a_checkpoint_of_the_default_name_is_replaced(kind, tmp_path):
 
 def test_tensors_alone_replace_no_other_file(tmp_path):
     """Their name is made of the target's, and nobody gave it."""
-    path = damaged(packed(tmp_path, "run.pt", "run.ckpt8"), "ckpt8.skeleton/bytes")
+    path = damaged(packed(tmp_path, "run.pt", "run.ckpt8"), "ckpt8.checkpoint.sources.skeleton/bytes")
     mine = tmp_path / "out.pt.safetensors"
     mine.write_text("mine")
     with pytest.raises(OutputError, match="is no checkpoint"):

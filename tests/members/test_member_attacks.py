@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 import ckpt8
 from ckpt8 import restoration
+from ckpt8.checkpoint.readers import directory
 from ckpt8.container.member_paths import is_inside, link_stays_inside
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files import atomic
-from ckpt8.readers import directory
 
 
 def everything(folder):

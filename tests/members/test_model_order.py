@@ -11,10 +11,10 @@ import json
 import pytest
 import torch
 
+from ckpt8.checkpoint.meaning.names_beside import collect_weights, parameter_names
+from ckpt8.checkpoint.meaning.transformers_order import NEWEST, OLDEST, known_types, of_config
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType
-from ckpt8.readers.base import TensorRef
-from ckpt8.resuming.member_names import collect_weights, parameter_names
-from ckpt8.resuming.model_order import NEWEST, OLDEST, known_types, of_config
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 auto = pytest.importorskip("transformers.models.auto.modeling_auto")

@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import ckpt8
+from ckpt8.checkpoint.meaning.parameter_names import display_names
+from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
+from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.cli import app
 from ckpt8.container.reader import ContainerReader
-from ckpt8.foreign_state import parameter_shape
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
-from ckpt8.inspect.parameters import display_names
-from ckpt8.readers import open_checkpoint
 
 ROWS = 12
 

@@ -7,13 +7,12 @@ import math
 import pytest
 import torch
 
-from ckpt8.converting.composite import Composite
-from ckpt8.converting.regions import Held
+from ckpt8.checkpoint.sources.composite import Composite, Held
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType
 from ckpt8.quantizing.codes import Codes, QuantizationError, measured, quantize
 from ckpt8.quantizing.scales import measure_extent, row_parts
 from ckpt8.quantizing.scheme import Scheme, make_scheme
-from ckpt8.readers.base import TensorRef
 
 FP8, INT8 = DType.FLOAT8_E4M3FN, DType.INT8
 SCHEMES = [

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType
 from ckpt8.quantizing.layers import (
     ASKED,
@@ -19,7 +20,6 @@ from ckpt8.quantizing.layers import (
     choose_layers,
     class_of,
 )
-from ckpt8.readers.base import TensorRef
 
 
 def refs(shapes, dtype=DType.FLOAT32):

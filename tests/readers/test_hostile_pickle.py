@@ -10,13 +10,13 @@ import tracemalloc
 
 import pytest
 
+from ckpt8.checkpoint.readers.pickle import inert_pickle, pickle_stack, rebuild
+from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
+from ckpt8.checkpoint.readers.torch_common import StorageTable
+from ckpt8.checkpoint.tree import StorageRef
+from ckpt8.checkpoint.walk import check_depth
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
-from ckpt8.readers import inert_pickle, pickle_stack, rebuild
-from ckpt8.readers.base import StorageRef
-from ckpt8.readers.inert_pickle import load_pickle
-from ckpt8.readers.torch_common import StorageTable
-from ckpt8.readers.walk import check_depth
 
 
 def load(data, **options):

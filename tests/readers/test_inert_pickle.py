@@ -12,12 +12,11 @@ import time
 
 import pytest
 
+from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
+from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, StorageRef, TensorRef
+from ckpt8.checkpoint.walk import iter_leaves
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
-from ckpt8.readers.base import Global, Inert, StorageRef, TensorRef
-from ckpt8.readers.inert_pickle import load_pickle
-from ckpt8.readers.rebuild import StatefulDict
-from ckpt8.readers.walk import iter_leaves
 
 PROTOCOLS = range(6)
 

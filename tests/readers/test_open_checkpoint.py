@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckpt8.checkpoint.readers import READERS, get_reader, open_checkpoint
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange
-from ckpt8.readers import READERS, get_reader, open_checkpoint
 
 
 def tar_bytes():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from ckpt8.checkpoint.readers.pickle.rebuild import make_tensor
+from ckpt8.checkpoint.readers.torch_common import StorageTable
+from ckpt8.checkpoint.tree import Global, StorageRef
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.tensors import DType
-from ckpt8.readers.base import Global, StorageRef
-from ckpt8.readers.rebuild import make_tensor
-from ckpt8.readers.torch_common import StorageTable
 
 
 def test_one_storage_under_two_types():

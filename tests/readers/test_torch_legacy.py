@@ -11,12 +11,12 @@ from collections import OrderedDict
 import pytest
 import torch
 
+from ckpt8.checkpoint.readers import open_checkpoint, torch_common
+from ckpt8.checkpoint.readers.torch_legacy import MAGIC, PROTOCOL_VERSION, TorchLegacyReader
+from ckpt8.checkpoint.walk import format_path, iter_leaves
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange
 from ckpt8.core.tensors import DType
-from ckpt8.readers import open_checkpoint, torch_common
-from ckpt8.readers.torch_legacy import MAGIC, PROTOCOL_VERSION, TorchLegacyReader
-from ckpt8.readers.walk import format_path, iter_leaves
 
 
 def save(obj, path, **options):

@@ -11,12 +11,12 @@ from collections import OrderedDict
 import pytest
 import torch
 
+from ckpt8.checkpoint.readers import find_reader, get_reader, open_checkpoint
+from ckpt8.checkpoint.tree import Inert
+from ckpt8.checkpoint.walk import format_path, iter_leaves
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange
 from ckpt8.core.tensors import DType
-from ckpt8.readers import find_reader, get_reader, open_checkpoint
-from ckpt8.readers.base import Inert
-from ckpt8.readers.walk import format_path, iter_leaves
 
 PLAIN_DTYPES = [
     dtype for dtype in DType if hasattr(torch, dtype.label) and not dtype.label.startswith(("qint", "quint"))

@@ -10,10 +10,10 @@ import zlib
 import pytest
 import torch
 
+from ckpt8.checkpoint.readers.zip_directory import find_prefix, read_directory
+from ckpt8.checkpoint.readers.zip_end import read_end_records
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
-from ckpt8.readers.zip_directory import find_prefix, read_directory
-from ckpt8.readers.zip_end import read_end_records
 
 
 def directory(path):

@@ -17,12 +17,12 @@ from torch import nn
 
 import ckpt8
 from ckpt8 import cli, replay
+from ckpt8.checkpoint.meaning.pairing import saved_parameters
+from ckpt8.checkpoint.readers import open_checkpoint
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.tensors import DType
-from ckpt8.readers import open_checkpoint
-from ckpt8.readers.base import TensorRef
 from ckpt8.replay_rules import find_rule
-from ckpt8.resuming.pairing import saved_parameters
 
 REPLAYED = {
     "torch-adamw": 0.1,

@@ -10,8 +10,8 @@ from resume_kit import OPTIMIZERS, Net, groups, same, snapshot, trained
 from torch import nn
 
 import ckpt8
+from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.core.errors import ResumeError, UsageError
-from ckpt8.resuming.names import match
 
 ADAMW = OPTIMIZERS["torch-adamw"]
 

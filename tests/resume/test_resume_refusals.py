@@ -201,7 +201,7 @@ def test_damage_anywhere_is_found_before_anything_changes(tmp_path):
 def test_a_raw_file_with_a_flipped_bit(tmp_path):
     path = write(tmp_path, tree_of(*trained(ADAMW)))
     whole = bytearray(path.read_bytes())
-    with ckpt8.readers.open_checkpoint(path) as checkpoint:
+    with ckpt8.checkpoint.readers.open_checkpoint(path) as checkpoint:
         last = max(checkpoint.storages, key=lambda storage: storage.offset)
     whole[last.offset] ^= 1
     path.write_bytes(whole)

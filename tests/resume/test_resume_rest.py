@@ -14,13 +14,13 @@ from resume_kit import same
 from torch import nn
 
 import ckpt8
+from ckpt8.checkpoint.readers import open_checkpoint
+from ckpt8.checkpoint.sources.objects import RestBuilder
+from ckpt8.checkpoint.sources.values import Streamer
+from ckpt8.checkpoint.tree import Inert, TensorRef
+from ckpt8.checkpoint.walk import iter_leaves
 from ckpt8.core.errors import UsageError
-from ckpt8.readers import open_checkpoint
-from ckpt8.readers.base import Inert, TensorRef
-from ckpt8.readers.walk import iter_leaves
 from ckpt8.resuming import streaming
-from ckpt8.resuming.rest import RestBuilder
-from ckpt8.resuming.streaming import Streamer
 
 
 def round_trip(tmp_path: Path, tree, model=None):

@@ -17,16 +17,17 @@ from memory_kit import run_measured
 from survey_kit import as_pairs, expected
 
 import ckpt8
+from ckpt8.checkpoint.meaning.layer_names import layer_of, plain_path
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType, Role
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
 from ckpt8.inspect.survey import sampling
-from ckpt8.inspect.survey.layers import Stored, layer_of, layers, plain_path
+from ckpt8.inspect.survey.layers import Stored, layers
 from ckpt8.inspect.survey.pieces import View
 from ckpt8.inspect.survey.run import survey
 from ckpt8.inspect.survey.subject import Subject
 from ckpt8.inspect.survey.tally import Rows, Tally
-from ckpt8.readers.base import TensorRef
 
 
 @settings(max_examples=200, deadline=None)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.bundle import Bundle, open_bundle
+from ckpt8.checkpoint.meaning.parameter_names import display_names
+from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
 from ckpt8.container.facts import skeleton_role
 from ckpt8.container.frames import FRAME
 from ckpt8.core.backend import Backend
@@ -22,7 +23,6 @@ from ckpt8.inspect.distributions.drawing import Piece, draw, is_counted
 from ckpt8.inspect.distributions.gathering import Gathered
 from ckpt8.inspect.distributions.sampling import Sampling
 from ckpt8.inspect.html.layers import LayerNames, LayerSizes
-from ckpt8.inspect.parameters import display_names
 from ckpt8.measure import UnitErrors
 from ckpt8.plan import Plan, Stream, Unit
 from ckpt8.policy import LOSSLESS, Policy

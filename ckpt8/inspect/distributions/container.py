@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.bundle import Bundle, open_bundle
+from ckpt8.checkpoint.meaning.parameter_names import display_names
+from ckpt8.checkpoint.meaning.update_rules import UpdateRule, read_rule
+from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
+from ckpt8.checkpoint.vocabulary import MOMENT_SLOTS
 from ckpt8.codecs.error_stats import read_error
 from ckpt8.container import layout
 from ckpt8.container.facts import skeleton_role
@@ -25,10 +28,8 @@ from ckpt8.inspect.distributions.drawing import Piece, draw, is_counted
 from ckpt8.inspect.distributions.gathering import Gathered, stored_update_error
 from ckpt8.inspect.distributions.sampling import Sampling
 from ckpt8.inspect.html.layers import LayerNames, LayerSizes
-from ckpt8.inspect.parameters import display_names
-from ckpt8.plan import MOMENT_SLOTS, Parameter
+from ckpt8.plan import Parameter
 from ckpt8.policy import Policy
-from ckpt8.update_space import UpdateRule, read_rule
 
 if TYPE_CHECKING:
     import torch

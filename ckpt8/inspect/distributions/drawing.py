@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckpt8.checkpoint.meaning.update_rules import UpdateRule
 from ckpt8.codecs import Codec, config_of
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.split24 import Split24
@@ -13,7 +14,6 @@ from ckpt8.container.facts import codec_name
 from ckpt8.core.tensors import Parts, Role, TensorSpec
 from ckpt8.inspect.distributions.counts import Codes, Drawn
 from ckpt8.plan import Parameter
-from ckpt8.update_space import UpdateRule
 
 if TYPE_CHECKING:
     import torch

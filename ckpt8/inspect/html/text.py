@@ -27,6 +27,6 @@ def power(base: int, exponent: int) -> str:
 
 def shown_name(row: dict[str, Any]) -> str:
     """The name of a tensor or parameter, as it goes into the page."""
-    from ckpt8.inspect.parameters import shown
+    from ckpt8.checkpoint.meaning.parameter_names import shown
 
     return text(shown(row))

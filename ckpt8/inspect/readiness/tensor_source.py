@@ -18,17 +18,17 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt8.bundle import Bundle, open_bundle
+from ckpt8.checkpoint.meaning.parameter_names import display_names
+from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
+from ckpt8.checkpoint.sources.composite import Composite, Stretch
+from ckpt8.checkpoint.sources.members import open_members
+from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DCP
-from ckpt8.converting.composite import Composite, Stretch
-from ckpt8.converting.members import open_members
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType, Role
-from ckpt8.inspect.parameters import display_names
-from ckpt8.plan import Plan, is_dense
+from ckpt8.plan import Plan
 from ckpt8.policy import Policy
-from ckpt8.readers.base import TensorRef
 
 if TYPE_CHECKING:
     import torch

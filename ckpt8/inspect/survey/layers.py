@@ -13,27 +13,19 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.core.tensors import MASTER_LISTS, DType, Role
-from ckpt8.inspect.parameters import display_names
+from ckpt8.checkpoint.meaning.layer_names import _REPEATED, _SLICE, layer_of, plain_path
+from ckpt8.checkpoint.meaning.parameter_names import display_names
+from ckpt8.checkpoint.vocabulary import MASTER_LISTS
+from ckpt8.core.tensors import DType, Role
 
 if TYPE_CHECKING:
-    from ckpt8.bundle import Bundle
+    from ckpt8.checkpoint.sources.bundle import Bundle
     from ckpt8.container.manifest import Manifest
     from ckpt8.plan import Plan
 
 UNNAMED = "optimizer state without names"
 MASTERS = "flat master weights"
 REST = "other"
-
-_SLICE = re.compile(r"\[[0-9:,]*\]$")
-_REPEATED = re.compile(r"#\d+$")
-_AROUND_NAMES = (
-    "model state_dict model_state_dict model_state module params _parameters _modules",
-    "ema ema_model ema_state_dict model_ema state_dict_ema params_ema ema_params shadow_params g_ema",
-    "_orig_mod _checkpoint_wrapped_module _fsdp_wrapped_module",
-)
-_AROUND = frozenset(name for names in _AROUND_NAMES for name in names.split())
-"""Components that say where a state dict is, or who wrapped the model, and not which layer it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +36,6 @@ class Stored:
     role: Role
     dtype: DType
     nbytes: int
-
-
-def plain_path(name: str) -> str:
-    """The path of a tensor in the model: without member, wrappers, the place of a slice, and ``#2``."""
-    bare = _SLICE.sub("", _REPEATED.sub("", name)).rpartition(":")[2]
-    return ".".join(part for part in bare.split(".") if part not in _AROUND) or bare
-
-
-def layer_of(path: str) -> str:
-    """The group of a parameter of that path."""
-    parts = path.split(".")
-    for end, part in enumerate(parts, 1):
-        if part.isdecimal():
-            return ".".join(parts[:end])
-    return ".".join(parts[:-1]) or path
 
 
 def layers(storages: Iterable[Stored], parameters: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

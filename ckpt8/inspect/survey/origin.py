@@ -16,8 +16,8 @@ from ckpt8.core.errors import InputError
 from ckpt8.core.json_text import parse_any_json
 
 if TYPE_CHECKING:
-    from ckpt8.bundle import Bundle, Member
-    from ckpt8.readers.dcp import DcpCheckpoint
+    from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint
+    from ckpt8.checkpoint.sources.bundle import Bundle, Member
 
 _STEP_KEYS = ("global_step", "step", "iter_num", "iteration", "global_steps", "num_updates", "steps")
 _EPOCH_KEYS = ("epoch", "current_epoch", "epochs")
@@ -108,8 +108,8 @@ def _first(trees: Iterable[Mapping[Any, Any]], keys: Iterable[str], *, whole: bo
 
 
 def _of_trees(source: Bundle) -> Iterator[dict[str, Any]]:
-    from ckpt8.readers.walk import format_path, iter_nodes
-    from ckpt8.roles import is_optimizer
+    from ckpt8.checkpoint.meaning.roles import is_optimizer
+    from ckpt8.checkpoint.walk import format_path, iter_nodes
 
     for member in source.members:
         before = "" if source.directory is None else f"{member.path}:"

@@ -5,7 +5,6 @@ A strided view is looked at with a mask over the span that it reaches over; a vi
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,16 +12,13 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
+from ckpt8.checkpoint.meaning.layer_names import whole_name
+from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.core.tensors import DType, Role
-from ckpt8.plan import is_dense
-from ckpt8.readers.base import TensorRef
 
 if TYPE_CHECKING:
     import torch
 
-
-SLICE = re.compile(r"\[(?:\d+)?:(?:\d+)?(?:,(?:\d+)?:(?:\d+)?)*\]$")
-"""What the name of a slice of a distributed checkpoint ends in."""
 
 _MOST_STRIDED = 16
 """Times the length of a storage that strided views in it are read; further ones are looked at with what they skip."""
@@ -99,16 +95,6 @@ class Piece:
             inside &= index < size
             rest -= index * stride
         return inside & (rest == 0)
-
-
-def whole_name(name: str) -> str:
-    """The name of a tensor from that of a slice: without its place in it, and without the file that it lies in."""
-    part = SLICE.search(name)
-    if part is None:
-        return name
-    member, _, bare = name[: part.start()].rpartition(":")
-    folder = member.rpartition("/")[0]
-    return f"{folder}:{bare}" if folder else bare
 
 
 def count_of(shape: tuple[int, ...]) -> int:

@@ -10,13 +10,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.checkpoint.meaning.layer_names import whole_name
+from ckpt8.checkpoint.vocabulary import BUFFERS
 from ckpt8.core.tensors import Role
 from ckpt8.inspect.survey import sampling
 from ckpt8.inspect.survey.flags import KINDS, RowCount, row_flags, tensor_flags, twin_flag
-from ckpt8.inspect.survey.pieces import Piece, whole_name
+from ckpt8.inspect.survey.pieces import Piece
 from ckpt8.inspect.survey.subject import Subject
 from ckpt8.inspect.survey.tally import Rows, Tally
-from ckpt8.policy import BUFFERS
 
 if TYPE_CHECKING:
     import torch

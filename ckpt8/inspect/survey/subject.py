@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpt8.checkpoint.meaning.layer_names import SLICE
+from ckpt8.checkpoint.meaning.parameter_names import display_names
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container import layout
 from ckpt8.container.frames import FRAME, bytes_of
 from ckpt8.core.errors import InputError
-from ckpt8.inspect.parameters import display_names
-from ckpt8.inspect.survey.pieces import SLICE, Piece, View, count_of, make_pieces, span_of
-from ckpt8.readers.base import TensorRef
+from ckpt8.inspect.survey.pieces import Piece, View, count_of, make_pieces, span_of
 
 if TYPE_CHECKING:
     import torch
 
-    from ckpt8.bundle import Bundle
+    from ckpt8.checkpoint.sources.bundle import Bundle
     from ckpt8.container.manifest import TensorRecord
     from ckpt8.container.reader import ContainerReader
     from ckpt8.plan import Plan

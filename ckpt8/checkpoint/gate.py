@@ -1,0 +1,132 @@
+"""The one way to ``torch.load``: our own reader reads a file first, and judges everything that torch would do.
+
+It checks sizes, counts and names, and each call by its arguments (``readers.torch_calls``). Only what it finds nothing
+wrong with goes to ``torch.load(..., weights_only=True)``, and whatever torch then raises becomes one line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, cast
+
+from ckpt8.checkpoint.readers.torch_calls import TorchCalls
+from ckpt8.checkpoint.readers.torch_common import OpenCheckpoint
+from ckpt8.checkpoint.readers.torch_legacy import TorchLegacyReader, begins_legacy
+from ckpt8.checkpoint.readers.torch_zip import TorchZipReader
+from ckpt8.checkpoint.readers.zip_directory import LOCAL_SIGNATURE
+from ckpt8.container.member_file import MemberFile
+from ckpt8.core.errors import Ckpt8Error, InputError, UnsupportedError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.text import listed
+
+TORCH_FORMATS = frozenset({TorchZipReader.id, TorchLegacyReader.id})
+"""What ``torch.load`` loads."""
+
+_SHOWN = 5
+
+
+def load_allowed(file: IO[bytes], where: str, map_location: Any = None) -> Any:
+    """``torch.load(..., weights_only=True)`` of a seekable file that ``where`` names.
+
+    Raises UnsupportedError that lists the classes which torch does not allow, InputError for everything else.
+    """
+    source = _Stream(file, where)
+    _check(source, _reader(source))
+    return _load(file, where, map_location)
+
+
+def load_member(file: MemberFile, source: SourceFile, kind: str, map_location: Any) -> tuple[Any, Any]:
+    """As ``load_allowed``, of a member that is of the format ``kind``; also the tree that our own reader made of it."""
+    checkpoint = _check(source, TorchZipReader() if kind == TorchZipReader.id else TorchLegacyReader())
+    return _load(cast("IO[bytes]", file), file.name, map_location), checkpoint.tree
+
+
+def is_loadable(path: Path) -> bool:
+    """Whether ``torch.load`` opens a file, and may. Its tensors are mapped where the format has that."""
+    import torch
+
+    source = SourceFile(ByteRange.of(path))
+    try:
+        mapped = _check(source, _reader(source)).format == TorchZipReader.id
+        _translated(lambda: torch.load(path, weights_only=True, mmap=mapped), str(path))
+    except InputError:
+        return False
+    finally:
+        source.close()
+    return True
+
+
+class _Stream(SourceFile):
+    """A seekable file that somebody else opened and closes."""
+
+    def __init__(self, file: IO[bytes], where: str) -> None:
+        self._file = file
+        self.source = ByteRange(Path(where), 0, file.seek(0, os.SEEK_END))
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes at ``offset``. Raises InputError."""
+        try:
+            self._file.seek(offset)
+            while buffer:
+                content = self._file.read(len(buffer))
+                if not content:
+                    raise InputError(f"{self.source}: ends at byte {self.source.length}, needed more")
+                buffer[: len(content)] = content
+                buffer = buffer[len(content) :]
+        except OSError as exc:
+            raise InputError(f"{self.source}: cannot be read: {exc.strerror}") from exc
+
+    def check_unchanged(self) -> None:
+        """Its owner knows."""
+
+    def close(self) -> None:
+        """Its owner closes it."""
+
+
+def _reader(source: SourceFile) -> TorchZipReader | TorchLegacyReader:
+    if source.read(0, min(len(LOCAL_SIGNATURE), source.source.length)) == LOCAL_SIGNATURE:
+        return TorchZipReader()
+    if not begins_legacy(source):
+        raise InputError(f"{source.source}: cannot be loaded: it is no file that torch.save writes")
+    return TorchLegacyReader()
+
+
+def _check(source: SourceFile, reader: TorchZipReader | TorchLegacyReader) -> OpenCheckpoint:
+    """What our own reader makes of a file that is meant for torch."""
+    from torch import _weights_only_unpickler as unpickler
+
+    trusted = unpickler._get_user_allowed_globals()  # type: ignore[no-untyped-call]
+    calls = TorchCalls(source.source.length, unpickler._get_allowed_globals(), trusted)
+    checkpoint = reader.read(source, calls)
+    if calls.foreign:
+        raise UnsupportedError(
+            f"{source.source}: holds {listed(sorted(calls.foreign), _SHOWN)}, which torch does not allow and nothing "
+            "here unpickles; if you trust the file, call torch.serialization.add_safe_globals with these classes first"
+        )
+    return checkpoint
+
+
+def _load(file: IO[bytes], where: str, map_location: Any) -> Any:
+    import torch
+
+    file.seek(0)
+    found = _translated(lambda: torch.load(file, map_location=map_location, weights_only=True), where, file)
+    # torch does not always pass on what a read raises.
+    if isinstance(file, MemberFile) and file.error is not None:
+        raise file.error
+    return found
+
+
+def _translated(load: Callable[[], Any], where: str, file: object = None) -> Any:
+    """What ``load`` gives. Raises InputError, of one line, for whatever torch raises."""
+    try:
+        return load()
+    except Ckpt8Error:
+        raise
+    except Exception as exc:
+        if isinstance(file, MemberFile) and file.error is not None:
+            raise file.error from exc
+        reason = (str(exc).splitlines() or [""])[0]
+        raise InputError(f"{where}: cannot be loaded: torch says {type(exc).__name__}: {reason}") from exc

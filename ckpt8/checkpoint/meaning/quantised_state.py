@@ -1,0 +1,160 @@
+"""State of optimizers that are not torch's, as the objects of a checkpoint hold it: see ``low_bit`` for its names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckpt8.checkpoint.tree import Inert, TensorRef
+from ckpt8.core.tensors import DType, Role, TensorSpec
+
+_NESTED = "__bnb_optimizer_quant_state__"
+_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
+
+
+def bitsandbytes_moments(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> dict[str, TensorRef]:
+    """The 32-bit moments of one parameter in a state of bitsandbytes, by the names that torch has for them.
+
+    Two of one shape are those of Adam, and LAMB's before its trust ratio. One alone is Lion's where the second beta and
+    the lack of an epsilon say so; else it might be the second moment of RMSprop or Adagrad, and there is none here.
+    """
+    nested = state.get(_NESTED, state)
+    if not isinstance(nested, dict):
+        return {}
+    tensors = {key: value for key, value in nested.items() if isinstance(value, TensorRef) and key != "step"}
+    betas, eps = group.get("betas"), group.get("eps")
+    if not isinstance(betas, (list, tuple)) or len(betas) != 2 or not betas[1]:
+        return {}
+    if any(ref.dtype is not DType.FLOAT32 for ref in tensors.values()):
+        return {}
+    if tensors.keys() - {"unorm_vec"} == {"state1", "state2"}:
+        first, second = tensors["state1"], tensors["state2"]
+        return {"exp_avg": first, "exp_avg_sq": second} if first.shape == second.shape else {}
+    return {"exp_avg": tensors["state1"]} if tensors.keys() == {"state1"} and eps == 0 else {}
+
+
+def quantised_weights(node: Mapping[Any, Any]) -> list[str]:
+    """Weights of a dict that are codes for inference: of 8 bits, with a scale beside them, as in compressed-tensors."""
+    names = [key.removesuffix("_scale") for key in node if isinstance(key, str) and key.endswith("weight_scale")]
+    codes = ((name, node.get(name)) for name in names)
+    return [name for name, ref in codes if isinstance(ref, TensorRef) and ref.dtype.itemsize == 1]
+
+
+def plain_state(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The state of one parameter with its moments under torch's names, where another program's can be told."""
+    moments = bitsandbytes_moments(state, group)
+    if not moments:
+        return state
+    nested = state.get(_NESTED, state)
+    rest = {key: value for key, value in {**state, **nested}.items() if key not in (_NESTED, "state1", "state2")}
+    return {**rest, **moments}
+
+
+def parameter_shape(state: Mapping[Any, Any]) -> tuple[int, ...] | None:
+    """The shape of the parameter that a state belongs to, from whatever has its shape; None where nothing has."""
+    rows, columns = state.get("exp_avg_sq_row"), state.get("exp_avg_sq_col")
+    if isinstance(rows, TensorRef) and isinstance(columns, TensorRef):
+        return rows.shape + columns.shape[-1:]
+    nested = state.get(_NESTED)
+    for each in (state, nested if isinstance(nested, dict) else {}):
+        for key in ("exp_avg", "exp_avg_sq", "exp_avg::quantized", "momentum_buffer::quantized", "state2", "state1"):
+            value = each.get(key)
+            if isinstance(value, TensorRef):
+                return value.shape
+            if isinstance(value, Inert) and value.name == _SUBCLASS and len(value.args) == 4:
+                return _subclass_shape(value.args[2])
+    return None
+
+
+def _subclass_shape(arguments: Any) -> tuple[int, ...] | None:
+    shape = arguments[2] if isinstance(arguments, tuple) and len(arguments) > 2 else None
+    known = isinstance(shape, tuple) and all(type(size) is int for size in shape)
+    return shape if known else None
+
+
+_BITSANDBYTES = re.compile(r"(?P<owner>.*)\.(?P<part>state[12]|absmax[12]|max[12]|qmap[12])")
+
+_TORCHAO = re.compile(r"(?P<owner>.*)\.[a-z_]+\.3\.(?P<part>codes|scale|qmap)")
+
+_FLASHOPTIM = re.compile(r"(?P<owner>.*)\.[a-z_]+::(?P<part>quantized|scales)")
+
+_CKPT8 = re.compile(r"(?P<owner>.*)\.[a-z_]+_(?P<part>codes|scales)")
+
+_PROGRAMS = {"bitsandbytes": _BITSANDBYTES, "torchao": _TORCHAO, "flashoptim": _FLASHOPTIM, "ckpt8.optim": _CKPT8}
+
+_LARGEST_BLOCK = 4096
+
+
+def find_low_bit(parts: Iterable[TensorSpec]) -> list[dict[str, Any]]:
+    """What of a checkpoint is state that is kept as it was found: program, bits, block, parameters and bytes.
+
+    ``block`` is the number of values that share a scale, None where that is not known; ``reason`` says why 32 bits are
+    kept. Sorted by program and bits.
+    """
+    owners: dict[tuple[str, str], dict[str, list[TensorSpec]]] = {}
+    for part in parts:
+        for program, pattern in _PROGRAMS.items():
+            found = pattern.fullmatch(part.name)
+            if found is not None and part.role is Role.OTHER:
+                owner = owners.setdefault((program, found["owner"]), {})
+                owner.setdefault(found["part"], []).append(part)
+                break
+    rows: dict[tuple[str, str, int | None], dict[str, Any]] = {}
+    for (program, _), owned in owners.items():
+        described = _describe(program, owned)
+        if described is None:
+            continue
+        bits, block = described
+        row = rows.setdefault((program, bits, block), {"parameters": 0, "bytes": 0})
+        row["parameters"] += 1
+        row["bytes"] += sum(part.numel * part.dtype.itemsize for each in owned.values() for part in each)
+    return [
+        {
+            "program": program,
+            "bits": bits,
+            "block": block,
+            **row,
+            "reason": "what its moments are cannot be told" if bits == "32-bit" else None,
+        }
+        for (program, bits, block), row in sorted(rows.items(), key=lambda each: (*each[0][:2], each[0][2] or 0))
+    ]
+
+
+def _describe(program: str, owned: Mapping[str, list[TensorSpec]]) -> tuple[str, int | None] | None:
+    """Bits and block of the state of one parameter; None where it is not that of the program."""
+    codes = next(
+        (parts[0] for name, parts in owned.items() if name in ("state2", "state1", "codes", "quantized")), None
+    )
+    if codes is None:
+        return None
+    if program == "bitsandbytes":
+        return _describe_bitsandbytes(owned)
+    scales = next((owned[name][0] for name in ("scale", "scales") if name in owned), None)
+    if scales is None:
+        return None
+    if program != "torchao":
+        return ("8-bit", 32) if codes.dtype in (DType.INT8, DType.UINT8) else None
+    if "qmap" not in owned:
+        return "fp8", codes.numel // max(scales.numel, 1)
+    packed = 2 if owned["qmap"][0].numel == 16 else 1
+    return f"{8 // packed}-bit", packed * codes.numel // max(scales.numel, 1)
+
+
+def _describe_bitsandbytes(owned: Mapping[str, list[TensorSpec]]) -> tuple[str, int | None] | None:
+    state = owned["state1"][0] if "state1" in owned else owned["state2"][0]
+    if state.dtype is DType.FLOAT32:
+        return "32-bit", None
+    if state.dtype is not DType.UINT8 or "qmap1" not in owned:
+        return None
+    scales = owned["absmax1"][0].numel if "absmax1" in owned else 0
+    blocks = (1 << k for k in range(_LARGEST_BLOCK.bit_length()))
+    return "8-bit", next((block for block in blocks if -(-state.numel // block) == scales), None)
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """One row of ``find_low_bit`` for people."""
+    block = f" (block {row['block']})" if row["block"] else ""
+    reason = f": {row['reason']}" if row["reason"] else ""
+    count = f"{row['parameters']:,} parameter" + ("s" if row["parameters"] > 1 else "")
+    return f"{row['program']} {row['bits']} state of {count}{block}, kept as it is{reason}"

@@ -1,0 +1,66 @@
+"""Which entries of a checkpoint can be the state of a model, and which that of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt8.checkpoint.meaning.roles import is_bare_state_dict, is_optimizer
+from ckpt8.checkpoint.tree import Inert
+from ckpt8.checkpoint.vocabulary import MODEL_KEYS
+from ckpt8.checkpoint.walk import Components, format_path, iter_nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A dictionary of the tree. ``path`` is its keys joined by dots, ``(top level)`` for the tree itself."""
+
+    path: str
+    node: dict[Any, Any]
+
+
+TOP_LEVEL = "(top level)"
+
+
+def find(tree: object) -> tuple[list[Candidate], list[Candidate]]:
+    """Model state dicts and optimizer state dicts in the order of the document."""
+    models: list[Candidate] = []
+    optimizers: list[Candidate] = []
+    # Everything below a node follows it at once, so that the last one is all that must be known.
+    inside: Components | None = None
+    for path, node in iter_nodes(tree):
+        if inside is not None and len(path) > len(inside) and path[: len(inside)] == inside:
+            continue
+        if is_optimizer(node):
+            inside = path
+            optimizers.append(Candidate(format_path(path) or TOP_LEVEL, node))
+        elif isinstance(node, Inert):
+            inside = path  # what a pickled object holds has no names of its own
+        elif is_bare_state_dict(node) and (not path or path[-1] in MODEL_KEYS):
+            inside = path
+            models.append(Candidate(format_path(path) or TOP_LEVEL, node))
+    return models, optimizers
+
+
+def holds_module(tree: object) -> bool:
+    """Whether a module was pickled whole, which is not a state dict."""
+    for _, node in iter_nodes(tree):
+        if isinstance(node, Inert) and isinstance(node.state, dict) and "_parameters" in node.state:
+            return True
+    return False
+
+
+CHECKS = "weight_checks"
+"""Key of a group of ckpt8.optim: the ``weight_check`` of each parameter, None for one that nothing completes."""
+
+
+def weight_checks(saved: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The checks of 16-bit weights in a group of ckpt8.optim, by identifier; nothing where there are none."""
+    checks = saved.get(CHECKS)
+    return dict(zip(saved["params"], checks, strict=False)) if isinstance(checks, list) else {}
+
+
+def is_packed_group(saved: Mapping[Any, Any]) -> bool:
+    """Whether a group was saved by one of ``ckpt8.optim``."""
+    return {"rule", "master", "moment1", "moment2"} <= saved.keys()

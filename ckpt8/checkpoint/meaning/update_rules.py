@@ -1,0 +1,180 @@
+"""Update space: the step that an optimizer would take per unit of learning rate, from its stored state alone.
+
+    adam          u = (m / (1 - b1^t)) / (sqrt(v) / sqrt(1 - b2^t) + eps)     amsgrad: v is max_exp_avg_sq
+    stable_adamw  u = m / (sqrt(v) + eps)                                      state already free of bias
+    came          u = m * rsqrt(R / mean(R)) (x) rsqrt(C)                      R, C: exp_avg_res_row, exp_avg_res_col
+    momentum      u = m                                                        SGD, Lion, CAME below two dimensions
+
+Sources: torch.optim.AdamW; Wortsman et al., arXiv 2304.13013 (optimi's and pytorch_optimizer's StableAdamW); Luo et
+al., arXiv 2307.02047. An optimizer is recognised by the keys that it alone writes. One that is not is unknown, and
+then no figure is given: a guess would be a claim that nobody measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from ckpt8.checkpoint.tree import TensorRef
+
+if TYPE_CHECKING:
+    import torch
+
+_SIDE_STATE = frozenset({"step", "RMS", "kahan_comp", "eps_sq", "mean_square", "master_param", "group"})
+"""State that no update is made of, or only through the step."""
+
+_CAME_FACTORED = {"exp_avg", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col"}
+_LARGEST = 1e300
+_UNKNOWN = "the optimizer is not one whose update rule is known"
+
+Kind = Literal["adam", "stable_adamw", "came", "momentum"]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRule:
+    """How a step is made of the state. ``step`` counts from 1; it and the betas matter to ``adam`` only."""
+
+    kind: Kind
+    step: int = 0
+    beta1: float = 0.0
+    beta2: float = 0.0
+    eps: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        """What ``apply`` leaves out: sqrt(1 - b2^t) / (1 - b1^t) for adam, else 1."""
+        return self._root_bias2 / (1.0 - self.beta1**self.step) if self.kind == "adam" else 1.0
+
+    @property
+    def divisor_eps(self) -> float | None:
+        """What ``apply`` adds to sqrt(v) before it divides; None for a rule that does not divide by it."""
+        return self.eps * self._root_bias2 if self.kind in ("adam", "stable_adamw") else None
+
+    @property
+    def _root_bias2(self) -> float:
+        return math.sqrt(1.0 - self.beta2**self.step) if self.kind == "adam" else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    def apply(self, moment1: torch.Tensor, root2: torch.Tensor | None, confidence: torch.Tensor | None) -> torch.Tensor:
+        """The update divided by ``factor``, for a flat fp32 tile.
+
+        ``root2`` is sqrt(v) and ``confidence`` is CAME's factored term, each for the same elements.
+        """
+        if self.kind == "came" and confidence is not None:
+            return moment1 * confidence
+        if self.divisor_eps is None or root2 is None:
+            return moment1
+        return moment1 / (root2 + self.divisor_eps)
+
+
+def read_rule(stored: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The plain values of a rule that a container states; None where it is not one."""
+    try:
+        rule = UpdateRule(**stored or {"kind": None})
+    except TypeError:
+        return None
+    numbers = rule.beta1, rule.beta2, rule.eps
+    valid = rule.kind in get_args(Kind) and type(rule.step) is int and None not in map(_number, numbers)
+    return rule.to_json() if valid else None
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """CAME's approx(Rr, Cr) = rsqrt(R / mean(R)) (x) rsqrt(C), unfolded only for the elements asked for.
+
+    ``rows`` has the shape of the parameter without its last dimension, ``columns`` without its second to last.
+    """
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+
+    @cached_property
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and column factors, computed in float64 and rounded once: the same on every machine."""
+        rows = self.rows.double()
+        row = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt().float().reshape(-1)
+        return row, self.columns.double().rsqrt().float().reshape(-1, self.columns.shape[-1])
+
+    def at(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
+        """The factors of elements ``start`` to ``stop`` of the flat parameter, on ``device`` or else the CPU."""
+        import torch
+
+        row, column = (factor.to(device) for factor in self._factors)
+        height, width = self.rows.shape[-1], self.columns.shape[-1]
+        index = torch.arange(start // width, -(-stop // width), device=device)
+        block = row[index].unsqueeze(1) * column[index // height]
+        first = start // width * width
+        return block.reshape(-1)[start - first : stop - first]
+
+
+def _number(value: object) -> float | None:
+    """A finite number as a float; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST:
+        return None
+    return float(value)
+
+
+def _betas(group: Mapping[Any, Any]) -> tuple[float, ...] | None:
+    betas = group.get("betas", (group.get("beta1"), group.get("beta2")))
+    values = [_number(beta) for beta in betas] if isinstance(betas, (tuple, list)) else [None]
+    return None if None in values else tuple(value for value in values if value is not None)
+
+
+def _adam(group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
+    betas, eps = _betas(group), _number(group.get("eps"))
+    if not {"amsgrad", "bias_correction", "correct_bias", "t_alpha"} & group.keys():
+        return _UNKNOWN
+    if betas is None or len(betas) != 2 or eps is None or not all(0 <= beta < 1 for beta in betas):
+        return "betas or eps are missing from the parameter group"
+    if group.get("bias_correction", group.get("correct_bias", True)) in (False, 0):
+        return UpdateRule("stable_adamw", eps=eps)
+    count = _number(step)
+    if count is None or not 1 <= count <= 2**53 or count != int(count):
+        return "the step is missing"
+    return UpdateRule("adam", int(count), betas[0], betas[1], eps)
+
+
+def _tensors(state: Mapping[Any, Any]) -> set[Any]:
+    """Keys of the tensors that an update is made of; empty where something in the state is not accounted for."""
+    tensors = {key for key, value in state.items() if isinstance(value, TensorRef)} - _SIDE_STATE
+    return tensors if state.keys() - _SIDE_STATE <= tensors else set()
+
+
+def is_lion(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> bool:
+    """Whether this is Lion: one average and two betas."""
+    return _tensors(state) == {"exp_avg"} and len(_betas(group) or ()) == 2
+
+
+def is_sgd(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> bool:
+    """Whether this is torch's SGD with momentum. Muon has no dampening; LARS, which has all of SGD's keys, an eps."""
+    return (
+        _tensors(state) == {"momentum_buffer"}
+        and {"momentum", "dampening", "nesterov"} <= group.keys()
+        and "eps" not in group
+    )
+
+
+def recognise(state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
+    """The update rule of one parameter, or why it is unknown.
+
+    ``state`` is the parameter's optimizer state, ``group`` its parameter group, ``step`` the step found in either.
+    A rule is taken only where every key of the state is accounted for.
+    """
+    tensors = _tensors(state)
+    if "RMS" in state and tensors == _CAME_FACTORED:
+        return UpdateRule("came")
+    if "RMS" in state and tensors == {"exp_avg", "exp_avg_sq"}:
+        return UpdateRule("momentum")
+    if {"exp_avg", "exp_avg_sq"} <= tensors <= {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}:
+        # optimi's own group keys, and the state that only the two StableAdamW write: no bias is left in the state.
+        unbiased = "beta1" in group or "kahan_comp" in state or "eps_sq" in state
+        eps = _number(group.get("eps"))
+        return UpdateRule("stable_adamw", eps=eps) if unbiased and eps is not None else _adam(group, step)
+    plain_sgd = is_sgd(state, group) and not group["nesterov"]
+    return UpdateRule("momentum") if plain_sgd or is_lion(state, group) else _UNKNOWN

@@ -1,0 +1,218 @@
+"""The files of torch.distributed.checkpoint, each as a checkpoint of all the slices in it.
+
+A slice is a complete small file of ``torch.save`` that holds one tensor; they lie one behind the other. Their storages
+are those of the file, everything else in it is its skeleton, so that a slice comes back in its place and as long as it
+was, and ``.metadata`` need not change. Values that are no tensors stay in the skeleton.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ckpt8.checkpoint.readers.dcp.metadata import ZSTD, Metadata, Place, Slice
+from ckpt8.checkpoint.readers.dcp.names import DcpRoles, StateKey
+from ckpt8.checkpoint.readers.dcp.zstd import DecodedFile
+from ckpt8.checkpoint.readers.torch_common import OpenCheckpoint
+from ckpt8.checkpoint.readers.torch_zip import TorchZipReader
+from ckpt8.checkpoint.tree import Labelled, NamedTensor, StorageInfo, StorageRef, TensorRef
+from ckpt8.checkpoint.walk import iter_leaves
+from ckpt8.container.manifest import DCP
+from ckpt8.core.errors import InputError
+from ckpt8.core.files.source_file import SourceFile, Window
+from ckpt8.core.text import shown
+
+MAX_VALUE_BYTES = 64 * 2**20
+"""The longest value that is no tensor of which an option of an optimizer is read, or that is converted."""
+
+_MAX_DECODED_VALUE = 2**30
+"""The longest such value that is decoded: nothing but its compressed form says how long it may be."""
+
+_KNOWN_BYTES = 4096
+"""Options are the same for every parameter: most of these small files are equal, byte for byte, and read once."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlice:
+    """A slice of the state of a parameter. ``ref`` has the keys of its file; ``whole`` says that it is no part."""
+
+    key: StateKey
+    place: Place
+    suffix: str
+    whole: bool
+    ref: TensorRef
+
+
+class DcpFile:
+    """One file as a Checkpoint. ``parts`` are its slices that are no more than a tensor."""
+
+    def __init__(
+        self,
+        file: SourceFile,
+        storages: Sequence[StorageInfo],
+        tree: Any,
+        parts: Sequence[tuple[Slice, TensorRef]] = (),
+    ) -> None:
+        self.format = DCP
+        self.size = file.source.length
+        self.storages = storages
+        self.tree = tree
+        self.parts = parts
+        self._file = file
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes at ``offset``. Raises InputError."""
+        self._file.read_into(offset, buffer)
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when the file changed since it was opened."""
+        self._file.check_unchanged()
+
+
+class DcpCheckpoint:
+    """All that one ``.metadata`` knows. Its ``files`` are opened one by one.
+
+    ``moved`` are offset and length of the slices that are decoded, in the file as it is read.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
+        self.metadata = metadata
+        self.roles = DcpRoles(metadata)
+        self.files: dict[str, list[Slice]] = defaultdict(list)
+        for piece in metadata.slices:
+            self.files[piece.path].append(piece)
+        for pieces in self.files.values():
+            pieces.sort(key=lambda piece: (piece.offset, piece.length))
+        self.moved: dict[Slice, tuple[int, int]] = {}
+        self._values: dict[str, Window] = {}
+        self._known: dict[bytes, OpenCheckpoint] = {}
+
+    def transforms(self, path: str) -> set[str]:
+        """What was done to slices of a file."""
+        return {transform for piece in self.files[path] for transform in piece.transforms}
+
+    def open(self, path: str, file: SourceFile) -> tuple[DcpFile, list[StateSlice]]:
+        """A file of the checkpoint, its slices decoded where they are compressed; those that are state.
+
+        Raises InputError where it is not what the metadata says, UnsupportedError for a slice that cannot be read.
+        """
+        pieces = self.files[path]
+        _check_layout(pieces, file)
+        decoded = None
+        if ZSTD in self.transforms(path):
+            compressed = [(each.offset, each.length, bool(each.transforms)) for each in pieces]
+            decoded = file = DecodedFile(file, compressed, {each.offset: self._limit(each) for each in pieces})
+            self.moved.update(zip(pieces, decoded.places, strict=True))
+        storages: list[StorageInfo] = []
+        tensors: list[NamedTensor] = []
+        parts: list[tuple[Slice, TensorRef]] = []
+        states: list[StateSlice] = []
+        opaque: set[str] = set()
+        for number, piece in enumerate(pieces):
+            window = self._window(piece, file)
+            found = None if piece.place is None else self._open_slice(piece, window)
+            if decoded is not None:
+                decoded.keep(number, () if found is None else found.storages)
+            if piece.place is None or found is None:
+                self._values[piece.name] = window
+                continue
+            storages += [_moved(storage, window.source.offset, number) for storage in found.storages]
+            if not isinstance(found.tree, TensorRef):
+                opaque |= {_key(number, leaf.key) for _, leaf in iter_leaves(found.tree)}
+                continue
+            ref = replace(found.tree, key=_key(number, found.tree.key))
+            tensors.append(self._named(piece, ref))
+            parts.append((piece, ref))
+            key = self.roles.states.get(piece.name)
+            if key is not None:
+                whole = self.metadata.is_whole(piece)
+                states.append(StateSlice(key, piece.place, self.metadata.suffix(piece), whole, ref))
+        return DcpFile(file, storages, Labelled(tuple(tensors), frozenset(opaque)), parts), states
+
+    def forget(self, path: str) -> None:
+        """Leave the slices of a file where they are, since it could not be opened."""
+        for piece in self.files[path]:
+            self.moved.pop(piece, None)
+
+    def _window(self, piece: Slice, file: SourceFile) -> Window:
+        offset, length = self.moved.get(piece, (piece.offset, piece.length))
+        return Window(file, offset, length, f"slice {shown(piece.name)}")
+
+    def _limit(self, piece: Slice) -> int:
+        """The most bytes that a slice can have: those of its tensor, or of a value, and a pickle around them."""
+        if piece.place is None:
+            return _MAX_DECODED_VALUE
+        return 2 * prod(piece.place[1]) * self.metadata.tensors[piece.name].dtype.itemsize + 2**20
+
+    def _open_slice(self, piece: Slice, window: Window) -> OpenCheckpoint:
+        """Read one slice and hold it against the metadata. Raises InputError."""
+        found = TorchZipReader().read(window)
+        tree = found.tree
+        expected = self.metadata.tensors[piece.name].dtype, piece.place[1] if piece.place else ()
+        if isinstance(tree, StorageRef) or (isinstance(tree, TensorRef) and (tree.dtype, tree.shape) != expected):
+            raise InputError(f"{window.source}: has another shape or element type than .metadata says")
+        return found
+
+    def _named(self, piece: Slice, ref: TensorRef) -> NamedTensor:
+        suffix = self.metadata.suffix(piece)
+        return NamedTensor(piece.name + suffix, self.roles.role(piece.name), ref, piece.name if suffix else None)
+
+    def value(self, name: str) -> Any:
+        """A value that is no tensor, as the inert pickle machine gives it; None where it cannot be told."""
+        try:
+            return None if name not in self._values else self.open_value(name).tree
+        except InputError:
+            return None
+
+    def open_value(self, name: str) -> OpenCheckpoint:
+        """A value that is no tensor, of a file that was opened, as a checkpoint of its own.
+
+        Raises InputError where it is damaged or too long, KeyError for another name.
+        """
+        window = self._values[name]
+        if window.source.length > MAX_VALUE_BYTES:
+            raise InputError(f"{window.source}: has {window.source.length} bytes, more than {MAX_VALUE_BYTES}")
+        content = window.read(0, window.source.length)
+        known = self._known.get(content)
+        if known is None:
+            known = TorchZipReader().read(window)
+            if len(content) <= _KNOWN_BYTES:
+                self._known[content] = known
+        return known
+
+    def group(self, key: StateKey) -> Mapping[str, Any]:
+        """The options of the parameter's group that tell the update rule."""
+        return self.roles.group(key, self.value)
+
+    def state_values(self, key: StateKey) -> dict[str, Any]:
+        """What the state of the parameter of ``key`` has besides tensors, as a step that is a number."""
+        return {other: self.value(name) for other, name in self.roles.values_of(key).items() if name in self._values}
+
+
+def _check_layout(pieces: Sequence[Slice], file: SourceFile) -> None:
+    end = 0
+    for piece in pieces:
+        if piece.offset < end:
+            raise InputError(f"{file.source}: slice {shown(piece.name)} overlaps the one before it")
+        end = piece.offset + piece.length
+        if end > file.source.length:
+            raise InputError(
+                f"{file.source}: slice {shown(piece.name)} ends at byte {end} of {file.source.length}; "
+                "copy or download the file again"
+            )
+
+
+def _key(number: int, key: str) -> str:
+    return f"{number}:{key}"
+
+
+def _moved(storage: StorageInfo, offset: int, number: int) -> StorageInfo:
+    return replace(
+        storage,
+        key=_key(number, storage.key),
+        offset=offset + storage.offset,
+        crc_fields=tuple(offset + place for place in storage.crc_fields),
+    )

@@ -1,0 +1,105 @@
+"""Distributed checkpoints in a directory, at its top or in any folder: every ``.metadata`` with its files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint
+from ckpt8.checkpoint.readers.dcp.metadata import MAX_METADATA_BYTES, METADATA, ZSTD, read_metadata
+from ckpt8.checkpoint.readers.dcp.metadata_pickle import rewritten
+from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, PlainFile, kept
+from ckpt8.checkpoint.readers.shards import is_named_shard
+from ckpt8.checkpoint.tree import StorageInfo
+from ckpt8.container.manifest import FILE, SYMLINK
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import SourceFile
+from ckpt8.core.text import shown
+
+_PICKLE = b"\x80"
+_ZSTD_DECODED = "its slices were compressed with zstd; they come back as they were before that"
+_METADATA_REWRITTEN = "written anew: slices that were compressed with zstd lie elsewhere without it"
+_ZSTD_KEPT = "its slices are compressed with zstd, and are encoded with any preset but lossless"
+
+
+class Rewritten:
+    """A file that comes back with another content, as a Checkpoint without storages."""
+
+    def __init__(self, file: SourceFile, content: bytes) -> None:
+        self.format = FILE
+        self.size = len(content)
+        self.storages: Sequence[StorageInfo] = ()
+        self.tree: Any = None
+        self._file = file
+        self._content = content
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes at ``offset``."""
+        buffer[:] = self._content[offset : offset + len(buffer)]
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when the file changed since it was opened."""
+        self._file.check_unchanged()
+
+
+def open_distributed(
+    entries: Sequence[Entry], open_file: Callable[[str], SourceFile], *, decode: bool
+) -> dict[str, DirectoryMember]:
+    """The members of all distributed checkpoints, by path; ``open_file`` opens that of a path.
+
+    Raises InputError for a damaged or hostile one.
+    """
+    found: dict[str, DirectoryMember] = {}
+    by_path = {entry.path: entry for entry in entries}
+    for folder, file in _metadata_files(entries, open_file):
+        where = str(file.source)
+        data = file.read(0, file.source.length)
+        checkpoint = DcpCheckpoint(read_metadata(data, where, file.stored))
+        for path in checkpoint.files:
+            entry = by_path.get(folder + path)
+            if entry is None or entry.format not in (FILE, SYMLINK):
+                raise InputError(f"{where}: names {shown(path)}, which is not there; the checkpoint is not complete")
+            if entry.path in found:
+                raise InputError(f"{where}: names {shown(path)}, which belongs to another .metadata")
+            if entry.format == FILE:
+                found[entry.path] = _open_file(open_file(entry.path), entry, checkpoint, path, decode=decode)
+        if checkpoint.moved:
+            content = rewritten(checkpoint.metadata, checkpoint.moved, where)
+            found[folder + METADATA] = DirectoryMember(folder + METADATA, Rewritten(file, content), _METADATA_REWRITTEN)
+        checkpoint.metadata.tree = None  # by far the largest part
+    return found
+
+
+def _metadata_files(
+    entries: Sequence[Entry], open_file: Callable[[str], SourceFile]
+) -> Iterator[tuple[str, SourceFile]]:
+    """Every ``.metadata`` of a folder, which ends with a slash unless it is the top, that has shards below it."""
+    shards = [entry.path for entry in entries if is_named_shard(entry.path)]
+    for entry in entries:
+        folder = entry.path.removesuffix(METADATA)
+        named = entry.path.rpartition("/")[2] == METADATA and entry.format == FILE
+        if not named or not any(path.startswith(folder) for path in shards):
+            continue
+        file = open_file(entry.path)
+        if file.source.length > MAX_METADATA_BYTES:
+            raise InputError(f"{file.source}: has {file.source.length} bytes, more than {MAX_METADATA_BYTES}")
+        if file.source.length and file.read(0, 1) == _PICKLE:
+            yield folder, file
+
+
+def _open_file(
+    file: SourceFile, entry: Entry, checkpoint: DcpCheckpoint, path: str, *, decode: bool
+) -> DirectoryMember:
+    transforms: Mapping[str, None] = dict.fromkeys(sorted(checkpoint.transforms(path)))
+    unknown = next((transform for transform in transforms if transform != ZSTD), None)
+    if unknown is not None:
+        reason = kept(f"its slices are transformed by {shown(unknown)}, which is not known", file.source)
+        return DirectoryMember(entry.path, PlainFile(file), reason, holds_tensors=True)
+    if transforms and not decode:
+        return DirectoryMember(entry.path, PlainFile(file), kept(_ZSTD_KEPT, file.source), holds_tensors=True)
+    try:
+        opened, states = checkpoint.open(path, file)
+    except UnsupportedError as exc:
+        checkpoint.forget(path)
+        return DirectoryMember(entry.path, PlainFile(file), kept(exc, file.source), holds_tensors=True)
+    return DirectoryMember(entry.path, opened, _ZSTD_DECODED if transforms else None, checkpoint, states)

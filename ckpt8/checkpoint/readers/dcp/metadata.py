@@ -1,0 +1,254 @@
+"""The ``.metadata`` of torch.distributed.checkpoint: which stretch of which file holds which part of which tensor.
+
+It is a plain pickle, which torch loads with all the powers of one. Here it is read without any: every class that it
+refers to must be on a short list, and everything taken from it is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
+from ckpt8.checkpoint.readers.pickle.rebuild import MAX_DIMS
+from ckpt8.checkpoint.readers.shards import DTYPE_NAMES
+from ckpt8.checkpoint.tree import Global, Inert
+from ckpt8.checkpoint.walk import check_depth
+from ckpt8.container.member_paths import is_inside
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.tensors import DType
+from ckpt8.core.text import shown
+
+METADATA = ".metadata"
+"""The name of the file."""
+
+MAX_METADATA_BYTES = 256 * 2**20
+"""Room for about a million slices."""
+
+ZSTD = "stream.zstd/1"
+"""The one transformation of slices that torch brings along."""
+
+_MODULE = "torch.distributed.checkpoint.metadata"
+_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
+ALLOWED = DTYPE_NAMES | frozenset(
+    {
+        *(
+            f"{_MODULE}.{name}"
+            for name in (
+                "Metadata",
+                "TensorStorageMetadata",
+                "TensorProperties",
+                "ChunkStorageMetadata",
+                "BytesStorageMetadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        _INFO,
+        "torch.Size",
+        "torch.serialization._get_layout",
+        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
+    }
+)
+"""All that a ``.metadata`` may refer to."""
+
+_LARGEST = 1 << 62
+_MEGATRON_BUCKET = re.compile(r"(?:.*\.)?dp_group_idx_\d+(?:\..*)?", re.DOTALL)
+
+Place = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a part of a tensor, in elements by dimension."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slice:
+    """``length`` bytes of the file ``path`` from ``offset`` on: a part of the tensor ``name``, or another value.
+
+    ``place`` is None where it is no tensor. ``transforms`` are applied to the bytes, the last one first.
+    """
+
+    name: str
+    path: str
+    offset: int
+    length: int
+    place: Place | None
+    transforms: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as a whole."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Metadata:
+    """``paths`` lead to a value in the state dict that was saved, where that is known; numbers are places in lists.
+
+    ``tree`` is the inert pickle, of ``nbytes`` bytes.
+    """
+
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    slices: list[Slice] = field(default_factory=list)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    tree: Any = None
+    nbytes: int = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all values."""
+        return list(dict.fromkeys(piece.name for piece in self.slices))
+
+    def suffix(self, piece: Slice) -> str:
+        """What tells a part of a tensor from the others: ``[0:64,:]``; empty for a whole one."""
+        if piece.place is None or self.is_whole(piece):
+            return ""
+        parts = zip(*piece.place, self.tensors[piece.name].shape, strict=True)
+        return f"[{','.join(':' if size == whole else f'{at}:{at + size}' for at, size, whole in parts)}]"
+
+    def is_whole(self, piece: Slice) -> bool:
+        """Whether a slice is all of its tensor."""
+        return piece.place is not None and piece.place[1] == self.tensors[piece.name].shape
+
+
+def read_metadata(data: bytes, where: str, stored: int | None = None) -> Metadata:
+    """Read the file, of which ``stored`` bytes are on the disk.
+
+    Raises InputError for anything but what torch writes, naming a class that is not allowed, and UnsupportedError for
+    the buckets of Megatron, in which parameters cannot be told apart.
+    """
+    names: set[str] = set()
+    tree = load_pickle(io.BytesIO(data), len(data), where, names=names, stored=stored)
+    foreign = sorted(names - ALLOWED)
+    if foreign:
+        raise InputError(
+            f"{where}: refers to {shown(foreign[0])}, which no distributed checkpoint needs; do not load it"
+        )
+    check_depth(tree, where)
+    found = _Parser(where).parse(tree)
+    found.nbytes = len(data)
+    return found
+
+
+class _Parser:
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._found = Metadata()
+        self._chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
+        self._seen: set[tuple[str, tuple[int, ...] | None]] = set()
+
+    def _fail(self, what: str) -> InputError:
+        return InputError(f"{self._where}: damaged metadata of a distributed checkpoint: {what}")
+
+    def parse(self, tree: Any) -> Metadata:
+        """All of it."""
+        self._found.tree = tree
+        top = self._fields(tree, f"{_MODULE}.Metadata")
+        tensors, slices = top.get("state_dict_metadata"), top.get("storage_data")
+        if type(tensors) is not dict or type(slices) is not dict:
+            raise self._fail("it has no table of values and slices")
+        for name, value in tensors.items():
+            self._value(name, value)
+        for index, info in slices.items():
+            self._found.slices.append(self._slice(index, info))
+        self._found.paths = self._paths(top.get("planner_data"))
+        return self._found
+
+    def _fields(self, node: Any, kind: str) -> Mapping[Any, Any]:
+        if type(node) is not Inert or node.name != kind or type(node.state) is not dict:
+            raise self._fail(f"something else in place of a {kind.rpartition('.')[2]}")
+        return node.state
+
+    def _counts(self, value: Any, what: str) -> tuple[int, ...]:
+        if type(value) is not tuple or len(value) > MAX_DIMS or not all(is_count(number) for number in value):
+            raise self._fail(f"{what}: offsets or sizes that are no counts")
+        if prod(value) >= _LARGEST:
+            raise self._fail(f"{what}: more elements than can be counted")
+        return value
+
+    def _value(self, name: Any, value: Any) -> None:
+        """A tensor by its chunks; any other value is known by its class alone."""
+        if type(name) is not str:
+            raise self._fail("a name that is no text")
+        if _MEGATRON_BUCKET.fullmatch(name):
+            raise UnsupportedError(
+                f"{self._where}: a torch_dist checkpoint of Megatron with a bucketed optimizer ({shown(name)}); "
+                "save it with an optimizer that is sharded by parameter"
+            )
+        if type(value) is Inert and value.name == f"{_MODULE}.BytesStorageMetadata":
+            return
+        fields = self._fields(value, f"{_MODULE}.TensorStorageMetadata")
+        shape = self._counts(fields.get("size"), shown(name))
+        chunks = fields.get("chunks")
+        if type(chunks) is not list:
+            raise self._fail(f"{shown(name)}: it has no chunks")
+        self._found.tensors[name] = StoredTensor(self._dtype(fields.get("properties"), name), shape)
+        places = self._chunks[name] = {}
+        for chunk in chunks:
+            each = self._fields(chunk, f"{_MODULE}.ChunkStorageMetadata")
+            start, sizes = (self._counts(each.get(key), shown(name)) for key in ("offsets", "sizes"))
+            if not len(start) == len(sizes) == len(shape) or any(
+                at + size > whole for at, size, whole in zip(start, sizes, shape, strict=True)
+            ):
+                raise self._fail(f"{shown(name)}: a chunk reaches out of the tensor")
+            places[start] = sizes
+
+    def _dtype(self, properties: Any, name: str) -> DType:
+        kind = f"{_MODULE}.TensorProperties"
+        state = properties.state if type(properties) is Inert and properties.name == kind else None
+        dtype = state[0] if type(state) is tuple and state else None
+        if type(dtype) is not Global or dtype.name not in DTYPE_NAMES:
+            raise self._fail(f"{shown(name)}: it has no element type")
+        return DType.from_label(dtype.name)
+
+    def _slice(self, index: Any, info: Any) -> Slice:
+        key, entry = self._fields(index, f"{_MODULE}.MetadataIndex"), self._fields(info, _INFO)
+        name, start = key.get("fqn"), key.get("offset")
+        if type(name) is not str:
+            raise self._fail("a slice without a name")
+        place = None
+        if start is not None:
+            start = self._counts(start, shown(name))
+            if start not in self._chunks.get(name, {}):
+                raise self._fail(f"{shown(name)}: a slice at {start}, where it has no chunk")
+            place = start, self._chunks[name][start]
+        elif name in self._found.tensors:
+            raise self._fail(f"{shown(name)}: a slice of a tensor that has no place in it")
+        if (name, start) in self._seen:
+            raise self._fail(f"{shown(name)}: a slice that is listed twice")
+        self._seen.add((name, start))
+        path: Any = entry.get("relative_path")
+        if type(path) is not str or not is_inside(path) or path.rpartition("/")[2] == METADATA:
+            raise self._fail(f"{shown(name)}: it lies in {shown(path)}, which is no file of the checkpoint")
+        offset: Any = entry.get("offset")
+        length: Any = entry.get("length")
+        if not is_count(offset) or not is_count(length):
+            raise self._fail(f"{shown(name)}: its place in {shown(path)} is no count of bytes")
+        transforms = entry.get("transform_descriptors") or []
+        if type(transforms) is not list or not all(type(each) is str for each in transforms):
+            raise self._fail(f"{shown(name)}: its transformations have no names")
+        return Slice(name, path, offset, length, place, tuple(transforms))
+
+    def _paths(self, data: Any) -> dict[str, tuple[str | int, ...]]:
+        """The paths that the default planner keeps; what another planner keeps is left alone."""
+        if type(data) is not dict:
+            return {}
+        found = {}
+        for name, path in data.items():
+            if type(name) is not str or type(path) is not tuple:
+                continue
+            if all(type(part) is str or is_count(part) for part in path) and ".".join(map(str, path)) == name:
+                found[name] = path
+        return found
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a number of bytes or elements, or a place among them."""
+    return type(value) is int and 0 <= value < _LARGEST

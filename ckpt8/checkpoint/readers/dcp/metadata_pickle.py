@@ -1,0 +1,142 @@
+"""A ``.metadata`` written anew: the same values, with other places for the slices.
+
+The inert pickle that was read is written back opcode by opcode. No class is imported, so that it does not matter which
+of them this torch knows.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt8.checkpoint.readers.dcp.metadata import Metadata, Slice
+from ckpt8.checkpoint.tree import Global, Inert
+from ckpt8.core.errors import InputError
+
+_HEAD, _STOP = b"\x80\x04", b"."
+_CONSTANTS: Mapping[Any, bytes] = {None: b"N", True: b"\x88", False: b"\x89"}
+_SIZE = Global("torch.Size")
+
+_GROWTH, _ALLOWANCE = 16, 1 << 16
+"""Texts are written in full each time: a real pickle grows about threefold."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """Opcodes as they are, among values that are still to be written."""
+
+    bytes: bytes
+
+
+class _Size(tuple[int, ...]):
+    """A tuple that is a ``torch.Size`` in the pickle."""
+
+    __slots__ = ()
+
+
+def rewritten(metadata: Metadata, places: Mapping[Slice, tuple[int, int]], where: str) -> bytes:
+    """The pickle with slices at other ``places`` (offset, length), where they are no longer transformed.
+
+    Raises InputError for a value that torch does not put there.
+    """
+    state = dict(metadata.tree.state)
+    storage_data = {}
+    for piece, (index, info) in zip(metadata.slices, state["storage_data"].items(), strict=True):
+        moved = info
+        if piece in places:
+            offset, length = places[piece]
+            moved = replace(info, state={"relative_path": piece.path, "offset": offset, "length": length})
+        storage_data[_sized(index, "offset")] = moved
+    state["storage_data"] = storage_data
+    state["state_dict_metadata"] = {
+        name: _sized_tensor(value) if name in metadata.tensors else value
+        for name, value in state["state_dict_metadata"].items()
+    }
+    limit = _GROWTH * metadata.nbytes + _ALLOWANCE
+    return _Writer(where, limit).write(replace(metadata.tree, state=state))
+
+
+def _sized(node: Inert, *keys: str) -> Inert:
+    """``node`` with the tuples under ``keys`` as the sizes that they were."""
+    sizes = {key: _Size(node.state[key]) for key in keys if node.state.get(key) is not None}
+    return replace(node, state=node.state | sizes)
+
+
+def _sized_tensor(node: Inert) -> Inert:
+    chunks = [_sized(chunk, "offsets", "sizes") for chunk in node.state["chunks"]]
+    return replace(_sized(node, "size"), state=_sized(node, "size").state | {"chunks": chunks})
+
+
+class _Writer:
+    """Writes without recursion: ``_pending`` is what is still to come, the next one last."""
+
+    def __init__(self, where: str, limit: int) -> None:
+        self._where = where
+        self._limit = limit
+        self._out = bytearray(_HEAD)
+        self._memo: dict[str, int] = {}
+        self._pending: list[Any] = []
+        self._kinds: Mapping[type, Callable[[Any], None]] = {
+            int: self._int,
+            float: lambda value: self._put(b"G" + struct.pack(">d", value)),
+            str: lambda value: self._put(_counted(b"X", value.encode("utf-8", "surrogatepass"))),
+            bytes: lambda value: self._put(_counted(b"B", value)),
+            tuple: lambda value: self._later(_Code(b"("), *value, _Code(b"t")),
+            list: lambda value: self._later(_Code(b"]("), *value, _Code(b"e")),
+            dict: lambda value: self._later(
+                _Code(b"}("), *(part for pair in value.items() for part in pair), _Code(b"u")
+            ),
+            _Size: lambda value: self._later(_SIZE, tuple(value), _Code(b"\x85R")),
+            _Code: lambda value: self._put(value.bytes),
+            Global: self._global,
+            Inert: self._object,
+        }
+
+    def write(self, value: Any) -> bytes:
+        """The pickle of one value. Raises InputError."""
+        self._pending.append(value)
+        while self._pending:
+            item = self._pending.pop()
+            if len(self._out) > self._limit:
+                raise InputError(f"{self._where}: repeats the same values over and over")
+            if item is None or item is True or item is False:
+                self._put(_CONSTANTS[item])
+                continue
+            kind = self._kinds.get(type(item))
+            if kind is None:
+                raise InputError(f"{self._where}: holds a {type(item).__name__}, which cannot be written back")
+            kind(item)
+        return bytes(self._out + _STOP)
+
+    def _put(self, code: bytes) -> None:
+        self._out += code
+
+    def _later(self, *items: Any) -> None:
+        self._pending += reversed(items)
+
+    def _int(self, value: int) -> None:
+        if -(1 << 31) <= value < 1 << 31:
+            self._put(b"J" + struct.pack("<i", value))
+        else:
+            content = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            self._put(_counted(b"\x8b", content))
+
+    def _global(self, value: Global) -> None:
+        known = self._memo.get(value.name)
+        if known is not None:
+            self._put(b"j" + struct.pack("<I", known))
+            return
+        self._memo[value.name] = len(self._memo)
+        module, _, name = value.name.rpartition(".")
+        self._put(f"c{module}\n{name}\n".encode() + b"r" + struct.pack("<I", self._memo[value.name]))
+
+    def _object(self, value: Inert) -> None:
+        """An object without a state was made by a call; one with a state, by ``__new__``, gets it afterwards."""
+        made = (_Code(b"R"),) if value.state is None else (_Code(b"\x81"), value.state, _Code(b"b"))
+        self._later(Global(value.name), value.args, *made)
+
+
+def _counted(code: bytes, content: bytes) -> bytes:
+    return code + struct.pack("<I", len(content)) + content

@@ -1,0 +1,164 @@
+"""What the values of a distributed checkpoint are for, by their names.
+
+    <optimizer>.state.<parameter>.<key>             state of a parameter: get_state_dict, nested or flat; torchtitan
+    <optimizer>.state.<key>.<parameter>             the same as Megatron writes it
+    <optimizer>.param_groups.<number>.<option>      with the parameters under ``params``
+    <optimizer>.param_groups.<parameter>.<option>   flattened: a group for every parameter
+
+All else is a weight where it lies under a key that names a model, at the top of the state dict under the dotted name
+of a parameter (torchtitan), or where an optimizer has state for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt8.checkpoint.readers.dcp.metadata import Metadata, is_count
+from ckpt8.checkpoint.vocabulary import MODEL_KEYS, STATE_ROLES
+from ckpt8.core.tensors import Role
+
+_STATE, _GROUPS, _PARAMETERS = "state", "param_groups", "params"
+_MASTERS = {"fp32_param": Role.WEIGHT}
+_KEY_ROLES = {**STATE_ROLES, **_MASTERS}
+_OPTIONS = frozenset(
+    [
+        "betas",
+        "beta1",
+        "beta2",
+        "eps",
+        "amsgrad",
+        "bias_correction",
+        "correct_bias",
+        "momentum",
+        "dampening",
+        "nesterov",
+        "step",
+    ]
+)
+"""What an update rule is recognised by."""
+
+_MAX_COMPONENTS = 64
+"""Names of modules have a few; what follows is taken for one."""
+
+Components = tuple[str, ...]
+Value = Callable[[str], Any]
+"""Reads a value that is no tensor, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateKey:
+    """A value in the state of a parameter. ``optimizer`` is the path of its optimizer, empty at the top."""
+
+    optimizer: str
+    parameter: str
+    key: str
+
+
+class DcpRoles:
+    """Roles of all values of one checkpoint."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+        self._names = {name: tuple(name.split(".", _MAX_COMPONENTS)) for name in metadata.names}
+        self._inside: dict[str, tuple[Components, Components]] = {}
+        self._find_optimizers()
+        self._owners = self._find_owners()
+        self.states = {name: key for name in self._inside if (key := self._state_key(name)) is not None}
+        self._trained = {key.parameter for key in self.states.values()}
+        self._keys: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+        for name, key in self.states.items():
+            self._keys[key.optimizer, key.parameter][key.key] = name
+        self._is_bare = self._find_bare()
+        self._options: dict[str, list[tuple[str, Components]]] = defaultdict(list)
+        for name, (home, rest) in self._inside.items():
+            if rest[0] == _GROUPS and len(rest) > 2:
+                self._options[".".join(home)].append((name, rest[1:]))
+        self._groups: dict[str, dict[str, Mapping[str, str]]] = {}
+
+    def _find_optimizers(self) -> None:
+        """Note of every value inside an optimizer where that is, and the path behind ``state`` or ``param_groups``."""
+        found: set[Components] = set()
+        for parts in self._names.values():
+            if _GROUPS in parts:
+                found.add(parts[: parts.index(_GROUPS)])
+            elif _STATE in parts:
+                at = parts.index(_STATE)
+                if parts[-1] in STATE_ROLES or set(parts[at + 1 : at + 2]) & _KEY_ROLES.keys():
+                    found.add(parts[:at])
+        for name, parts in self._names.items():
+            for at, part in enumerate(parts[:-1]):
+                if part in (_STATE, _GROUPS) and parts[:at] in found:
+                    self._inside[name] = parts[:at], parts[at:]
+                    break
+
+    def _find_owners(self) -> dict[Components, set[Components]]:
+        """By optimizer, what it has moments of, or a group for."""
+        owners: dict[Components, set[Components]] = defaultdict(set)
+        for home, rest in self._inside.values():
+            if len(rest) > 2 and (rest[0] == _GROUPS or rest[-1] in STATE_ROLES):
+                owners[home].add(rest[1:-1])
+        return owners
+
+    def _state_key(self, name: str) -> StateKey | None:
+        home, (kind, *rest) = self._inside[name]
+        if kind != _STATE:
+            return None
+        for end in range(len(rest) - 1, 0, -1):
+            if tuple(rest[:end]) in self._owners[home]:
+                return StateKey(".".join(home), ".".join(rest[:end]), ".".join(rest[end:]))
+        if len(rest) > 1 and rest[0] in _KEY_ROLES:
+            return StateKey(".".join(home), ".".join(rest[1:]), rest[0])
+        return None
+
+    def role(self, name: str) -> Role:
+        """The role of a tensor."""
+        key = self.states.get(name)
+        if key is not None:
+            return _KEY_ROLES.get(key.key, Role.OTHER)
+        if name in self._inside:
+            return Role.OTHER
+        path = self._metadata.paths.get(name)
+        in_model = any(component in MODEL_KEYS for component in (path or self._names[name])[:-1])
+        at_top = path is not None and len(path) == 1 and "." in name
+        return Role.WEIGHT if in_model or at_top or name in self._trained or self._is_bare else Role.OTHER
+
+    def _find_bare(self) -> bool:
+        """Whether the checkpoint is a state dict of a model: nothing but tensors in one dict, extra states aside."""
+        tensors, paths = self._metadata.tensors, self._metadata.paths.values()
+        alone = all(name in tensors or "_extra_state" in name for name in self._names)
+        return alone and not self._inside and all(len(path) == 1 for path in paths)
+
+    def values_of(self, key: StateKey) -> Mapping[str, str]:
+        """By key, the names of all state of the parameter of ``key``."""
+        return self._keys[key.optimizer, key.parameter]
+
+    @property
+    def options(self) -> dict[str, StateKey]:
+        """By name, the options of groups; ``parameter`` is the number of a group, or the parameter that has its own."""
+        return {
+            name: StateKey(optimizer, ".".join(rest[:-1]), rest[-1])
+            for optimizer, options in self._options.items()
+            for name, rest in options
+        }
+
+    def group(self, key: StateKey, value: Value) -> Mapping[str, Any]:
+        """The options of the group that a parameter is in, as far as they tell the update rule."""
+        if key.optimizer not in self._groups:
+            self._groups[key.optimizer] = self._read_groups(key.optimizer, value)
+        options = self._groups[key.optimizer].get(key.parameter, {})
+        return {option: value(name) for option, name in options.items() if option in _OPTIONS}
+
+    def _read_groups(self, optimizer: str, value: Value) -> dict[str, Mapping[str, str]]:
+        """By parameter, the names of the options of its group."""
+        options: dict[Components, dict[str, str]] = defaultdict(dict)
+        for name, rest in self._options[optimizer]:
+            options[rest[:-1]][rest[-1]] = name
+        groups: dict[str, Mapping[str, str]] = {}
+        for path, names in options.items():
+            listed = value(names[_PARAMETERS]) if _PARAMETERS in names else None
+            members = listed if isinstance(listed, list) else [".".join(path)]
+            groups.update({str(member): names for member in members if type(member) is str or is_count(member)})
+        return groups

@@ -1,0 +1,170 @@
+"""entries."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt8.checkpoint.tree import Checkpoint, StorageInfo
+from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
+from ckpt8.container.member_paths import MAX_COMPONENTS, link_stays_inside
+from ckpt8.core.errors import InputError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
+
+if TYPE_CHECKING:
+    from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, StateSlice
+
+
+PACKED_INDEX = "ckpt8-dcp.json"
+"""What makes a directory a checkpoint that ``integrations.dcp`` wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something in a directory. ``path`` is relative, with slashes; ``target`` that of a link, else empty."""
+
+    path: str
+    format: str
+    target: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryMember:
+    """An entry that was opened. ``reason`` says why it is kept as it is, if it may be a checkpoint.
+
+    ``states`` are its slices of optimizer state, of the checkpoint ``home``, if it is a file of a distributed one.
+    ``holds_tensors`` of one that is kept although it is known to hold some.
+    """
+
+    path: str
+    checkpoint: Checkpoint
+    reason: str | None = None
+    home: DcpCheckpoint | None = None
+    states: Sequence[StateSlice] = ()
+    holds_tensors: bool = False
+
+
+class PlainFile:
+    """A file as a Checkpoint without storages."""
+
+    def __init__(self, file: SourceFile) -> None:
+        self.format = FILE
+        self.size = file.source.length
+        self.storages: Sequence[StorageInfo] = ()
+        self.tree: Any = None
+        self._file = file
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes at ``offset``. Raises InputError."""
+        self._file.read_into(offset, buffer)
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when the file changed since it was opened."""
+        self._file.check_unchanged()
+
+
+class Note:
+    """A link, whose content is the path that it holds, or a directory without any, as a Checkpoint."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.format = entry.format
+        self._content = entry.target.encode()
+        self.size = len(self._content)
+        self.storages: Sequence[StorageInfo] = ()
+        self.tree: Any = None
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes at ``offset``."""
+        buffer[:] = self._content[offset : offset + len(buffer)]
+
+    def check_unchanged(self) -> None:
+        """The walk is repeated instead."""
+
+
+def is_directory(path: Path) -> bool:
+    """Whether a path leads to a directory. Raises InputError where that cannot be told."""
+    try:
+        return path.is_dir()
+    except OSError as exc:
+        raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
+
+
+def walk(root: Path) -> list[Entry]:
+    """Everything below ``root``, sorted by path. Raises InputError for what a container cannot hold."""
+    found: list[Entry] = []
+    waiting = [""]
+    while waiting:
+        above = waiting.pop()
+        try:
+            with os.scandir(root / above) as entries:
+                names = sorted(entry.name for entry in entries)
+        except OSError as exc:
+            raise InputError(f"{root / above}: cannot be read: {exc.strerror}") from exc
+        if above.count("/") >= MAX_COMPONENTS - 1:
+            raise InputError(f"{root}: its directories are nested deeper than {MAX_COMPONENTS}")
+        if above and not names:
+            found.append(Entry(above, DIRECTORY))
+        for name in names:
+            path = f"{above}/{name}" if above else name
+            entry = _entry(root, path)
+            if entry is None:
+                waiting.append(path)
+            else:
+                found.append(entry)
+    return sorted(found, key=lambda entry: entry.path.split("/"))
+
+
+def _entry(root: Path, path: str) -> Entry | None:
+    """What is at ``path``; None for a directory."""
+    full = root / path
+    try:
+        path.encode()
+        mode = full.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            return _link(full, path)
+    except UnicodeEncodeError as exc:
+        raise InputError(f"{full}: its name, or where it leads, is not valid UTF-8; rename it") from exc
+    except OSError as exc:
+        raise InputError(f"{full}: cannot be read: {exc.strerror}") from exc
+    if stat.S_ISDIR(mode):
+        return None
+    if not stat.S_ISREG(mode):
+        raise InputError(f"{full}: is neither a file nor a directory nor a link; remove it")
+    return Entry(path, FILE)
+
+
+def _link(full: Path, path: str) -> Entry:
+    target = os.readlink(full)  # noqa: PTH115 - a Path would drop what is redundant
+    target.encode()
+    if link_stays_inside(path, target):
+        return Entry(path, SYMLINK, target)
+    if full.is_file():
+        return Entry(path, FILE)
+    raise InputError(f"{full}: a link out of the directory that leads to no file; remove it, or copy what it means")
+
+
+def directory_bytes(root: Path) -> int:
+    """Bytes of all files below ``root``. Raises InputError."""
+    try:
+        return sum((root / entry.path).stat().st_size for entry in walk(root) if entry.format == FILE)
+    except OSError as exc:
+        raise InputError(f"{root}: cannot be read: {exc.strerror}") from exc
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files below a directory. Raises InputError."""
+    if is_directory(path):
+        return directory_bytes(path)
+    try:
+        return path.stat().st_size
+    except OSError as exc:
+        raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
+
+
+def kept(why: Exception | str, source: ByteRange) -> str:
+    """The reason for keeping a file as it is."""
+    return f"kept as it is: {str(why).removeprefix(f'{source}: ')}"

@@ -1,0 +1,254 @@
+"""The part of the pickle machine below all objects: operands, scalars, the stack, its marks, the memo, the budgets.
+
+Every announced length is checked against the bytes that are left before anything is read, and objects are counted
+before they are built. What is wrong raises ValueError, IndexError or struct.error, to which ``inert_pickle`` adds the
+file and the place.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import Any, Protocol
+
+from ckpt8.checkpoint.tree import Inert
+
+MAX_PROTOCOL = 5
+MAX_MARKS = 10_000
+MAX_UNITS = 64_000_000
+"""Objects in one pickle, where a container counts as one and an object that is made by a call as several."""
+FREE_UNITS = 1_000_000
+UNITS_PER_STORED_BYTE = 8
+"""Beyond the free ones, a pickle has a unit for every two of its bytes, and 8 for each byte on the disk."""
+COPY_FACTOR = 16
+"""Constructors that copy may copy in all this many times what was read."""
+COPY_ALLOWANCE = 65_536
+MAX_INDEX_DIGITS = 20
+MAX_INTEGER_DIGITS = 4300
+"""Reading decimal digits takes quadratic time; Python's own limit is the same but can be switched off."""
+MAX_INTEGER_BYTES = 1785
+"""Integers of more bytes have more digits than Python shows; they stay bytes in an ``Inert``."""
+
+_BYTE_ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", re.DOTALL)
+_ESCAPED = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v"}
+_u16 = struct.Struct("<H").unpack
+_u32 = struct.Struct("<I").unpack
+_i32 = struct.Struct("<i").unpack
+_u64 = struct.Struct("<Q").unpack
+_f64 = struct.Struct(">d").unpack
+
+
+class ByteStream(Protocol):
+    """What the machine reads from. ``io.BytesIO`` and ``io.BufferedReader`` are such streams."""
+
+    def read(self, size: int, /) -> bytes:
+        """At most ``size`` bytes."""
+
+    def readline(self) -> bytes:
+        """Up to and with the next newline."""
+
+    def tell(self) -> int:
+        """Position of the next byte."""
+
+
+def _unescape(match: re.Match[bytes]) -> bytes:
+    code = match[1]
+    if code[:1] == b"x" and len(code) == 3:
+        return bytes([int(code[1:], 16)])
+    if code[:1].isdigit() and code[:1] < b"8":
+        return bytes([int(code, 8) & 0xFF])
+    return _ESCAPED.get(code, code if code in (b"\\", b"'", b'"') else match[0])
+
+
+def _legacy_text(data: bytes) -> str | bytes:
+    """Take a Python 2 ``str``, which is text or bytes, for text only if it decodes as UTF-8."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return data
+
+
+class StackMachine:
+    """The opcodes that read a scalar or move values about. ``end`` is where the bytes of ``stream`` end.
+
+    ``stack`` holds what was pushed since the last mark, ``marks`` the stacks below it. ``stored`` are the bytes on the
+    disk that ``stream`` comes from.
+    """
+
+    def __init__(self, stream: ByteStream, end: int, stored: int) -> None:
+        self.read = stream.read
+        self.readline = stream.readline
+        self.tell = stream.tell
+        self.end = end
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.start = stream.tell()
+        self.copied = 0
+        self.units = 0
+        self._allowed = FREE_UNITS
+        self._room = UNITS_PER_STORED_BYTE * stored
+
+    def count(self, units: int = 1) -> None:
+        """Take note of an object that is about to be made. Raises ValueError for more than the pickle may have."""
+        self.units += units
+        if self.units > self._allowed:
+            self._allowed = min(MAX_UNITS, FREE_UNITS + min((self.tell() - self.start) // 2, self._room))
+            if self.units > self._allowed:
+                raise ValueError(f"it builds more objects than {self.tell() - self.start} bytes of a checkpoint hold")
+
+    def spend(self, size: int) -> None:
+        """Take note of a copy of ``size`` parts. Raises ValueError when copies get out of proportion."""
+        self.copied += size
+        if self.copied > COPY_FACTOR * (self.tell() - self.start) + COPY_ALLOWANCE:
+            raise ValueError("it copies the same values over and over")
+
+    def _take(self, count: int) -> bytes:
+        if not 0 <= count <= self.end - self.tell():
+            raise ValueError(f"{count} bytes are announced, {self.end - self.tell()} are left")
+        data = self.read(count)
+        if len(data) != count:
+            raise ValueError("it ends inside a value")
+        return data
+
+    def _line(self) -> bytes:
+        text = self.readline()
+        if text[-1:] != b"\n":
+            raise ValueError("it ends inside a line")
+        return text[:-1]
+
+    def _protocol(self) -> None:
+        version = self.read(1)[0]
+        if version > MAX_PROTOCOL:
+            raise ValueError(f"it is of protocol {version}, known are 0 to {MAX_PROTOCOL}")
+
+    def _frame(self) -> None:
+        (size,) = _u64(self.read(8))
+        if size > self.end - self.tell():
+            raise ValueError(f"a frame of {size} bytes is announced, {self.end - self.tell()} are left")
+
+    def _none(self) -> None:
+        self.stack.append(None)
+
+    def _true(self) -> None:
+        self.stack.append(True)
+
+    def _false(self) -> None:
+        self.stack.append(False)
+
+    def _integer_text(self) -> None:
+        text = self._line()
+        if len(text) > MAX_INTEGER_DIGITS:
+            raise ValueError(f"an integer has more than {MAX_INTEGER_DIGITS} digits")
+        flag = {b"00": False, b"01": True}.get(text)
+        self.stack.append(int(text.removesuffix(b"L")) if flag is None else flag)
+
+    def _integer_1(self) -> None:
+        self.stack.append(self.read(1)[0])
+
+    def _integer_2(self) -> None:
+        self.stack.append(_u16(self.read(2))[0])
+
+    def _integer_4(self) -> None:
+        self.stack.append(_i32(self.read(4))[0])
+
+    def _long_1(self) -> None:
+        self.stack.append(int.from_bytes(self._take(self.read(1)[0]), "little", signed=True))
+
+    def _long_4(self) -> None:
+        (size,) = _i32(self.read(4))
+        data = self._take(size)
+        small = size <= MAX_INTEGER_BYTES
+        self.stack.append(int.from_bytes(data, "little", signed=True) if small else Inert("builtins.int", (data,)))
+
+    def _float_text(self) -> None:
+        self.stack.append(float(self._line()))
+
+    def _float_8(self) -> None:
+        self.stack.append(_f64(self.read(8))[0])
+
+    def _string_text(self) -> None:
+        quoted = self._line().strip()
+        if len(quoted) < 2 or quoted[0] != quoted[-1] or quoted[:1] not in (b"'", b'"'):
+            raise ValueError("a string is not in quotes")
+        self.stack.append(_legacy_text(_BYTE_ESCAPE.sub(_unescape, quoted[1:-1])))
+
+    def _string_1(self) -> None:
+        self.stack.append(_legacy_text(self._take(self.read(1)[0])))
+
+    def _string_4(self) -> None:
+        self.stack.append(_legacy_text(self._take(_i32(self.read(4))[0])))
+
+    def _unicode_text(self) -> None:
+        self.stack.append(self._line().decode("raw-unicode-escape"))
+
+    def _unicode_1(self) -> None:
+        self.stack.append(self._take(self.read(1)[0]).decode("utf-8", "surrogatepass"))
+
+    def _unicode_4(self) -> None:
+        self.stack.append(self._take(_u32(self.read(4))[0]).decode("utf-8", "surrogatepass"))
+
+    def _unicode_8(self) -> None:
+        self.stack.append(self._take(_u64(self.read(8))[0]).decode("utf-8", "surrogatepass"))
+
+    def _bytes_1(self) -> None:
+        self.stack.append(self._take(self.read(1)[0]))
+
+    def _bytes_4(self) -> None:
+        self.stack.append(self._take(_u32(self.read(4))[0]))
+
+    def _bytes_8(self) -> None:
+        self.stack.append(self._take(_u64(self.read(8))[0]))
+
+    def _bytearray_8(self) -> None:
+        self.stack.append(bytearray(self._take(_u64(self.read(8))[0])))
+
+    def _mark(self) -> None:
+        if len(self.marks) >= MAX_MARKS:
+            raise ValueError(f"more than {MAX_MARKS} marks are open")
+        self.marks.append(self.stack)
+        self.stack = []
+
+    def _since_mark(self) -> list[Any]:
+        items = self.stack
+        self.stack = self.marks.pop()
+        return items
+
+    def _pop(self) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self._since_mark()
+
+    def _pop_mark(self) -> None:
+        self._since_mark()
+
+    def _duplicate(self) -> None:
+        self.stack.append(self.stack[-1])
+
+    def _index(self) -> int:
+        text = self._line()
+        if len(text) > MAX_INDEX_DIGITS:
+            raise ValueError("a memo index has too many digits")
+        return int(text)
+
+    def _get_text(self) -> None:
+        self.stack.append(self.memo[self._index()])
+
+    def _get_1(self) -> None:
+        self.stack.append(self.memo[self.read(1)[0]])
+
+    def _get_4(self) -> None:
+        self.stack.append(self.memo[_u32(self.read(4))[0]])
+
+    def _put_text(self) -> None:
+        self.memo[self._index()] = self.stack[-1]
+
+    def _put_1(self) -> None:
+        self.memo[self.read(1)[0]] = self.stack[-1]
+
+    def _put_4(self) -> None:
+        self.memo[_u32(self.read(4))[0]] = self.stack[-1]
+
+    def _memoize(self) -> None:
+        self.memo[len(self.memo)] = self.stack[-1]

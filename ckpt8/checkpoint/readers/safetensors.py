@@ -1,0 +1,154 @@
+"""The safetensors format: the length of a header, a header of JSON, and the tensors one behind the other.
+
+Every tensor is a storage of its own. The header is checked as strictly as by the safetensors library: entries that
+cover the data without holes and overlaps, no name twice, sizes that follow from type and shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from typing import ClassVar
+
+from ckpt8.checkpoint.readers.pickle.rebuild import MAX_DIMS
+from ckpt8.checkpoint.readers.torch_common import OpenCheckpoint, opened
+from ckpt8.checkpoint.tree import StorageInfo, TensorRef
+from ckpt8.container.header import HEAD_BYTES, LENGTH_BYTES, MAX_HEADER, begins_container
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.json_text import parse_json
+from ckpt8.core.tensors import DType
+from ckpt8.core.text import shown
+
+DTYPES: Mapping[str, DType] = {
+    "F64": DType.FLOAT64,
+    "F32": DType.FLOAT32,
+    "F16": DType.FLOAT16,
+    "BF16": DType.BFLOAT16,
+    "I64": DType.INT64,
+    "I32": DType.INT32,
+    "I16": DType.INT16,
+    "I8": DType.INT8,
+    "U64": DType.UINT64,
+    "U32": DType.UINT32,
+    "U16": DType.UINT16,
+    "U8": DType.UINT8,
+    "BOOL": DType.BOOL,
+    "C64": DType.COMPLEX64,
+    "F8_E4M3": DType.FLOAT8_E4M3FN,
+    "F8_E5M2": DType.FLOAT8_E5M2,
+    "F8_E4M3FNUZ": DType.FLOAT8_E4M3FNUZ,
+    "F8_E5M2FNUZ": DType.FLOAT8_E5M2FNUZ,
+    "F8_E8M0": DType.FLOAT8_E8M0FNU,
+    "F4": DType.FLOAT4_E2M1FN_X2,
+}
+"""Element types by the name that the format has for them. F4 packs two elements of a row into a byte."""
+
+_METADATA = "__metadata__"
+_INT64_MAX = 2**63 - 1
+
+
+class SafetensorsReader:
+    """Reads what ``safetensors.torch.save_file`` writes."""
+
+    id: ClassVar[str] = "safetensors"
+
+    def sniff(self, source: ByteRange) -> bool:
+        """Whether it starts as a header does, of a file that is not a container of ckpt8."""
+        with opened(source) as file:
+            if source.length < LENGTH_BYTES + 2:
+                return False
+            head = file.read(0, min(HEAD_BYTES, source.length))
+        length = int.from_bytes(head[:LENGTH_BYTES], "little")
+        begins = length <= MAX_HEADER and head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{"
+        return begins and not begins_container(head)
+
+    @contextmanager
+    def open(self, source: ByteRange) -> Iterator[OpenCheckpoint]:
+        """Open it. Raises InputError when it is damaged, UnsupportedError for an element type that is not known."""
+        with opened(source) as file:
+            yield _load(file)
+
+    def read(self, file: SourceFile) -> OpenCheckpoint:
+        """As ``open``, from a file that is open already."""
+        return _load(file)
+
+
+def _load(file: SourceFile) -> OpenCheckpoint:
+    where, size = str(file.source), file.source.length
+    if size < LENGTH_BYTES:
+        raise InputError(f"{where}: damaged safetensors file: it has {size} bytes")
+    length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
+    if length > MAX_HEADER:
+        raise InputError(f"{where}: damaged safetensors file: its header of {length} bytes is over {MAX_HEADER}")
+    start = LENGTH_BYTES + length
+    if start > size:
+        raise InputError(f"{where}: cut off inside the header of a safetensors file; copy or download it again")
+    header = parse_json(file.read(LENGTH_BYTES, length), f"{where}: safetensors header")
+    if not isinstance(header, dict):
+        raise InputError(f"{where}: damaged safetensors file: its header is not an object")
+    _check_metadata(header.pop(_METADATA, {}), where)
+    tree: dict[str, TensorRef] = {}
+    storages = []
+    for name, entry in header.items():
+        tree[name], storage = _tensor(name, entry, start, where)
+        storages.append(storage)
+    storages.sort(key=lambda storage: (storage.offset, storage.nbytes))
+    _check_layout(storages, start, size, where)
+    return OpenCheckpoint("safetensors", file, storages, tree)
+
+
+def _check_metadata(metadata: object, where: str) -> None:
+    texts = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    if not texts:
+        raise InputError(f"{where}: damaged safetensors file: {_METADATA} does not map names to texts")
+
+
+def _tensor(name: str, entry: object, start: int, where: str) -> tuple[TensorRef, StorageInfo]:
+    match entry:
+        case {"dtype": str(label), "shape": list(counts), "data_offsets": [first, last]}:
+            if not all(_is_count(number) for number in (*counts, first, last)):
+                raise InputError(f"{where}: tensor {shown(name)}: its shape or offsets are not counts")
+        case _:
+            raise InputError(f"{where}: tensor {shown(name)}: its header entry is malformed")
+    if len(counts) > MAX_DIMS:
+        raise InputError(f"{where}: tensor {shown(name)}: it has {len(counts)} dimensions, more than {MAX_DIMS}")
+    dtype, shape = _dtype(label, counts, f"{where}: tensor {shown(name)}")
+    if first > last or prod(shape) * dtype.itemsize != last - first:
+        raise InputError(
+            f"{where}: tensor {shown(name)}: {label} of shape {shown(list(shape))} does not have the "
+            f"{last - first} bytes that its offsets give it"
+        )
+    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return TensorRef(name, dtype, 0, shape, strides), StorageInfo(name, dtype, start + first, last - first)
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and 0 <= number <= _INT64_MAX
+
+
+def _dtype(label: str, shape: list[int], where: str) -> tuple[DType, tuple[int, ...]]:
+    """The element type, and the shape as torch has it."""
+    dtype = DTYPES.get(label)
+    if dtype is None:
+        raise UnsupportedError(f"{where}: element type {shown(label)} is not known to this version of ckpt8")
+    if dtype is DType.FLOAT4_E2M1FN_X2:
+        if not shape or shape[-1] % 2:
+            raise UnsupportedError(f"{where}: {label} with rows of an odd length cannot be read by torch")
+        return dtype, (*shape[:-1], shape[-1] // 2)
+    return dtype, tuple(shape)
+
+
+def _check_layout(storages: list[StorageInfo], start: int, size: int, where: str) -> None:
+    """Require that the tensors follow each other from the end of the header to the end of the file."""
+    position = start
+    for storage in storages:
+        if storage.offset != position:
+            what = "overlaps the one before it" if storage.offset < position else "leaves a hole before it"
+            raise InputError(f"{where}: damaged safetensors file: tensor {shown(storage.key)} {what}")
+        position += storage.nbytes
+    if position > size:
+        raise InputError(f"{where}: cut off, {size} of {position} bytes are there; copy or download it again")
+    if position < size:
+        raise InputError(f"{where}: damaged safetensors file: {size - position} bytes follow the last tensor")

@@ -1,0 +1,65 @@
+"""Checkpoint files that hold the share of one rank, of which nobody can tell what it means without the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from ckpt8.checkpoint.tree import Global
+from ckpt8.core.errors import UnsupportedError
+from ckpt8.core.tensors import DType
+
+_SHARDED_CLASS = re.compile(r"torch\.distributed\.(?:.*\.)?(?:DTensor|ShardedTensor)")
+_SHARD_SUFFIX = ".distcp"
+_COALESCED = "buckets_coalesced"
+
+
+def is_named_shard(name: str) -> bool:
+    """Whether a file is named as those that torch.distributed.checkpoint writes beside its ``.metadata``.
+
+    One with a single slice cannot be told from a file of torch.save, nor one with many from a damaged file.
+    """
+    return name.endswith(_SHARD_SUFFIX)
+
+
+def lone_shard(where: str) -> UnsupportedError:
+    """What to say of such a file where its ``.metadata`` is not at hand, or does not know it."""
+    return UnsupportedError(
+        f"{where}: a file of a distributed checkpoint without the .metadata that tells what is in it; "
+        "give the folder of the checkpoint"
+    )
+
+
+def refuse_shard(tree: Any, names: Collection[str], where: str) -> None:
+    """Raise UnsupportedError, which names the layout, for the pickle of a rank. ``names`` are all that it refers to."""
+    for name in sorted(names):
+        if _SHARDED_CLASS.fullmatch(name):
+            kind = name.rpartition(".")[2]
+            raise UnsupportedError(
+                f"{where}: a per-rank {kind} file: the share of one rank; save with torch.distributed.checkpoint"
+            )
+    if _is_megatron_optimizer(tree):
+        raise UnsupportedError(
+            f"{where}: a distrib_optim.pt of Megatron: buckets of an optimizer without names or shapes; "
+            "save in the torch_dist format, with an optimizer that is sharded by parameter"
+        )
+
+
+def _is_megatron_optimizer(tree: Any) -> bool:
+    """Whether this is the state of a distributed optimizer: by buffer, then by type of parameter and gradient."""
+    if type(tree) is not dict:
+        return False
+    if _COALESCED in tree:
+        return True
+    buffers = [value for key, value in tree.items() if type(key) is int]
+    return any(type(buffer) is dict and any(map(_is_dtypes, buffer)) for buffer in buffers)
+
+
+def _is_dtypes(key: Any) -> bool:
+    types = key if type(key) is tuple else (key,)
+    return bool(types) and all(type(each) is Global and each.name in DTYPE_NAMES for each in types)
+
+
+DTYPE_NAMES = frozenset(f"torch.{dtype.label}" for dtype in DType)
+"""What a pickle calls element types."""

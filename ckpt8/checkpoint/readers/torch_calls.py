@@ -1,0 +1,140 @@
+"""What torch's ``weights_only`` unpickler would call, judged by the arguments, in front of it.
+
+torch allows some names and calls them with whatever a pickle says. Each of them has a rule in ``torch_rules``. What
+these let through takes no more memory and time than the file has bytes for. Classes that the user allowed are called
+as the user wishes. Nothing is called here, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from math import prod
+from typing import Any, Protocol
+
+from ckpt8.checkpoint.readers.pickle.rebuild import MAX_DIMS
+from ckpt8.checkpoint.readers.torch_rules import COUNTER, RULES, TENSOR_MAKERS
+from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, StorageRef, TensorRef
+
+DATA_FACTOR = 4
+DATA_ALLOWANCE = 1 << 26
+"""Bytes of tensors that are computed or copied may be this many times those of the file, and this many more."""
+
+_META = "meta"
+_PROPERTIES = frozenset({"data", "real", "imag", "grad", "names", "__class__", "__dict__"})
+"""Attributes of a tensor that are no values kept beside it: to set them does something."""
+
+
+class Budget(Protocol):
+    """What a pickle machine counts."""
+
+    def count(self, units: int = 1) -> None:
+        """Objects that are about to be made."""
+
+    def spend(self, size: int) -> None:
+        """Parts that are about to be copied."""
+
+
+class TorchCalls:
+    """The rules for one file of ``size`` bytes. All refusals are a ValueError.
+
+    ``allowed`` are the names that torch allows, ``trusted`` those that the user added. ``foreign`` are those of the
+    file that are neither: torch refuses a file that has one, and so nothing else is judged once there is any.
+    """
+
+    def __init__(self, size: int, allowed: Collection[str], trusted: Collection[str]) -> None:
+        self.foreign: dict[str, None] = {}
+        self._allowed = allowed
+        self._trusted = trusted
+        self._room = DATA_FACTOR * size + DATA_ALLOWANCE
+        self._tensors = TENSOR_MAKERS | frozenset(trusted)
+
+    def name(self, name: str) -> None:
+        """Take note of a class or function that the pickle refers to."""
+        if name not in self._allowed and name not in self._trusted:
+            self.foreign[name] = None
+
+    def call(self, function: Any, args: tuple[Any, ...], made: Any, budget: Budget) -> None:
+        """Judge a call. ``made`` is what our own machine makes of it, or NOT_INTERPRETED."""
+        if self.foreign:
+            return
+        if type(function) is not Global:
+            raise ValueError("it calls what is no function")
+        rule = RULES.get(function.name)
+        if rule is not None:
+            rule(Call(self, function.name, args, made, budget))
+        elif function.name not in self._trusted:
+            asks = any(type(arg) is int or (type(arg) in (tuple, list) and arg) for arg in args[:MAX_DIMS])
+            why = "it asks for memory of a stated size" if asks else "it calls what torch.save never calls"
+            raise ValueError(f"{why} ({function.name})")
+
+    def build(self, target: Any, state: Any, budget: Budget) -> None:
+        """Judge a state that is given to an object."""
+        if self.foreign or (type(target) is Inert and target.name in self._trusted):
+            return
+        if type(target) is not StatefulDict and not (type(target) is Inert and target.name == COUNTER):
+            kind = target.name if type(target) is Inert else type(target).__name__
+            raise ValueError(f"a state is given to a {kind}")
+        if type(state) not in (dict, StatefulDict):
+            raise ValueError("the attributes of a dictionary are none")
+        budget.spend(len(state))
+
+    def fill(self, target: Inert) -> None:
+        """Judge items that are added to an object: torch adds them to lists and dictionaries alone."""
+        if not self.foreign:
+            raise ValueError(f"items are added to a {target.name}")
+
+    def storage(self, pid: Any, found: Any) -> None:
+        """Judge a reference to a storage. torch reads one without a device again each time that it is referred to."""
+        if type(found) is StorageRef and pid[3] == _META:
+            self.spend_data(found.numel * found.dtype.itemsize)
+
+    def spend_data(self, nbytes: int) -> None:
+        """Take note of bytes of tensors that are computed or copied."""
+        self._room -= nbytes
+        if self._room < 0:
+            raise ValueError("it has the same data copied over and over")
+
+    def is_tensor(self, value: Any) -> bool:
+        """Whether torch has a tensor for ``value``."""
+        return type(value) is TensorRef or (type(value) is Inert and value.name in self._tensors)
+
+    def is_trusted(self, value: Any) -> bool:
+        """Whether ``value`` is a class that the user allowed."""
+        return type(value) is Global and value.name in self._trusted
+
+
+class Call:
+    """One call that is judged. Rules are functions of it; what they ask for is a method of its own."""
+
+    __slots__ = ("args", "budget", "calls", "made", "name")
+
+    def __init__(self, calls: TorchCalls, name: str, args: tuple[Any, ...], made: Any, budget: Budget) -> None:
+        self.calls = calls
+        self.name = name
+        self.args = args
+        self.made: Any = made
+        self.budget = budget
+
+    def require(self, holds: object) -> None:
+        """Raise ValueError unless it holds."""
+        if not holds:
+            raise ValueError(f"the arguments of {self.name} are not those that torch.save writes")
+
+    def is_made(self, kind: type) -> None:
+        """Require that our own machine understood the call."""
+        self.require(type(self.made) is kind)
+
+    def dense(self, value: Any, itemsize: int | None = None) -> None:
+        """Require a tensor whose elements are all there, and take note of its bytes, as elements of ``itemsize``."""
+        self.require(type(value) is TensorRef)
+        span = 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride, strict=True))
+        numel = prod(value.shape)
+        self.require(numel <= max(span, 0))
+        self.calls.spend_data(numel * (itemsize or value.dtype.itemsize))
+
+    def state(self, state: Any) -> None:
+        """Require attributes of a tensor: ``__dict__``, or that and the values of slots."""
+        for part in state if type(state) is tuple and len(state) == 2 else (state,):
+            self.require(part is None or type(part) in (dict, StatefulDict))
+            self.require(not part or not any(name in _PROPERTIES for name in part))
+            self.budget.spend(len(part or ()))

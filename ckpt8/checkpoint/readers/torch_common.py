@@ -1,0 +1,127 @@
+"""What the two torch formats share: the storages that a pickle names, and the open checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt8.checkpoint.tree import Global, StorageInfo, StorageRef
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.tensors import DType
+from ckpt8.core.text import shown
+
+_INT64_MAX = 2**63 - 1
+
+MAX_PICKLE_BYTES = 512 * 2**20
+_FREE_PICKLE_BYTES = 16 * 2**20
+_PICKLE_RATIO = 64
+"""A pickle in a container may be so many times as long as the container, and 16 MiB longer: real ones stay below 20."""
+
+
+def longest_pickle(file: SourceFile) -> int:
+    """Bytes that the pickle of a checkpoint may have, by those on the disk."""
+    return min(MAX_PICKLE_BYTES, _FREE_PICKLE_BYTES + _PICKLE_RATIO * file.stored)
+
+
+@dataclass(slots=True)
+class OpenCheckpoint:
+    """A ``Checkpoint`` over one file."""
+
+    format: str
+    file: SourceFile
+    storages: Sequence[StorageInfo]
+    tree: Any
+
+    @property
+    def size(self) -> int:
+        """Length of the source in bytes."""
+        return self.file.source.length
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with source bytes at ``offset``. Thread-safe. Raises InputError."""
+        self.file.read_into(offset, buffer)
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when the source changed since it was opened."""
+        self.file.check_unchanged()
+
+
+@contextmanager
+def opened(source: ByteRange) -> Iterator[SourceFile]:
+    """Open ``source`` for the length of a ``with`` block. Raises InputError."""
+    file = SourceFile(source)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+class StorageTable:
+    """Collects the storages that a pickle names. ``load`` is the ``persistent_load`` of the pickle machine.
+
+    ``declared`` maps each key to the forms under which it was named, (dtype, element count), the first one
+    first.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.declared: dict[str, dict[tuple[DType, int], None]] = {}
+
+    def load(self, pid: Any) -> StorageRef | Global:
+        """Resolve a persistent id. Raises InputError for anything but a storage or an old module class."""
+        if type(pid) is not tuple or len(pid) < 4:
+            raise InputError(f"{self.label}: damaged pickle: a persistent id is not that of a storage")
+        if pid[0] == "module" and len(pid) == 4 and type(pid[1]) is Global:
+            # Before 1.6 a pickled module carried its source text beside its class.
+            return pid[1]
+        if pid[0] != "storage" or len(pid) not in (5, 6):
+            raise InputError(f"{self.label}: damaged pickle: a persistent id is not that of a storage")
+        _, kind, key, location, numel = pid[:5]
+        if type(kind) is not Global or type(key) is not str or type(location) is not str:
+            raise InputError(f"{self.label}: damaged pickle: a storage has no type, key or location")
+        if type(numel) is not int or not 0 <= numel <= _INT64_MAX:
+            raise InputError(f"{self.label}: damaged pickle: storage {shown(key)} has no valid element count")
+        dtype = self._dtype(kind.name)
+        self.declared.setdefault(key, {})[dtype, numel] = None
+        view = pid[5] if len(pid) == 6 else None
+        return StorageRef(key, dtype, numel) if view is None else self._view(key, dtype, numel, view)
+
+    def _dtype(self, kind: str) -> DType:
+        """Look up the storage class, in whichever module it was (``torch.cuda.FloatStorage``)."""
+        name = kind.rpartition(".")[2]
+        if name == "UntypedStorage":
+            return DType.UINT8
+        try:
+            return DType.from_storage_class(name)
+        except KeyError:
+            raise UnsupportedError(
+                f"{self.label}: storage type {shown(kind)} is not known to this version of ckpt8"
+            ) from None
+
+    def _view(self, key: str, dtype: DType, numel: int, view: Any) -> StorageRef:
+        """Read the ``(view key, offset, length)`` of old files, in elements of the root storage."""
+        if type(view) is not tuple or len(view) != 3:
+            raise InputError(f"{self.label}: damaged pickle: storage {shown(key)} has malformed view metadata")
+        name, offset, length = view
+        counts = type(name) is str and type(offset) is int and type(length) is int and offset >= 0 and length >= 0
+        if not counts or offset + length > numel:
+            raise InputError(f"{self.label}: damaged pickle: a view reaches outside storage {shown(key)}")
+        return StorageRef(key, dtype, length, offset)
+
+    def dtype_for(self, key: str, nbytes: int) -> DType:
+        """Check a storage of ``nbytes`` bytes against each form it was named under and give its element type.
+
+        UINT8 where the forms differ. Raises InputError when one of them states another size.
+        """
+        forms = self.declared[key]
+        for dtype, numel in forms:
+            if numel * dtype.itemsize != nbytes:
+                raise InputError(
+                    f"{self.label}: storage {shown(key)} has {nbytes} bytes, "
+                    f"but the pickle names it with {numel} elements of {dtype.label}"
+                )
+        dtypes = {dtype for dtype, _ in forms}
+        return dtypes.pop() if len(dtypes) == 1 else DType.UINT8

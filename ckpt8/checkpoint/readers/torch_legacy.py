@@ -1,0 +1,125 @@
+"""The format of ``torch.save`` before 1.6: five pickles, then each storage as element count and bytes."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
+from ckpt8.checkpoint.readers.torch_calls import TorchCalls
+from ckpt8.checkpoint.readers.torch_common import OpenCheckpoint, StorageTable, longest_pickle, opened
+from ckpt8.checkpoint.tree import StorageInfo
+from ckpt8.checkpoint.walk import check_depth
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.text import shown
+
+MAGIC = 0x1950A86A20F9469CFC6C
+PROTOCOL_VERSION = 1001
+_MAGIC_BYTES = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+_MAGIC_TEXT = b"L119547037146038801333356L\n."  # how pickle protocol 1 writes it
+_SNIFFED_BYTES = 32
+_BUFFER_BYTES = 2**16
+_COUNT = struct.Struct("<q")
+
+
+class TorchLegacyReader:
+    """Reads what ``torch.save`` wrote before 1.6 or writes with ``_use_new_zipfile_serialization=False``."""
+
+    id: ClassVar[str] = "torch-legacy"
+
+    def sniff(self, source: ByteRange) -> bool:
+        """Whether it starts with the pickled magic number."""
+        with opened(source) as file:
+            return begins_legacy(file)
+
+    @contextmanager
+    def open(self, source: ByteRange) -> Iterator[OpenCheckpoint]:
+        """Open it. Raises InputError when it is damaged or cut off, UnsupportedError for big-endian files."""
+        with opened(source) as file:
+            yield _load(file)
+
+    def read(self, file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
+        """As ``open``, from a file that is open already. With ``calls``, one that torch is to load is judged for it."""
+        return _load(file, calls)
+
+
+def begins_legacy(file: SourceFile) -> bool:
+    """Whether a file starts with the pickled magic number."""
+    head = file.read(0, min(_SNIFFED_BYTES, file.source.length))
+    return head.startswith(_MAGIC_TEXT) or (head.startswith(b"\x80") and _MAGIC_BYTES in head)
+
+
+class _RawStream(io.RawIOBase):
+    """The first ``limit`` bytes of a SourceFile as a stream."""
+
+    def __init__(self, file: SourceFile, limit: int) -> None:
+        super().__init__()
+        self._file = file
+        self._limit = limit
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = min(len(view), self._limit - self._position)
+        self._file.read_into(self._position, view[:count])
+        self._position += count
+        return count
+
+    def tell(self) -> int:
+        return self._position
+
+
+def _load(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
+    source = file.source
+    limit = min(source.length, longest_pickle(file))
+    stream = io.BufferedReader(_RawStream(file, limit), _BUFFER_BYTES)
+
+    def load(what: str, table: StorageTable | None = None) -> Any:
+        label, persistent_load = f"{source}: {what}", table.load if table else None
+        return load_pickle(stream, limit, label, persistent_load, stored=file.stored, calls=calls)
+
+    if load("magic number") != MAGIC or load("format version") != PROTOCOL_VERSION:
+        raise InputError(f"{source}: not a checkpoint of torch before 1.6: its magic number or version is another")
+    system = load("system record")
+    if type(system) is not dict or system.get("little_endian") is not True:
+        raise UnsupportedError(f"{source}: saved on a big-endian machine; load and save it again with torch")
+    table = StorageTable(f"{source}: pickle")
+    tree = load("pickle", table)
+    check_depth(tree, table.label)
+    keys = load("list of storages")
+    storages = _storages(file, table, keys, stream.tell())
+    return OpenCheckpoint("torch-legacy", file, storages, tree)
+
+
+def _storages(file: SourceFile, table: StorageTable, keys: Any, offset: int) -> Sequence[StorageInfo]:
+    """Place the storages, which lie one behind the other from ``offset`` to the end of the file."""
+    source = file.source
+    if type(keys) is not list or not all(type(key) is str for key in keys):
+        raise InputError(f"{source}: damaged: its list of storages is malformed")
+    if len(set(keys)) != len(keys) or set(keys) != set(table.declared):
+        raise InputError(f"{source}: damaged: its list of storages is not the one that its pickle uses")
+    storages = []
+    for key in keys:
+        if offset + _COUNT.size > source.length:
+            raise InputError(f"{source}: cut off before storage {shown(key)}; copy or download it again")
+        (numel,) = _COUNT.unpack(file.read(offset, _COUNT.size))
+        offset += _COUNT.size
+        # The count is in elements of the type under which the storage was met first.
+        first, declared = next(iter(table.declared[key]))
+        if numel != declared:
+            raise InputError(f"{source}: storage {shown(key)} has {numel} elements, its pickle says {declared}")
+        nbytes = numel * first.itemsize
+        if nbytes > source.length - offset:
+            raise InputError(f"{source}: cut off inside storage {shown(key)}; copy or download it again")
+        storages.append(StorageInfo(key, table.dtype_for(key, nbytes), offset, nbytes))
+        offset += nbytes
+    if offset != source.length:
+        raise InputError(f"{source}: {source.length - offset} bytes follow the last storage; the file is damaged")
+    return storages

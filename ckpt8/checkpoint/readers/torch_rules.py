@@ -1,0 +1,211 @@
+"""The arguments that ``torch.save`` writes for each name that torch's ``weights_only`` unpickler calls, and no others.
+
+A rule is a function of a ``Call``, which ``torch_calls`` makes. It raises ValueError for any other arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckpt8.checkpoint.readers.pickle.rebuild import (
+    CONSTRUCTORS,
+    MAX_DIMS,
+    NOT_INTERPRETED,
+    dict_key,
+    is_plain,
+    set_entry,
+)
+from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, StorageRef, TensorRef
+from ckpt8.core.tensors import DType
+
+if TYPE_CHECKING:
+    from ckpt8.checkpoint.readers.torch_calls import Call
+
+TENSOR_UNITS = 8
+"""A tensor takes as much memory as that many containers."""
+
+COUNTER = "collections.Counter"
+_UTILS = "torch._utils._rebuild_"
+_TYPED = "torch._tensor._rebuild_from_type_v2"
+_LARGEST_ITEM = 16
+_PACKED = {DType.QUINT4X2: 2, DType.QUINT2X4: 4}
+
+
+def _is_shape(value: Any) -> bool:
+    return type(value) is tuple and len(value) <= MAX_DIMS and all(type(n) is int and n >= 0 for n in value)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _tensor(call: Call) -> None:
+    call.is_made(TensorRef)
+    call.budget.count(TENSOR_UNITS)
+
+
+def _parameter(call: Call) -> None:
+    call.require(call.args and call.calls.is_tensor(call.args[0]))
+    call.require(all(is_plain(arg) for arg in call.args[1:3]) and len(call.args) <= 4)
+    if len(call.args) == 4:
+        call.state(call.args[3])
+    call.budget.count(TENSOR_UNITS)
+
+
+def _typed(call: Call) -> None:
+    """``_rebuild_from_type_v2(function, type, args, state)``: the function is called as any other."""
+    call.require(len(call.args) == 4)
+    function, kind, arguments, state = call.args
+    call.require(type(function) is Global and type(kind) is Global and type(arguments) is tuple)
+    call.require(function.name != _TYPED)
+    call.require(function.name in TENSOR_MAKERS or call.calls.is_trusted(function))
+    constructor = CONSTRUCTORS.get(function.name)
+    made = NOT_INTERPRETED if constructor is None else constructor(arguments, call.budget.spend)
+    call.calls.call(function, arguments, made, call.budget)
+    call.state(None if call.calls.is_trusted(kind) else state)
+
+
+def _quantized(call: Call) -> None:
+    """A quantized tensor is made anew before it is given its storage: it is no larger than that."""
+    call.require(len(call.args) == 7 and type(call.args[0]) is StorageRef)
+    storage, offset, size, stride, how = call.args[:5]
+    call.require(_is_shape(size) and _is_shape(stride) and len(size) == len(stride))
+    call.require(type(offset) is int and offset >= 0 and all(is_plain(arg) for arg in call.args[5:]))
+    there = storage.numel * _PACKED.get(storage.dtype, 1)
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    call.require(prod(size) <= there and (not prod(size) or last < there))
+    call.calls.spend_data(storage.numel * storage.dtype.itemsize)
+    call.require(type(how) is tuple and len(how) in (3, 4) and type(how[0]) is Global)
+    if len(how) == 3:
+        call.require(all(map(_is_number, how[1:])))
+    else:
+        call.require(type(how[3]) is int and 0 <= how[3] < len(size))
+        for each in how[1:3]:
+            _per_channel(call, each, size[how[3]])
+    call.budget.count(TENSOR_UNITS)
+
+
+def _per_channel(call: Call, value: Any, count: int) -> None:
+    if type(value) is list:
+        call.budget.spend(len(value))
+        call.require(len(value) == count and all(map(_is_number, value)))
+    else:
+        call.dense(value)
+        call.require(prod(value.shape) == count)
+
+
+def _sparse(call: Call) -> None:
+    """``_rebuild_sparse_tensor(layout, (tensors, size, flag))``: torch looks at all elements of the tensors."""
+    call.require(len(call.args) == 2 and type(call.args[1]) is tuple and len(call.args[1]) <= 5)
+    for part in call.args[1]:
+        if type(part) is TensorRef:
+            call.dense(part)
+        else:
+            call.require(_is_shape(part) or part is None or type(part) is bool)
+    call.budget.count(TENSOR_UNITS)
+
+
+def _nested(call: Call) -> None:
+    call.require(len(call.args) == 4)
+    for part in call.args:
+        call.dense(part)
+    call.budget.count(TENSOR_UNITS)
+
+
+def _meta(call: Call) -> None:
+    call.require(len(call.args) == 4 and type(call.args[0]) is Global and all(map(_is_shape, call.args[1:3])))
+    call.budget.count(TENSOR_UNITS)
+
+
+def _wrapper(call: Call) -> None:
+    """A tensor without a storage, of a class that the user allowed."""
+    call.require(len(call.args) == 8 and call.calls.is_trusted(call.args[0]))
+    call.require(_is_shape(call.args[2]) and _is_shape(call.args[3]))
+    call.budget.count(TENSOR_UNITS)
+
+
+def _converted(call: Call) -> None:
+    """A tensor of a device without storages, from a tensor on the host, or from an array that the user allowed."""
+    call.require(len(call.args) == 4)
+    data = call.args[0]
+    if type(data) is Inert and data.name in _ARRAYS:
+        content = data.state[-1] if type(data.state) is tuple and data.state else None
+        call.require(type(content) is bytes)
+        call.calls.spend_data(len(content or b"") * _LARGEST_ITEM)
+    else:
+        dtype = call.args[1]
+        known = type(dtype) is Global and dtype.name.removeprefix("torch.") in _ITEMSIZES
+        call.dense(data, _ITEMSIZES[dtype.name.removeprefix("torch.")] if known else _LARGEST_ITEM)
+    call.budget.count(TENSOR_UNITS)
+
+
+def _size(call: Call) -> None:
+    call.require(len(call.args) == 1 and type(call.args[0]) in (tuple, list))
+    call.budget.spend(len(call.args[0]))
+    call.require(all(type(n) is int for n in call.args[0]))
+
+
+def _set(call: Call) -> None:
+    """A set of items that are hashed in constant time, and are not made to collide."""
+    call.require(not call.args or (len(call.args) == 1 and type(call.args[0]) is list))
+    seen: dict[Any, None] = {}
+    call.budget.spend(sum(map(len, call.args)))
+    for item in call.args[0] if call.args else ():
+        set_entry(seen, dict_key(item), None)
+
+
+def _counter(call: Call) -> None:
+    call.require(not call.args or (len(call.args) == 1 and type(call.args[0]) in (dict, StatefulDict)))
+    call.budget.spend(sum(map(len, call.args)))
+
+
+def _scalars(call: Call) -> None:
+    call.require(0 < len(call.args) <= 3 and all(type(arg) in (str, int, bool) for arg in call.args))
+
+
+def _array(call: Call) -> None:
+    """``_reconstruct(numpy.ndarray, (0,), b"b")``: an empty array, whose state has shape and content."""
+    call.require(len(call.args) == 3 and call.args[1] == (0,) and type(call.args[2]) in (str, bytes))
+
+
+def _never(call: Call) -> None:
+    raise ValueError(f"it asks for memory of a stated size ({call.name})")
+
+
+_ITEMSIZES = {dtype.label: dtype.itemsize for dtype in DType}
+_ARRAYS = frozenset({"numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct"})
+_TENSOR_RULES: Mapping[str, Callable[[Call], None]] = {
+    f"{_UTILS}tensor": _tensor,
+    f"{_UTILS}tensor_v2": _tensor,
+    f"{_UTILS}tensor_v3": _tensor,
+    f"{_UTILS}parameter": _parameter,
+    f"{_UTILS}parameter_with_state": _parameter,
+    "torch.nn.parameter.Parameter": _parameter,
+    f"{_UTILS}qtensor": _quantized,
+    f"{_UTILS}sparse_tensor": _sparse,
+    f"{_UTILS}nested_tensor": _nested,
+    f"{_UTILS}meta_tensor_no_storage": _meta,
+    f"{_UTILS}wrapper_subclass": _wrapper,
+    f"{_UTILS}device_tensor_from_cpu_tensor": _converted,
+    f"{_UTILS}device_tensor_from_numpy": _converted,
+    _TYPED: _typed,
+}
+TENSOR_MAKERS = frozenset(_TENSOR_RULES)
+RULES: Mapping[str, Callable[[Call], None]] = {
+    **_TENSOR_RULES,
+    **dict.fromkeys(_ARRAYS, _array),
+    "collections.OrderedDict": lambda call: call.is_made(StatefulDict),
+    COUNTER: _counter,
+    "torch.Size": _size,
+    "torch.device": _scalars,
+    "torch.serialization._get_layout": _scalars,
+    "_codecs.encode": lambda call: call.is_made(bytes),
+    "builtins.bytearray": lambda call: call.is_made(bytearray) if call.made is not NOT_INTERPRETED else _never(call),
+    "builtins.set": _set,
+    "builtins.complex": lambda call: call.is_made(complex),
+    "numpy.dtype": _scalars,
+    "numpy.ndarray": _never,
+}
+"""By the name that torch calls: the rule."""

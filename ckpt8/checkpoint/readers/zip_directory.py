@@ -1,0 +1,245 @@
+"""A strict reader for zip directories, with zip64: where each record lies and where its CRC stands.
+
+The directory at the end of a zip file repeats most of what stands before and after each record. All of it is
+compared, and what nothing repeats must have the one value that torch writes, if torch wrote the file: so that
+no flipped bit of the directory or of the end records goes unnoticed, and a restored file can be patched at
+every place that states a CRC.
+
+Layouts are those of PKWARE's APPNOTE 6.3: 4.3.7 local header, 4.3.9 data descriptor, 4.3.12 central
+directory, 4.3.14 to 4.3.16 end records, 4.5.3 zip64 extra field.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpt8.checkpoint.readers.zip_end import read_end_records
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import SourceFile
+
+LOCAL_SIGNATURE = b"PK\x03\x04"
+STORED = 0
+_ENCRYPTED = 0x2041  # encrypted, strongly encrypted, or local header masked
+_HAS_DESCRIPTOR = 0x8
+_SATURATED = 0xFFFFFFFF
+_ZIP64_ID = 1
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_LOCAL_CRC_AT = 14
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_CENTRAL_CRC_AT = 16
+_DESCRIPTORS = (
+    # Position of the CRC, layout: with and without signature, 64-bit and 32-bit sizes. Torch always signs.
+    (4, struct.Struct("<4sIQQ")),
+    (4, struct.Struct("<4sIII")),
+    (0, struct.Struct("<IQQ")),
+    (0, struct.Struct("<III")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ZipEntry:
+    """One record. Offsets are bytes from the start of the source; sizes are in bytes.
+
+    ``crc_fields`` are the offsets of all 4-byte little-endian fields that hold ``crc32``, the one in the
+    directory first. ``end`` is the offset behind the record and its data descriptor.
+    """
+
+    name: str
+    method: int
+    crc32: int
+    size: int
+    compressed_size: int
+    header_offset: int
+    data_offset: int
+    end: int
+    crc_fields: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Central:
+    """A directory entry as it stands, zip64 values put in. ``position`` is its own offset in the source."""
+
+    position: int
+    name: bytes
+    needed: int
+    shared: tuple[int, ...]  # flags, method, time, date: exactly as in the local header
+    crc32: int
+    compressed_size: int
+    size: int
+    header_offset: int
+    bare: bool  # what no other place repeats is 0, as torch writes it
+
+
+def read_directory(file: SourceFile) -> list[ZipEntry]:
+    """All records in the order of their offsets. Raises InputError for anything damaged or contradictory."""
+    end = read_end_records(file)
+    central = _parse_directory(file, file.read(end.offset, end.size), end.offset)
+    if len(central) != end.count:
+        raise InputError(f"{file.source}: damaged zip file: {end.count} records announced, {len(central)} listed")
+    opened = [_open_record(file, record, end.offset) for record in central]
+    # A record that someone added to torch's file with a zip tool may carry the tool's values.
+    odd = any(by_torch and not record.bare for record, (_, by_torch) in zip(central, opened, strict=True))
+    if odd or (not end.torch_style and all(by_torch for _, by_torch in opened)):
+        raise InputError(f"{file.source}: damaged zip file: its directory holds values that torch never writes")
+    entries = [entry for entry, _ in opened]
+    entries.sort(key=lambda entry: entry.header_offset)
+    _check_layout(file, entries)
+    return entries
+
+
+def find_prefix(file: SourceFile, entries: Sequence[ZipEntry]) -> str:
+    """Find the folder, with its ``/``, of the one ``data.pkl``. Raises InputError unless there is one."""
+    names = [entry.name for entry in entries if entry.name.endswith("/data.pkl")]
+    if len(names) != 1:
+        found = "no data.pkl" if not names else f"{len(names)} records named data.pkl"
+        raise InputError(f"{file.source}: a zip file with {found}; expected a file written by torch.save")
+    return names[0].removesuffix("data.pkl")
+
+
+def _parse_directory(file: SourceFile, data: bytes, offset: int) -> list[_Central]:
+    records: list[_Central] = []
+    at = 0
+    while at < len(data):
+        if at + _CENTRAL.size > len(data) or data[at : at + 4] != b"PK\x01\x02":
+            raise InputError(f"{file.source}: damaged zip file: directory entry {len(records)} is unreadable")
+        record, at = _parse_entry(file, data, at, offset)
+        records.append(record)
+    return records
+
+
+def _parse_entry(file: SourceFile, data: bytes, at: int, offset: int) -> tuple[_Central, int]:
+    fields = _CENTRAL.unpack_from(data, at)
+    _, made_by, needed, flags, method, time, date, crc32, compressed, size = fields[:10]
+    name_length, extra_length, comment_length, disk, internal, external, header = fields[10:]
+    name_at = at + _CENTRAL.size
+    extra_at = name_at + name_length
+    end = extra_at + extra_length + comment_length
+    if end > len(data):
+        raise InputError(f"{file.source}: damaged zip file: a directory entry reaches past its end")
+    sizes = _widen(data[extra_at : extra_at + extra_length], (size, compressed, header))
+    if sizes is None or disk:
+        raise InputError(f"{file.source}: damaged zip file: a directory entry has no valid sizes")
+    record = _Central(
+        position=offset + at,
+        name=data[name_at:extra_at],
+        needed=needed,
+        shared=(flags, method, time, date),
+        crc32=crc32,
+        compressed_size=sizes[1],
+        size=sizes[0],
+        header_offset=sizes[2],
+        bare=not (made_by or internal or external or comment_length),
+    )
+    return record, end
+
+
+def _widen(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Take saturated values from the zip64 extra field, in order; None when it lacks one of them."""
+    needed = sum(value == _SATURATED for value in values)
+    if not needed:
+        return values
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == _ZIP64_ID and 8 * needed <= length <= len(extra) - at - 4:
+            wide = iter(struct.unpack_from(f"<{needed}Q", extra, at + 4))
+            return tuple(next(wide) if value == _SATURATED else value for value in values)
+        at += 4 + length
+    return None
+
+
+def _open_record(file: SourceFile, record: _Central, limit: int) -> tuple[ZipEntry, bool]:
+    """Compare a directory entry with its local header and data descriptor, which end before ``limit``.
+
+    The second result tells whether the local header is one that only torch writes: no version, no time, no
+    date.
+    """
+    name = record.name.decode("utf-8", "backslashreplace")
+    if record.shared[0] & _ENCRYPTED:
+        raise UnsupportedError(f"{file.source}: zip record {name!r} is encrypted; decrypt the file first")
+    at = record.header_offset
+    span = _LOCAL.size + len(record.name)
+    if at + span > limit:
+        raise _mismatch(file, name)
+    head = file.read(at, span)
+    signature, needed, *shared, crc32, compressed, size, name_length, extra_length = _LOCAL.unpack_from(head)
+    data_offset = at + span + extra_length
+    data_end = data_offset + record.compressed_size
+    same = (
+        signature == LOCAL_SIGNATURE
+        and tuple(shared) == record.shared
+        and name_length == len(record.name)
+        and head[_LOCAL.size :] == record.name
+    )
+    by_torch = needed == 0 and shared[2:] == [0, 0]
+    if not same or data_end > limit or (by_torch and needed != record.needed):
+        raise _mismatch(file, name)
+    crc_fields = [record.position + _CENTRAL_CRC_AT]
+    sizes = (size, compressed)
+    if shared[0] & _HAS_DESCRIPTOR:
+        field, end = _find_descriptor(file, record, data_end, limit)
+        crc_fields.append(field)
+        # With a descriptor the local header may leave its fields empty, but what it states must be true.
+        if crc32 == record.crc32 and crc32:
+            crc_fields.append(at + _LOCAL_CRC_AT)
+        true = crc32 in (0, record.crc32) and _are_sizes(sizes, record, (0, _SATURATED))
+    else:
+        end = data_end
+        crc_fields.append(at + _LOCAL_CRC_AT)
+        extra = file.read(at + span, extra_length) if _SATURATED in sizes else b""
+        wide = _widen(extra, sizes)
+        true = wide is not None and crc32 == record.crc32 and _are_sizes(wide, record, ())
+    if not true or (record.shared[1] == STORED and record.size != record.compressed_size):
+        raise _mismatch(file, name)
+    entry = ZipEntry(
+        name=name,
+        method=record.shared[1],
+        crc32=record.crc32,
+        size=record.size,
+        compressed_size=record.compressed_size,
+        header_offset=at,
+        data_offset=data_offset,
+        end=end,
+        crc_fields=tuple(crc_fields),
+    )
+    return entry, by_torch
+
+
+def _are_sizes(sizes: tuple[int, ...], record: _Central, empty: tuple[int, ...]) -> bool:
+    return all(
+        stated == true or stated in empty
+        for stated, true in zip(sizes, (record.size, record.compressed_size), strict=True)
+    )
+
+
+def _find_descriptor(file: SourceFile, record: _Central, at: int, limit: int) -> tuple[int, int]:
+    """Find the data descriptor at ``at``: offset of its CRC and of its end. Raises InputError."""
+    tail = file.read(at, min(_DESCRIPTORS[0][1].size, limit - at))
+    wanted = (record.crc32, record.compressed_size, record.size)
+    for crc_at, layout in _DESCRIPTORS:
+        if layout.size > len(tail):
+            continue
+        fields = layout.unpack_from(tail)
+        if fields[-3:] == wanted and fields[:-3] in ((), (b"PK\x07\x08",)):
+            return at + crc_at, at + layout.size
+    raise _mismatch(file, record.name.decode("utf-8", "backslashreplace"))
+
+
+def _check_layout(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
+    """No two records may share a name or a byte. ``entries`` are in the order of their offsets."""
+    names = set()
+    end = 0
+    for entry in entries:
+        if entry.header_offset < end:
+            raise InputError(f"{file.source}: damaged zip file: record {entry.name!r} overlaps the one before it")
+        if entry.name in names:
+            raise InputError(f"{file.source}: damaged zip file: record {entry.name!r} is listed twice")
+        names.add(entry.name)
+        end = entry.end
+
+
+def _mismatch(file: SourceFile, name: str) -> InputError:
+    return InputError(f"{file.source}: damaged zip file: record {name!r} does not match its directory entry")

@@ -1,0 +1,153 @@
+"""What ``--force`` may replace, and what may be removed: checkpoints.
+
+A directory goes with everything in it. So it must hold a checkpoint, told by content, and every file in it must either
+be written again under the same path, or have a name that frameworks give to files of one checkpoint. A directory
+without any file goes as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from ckpt8.checkpoint.readers import match_reader
+from ckpt8.checkpoint.readers.entries import PACKED_INDEX
+from ckpt8.checkpoint.readers.shards import is_named_shard
+from ckpt8.container.header import is_container
+from ckpt8.core.errors import InputError, OutputError
+from ckpt8.core.files.atomic import any_file
+from ckpt8.core.files.source_file import ByteRange
+
+_MODEL = r"(?:pytorch_|adapter_|diffusion_pytorch_)?model"
+_FILES = re.compile(
+    "|".join(
+        (
+            # transformers, diffusers, peft, accelerate
+            rf"{_MODEL}(?:[._-](?:fp16|bf16|\d+-of-\d+|\d+))*\.(?:safetensors|bin|pt|pth)(?:\.index\.json)?",
+            r"(?:optimizer|scheduler|sampler|scaler|training_args)(?:_\d+)?\.(?:pt|bin)",
+            r"rng_state(?:_\d+)?\.pth|(?:random_states|custom_checkpoint)_\d+\.pkl",
+            r"(?:\w+_)?config\.json|trainer_state\.json|README\.md|\.gitattributes",
+            r"(?:tokenizer|special_tokens_map|added_tokens|vocab|chat_template)\.json|(?:vocab|merges)\.txt",
+            r"(?:tokenizer|spiece|sentencepiece\.bpe)\.model|chat_template\.jinja",
+            # torch.distributed.checkpoint, Ckpt8StorageWriter
+            rf"\.metadata|__\d+_\d+\.(?:distcp|ckpt8)|{re.escape(PACKED_INDEX)}",
+            # DeepSpeed
+            r"[\w-]*mp_rank_\d+[\w-]*_(?:model|optim)_states\.pt|latest|zero_to_fp32\.py",
+        )
+    )
+)
+_FOLDERS = re.compile(r"global_step\d+|(?:pytorch_model_fsdp|optimizer)_\d+")
+_STEP = "global_step"
+_ATTEMPTS = 20
+
+
+def checkpoint_file(path: Path) -> str:
+    """What the file at ``path`` is. Raises OutputError unless it is a checkpoint, a container or empty."""
+    if not _is_checkpoint(path):
+        raise OutputError(f"{path}: exists and is no checkpoint; to replace it all the same, give its name with -o")
+    return any_file(path)
+
+
+def checkpoint_directory(written: Collection[str] = ()) -> Callable[[Path], str]:
+    """A function that says what the directory at a path is. ``written`` are the paths that are written again in it.
+
+    It raises OutputError where the directory may not be replaced, and OSError.
+    """
+
+    def check(path: Path) -> str:
+        contents = _contents(path, frozenset(written))
+        if contents.problem is not None:
+            raise OutputError(
+                f"{path}: {contents.problem}; --force replaces checkpoints only: remove it, or give another name"
+            )
+        return f"{path}: {contents.files:,} files, {contents.nbytes:,} bytes"
+
+    return check
+
+
+def problem_of(path: Path) -> str | None:
+    """Why a file or directory may not be removed as a checkpoint, or None. Raises OSError."""
+    if path.is_dir():
+        return _contents(path, frozenset()).problem
+    return None if _is_checkpoint(path) else "it is no checkpoint"
+
+
+def _contents(path: Path, written: frozenset[str]) -> _Contents:
+    """What is in the directory at ``path``, looked at again where another run replaced it meanwhile."""
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(FileNotFoundError):
+            before = path.stat().st_ino
+            contents = _Contents(path, written)
+            if path.stat().st_ino == before:
+                return contents
+    raise OutputError(f"{path}: is changed by another run; wait for that")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a file is one, as far as its beginning tells, or empty: it may be cut off. Raises OSError."""
+    try:
+        source = ByteRange.of(path)
+        return not source.length or is_container(path) or match_reader(source) is not None
+    except InputError as exc:
+        if isinstance(exc.__cause__, OSError):
+            raise exc.__cause__ from None
+        raise OutputError(str(exc)) from exc
+
+
+class _Contents:
+    """What is in a directory. ``problem`` is the first reason to keep it, or None."""
+
+    def __init__(self, root: Path, written: frozenset[str]) -> None:
+        self.files = self.nbytes = 0
+        self._root = root
+        self._written = written
+        self._folders = {folder for path in written for folder in _above(path)} | {""}
+        self._holds_checkpoint = False
+        self.problem = next(self._problems(), None)
+        if self.problem is None and self.files and not self._holds_checkpoint:
+            self.problem = "holds no checkpoint"
+
+    def _problems(self) -> Iterator[str]:
+        """Why it should stay, found file by file: a home directory is not walked to its end."""
+        waiting = [""]
+        while waiting:
+            folder = waiting.pop()
+            with os.scandir(self._root / folder) as entries:
+                found = sorted(entries, key=lambda each: each.name)
+            steps = [each.name for each in found if each.name.startswith(_STEP) and each.is_dir(follow_symlinks=False)]
+            if len(steps) > 1 and not self._folders.issuperset(f"{folder}/{step}".strip("/") for step in steps):
+                yield f"holds several checkpoints ({steps[0]!r}, {steps[1]!r})"
+            for entry in found:
+                path = f"{folder}/{entry.name}" if folder else entry.name
+                if not entry.is_dir(follow_symlinks=False):
+                    yield from self._look_at(path, folder)
+                elif os.path.ismount(entry.path):
+                    yield f"holds another file system, {path[:80]!r}"
+                else:
+                    waiting.append(path)
+
+    def _look_at(self, path: str, folder: str) -> Iterator[str]:
+        full = self._root / path
+        status = full.lstat()
+        self.files += 1
+        self.nbytes += status.st_size
+        name = path.rpartition("/")[2]
+        if stat.S_ISLNK(status.st_mode):
+            return  # what it leads to stays
+        known_folder = folder in self._folders or _FOLDERS.fullmatch(folder)
+        known = path in self._written or (known_folder and _FILES.fullmatch(name))
+        if not (known and stat.S_ISREG(status.st_mode)):
+            yield f"holds {path[:80]!r}, which is no part of a checkpoint"
+        elif not self._holds_checkpoint and status.st_size:
+            self._holds_checkpoint = is_named_shard(name) or _is_checkpoint(full)
+
+
+def _above(path: str) -> Iterator[str]:
+    """The folders that a path lies in."""
+    while "/" in path:
+        path = path.rpartition("/")[0]
+        yield path

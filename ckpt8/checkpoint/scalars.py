@@ -1,0 +1,28 @@
+"""Numbers that a checkpoint keeps in tensors of one element: steps, settings."""
+
+from __future__ import annotations
+
+import struct
+from math import prod
+
+from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
+from ckpt8.core.tensors import DType
+
+_SCALARS = {
+    DType.FLOAT32: "<f",
+    DType.FLOAT64: "<d",
+    DType.INT32: "<i",
+    DType.INT64: "<q",
+}
+
+
+def read_scalar(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) -> float | None:
+    """The value of a tensor of one element in ``storage``, or None where it is not a plain number."""
+    code = _SCALARS.get(ref.dtype)
+    position = ref.offset * ref.dtype.itemsize
+    if code is None or prod(ref.shape) != 1 or position + ref.dtype.itemsize > storage.nbytes:
+        return None
+    buffer = bytearray(ref.dtype.itemsize)
+    checkpoint.read_into(storage.offset + position, memoryview(buffer))
+    value: float = struct.unpack(code, buffer)[0]
+    return value

@@ -1,0 +1,200 @@
+"""One checkpoint made of parts: storages of several files, and storages whose bytes are computed when they are read.
+
+A part is a ``Region``, of as many addresses as it has bytes. Tensors are references to regions, as those of a file are
+references to its storages, so that whatever works on the tree of a file works on this one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ckpt8.checkpoint.sources.values import Streamer
+from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
+from ckpt8.container.frames import FRAME, bytes_of, host_bytes
+from ckpt8.core.errors import InputError
+from ckpt8.core.tensors import DType
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 8 * FRAME
+"""Elements that are read and written at once, a multiple of every group and tile: 32 MiB of float32."""
+
+
+class Region(Protocol):
+    """Bytes that can be read from any element on."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many there are."""
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes at ``offset``, where an element begins. Raises InputError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Bytes of an open checkpoint as they are."""
+
+    checkpoint: Checkpoint
+    start: int
+    nbytes: int
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from the checkpoint."""
+        self.checkpoint.read_into(self.start + offset, buffer)
+
+
+class Composite:
+    """A Checkpoint of regions. ``label`` names the source in messages; ``tree`` is set by whoever makes it."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.format = "composite"
+        self.size = 0
+        self._storages: list[StorageInfo] = []
+        self.storages: Sequence[StorageInfo] = self._storages
+        self.tree: Any = None
+        self._regions: list[Region] = []
+        self._bases: list[int] = []
+        self._places: dict[str, StorageInfo] = {}
+        self._adopted: list[Checkpoint] = []
+        self._streamer: tuple[int, Streamer] | None = None
+
+    def add(self, region: Region, dtype: DType, key: str | None = None) -> str:
+        """Give a region addresses, and a key of its own unless ``key`` is given. Returns the key.
+
+        Raises InputError for a key that is taken: files choose the keys of their storages.
+        """
+        if key is None:
+            key = f"computed/{len(self._regions)}"
+            while key in self._places:
+                key += "'"
+        if key in self._places:
+            raise InputError(f"{self.label}: has two storages of the name {key[:60]!r}")
+        storage = StorageInfo(key, dtype, self.size, region.nbytes)
+        self._storages.append(storage)
+        self._places[key] = storage
+        self._regions.append(region)
+        self._bases.append(self.size)
+        # An empty region has an address too, so that no two begin at the same.
+        self.size += max(region.nbytes, 1)
+        return key
+
+    def tensor(self, region: Region, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
+        """A contiguous tensor that is all of a region."""
+        stride = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        return TensorRef(self.add(region, dtype), dtype, 0, shape, stride)
+
+    def adopt(self, checkpoint: Checkpoint, prefix: str = "") -> None:
+        """Take over all storages of an open checkpoint; ``prefix`` comes before their keys. Raises InputError."""
+        self._adopted.append(checkpoint)
+        for storage in checkpoint.storages:
+            self.add(Stretch(checkpoint, storage.offset, storage.nbytes), storage.dtype, prefix + storage.key)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._places
+
+    def storage(self, key: str) -> StorageInfo:
+        """Where the region of that key is."""
+        return self._places[key]
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from the region at the address ``offset``. Raises InputError."""
+        if len(buffer):
+            at = bisect_right(self._bases, offset) - 1
+            self._regions[at].read_into(offset - self._bases[at], buffer)
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when a file that was adopted changed since it was opened."""
+        for checkpoint in self._adopted:
+            checkpoint.check_unchanged()
+
+    def elements(self, ref: TensorRef, start: int, stop: int) -> torch.Tensor:
+        """Elements ``start`` to ``stop`` of a tensor in the order of its dimensions, flat, in memory of their own.
+
+        Raises InputError.
+        """
+        import torch
+
+        if ref.is_contiguous:
+            content = host_bytes((stop - start) * ref.dtype.itemsize)
+            place = self._places[ref.key].offset + (ref.offset + start) * ref.dtype.itemsize
+            self.read_into(place, bytes_of(content))
+            found = content.view(ref.dtype.torch)
+        else:
+            found = torch.cat([self._copied(part) for part in _rows(ref, start, stop)])
+        found = found.conj_physical() if ref.conj else found
+        return found.neg() if ref.neg else found
+
+    def _copied(self, ref: TensorRef) -> torch.Tensor:
+        import torch
+
+        if self._streamer is None or self._streamer[0] != len(self.storages):
+            self._streamer = len(self.storages), Streamer(self)
+        whole = torch.empty(ref.shape, dtype=ref.dtype.torch, device="cpu")
+        self._streamer[1].copy(ref, whole)
+        return whole.view(-1)
+
+    def blocks(self, ref: TensorRef) -> Iterator[torch.Tensor]:
+        """All elements of a tensor, flat, block by block. Raises InputError."""
+        count = prod(ref.shape)
+        for start in range(0, count, BLOCK):
+            yield self.elements(ref, start, min(start + BLOCK, count))
+
+    def check_extent(self, name: str, ref: TensorRef) -> None:
+        """Raise InputError for a tensor that repeats elements of its storage: a few bytes could fill a disk."""
+        if prod(ref.shape) * ref.dtype.itemsize > max(self._places[ref.key].nbytes, FRAME):
+            raise InputError(f"{self.label}: {name}: has more elements than are stored (it was expanded)")
+
+
+def _rows(ref: TensorRef, start: int, stop: int) -> Iterator[TensorRef]:
+    """The parts of a tensor that make up its elements ``start`` to ``stop``: whole rows, and parts of rows."""
+    if (start, stop) == (0, prod(ref.shape)):
+        yield ref
+        return
+    inner = prod(ref.shape[1:])
+    while start < stop:
+        row, into = divmod(start, inner)
+        whole = (stop - start) // inner if into == 0 else 0
+        first = replace(ref, offset=ref.offset + row * ref.stride[0])
+        if whole:
+            yield replace(first, shape=(whole, *ref.shape[1:]))
+            start += whole * inner
+        else:
+            taken = min(stop - start, inner - into)
+            yield from _rows(replace(first, shape=ref.shape[1:], stride=ref.stride[1:]), into, into + taken)
+            start += taken
+
+
+def cut(offset: int, buffer: memoryview, itemsize: int, block: int = BLOCK) -> Iterator[tuple[int, int, memoryview]]:
+    """The elements that ``buffer`` takes from ``offset`` bytes on, ``block`` at a time, as (first, end, place)."""
+    first, count = offset // itemsize, len(buffer) // itemsize
+    for start in range(0, count, block):
+        stop = min(start + block, count)
+        yield first + start, first + stop, buffer[start * itemsize : stop * itemsize]
+
+
+def put(values: torch.Tensor, buffer: memoryview) -> None:
+    """Copy the bytes of flat, contiguous ``values`` into ``buffer``, which has their length."""
+    buffer[:] = bytes_of(values)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A few bytes in memory."""
+
+    content: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """How many."""
+        return len(self.content)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer``."""
+        buffer[:] = self.content[offset : offset + len(buffer)]

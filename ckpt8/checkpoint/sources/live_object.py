@@ -1,0 +1,153 @@
+"""A live object as a source: what ``torch.save`` would write of it, with the storages read from memory.
+
+``torch.save`` under ``skip_data`` writes everything but the bytes of the storages into a sparse temporary file, which
+becomes the skeleton; the storages it met on the way are streamed from where they are, on the CPU or a GPU.
+"""
+
+from __future__ import annotations
+
+import bisect
+import pickle
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+from ckpt8.checkpoint.readers import open_checkpoint
+from ckpt8.checkpoint.readers.zip_directory import read_directory
+from ckpt8.checkpoint.tree import Checkpoint, StorageInfo
+from ckpt8.core.errors import OutputError
+from ckpt8.core.files.partial import Partial
+from ckpt8.core.files.source_file import ByteRange, SourceFile
+
+if TYPE_CHECKING:
+    import torch
+
+
+def recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
+    """A pickle module for ``torch.save`` whose Pickler notes the storage behind every persistent id."""
+
+    class Pickler(pickle.Pickler):
+        def __init_subclass__(cls) -> None:
+            # torch.save derives its pickler from the module's and defines persistent_id there.
+            identify = cls.persistent_id
+
+            def persistent_id(self: Any, obj: Any) -> Any:
+                identity = identify(self, obj)
+                if identity is not None:
+                    storages[str(identity[2])] = getattr(obj, "_untyped_storage", obj)
+                return identity
+
+            cls.persistent_id = persistent_id  # type: ignore[method-assign]
+
+    module = ModuleType("pickle")
+    module.__dict__.update({name: getattr(pickle, name) for name in ("dumps", "loads", "Unpickler", "load")})
+    module.__dict__["Pickler"] = Pickler
+    module.__dict__["dump"] = pickle.dump
+    return module
+
+
+class LiveCheckpoint:
+    """A Checkpoint whose storages are tensors in memory and whose other bytes are a file of torch.save.
+
+    ``live`` are its storages by key, while it is open.
+    """
+
+    def __init__(
+        self,
+        skeleton: Checkpoint,
+        storages: Sequence[StorageInfo],
+        live: dict[str, torch.UntypedStorage],
+    ) -> None:
+        self._skeleton = skeleton
+        self.live = live
+        self.format = skeleton.format
+        self.size = skeleton.size
+        self.storages = storages
+        self.tree = skeleton.tree
+        self._starts = [storage.offset for storage in self.storages]
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from memory where ``offset`` lies in a storage, else from the skeleton."""
+        import torch
+
+        at = bisect.bisect_right(self._starts, offset) - 1
+        # Empty storages share their offset with whatever follows them.
+        if at >= 0 and offset < self._starts[at] + self.storages[at].nbytes and len(buffer):
+            storage = self.storages[at]
+            live = torch.empty(0, dtype=torch.uint8, device=self.live[storage.key].device)
+            live.set_(self.live[storage.key])
+            first = offset - storage.offset
+            torch.frombuffer(buffer, dtype=torch.uint8).copy_(live[first : first + len(buffer)])
+        else:
+            self._skeleton.read_into(offset, buffer)
+
+    def check_unchanged(self) -> None:
+        """Memory has no time of modification."""
+
+
+@contextmanager
+def live_checkpoint(obj: object, name: str) -> Iterator[Checkpoint]:
+    """Open a live object as a checkpoint file of that ``name`` without its suffix.
+
+    Raises what ``torch.save`` raises for objects that cannot be pickled, and OutputError.
+    """
+    import torch
+
+    storages: dict[str, torch.UntypedStorage] = {}
+    with _temporary_directory(f"{name}.pt") as directory:
+        path = directory / f"{name}.pt"
+        try:
+            with torch.serialization.skip_data(), _writing(path):
+                torch.save(obj, path, pickle_module=cast("Any", recording_pickle(storages)))
+        except RuntimeError:
+            # Quantized tensors cannot be written without their data: these few go through a whole file.
+            with _writing(path):
+                torch.save(obj, path)
+            with open_checkpoint(path) as written:
+                yield written
+            return
+        with open_checkpoint(path) as skeleton:
+            try:
+                yield LiveCheckpoint(skeleton, with_crc_fields(path, skeleton), storages)
+            finally:
+                # Whoever still has the checkpoint for its structure does not keep the caller's memory.
+                storages.clear()
+
+
+@contextmanager
+def _temporary_directory(name: str) -> Iterator[Path]:
+    """A directory for temporary files; the next of that ``name`` removes what a killed process left of it."""
+    try:
+        partial = Partial(Path(tempfile.gettempdir()) / name, directory=True, mode=0o700)
+    except OSError as exc:
+        raise OutputError(f"{tempfile.gettempdir()}: cannot be written: {exc.strerror or exc}") from exc
+    try:
+        yield partial.path
+    finally:
+        partial.close()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn what torch raises where a file cannot be written, a RuntimeError of its zip writer, into an OutputError."""
+    try:
+        yield
+    except RuntimeError as exc:
+        if "inline_container" not in str(exc) and "PytorchStreamWriter" not in str(exc):
+            raise
+        what = "a temporary file cannot be written; make room there, or set TMPDIR to another directory"
+        raise OutputError(f"{path.parent.parent}: {what}") from exc
+
+
+def with_crc_fields(path: Path, skeleton: Checkpoint) -> list[StorageInfo]:
+    """The storages with the places of their checksums, which torch has left at zero."""
+    file = SourceFile(ByteRange.of(path))
+    try:
+        fields = {entry.data_offset: entry.crc_fields for entry in read_directory(file)}
+    finally:
+        file.close()
+    return [replace(storage, crc_fields=fields[storage.offset]) for storage in skeleton.storages]

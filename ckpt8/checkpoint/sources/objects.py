@@ -1,0 +1,181 @@
+"""The tree of a checkpoint as plain Python values, without the entries that were consumed.
+
+Dictionaries, lists, tuples, sets, scalars, tensors (on the CPU, sharing storage as they did), torch dtypes and
+devices, and numpy arrays and scalars come back as what they are. A ``defaultdict`` comes as ``OrderedDict``,
+``torch.Size`` as a tuple. No other class is ever imported: its objects come as ``ckpt8.Inert``, which has the name of
+the class, its arguments, its state (mostly its ``__dict__``) and its items, all of them rebuilt; the class or a
+function itself comes as ``ckpt8.Global``, which has its name.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckpt8.checkpoint.tree import Checkpoint, Global, Inert, StatefulDict, StorageRef, TensorRef
+from ckpt8.core.errors import InputError
+from ckpt8.core.tensors import DType
+
+if TYPE_CHECKING:
+    import torch
+
+CONSUMED: Any = object()
+_SETS = {"builtins.set": set, "builtins.frozenset": frozenset}
+_NUMPY_DTYPE = "numpy.dtype"
+_NUMPY_ARRAY = frozenset({"numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"})
+_NUMPY_SCALAR = frozenset({"numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"})
+
+
+class RestBuilder:
+    """Builds values of one checkpoint. ``consumed`` are the dictionaries that are left out.
+
+    An entry that is consumed is missing from the dictionary that held it, and None in a list or tuple, so that the
+    others keep their places.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, consumed: Iterable[object] = ()) -> None:
+        self._checkpoint = checkpoint
+        self._storages = {storage.key: storage for storage in checkpoint.storages}
+        self._consumed = {id(node) for node in consumed}
+        self._loaded: dict[str, torch.Tensor] = {}
+        # By id, with the node itself, so that no id is given again to another.
+        self._built: dict[int, tuple[Any, Any]] = {}
+        self._makers: dict[type, Callable[[Any], Any]] = {
+            dict: self._dict,
+            StatefulDict: self._dict,
+            list: self._list,
+            tuple: lambda node: tuple(self._items(node)),
+            TensorRef: self._tensor,
+            StorageRef: lambda node: self._load(node.key).untyped_storage(),
+            Inert: self._object,
+            Global: dtype_of,
+        }
+
+    def tree(self) -> Any:
+        """The whole tree; an empty dictionary where all of it was consumed. Raises InputError."""
+        built = self.build(self._checkpoint.tree)
+        return {} if built is CONSUMED else built
+
+    def build(self, node: Any) -> Any:
+        """One value, with everything in it. Raises InputError where it is nested too deep or damaged."""
+        try:
+            return self._build(node)
+        except RecursionError as exc:
+            raise InputError("the checkpoint is nested too deep to be rebuilt") from exc
+
+    def _build(self, node: Any) -> Any:
+        if id(node) in self._consumed:
+            return CONSUMED
+        if id(node) not in self._built:
+            make = self._makers.get(type(node))
+            if make is None:
+                return node
+            made = make(node)
+            self._built[id(node)] = (node, made)
+        return self._built[id(node)][1]
+
+    def _list(self, node: list[Any]) -> list[Any]:
+        made: list[Any] = []
+        self._built[id(node)] = (node, made)
+        made += self._items(node)
+        return made
+
+    def _items(self, nodes: Iterable[Any]) -> list[Any]:
+        built = [self._build(node) for node in nodes]
+        return [None if value is CONSUMED else value for value in built]
+
+    def _dict(self, node: Mapping[Any, Any]) -> dict[Any, Any]:
+        made: dict[Any, Any] = OrderedDict() if isinstance(node, StatefulDict) else {}
+        self._built[id(node)] = (node, made)
+        for key, value in node.items():
+            built = self._build(value)
+            if built is not CONSUMED:
+                made[self._build(key)] = built
+        if isinstance(node, StatefulDict) and isinstance(node.state, dict) and "_metadata" in node.state:
+            made._metadata = self._build(node.state["_metadata"])  # type: ignore[attr-defined]
+        return made
+
+    def _load(self, key: str) -> torch.Tensor:
+        import torch
+
+        if key not in self._loaded:
+            storage = self._storages[key]
+            loaded = torch.empty(storage.nbytes, dtype=torch.uint8, device="cpu")
+            if storage.nbytes:
+                view = bytearray(storage.nbytes)
+                self._checkpoint.read_into(storage.offset, memoryview(view))
+                loaded = torch.frombuffer(view, dtype=torch.uint8)
+            self._loaded[key] = loaded
+        return self._loaded[key]
+
+    def _tensor(self, ref: TensorRef) -> torch.Tensor:
+        import torch
+
+        flat = self._load(ref.key)
+        size = ref.dtype.itemsize
+        typed = flat[: len(flat) // size * size].view(ref.dtype.torch)
+        tensor = typed.as_strided(ref.shape, ref.stride, ref.offset)
+        tensor = tensor.conj() if ref.conj else tensor
+        return torch._neg_view(tensor) if ref.neg else tensor
+
+    def _object(self, node: Inert) -> Any:
+        if node.name in _SETS:
+            items = self._items(node.items)
+            try:
+                return _SETS[node.name](items)
+            except TypeError:
+                return Inert(node.name, items=items)
+        plain = plain_object(node)
+        if plain is not None:
+            return plain
+        made = Inert(node.name)
+        self._built[id(node)] = (node, made)
+        made.args, made.items = tuple(self._items(node.args)), self._items(node.items)
+        made.pairs = [(self._build(key), self._build(value)) for key, value in node.pairs]
+        made.state = self._build(node.state)
+        return made
+
+
+def dtype_of(node: Global) -> Any:
+    """The element type of torch that ``node`` refers to, else ``node``."""
+    try:
+        return DType.from_label(node.name).torch if node.name.startswith("torch.") else node
+    except (KeyError, AttributeError):
+        return node
+
+
+def plain_object(node: Inert) -> Any:
+    """The device of torch, or the array or scalar of numpy, that ``node`` stands for; None for anything else."""
+    if node.name != "torch.device":
+        return _numpy(node)
+    import torch
+
+    try:
+        return torch.device(*node.args) if all(type(arg) in (str, int) for arg in node.args) else None
+    except (RuntimeError, TypeError):
+        return None
+
+
+def _numpy(node: Inert) -> Any:
+    """A numpy array or scalar of plain numbers; None for anything else, and where there is no numpy."""
+    try:
+        if node.name in _NUMPY_ARRAY:
+            _, shape, dtype, fortran, data = node.state
+        elif node.name in _NUMPY_SCALAR:
+            (dtype, data), shape, fortran = node.args, (), False
+        else:
+            return None
+        if not (isinstance(dtype, Inert) and dtype.name == _NUMPY_DTYPE and isinstance(data, bytes)):
+            return None
+        import numpy as np
+
+        kind = np.dtype(dtype.args[0])
+        order = dtype.state[1] if dtype.state else "="
+        if kind.hasobject:
+            return None
+        flat = np.frombuffer(data, dtype=kind.newbyteorder(order) if order in ("<", ">") else kind)
+        array = flat.reshape(shape, order="F" if fortran else "C").copy()
+        return array if node.name in _NUMPY_ARRAY else array[()]
+    except (ImportError, ValueError, TypeError, IndexError):
+        return None

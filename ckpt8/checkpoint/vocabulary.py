@@ -1,0 +1,75 @@
+"""vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpt8.core.tensors import Role
+
+BUFFERS = frozenset(
+    {
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+        "inv_freq",
+        "position_ids",
+        "cos_cached",
+        "sin_cached",
+        "freqs_cis",
+        "masked_bias",
+    }
+)
+"""Last name component of tensors that a state dict holds beside its parameters."""
+
+
+_MODEL_NAMES = (
+    "model state_dict model_state_dict model_state module net network weights params backbone encoder decoder",
+    "generator discriminator actor critic policy teacher student",
+    "ema ema_model ema_state_dict model_ema state_dict_ema params_ema ema_params shadow_params g_ema",
+    "_parameters",
+)
+
+MODEL_KEYS = frozenset(name for names in _MODEL_NAMES for name in names.split())
+"""Keys under which checkpoints in the wild keep model weights or an average of them."""
+
+STATE_ROLES: Mapping[str, Role] = {
+    "exp_avg": Role.MOMENT1,
+    "momentum_buffer": Role.MOMENT1,
+    "exp_avg_sq": Role.MOMENT2,
+    "max_exp_avg_sq": Role.MOMENT2,
+    "master_param": Role.WEIGHT,
+    "master_params": Role.WEIGHT,
+    "master_weight": Role.WEIGHT,
+}
+"""Roles of the tensors in an optimizer's per-parameter state; every other key is ``other``."""
+
+_STATE_LISTS = "base_optimizer_state"
+"""DeepSpeed's elastic checkpoints keep under it a list of bare states, one for each group."""
+
+_FLAT_STATE = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer"})
+"""Last name component of the tensors that make a dict of tensors the state of an optimizer."""
+
+
+MOMENT_SLOTS = {
+    "exp_avg": "moment1",
+    "momentum_buffer": "moment1",
+    "exp_avg_sq": "moment2",
+    "max_exp_avg_sq": "max_moment2",
+}
+"""What the moments of a parameter are called in the state of an optimizer, and here."""
+
+
+MASTER_LISTS = frozenset(
+    {
+        "fp32_from_fp16_params",
+        "fp32_from_fp16",
+        "fp32_groups",
+        "fp32_groups_flat",
+        "fp32_flat_groups",
+        "single_partition_of_fp32_groups",
+    }
+)
+"""Keys under which Megatron, apex and DeepSpeed keep the fp32 master weights of a model that trains in 16 bits."""
+
+
+FIRST_MOMENTS = ("exp_avg", "momentum_buffer")

@@ -1,0 +1,132 @@
+"""Walk over the tree that a reader gives: every tensor and storage in it, with the path that leads there.
+
+Iterative, so that no nesting can exhaust the interpreter's stack, and every container is visited once, so
+that a structure that refers to itself ends and one that shares its parts a billion times takes no longer than
+its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, StorageRef, TensorRef
+from ckpt8.core.errors import InputError
+
+MAX_DEPTH = 1000
+MAX_COMPONENT_CHARACTERS = 1024
+_LONGEST_PATH = 600
+"""Components: more of a path than any name keeps."""
+
+Components = tuple[str, ...]
+Leaf = TensorRef | StorageRef
+Child = tuple[Any, Any]
+"""A name, not yet text, and the value under it."""
+
+_LEAVES = (TensorRef, StorageRef)
+_CONTAINERS = frozenset({dict, StatefulDict, list, tuple, set, frozenset, Inert})
+
+
+def format_path(components: Components) -> str:
+    """Join the components by ``.``; a very long path is cut. Two different paths may look the same."""
+    return ".".join(components[:_LONGEST_PATH])
+
+
+def iter_leaves(tree: Any, label: str = "checkpoint") -> Iterator[tuple[Components, Leaf]]:
+    """Every tensor and storage of ``tree`` in the order of the document, with its path.
+
+    A tensor that several containers hold comes once for each; what a container holds comes once, however
+    many paths lead to it. Raises InputError, opened by ``label``, for a tree nested deeper than MAX_DEPTH.
+    """
+    return ((path, node) for path, node in iter_nodes(tree, label) if type(node) in _LEAVES)
+
+
+def iter_nodes(
+    tree: Any, label: str = "checkpoint", is_leaf: Callable[[Any], bool] = lambda _: False
+) -> Iterator[tuple[Components, Any]]:
+    """As ``iter_leaves``, and every container that is not empty, before what it holds.
+
+    ``is_leaf`` says which other values are given as well; what is in them is not.
+    """
+    yield (), tree
+    seen = {id(tree)}
+    frames: list[tuple[Components, Iterator[Child]]] = [((), _children(tree, seen))]
+    while frames:
+        path, children = frames[-1]
+        for name, value in children:
+            kind = type(value)
+            if kind in _LEAVES or is_leaf(value):
+                yield (*path, _component(name)), value
+            elif kind in _CONTAINERS and (value or kind is StatefulDict) and id(value) not in seen:
+                if len(frames) >= MAX_DEPTH:
+                    raise InputError(f"{label}: its objects are nested deeper than {MAX_DEPTH}")
+                seen.add(id(value))
+                below = (*path, _component(name))
+                yield below, value
+                frames.append((below, _children(value, seen)))
+                break
+        else:
+            frames.pop()
+
+
+def check_depth(tree: Any, label: str) -> None:
+    """Raise InputError, opened by ``label``, for a tree nested deeper than MAX_DEPTH."""
+    for _ in iter_leaves(tree, label):
+        pass
+
+
+def _children(node: Any, seen: set[int]) -> Iterator[Child]:
+    """Give the children by name. The parts of an object count as containers: several objects may share them."""
+    kind = type(node)
+    if kind is Inert:
+        for part in (node.args, node.items):
+            if _is_new(part, seen):
+                yield from enumerate(part)
+        yield from _entries(node.pairs)
+        yield from _attributes(node.state, seen)
+    elif kind is dict or kind is StatefulDict:
+        yield from _entries(node.items())
+        if kind is StatefulDict:
+            yield from _attributes(node.state, seen)
+    elif kind in _CONTAINERS:
+        yield from enumerate(node)
+
+
+def _is_new(part: Any, seen: set[int]) -> bool:
+    known = id(part) in seen
+    seen.add(id(part))
+    return not known
+
+
+def _entries(pairs: Any) -> Iterator[Child]:
+    """Give values by key. A key can be a tensor itself, as in ``optimizer.state``."""
+    for key, value in pairs:
+        if type(key) in _LEAVES or type(key) is tuple or type(key) is Inert:
+            yield "key", key
+        yield key, value
+
+
+def _attributes(state: Any, seen: set[int]) -> Iterator[Child]:
+    """Give attributes by name. A state is a ``__dict__``, ``(__dict__, slots)``, or anything else."""
+    parts = state if type(state) is tuple and len(state) == 2 else (state,)
+    for part in parts:
+        if type(part) is not dict:
+            yield "state", part
+        elif _is_new(part, seen):
+            yield from _entries(part.items())
+
+
+def _component(name: Any) -> str:
+    """Make a short text of a key. Huge keys are cut: a path is for people, and may not outgrow the file."""
+    if type(name) is str:
+        text = name
+    elif type(name) in (int, bool, float, type(None), complex, Global):
+        text = name.name if type(name) is Global else str(name)
+    elif type(name) is bytes:
+        text = repr(name[:MAX_COMPONENT_CHARACTERS])
+    elif type(name) is tuple:
+        parts = ("(...)" if type(part) is tuple else _component(part) for part in name[:8])
+        text = f"({','.join(parts)})"
+    else:
+        text = getattr(name, "name", type(name).__name__)
+    return text if len(text) <= MAX_COMPONENT_CHARACTERS else text[:MAX_COMPONENT_CHARACTERS] + "…"
