@@ -17,14 +17,14 @@ from typing import Any
 from ckpt8._version import __version__
 
 _NAMES = {
-    "compress": ("ckpt8.api", "compress"),
+    "compress": ("ckpt8.compressing.compress", "compress"),
     "convert": ("ckpt8.converting.run", "convert"),
     "Global": ("ckpt8.checkpoint.tree", "Global"),
     "Inert": ("ckpt8.checkpoint.tree", "Inert"),
     "diff": ("ckpt8.diffing.run", "diff"),
-    "save": ("ckpt8.api", "save"),
-    "load": ("ckpt8.api", "load"),
-    "open": ("ckpt8.api", "open_container"),
+    "save": ("ckpt8.compressing.compress", "save"),
+    "load": ("ckpt8.compressing.compress", "load"),
+    "open": ("ckpt8.compressing.compress", "open_container"),
     "restore": ("ckpt8.restoration", "restore"),
     "resume": ("ckpt8.resuming.run", "resume"),
     "verify": ("ckpt8.verification", "verify"),

@@ -62,7 +62,7 @@ def compress(
     as_json: Json = False,
 ) -> None:
     """Compress SRC into a .ckpt8 and show the error that was made."""
-    from ckpt8 import api
+    from ckpt8.compressing import compress as api
     from ckpt8.inspect.container import inspect_container
     from ckpt8.inspect.render import summary
     from ckpt8.progress import progress_bar

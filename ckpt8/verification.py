@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, read_error
+from ckpt8.compressing.chunk_encoder import ChunkMeters, check_source, read_chunk
+from ckpt8.compressing.measure import UnitErrors
+from ckpt8.compressing.plan import Stream, Unit
+from ckpt8.compressing.policy import Policy
 from ckpt8.container import frames, layout
 from ckpt8.container.checking import check_frames, scratch_tensor
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.files.crc import combine
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.encoder import ChunkMeters, check_source, read_chunk
-from ckpt8.measure import UnitErrors
-from ckpt8.plan import Stream, Unit
-from ckpt8.policy import Policy
 
 if TYPE_CHECKING:
     import torch

@@ -20,11 +20,11 @@ import pytest
 import torch
 
 import ckpt8
-from ckpt8 import background
+from ckpt8.compressing import background
+from ckpt8.compressing.chunk_encoder import store
 from ckpt8.container import writer as writers
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.files import partial
-from ckpt8.encoder import store
 
 PRESETS = ("flash", "compact", "lossless")
 
@@ -75,7 +75,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch):
     gate = Gate()
-    monkeypatch.setattr("ckpt8.pipeline.store", gate)
+    monkeypatch.setattr("ckpt8.compressing.compressor.store", gate)
     yield gate
     gate.opened.set()
 
@@ -155,8 +155,10 @@ def test_chunks_are_let_go_as_they_are_written(tmp_path, monkeypatch):
         return begin(target, lambda: watched.append(pack()) or watched[-1])
 
     watched = []
-    monkeypatch.setattr("ckpt8.api.start", start)
-    monkeypatch.setattr("ckpt8.pipeline.store", lambda packed: left.append(len(watched[0].chunks)) or store(packed))
+    monkeypatch.setattr("ckpt8.compressing.compress.start", start)
+    monkeypatch.setattr(
+        "ckpt8.compressing.compressor.store", lambda packed: left.append(len(watched[0].chunks)) or store(packed)
+    )
     ckpt8.save(tree, tmp_path / "a.ckpt8", threads=1, background=True).result()
     assert left[0] >= 20
     assert left[-1] == 0
@@ -268,7 +270,7 @@ def test_an_interrupt_while_packing(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ckpt8.encoder.ChunkEncoder.pack_tensors", interrupted)
+    monkeypatch.setattr("ckpt8.compressing.chunk_encoder.ChunkEncoder.pack_tensors", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ckpt8.save({"w": torch.ones(300, 300)}, tmp_path / "a.ckpt8", background=True)
     assert not list(tmp_path.iterdir())
@@ -347,14 +349,14 @@ SLOW = """
 import signal, sys, time
 # Whatever this process was started to ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-import torch, ckpt8, ckpt8.pipeline
-from ckpt8.encoder import store
+import torch, ckpt8, ckpt8.compressing.compressor
+from ckpt8.compressing.chunk_encoder import store
 
 def slowly(packed):
     time.sleep(float(sys.argv[2]))
     return store(packed)
 
-ckpt8.pipeline.store = slowly
+ckpt8.compressing.compressor.store = slowly
 torch.manual_seed(0)
 tree = {"w": torch.randn(5 << 20)}
 pending = ckpt8.save(tree, sys.argv[1], background=True)

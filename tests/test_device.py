@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckpt8
-from ckpt8 import device_encoder
+from ckpt8.compressing import gpu_encoder as device_encoder
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.gpu import PinnedBuffers, copy_to_row, requested, row_bytes, row_views
@@ -97,7 +97,9 @@ def stand_in(monkeypatch):
 
     monkeypatch.setattr(PinnedBuffers, "give", give_back)
     monkeypatch.setattr(device_encoder, "CudaTransfer", Deferred)
-    monkeypatch.setattr("ckpt8.api.requested", lambda device: torch.device("cpu") if device == "cuda" else None)
+    monkeypatch.setattr(
+        "ckpt8.compressing.compress.requested", lambda device: torch.device("cpu") if device == "cuda" else None
+    )
     monkeypatch.setattr(run, "DeviceCopy", partial(DeviceCopy, make=Deferred))
     return Deferred.made
 
@@ -321,7 +323,7 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path):
 
 def test_the_size_of_a_tile_does_not_show_in_the_figures(tmp_path, monkeypatch):
     torch.save(checkpoint(), tmp_path / "a.pt")
-    monkeypatch.setattr("ckpt8.measure.TILE", 1 << 20)
+    monkeypatch.setattr("ckpt8.compressing.measure.TILE", 1 << 20)
     ckpt8.compress(tmp_path / "a.pt")
     monkeypatch.undo()
     result = ckpt8.verify(tmp_path / "a.ckpt8", tmp_path / "a.pt")

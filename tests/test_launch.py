@@ -11,7 +11,16 @@ import torch
 
 import ckpt8
 
-HEAVY = {"torch", "numpy", "pydantic", "typer", "ckpt8.cli", "ckpt8.pipeline", "concurrent.futures", "asyncio"}
+HEAVY = {
+    "torch",
+    "numpy",
+    "pydantic",
+    "typer",
+    "ckpt8.cli",
+    "ckpt8.compressing.compressor",
+    "concurrent.futures",
+    "asyncio",
+}
 
 
 def start(*arguments, flags=()):

@@ -11,17 +11,17 @@ from reference_kit import LAYOUTS, adamw, codecs, copies, masters, rounded
 from safetensors.torch import save_file
 
 import ckpt8
-from ckpt8 import device_encoder
 from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
 from ckpt8.codecs.rounded_copy import Reference, Run, round_masters
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split32 import Split32
+from ckpt8.compressing import gpu_encoder as device_encoder
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.reader import ContainerReader, decode_storage
 from ckpt8.core.errors import CheckFailedError, InputError, UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.inspect.checkpoint import inspect_checkpoint
 from ckpt8.inspect.container import inspect_container
-from ckpt8.policy import Policy
 
 PRESETS = ("flash", "compact", "lossless")
 FRAME = 1 << 20
@@ -351,7 +351,9 @@ def test_the_device_path(asked, tmp_path, monkeypatch):
     tree = LAYOUTS["megatron"](masters())
     _, path = written(tree, tmp_path)
     monkeypatch.setattr(device_encoder, "CudaTransfer", Deferred)
-    monkeypatch.setattr("ckpt8.api.requested", lambda device: torch.device("cpu") if device == "cuda" else None)
+    monkeypatch.setattr(
+        "ckpt8.compressing.compress.requested", lambda device: torch.device("cpu") if device == "cuda" else None
+    )
     if asked:
         ckpt8.compress(tmp_path / "run.pt", tmp_path / "other.ckpt8", device=asked)
         assert path.read_bytes() == (tmp_path / "other.ckpt8").read_bytes()

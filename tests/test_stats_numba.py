@@ -13,10 +13,10 @@ from ckpt8.codecs import error_stats as stats
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.companded8.reference import decode_scales
 from ckpt8.codecs.split24 import Split24
+from ckpt8.compressing.chunk_encoder import ChunkEncoder, read_chunk
+from ckpt8.compressing.policy import Policy
 from ckpt8.core import backend
 from ckpt8.core.tensors import DType, Role, TensorSpec
-from ckpt8.encoder import ChunkEncoder, read_chunk
-from ckpt8.policy import Policy
 
 pytest.importorskip("numba", reason="numba is not installed")
 

@@ -12,6 +12,8 @@ from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
 from ckpt8.checkpoint.sources.bundle import Bundle, Member, open_bundle
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import config_of
+from ckpt8.compressing.plan import Plan, Stream
+from ckpt8.compressing.policy import LOSSLESS, PRESETS, Policy
 from ckpt8.container import frames, layout
 from ckpt8.container.facts import SKELETON_ROLE, codec_name, skeleton_role
 from ckpt8.core.errors import InputError, RefusedError
@@ -20,8 +22,6 @@ from ckpt8.inspect.survey.layers import layers_of_plan
 from ckpt8.inspect.survey.origin import describe
 from ckpt8.inspect.survey.run import Progress, survey
 from ckpt8.inspect.survey.subject import of_bundle
-from ckpt8.plan import Plan, Stream
-from ckpt8.policy import LOSSLESS, PRESETS, Policy
 
 if TYPE_CHECKING:
     import torch

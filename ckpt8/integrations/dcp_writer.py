@@ -21,15 +21,15 @@ from torch.futures import Future
 from ckpt8.checkpoint.readers.entries import PACKED_INDEX as FILE_NAME
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
+from ckpt8.compressing.compressor import Compressor, Options
+from ckpt8.compressing.gpu_encoder import choose_encoder
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.tensors import DType
-from ckpt8.device_encoder import choose_encoder
 from ckpt8.integrations.dcp_metadata import OBJECTS, Stored, local_path, write_metadata
 from ckpt8.integrations.dcp_slices import ExactStorages
 from ckpt8.integrations.dcp_tree import Naming, build, filled, tensor_names
-from ckpt8.pipeline import Compressor, Options
-from ckpt8.policy import Policy
 
 _FILE = re.compile(r"__(\d+)_(\d+)\.ckpt8")
 _DCP_VERSION = "1.0.0"

@@ -21,12 +21,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, cast
 
-from ckpt8.background import PendingSave, wait_for
 from ckpt8.checkpoint.gate import load_allowed
+from ckpt8.compressing.background import PendingSave, wait_for
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.header import is_container
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.integrations import missing
-from ckpt8.policy import Policy
 
 _HOMES = ("lightning.fabric.plugins", "lightning_fabric.plugins")
 """Where the interface is defined: for the package ``lightning``, and for ``pytorch_lightning``."""
@@ -84,7 +84,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         """Write a container to ``path``. Raises OutputError, and UsageError for a path that is no local one."""
-        from ckpt8.api import save
+        from ckpt8.compressing.compress import save
 
         if storage_options is not None:
             raise UsageError("Ckpt8CheckpointIO has no storage_options; leave them out")

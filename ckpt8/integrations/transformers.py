@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckpt8.compressing.policy import Policy
 from ckpt8.core.errors import CheckFailedError, InputError, OutputError
 from ckpt8.integrations import missing
-from ckpt8.policy import Policy
 
 try:
     from transformers import TrainerCallback
@@ -119,7 +119,7 @@ class Ckpt8Callback(TrainerCallback):
         self._harvest(state)
 
     def _compress(self, source: Path, limit: int | None, best: Path | None) -> None:
-        from ckpt8.api import compress
+        from ckpt8.compressing.compress import compress
         from ckpt8.verification import verify
 
         target = source.with_name(source.name + SUFFIX)

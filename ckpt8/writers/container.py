@@ -16,7 +16,7 @@ class ContainerWriter:
 
     def write(self, request: Request) -> Report:
         """Compress the source. Raises Ckpt8Error."""
-        from ckpt8.api import compress
+        from ckpt8.compressing.compress import compress
 
         given = {"--dtype": request.dtype, "--key": request.key, "--member": request.member}
         unused = [option for option, value in given.items() if value is not None]

@@ -14,9 +14,9 @@ from ckpt8.codecs.base import TILE
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
+from ckpt8.compressing.policy import PRESETS
 from ckpt8.core.errors import RefusedError, UnsupportedError, UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec
-from ckpt8.policy import PRESETS
 
 SIZES = (0, 1, 2, 31, 32, 33, 63, 64, 65, 1000, TILE - 1, TILE, TILE + 1, TILE + 32, 2 * TILE + 45)
 FLOATS = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64)

@@ -22,10 +22,10 @@ import ckpt8
 import ckpt8.container
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import StorageInfo, TensorRef
+from ckpt8.compressing.compressor import Compressor, Options
+from ckpt8.compressing.policy import Policy
 from ckpt8.container import layout
 from ckpt8.core.tensors import DType
-from ckpt8.pipeline import Compressor, Options
-from ckpt8.policy import Policy
 
 FORMAT = (Path(ckpt8.container.__file__).parent / "FORMAT.md").read_text()
 GOLDEN = sorted((Path(__file__).parents[2] / "fixtures" / "golden").glob("*.ckpt8"))

@@ -29,8 +29,8 @@ import ckpt8
 import ckpt8.__main__ as entry
 import ckpt8.checkpoint.sources.live_object
 import ckpt8.cli
+import ckpt8.compressing.gpu_encoder
 import ckpt8.core.files.atomic_directory
-import ckpt8.device_encoder
 import ckpt8.inspect.container
 import ckpt8.inspect.render
 import ckpt8.progress

@@ -93,7 +93,7 @@ def test_what_is_being_read_is_not_rotated_away(strategy, tmp_path, monkeypatch)
         done.append(source.name)
         return compress(source, target, **options)
 
-    monkeypatch.setattr("ckpt8.api.compress", slow)
+    monkeypatch.setattr("ckpt8.compressing.compress.compress", slow)
     arguments = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best", "metric_for_best_model": "loss"}
     run = trainer(
         tmp_path,
@@ -154,7 +154,7 @@ def test_a_failure_is_a_warning_and_keeps_the_directory(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OutputError("the disk is full")
 
-    monkeypatch.setattr("ckpt8.api.compress", full)
+    monkeypatch.setattr("ckpt8.compressing.compress.compress", full)
     run = trainer(tmp_path / "warned", [Ckpt8Callback(keep_original=False)], max_steps=4)
     with pytest.warns(RuntimeWarning, match=r"checkpoint-4: was not compressed: the disk is full"):
         run.train()
@@ -174,7 +174,7 @@ def test_a_container_that_differs_keeps_the_directory(tmp_path, monkeypatch):
         content[len(content) // 2] ^= 1
         target.write_bytes(content)
 
-    monkeypatch.setattr("ckpt8.api.compress", damaged)
+    monkeypatch.setattr("ckpt8.compressing.compress.compress", damaged)
     run = trainer(tmp_path, [Ckpt8Callback(keep_original=False)], max_steps=4)
     with pytest.warns(RuntimeWarning, match="checkpoint-4: was not compressed"):
         run.train()
@@ -292,7 +292,7 @@ def test_without_the_framework_one_line_says_so(module, package, blocked):
         f"        if name.partition('.')[0] in {blocked}:\n"
         "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
         "sys.meta_path.insert(0, Hidden())\n"
-        "import ckpt8, ckpt8.api\n"
+        "import ckpt8, ckpt8.compressing.compress\n"
         "try:\n"
         f"    import ckpt8.integrations.{module}\n"
         "except ImportError as exc:\n"
@@ -304,7 +304,7 @@ def test_without_the_framework_one_line_says_so(module, package, blocked):
 
 def test_ckpt8_itself_imports_no_framework():
     program = (
-        "import sys, ckpt8, ckpt8.api, ckpt8.cli\n"
+        "import sys, ckpt8, ckpt8.compressing.compress, ckpt8.cli\n"
         "print([n for n in sys.modules if n.startswith(('transformers', 'lightning', 'ckpt8.integrations'))])"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -14,11 +14,11 @@ import ckpt8
 from ckpt8.checkpoint.meaning.roles import classify
 from ckpt8.checkpoint.readers import open_checkpoint, safetensors
 from ckpt8.checkpoint.readers.safetensors import DTYPES
+from ckpt8.compressing.plan import make_plan
+from ckpt8.compressing.policy import Policy
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange
 from ckpt8.core.tensors import DType, Role
-from ckpt8.plan import make_plan
-from ckpt8.policy import Policy
 
 TORCH_DTYPES = [dtype for dtype in DTYPES.values() if dtype is not DType.FLOAT4_E2M1FN_X2]
 

@@ -22,10 +22,10 @@ from ckpt8.checkpoint.readers.directory import open_directory
 from ckpt8.checkpoint.readers.entries import DirectoryMember, is_directory, walk
 from ckpt8.checkpoint.sources.skeleton import WithSkeleton
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo
+from ckpt8.compressing.master_copies import refer_to_masters
+from ckpt8.compressing.plan import Parameter, Plan, Stream, Unit, make_plan, plan_joint
+from ckpt8.compressing.policy import Policy
 from ckpt8.core.errors import InputError
-from ckpt8.masters import refer_to_masters
-from ckpt8.plan import Parameter, Plan, Stream, Unit, make_plan, plan_joint
-from ckpt8.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt8.checkpoint.meaning.parameter_names import display_names
 from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
+from ckpt8.compressing.chunk_encoder import ChunkMeters
+from ckpt8.compressing.measure import UnitErrors
+from ckpt8.compressing.plan import Plan, Stream, Unit
+from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.container.facts import skeleton_role
 from ckpt8.container.frames import FRAME
 from ckpt8.core.backend import Backend
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Role, TensorSpec
 from ckpt8.core.workers import Workers
-from ckpt8.encoder import ChunkMeters
 from ckpt8.inspect.distributions.counts import Drawn
 from ckpt8.inspect.distributions.drawing import Piece, draw, is_counted
 from ckpt8.inspect.distributions.gathering import Gathered
 from ckpt8.inspect.distributions.sampling import Sampling
 from ckpt8.inspect.html.layers import LayerNames, LayerSizes
-from ckpt8.measure import UnitErrors
-from ckpt8.plan import Plan, Stream, Unit
-from ckpt8.policy import LOSSLESS, Policy
 
 if TYPE_CHECKING:
     import torch

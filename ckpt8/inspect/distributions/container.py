@@ -15,6 +15,8 @@ from ckpt8.checkpoint.meaning.update_rules import UpdateRule, read_rule
 from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
 from ckpt8.checkpoint.vocabulary import MOMENT_SLOTS
 from ckpt8.codecs.error_stats import read_error
+from ckpt8.compressing.plan import Parameter
+from ckpt8.compressing.policy import Policy
 from ckpt8.container import layout
 from ckpt8.container.facts import skeleton_role
 from ckpt8.container.frames import FRAME
@@ -28,8 +30,6 @@ from ckpt8.inspect.distributions.drawing import Piece, draw, is_counted
 from ckpt8.inspect.distributions.gathering import Gathered, stored_update_error
 from ckpt8.inspect.distributions.sampling import Sampling
 from ckpt8.inspect.html.layers import LayerNames, LayerSizes
-from ckpt8.plan import Parameter
-from ckpt8.policy import Policy
 
 if TYPE_CHECKING:
     import torch

@@ -10,10 +10,10 @@ from ckpt8.checkpoint.meaning.update_rules import UpdateRule
 from ckpt8.codecs import Codec, config_of
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.split24 import Split24
+from ckpt8.compressing.plan import Parameter
 from ckpt8.container.facts import codec_name
 from ckpt8.core.tensors import Parts, Role, TensorSpec
 from ckpt8.inspect.distributions.counts import Codes, Drawn
-from ckpt8.plan import Parameter
 
 if TYPE_CHECKING:
     import torch

@@ -23,12 +23,12 @@ from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
 from ckpt8.checkpoint.sources.composite import Composite, Stretch
 from ckpt8.checkpoint.sources.members import open_members
 from ckpt8.checkpoint.tree import TensorRef, is_dense
+from ckpt8.compressing.plan import Plan
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DCP
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType, Role
-from ckpt8.plan import Plan
-from ckpt8.policy import Policy
 
 if TYPE_CHECKING:
     import torch

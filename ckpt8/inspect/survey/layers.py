@@ -20,8 +20,8 @@ from ckpt8.core.tensors import DType, Role
 
 if TYPE_CHECKING:
     from ckpt8.checkpoint.sources.bundle import Bundle
+    from ckpt8.compressing.plan import Plan
     from ckpt8.container.manifest import Manifest
-    from ckpt8.plan import Plan
 
 UNNAMED = "optimizer state without names"
 MASTERS = "flat master weights"

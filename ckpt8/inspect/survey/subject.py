@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import torch
 
     from ckpt8.checkpoint.sources.bundle import Bundle
+    from ckpt8.compressing.plan import Plan
     from ckpt8.container.manifest import TensorRecord
     from ckpt8.container.reader import ContainerReader
-    from ckpt8.plan import Plan
 
 ReadBytes = Callable[[int, int, memoryview], None]
 """Fills a buffer from a storage, given by its index, from a byte of it on."""

@@ -22,10 +22,10 @@ from ckpt8.codecs.error_stats import (
     weight_error,
 )
 from ckpt8.codecs.split24 import Split24
+from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.container.frames import FRAME
 from ckpt8.core.backend import Backend, on_cpu, resolve
 from ckpt8.core.tensors import DType, Parts, Role, TensorSpec
-from ckpt8.plan import Stream, Unit
 
 if TYPE_CHECKING:
     import torch

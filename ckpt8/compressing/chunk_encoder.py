@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from ckpt8.checkpoint.meaning.update_rules import Confidence
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
 from ckpt8.codecs.rounded_copy import Reference, Run, round_masters
+from ckpt8.compressing.measure import ChunkMeter, UnitErrors
+from ckpt8.compressing.plan import Parameter, Stream, Unit
 from ckpt8.container import frames
 from ckpt8.container.copies import fill_padding
 from ckpt8.core.backend import for_checkpoint, on_cpu
@@ -22,8 +24,6 @@ from ckpt8.core.files.crc import crc32
 from ckpt8.core.gpu import copy_to_row, row_bytes
 from ckpt8.core.tensors import DType, Parts
 from ckpt8.core.workers import Workers, scratch
-from ckpt8.measure import ChunkMeter, UnitErrors
-from ckpt8.plan import Parameter, Stream, Unit
 
 if TYPE_CHECKING:
     import torch

@@ -18,16 +18,16 @@ from pathlib import Path
 
 from ckpt8._version import __version__
 from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.compressing.chunk_encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, check_source, store
+from ckpt8.compressing.manifest_records import UnitResult, fill
+from ckpt8.compressing.measure import UnitErrors
+from ckpt8.compressing.plan import Plan, Unit
+from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.container import frames, header, layout
 from ckpt8.container.manifest import FrameTable, Manifest
 from ckpt8.container.writer import ContainerWriter
 from ckpt8.core.files.crc import combine
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, check_source, store
-from ckpt8.measure import UnitErrors
-from ckpt8.plan import Plan, Unit
-from ckpt8.policy import LOSSLESS
-from ckpt8.records import UnitResult, fill
 
 _Planes = dict[str, list[bytes | memoryview]]
 """By part: what is stored of its planes, chunk after chunk."""

@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from ckpt8.background import PendingSave, start, wait_for
 from ckpt8.checkpoint.readers.entries import is_directory
 from ckpt8.checkpoint.replacing import checkpoint_file
 from ckpt8.checkpoint.sources.bundle import Bundle, directory_name, open_bundle
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
 from ckpt8.checkpoint.tree import Checkpoint
+from ckpt8.compressing.background import PendingSave, start, wait_for
+from ckpt8.compressing.compressor import Compressor, Options, Unwritten
+from ckpt8.compressing.gpu_encoder import choose_encoder
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
@@ -21,9 +24,6 @@ from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import refuse_inside, refuse_same_file
 from ckpt8.core.gpu import requested
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.device_encoder import choose_encoder
-from ckpt8.pipeline import Compressor, Options, Unwritten
-from ckpt8.policy import Policy
 
 if TYPE_CHECKING:
     import os

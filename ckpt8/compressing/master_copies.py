@@ -23,10 +23,10 @@ from ckpt8.checkpoint.meaning.deepspeed_partitions import Partitions, find_parti
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, TensorRef
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS
 from ckpt8.codecs.rounded_copy import Reference, Run, round_masters
+from ckpt8.compressing.plan import Plan, Stream, Unit
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.copies import MASTER_CODECS, CopyCount, reference_problem
 from ckpt8.core.tensors import DType, Role
-from ckpt8.plan import Plan, Stream, Unit
-from ckpt8.policy import Policy
 
 if TYPE_CHECKING:
     import torch

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from ckpt8.checkpoint.sources.bundle import Bundle, Member
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs import config_of
+from ckpt8.compressing.measure import UnitErrors
+from ckpt8.compressing.plan import Parameter, Plan, Unit
 from ckpt8.container.manifest import (
     FrameTable,
     Manifest,
@@ -16,8 +18,6 @@ from ckpt8.container.manifest import (
     StorageRecord,
     TensorRecord,
 )
-from ckpt8.measure import UnitErrors
-from ckpt8.plan import Parameter, Plan, Unit
 
 
 @dataclass(slots=True)

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.rounded_copy import Run
+from ckpt8.compressing.chunk_encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, keep, read_bytes, store
+from ckpt8.compressing.plan import Stream
 from ckpt8.container import frames
 from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, Transfer, padded, row_bytes
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers
-from ckpt8.encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, keep, read_bytes, store
-from ckpt8.plan import Stream
 
 if TYPE_CHECKING:
     import torch
