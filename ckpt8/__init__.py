@@ -25,8 +25,8 @@ _NAMES = {
     "save": ("ckpt8.compressing.compress", "save"),
     "load": ("ckpt8.compressing.compress", "load"),
     "open": ("ckpt8.compressing.compress", "open_container"),
-    "restore": ("ckpt8.restoration", "restore"),
-    "resume": ("ckpt8.resuming.run", "resume"),
+    "restore": ("ckpt8.restoring.restore", "restore"),
+    "resume": ("ckpt8.restoring.resume.resume", "resume"),
     "verify": ("ckpt8.verification", "verify"),
 }
 

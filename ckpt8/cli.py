@@ -166,8 +166,8 @@ def restore(
     from ckpt8.container.reader import ContainerReader
     from ckpt8.core.text import size
     from ckpt8.progress import progress_bar
-    from ckpt8.restoration import restore as run
-    from ckpt8.restoration import restore_original
+    from ckpt8.restoring.restore import restore as run
+    from ckpt8.restoring.restore import restore_original
 
     if salvage:
         found = run(src, output, salvage=True, force=force, threads=threads)

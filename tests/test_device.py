@@ -18,8 +18,8 @@ from ckpt8.compressing import gpu_encoder as device_encoder
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.gpu import PinnedBuffers, copy_to_row, requested, row_bytes, row_views
-from ckpt8.resuming import run
-from ckpt8.resuming.device_copy import DeviceCopy
+from ckpt8.restoring.resume import resume as run
+from ckpt8.restoring.resume.gpu_copy import DeviceCopy
 
 PRESETS = ("flash", "compact", "lossless")
 CASES = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from ckpt8.checkpoint.readers.entries import is_directory
 from ckpt8.checkpoint.replacing import checkpoint_file
@@ -17,13 +17,11 @@ from ckpt8.compressing.compressor import Compressor, Options, Unwritten
 from ckpt8.compressing.gpu_encoder import choose_encoder
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.manifest import Manifest
-from ckpt8.container.member_file import MemberFile
-from ckpt8.container.reader import ContainerReader
 from ckpt8.container.target_names import CONTAINER, default_path
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import refuse_inside, refuse_same_file
 from ckpt8.core.gpu import requested
-from ckpt8.core.workers import Progress, Workers
+from ckpt8.core.workers import Progress
 
 if TYPE_CHECKING:
     import os
@@ -173,33 +171,3 @@ def _compressor(
     policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
     encoder = choose_encoder(source, live or {}, device, measure=options.stats)
     return Compressor(source, plan, options, encoder)
-
-
-def load(
-    path: str | os.PathLike[str],
-    *,
-    map_location: Any = None,
-    member: str | None = None,
-    unpack: bool = False,
-    threads: int | None = None,
-) -> Any:
-    """The object of the original: what ``torch.load(..., weights_only=True)`` or safetensors' ``load_file`` would give.
-
-    Of a file of a distributed checkpoint these are the slices of tensors in it, by name: ``wte.weight[0:64,:]``. The
-    checkpoint as a whole is restored, and loaded with ``torch.distributed.checkpoint``.
-
-    With ``unpack``, a run of ``ckpt8.optim`` comes as the published optimizers would have saved it: see
-    ``ckpt8.unpacking``. What came from other optimizers is as without it.
-    ``member`` names one of several files; a container of several without it is a UsageError that lists them. Raises
-    UnsupportedError that lists the classes which torch does not allow, and InputError for damage.
-    """
-    from ckpt8.checkpoint.sources.one_file import load_source, member_index
-
-    with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
-        index = member_index(reader, member)
-        obj, tree = load_source(reader, index, MemberFile(reader, index, workers), map_location)
-        if unpack:
-            from ckpt8.unpacking import unpack_tree
-
-            obj = unpack_tree(obj, tree, str(path))
-        return obj

@@ -259,7 +259,7 @@ def _restore_newest(
     folder: Path, target: str | os.PathLike[str] | None, threads: int | None
 ) -> tuple[str | None, bool]:
     """The path, and whether it was made."""
-    from ckpt8.restoration import restore
+    from ckpt8.restoring.restore import restore
 
     directories = {
         int(match[1]): path

@@ -34,7 +34,7 @@ import ckpt8.core.files.atomic_directory
 import ckpt8.inspect.container
 import ckpt8.inspect.render
 import ckpt8.progress
-import ckpt8.restoration
+import ckpt8.restoring.restore
 import ckpt8.verification
 
 INTERRUPTS = {signal.SIGINT, signal.SIGTERM}

@@ -16,11 +16,11 @@ from members_kit import make_directory, tampered, tree
 from safetensors.torch import save_file
 
 import ckpt8
-from ckpt8 import restoration
 from ckpt8.checkpoint.readers import directory
 from ckpt8.container.member_paths import is_inside, link_stays_inside
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files import atomic
+from ckpt8.restoring import restore as restoration
 
 
 def everything(folder):

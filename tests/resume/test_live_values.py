@@ -207,7 +207,7 @@ class Forgets(Refuses):
 
 @pytest.mark.parametrize("kind", [Refuses, Forgets])
 def test_what_fails_in_the_optimizer_is_undone(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("ckpt8.resuming.layouts.LAYOUTS", {})
+    monkeypatch.setattr("ckpt8.restoring.resume.published_state.LAYOUTS", {})
     model = network()
     optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
     step(model, optimizer, 0)
@@ -229,7 +229,7 @@ def test_a_model_that_cannot_be_filled_leaves_the_optimizer(tmp_path, monkeypatc
     def broken(*_):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("ckpt8.resuming.run._copy_model", broken)
+    monkeypatch.setattr("ckpt8.restoring.resume.resume._copy_model", broken)
     with pytest.raises(OSError, match="the disk is gone"):
         ckpt8.resume(path, other, fresh)
     assert same(fresh.state_dict(), before)

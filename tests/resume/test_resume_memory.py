@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 WIDTH, LAYERS = 3584, 4
 BOUND = 200e6
 
-SETUP = """import ckpt8.optim, ckpt8.resuming.run
+SETUP = """import ckpt8.optim, ckpt8.restoring.resume.resume
 path, width, layers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
 optimizer = (ckpt8.optim if sys.argv[4] == "packed" else torch.optim).AdamW(model.parameters())

@@ -20,7 +20,7 @@ from ckpt8.checkpoint.sources.values import Streamer
 from ckpt8.checkpoint.tree import Inert, TensorRef
 from ckpt8.checkpoint.walk import iter_leaves
 from ckpt8.core.errors import UsageError
-from ckpt8.resuming import streaming
+from ckpt8.restoring.resume import fills as streaming
 
 
 def round_trip(tmp_path: Path, tree, model=None):

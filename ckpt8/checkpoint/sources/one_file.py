@@ -26,7 +26,7 @@ from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Workers
-from ckpt8.loading import load_named
+from ckpt8.restoring.load import load_named
 
 _BLOCK = 8 << 20
 

@@ -13,7 +13,7 @@ from ckpt8.container.frames import FRAME
 if TYPE_CHECKING:
     import torch
 
-    from ckpt8.resuming.device_copy import DeviceCopy
+    from ckpt8.restoring.resume.gpu_copy import DeviceCopy
 
 
 PIECE = 8 * FRAME

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt8.checkpoint.meaning.pairing import saved_names
 from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.core.text import listed
-from ckpt8.resuming.groups import STRUCTURE, look_permuted
+from ckpt8.restoring.resume.groups import STRUCTURE, look_permuted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

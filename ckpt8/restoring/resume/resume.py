@@ -16,20 +16,20 @@ from ckpt8.checkpoint.sources.values import Fill, Streamer
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import InputError, ResumeError, ResumeWarning, UsageError
 from ckpt8.core.text import listed
-from ckpt8.resuming import model as models
-from ckpt8.resuming import optimizer as optimizers
-from ckpt8.resuming import own_loading
-from ckpt8.resuming.device_copy import DeviceCopy
-from ckpt8.resuming.layouts import is_packed, unwrapped
-from ckpt8.resuming.state_checks import object_problem
-from ckpt8.resuming.values import ValueBuilder
+from ckpt8.restoring.resume import model as models
+from ckpt8.restoring.resume import optimizer as optimizers
+from ckpt8.restoring.resume import own_loading
+from ckpt8.restoring.resume.gpu_copy import DeviceCopy
+from ckpt8.restoring.resume.live_values import ValueBuilder
+from ckpt8.restoring.resume.published_state import is_packed, unwrapped
+from ckpt8.restoring.resume.state_checks import object_problem
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
     from ckpt8.optim.packed import PackedOptimizer
-    from ckpt8.resuming.packed import PackedPlanner
+    from ckpt8.restoring.resume.packed_state import PackedPlanner
 
 
 def resume(
@@ -193,7 +193,7 @@ class _Planner:
     def _packed_planner(self, optimizer: Optimizer) -> PackedPlanner | None:
         if not is_packed(optimizer):
             return None
-        from ckpt8.resuming.packed import PackedPlanner
+        from ckpt8.restoring.resume.packed_state import PackedPlanner
 
         packed = cast("PackedOptimizer", unwrapped(optimizer))
         streamer = Streamer(self._source.checkpoint)

@@ -11,7 +11,7 @@ from ckpt8.checkpoint.meaning.state_dicts import Candidate
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
-from ckpt8.resuming.streaming import Copy
+from ckpt8.restoring.resume.fills import Copy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.text import listed
-from ckpt8.resuming.layouts import Layout, expected_shape
-from ckpt8.resuming.mapping import Pair
-from ckpt8.resuming.values import ValueBuilder
+from ckpt8.restoring.resume.live_parameters import Pair
+from ckpt8.restoring.resume.live_values import ValueBuilder
+from ckpt8.restoring.resume.published_state import Layout, expected_shape
 
 if TYPE_CHECKING:
     from torch import Tensor

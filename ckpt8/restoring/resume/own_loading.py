@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt8.core.errors import ResumeError
 from ckpt8.core.text import listed
-from ckpt8.resuming.groups import STRUCTURE, restored
-from ckpt8.resuming.layouts import is_packed, layout_of, unwrapped
-from ckpt8.resuming.mapping import ParameterMap
-from ckpt8.resuming.state_checks import foreign_state_problem, object_problem
-from ckpt8.resuming.values import ValueBuilder, is_plain
+from ckpt8.restoring.resume.groups import STRUCTURE, restored
+from ckpt8.restoring.resume.live_parameters import ParameterMap
+from ckpt8.restoring.resume.live_values import ValueBuilder, is_plain
+from ckpt8.restoring.resume.published_state import is_packed, layout_of, unwrapped
+from ckpt8.restoring.resume.state_checks import foreign_state_problem, object_problem
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

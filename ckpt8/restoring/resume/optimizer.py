@@ -7,8 +7,7 @@ of their own do so: see ``own_loading``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,55 +16,30 @@ from ckpt8.checkpoint.sources.values import Fill
 from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.core.errors import ResumeError
 from ckpt8.core.text import listed
-from ckpt8.resuming.groups import STRUCTURE, class_problem, restored
-from ckpt8.resuming.layouts import Layout, is_packed, layout_of, unwrapped
-from ckpt8.resuming.mapping import Pair, ParameterMap, map_parameters
-from ckpt8.resuming.own_loading import OwnState, load, loads_itself
-from ckpt8.resuming.state_checks import WHOLE_GROUP, object_problem, state_problem
-from ckpt8.resuming.steps import exact_step, group_step_problem
-from ckpt8.resuming.streaming import Copy
-from ckpt8.resuming.values import ValueBuilder
+from ckpt8.restoring.resume.fills import Copy
+from ckpt8.restoring.resume.groups import STRUCTURE, class_problem, restored
+from ckpt8.restoring.resume.live_parameters import Pair, ParameterMap, map_parameters
+from ckpt8.restoring.resume.live_values import ValueBuilder
+from ckpt8.restoring.resume.own_loading import OwnState, load, loads_itself
+from ckpt8.restoring.resume.plans import OptimizerPlan, StatePlan
+from ckpt8.restoring.resume.published_state import (
+    Layout,
+    exact_step,
+    group_step_problem,
+    is_packed,
+    layout_of,
+    unwrapped,
+)
+from ckpt8.restoring.resume.state_checks import WHOLE_GROUP, object_problem, state_problem
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from ckpt8.resuming.packed import PackedPlanner
+    from ckpt8.restoring.resume.packed_state import PackedPlanner
 
 _WHOLE = "its state is taken as a whole or not at all"
-
-Made = tuple[dict[str, Any], list[Fill]]
-"""New state, and what fills it."""
-
-
-@dataclass(slots=True)
-class StatePlan:
-    """The new state of one parameter; None where the checkpoint has none, as for one that never had a gradient.
-
-    ``make``, where there is one, gives it when the time has come to allocate memory.
-    """
-
-    pair: Pair
-    values: dict[str, Any] | None
-    make: Callable[[], Made] | None = None
-
-
-@dataclass(slots=True)
-class OptimizerPlan:
-    """What to assign. ``wrong`` says why nothing of the checkpoint fits; ``problems`` are single parameters.
-
-    ``rounded``: what fills a live parameter that takes only the upper half of its saved weights, by ``id``.
-    ``own``: what the optimizer loads by itself, in place of all the rest; ``loaded`` is that once it was read.
-    """
-
-    states: list[StatePlan] = field(default_factory=list)
-    groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    wrong: str | None = None
-    rounded: dict[int, Fill] = field(default_factory=dict)
-    own: OwnState | None = None
-    loaded: dict[str, Any] | None = None
 
 
 def plan_optimizer(

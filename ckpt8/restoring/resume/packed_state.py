@@ -31,12 +31,12 @@ from ckpt8.optim import published_layouts as foreign
 from ckpt8.optim.master_weights import weight_check
 from ckpt8.optim.packing_options import check_group
 from ckpt8.optim.state_dicts import exact_names, layout_problem
-from ckpt8.resuming.groups import added_by_others, length_problem, of_another, restored
-from ckpt8.resuming.mapping import Pair, ParameterMap
-from ckpt8.resuming.optimizer import Made, OptimizerPlan, StatePlan
-from ckpt8.resuming.packing import MomentFill, ResidualFill, RoundedFill
-from ckpt8.resuming.streaming import Copy
-from ckpt8.resuming.values import ValueBuilder
+from ckpt8.restoring.resume.fills import Copy
+from ckpt8.restoring.resume.groups import added_by_others, length_problem, of_another, restored
+from ckpt8.restoring.resume.live_parameters import Pair, ParameterMap
+from ckpt8.restoring.resume.live_values import ValueBuilder
+from ckpt8.restoring.resume.packed_fills import MomentFill, ResidualFill, RoundedFill
+from ckpt8.restoring.resume.plans import Made, OptimizerPlan, StatePlan
 
 if TYPE_CHECKING:
     from ckpt8.optim.packed import PackedOptimizer

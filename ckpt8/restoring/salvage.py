@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt8 import restoration
 from ckpt8.checkpoint.replacing import checkpoint_file
 from ckpt8.container import frames
 from ckpt8.container.checking import all_chunks, scratch_tensor
@@ -29,7 +28,8 @@ from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import AtomicFile, refuse_same_file
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.salvaged_tensors import TensorFile
+from ckpt8.restoring import restore as restoration
+from ckpt8.restoring.salvaged_tensors import TensorFile
 
 WHOLE, DAMAGED, TENSORS, LOST = "whole", "damaged", "tensors", "lost"
 

@@ -1,0 +1,68 @@
+"""load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt8.checkpoint.tree import Checkpoint
+from ckpt8.container.frames import bytes_of, host_bytes
+from ckpt8.container.member_file import MemberFile
+from ckpt8.container.reader import ContainerReader
+from ckpt8.core.errors import UsageError
+from ckpt8.core.workers import Workers
+
+if TYPE_CHECKING:
+    import os
+
+    import torch
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    map_location: Any = None,
+    member: str | None = None,
+    unpack: bool = False,
+    threads: int | None = None,
+) -> Any:
+    """The object of the original: what ``torch.load(..., weights_only=True)`` or safetensors' ``load_file`` would give.
+
+    Of a file of a distributed checkpoint these are the slices of tensors in it, by name: ``wte.weight[0:64,:]``. The
+    checkpoint as a whole is restored, and loaded with ``torch.distributed.checkpoint``.
+
+    With ``unpack``, a run of ``ckpt8.optim`` comes as the published optimizers would have saved it: see
+    ``ckpt8.restoring.unpack``. What came from other optimizers is as without it.
+    ``member`` names one of several files; a container of several without it is a UsageError that lists them. Raises
+    UnsupportedError that lists the classes which torch does not allow, and InputError for damage.
+    """
+    from ckpt8.checkpoint.sources.one_file import load_source, member_index
+
+    with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
+        index = member_index(reader, member)
+        obj, tree = load_source(reader, index, MemberFile(reader, index, workers), map_location)
+        if unpack:
+            from ckpt8.restoring.unpack import unpack_tree
+
+            obj = unpack_tree(obj, tree, str(path))
+        return obj
+
+
+def load_named(checkpoint: Checkpoint, file: MemberFile, map_location: Any) -> dict[str, torch.Tensor]:
+    """The tensors of ``file`` by name, as our own reader, which checks every size, found them. Raises InputError."""
+    import torch
+
+    if not isinstance(map_location, (type(None), str, torch.device)):
+        raise UsageError(
+            f"{file.name}: is loaded tensor by tensor and takes a device for map_location, not {map_location!r}"
+        )
+    places = {storage.key: storage for storage in checkpoint.storages}
+    loaded = {}
+    for name, ref in checkpoint.tree.items():
+        place = places[ref.key]
+        content = host_bytes(place.nbytes)
+        file.seek(place.offset)
+        file.readinto(bytes_of(content))
+        tensor = content.view(ref.dtype.torch).as_strided(ref.shape, ref.stride, ref.offset)
+        loaded[name] = tensor.to(map_location or "cpu")
+    return loaded
