@@ -18,7 +18,7 @@ from ckpt8._version import __version__
 
 _NAMES = {
     "compress": ("ckpt8.compressing.compress", "compress"),
-    "convert": ("ckpt8.converting.run", "convert"),
+    "convert": ("ckpt8.converting.convert", "convert"),
     "Global": ("ckpt8.checkpoint.tree", "Global"),
     "Inert": ("ckpt8.checkpoint.tree", "Inert"),
     "diff": ("ckpt8.diffing.run", "diff"),

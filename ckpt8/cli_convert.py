@@ -10,7 +10,7 @@ import typer
 
 from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.cli_options import Force, Json, Threads, clock, console, print_json
-from ckpt8.writers import WRITERS
+from ckpt8.converting.writers import WRITERS
 
 _FORMATS = ", ".join(name for name, _ in WRITERS)
 
@@ -56,8 +56,8 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Write SRC in another format: a .pt, safetensors that transformers loads, a Trainer or DCP directory, a .ckpt8."""
+    from ckpt8.converting.convert import convert as run
     from ckpt8.converting.report import show
-    from ckpt8.converting.run import convert as run
     from ckpt8.progress import progress_bar
 
     start = clock()

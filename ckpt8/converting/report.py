@@ -9,7 +9,7 @@ from rich.console import Console
 from ckpt8.core.text import listed, printable, size
 
 if TYPE_CHECKING:
-    from ckpt8.writers.base import Report
+    from ckpt8.converting.request import Report
 
 _SHOWN = 20
 
@@ -21,7 +21,7 @@ def show(console: Console, report: Report, seconds: float) -> None:
         *(f"cast        {count:,} tensors {cast}" for cast, count in report.casts.items()),
     ]
     if report.quantized is not None:
-        from ckpt8.quantizing.report import lines as quantized
+        from ckpt8.converting.quantizing.report import lines as quantized
 
         lines += quantized(report.quantized)
     if report.replaced is not None:

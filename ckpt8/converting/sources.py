@@ -20,10 +20,10 @@ from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.core.text import listed, printable
 
 LAYOUTS: tuple[tuple[str, str], ...] = (
-    ("deepspeed-universal", "ckpt8.converting.universal:Universal"),
-    ("deepspeed-partitions", "ckpt8.converting.partitions:Partitions"),
-    ("dcp", "ckpt8.converting.distributed:Distributed"),
-    ("model-directory", "ckpt8.converting.model_directory:ModelDirectory"),
+    ("deepspeed-universal", "ckpt8.converting.layouts.deepspeed_universal:Universal"),
+    ("deepspeed-partitions", "ckpt8.converting.layouts.deepspeed_partitions:Partitions"),
+    ("dcp", "ckpt8.converting.layouts.dcp:Distributed"),
+    ("model-directory", "ckpt8.converting.layouts.model_directory:ModelDirectory"),
 )
 """Layouts of directories by id and class, in the order in which they are tried. Classes are imported when needed."""
 

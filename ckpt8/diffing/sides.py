@@ -22,7 +22,7 @@ from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.checkpoint.walk import iter_nodes
 from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
-from ckpt8.converting.distributed import Distributed
+from ckpt8.converting.layouts.dcp import Distributed
 from ckpt8.converting.sources import Content, content_of, layout_of
 from ckpt8.core.errors import InputError
 from ckpt8.core.json_text import parse_any_json

@@ -11,7 +11,7 @@ import sys
 import torch
 from converting_kit import listing
 
-from ckpt8.writers import WRITERS
+from ckpt8.converting.writers import WRITERS
 
 
 def test_the_report(run_command, forms, tmp_path):

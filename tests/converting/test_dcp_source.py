@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import ckpt8
 from ckpt8.checkpoint.readers.entries import size_of
+from ckpt8.converting.writers import WRITERS
 from ckpt8.core.errors import UsageError
-from ckpt8.writers import WRITERS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -10,8 +10,8 @@ from converting_kit import listing
 
 import ckpt8
 from ckpt8.checkpoint.readers.entries import size_of
+from ckpt8.converting.writers import SUFFIXES, WRITERS, get_writer, writer_for
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
-from ckpt8.writers import SUFFIXES, WRITERS, get_writer, writer_for
 
 FORMATS = [name for name, _ in WRITERS]
 FORMS = ["zip", "legacy", "directory", "zip flash", "zip lossless", "directory flash", "directory lossless"]

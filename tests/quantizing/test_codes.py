@@ -9,10 +9,10 @@ import torch
 
 from ckpt8.checkpoint.sources.composite import Composite, Held
 from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.converting.quantizing.codes import Codes, QuantizationError, measured, quantize
+from ckpt8.converting.quantizing.scales import measure_extent, row_parts
+from ckpt8.converting.quantizing.scheme import Scheme, make_scheme
 from ckpt8.core.tensors import DType
-from ckpt8.quantizing.codes import Codes, QuantizationError, measured, quantize
-from ckpt8.quantizing.scales import measure_extent, row_parts
-from ckpt8.quantizing.scheme import Scheme, make_scheme
 
 FP8, INT8 = DType.FLOAT8_E4M3FN, DType.INT8
 SCHEMES = [
@@ -73,7 +73,7 @@ def test_codes_of_int8_are_the_nearest():
 def test_definition(scheme, transposed, monkeypatch):
     """Also where a tile ends inside a row: the tiles are small here."""
     for module in ("scales", "codes"):
-        monkeypatch.setattr(f"ckpt8.quantizing.{module}.FRAME", 50)
+        monkeypatch.setattr(f"ckpt8.converting.quantizing.{module}.FRAME", 50)
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(37, 23, generator=generator) * torch.logspace(-6, 3, 37).view(-1, 1)
     codes, scales, error = encoded(*composite(x, transposed=transposed), scheme)

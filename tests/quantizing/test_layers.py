@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.core.tensors import DType
-from ckpt8.quantizing.layers import (
+from ckpt8.converting.quantizing.layers import (
     ASKED,
     EMBEDDING,
     HEAD,
@@ -20,6 +19,7 @@ from ckpt8.quantizing.layers import (
     choose_layers,
     class_of,
 )
+from ckpt8.core.tensors import DType
 
 
 def refs(shapes, dtype=DType.FLOAT32):

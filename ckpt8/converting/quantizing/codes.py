@@ -11,9 +11,9 @@ from ckpt8.checkpoint.sources.composite import Composite, cut
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.error_stats import SMALLEST_NORMAL, NoiseError
 from ckpt8.container.frames import FRAME
+from ckpt8.converting.quantizing.scales import row_parts
+from ckpt8.converting.quantizing.scheme import Scheme
 from ckpt8.core.tensors import DType
-from ckpt8.quantizing.scales import row_parts
-from ckpt8.quantizing.scheme import Scheme
 
 if TYPE_CHECKING:
     import torch

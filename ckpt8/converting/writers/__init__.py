@@ -10,16 +10,16 @@ from ckpt8.container import target_names
 from ckpt8.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckpt8.writers.base import Writer
+    from ckpt8.converting.request import Writer
 
 WRITERS: tuple[tuple[str, str], ...] = (
-    ("torch", "ckpt8.writers.torch_zip:TorchWriter"),
-    ("safetensors", "ckpt8.writers.safetensors:SafetensorsWriter"),
-    ("trainer", "ckpt8.writers.trainer:TrainerWriter"),
-    ("dcp", "ckpt8.writers.dcp:DcpWriter"),
-    ("flashoptim", "ckpt8.writers.flashoptim:FlashoptimWriter"),
-    ("compressed-tensors", "ckpt8.writers.compressed_tensors:CompressedTensorsWriter"),
-    ("ckpt8", "ckpt8.writers.container:ContainerWriter"),
+    ("torch", "ckpt8.converting.writers.torch_zip:TorchWriter"),
+    ("safetensors", "ckpt8.converting.writers.safetensors:SafetensorsWriter"),
+    ("trainer", "ckpt8.converting.writers.trainer:TrainerWriter"),
+    ("dcp", "ckpt8.converting.writers.dcp:DcpWriter"),
+    ("flashoptim", "ckpt8.converting.writers.flashoptim:FlashoptimWriter"),
+    ("compressed-tensors", "ckpt8.converting.writers.compressed_tensors:CompressedTensorsWriter"),
+    ("ckpt8", "ckpt8.converting.writers.ckpt8:ContainerWriter"),
 )
 """Every format by id and class. Classes are imported when needed."""
 

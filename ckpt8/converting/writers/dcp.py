@@ -22,17 +22,18 @@ from ckpt8.checkpoint.sources.live_object import with_crc_fields
 from ckpt8.checkpoint.sources.objects import CONSUMED
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef
 from ckpt8.checkpoint.walk import format_path, iter_leaves
-from ckpt8.converting.regions import Cast
+from ckpt8.converting.casts import Cast
+from ckpt8.converting.request import Report, Request
+from ckpt8.converting.weights import WeightTypes
+from ckpt8.converting.writers.dcp_tree import distributed_tree
+from ckpt8.converting.writers.hollow import HollowBuilder
+from ckpt8.converting.writers.torch_zip import fill_storage, save_hollow
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.core.files.atomic import Guard
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.temporary import temporary_directory
 from ckpt8.core.files.write_at import write_at
 from ckpt8.core.workers import Progress
-from ckpt8.writers.base import Report, Request, WeightTypes
-from ckpt8.writers.dcp_tree import distributed_tree
-from ckpt8.writers.hollow import HollowBuilder
-from ckpt8.writers.torch_zip import fill_storage, save_hollow
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt8.checkpoint.readers.entries import is_directory
+from ckpt8.converting.request import QUANTIZED, Quantization, Report, Request, Writer, parse_dtype
+from ckpt8.converting.writers import SUFFIXES, writer_for
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import refuse_inside, refuse_same_file
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Progress
-from ckpt8.writers import SUFFIXES, writer_for
-from ckpt8.writers.base import QUANTIZED, Quantization, Report, Request, Writer, parse_dtype
 
 _QUANTIZING = "compressed-tensors"
 

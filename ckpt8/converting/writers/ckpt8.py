@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from ckpt8.converting.request import Report, Request
 from ckpt8.core.errors import UsageError
-from ckpt8.writers.base import Report, Request
 
 
 class ContainerWriter:

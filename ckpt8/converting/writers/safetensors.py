@@ -14,13 +14,14 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.header import MAX_HEADER
 from ckpt8.converting.choice import choose_model
+from ckpt8.converting.request import Report, Request
 from ckpt8.converting.sources import Content
+from ckpt8.converting.weights import FLOATS, WeightTypes, model_weights
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import AtomicFile, Guard
 from ckpt8.core.files.write_at import write_at
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Progress
-from ckpt8.writers.base import FLOATS, Report, Request, WeightTypes, model_weights
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8

@@ -18,7 +18,7 @@ from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.error_stats import SMALLEST_NORMAL
 from ckpt8.container.frames import FRAME
-from ckpt8.quantizing.scheme import TENSOR, UNIT, Scheme
+from ckpt8.converting.quantizing.scheme import TENSOR, UNIT, Scheme
 
 if TYPE_CHECKING:
     import torch

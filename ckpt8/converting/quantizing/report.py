@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckpt8.quantizing.codes import QuantizationError
-from ckpt8.quantizing.layers import Layers, class_of
-from ckpt8.quantizing.scheme import Scheme
+from ckpt8.converting.quantizing.codes import QuantizationError
+from ckpt8.converting.quantizing.layers import Layers, class_of
+from ckpt8.converting.quantizing.scheme import Scheme
 
 
 def summary(scheme: Scheme, errors: Mapping[str, QuantizationError], layers: Layers) -> dict[str, Any]:

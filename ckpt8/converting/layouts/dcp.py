@@ -14,8 +14,8 @@ from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.members import Members
 from ckpt8.checkpoint.tree import Checkpoint, StorageRef, TensorRef
 from ckpt8.checkpoint.walk import iter_leaves, iter_nodes
-from ckpt8.converting.distributed_tree import build_tree
-from ckpt8.converting.gathering import Part, gather
+from ckpt8.converting.layouts.dcp_tree import build_tree
+from ckpt8.converting.layouts.slices import Part, gather
 from ckpt8.converting.sources import Content
 from ckpt8.converting.ties import tie_again
 from ckpt8.core.errors import InputError, UsageError

@@ -10,13 +10,14 @@ from ckpt8.checkpoint.replacing import checkpoint_directory
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.converting.choice import choose_model, choose_optimizer
+from ckpt8.converting.request import Report, Request
 from ckpt8.converting.sources import Content
+from ckpt8.converting.weights import WeightTypes, model_weights
+from ckpt8.converting.writers.safetensors import total_bytes, write_safetensors
+from ckpt8.converting.writers.torch_zip import TorchFile
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.write_at import write_at
-from ckpt8.writers.base import Report, Request, WeightTypes, model_weights
-from ckpt8.writers.safetensors import total_bytes, write_safetensors
-from ckpt8.writers.torch_zip import TorchFile
 
 _WEIGHTS = "model.safetensors"
 _OPTIMIZER = "optimizer.pt"

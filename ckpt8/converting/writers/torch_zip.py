@@ -19,6 +19,9 @@ from ckpt8.checkpoint.tree import StorageInfo, TensorRef
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.member_layout import CRC_BYTES
 from ckpt8.converting.choice import choose_model
+from ckpt8.converting.request import Report, Request
+from ckpt8.converting.weights import WeightTypes
+from ckpt8.converting.writers.hollow import HollowBuilder
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.atomic import AtomicFile, Guard
 from ckpt8.core.files.crc import combine, crc32
@@ -26,8 +29,6 @@ from ckpt8.core.files.temporary import temporary_directory
 from ckpt8.core.files.write_at import write_at
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Progress
-from ckpt8.writers.base import Report, Request, WeightTypes
-from ckpt8.writers.hollow import HollowBuilder
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,9 @@ from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.walk import Components, iter_nodes
 from ckpt8.converting.choice import choose_model, choose_optimizer
+from ckpt8.converting.request import Report
+from ckpt8.converting.weights import WeightTypes
 from ckpt8.core.errors import UsageError
-from ckpt8.writers.base import Report, WeightTypes
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _UNKNOWN = "the optimizer has no names, and the order of the model does not tell them"

@@ -19,13 +19,14 @@ from ckpt8.checkpoint.sources.composite import Composite, cut, put
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.container.frames import FRAME
+from ckpt8.converting.casts import Caster
 from ckpt8.converting.choice import choose_model, choose_optimizer, tensors_of
-from ckpt8.converting.regions import Caster
+from ckpt8.converting.request import Report, Request
+from ckpt8.converting.weights import FLOATS, WeightTypes
+from ckpt8.converting.writers.torch_zip import TorchFile
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.tensors import DType
-from ckpt8.writers.base import FLOATS, Report, Request, WeightTypes
-from ckpt8.writers.torch_zip import TorchFile
 
 _FP16 = 2
 _BLOCK = 2 * FRAME

@@ -22,7 +22,7 @@ from typing import Any
 
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.converting.ties import HEADS
-from ckpt8.writers.base import FLOATS
+from ckpt8.converting.weights import FLOATS
 
 _WEIGHT = ".weight"
 _EMBEDDINGS = frozenset({"wte", "wpe", "shared", "relative_attention_bias", "global_relative_attention_bias"})

@@ -20,22 +20,23 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import FILE
 from ckpt8.converting.choice import choose_model, tensors_of
+from ckpt8.converting.quantizing.codes import Codes, QuantizationError
+from ckpt8.converting.quantizing.config import CONFIG, read_config, with_quantization
+from ckpt8.converting.quantizing.layers import Layers, choose_layers
+from ckpt8.converting.quantizing.report import summary
+from ckpt8.converting.quantizing.scales import measure_extent
+from ckpt8.converting.quantizing.scheme import Scheme, make_scheme
+from ckpt8.converting.request import Report, Request
 from ckpt8.converting.sources import Content
+from ckpt8.converting.weights import WeightTypes, model_weights
+from ckpt8.converting.writers.safetensors import nbytes, total_bytes, with_masters, write_safetensors
+from ckpt8.converting.writers.trainer import copy_member
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.write_at import write_at
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress
-from ckpt8.quantizing.codes import Codes, QuantizationError
-from ckpt8.quantizing.config import CONFIG, read_config, with_quantization
-from ckpt8.quantizing.layers import Layers, choose_layers
-from ckpt8.quantizing.report import summary
-from ckpt8.quantizing.scales import measure_extent
-from ckpt8.quantizing.scheme import Scheme, make_scheme
-from ckpt8.writers.base import Report, Request, WeightTypes, model_weights
-from ckpt8.writers.safetensors import nbytes, total_bytes, with_masters, write_safetensors
-from ckpt8.writers.trainer import copy_member
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,7 @@ _LISTED = 20
 class CompressedTensorsWriter:
     """Linear layers in float8_e4m3fn, or as ``--dtype`` says; fp32 master weights are quantised where they are known.
 
-    See ``ckpt8.quantizing.layers`` for which layers, and ``ckpt8.quantizing.scheme`` for how.
+    See ``ckpt8.converting.quantizing.layers`` for which layers, and ``ckpt8.converting.quantizing.scheme`` for how.
     """
 
     id: ClassVar[str] = "compressed-tensors"

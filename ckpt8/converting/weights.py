@@ -1,0 +1,72 @@
+"""The contract of a writer, and what writers share: the request, the report, and the weights that are written."""
+
+from __future__ import annotations
+
+from math import prod
+
+from ckpt8.checkpoint.meaning.parameter_names import plain_names
+from ckpt8.checkpoint.meaning.state_dicts import Candidate
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.vocabulary import BUFFERS
+from ckpt8.converting.casts import Caster
+from ckpt8.converting.choice import tensors_of
+from ckpt8.converting.request import Report
+from ckpt8.converting.ties import HEADS, module_of
+from ckpt8.core.errors import UsageError
+from ckpt8.core.tensors import DType
+
+FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
+
+
+class WeightTypes:
+    """The element type of every weight in the target. ``dtype`` None leaves all as they are.
+
+    ``only`` are the types that change, by default all floats of 16 to 64 bits. Buffers stay as well.
+    """
+
+    def __init__(self, data: Composite, dtype: DType | None, report: Report, only: frozenset[DType] = FLOATS) -> None:
+        self._caster = Caster(data)
+        self._dtype = dtype
+        self._report = report
+        self._only = only
+
+    def __call__(self, name: str, ref: TensorRef) -> TensorRef:
+        """The tensor as it is to be written."""
+        stays = self._dtype in (None, ref.dtype) or ref.dtype not in self._only
+        if self._dtype is None or stays or name.rpartition(".")[2] in BUFFERS:
+            return ref
+        self._report.casts[f"{ref.dtype.label} -> {self._dtype.label}"] += 1
+        return self._caster.cast(name, ref, self._dtype)
+
+
+def model_weights(data: Composite, model: Candidate, types: WeightTypes, report: Report) -> dict[str, TensorRef]:
+    """The weights of a model as transformers loads them: names without wrappers, each tied weight once.
+
+    Raises UsageError for a state dict without tensors.
+    """
+    tensors, others = tensors_of(model)
+    report.dropped += [f"{name}: not a tensor" for name in others]
+    if not tensors:
+        raise UsageError(f"{data.label}: {model.path} holds no tensors")
+    plain = plain_names(tensors)
+    if any(name != short for name, short in plain.items()):
+        example = next(f"{name} -> {short}" for name, short in plain.items() if name != short)
+        report.notes.append(f"names without wrappers, as in {example}")
+    named = {plain[name]: ref for name, ref in tensors.items()}
+    names: dict[tuple[object, ...], list[str]] = {}
+    for name, ref in named.items():
+        # An empty tensor has no place that it could share.
+        identity = (ref.key, ref.offset, ref.shape, ref.stride, ref.dtype) if prod(ref.shape) else (name,)
+        names.setdefault(identity, []).append(name)
+    kept = {_kept(tied) for tied in names.values()}
+    report.aliases += [name for name in named if name not in kept]
+    found = {name: types(name, ref) for name, ref in named.items() if name in kept}
+    for name, ref in found.items():
+        data.check_extent(name, ref)
+    return found
+
+
+def _kept(names: list[str]) -> str:
+    """The name that stays of a tied weight: the first one that is not of an output layer."""
+    return next((name for name in names if module_of(name) not in HEADS), names[0])
