@@ -21,13 +21,13 @@ _NAMES = {
     "convert": ("ckpt8.converting.convert", "convert"),
     "Global": ("ckpt8.checkpoint.tree", "Global"),
     "Inert": ("ckpt8.checkpoint.tree", "Inert"),
-    "diff": ("ckpt8.diffing.run", "diff"),
+    "diff": ("ckpt8.inspecting.diff.diff", "diff"),
     "save": ("ckpt8.compressing.compress", "save"),
     "load": ("ckpt8.compressing.compress", "load"),
     "open": ("ckpt8.compressing.compress", "open_container"),
     "restore": ("ckpt8.restoring.restore", "restore"),
     "resume": ("ckpt8.restoring.resume.resume", "resume"),
-    "verify": ("ckpt8.verification", "verify"),
+    "verify": ("ckpt8.inspecting.verify", "verify"),
 }
 
 __all__ = [

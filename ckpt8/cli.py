@@ -63,8 +63,8 @@ def compress(
 ) -> None:
     """Compress SRC into a .ckpt8 and show the error that was made."""
     from ckpt8.compressing import compress as api
-    from ckpt8.inspect.container import inspect_container
     from ckpt8.inspect.render import summary
+    from ckpt8.inspecting.container import inspect_container
     from ckpt8.progress import progress_bar
 
     target = output or api.default_target(src)
@@ -118,9 +118,9 @@ def inspect(
     and with --full in every element; in a .ckpt8 with --full only. --json has them as flags, with sample and layers.
     """
     from ckpt8.container.header import is_container
-    from ckpt8.inspect.container import inspect_container
     from ckpt8.inspect.html.report import report_for
     from ckpt8.inspect.render import show
+    from ckpt8.inspecting.container import inspect_container
 
     report = report_for(html, path, original=against, drift=drift, full=full, force=force)
     if is_container(path):
@@ -129,14 +129,14 @@ def inspect(
     elif against is not None and not readiness:
         raise UsageError(f"{path}: is not a .ckpt8; --against compares a .ckpt8 with its original")
     else:
-        from ckpt8.inspect.checkpoint import inspect_checkpoint
+        from ckpt8.inspecting.checkpoint import inspect_checkpoint
         from ckpt8.progress import progress_bar
 
         shown = full and not as_json
         with progress_bar(f"inspect {path.name}", size_of(path) if shown else 0, enabled=shown) as progress:
             facts = inspect_checkpoint(path, tensors=tensors, full=full, progress=progress)
     if readiness:
-        from ckpt8.inspect.readiness.run import inspect_readiness
+        from ckpt8.inspecting.readiness.run import inspect_readiness
 
         facts["readiness"] = inspect_readiness(path, full=full, original=against)
     if report is not None:
@@ -214,8 +214,8 @@ def verify(
     from ckpt8.core.startup import settle
     from ckpt8.core.text import size
     from ckpt8.inspect.render import show_drift
+    from ckpt8.inspecting.verify import verify as run
     from ckpt8.progress import progress_bar
-    from ckpt8.verification import verify as run
 
     settle()
     total = size_of(src) if against is None else 2 * size_of(against)

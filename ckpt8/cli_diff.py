@@ -22,8 +22,8 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Show what is not the same in A and B, and how far apart it is. Exit code 0 if nothing is, 1 if something is."""
-    from ckpt8.diffing.run import diff as run
     from ckpt8.diffing.show import show
+    from ckpt8.inspecting.diff.diff import diff as run
     from ckpt8.progress import progress_bar
 
     total = size_of(a) + size_of(b)

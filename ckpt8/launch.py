@@ -100,7 +100,7 @@ def _inspection(arguments: Sequence[str]) -> Callable[[], None] | None:
 
 
 def _inspect(path: Path, *, tensors: bool = False, as_json: bool = False) -> None:
-    from ckpt8.inspect.container import inspect_container
+    from ckpt8.inspecting.container import inspect_container
     from ckpt8.output import print_json
 
     facts = inspect_container(path, tensors=tensors)

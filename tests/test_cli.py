@@ -27,7 +27,7 @@ import zstandard
 
 import ckpt8
 from ckpt8.core.errors import UnsupportedError
-from ckpt8.inspect.container import inspect_container
+from ckpt8.inspecting.container import inspect_container
 from ckpt8.progress import progress_bar
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of POSIX")

@@ -20,7 +20,7 @@ import torch
 
 import ckpt8
 from ckpt8.core.errors import InputError, OutputError, UnsupportedError, UsageError
-from ckpt8.inspect.container import inspect_container
+from ckpt8.inspecting.container import inspect_container
 
 INPUTS = Path(__file__).parents[1] / "fixtures" / "inputs"
 NAMES = sorted(path.name for path in INPUTS.glob("*.pt"))

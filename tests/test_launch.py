@@ -60,14 +60,14 @@ def test_the_version_imports_next_to_nothing():
 @pytest.mark.parametrize("flags", [(), ("--tensors",)])
 def test_inspect_of_a_container_needs_neither_the_parser_nor_torch(packed, flags):
     modules = imported("inspect", packed, *flags)
-    assert {"ckpt8.inspect.container", "rich.table"} <= modules
+    assert {"ckpt8.inspecting.container", "rich.table"} <= modules
     assert not modules & HEAVY
     assert sum(name.startswith("ckpt8.") for name in modules) <= 45
 
 
 def test_json_does_not_need_what_draws_tables(packed):
     modules = imported("inspect", packed, "--json")
-    assert "ckpt8.inspect.container" in modules
+    assert "ckpt8.inspecting.container" in modules
     assert not [name for name in modules if name.partition(".")[0] == "rich"]
 
 

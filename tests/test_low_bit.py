@@ -17,8 +17,8 @@ from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.cli import app
 from ckpt8.codecs.error_stats import read_error
 from ckpt8.core.tensors import DType, Role, TensorSpec
-from ckpt8.inspect.checkpoint import inspect_checkpoint
-from ckpt8.inspect.container import inspect_container
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
+from ckpt8.inspecting.container import inspect_container
 
 INPUTS = Path(__file__).parent.parent / "fixtures" / "inputs" / "low_bit"
 SMALL = 64 + 4 * 64 + 4

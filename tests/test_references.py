@@ -20,8 +20,8 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.container.reader import ContainerReader, decode_storage
 from ckpt8.core.errors import CheckFailedError, InputError, UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec
-from ckpt8.inspect.checkpoint import inspect_checkpoint
-from ckpt8.inspect.container import inspect_container
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
+from ckpt8.inspecting.container import inspect_container
 
 PRESETS = ("flash", "compact", "lossless")
 FRAME = 1 << 20

@@ -141,9 +141,9 @@ def _library(*, kernels: bool = True) -> Any:
     from ckpt8.core.startup import settle
 
     settle(kernels=kernels)
+    import ckpt8.inspecting.verify
     import ckpt8.restoring.load
     import ckpt8.restoring.restore
-    import ckpt8.verification
 
     return ckpt8
 

@@ -253,7 +253,7 @@ def summary(console: Console, facts: dict[str, Any], target: str, seconds: float
 
 def show_drift(console: Console, resume: dict[str, Any]) -> None:
     """Print how far the compressed run is from the original after every replayed step."""
-    from ckpt8.drift import left_out
+    from ckpt8.inspecting.replay.drift import left_out
 
     if resume["parameters"]:
         console.print(

@@ -120,7 +120,7 @@ class Ckpt8Callback(TrainerCallback):
 
     def _compress(self, source: Path, limit: int | None, best: Path | None) -> None:
         from ckpt8.compressing.compress import compress
-        from ckpt8.verification import verify
+        from ckpt8.inspecting.verify import verify
 
         target = source.with_name(source.name + SUFFIX)
         compress(source, target, preset=self._preset, rules=self._rules, threads=self._threads, force=True)

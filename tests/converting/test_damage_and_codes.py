@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import ckpt8
 from ckpt8.core.errors import InputError, UnsupportedError
-from ckpt8.inspect.checkpoint import inspect_checkpoint
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
 
 
 def flip_a_bit(path, record):

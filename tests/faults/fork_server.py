@@ -31,11 +31,11 @@ import ckpt8.checkpoint.sources.live_object
 import ckpt8.cli
 import ckpt8.compressing.gpu_encoder
 import ckpt8.core.files.atomic_directory
-import ckpt8.inspect.container
 import ckpt8.inspect.render
+import ckpt8.inspecting.container
+import ckpt8.inspecting.verify
 import ckpt8.progress
 import ckpt8.restoring.restore
-import ckpt8.verification
 
 INTERRUPTS = {signal.SIGINT, signal.SIGTERM}
 loaded: dict[str, object] = {}

@@ -11,8 +11,8 @@ from frameworks_kit import through
 from safetensors.torch import load_file
 
 import ckpt8
-from ckpt8.inspect.checkpoint import inspect_checkpoint
-from ckpt8.inspect.container import inspect_container
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
+from ckpt8.inspecting.container import inspect_container
 
 DIRECTORIES = {
     "trainer-adamw": ("optimizer.pt", {"adam"}, 200),

@@ -10,7 +10,7 @@ import torch
 from frameworks_kit import check_goes_on
 
 import ckpt8
-from ckpt8.inspect.container import inspect_container
+from ckpt8.inspecting.container import inspect_container
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

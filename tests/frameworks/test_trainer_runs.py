@@ -10,7 +10,7 @@ from frameworks_kit import PRESETS, check_goes_on, drift, quiet, through
 from safetensors import safe_open
 
 import ckpt8
-from ckpt8.inspect.container import inspect_container
+from ckpt8.inspecting.container import inspect_container
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")

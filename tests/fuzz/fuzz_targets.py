@@ -26,9 +26,9 @@ from ckpt8.checkpoint.sources.bundle import open_bundle
 from ckpt8.compressing.plan import Plan
 from ckpt8.compressing.policy import Policy
 from ckpt8.core.errors import Ckpt8Error
-from ckpt8.inspect.checkpoint import inspect_checkpoint
-from ckpt8.inspect.container import inspect_container
 from ckpt8.inspect.render import show
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
+from ckpt8.inspecting.container import inspect_container
 
 MAX_MESSAGE = 2000
 """Characters of a message: one line that a person can read."""

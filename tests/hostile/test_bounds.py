@@ -18,8 +18,8 @@ import ckpt8
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.container.frames import FRAME
 from ckpt8.container.member_paths import MAX_COMPONENTS
-from ckpt8.inspect.checkpoint import inspect_checkpoint
-from ckpt8.inspect.container import inspect_container
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
+from ckpt8.inspecting.container import inspect_container
 
 LARGEST = 1 << 17
 """Bytes that count as small."""

@@ -15,9 +15,9 @@ from rich.console import Console
 
 import ckpt8
 from ckpt8.container.header import is_container
-from ckpt8.inspect.checkpoint import inspect_checkpoint
-from ckpt8.inspect.container import inspect_container
 from ckpt8.inspect.render import show
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
+from ckpt8.inspecting.container import inspect_container
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "hostile"
 FILES = sorted(path for path in FOLDER.iterdir() if path.suffix != ".md")

@@ -40,8 +40,8 @@ from safetensors.torch import save_file
 import ckpt8
 from ckpt8.checkpoint.readers.torch_legacy import MAGIC, PROTOCOL_VERSION
 from ckpt8.core.errors import Ckpt8Error, InputError
-from ckpt8.inspect.checkpoint import inspect_checkpoint
-from ckpt8.inspect.container import inspect_container
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
+from ckpt8.inspecting.container import inspect_container
 
 SPAWNS = {"os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen"}
 _watchers: list[list[str]] = []

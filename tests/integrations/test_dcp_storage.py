@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import ckpt8
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import InputError, OutputError, UsageError
-from ckpt8.inspect.checkpoint import inspect_checkpoint
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.integrations import dcp_writer
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 

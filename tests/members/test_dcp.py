@@ -15,8 +15,8 @@ import ckpt8
 from ckpt8.codecs.error_stats import UpdateError
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
-from ckpt8.inspect.checkpoint import inspect_checkpoint
-from ckpt8.inspect.container import inspect_container
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
+from ckpt8.inspecting.container import inspect_container
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -7,7 +7,7 @@ import torch
 from dcp_kit import adam_state, change_metadata, save_small
 
 import ckpt8
-from ckpt8.inspect.container import inspect_container
+from ckpt8.inspecting.container import inspect_container
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

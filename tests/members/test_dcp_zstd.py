@@ -21,8 +21,8 @@ from ckpt8.checkpoint.readers.dcp.metadata_pickle import rewritten
 from ckpt8.checkpoint.readers.dcp.zstd import DecodedFile
 from ckpt8.core.errors import OutputError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
-from ckpt8.inspect.checkpoint import inspect_checkpoint
-from ckpt8.inspect.container import inspect_container
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
+from ckpt8.inspecting.container import inspect_container
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -20,7 +20,7 @@ from reference_kit import adamw
 import ckpt8
 from ckpt8.container.reader import ContainerReader, decode_storage
 from ckpt8.core.tensors import DType, Role
-from ckpt8.inspect.container import inspect_container
+from ckpt8.inspecting.container import inspect_container
 
 # Not imported here: that takes seconds, and the processes do it themselves.
 pytestmark = [

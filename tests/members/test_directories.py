@@ -20,8 +20,8 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, InputError, OutputError, UsageError
 from ckpt8.core.files import source_file as pool
 from ckpt8.core.files.source_file import ByteRange
-from ckpt8.inspect.checkpoint import inspect_checkpoint
-from ckpt8.inspect.container import inspect_container
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
+from ckpt8.inspecting.container import inspect_container
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 ENCODED = {*SHARDS, "optimizer.pt", "extra/old.pt"}
@@ -429,7 +429,7 @@ def test_as_a_user_types_it(tmp_path):
 
 def test_help_and_inspect_do_not_import_torch(containers):
     code = (
-        "import sys; from ckpt8.inspect.container import inspect_container; import ckpt8.cli;"
+        "import sys; from ckpt8.inspecting.container import inspect_container; import ckpt8.cli;"
         f"inspect_container(__import__('pathlib').Path({str(containers['flash'])!r}), tensors=True);"
         "assert 'torch' not in sys.modules"
     )

@@ -16,8 +16,8 @@ from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.cli import app
 from ckpt8.container.reader import ContainerReader
-from ckpt8.inspect.checkpoint import inspect_checkpoint
-from ckpt8.inspect.container import inspect_container
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
+from ckpt8.inspecting.container import inspect_container
 
 ROWS = 12
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from readiness_kit import expected, same
 
-from ckpt8.inspect.readiness.casting import RAW, SCALED, TILE, Casts, Extent, scaled_by, tiles
-from ckpt8.inspect.readiness.number_formats import FORMATS
+from ckpt8.inspecting.readiness.casting import RAW, SCALED, TILE, Casts, Extent, scaled_by, tiles
+from ckpt8.inspecting.readiness.number_formats import FORMATS
 
 
 def measure(x, block=None):

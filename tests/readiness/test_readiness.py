@@ -13,9 +13,10 @@ from readiness_kit import fast_expected, normal, of_gpt, of_optimizer, same, sav
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 import ckpt8
-from ckpt8.inspect.readiness.number_formats import FORMATS
-from ckpt8.inspect.readiness.run import inspect_readiness
-from ckpt8.inspect.readiness.tensor_source import SAMPLE, WINDOWS, open_tensors, sample_windows
+from ckpt8.inspecting.readiness.number_formats import FORMATS
+from ckpt8.inspecting.readiness.run import inspect_readiness
+from ckpt8.inspecting.readiness.tensor_source import open_tensors
+from ckpt8.inspecting.sampling import SAMPLE, WINDOWS, sample_windows
 
 
 def of_lightning(path):

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.slow
 BOUND = 120e6
 
 SETUP = """from pathlib import Path
-from ckpt8.inspect.readiness.run import inspect_readiness
-from ckpt8.inspect.readiness import casting, number_formats, verdicts
+from ckpt8.inspecting.readiness.run import inspect_readiness
+from ckpt8.inspecting.readiness import casting, number_formats, verdicts
 torch.zeros(1).half().float().sum()
 """
 CODE = """

@@ -12,14 +12,14 @@ import torch
 import ckpt8
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
-from ckpt8.inspect.container import inspect_container
-from ckpt8.inspect.distributions import checkpoint as of_checkpoint
-from ckpt8.inspect.distributions import sampling
-from ckpt8.inspect.distributions.checkpoint import checkpoint_distributions
-from ckpt8.inspect.distributions.container import container_distributions
-from ckpt8.inspect.distributions.counts import LOWEST, Codes, Histogram
-from ckpt8.inspect.distributions.sampling import RUN, RUNS, Sampling
-from ckpt8.inspect.html.layers import LayerNames
+from ckpt8.inspecting import sampling
+from ckpt8.inspecting.container import inspect_container
+from ckpt8.inspecting.distributions import checkpoint as of_checkpoint
+from ckpt8.inspecting.distributions.checkpoint import checkpoint_distributions
+from ckpt8.inspecting.distributions.container import container_distributions
+from ckpt8.inspecting.distributions.counts import LOWEST, Codes, Histogram
+from ckpt8.inspecting.distributions.layer_sizes import LayerNames
+from ckpt8.inspecting.sampling import RUN, RUNS, Sampling
 
 
 def octaves(values):

@@ -16,13 +16,14 @@ from resume_kit import OPTIMIZERS
 from torch import nn
 
 import ckpt8
-from ckpt8 import cli, replay
+from ckpt8 import cli
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.tensors import DType
-from ckpt8.replay_rules import find_rule
+from ckpt8.inspecting.replay import replay
+from ckpt8.inspecting.replay.rules import find_rule
 
 REPLAYED = {
     "torch-adamw": 0.1,

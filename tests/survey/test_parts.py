@@ -20,14 +20,14 @@ import ckpt8
 from ckpt8.checkpoint.meaning.layer_names import layer_of, plain_path
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType, Role
-from ckpt8.inspect.checkpoint import inspect_checkpoint
-from ckpt8.inspect.container import inspect_container
-from ckpt8.inspect.survey import sampling
-from ckpt8.inspect.survey.layers import Stored, layers
-from ckpt8.inspect.survey.pieces import View
-from ckpt8.inspect.survey.run import survey
-from ckpt8.inspect.survey.subject import Subject
-from ckpt8.inspect.survey.tally import Rows, Tally
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
+from ckpt8.inspecting.container import inspect_container
+from ckpt8.inspecting.survey import sampling
+from ckpt8.inspecting.survey.layers import Stored, layers
+from ckpt8.inspecting.survey.pieces import View
+from ckpt8.inspecting.survey.run import survey
+from ckpt8.inspecting.survey.subject import Subject
+from ckpt8.inspecting.survey.tally import Rows, Tally
 
 
 @settings(max_examples=200, deadline=None)
@@ -308,7 +308,7 @@ def test_odd_options_are_json(tmp_path):
 
 
 SETUP = """from pathlib import Path
-from ckpt8.inspect.checkpoint import inspect_checkpoint
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
 """
 CODE = """
 found = inspect_checkpoint(Path(sys.argv[1]), full=sys.argv[2] == "full")["sample"]

@@ -1,7 +1,7 @@
 """The page: one HTML document that loads nothing, runs nothing and says the same whenever it is made.
 
 What it shows is also in it as JSON, in the element ``ckpt8-report``: ``facts`` as ``inspect --json`` prints them,
-``distributions`` (see ``ckpt8.inspect.distributions.gathering.Gathered``) and, where it was given, ``drift``.
+``distributions`` (see ``ckpt8.inspecting.distributions.gathering.Gathered``) and, where it was given, ``drift``.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Report:
 
     def visit(self, reader: ContainerReader) -> None:
         """Look into an open container. Raises InputError for damage."""
-        from ckpt8.inspect.distributions.container import container_distributions
+        from ckpt8.inspecting.distributions.container import container_distributions
 
         self._distributions = container_distributions(reader, self._original, full=self._full)
 
@@ -50,7 +50,7 @@ class Report:
 
         distributions = self._distributions
         if distributions is None:
-            from ckpt8.inspect.distributions.checkpoint import checkpoint_distributions
+            from ckpt8.inspecting.distributions.checkpoint import checkpoint_distributions
 
             distributions = checkpoint_distributions(self._path, full=self._full)
         drift = None if self._drift is None else read_drift(self._drift, facts.get("stored_bytes"))

@@ -16,7 +16,7 @@ from ckpt8.checkpoint.meaning.pairing import saved_names
 from ckpt8.checkpoint.meaning.parameter_names import match, plain_names
 from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.diffing.sides import Part, Side
+from ckpt8.inspecting.diff.sides import Part, Side
 
 Entry = tuple[int, str]
 """The ``id`` of a dictionary, and a key of it."""

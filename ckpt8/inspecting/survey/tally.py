@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckpt8.container.frames import bytes_of
 from ckpt8.core.tensors import DType, Role
-from ckpt8.inspect.survey.sampling import GROUP
+from ckpt8.inspecting.sampling import GROUP
 
 if TYPE_CHECKING:
     import torch

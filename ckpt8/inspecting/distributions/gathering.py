@@ -8,9 +8,9 @@ from typing import Any
 
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, WeightError, read_error
 from ckpt8.container.facts import error_facts
-from ckpt8.inspect.distributions.counts import CHARTED, Drawn
-from ckpt8.inspect.distributions.sampling import EVERYTHING, Sampling
-from ckpt8.inspect.html.layers import LayerSizes
+from ckpt8.inspecting.distributions.counts import CHARTED, Drawn
+from ckpt8.inspecting.distributions.layer_sizes import LayerSizes
+from ckpt8.inspecting.sampling import EVERYTHING, Sampling
 
 WORST = 5
 """How many of the worst are shown with their distributions; as many as ``inspect`` lists."""

@@ -25,11 +25,11 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import Role
 from ckpt8.core.workers import Workers
-from ckpt8.inspect.distributions.counts import Drawn
-from ckpt8.inspect.distributions.drawing import Piece, draw, is_counted
-from ckpt8.inspect.distributions.gathering import Gathered, stored_update_error
-from ckpt8.inspect.distributions.sampling import Sampling
-from ckpt8.inspect.html.layers import LayerNames, LayerSizes
+from ckpt8.inspecting.distributions.counts import Drawn
+from ckpt8.inspecting.distributions.drawing import Piece, draw, is_counted
+from ckpt8.inspecting.distributions.gathering import Gathered, stored_update_error
+from ckpt8.inspecting.distributions.layer_sizes import LayerNames, LayerSizes
+from ckpt8.inspecting.sampling import Sampling
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from typing import Any
 
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import percent, size
-from ckpt8.inspect.survey.tally import Rows, Tally
+from ckpt8.inspecting.survey.tally import Rows, Tally
 
 KINDS = (
     "nan",

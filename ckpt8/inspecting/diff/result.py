@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from ckpt8.checkpoint.meaning.layer_names import layer_of
 from ckpt8.core.tensors import Role
-from ckpt8.diffing.change import Change
-from ckpt8.diffing.leaves import Tensor
-from ckpt8.diffing.values import text
+from ckpt8.inspecting.diff.change import Change
+from ckpt8.inspecting.diff.leaves import Tensor
+from ckpt8.inspecting.diff.values import text
 
 _LARGEST = 1 << 63
 _LONGEST_TEXT = 1000

@@ -13,7 +13,7 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container import layout
 from ckpt8.container.frames import FRAME, bytes_of
 from ckpt8.core.errors import InputError
-from ckpt8.inspect.survey.pieces import Piece, View, count_of, make_pieces, span_of
+from ckpt8.inspecting.survey.pieces import Piece, View, count_of, make_pieces, span_of
 
 if TYPE_CHECKING:
     import torch

@@ -18,10 +18,10 @@ from ckpt8.container import frames, layout
 from ckpt8.container.facts import SKELETON_ROLE, codec_name, skeleton_role
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.tensors import TensorSpec
-from ckpt8.inspect.survey.layers import layers_of_plan
-from ckpt8.inspect.survey.origin import describe
-from ckpt8.inspect.survey.run import Progress, survey
-from ckpt8.inspect.survey.subject import of_bundle
+from ckpt8.inspecting.survey.layers import layers_of_plan
+from ckpt8.inspecting.survey.origin import describe
+from ckpt8.inspecting.survey.run import Progress, survey
+from ckpt8.inspecting.survey.subject import of_bundle
 
 if TYPE_CHECKING:
     import torch

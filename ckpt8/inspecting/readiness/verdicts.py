@@ -22,8 +22,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ckpt8.core.tensors import Role
-from ckpt8.inspect.readiness.casting import RAW, SCALED, decibels
-from ckpt8.inspect.readiness.number_formats import FORMATS, NumberFormat
+from ckpt8.inspecting.readiness.casting import RAW, SCALED, decibels
+from ckpt8.inspecting.readiness.number_formats import FORMATS, NumberFormat
 
 MOST_UNDERFLOW = 0.05
 """The part of the elements that are not zero that may become zero."""

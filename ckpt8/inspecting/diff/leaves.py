@@ -12,9 +12,9 @@ from ckpt8.checkpoint.meaning.roles import classify, unique_name
 from ckpt8.checkpoint.tree import Global, Inert, StorageRef, TensorRef
 from ckpt8.checkpoint.walk import iter_nodes
 from ckpt8.core.tensors import Role
-from ckpt8.diffing.naming import Naming, join
-from ckpt8.diffing.sides import Part, Side
-from ckpt8.diffing.values import Leaves
+from ckpt8.inspecting.diff.naming import Naming, join
+from ckpt8.inspecting.diff.sides import Part, Side
+from ckpt8.inspecting.diff.values import Leaves
 
 _PARAM_NAMES = "param_names"
 _ALONE = "\0"

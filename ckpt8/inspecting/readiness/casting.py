@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.inspect.readiness.number_formats import FORMATS, NumberFormat
+from ckpt8.inspecting.readiness.number_formats import FORMATS, NumberFormat
 
 if TYPE_CHECKING:
     import torch

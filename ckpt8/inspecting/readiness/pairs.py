@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from ckpt8.inspect.readiness.tensor_source import SourceTensor
+from ckpt8.inspecting.readiness.tensor_source import SourceTensor
 
 Components = tuple[str, ...]
 

@@ -12,13 +12,13 @@ from ckpt8.checkpoint.sources.members import open_members
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.checkpoint.walk import format_path, iter_nodes
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.diffing.change import Change
-from ckpt8.diffing.leaves import Found, Tensor, Value, collect
-from ckpt8.diffing.naming import align, naming
-from ckpt8.diffing.pairs import OPAQUE, compare, make_pair
-from ckpt8.diffing.result import Difference, TensorDifference, ValueDifference
-from ckpt8.diffing.sides import Side, json_tree, make_sides
-from ckpt8.diffing.values import Equality, Leaves
+from ckpt8.inspecting.diff.change import Change
+from ckpt8.inspecting.diff.leaves import Found, Tensor, Value, collect
+from ckpt8.inspecting.diff.naming import align, naming
+from ckpt8.inspecting.diff.pairs import OPAQUE, compare, make_pair
+from ckpt8.inspecting.diff.result import Difference, TensorDifference, ValueDifference
+from ckpt8.inspecting.diff.sides import Side, json_tree, make_sides
+from ckpt8.inspecting.diff.values import Equality, Leaves
 
 _BLOCK = 8 << 20
 

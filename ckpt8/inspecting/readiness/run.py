@@ -32,10 +32,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt8.core.errors import CheckFailedError
 from ckpt8.core.workers import Workers
-from ckpt8.inspect.readiness.casting import Casts, Extent, decibels, tiles
-from ckpt8.inspect.readiness.pairs import pair_tensors
-from ckpt8.inspect.readiness.tensor_source import SAMPLE, WINDOWS, SourceTensor, TensorSource, open_tensors
-from ckpt8.inspect.readiness.verdicts import FEW, MOST_UNDERFLOW, format_reports, measured_total
+from ckpt8.inspecting.readiness.casting import Casts, Extent, decibels, tiles
+from ckpt8.inspecting.readiness.pairs import pair_tensors
+from ckpt8.inspecting.readiness.tensor_source import SourceTensor, TensorSource, open_tensors
+from ckpt8.inspecting.readiness.verdicts import FEW, MOST_UNDERFLOW, format_reports, measured_total
+from ckpt8.inspecting.sampling import SAMPLE, WINDOWS
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from ckpt8.codecs.split24 import Split24
 from ckpt8.compressing.plan import Parameter
 from ckpt8.container.facts import codec_name
 from ckpt8.core.tensors import Parts, Role, TensorSpec
-from ckpt8.inspect.distributions.counts import Codes, Drawn
+from ckpt8.inspecting.distributions.counts import Codes, Drawn
 
 if TYPE_CHECKING:
     import torch

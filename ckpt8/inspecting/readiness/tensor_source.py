@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -29,6 +29,7 @@ from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DCP
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType, Role
+from ckpt8.inspecting.sampling import SAMPLE, sample_windows
 
 if TYPE_CHECKING:
     import torch
@@ -39,11 +40,6 @@ ROLES = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
 BLOCK = 1 << 20
 """Elements that are read at once."""
 
-SAMPLE = 1 << 15
-"""Elements of a longer tensor that a sample has."""
-
-WINDOWS = 8
-"""Runs of elements, evenly spread from the first to the last, that a sample consists of."""
 
 _QUANTISED = frozenset({DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.INT8})
 _SCALE = "_scale"
@@ -196,12 +192,6 @@ class TensorSource:
     def check_unchanged(self) -> None:
         """Raise InputError when a file changed since it was opened."""
         self._bundle.check_unchanged()
-
-
-def sample_windows(count: int) -> Sequence[range]:
-    """The elements that a sample has of ``count``, which are more than SAMPLE."""
-    length = SAMPLE // WINDOWS
-    return [range(start, start + length) for k in range(WINDOWS) for start in [(count - length) * k // (WINDOWS - 1)]]
 
 
 def _flat(ref: TensorRef) -> TensorRef:

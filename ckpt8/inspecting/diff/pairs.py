@@ -13,8 +13,8 @@ from ckpt8.core.errors import InputError
 from ckpt8.core.files.crc import crc32
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.diffing.change import Change, measure
-from ckpt8.diffing.leaves import Tensor
+from ckpt8.inspecting.diff.change import Change, measure
+from ckpt8.inspecting.diff.leaves import Tensor
 
 if TYPE_CHECKING:
     import torch

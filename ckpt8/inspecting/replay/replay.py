@@ -30,8 +30,8 @@ from ckpt8.container.manifest import DCP
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError
 from ckpt8.core.workers import Workers
-from ckpt8.drift import Drift, StepDrift, difference
-from ckpt8.replay_rules import ELEMENTWISE, FACTORS, Replayed, find_rule
+from ckpt8.inspecting.replay.drift import Drift, StepDrift, difference
+from ckpt8.inspecting.replay.rules import ELEMENTWISE, FACTORS, Replayed, find_rule
 
 SEED = 0x5EED
 _SPREAD = "the files of a distributed checkpoint are not replayed"

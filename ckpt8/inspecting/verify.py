@@ -162,7 +162,7 @@ def _compare(name: str, stored: dict[str, Any] | None, error: ErrorStats) -> lis
 class Verification:
     """What ``verify`` found. ``failures`` is empty where everything holds; ``against`` says whether it compared.
 
-    ``resume`` holds the figures of the replayed steps, see ``ckpt8.replay.Drift.to_json``.
+    ``resume`` holds the figures of the replayed steps, see ``ckpt8.inspecting.replay.replay.Drift.to_json``.
     """
 
     frames: int
@@ -205,7 +205,7 @@ def verify(
             unmeasured = sum(reader.manifest.storages[index].error is None for index in measured.storages)
             failures = check_statistics(reader, measured)
         if original is not None and resume_steps:
-            from ckpt8.replay import replay_files
+            from ckpt8.inspecting.replay.replay import replay_files
 
             drift = replay_files(reader, Path(original), resume_steps, workers)
             failures += drift.failures(max_drift)

@@ -26,8 +26,8 @@ from ckpt8.container.manifest import (
 )
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.tensors import DType, Role, TensorSpec
-from ckpt8.inspect.survey.layers import layers_of_manifest
-from ckpt8.inspect.survey.origin import framework_of_files
+from ckpt8.inspecting.survey.layers import layers_of_manifest
+from ckpt8.inspecting.survey.origin import framework_of_files
 
 _WORST = 5
 
@@ -67,8 +67,8 @@ def inspect_container(
 
 
 def _surveyed(reader: ContainerReader) -> dict[str, Any]:
-    from ckpt8.inspect.survey.run import survey
-    from ckpt8.inspect.survey.subject import of_container
+    from ckpt8.inspecting.survey.run import survey
+    from ckpt8.inspecting.survey.subject import of_container
 
     return survey(of_container(reader), full=True)
 
@@ -86,7 +86,7 @@ def _unread(manifest: Manifest) -> dict[str, Any]:
 def _measure_again(reader: ContainerReader, original: Path) -> list[str]:
     """Put what is measured in place of what is stored; names of lossless storages that differ."""
     from ckpt8.core.workers import Workers
-    from ckpt8.verification import measure
+    from ckpt8.inspecting.verify import measure
 
     with Workers() as workers:
         measured = measure(reader, original, workers)
