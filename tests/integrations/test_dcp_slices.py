@@ -11,8 +11,8 @@ import ckpt8
 from ckpt8.container.frames import FRAME
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.workers import Workers
-from ckpt8.integrations.dcp_slices import SliceReader
-from ckpt8.integrations.dcp_tree import Naming, Slot, build, tensor_names
+from ckpt8.integrations.dcp.slices import SliceReader
+from ckpt8.integrations.dcp.tree import Naming, Slot, build, tensor_names
 
 SHAPES = {
     "vector": (2 * FRAME + 5,),

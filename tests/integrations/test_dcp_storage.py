@@ -17,8 +17,8 @@ import ckpt8
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
-from ckpt8.integrations import dcp_writer
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+from ckpt8.integrations.dcp import writer as dcp_writer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -12,7 +12,7 @@ pickle but those of values that are no tensors, and these are loaded as far as `
 
 from __future__ import annotations
 
-from ckpt8.integrations.dcp_reader import Ckpt8StorageReader
-from ckpt8.integrations.dcp_writer import Ckpt8StorageWriter
+from ckpt8.integrations.dcp.reader import Ckpt8StorageReader
+from ckpt8.integrations.dcp.writer import Ckpt8StorageWriter
 
 __all__ = ["Ckpt8StorageReader", "Ckpt8StorageWriter"]

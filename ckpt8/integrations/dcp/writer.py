@@ -27,9 +27,9 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.tensors import DType
-from ckpt8.integrations.dcp_metadata import OBJECTS, Stored, local_path, write_metadata
-from ckpt8.integrations.dcp_slices import ExactStorages
-from ckpt8.integrations.dcp_tree import Naming, build, filled, tensor_names
+from ckpt8.integrations.dcp.metadata import OBJECTS, Stored, local_path, write_metadata
+from ckpt8.integrations.dcp.slices import ExactStorages
+from ckpt8.integrations.dcp.tree import Naming, build, filled, tensor_names
 
 _FILE = re.compile(r"__(\d+)_(\d+)\.ckpt8")
 _DCP_VERSION = "1.0.0"

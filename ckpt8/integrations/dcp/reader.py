@@ -25,8 +25,8 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers
-from ckpt8.integrations.dcp_metadata import OBJECTS, Stored, local_path, read_metadata
-from ckpt8.integrations.dcp_slices import SliceReader
+from ckpt8.integrations.dcp.metadata import OBJECTS, Stored, local_path, read_metadata
+from ckpt8.integrations.dcp.slices import SliceReader
 
 
 class Ckpt8StorageReader(StorageReader):
