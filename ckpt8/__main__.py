@@ -43,7 +43,7 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     try:
-        from ckpt8.launch import launch
+        from ckpt8.cli.launch import launch
 
         launch()
     except BaseException:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ckpt8
-from ckpt8.bench.gpt import SIZES, train
+from ckpt8.cli.bench.gpt import SIZES, train
 from ckpt8.core.tensors import is_small
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt8.bench.device import CODECS, Clock, bench_device
+from ckpt8.cli.bench.device import CODECS, Clock, bench_device
 
 ELEMENTS, PARAMETERS = 1 << 14, 1 << 16
 

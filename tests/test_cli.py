@@ -26,9 +26,9 @@ import torch
 import zstandard
 
 import ckpt8
+from ckpt8.cli.progress_bar import progress_bar
 from ckpt8.core.errors import UnsupportedError
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.progress import progress_bar
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of POSIX")
 BEYOND = struct.pack("<Q", 2**63) + b'{"__metadata__":{"ckpt8":"1.0"}}'
@@ -587,7 +587,7 @@ def test_every_command_has_help_and_the_version_is_the_packages(run):
 def test_help_version_and_inspect_of_a_container_do_not_import_torch(packed):
     program = """
 import sys
-from ckpt8.cli import main
+from ckpt8.cli.app import main
 source = sys.argv[1]
 for arguments in (["--help"], ["--version"], ["compress", "--help"], ["inspect", source],
                   ["inspect", source, "--tensors", "--json"]):

@@ -16,7 +16,7 @@ HEAVY = {
     "numpy",
     "pydantic",
     "typer",
-    "ckpt8.cli",
+    "ckpt8.cli.app",
     "ckpt8.compressing.compressor",
     "concurrent.futures",
     "asyncio",
@@ -47,12 +47,12 @@ def packed(tmp_path_factory):
 
 
 def test_the_list_of_imports_would_show_a_heavy_one(packed):
-    assert imported("inspect", packed.with_suffix(".pt")) >= {"typer", "ckpt8.cli"}
+    assert imported("inspect", packed.with_suffix(".pt")) >= {"typer", "ckpt8.cli.app"}
 
 
 def test_the_version_imports_next_to_nothing():
     modules = imported("--version")
-    assert "ckpt8.launch" in modules
+    assert "ckpt8.cli.launch" in modules
     assert not modules & {*HEAVY, "rich", "zstandard", "json", "dataclasses"}
     assert sum(name.startswith("ckpt8.") for name in modules) <= 5
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import ckpt8
 from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
 from ckpt8.checkpoint.readers import open_checkpoint
-from ckpt8.cli import app
+from ckpt8.cli.app import app
 from ckpt8.codecs.error_stats import read_error
 from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.inspecting.checkpoint import inspect_checkpoint

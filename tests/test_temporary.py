@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from ckpt8.bench.child import run_child
+from ckpt8.cli.bench.child import run_child
 from ckpt8.core.files.temporary import deferred, temporary_directory
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
@@ -106,7 +106,7 @@ def test_a_signal_at_the_moment_a_process_starts_leaves_none(number, tmp_path, m
 
     monkeypatch.setattr(subprocess, "Popen", struck)
     with pytest.raises(StruckError):
-        run_child(tmp_path)("ckpt8.bench.source", {}, False)
+        run_child(tmp_path)("ckpt8.cli.bench.source", {}, False)
     assert [child.poll() is None for child in children] == [False]
 
 

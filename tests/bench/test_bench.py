@@ -23,15 +23,16 @@ import zstandard
 from rich.console import Console
 
 import ckpt8
-from ckpt8.bench import probe, sizes
-from ckpt8.bench.child import run_child
-from ckpt8.bench.probe import IN_MEMORY, OPERATIONS, PEERS, START, ZIPNN
-from ckpt8.bench.run import PROBE, bench
-from ckpt8.bench.scaling import law, thread_counts
-from ckpt8.bench.sizes import free_bytes, parse_size
-from ckpt8.bench.source import survey
+from ckpt8.cli.bench import probe, sizes
+from ckpt8.cli.bench.child import run_child
+from ckpt8.cli.bench.measuring import PROBE
+from ckpt8.cli.bench.probe import IN_MEMORY, OPERATIONS, PEERS, START, ZIPNN
+from ckpt8.cli.bench.run import bench
+from ckpt8.cli.bench.scaling import law, thread_counts
+from ckpt8.cli.bench.sizes import free_bytes, parse_size
+from ckpt8.cli.bench.source import survey
+from ckpt8.cli.show.bench import show_bench
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
-from ckpt8.inspect.bench_tables import show_bench
 
 OWN = [name for name in OPERATIONS if name not in PEERS]
 
@@ -227,7 +228,7 @@ def test_a_peer_that_fails_is_left_out_and_anything_else_is_an_error(inputs, scr
 
 
 def test_scaling_over_threads_and_over_sizes(scratch, monkeypatch):
-    monkeypatch.setattr("ckpt8.bench.training.MAX_STEPS", 5)
+    monkeypatch.setattr("ckpt8.cli.bench.training.MAX_STEPS", 5)
     asked = [2_000_000, 1_000_000, 10**16]
     made = Counter()
 
@@ -351,7 +352,7 @@ def test_a_disk_that_is_memory_is_not_filled(kind, fits, scratch, tmp_path, monk
 
 
 def test_memory_is_asked_for_before_training(scratch, monkeypatch):
-    monkeypatch.setattr("ckpt8.bench.training.available_memory", lambda: 1 << 30)
+    monkeypatch.setattr("ckpt8.cli.bench.training.available_memory", lambda: 1 << 30)
     with pytest.raises(UsageError, match="to train it takes"):
         bench(size=1_000_000, scratch=scratch, run=in_process)
 
@@ -387,9 +388,9 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="sessions of POSIX")
 def test_errors_of_a_process_arrive_as_they_are(tmp_path):
     run = run_child(tmp_path)
     with pytest.raises(InputError, match=r"^/[^\n]*none\.pt: no such file$"):
-        run("ckpt8.bench.source", {"path": str(tmp_path / "none.pt")}, False)
+        run("ckpt8.cli.bench.source", {"path": str(tmp_path / "none.pt")}, False)
     with pytest.raises(Ckpt8Error, match="ModuleNotFoundError"):
-        run("ckpt8.bench.nothing", {}, False)
+        run("ckpt8.cli.bench.nothing", {}, False)
     assert list(tmp_path.iterdir()) == []
 
 

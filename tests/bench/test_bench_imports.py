@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 import ckpt8
-from ckpt8.bench.probe import START
-from ckpt8.bench.run import PROBE
-from ckpt8.bench.source import survey
+from ckpt8.cli.bench.measuring import PROBE
+from ckpt8.cli.bench.probe import START
+from ckpt8.cli.bench.source import survey
 
 WITHOUT = "import sys; sys.path.remove(''); "
 """Leaves the working directory out of the path, as a console script does."""
 BENCH = """
 import json, sys
 from pathlib import Path
-from ckpt8.bench.child import run_child
+from ckpt8.cli.bench.child import run_child
 run_child(Path.cwd())(sys.argv[1], json.loads(sys.argv[2]), False)
 """
 

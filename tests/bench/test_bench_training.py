@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from ckpt8.bench.gpt import SIZES, Run, RunConfig
-from ckpt8.bench.source import survey
-from ckpt8.bench.training import MAX_STEPS, MIN_STEPS, steps_for, train_checkpoint, update_in_backward
+from ckpt8.cli.bench.gpt import SIZES, Run, RunConfig
+from ckpt8.cli.bench.source import survey
+from ckpt8.cli.bench.training import MAX_STEPS, MIN_STEPS, steps_for, train_checkpoint, update_in_backward
 
 
 def adamw(groups, lr):

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import ckpt8
+from ckpt8.cli.show.inspect import show
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, InputError, UnsupportedError
-from ckpt8.inspect.render import show
 from ckpt8.inspecting.container import inspect_container
 
 RULES = ("model.w=split24", "*.exp_avg=companded8", "*.exp_avg_sq=companded8(signed=False, Q=63, p=0.5)")

@@ -8,7 +8,7 @@ import json
 import torch
 from safetensors.torch import save_file
 
-from ckpt8.bench.gpt import GPTConfig, Run, RunConfig
+from ckpt8.cli.bench.gpt import GPTConfig, Run, RunConfig
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=48, block_size=16)
 

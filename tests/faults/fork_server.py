@@ -28,13 +28,13 @@ from rich.console import Console  # noqa: F401
 import ckpt8
 import ckpt8.__main__ as entry
 import ckpt8.checkpoint.sources.live_object
-import ckpt8.cli
+import ckpt8.cli.app
+import ckpt8.cli.progress_bar
+import ckpt8.cli.show.inspect
 import ckpt8.compressing.gpu_encoder
 import ckpt8.core.files.atomic_directory
-import ckpt8.inspect.render
 import ckpt8.inspecting.container
 import ckpt8.inspecting.verify
-import ckpt8.progress
 import ckpt8.restoring.restore
 
 INTERRUPTS = {signal.SIGINT, signal.SIGTERM}

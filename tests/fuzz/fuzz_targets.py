@@ -23,10 +23,10 @@ from rich.console import Console
 
 import ckpt8
 from ckpt8.checkpoint.sources.bundle import open_bundle
+from ckpt8.cli.show.inspect import show
 from ckpt8.compressing.plan import Plan
 from ckpt8.compressing.policy import Policy
 from ckpt8.core.errors import Ckpt8Error
-from ckpt8.inspect.render import show
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 

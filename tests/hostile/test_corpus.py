@@ -14,8 +14,8 @@ from hostile_kit import bounded, outcome
 from rich.console import Console
 
 import ckpt8
+from ckpt8.cli.show.inspect import show
 from ckpt8.container.header import is_container
-from ckpt8.inspect.render import show
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 

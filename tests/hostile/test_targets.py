@@ -17,10 +17,10 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 import ckpt8
+from ckpt8.cli.show.inspect import show
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import Ckpt8Error, InputError
 from ckpt8.core.text import printable
-from ckpt8.inspect.render import show
 from ckpt8.inspecting.container import inspect_container
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\r\n\x9b31m\u202e"

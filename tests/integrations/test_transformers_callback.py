@@ -304,7 +304,7 @@ def test_without_the_framework_one_line_says_so(module, package, blocked):
 
 def test_ckpt8_itself_imports_no_framework():
     program = (
-        "import sys, ckpt8, ckpt8.compressing.compress, ckpt8.cli\n"
+        "import sys, ckpt8, ckpt8.compressing.compress, ckpt8.cli.app\n"
         "print([n for n in sys.modules if n.startswith(('transformers', 'lightning', 'ckpt8.integrations'))])"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

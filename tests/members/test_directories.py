@@ -429,7 +429,7 @@ def test_as_a_user_types_it(tmp_path):
 
 def test_help_and_inspect_do_not_import_torch(containers):
     code = (
-        "import sys; from ckpt8.inspecting.container import inspect_container; import ckpt8.cli;"
+        "import sys; from ckpt8.inspecting.container import inspect_container; import ckpt8.cli.app;"
         f"inspect_container(__import__('pathlib').Path({str(containers['flash'])!r}), tensors=True);"
         "assert 'torch' not in sys.modules"
     )

@@ -14,7 +14,7 @@ import ckpt8
 from ckpt8.checkpoint.meaning.parameter_names import display_names
 from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
 from ckpt8.checkpoint.readers import open_checkpoint
-from ckpt8.cli import app
+from ckpt8.cli.app import app
 from ckpt8.container.reader import ContainerReader
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container

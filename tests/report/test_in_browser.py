@@ -8,8 +8,8 @@ import re
 import pytest
 from browser_kit import BROWSER, browse
 
+from ckpt8.cli.show.inspect import number
 from ckpt8.core.text import size
-from ckpt8.inspect.render import number
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")
 

@@ -16,10 +16,10 @@ from resume_kit import OPTIMIZERS
 from torch import nn
 
 import ckpt8
-from ckpt8 import cli
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.cli.app import app as cli
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.inspecting.replay import replay

@@ -9,7 +9,7 @@ import torch
 from resume_kit import OPTIMIZERS
 
 import ckpt8
-from ckpt8.bench.gpt import SIZES, Run, RunConfig
+from ckpt8.cli.bench.gpt import SIZES, Run, RunConfig
 
 FILES = {
     "gpt_adamw.pt": ("torch-adamw", "tiny"),

@@ -12,11 +12,11 @@ from survey_kit import healthy, plant
 from typer.testing import CliRunner
 
 import ckpt8
-from ckpt8.cli import app
+from ckpt8.cli.app import app
+from ckpt8.cli.show.bars import Share, bar, bars
+from ckpt8.cli.show.inspect import make_table, with_rows
+from ckpt8.cli.show.tables import pack, wrap
 from ckpt8.core.text import percent
-from ckpt8.inspect.bars import Share, bar, bars
-from ckpt8.inspect.render import make_table, with_rows
-from ckpt8.inspect.tables import pack, wrap
 
 WIDTHS = [40, 60, 80, 120]
 

@@ -10,13 +10,13 @@ import typer
 
 from ckpt8 import __version__
 from ckpt8.checkpoint.readers.entries import size_of
-from ckpt8.cli_bench import bench
-from ckpt8.cli_convert import convert
-from ckpt8.cli_diff import diff
-from ckpt8.cli_options import Container, Force, Json, Output, Threads, clock, console, print_json
+from ckpt8.cli.bench_command import bench
+from ckpt8.cli.convert_command import convert
+from ckpt8.cli.diff_command import diff
+from ckpt8.cli.guard import guarded
+from ckpt8.cli.options import Container, Force, Json, Output, Threads, clock, console, print_json
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.text import printable
-from ckpt8.launch import guarded
 
 app = typer.Typer(
     name="ckpt8",
@@ -62,10 +62,10 @@ def compress(
     as_json: Json = False,
 ) -> None:
     """Compress SRC into a .ckpt8 and show the error that was made."""
+    from ckpt8.cli.progress_bar import progress_bar
+    from ckpt8.cli.show.inspect import summary
     from ckpt8.compressing import compress as api
-    from ckpt8.inspect.render import summary
     from ckpt8.inspecting.container import inspect_container
-    from ckpt8.progress import progress_bar
 
     target = output or api.default_target(src)
     start = clock()
@@ -117,9 +117,9 @@ def inspect(
     Red flags (NaN, dead rows, weights stored twice, what fp16 would lose) are looked for in a sample of a checkpoint,
     and with --full in every element; in a .ckpt8 with --full only. --json has them as flags, with sample and layers.
     """
+    from ckpt8.cli.show.html.report import report_for
+    from ckpt8.cli.show.inspect import show
     from ckpt8.container.header import is_container
-    from ckpt8.inspect.html.report import report_for
-    from ckpt8.inspect.render import show
     from ckpt8.inspecting.container import inspect_container
 
     report = report_for(html, path, original=against, drift=drift, full=full, force=force)
@@ -129,8 +129,8 @@ def inspect(
     elif against is not None and not readiness:
         raise UsageError(f"{path}: is not a .ckpt8; --against compares a .ckpt8 with its original")
     else:
+        from ckpt8.cli.progress_bar import progress_bar
         from ckpt8.inspecting.checkpoint import inspect_checkpoint
-        from ckpt8.progress import progress_bar
 
         shown = full and not as_json
         with progress_bar(f"inspect {path.name}", size_of(path) if shown else 0, enabled=shown) as progress:
@@ -163,9 +163,9 @@ def restore(
     best.ckpt8 gives best.pt, best.safetensors, ... or the directory best/; what the original was called is shown.
     --force replaces checkpoints: a directory only if nothing else is in it, another file only if -o names it.
     """
+    from ckpt8.cli.progress_bar import progress_bar
     from ckpt8.container.reader import ContainerReader
     from ckpt8.core.text import size
-    from ckpt8.progress import progress_bar
     from ckpt8.restoring.restore import restore as run
     from ckpt8.restoring.restore import restore_original
 
@@ -211,11 +211,11 @@ def verify(
     """Check every byte of SRC, and with --against every statistic that it states."""
     from dataclasses import asdict
 
+    from ckpt8.cli.progress_bar import progress_bar
+    from ckpt8.cli.show.inspect import show_drift
     from ckpt8.core.startup import settle
     from ckpt8.core.text import size
-    from ckpt8.inspect.render import show_drift
     from ckpt8.inspecting.verify import verify as run
-    from ckpt8.progress import progress_bar
 
     settle()
     total = size_of(src) if against is None else 2 * size_of(against)

@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from ckpt8.bench.memory import SessionPeak
+from ckpt8.cli.bench.memory import SessionPeak
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
 from ckpt8.core.files.temporary import deferred
 

@@ -12,10 +12,10 @@ from rich.text import Text
 
 from ckpt8.checkpoint.meaning import quantised_state as low_bit
 from ckpt8.checkpoint.meaning.parameter_names import shown
+from ckpt8.cli.show.overview import say, show_flags, show_hyperparameters, show_layers, show_origin, show_roles
+from ckpt8.cli.show.tables import Sheet
 from ckpt8.container.manifest import DIRECTORY
 from ckpt8.core.text import counted, differing_line, printable, printable_tree, size
-from ckpt8.inspect.overview import say, show_flags, show_hyperparameters, show_layers, show_origin, show_roles
-from ckpt8.inspect.tables import Sheet
 
 _ALARMING = 0.5
 """max |Δu| of max |u| above which a report says so."""
@@ -53,7 +53,7 @@ def show(console: Console, facts: dict[str, Any]) -> None:
     else:
         _show_checkpoint(console, facts)
     if "readiness" in facts:
-        from ckpt8.inspect.readiness.table import show_readiness
+        from ckpt8.cli.show.readiness import show_readiness
 
         show_readiness(console, facts["readiness"], tensors="tensors" in facts)
 

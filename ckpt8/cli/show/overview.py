@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from ckpt8.cli.show.bars import Share, bars
+from ckpt8.cli.show.tables import wrap
 from ckpt8.core.text import counted, percent, size
-from ckpt8.inspect.bars import Share, bars
-from ckpt8.inspect.tables import wrap
 
 _MOST_GROUPS = 16
 _EXAMPLES = 3

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ckpt8.cli.show.html.plots import by_step
+from ckpt8.cli.show.html.text import text
+from ckpt8.cli.show.inspect import number
 from ckpt8.core.errors import InputError
 from ckpt8.core.json_text import parse_any_json
-from ckpt8.inspect.html.plots import by_step
-from ckpt8.inspect.html.text import text
-from ckpt8.inspect.render import number
 
 _MOST_BYTES = 32 << 20
 _LARGEST = 1e300

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ckpt8.checkpoint.readers.entries import size_of
-from ckpt8.cli_options import Json, Threads, console, print_json
+from ckpt8.cli.options import Json, Threads, console, print_json
 from ckpt8.core.errors import CheckFailedError
 
 
@@ -22,9 +22,9 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Show what is not the same in A and B, and how far apart it is. Exit code 0 if nothing is, 1 if something is."""
-    from ckpt8.diffing.show import show
+    from ckpt8.cli.progress_bar import progress_bar
+    from ckpt8.cli.show.diff import show
     from ckpt8.inspecting.diff.diff import diff as run
-    from ckpt8.progress import progress_bar
 
     total = size_of(a) + size_of(b)
     with progress_bar(f"diff {a.name} {b.name}", total, enabled=not as_json) as progress:

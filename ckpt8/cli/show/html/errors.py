@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckpt8.cli.show.html.bars import LogAxis, key, row
+from ckpt8.cli.show.html.distributions import histograms, sides_key
+from ckpt8.cli.show.html.sizes import MOST_LAYERS, role_words
+from ckpt8.cli.show.html.text import shown_name, text
+from ckpt8.cli.show.inspect import number
 from ckpt8.core.text import differing_line
-from ckpt8.inspect.html.bars import LogAxis, key, row
-from ckpt8.inspect.html.distributions import histograms, sides_key
-from ckpt8.inspect.html.sizes import MOST_LAYERS, role_words
-from ckpt8.inspect.html.text import shown_name, text
-from ckpt8.inspect.render import number
 
 
 def error_section(errors: dict[str, Any], distributions: dict[str, Any], source: dict[str, Any] | None = None) -> str:

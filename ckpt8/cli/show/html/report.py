@@ -45,8 +45,8 @@ class Report:
 
     def write(self, facts: dict[str, Any]) -> None:
         """Write the report of what ``inspect`` found. Raises InputError, OutputError."""
-        from ckpt8.inspect.html.document import page
-        from ckpt8.inspect.html.drift import read_drift
+        from ckpt8.cli.show.html.document import page
+        from ckpt8.cli.show.html.drift import read_drift
 
         distributions = self._distributions
         if distributions is None:

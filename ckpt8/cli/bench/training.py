@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ckpt8.bench.sizes import available_memory, in_gigabytes
+from ckpt8.cli.bench.sizes import available_memory, in_gigabytes
 from ckpt8.core.errors import UsageError
 
 MIN_STEPS, MAX_STEPS = 4, 100
@@ -40,7 +40,7 @@ def train_checkpoint(target: Path, nbytes: int) -> dict[str, Any]:
 
     import torch
 
-    from ckpt8.bench.gpt import Run, RunConfig, config_for_bytes
+    from ckpt8.cli.bench.gpt import Run, RunConfig, config_for_bytes
 
     try:
         config = config_for_bytes(nbytes)

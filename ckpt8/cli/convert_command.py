@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ckpt8.checkpoint.readers.entries import size_of
-from ckpt8.cli_options import Force, Json, Threads, clock, console, print_json
+from ckpt8.cli.options import Force, Json, Threads, clock, console, print_json
 from ckpt8.converting.writers import WRITERS
 
 _FORMATS = ", ".join(name for name, _ in WRITERS)
@@ -56,9 +56,9 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Write SRC in another format: a .pt, safetensors that transformers loads, a Trainer or DCP directory, a .ckpt8."""
+    from ckpt8.cli.progress_bar import progress_bar
+    from ckpt8.cli.show.convert import show
     from ckpt8.converting.convert import convert as run
-    from ckpt8.converting.report import show
-    from ckpt8.progress import progress_bar
 
     start = clock()
     with progress_bar(f"convert {src.name}", size_of(src), enabled=not as_json) as progress:

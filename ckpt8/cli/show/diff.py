@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from ckpt8.cli.show.inspect import make_table, number, with_rows
 from ckpt8.core.text import printable_tree, size
-from ckpt8.inspect.render import make_table, number, with_rows
 
 _NARROW = 72
 """Columns of a terminal below which tables have only the columns that matter most."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt8.inspect.html.bars import key
-from ckpt8.inspect.html.plots import code_usage, magnitudes
-from ckpt8.inspect.html.sizes import role_words
-from ckpt8.inspect.html.text import percent, text
-from ckpt8.inspect.render import number
+from ckpt8.cli.show.html.bars import key
+from ckpt8.cli.show.html.plots import code_usage, magnitudes
+from ckpt8.cli.show.html.sizes import role_words
+from ckpt8.cli.show.html.text import percent, text
+from ckpt8.cli.show.inspect import number
 
 _CHARTS = {
     "weight": ("Weights", "magnitude of a weight"),

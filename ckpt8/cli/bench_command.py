@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt8.cli_options import Json, Threads, console, print_json
+from ckpt8.cli.options import Json, Threads, console, print_json
 from ckpt8.core.text import printable
 
 _SIZES = "0.25GB,0.5GB,1GB,2GB,4GB,8GB"
@@ -39,13 +39,13 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure time, size and memory beside cp, zstd and torch; on a GPU, kernels and steps beside a copy and torch."""
-    from ckpt8.bench.sizes import parse_size
+    from ckpt8.cli.bench.sizes import parse_size
+    from ckpt8.cli.show.bench import show_bench, show_device_bench
     from ckpt8.core.gpu import requested
-    from ckpt8.inspect.bench_tables import show_bench, show_device_bench
 
     where = requested(device)
     if where is not None and where.type != "cpu":
-        from ckpt8.bench.device import bench_device
+        from ckpt8.cli.bench.device import bench_device
 
         measured = bench_device(where, parameters=parameters)
         if as_json:
@@ -53,7 +53,7 @@ def bench(
         else:
             show_device_bench(console(), measured)
         return
-    from ckpt8.bench.run import bench as run
+    from ckpt8.cli.bench.run import bench as run
 
     try:
         result = run(

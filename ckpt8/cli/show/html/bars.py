@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from ckpt8.inspect.html.scales import decades
-from ckpt8.inspect.html.text import power, text
+from ckpt8.cli.show.html.scales import decades
+from ckpt8.cli.show.html.text import power, text
 
 _BAR, _GAP = 11, 3
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckpt8.inspect.html.scales import LOG10_OF_2, decades, linear_ticks, tick_label
-from ckpt8.inspect.html.text import percent, power, text
-from ckpt8.inspect.render import number
+from ckpt8.cli.show.html.scales import LOG10_OF_2, decades, linear_ticks, tick_label
+from ckpt8.cli.show.html.text import percent, power, text
+from ckpt8.cli.show.inspect import number
 
 _WIDTH, _HEIGHT = 320, 212
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 314, 26, 168

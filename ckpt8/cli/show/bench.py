@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from ckpt8.bench.probe import START
+from ckpt8.cli.bench.probe import START
+from ckpt8.cli.show.inspect import make_table, with_rows
 from ckpt8.core.text import counted, printable_tree, size
-from ckpt8.inspect.render import make_table, with_rows
 
 
 def show_bench(console: Console, result: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the command runs first: the few that must start fast without the parser, all others through ``ckpt8.cli``.
+"""What the command runs first: the few that must start fast without the parser, all others through ``ckpt8.cli.app``.
 
 Importing typer, and pydantic with which it converts arguments, takes longer than showing a ``.ckpt8``. So two plain
 calls are recognised here and go straight to their work: ``--version``, and ``inspect PATH.ckpt8``, perhaps with flags.
@@ -7,10 +7,8 @@ Everything else, mistakes included, is the parser's; what both can do, both do a
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckpt8.core.errors import Ckpt8Error, KernelCacheWarning, OutputError
+from ckpt8.cli.guard import guarded
+from ckpt8.core.errors import KernelCacheWarning
 
 _FLAGS = {"--tensors": "tensors", "--json": "as_json"}
 """Options of ``inspect`` that are known here, and what ``_inspect`` calls them."""
@@ -33,7 +32,7 @@ def launch() -> None:
     elif arguments[:1] == ["inspect"]:
         command = _inspection(arguments[1:])
     if command is None:
-        from ckpt8.cli import main
+        from ckpt8.cli.app import main
 
         main()
         return
@@ -50,30 +49,6 @@ def _one_line(message: Warning | str, category: type[Warning], *where: Any, **li
     if issubclass(category, KernelCacheWarning):
         return f"ckpt8: {message}\n"
     return _format_warning(message, category, *where, **line)
-
-
-def guarded(command: Callable[[], object]) -> None:
-    """Run a command and turn every expected error into one line and an exit code."""
-    # A torch without numpy says so at its first use; ckpt8 does not need numpy.
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    warnings.formatwarning = _one_line
-    try:
-        try:
-            command()
-        finally:
-            sys.stdout.flush()
-    except Ckpt8Error as exc:
-        line = " ".join(str(exc).split()).encode("utf-8", "backslashreplace").decode()
-        sys.stderr.write(f"ckpt8: {line}\n")
-        sys.exit(exc.exit_code)
-    except OSError as exc:
-        # Every file that a command opens answers for itself; what is left is the terminal or a pipe.
-        sys.stderr.write(f"ckpt8: standard output cannot be written: {exc.strerror}\n")
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(OutputError.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
 
 
 def _version() -> None:
@@ -100,14 +75,14 @@ def _inspection(arguments: Sequence[str]) -> Callable[[], None] | None:
 
 
 def _inspect(path: Path, *, tensors: bool = False, as_json: bool = False) -> None:
+    from ckpt8.cli.output import print_json
     from ckpt8.inspecting.container import inspect_container
-    from ckpt8.output import print_json
 
     facts = inspect_container(path, tensors=tensors)
     if as_json:
         print_json(facts)
         return
-    from ckpt8.inspect.render import show
-    from ckpt8.output import console
+    from ckpt8.cli.output import console
+    from ckpt8.cli.show.inspect import show
 
     show(console(), facts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len
 
-from ckpt8.inspect.tables import wrap
+from ckpt8.cli.show.tables import wrap
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _LONGEST, _SHORTEST = 40, 8

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ckpt8.bench.corpus import VOCABULARY, batch
+from ckpt8.cli.bench.corpus import VOCABULARY, batch
 
 ParamGroups = list[dict[str, Any]]
 OptimizerFactory = Callable[[ParamGroups, float], torch.optim.Optimizer]

@@ -10,15 +10,15 @@ import json
 from typing import Any
 
 from ckpt8 import __version__
+from ckpt8.cli.show.html.distributions import code_section, value_section
+from ckpt8.cli.show.html.drift import drift_section
+from ckpt8.cli.show.html.errors import error_section, worst_section
+from ckpt8.cli.show.html.sizes import size_sections
+from ckpt8.cli.show.html.style import STYLE
+from ckpt8.cli.show.html.text import percent, text
+from ckpt8.cli.show.inspect import number
+from ckpt8.cli.show.overview import FLAG_TITLES, flag_extent, looked_at
 from ckpt8.core.text import size
-from ckpt8.inspect.html.distributions import code_section, value_section
-from ckpt8.inspect.html.drift import drift_section
-from ckpt8.inspect.html.errors import error_section, worst_section
-from ckpt8.inspect.html.sizes import size_sections
-from ckpt8.inspect.html.style import STYLE
-from ckpt8.inspect.html.text import percent, text
-from ckpt8.inspect.overview import FLAG_TITLES, flag_extent, looked_at
-from ckpt8.inspect.render import number
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Should a name ever be taken for markup, the browser still neither runs nor loads anything."""

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt8.cli.show.html.bars import Stack, key, row, stacks
+from ckpt8.cli.show.html.text import percent, text
 from ckpt8.core.text import size
-from ckpt8.inspect.html.bars import Stack, key, row, stacks
-from ckpt8.inspect.html.text import percent, text
 
 ROLES = ("weight", "moment1", "moment2", "other", "structure", "file")
 _WORDS = {

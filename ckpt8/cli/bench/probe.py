@@ -15,9 +15,9 @@ from typing import Any
 
 import zstandard
 
-from ckpt8.bench.child import python
-from ckpt8.bench.memory import peak_memory
-from ckpt8.bench.source import Source, load_file
+from ckpt8.cli.bench.child import python
+from ckpt8.cli.bench.memory import peak_memory
+from ckpt8.cli.bench.source import Source, load_file
 
 _CHUNK = 1 << 22
 _PIECE = 1 << 27

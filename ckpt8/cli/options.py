@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt8.output import console, print_json
+from ckpt8.cli.output import console, print_json
 
 __all__ = ["Container", "Force", "Json", "Output", "Threads", "clock", "console", "print_json"]
 

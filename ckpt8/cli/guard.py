@@ -1,0 +1,37 @@
+"""guard."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+
+from ckpt8.cli.launch import _one_line
+from ckpt8.core.errors import Ckpt8Error, OutputError
+
+
+def guarded(command: Callable[[], object]) -> None:
+    """Run a command and turn every expected error into one line and an exit code."""
+    # A torch without numpy says so at its first use; ckpt8 does not need numpy.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    warnings.formatwarning = _one_line
+    try:
+        try:
+            command()
+        finally:
+            sys.stdout.flush()
+    except Ckpt8Error as exc:
+        line = " ".join(str(exc).split()).encode("utf-8", "backslashreplace").decode()
+        sys.stderr.write(f"ckpt8: {line}\n")
+        sys.exit(exc.exit_code)
+    except OSError as exc:
+        # Every file that a command opens answers for itself; what is left is the terminal or a pipe.
+        sys.stderr.write(f"ckpt8: standard output cannot be written: {exc.strerror}\n")
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(OutputError.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
