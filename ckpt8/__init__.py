@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt8._version import __version__
-
 _NAMES = {
     "compress": ("ckpt8.compressing.compress", "compress"),
     "convert": ("ckpt8.converting.convert", "convert"),
@@ -66,3 +64,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+__version__ = "0.1.0"

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt8._version import __version__
+from ckpt8 import __version__
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, check_source, store
 from ckpt8.compressing.manifest_records import UnitResult, fill

@@ -27,7 +27,7 @@ from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
-from ckpt8._version import __version__
+from ckpt8 import __version__
 from ckpt8.core.errors import KernelCacheWarning
 from ckpt8.core.files.private_folder import check_private, make_private
 from ckpt8.core.files.temporary import deferred

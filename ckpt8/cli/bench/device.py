@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import ckpt8
-from ckpt8._version import __version__
+from ckpt8 import __version__
 from ckpt8.codecs import Codec
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.split24 import Split24

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from ckpt8._version import __version__
+from ckpt8 import __version__
 from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.cli.bench.child import Run, run_child
 from ckpt8.cli.bench.measuring import Bench, check_space
