@@ -53,7 +53,7 @@ def scratch(tmp_path_factory) -> Iterator[Path]:
 @pytest.fixture
 def run_command(monkeypatch, capsys):
     """Run a command in this process: (exit code, stdout, stderr)."""
-    from ckpt8.cli.app import app as cli
+    from ckpt8.cli import app as cli
 
     handler = signal.getsignal(signal.SIGTERM)
 

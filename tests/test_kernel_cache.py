@@ -268,7 +268,8 @@ def test_a_kernel_is_made_anew_when_another_file_changes(run, tmp_path):
     called, caller = package / "called.py", package / "caller.py"
     called.write_text("from ckpt8.core.numba_kernels import kernel\n\n@kernel\ndef own(x):\n    return x + x\n")
     caller.write_text(
-        "from ckpt8.called import own\nfrom ckpt8.core.numba_kernels import kernel\n\n@kernel\ndef more(x):\n    return own(x) + 1\n"
+        "from ckpt8.called import own\nfrom ckpt8.core.numba_kernels import kernel\n\n"
+        "@kernel\ndef more(x):\n    return own(x) + 1\n"
     )
 
     def ask():

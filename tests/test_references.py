@@ -16,6 +16,7 @@ from ckpt8.codecs.rounded_copy import Reference, Run, round_masters
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split32 import Split32
 from ckpt8.compressing import gpu_encoder as device_encoder
+from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.reader import ContainerReader, decode_storage
 from ckpt8.core.errors import CheckFailedError, InputError, UsageError
@@ -280,7 +281,7 @@ def test_what_is_no_copy_costs_a_few_reads(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Bundle, "read_into", counting)
     with open_bundle(tmp_path / "run.pt") as bundle:
-        plan = bundle.plan(Policy())
+        plan = plan_bundle(bundle, Policy())
     assert not any(isinstance(stream.codec, Reference) for stream in plan.streams)
     assert sum(read) <= 20 * 3 * 32 * (2 + 4)
 

@@ -13,6 +13,7 @@ from ckpt8.codecs import error_stats as stats
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.companded8.reference import decode_scales
 from ckpt8.codecs.split24 import Split24
+from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, read_chunk
 from ckpt8.compressing.policy import Policy
 from ckpt8.core import backend
@@ -82,7 +83,7 @@ def test_both_moments_and_the_update(second, low, high, eps):
 def test_units_of_real_checkpoints(inputs, monkeypatch, name, preset):
     """With kernels or without: the same figures of every unit, whatever its length and its optimizer."""
     with open_bundle(inputs / name) as source:
-        for unit in source.plan(Policy.of(preset)).units:
+        for unit in plan_bundle(source, Policy.of(preset)).units:
             if not any(stream.lossy for stream in unit.streams):
                 continue
             found = []

@@ -1,6 +1,6 @@
 """The one way to ``torch.load``: our own reader reads a file first, and judges everything that torch would do.
 
-It checks sizes, counts and names, and each call by its arguments (``readers.torch_calls``). Only what it finds nothing
+It checks sizes, counts and names, and each call by its arguments (``pickle.torch_calls``). Only what it finds nothing
 wrong with goes to ``torch.load(..., weights_only=True)``, and whatever torch then raises becomes one line.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, cast
 
-from ckpt8.checkpoint.readers.torch_calls import TorchCalls
+from ckpt8.checkpoint.readers.pickle.torch_calls import TorchCalls
 from ckpt8.checkpoint.readers.torch_common import OpenCheckpoint
 from ckpt8.checkpoint.readers.torch_legacy import TorchLegacyReader, begins_legacy
 from ckpt8.checkpoint.readers.torch_zip import TorchZipReader

@@ -1,4 +1,4 @@
-"""vocabulary."""
+"""Keys and names that tell what a tensor is: model entries, state of optimizers, lists of masters, buffers."""
 
 from __future__ import annotations
 

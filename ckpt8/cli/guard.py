@@ -1,4 +1,4 @@
-"""guard."""
+"""Every expected error of a command becomes one line and an exit code."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
-from ckpt8.cli.launch import _one_line
-from ckpt8.core.errors import Ckpt8Error, OutputError
+from ckpt8.core.errors import Ckpt8Error, KernelCacheWarning, OutputError
+
+_format_warning = warnings.formatwarning
+
+
+def _one_line(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
+    """A warning of ours as errors are shown: it is not about the line of code that gives it."""
+    if issubclass(category, KernelCacheWarning):
+        return f"ckpt8: {message}\n"
+    return _format_warning(message, category, *where, **line)
 
 
 def guarded(command: Callable[[], object]) -> None:

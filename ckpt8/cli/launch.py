@@ -10,14 +10,11 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ckpt8.cli.guard import guarded
-from ckpt8.core.errors import KernelCacheWarning
 
 _FLAGS = {"--tensors": "tensors", "--json": "as_json"}
 """Options of ``inspect`` that are known here, and what ``_inspect`` calls them."""
@@ -39,16 +36,6 @@ def launch() -> None:
     guarded(command)
     # Nothing is open and no thread runs: what is left is to free the memory object by object, an eighth of the time.
     os._exit(0)
-
-
-_format_warning = warnings.formatwarning
-
-
-def _one_line(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
-    """A warning of ours as errors are shown: it is not about the line of code that gives it."""
-    if issubclass(category, KernelCacheWarning):
-        return f"ckpt8: {message}\n"
-    return _format_warning(message, category, *where, **line)
 
 
 def _version() -> None:

@@ -13,6 +13,7 @@ from ckpt8.checkpoint.sources.bundle import Bundle, directory_name, open_bundle
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.compressing.background import PendingSave, start, wait_for
+from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.compressor import Compressor, Options, Unwritten
 from ckpt8.compressing.gpu_encoder import choose_encoder
 from ckpt8.compressing.policy import Policy
@@ -167,7 +168,7 @@ def _compressor(
     live: Mapping[str, torch.UntypedStorage] | None = None,
     device: torch.device | None = None,
 ) -> Compressor:
-    plan = source.plan(policy)
+    plan = plan_bundle(source, policy)
     policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
     encoder = choose_encoder(source, live or {}, device, measure=options.stats)
     return Compressor(source, plan, options, encoder)

@@ -1,4 +1,4 @@
-"""checking."""
+"""Every frame of a container against its checksum and its declared size."""
 
 from __future__ import annotations
 

@@ -8,18 +8,20 @@ master is copied more than a few times.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from ckpt8.codecs.rounded_copy import Reference, Run, round_masters
 from ckpt8.container.frames import FRAME
 from ckpt8.core.errors import InputError
-from ckpt8.core.tensors import DType
+from ckpt8.core.tensors import DType, Parts
 
 if TYPE_CHECKING:
     import torch
 
-    from ckpt8.container.reader import ContainerReader
+    from ckpt8.codecs import Codec
+    from ckpt8.container.manifest import Manifest
 
 MASTER_CODECS = frozenset({"lossless/1", "split24/1", "split32/1"})
 """What keeps fp32 so that its rounding to bf16 is exact."""
@@ -29,6 +31,22 @@ MOST_COPIES = 4
 
 _WORK = 4
 """Elements of masters that may be decoded for every element of a copy; as many chunks come on top."""
+
+
+class Chunks(Protocol):
+    """The stored chunks of an open container."""
+
+    path: Path
+    manifest: Manifest
+
+    def codec(self, storage: int) -> Codec:
+        """The codec of a storage."""
+
+    def read_parts(self, storage: int, chunk: int, only: Collection[str] | None = None) -> Parts:
+        """The parts of one chunk, or those named."""
+
+    def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
+        """Decode one chunk into ``out``."""
 
 
 def reference_problem(codec: Reference, numel_of: Callable[[int], int | None]) -> str | None:
@@ -67,7 +85,7 @@ class CopyCount:
         return True
 
 
-def check_references(reader: ContainerReader) -> None:
+def check_references(reader: Chunks) -> None:
     """Raise InputError where a reference is not sound."""
     storages = reader.manifest.storages
 
@@ -89,7 +107,7 @@ def check_references(reader: ContainerReader) -> None:
                 raise InputError(f"{reader.path}: {record.name}: {problem}")
 
 
-def read_copy(reader: ContainerReader, runs: Iterable[Run], numel: int) -> torch.Tensor:
+def read_copy(reader: Chunks, runs: Iterable[Run], numel: int) -> torch.Tensor:
     """The ``numel`` elements of ``runs``, bf16. Raises InputError for damage of a master."""
     import torch
 
@@ -118,7 +136,7 @@ def fill_padding(out: torch.Tensor, bits: int) -> None:
     out.view(torch.int16).fill_(bits - (bits >> 15 << 16))
 
 
-def _rounded_chunk(reader: ContainerReader, storage: int, chunk: int) -> torch.Tensor:
+def _rounded_chunk(reader: Chunks, storage: int, chunk: int) -> torch.Tensor:
     """One chunk of a master rounded to bf16; of split24 only two of three planes are read."""
     import torch
 

@@ -1,4 +1,4 @@
-"""facts."""
+"""What a container says of its tensors, codecs and errors, for reports. Nothing here needs torch."""
 
 from __future__ import annotations
 

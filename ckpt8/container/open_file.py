@@ -1,4 +1,4 @@
-"""open_file."""
+"""``ckpt8.open``: the tensors of a container one by one, by name."""
 
 from __future__ import annotations
 

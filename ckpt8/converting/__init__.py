@@ -1,4 +1,4 @@
 """Conversion between the layouts of checkpoints: a source becomes one tree over one address space, a writer writes it.
 
-``sources`` has what can be read beyond single files, ``ckpt8.converting.writers`` what can be written; both are tables of modules.
+``sources`` has what can be read beyond single files, ``writers`` what can be written; both are tables of modules.
 """

@@ -1,4 +1,4 @@
-"""request."""
+"""What a conversion is asked for, the contract of a writer, and the report of what became of it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ QUANTIZED = frozenset(_QUANTIZED_TYPES.values())
 class Report:
     """What was written. ``casts`` counts tensors by ``FROM -> TO``, ``aliases`` are names left out of tied weights.
 
-    ``quantized`` has what quantising did to the weights, see ``ckpt8.converting.quantizing.report``. ``replaced`` says what had
-    the target's name before, or None.
+    ``quantized`` has what quantising did to the weights, see ``quantizing.report``. ``replaced`` says what had the
+    target's name before, or None.
     """
 
     target: str

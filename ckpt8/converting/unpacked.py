@@ -1,6 +1,6 @@
 """A run of ``ckpt8.optim`` as the published optimizers would have saved it, computed when it is read.
 
-The streaming form of ``ckpt8.restoring.unpack``: moments are decoded from codes and scales, and weights joined from their
+The streaming form of ``restoring.unpack``: moments are decoded from codes and scales, and weights joined from their
 16-bit parameters and residuals, block by block.
 """
 

@@ -12,6 +12,7 @@ from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
 from ckpt8.checkpoint.sources.bundle import Bundle, Member, open_bundle
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import config_of
+from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.plan import Plan, Stream
 from ckpt8.compressing.policy import LOSSLESS, PRESETS, Policy
 from ckpt8.container import frames, layout
@@ -51,7 +52,7 @@ def inspect_checkpoint(
         if full:
             for member in source.members:
                 check_storages(member.checkpoint, str(path) if source.directory is None else f"{path}: {member.path}")
-        plan = source.plan(Policy())
+        plan = plan_bundle(source, Policy())
         streams = plan.streams
         facts: dict[str, Any] = {
             "path": str(path),
@@ -138,7 +139,7 @@ def _tensor_facts(streams: list[Stream], tensor: Any, index: int) -> dict[str, A
 
 def _predict(source: Bundle, preset: str) -> dict[str, Any]:
     """Stored size from a sample of every storage; an estimate, good to about a percent for trained weights."""
-    streams = source.plan(Policy.of(preset)).streams
+    streams = plan_bundle(source, Policy.of(preset)).streams
     structure = {
         member.skeleton for member in source.members if skeleton_role(member.checkpoint.format) == SKELETON_ROLE
     }

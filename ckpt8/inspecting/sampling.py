@@ -75,9 +75,6 @@ def sample_windows(count: int) -> Sequence[range]:
     return [range(start, start + length) for k in range(WINDOWS) for start in [(count - length) * k // (WINDOWS - 1)]]
 
 
-GROUP = 32
-"""Windows begin at whole groups of moments, or at whole rows."""
-
 CHUNK = 1 << 18
 """Elements that are looked at together: their temporaries are what a survey needs of memory."""
 
@@ -98,7 +95,8 @@ def budget(tensors: int) -> int:
 def windows(numel: int, most: int | None, row: int = 0) -> Iterator[tuple[int, int]]:
     """Start and length of what is looked at of ``numel`` elements, in order and without overlap.
 
-    ``most`` elements are a sample; None takes all. The first and the last element belong to every sample, and rows of
+    ``most`` elements are a sample; None takes all. Windows begin at whole groups of moments, or at whole rows. The
+    first and the last element belong to every sample, and rows of
     ``row`` elements come whole where a few of them fit into it.
     """
     if most is None or numel <= most:

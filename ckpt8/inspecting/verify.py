@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, read_error
+from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.chunk_encoder import ChunkMeters, check_source, read_chunk
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Stream, Unit
@@ -49,7 +50,7 @@ def measure(reader: ContainerReader, original: Path, workers: Workers, progress:
     """
     with open_bundle(original, decode=not Policy(reader.manifest.preset).keeps_compressed) as source:
         _check_structure(reader, source, original)
-        plan = source.plan(Policy.of("lossless"))
+        plan = plan_bundle(source, Policy.of("lossless"))
         units = [_as_stored(reader, unit) for unit in plan.units]
         measured = Measured()
         comparison = _Comparison(reader, source)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from ckpt8.optim.packed import PackedOptimizer
+    from ckpt8.optim.contract import PackedState
 
 
 class GradientRelease:
     """The hooks on the parameters of one optimizer. A context manager; ``remove`` takes the hooks away."""
 
-    def __init__(self, optimizer: PackedOptimizer) -> None:
+    def __init__(self, optimizer: PackedState) -> None:
         self._optimizer = optimizer
         self._handles = [
             param.register_post_accumulate_grad_hook(partial(self._release, index, group))  # type: ignore[no-untyped-call]

@@ -27,9 +27,10 @@ from ckpt8.codecs.split32 import Split32
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import is_small
 from ckpt8.optim.blocks import Block, Values, flat_blocks
+from ckpt8.optim.contract import Layout
 from ckpt8.optim.gradient_release import GradientRelease
 from ckpt8.optim.master_weights import CHECKS, exact_residual, master_part, weight_check
-from ckpt8.optim.packed_tensor import Layout, Moment, PackedTensor, moment_layout
+from ckpt8.optim.packed_tensor import Moment, PackedTensor, moment_layout
 from ckpt8.optim.packing_options import MOMENT2, check_group, unpacked
 from ckpt8.optim.rounding import stream_key
 

@@ -13,11 +13,9 @@ from ckpt8.codecs.companded8 import reference as companding
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.core.tensors import Parts
 from ckpt8.optim.blocks import Values
+from ckpt8.optim.contract import Layout
 from ckpt8.optim.master_weights import needs_noise, read_master, write_master
 from ckpt8.optim.rounding import encode_second_moment, groups_of, random_bits
-
-Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Element type and shape of tensors by key."""
 
 
 def moment_layout(name: str, codec: Codec, shape: tuple[int, ...], numel: int) -> Layout:

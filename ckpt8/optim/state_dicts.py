@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ckpt8.core.errors import UsageError
+from ckpt8.optim.contract import PackedState
 from ckpt8.optim.master_weights import CHECKS
 from ckpt8.optim.packing_options import check_group
-
-if TYPE_CHECKING:
-    from ckpt8.optim.packed import PackedOptimizer
 
 Found = Mapping[str, tuple[torch.dtype, tuple[int, ...]] | None]
 """Element type and shape of every entry of a saved state; None for what is no tensor."""
@@ -26,7 +24,7 @@ Found = Mapping[str, tuple[torch.dtype, tuple[int, ...]] | None]
 State = defaultdict[torch.Tensor, dict[str, Any]]
 
 
-def matched_state(optimizer: PackedOptimizer, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], State]:
+def matched_state(optimizer: PackedState, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], State]:
     """New parameter groups and state for ``optimizer``, in memory of their own. Raises UsageError."""
     saved = state_dict["param_groups"]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -52,7 +50,7 @@ def matched_state(optimizer: PackedOptimizer, state_dict: Mapping[str, Any]) -> 
     return groups, state
 
 
-def _matched_group(optimizer: PackedOptimizer, current: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _matched_group(optimizer: PackedState, current: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("rule") != optimizer.rule_id:
         raise UsageError(
             f"state of {given.get('rule', 'another optimizer')!r} does not fit {optimizer.rule_id!r}; "
@@ -65,7 +63,7 @@ def _matched_group(optimizer: PackedOptimizer, current: Mapping[str, Any], given
 
 
 def _matched_tensors(
-    optimizer: PackedOptimizer, group: dict[str, Any], param: torch.Tensor, given: Mapping[str, Any], what: str
+    optimizer: PackedState, group: dict[str, Any], param: torch.Tensor, given: Mapping[str, Any], what: str
 ) -> dict[str, torch.Tensor]:
     found: Found = {
         name: (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
@@ -85,7 +83,7 @@ def exact_names(found: Found) -> set[str]:
     return {name for name, what in found.items() if name != "residual" or (what and what[0] == torch.int16)}
 
 
-def layout_problem(optimizer: PackedOptimizer, group: dict[str, Any], param: torch.Tensor, found: Found) -> str | None:
+def layout_problem(optimizer: PackedState, group: dict[str, Any], param: torch.Tensor, found: Found) -> str | None:
     """Why a state of these element types and shapes is not one of ``param``, or None."""
     layout = optimizer.state_layout(group, param, exact_names(found))
     if found.keys() != layout.keys():

@@ -1,4 +1,4 @@
-"""member_output."""
+"""Where a restored member goes, and its bytes on the way there."""
 
 from __future__ import annotations
 

@@ -69,13 +69,13 @@ def restore(
     """Write the original back, to ``target`` or beside the container under the container's name; the path written.
 
     ``best.ckpt8`` gives ``best.pt``, ``best.safetensors``, ... or the directory ``best``, whatever the original was
-    called: see ``ckpt8.container.target_names``. What was stored lossless is identical; the rest is within the error that
+    called: see ``container.target_names``. What was stored lossless is identical; the rest is within the error that
     ``inspect`` shows. With ``force`` an existing file is replaced, where no ``target`` is given only a checkpoint, and
-    an existing directory if it is a checkpoint with nothing else in it: see ``ckpt8.checkpoint.replacing``. Raises InputError for
-    damage, OutputError when the target exists (without ``force``), is not replaced or cannot be written.
+    an existing directory if it is a checkpoint with nothing else in it: see ``checkpoint.replacing``. Raises
+    InputError for damage, OutputError when the target exists (without ``force``), is not replaced or cannot be written.
 
-    With ``salvage`` a damaged container is no error as long as anything in it is whole: see ``ckpt8.restoring.salvage`` for what
-    is written of it, and for what it gives.
+    With ``salvage`` a damaged container is no error as long as anything in it is whole: see ``restoring.salvage`` for
+    what is written of it, and for what it gives.
     """
     if salvage:
         from ckpt8.restoring.salvage import salvage as run

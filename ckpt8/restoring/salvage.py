@@ -25,10 +25,10 @@ from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, MemberRecord, Ten
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.target_names import SAFETENSORS, default_path
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.atomic import AtomicFile, refuse_same_file
+from ckpt8.core.files.atomic import AtomicFile, Guard, refuse_same_file
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.restoring import restore as restoration
+from ckpt8.restoring.member_output import Target, about_names, link_target, new_directory, write_member
 from ckpt8.restoring.salvaged_tensors import TensorFile
 
 WHOLE, DAMAGED, TENSORS, LOST = "whole", "damaged", "tensors", "lost"
@@ -89,7 +89,7 @@ class Salvage:
     def lines(self) -> list[str]:
         """What there is to say, as lines of text."""
         found = [f"{self.path}: {self.tensors} tensors are whole, {len(self.lost)} are not"]
-        found += restoration.about_names(self.other_name, self.replaced)
+        found += about_names(self.other_name, self.replaced)
         if self.damage is not None:
             found.append(f"{self.damage}; names, shapes and places are as its manifest has them")
         found += [
@@ -120,11 +120,11 @@ def salvage(
         raise type(exc)(f"{exc}; nothing can be recovered") from exc
     with reader, Workers(threads) as workers:
         _find_lost(reader, workers)
-        chosen = restoration.Target.choose(source, target, reader)
+        chosen = Target.choose(source, target, reader)
         work = _Salvaging(reader, workers, progress)
         result = Salvage(chosen.path, reader.damage, chosen.original, other_name=chosen.other_name)
         if reader.manifest.directory is not None:
-            with restoration.new_directory(chosen, reader, force=force) as directory:
+            with new_directory(chosen, reader, force=force) as directory:
                 work.write_directory(directory, result)
                 directory.publish()
             result.replaced = directory.replaced
@@ -172,7 +172,7 @@ class _Salvaging:
             return LOST if member.format in (FILE, SYMLINK, DIRECTORY) else TENSORS
         return DAMAGED if any(storage in lost for _, storage in member.segments) else WHOLE
 
-    def write_file(self, target: restoration.Target, result: Salvage, *, force: bool) -> None:
+    def write_file(self, target: Target, result: Salvage, *, force: bool) -> None:
         """Write the only member."""
         (member,) = self._manifest.members
         path, check = target.path, target.check_file
@@ -193,8 +193,8 @@ class _Salvaging:
         result.replaced = output.replaced
         result.members.append(SalvagedMember(member.path, self._states[0], str(path)))
 
-    def _write(self, index: int, descriptor: int, guard: restoration.Guard) -> None:
-        restoration.write_member(_Member(self._reader, index), descriptor, guard, self._workers, self._progress)
+    def _write(self, index: int, descriptor: int, guard: Guard) -> None:
+        write_member(_Member(self._reader, index), descriptor, guard, self._workers, self._progress)
 
     def write_directory(self, output: AtomicDirectory, result: Salvage) -> None:
         """Write every member of which something is whole."""
@@ -216,7 +216,7 @@ class _Salvaging:
 
     def _write_whole(self, index: int, member: MemberRecord, output: AtomicDirectory) -> None:
         if member.format == SYMLINK:
-            output.add_link(member.path, restoration.link_target(self._reader, index))
+            output.add_link(member.path, link_target(self._reader, index))
         elif member.format == DIRECTORY:
             output.make_directory(member.path)
         else:

@@ -22,6 +22,7 @@ import ckpt8
 import ckpt8.container
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import StorageInfo, TensorRef
+from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.compressor import Compressor, Options
 from ckpt8.compressing.policy import Policy
 from ckpt8.container import layout
@@ -291,7 +292,7 @@ def _example():
 
 def _compress_example(data, target):
     bundle = Bundle.of(Example(data), "a.bin")
-    plan = bundle.plan(Policy.of("lossless"))
+    plan = plan_bundle(bundle, Policy.of("lossless"))
     Compressor(bundle, plan, Options()).run(target, preset="lossless", rules=[], force=False)
 
 

@@ -24,6 +24,7 @@ from rich.console import Console
 import ckpt8
 from ckpt8.checkpoint.sources.bundle import open_bundle
 from ckpt8.cli.show.inspect import show
+from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.plan import Plan
 from ckpt8.compressing.policy import Policy
 from ckpt8.core.errors import Ckpt8Error
@@ -84,7 +85,7 @@ def read_source(path: Path, rng: random.Random) -> bool:
 
     def look() -> None:
         with open_bundle(path) as source:
-            plan.append(source.plan(Policy()))
+            plan.append(plan_bundle(source, Policy()))
 
     if refused(look):
         return False

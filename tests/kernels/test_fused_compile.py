@@ -23,7 +23,7 @@ from test_compile import Compiled, floating, resource_usage  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from ckpt8.optim.triton import blocks as state
+from ckpt8.optim.triton import blocks as state  # noqa: E402
 from ckpt8.optim.triton import matrices, prologue  # noqa: E402
 
 PACKED = {"first": 127, "second": 255, "fourth_root": True, "aligned": True}

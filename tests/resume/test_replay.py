@@ -19,7 +19,7 @@ import ckpt8
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.cli.app import app as cli
+from ckpt8.cli import app as cli
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.inspecting.replay import replay

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ckpt8.inspecting.survey import sampling
+from ckpt8.inspecting import sampling
 
 ROWS, WIDTH = 700, 96
 MOMENT1, MOMENT2 = ("exp_avg", "momentum_buffer"), ("exp_avg_sq", "max_exp_avg_sq")

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from survey_kit import ROWS, WIDTH, as_pairs, dead_rows, expected, flatten, healthy, plant, unseen
 
 import ckpt8
+from ckpt8.inspecting import sampling
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.inspecting.survey import sampling
 from ckpt8.inspecting.survey.tally import Tally
 
 

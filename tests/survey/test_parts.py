@@ -20,9 +20,9 @@ import ckpt8
 from ckpt8.checkpoint.meaning.layer_names import layer_of, plain_path
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType, Role
+from ckpt8.inspecting import sampling
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.inspecting.survey import sampling
 from ckpt8.inspecting.survey.layers import Stored, layers
 from ckpt8.inspecting.survey.pieces import View
 from ckpt8.inspecting.survey.run import survey

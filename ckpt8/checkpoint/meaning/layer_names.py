@@ -1,4 +1,4 @@
-"""layer_names."""
+"""From the name of a parameter to the layer that it is part of, whatever wrapped the model or sliced the tensor."""
 
 from __future__ import annotations
 
@@ -25,19 +25,12 @@ def plain_path(name: str) -> str:
 
 
 def layer_of(path: str) -> str:
-    """The group of a parameter of that path."""
+    """The path of a parameter up to its first number, as in ``transformer.h.3``; without one, that of its module."""
     parts = path.split(".")
     for end, part in enumerate(parts, 1):
         if part.isdecimal():
             return ".".join(parts[:end])
     return ".".join(parts[:-1]) or path
-
-
-def layer_of(parameter: str) -> str:
-    """The path of a parameter up to its first number, as in ``transformer.h.3``; without one, that of its module."""
-    parts = parameter.split(".")
-    numbered = next((k for k, part in enumerate(parts) if k and part.isdecimal()), None)
-    return ".".join(parts[: numbered + 1] if numbered else parts[:-1] or parts)
 
 
 SLICE = re.compile(r"\[(?:\d+)?:(?:\d+)?(?:,(?:\d+)?:(?:\d+)?)*\]$")

@@ -1,4 +1,4 @@
-"""entries."""
+"""What lies in a directory: its entries, and each that is no checkpoint as a member that is kept as it is."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_paths import MAX_COMPONENTS, link_stays_inside
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
-
-if TYPE_CHECKING:
-    from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, StateSlice
-
 
 PACKED_INDEX = "ckpt8-dcp.json"
 """What makes a directory a checkpoint that ``integrations.dcp`` wrote."""
@@ -36,15 +32,12 @@ class Entry:
 class DirectoryMember:
     """An entry that was opened. ``reason`` says why it is kept as it is, if it may be a checkpoint.
 
-    ``states`` are its slices of optimizer state, of the checkpoint ``home``, if it is a file of a distributed one.
     ``holds_tensors`` of one that is kept although it is known to hold some.
     """
 
     path: str
     checkpoint: Checkpoint
     reason: str | None = None
-    home: DcpCheckpoint | None = None
-    states: Sequence[StateSlice] = ()
     holds_tensors: bool = False
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
-from ckpt8.checkpoint.readers.torch_calls import TorchCalls
+from ckpt8.checkpoint.readers.pickle.torch_calls import TorchCalls
 from ckpt8.checkpoint.readers.torch_common import OpenCheckpoint, StorageTable, longest_pickle, opened
 from ckpt8.checkpoint.tree import StorageInfo
 from ckpt8.checkpoint.walk import check_depth

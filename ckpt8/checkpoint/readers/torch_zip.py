@@ -9,8 +9,8 @@ from functools import partial
 from typing import ClassVar
 
 from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
+from ckpt8.checkpoint.readers.pickle.torch_calls import TorchCalls
 from ckpt8.checkpoint.readers.shards import refuse_shard
-from ckpt8.checkpoint.readers.torch_calls import TorchCalls
 from ckpt8.checkpoint.readers.torch_common import OpenCheckpoint, StorageTable, longest_pickle, opened
 from ckpt8.checkpoint.readers.zip_directory import LOCAL_SIGNATURE, STORED, ZipEntry, find_prefix, read_directory
 from ckpt8.checkpoint.readers.zip_end import END_BYTES, END_SIGNATURE, NO_COMMENT, read_end_records

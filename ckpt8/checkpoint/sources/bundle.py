@@ -7,24 +7,19 @@ file is a bundle of one member at address 0, whose tensors have no member before
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt8.checkpoint.meaning.dcp_states import JointState, in_bundle, joint_parameters
-from ckpt8.checkpoint.meaning.deepspeed_universal import Universal
-from ckpt8.checkpoint.meaning.names_beside import NamesBeside
-from ckpt8.checkpoint.meaning.roles import Names, short_name
+from ckpt8.checkpoint.meaning.dcp_states import JointState, in_bundle
 from ckpt8.checkpoint.readers import open_checkpoint
+from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
 from ckpt8.checkpoint.readers.directory import open_directory
 from ckpt8.checkpoint.readers.entries import DirectoryMember, is_directory, walk
 from ckpt8.checkpoint.sources.skeleton import WithSkeleton
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo
-from ckpt8.compressing.master_copies import refer_to_masters
-from ckpt8.compressing.plan import Parameter, Plan, Stream, Unit, make_plan, plan_joint
-from ckpt8.compressing.policy import Policy
 from ckpt8.core.errors import InputError
 
 
@@ -70,9 +65,9 @@ class Bundle:
         base = 0
         for member in members:
             whole = WithSkeleton(member.checkpoint, member.reason)
-            states = (
-                () if member.home is None else in_bundle(member.home, member.states, member.path, len(self.members))
-            )
+            states: Sequence[JointState] = ()
+            if isinstance(member, DcpMember):
+                states = in_bundle(member.home, member.states, member.path, len(self.members))
             self.members.append(Member(member.path, whole, len(storages), base, states))
             storages += [self._shifted(storage, len(self.members) - 1) for storage in whole.storages]
             base += whole.size + whole.skeleton.nbytes
@@ -88,12 +83,13 @@ class Bundle:
         """A single file of that name."""
         return cls([DirectoryMember(name, checkpoint)], name)
 
-    def _key(self, key: str, number: int) -> str:
+    def key(self, key: str, number: int) -> str:
+        """The key that a storage of member ``number`` has among those of all members."""
         return key if self.directory is None else f"{number}/{key}"
 
     def _shifted(self, storage: StorageInfo, number: int) -> StorageInfo:
         base = self.members[number].base
-        return replace(storage, key=self._key(storage.key, number), offset=base + storage.offset)
+        return replace(storage, key=self.key(storage.key, number), offset=base + storage.offset)
 
     @property
     def holds_tensors(self) -> bool:
@@ -112,50 +108,6 @@ class Bundle:
         for member in self.members:
             member.checkpoint.check_unchanged()
         self._check()
-
-    def plan(self, policy: Policy) -> Plan:
-        """The plan of all members, one after the other, with indices and places as they are here."""
-        names = Names()
-        plan = Plan([])
-        beside = NamesBeside([(member.path, member.checkpoint) for member in self.members])
-        universal = Universal(self.members)
-        for number, member in enumerate(self.members):
-            names.prefix = "" if self.directory is None else f"{member.path}:"
-            own = make_plan(member.checkpoint, policy, names, universal.role(member.path))
-            named = self._parameter_names(member, beside) if any(unit.parameter for unit in own.units) else {}
-            plan.units += [self._unit(unit, number, named) for unit in own.units]
-            plan.tensors += [(tensor, member.first + index) for tensor, index in own.tensors]
-        joint = joint_parameters(state for member in self.members for state in member.states)
-        joint += universal.parameters()
-        if joint:
-            plan_joint(self, plan, joint)
-        refer_to_masters(plan, self, [(member.path, member.checkpoint.tree) for member in self.members], policy)
-        return plan
-
-    def _parameter_names(self, member: Member, beside: NamesBeside) -> Mapping[str, str]:
-        """Names for parameters of a member from the weights with it, by the name that they have without them."""
-        before = "" if self.directory is None else f"{member.path}:"
-        return {before + place: short_name(before + name) for place, name in beside.of(member.path).items()}
-
-    def _unit(self, unit: Unit, number: int, names: Mapping[str, str]) -> Unit:
-        streams = tuple(self._stream(stream, number) for stream in unit.streams)
-        parameter = unit.parameter
-        if parameter is not None:
-            parameter = replace(self._parameter(parameter, number), name=names.get(parameter.name, parameter.name))
-        return Unit(streams, parameter)
-
-    def _stream(self, stream: Stream, number: int) -> Stream:
-        index = self.members[number].first + stream.index
-        return replace(stream, index=index, storage=self.storages[index])
-
-    def _parameter(self, parameter: Parameter, number: int) -> Parameter:
-        first = self.members[number].first
-        confidence = parameter.confidence
-        if confidence is not None:
-            rows, columns = (replace(ref, key=self._key(ref.key, number)) for ref in confidence)
-            confidence = rows, columns
-        moments = {slot: first + index for slot, index in parameter.moments.items()}
-        return replace(parameter, moments=moments, confidence=confidence)
 
 
 @contextmanager

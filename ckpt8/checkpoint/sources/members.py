@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from ckpt8.checkpoint.readers import READERS, open_checkpoint
+from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
 from ckpt8.checkpoint.readers.dcp.directory import open_distributed
 from ckpt8.checkpoint.readers.directory import open_directory
 from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, PlainFile, is_directory, walk
@@ -34,7 +35,7 @@ class Members:
 
     path: Path
     is_directory: bool
-    found: list[DirectoryMember]
+    found: Sequence[DirectoryMember]
 
     @property
     def checkpoints(self) -> list[DirectoryMember]:
@@ -43,7 +44,7 @@ class Members:
 
     def only(self, path: str) -> Members:
         """One of them, or a folder with a distributed one, as the source. Raises UsageError that lists checkpoints."""
-        folders = {member.path.rpartition("/")[0] for member in self.found if member.home is not None} - {""}
+        folders = {member.path.rpartition("/")[0] for member in self.found if isinstance(member, DcpMember)} - {""}
         if path.rstrip("/") in folders:
             inside = [member for member in self.found if member.path.startswith(f"{path.rstrip('/')}/")]
             return Members(self.path, True, inside)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ckpt8.checkpoint.checksums import check_storages
 from ckpt8.checkpoint.gate import TORCH_FORMATS, load_member
 from ckpt8.checkpoint.readers import READERS, get_reader, open_checkpoint
@@ -17,6 +19,7 @@ from ckpt8.checkpoint.readers.pickle.rebuild import make_tensor
 from ckpt8.checkpoint.sources.stored_parts import StoredParts
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, StorageRef, TensorRef
 from ckpt8.container.checking import check_frames
+from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
@@ -26,7 +29,6 @@ from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Workers
-from ckpt8.restoring.load import load_named
 
 _BLOCK = 8 << 20
 
@@ -194,3 +196,21 @@ def stored_checkpoint(reader: ContainerReader, index: int, file: SourceFile) -> 
             raise InputError(f"{reader.path}: {tensor.name}: does not fit its storage: {exc}") from exc
         tree[tensor.name.removeprefix(f"{record.path}:")] = ref
     return DcpFile(file, list(storages.values()), tree)
+
+
+def load_named(checkpoint: Checkpoint, file: MemberFile, map_location: Any) -> dict[str, torch.Tensor]:
+    """The tensors of ``file`` by name, as our own reader, which checks every size, found them. Raises InputError."""
+    if not isinstance(map_location, (type(None), str, torch.device)):
+        raise UsageError(
+            f"{file.name}: is loaded tensor by tensor and takes a device for map_location, not {map_location!r}"
+        )
+    places = {storage.key: storage for storage in checkpoint.storages}
+    loaded = {}
+    for name, ref in checkpoint.tree.items():
+        place = places[ref.key]
+        content = host_bytes(place.nbytes)
+        file.seek(place.offset)
+        file.readinto(bytes_of(content))
+        tensor = content.view(ref.dtype.torch).as_strided(ref.shape, ref.stride, ref.offset)
+        loaded[name] = tensor.to(map_location or "cpu")
+    return loaded

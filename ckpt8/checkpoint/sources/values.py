@@ -1,4 +1,4 @@
-"""values."""
+"""The values of saved tensors, read in pieces of bounded size into tensors of any device and stride."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from ckpt8.container.frames import FRAME
 
 if TYPE_CHECKING:
     import torch
-
-    from ckpt8.restoring.resume.gpu_copy import DeviceCopy
 
 
 PIECE = 8 * FRAME
@@ -31,10 +29,17 @@ class Fill(Protocol):
         """Read it and write the live one. Raises InputError."""
 
 
+class ByDevice(Protocol):
+    """Copies tensors through the device that they go to."""
+
+    def copy(self, ref: TensorRef, target: torch.Tensor) -> bool:
+        """Fill ``target`` with the values of ``ref``; False where this cannot. Raises InputError."""
+
+
 class Streamer:
     """Reads tensors of one checkpoint piece by piece, through one buffer; with ``by_device``, where it can, by that."""
 
-    def __init__(self, checkpoint: Checkpoint, by_device: DeviceCopy | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, by_device: ByDevice | None = None) -> None:
         self._checkpoint = checkpoint
         self._by_device = by_device
         self._storages = {storage.key: storage for storage in checkpoint.storages}

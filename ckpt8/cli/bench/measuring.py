@@ -1,4 +1,4 @@
-"""measuring."""
+"""One bench: its operations are run in processes of their own, round after round, and their figures put together."""
 
 from __future__ import annotations
 

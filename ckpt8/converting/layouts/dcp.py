@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
-from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpFile
+from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpFile, DcpMember
 from ckpt8.checkpoint.readers.dcp.metadata import METADATA
-from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.members import Members
 from ckpt8.checkpoint.tree import Checkpoint, StorageRef, TensorRef
@@ -35,7 +34,7 @@ class Distributed:
 
     def matches(self, members: Members) -> bool:
         """Whether a ``.metadata`` was found with its files."""
-        return any(member.home is not None or member.holds_tensors for member in members.found)
+        return any(isinstance(member, DcpMember) or member.holds_tensors for member in members.found)
 
     def assemble(self, members: Members) -> Content:
         """``{"model": {name: tensor}, "optimizer": ..., ...}`` as it was saved, with tied weights as one.
@@ -43,9 +42,9 @@ class Distributed:
         Raises InputError, UsageError.
         """
         data = Composite(str(members.path))
-        found: dict[int, list[DirectoryMember]] = defaultdict(list)
+        found: dict[int, list[DcpMember]] = defaultdict(list)
         for member in members.found:
-            if member.home is not None:
+            if isinstance(member, DcpMember):
                 found[id(member.home)].append(member)
             elif member.holds_tensors:
                 raise InputError(f"{data.label}: {member.path}: {member.reason}; it cannot be converted")
@@ -61,15 +60,16 @@ class Distributed:
             tree |= part
         data.tree = tree
         tie_again(data)
-        rest = [each for each in members.found if each.home is None and each.path.rpartition("/")[2] != METADATA]
+        others = [each for each in members.found if not isinstance(each, DcpMember)]
+        rest = [each for each in others if each.path.rpartition("/")[2] != METADATA]
         return Content(data, self.id, others=rest, notes=notes)
 
 
-def _files(found: Mapping[int, list[DirectoryMember]]) -> list[DirectoryMember]:
+def _files(found: Mapping[int, list[DcpMember]]) -> list[DcpMember]:
     return [member for files in found.values() for member in files]
 
 
-def _tree(data: Composite, files: list[DirectoryMember], notes: list[str]) -> dict[str, Any]:
+def _tree(data: Composite, files: list[DcpMember], notes: list[str]) -> dict[str, Any]:
     """The tree of one checkpoint. What cannot be read and is no tensor is left out, with a note."""
     parts: dict[str, list[Part]] = defaultdict(list)
     for member in files:
@@ -80,8 +80,6 @@ def _tree(data: Composite, files: list[DirectoryMember], notes: list[str]) -> di
                 if piece.place is not None:
                     parts[piece.name].append(Part(piece.place[0], replace(ref, key=prefix + ref.key)))
     home = files[0].home
-    if home is None:
-        raise AssertionError("a file of a checkpoint knows it")
     tensors = home.metadata.tensors
     values: dict[str, Any] = {
         name: gather(data, shown(name), tensor.dtype, tensor.shape, parts.pop(name, []))

@@ -1,4 +1,4 @@
-"""A ``.pt`` whose optimizer is in the layout of flashoptim 0.1.4: see ``ckpt8.optim.flashoptim_layout`` for the encoding.
+"""A ``.pt`` whose optimizer is in the layout of flashoptim 0.1.4: see ``optim.flashoptim_layout`` for it.
 
 Weights become bf16, and what is lost by that is kept in ``error_bits`` of 8 bits, so that FlashAdamW, FlashAdam,
 FlashSGD and FlashLion with ``master_weight_bits=24`` go on from the 24-bit masters. With ``--dtype float32`` weights

@@ -183,6 +183,11 @@ def refuse_inside(target: Path, directory: Path) -> None:
             raise OutputError(f"{target}: lies in the directory {directory}; give a place outside of it")
 
 
+def any_file(path: Path) -> str:
+    """What the file at ``path`` is: the check for a target that the user named. Raises OSError."""
+    return f"{path}: a file of {path.stat().st_size:,} bytes"
+
+
 class AtomicFile(AtomicOutput):
     """A file that is written beside ``target``."""
 
@@ -217,8 +222,3 @@ class AtomicFile(AtomicOutput):
 
 Guard = Callable[[], contextlib.AbstractContextManager[None]]
 """Makes a context that turns an OSError into an OutputError."""
-
-
-def any_file(path: Path) -> str:
-    """What the file at ``path`` is: the check for a target that the user named. Raises OSError."""
-    return f"{path}: a file of {path.stat().st_size:,} bytes"

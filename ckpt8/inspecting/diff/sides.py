@@ -14,6 +14,7 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.quantised_state import quantised_weights
 from ckpt8.checkpoint.readers import READERS
+from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
 from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.checkpoint.readers.entries import DirectoryMember, size_of
 from ckpt8.checkpoint.sources.composite import Composite
@@ -111,9 +112,9 @@ def _add_assembled(side: Side, content: Content) -> None:
 
 
 def _add_members(side: Side, found: list[DirectoryMember], members: Members) -> None:
-    distributed: dict[int, list[DirectoryMember]] = defaultdict(list)
+    distributed: dict[int, list[DcpMember]] = defaultdict(list)
     for member in found:
-        if member.home is not None:
+        if isinstance(member, DcpMember):
             distributed[id(member.home)].append(member)
     folders = set()
     for files in distributed.values():
@@ -123,7 +124,7 @@ def _add_members(side: Side, found: list[DirectoryMember], members: Members) -> 
         crcs = {} if side.is_container else _crcs(files)
         side.parts.append(Part(folder, content.data, content.data, crcs))
         side.notes += content.notes
-    rest = (each for each in found if each.home is None and each.path not in folders)
+    rest = (each for each in found if not isinstance(each, DcpMember) and each.path not in folders)
     _add_each(side, rest, in_directory=members.is_directory)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt8.checkpoint.meaning.parameter_names import display_names
 from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
+from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.chunk_encoder import ChunkMeters
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Plan, Stream, Unit
@@ -41,7 +42,7 @@ def checkpoint_distributions(path: Path, *, full: bool = False) -> dict[str, Any
     ``full`` reads every element, else a sample of every tensor.
     """
     with open_bundle(path) as source, Workers() as workers:
-        plan = source.plan(Policy.of(PRESET))
+        plan = plan_bundle(source, Policy.of(PRESET))
         units = [unit for unit in plan.units if any(is_counted(each.spec, each.codec) for each in unit.streams)]
         shown = _shown_names(source, plan)
         gathered = Gathered(

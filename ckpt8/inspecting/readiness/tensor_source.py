@@ -23,6 +23,7 @@ from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
 from ckpt8.checkpoint.sources.composite import Composite, Stretch
 from ckpt8.checkpoint.sources.members import open_members
 from ckpt8.checkpoint.tree import TensorRef, is_dense
+from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.plan import Plan
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.header import is_container
@@ -95,7 +96,7 @@ class TensorSource:
         self.tensors = self._find()
 
     def _find(self) -> list[SourceTensor]:
-        plan = self._bundle.plan(Policy.of("lossless"))
+        plan = plan_bundle(self._bundle, Policy.of("lossless"))
         parameters = _parameter_names(plan, directory=self._bundle.directory is not None)
         groups: dict[tuple[str, Role, DType], list[TensorRef]] = {}
         labels: dict[tuple[str, Role, DType], str] = {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt8.checkpoint.meaning.layer_names import whole_name
 from ckpt8.checkpoint.vocabulary import BUFFERS
 from ckpt8.core.tensors import Role
-from ckpt8.inspecting.survey import sampling
+from ckpt8.inspecting import sampling
 from ckpt8.inspecting.survey.flags import KINDS, RowCount, row_flags, tensor_flags, twin_flag
 from ckpt8.inspecting.survey.pieces import Piece
 from ckpt8.inspecting.survey.subject import Subject

@@ -6,9 +6,9 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckpt8.codecs.companded8 import GROUP
 from ckpt8.container.frames import bytes_of
 from ckpt8.core.tensors import DType, Role
-from ckpt8.inspecting.sampling import GROUP
 
 if TYPE_CHECKING:
     import torch

@@ -21,6 +21,7 @@ from torch.futures import Future
 from ckpt8.checkpoint.readers.entries import PACKED_INDEX as FILE_NAME
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
+from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.compressor import Compressor, Options
 from ckpt8.compressing.gpu_encoder import choose_encoder
 from ckpt8.compressing.policy import Policy
@@ -157,7 +158,7 @@ class Ckpt8StorageWriter(StorageWriter):
             bundle = Bundle.of(checkpoint, f"{target.stem}.pt")
             live = checkpoint.live if isinstance(checkpoint, LiveCheckpoint) else {}
             encoder = choose_encoder(bundle, live, None, measure=self._options.stats)
-            compressor = Compressor(bundle, bundle.plan(self._policy), self._options, encoder)
+            compressor = Compressor(bundle, plan_bundle(bundle, self._policy), self._options, encoder)
             compressor.run(target, preset=self._policy.preset, rules=self._policy.texts, force=False)
         with ContainerReader(target) as reader:
             return reader.seal.hex()

@@ -1,4 +1,4 @@
-"""came_rule."""
+"""What the matrix and the vector kernels of CAME share: the places of the scalars, and the moved momentum."""
 
 from __future__ import annotations
 

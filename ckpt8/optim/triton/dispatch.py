@@ -19,12 +19,12 @@ from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.split24 import Split24
 from ckpt8.core import backend
 from ckpt8.core.errors import UsageError
+from ckpt8.optim.contract import PackedState
 from ckpt8.optim.master_weights import exact_residual, master_part
 from ckpt8.optim.packed_tensor import Moment
 from ckpt8.optim.rounding import stream_key
 
 if TYPE_CHECKING:
-    from ckpt8.optim.packed import PackedOptimizer
     from ckpt8.optim.triton.launches import Layout, Plan, Row
 
 RULES = {
@@ -77,7 +77,7 @@ class _Known(NamedTuple):
 class Fused:
     """The plans of one optimizer."""
 
-    def __init__(self, optimizer: PackedOptimizer) -> None:
+    def __init__(self, optimizer: PackedState) -> None:
         self._optimizer = optimizer
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._known: dict[int, _Known] = {}

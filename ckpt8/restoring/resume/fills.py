@@ -1,4 +1,4 @@
-"""The copy from a checkpoint into tensors of any device and stride, in pieces of bounded size."""
+"""What a live tensor takes from a checkpoint: the values of one saved tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""plans."""
+"""What resume is going to do to an optimizer, before anything changes."""
 
 from __future__ import annotations
 

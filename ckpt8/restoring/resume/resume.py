@@ -21,6 +21,7 @@ from ckpt8.restoring.resume import optimizer as optimizers
 from ckpt8.restoring.resume import own_loading
 from ckpt8.restoring.resume.gpu_copy import DeviceCopy
 from ckpt8.restoring.resume.live_values import ValueBuilder
+from ckpt8.restoring.resume.plans import OptimizerPlan
 from ckpt8.restoring.resume.published_state import is_packed, unwrapped
 from ckpt8.restoring.resume.state_checks import object_problem
 
@@ -53,7 +54,8 @@ def resume(
     the tree where several entries could be meant, with dots: ``state_dict_ema``, ``optimizer_states.0``.
 
     The rest is the tree without the two entries, on the CPU. Objects of classes that are not imported come in it as
-    ``ckpt8.Inert``: see ``ckpt8.checkpoint.sources.objects``. None gets into ``model`` or ``optimizer``: what holds one is refused.
+    ``ckpt8.Inert``: see ``checkpoint.sources.objects``. None gets into ``model`` or ``optimizer``: what holds one is
+    refused.
 
     An optimizer of an unknown class that has a ``load_state_dict`` of its own, or keeps more than tensors and numbers,
     as those of bitsandbytes and torchao, loads its state by itself; where that fails, everything is as it was.
@@ -87,7 +89,7 @@ class _Plan:
     builder: RestBuilder
     model: models.ModelPlan | None = None
     fills: list[Fill] = field(default_factory=list)
-    optimizer: optimizers.OptimizerPlan | None = None
+    optimizer: OptimizerPlan | None = None
     problems: list[str] = field(default_factory=list)
 
 
@@ -135,9 +137,7 @@ class _Planner:
         weights.extra = {name: self._values.build(value) for name, value in fitting.items()}
         return [f"model {name}: {problem}" for name, problem in found.items() if problem is not None]
 
-    def _share(
-        self, weights: models.ModelPlan, state: optimizers.OptimizerPlan | None, problems: list[str]
-    ) -> list[Fill]:
+    def _share(self, weights: models.ModelPlan, state: OptimizerPlan | None, problems: list[str]) -> list[Fill]:
         """The copies, with the optimizer's share of 16-bit weights; where the other share stays there is a problem."""
         if self._optimizer is None or not is_packed(self._optimizer):
             return list(weights.copies)
@@ -163,7 +163,7 @@ class _Planner:
             raise UsageError(f"{self._source.path}: {chosen}")
         return chosen
 
-    def _choose_optimizer(self, optimizer: Optimizer, at: str | None) -> tuple[Candidate, optimizers.OptimizerPlan]:
+    def _choose_optimizer(self, optimizer: Optimizer, at: str | None) -> tuple[Candidate, OptimizerPlan]:
         path = self._source.path
         problem = own_loading.form_problem(optimizer)
         if problem is not None:
@@ -183,12 +183,12 @@ class _Planner:
             f"{path}: holds {len(plans)} optimizers ({paths}), of which {which}; choose with optimizer_at="
         )
 
-    def _plan_optimizer(self, candidate: Candidate, optimizer: Optimizer) -> optimizers.OptimizerPlan:
+    def _plan_optimizer(self, candidate: Candidate, optimizer: Optimizer) -> OptimizerPlan:
         try:
             packed = self._packed_planner(optimizer)
             return optimizers.plan_optimizer(candidate, optimizer, self._model, self._values, packed)
         except ResumeError as exc:
-            return optimizers.OptimizerPlan(wrong=str(exc))
+            return OptimizerPlan(wrong=str(exc))
 
     def _packed_planner(self, optimizer: Optimizer) -> PackedPlanner | None:
         if not is_packed(optimizer):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 from ckpt8.checkpoint.readers.dcp.metadata import ZSTD, Metadata, Place, Slice
 from ckpt8.checkpoint.readers.dcp.names import DcpRoles, StateKey
 from ckpt8.checkpoint.readers.dcp.zstd import DecodedFile
+from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.readers.torch_common import OpenCheckpoint
 from ckpt8.checkpoint.readers.torch_zip import TorchZipReader
 from ckpt8.checkpoint.tree import Labelled, NamedTensor, StorageInfo, StorageRef, TensorRef
@@ -216,3 +217,11 @@ def _moved(storage: StorageInfo, offset: int, number: int) -> StorageInfo:
         offset=offset + storage.offset,
         crc_fields=tuple(offset + place for place in storage.crc_fields),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMember(DirectoryMember):
+    """A file of the distributed checkpoint ``home``; ``states`` are the slices of optimizer state in it."""
+
+    home: DcpCheckpoint = field(kw_only=True)
+    states: Sequence[StateSlice] = field(kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint
+from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.readers.dcp.metadata import MAX_METADATA_BYTES, METADATA, ZSTD, read_metadata
 from ckpt8.checkpoint.readers.dcp.metadata_pickle import rewritten
 from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, PlainFile, kept
@@ -102,4 +102,5 @@ def _open_file(
     except UnsupportedError as exc:
         checkpoint.forget(path)
         return DirectoryMember(entry.path, PlainFile(file), kept(exc, file.source), holds_tensors=True)
-    return DirectoryMember(entry.path, opened, _ZSTD_DECODED if transforms else None, checkpoint, states)
+    decoded = _ZSTD_DECODED if transforms else None
+    return DcpMember(entry.path, opened, decoded, home=checkpoint, states=states)

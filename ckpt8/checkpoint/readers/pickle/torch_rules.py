@@ -1,13 +1,13 @@
 """The arguments that ``torch.save`` writes for each name that torch's ``weights_only`` unpickler calls, and no others.
 
-A rule is a function of a ``Call``, which ``torch_calls`` makes. It raises ValueError for any other arguments.
+A rule is a function of a ``Call``; it raises ValueError for any other arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt8.checkpoint.readers.pickle.rebuild import (
     CONSTRUCTORS,
@@ -17,11 +17,9 @@ from ckpt8.checkpoint.readers.pickle.rebuild import (
     is_plain,
     set_entry,
 )
+from ckpt8.checkpoint.readers.pickle.torch_call import Call
 from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, StorageRef, TensorRef
 from ckpt8.core.tensors import DType
-
-if TYPE_CHECKING:
-    from ckpt8.checkpoint.readers.torch_calls import Call
 
 TENSOR_UNITS = 8
 """A tensor takes as much memory as that many containers."""

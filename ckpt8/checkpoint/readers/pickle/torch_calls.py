@@ -8,11 +8,11 @@ as the user wishes. Nothing is called here, and torch is not imported.
 from __future__ import annotations
 
 from collections.abc import Collection
-from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from ckpt8.checkpoint.readers.pickle.rebuild import MAX_DIMS
-from ckpt8.checkpoint.readers.torch_rules import COUNTER, RULES, TENSOR_MAKERS
+from ckpt8.checkpoint.readers.pickle.torch_call import Budget, Call
+from ckpt8.checkpoint.readers.pickle.torch_rules import COUNTER, RULES, TENSOR_MAKERS
 from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, StorageRef, TensorRef
 
 DATA_FACTOR = 4
@@ -20,18 +20,6 @@ DATA_ALLOWANCE = 1 << 26
 """Bytes of tensors that are computed or copied may be this many times those of the file, and this many more."""
 
 _META = "meta"
-_PROPERTIES = frozenset({"data", "real", "imag", "grad", "names", "__class__", "__dict__"})
-"""Attributes of a tensor that are no values kept beside it: to set them does something."""
-
-
-class Budget(Protocol):
-    """What a pickle machine counts."""
-
-    def count(self, units: int = 1) -> None:
-        """Objects that are about to be made."""
-
-    def spend(self, size: int) -> None:
-        """Parts that are about to be copied."""
 
 
 class TorchCalls:
@@ -101,40 +89,3 @@ class TorchCalls:
     def is_trusted(self, value: Any) -> bool:
         """Whether ``value`` is a class that the user allowed."""
         return type(value) is Global and value.name in self._trusted
-
-
-class Call:
-    """One call that is judged. Rules are functions of it; what they ask for is a method of its own."""
-
-    __slots__ = ("args", "budget", "calls", "made", "name")
-
-    def __init__(self, calls: TorchCalls, name: str, args: tuple[Any, ...], made: Any, budget: Budget) -> None:
-        self.calls = calls
-        self.name = name
-        self.args = args
-        self.made: Any = made
-        self.budget = budget
-
-    def require(self, holds: object) -> None:
-        """Raise ValueError unless it holds."""
-        if not holds:
-            raise ValueError(f"the arguments of {self.name} are not those that torch.save writes")
-
-    def is_made(self, kind: type) -> None:
-        """Require that our own machine understood the call."""
-        self.require(type(self.made) is kind)
-
-    def dense(self, value: Any, itemsize: int | None = None) -> None:
-        """Require a tensor whose elements are all there, and take note of its bytes, as elements of ``itemsize``."""
-        self.require(type(value) is TensorRef)
-        span = 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride, strict=True))
-        numel = prod(value.shape)
-        self.require(numel <= max(span, 0))
-        self.calls.spend_data(numel * (itemsize or value.dtype.itemsize))
-
-    def state(self, state: Any) -> None:
-        """Require attributes of a tensor: ``__dict__``, or that and the values of slots."""
-        for part in state if type(state) is tuple and len(state) == 2 else (state,):
-            self.require(part is None or type(part) in (dict, StatefulDict))
-            self.require(not part or not any(name in _PROPERTIES for name in part))
-            self.budget.spend(len(part or ()))
