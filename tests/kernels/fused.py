@@ -7,14 +7,9 @@ so that blocks are larger here than on a device but for one test.
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "optim"))
-
 from optim_cases import advance, assert_same_state, build, set_grads
 
 from ckpt8.core.errors import UsageError

@@ -20,7 +20,7 @@ from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 
-INPUTS = Path(__file__).parent.parent / "fixtures" / "inputs" / "low_bit"
+INPUTS = Path(__file__).parents[3] / "fixtures" / "inputs" / "low_bit"
 SMALL = 64 + 4 * 64 + 4
 """Elements of the parameters that are too small for 8 bits."""
 

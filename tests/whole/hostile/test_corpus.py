@@ -19,7 +19,7 @@ from ckpt8.container.header import is_container
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 
-FOLDER = Path(__file__).parents[2] / "fixtures" / "hostile"
+FOLDER = Path(__file__).parents[3] / "fixtures" / "hostile"
 FILES = sorted(path for path in FOLDER.iterdir() if path.suffix != ".md")
 
 

@@ -12,13 +12,13 @@
    * deep nesting, shared parts, long names, colliding keys: ``test_bounds``; ``readers/test_walk``,
      ``test_hostile_pickle``
    * offsets out of range, holes, overlaps, duplicate names: ``readers/test_zip_tools``, ``test_zip_directory``,
-     ``test_safetensors``; ``container/test_damage``; ``members/test_member_attacks``
+     ``test_safetensors``; ``container/test_damage``; ``restoring/test_member_attacks``
    * NaN, Infinity, huge numbers, non-UTF-8 in JSON: ``test_bounds``; ``readers/test_safetensors``,
      ``container/test_damage``
-3. Nothing is written outside of the target: ``test_targets``; ``members/test_member_attacks``,
+3. Nothing is written outside of the target: ``test_targets``; ``restoring/test_member_attacks``,
    ``container/test_damage`` (names of members).
 4. A file says nothing to the terminal: ``test_targets``.
-5. Damage is noticed, at every bit: ``container/test_damage``, ``members/test_member_attacks``,
+5. Damage is noticed, at every bit: ``container/test_damage``, ``restoring/test_member_attacks``,
    ``readers/test_zip_directory``.
 6. Whatever else is wrong with a file, there is one line that says so: ``fuzz``, and ``test_corpus`` with what it found.
 """

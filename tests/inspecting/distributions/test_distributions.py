@@ -87,6 +87,14 @@ def test_samples_are_bounded_aligned_and_spread(numel, tensors):
             assert spans[-1][1] > (numel - 1) // 2**20 * 2**20
 
 
+@pytest.fixture
+def packed(inputs, tmp_path):
+    """The GPT with AdamW, compressed: (original, container)."""
+    original, container = inputs / "gpt_adamw.pt", tmp_path / "gpt.ckpt8"
+    ckpt8.compress(original, container)
+    return original, container
+
+
 def test_a_container_against_values_that_torch_loads(packed):
     original, container = packed
     with ContainerReader(container) as reader:

@@ -1,6 +1,6 @@
 """A short run of the fuzzer with a fixed seed, and the fuzzer itself: it must find what is there to be found.
 
-A long one: ``python tests/fuzz/fuzz.py --inputs 1000000 --jobs 8``; counts are in ``fixtures/bench/fuzz.json``.
+A long one: ``python tests/whole/fuzz/fuzz.py --inputs 1000000 --jobs 8``; counts are in ``fixtures/bench/fuzz.json``.
 """
 
 from __future__ import annotations

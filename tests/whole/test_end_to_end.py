@@ -22,7 +22,7 @@ import ckpt8
 from ckpt8.core.errors import InputError, OutputError, UnsupportedError, UsageError
 from ckpt8.inspecting.container import inspect_container
 
-INPUTS = Path(__file__).parents[1] / "fixtures" / "inputs"
+INPUTS = Path(__file__).parents[2] / "fixtures" / "inputs"
 NAMES = sorted(path.name for path in INPUTS.glob("*.pt"))
 PRESETS = ("flash", "compact", "lossless")
 UNSAFE = ("custom_objects.pt", "module.pt")

@@ -9,7 +9,7 @@ from page_kit import assert_inert
 
 import ckpt8
 
-INPUTS = Path(__file__).parents[2] / "fixtures" / "inputs"
+INPUTS = Path(__file__).parents[3] / "fixtures" / "inputs"
 REAL = sorted(
     path.relative_to(INPUTS).as_posix()
     for path in [*INPUTS.iterdir(), *(INPUTS / "low_bit").iterdir()]

@@ -1,6 +1,6 @@
 """Runs mutated inputs through everything of ckpt8 that reads, and keeps those that find something.
 
-    python tests/fuzz/fuzz.py --inputs 1000000 --seed 1 --target all --jobs 1 --json fuzz.json --keep findings
+    python tests/whole/fuzz/fuzz.py --inputs 1000000 --seed 1 --target all --jobs 1 --json fuzz.json --keep findings
 
 An input follows from the seed, the target and its number alone. A finding is an exception that is none of ckpt8's own,
 a message that is not one line, more than a second of processor time, more than 512 MB of memory, a crash, or a

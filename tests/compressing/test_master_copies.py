@@ -346,7 +346,7 @@ def test_live_objects(layout, tmp_path):
 @pytest.mark.parametrize("asked", [None, "cuda"])
 def test_the_device_path(asked, tmp_path, monkeypatch):
     """A stand-in for a GPU, see test_device."""
-    from test_device import Deferred
+    from test_gpu_encoder import Deferred
 
     Deferred.made, Deferred.marks = [], {}
     tree = LAYOUTS["megatron"](masters())

@@ -12,7 +12,7 @@ import torch
 
 import ckpt8
 
-FOLDER = Path(__file__).parents[1] / "fixtures" / "golden"
+FOLDER = Path(__file__).parents[2] / "fixtures" / "golden"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
 
 

@@ -64,7 +64,7 @@ def test_without_the_mark():
 @pytest.mark.parametrize("required", [False, True])
 def test_a_missing_package(required, pytester, monkeypatch):
     monkeypatch.setenv("CKPT8_REQUIRE_PACKAGES", str(int(required)))
-    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    pytester.makeconftest((Path(__file__).parents[1] / "conftest.py").read_text())
     pytester.makepyfile(test_module=MODULE, test_rest=REST)
     result = pytester.runpytest_inprocess("--continue-on-collection-errors")
     if required:
@@ -81,7 +81,7 @@ def test_a_package_that_may_be_absent(absent, pytester, monkeypatch):
     monkeypatch.setenv("CKPT8_REQUIRE_PACKAGES", "1")
     monkeypatch.setenv("CKPT8_ABSENT_PACKAGE", absent)
     pytester.makeini("[pytest]\nmarkers =\n    no_such_thing: x\n    another_thing: x")
-    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    pytester.makeconftest((Path(__file__).parents[1] / "conftest.py").read_text())
     pytester.makepyfile(MARKED)
     result = pytester.runpytest_inprocess()
     # The last two fail in any case.

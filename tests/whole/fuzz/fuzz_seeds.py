@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import ckpt8
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
+FIXTURES = Path(__file__).parents[3] / "fixtures"
 RULES = ("*.w=split24", "*.exp_avg=companded8", "*.exp_avg_sq=companded8(signed=False, Q=63, p=0.5)")
 
 Tree = dict[str, "bytes | str | None"]
