@@ -43,9 +43,9 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     try:
-        from ckpt8.cli.launch import launch
+        from ckpt8.cli.app import main as run
 
-        launch()
+        run()
     except BaseException:
         # In place of whatever became of an interrupt: in the middle of a wait for a lock, say, a RuntimeError.
         if _struck:

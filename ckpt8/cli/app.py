@@ -117,12 +117,15 @@ def inspect(
     Red flags (NaN, dead rows, weights stored twice, what fp16 would lose) are looked for in a sample of a checkpoint,
     and with --full in every element; in a .ckpt8 with --full only. --json has them as flags, with sample and layers.
     """
-    from ckpt8.cli.show.html.report import report_for
     from ckpt8.cli.show.inspect import show
     from ckpt8.container.header import is_container
     from ckpt8.inspecting.container import inspect_container
 
-    report = report_for(html, path, original=against, drift=drift, full=full, force=force)
+    report = None
+    if html is not None or drift is not None:
+        from ckpt8.cli.show.html.report import report_for
+
+        report = report_for(html, path, original=against, drift=drift, full=full, force=force)
     if is_container(path):
         visit = report.visit if report else None
         facts = inspect_container(path, tensors=tensors, original=against, full=full, visit=visit)
