@@ -12,6 +12,7 @@ Names are resolved when first used, so that importing the package does not impor
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 _NAMES = {
@@ -50,8 +51,6 @@ _MODULES = ("nn", "optim")
 
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
     if name in _MODULES:
         return import_module(f"ckpt8.{name}")
     if name not in _NAMES:

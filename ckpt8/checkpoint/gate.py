@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, cast
 
+import torch
+from torch import _weights_only_unpickler as unpickler
+
 from ckpt8.checkpoint.readers.pickle.torch_calls import TorchCalls
 from ckpt8.checkpoint.readers.torch_common import OpenCheckpoint
 from ckpt8.checkpoint.readers.torch_legacy import TorchLegacyReader, begins_legacy
@@ -45,8 +48,6 @@ def load_member(file: MemberFile, source: SourceFile, kind: str, map_location: A
 
 def is_loadable(path: Path) -> bool:
     """Whether ``torch.load`` opens a file, and may. Its tensors are mapped where the format has that."""
-    import torch
-
     source = SourceFile(ByteRange.of(path))
     try:
         mapped = _check(source, _reader(source)).format == TorchZipReader.id
@@ -95,8 +96,6 @@ def _reader(source: SourceFile) -> TorchZipReader | TorchLegacyReader:
 
 def _check(source: SourceFile, reader: TorchZipReader | TorchLegacyReader) -> OpenCheckpoint:
     """What our own reader makes of a file that is meant for torch."""
-    from torch import _weights_only_unpickler as unpickler
-
     trusted = unpickler._get_user_allowed_globals()  # type: ignore[no-untyped-call]
     calls = TorchCalls(source.source.length, unpickler._get_allowed_globals(), trusted)
     checkpoint = reader.read(source, calls)
@@ -109,8 +108,6 @@ def _check(source: SourceFile, reader: TorchZipReader | TorchLegacyReader) -> Op
 
 
 def _load(file: IO[bytes], where: str, map_location: Any) -> Any:
-    import torch
-
     file.seek(0)
     found = _translated(lambda: torch.load(file, map_location=map_location, weights_only=True), where, file)
     # torch does not always pass on what a read raises.

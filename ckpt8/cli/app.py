@@ -15,8 +15,12 @@ from ckpt8.cli.convert_command import convert
 from ckpt8.cli.diff_command import diff
 from ckpt8.cli.guard import guarded
 from ckpt8.cli.options import Container, Force, Json, Output, Threads, clock, console, print_json
+from ckpt8.cli.show.inspect import show, show_drift, summary
+from ckpt8.container.header import is_container
+from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, UsageError
-from ckpt8.core.text import printable
+from ckpt8.core.text import printable, size
+from ckpt8.inspecting.container import inspect_container
 
 app = typer.Typer(
     name="ckpt8",
@@ -63,9 +67,7 @@ def compress(
 ) -> None:
     """Compress SRC into a .ckpt8 and show the error that was made."""
     from ckpt8.cli.progress_bar import progress_bar
-    from ckpt8.cli.show.inspect import summary
     from ckpt8.compressing import compress as api
-    from ckpt8.inspecting.container import inspect_container
 
     target = output or api.default_target(src)
     start = clock()
@@ -117,10 +119,6 @@ def inspect(
     Red flags (NaN, dead rows, weights stored twice, what fp16 would lose) are looked for in a sample of a checkpoint,
     and with --full in every element; in a .ckpt8 with --full only. --json has them as flags, with sample and layers.
     """
-    from ckpt8.cli.show.inspect import show
-    from ckpt8.container.header import is_container
-    from ckpt8.inspecting.container import inspect_container
-
     report = None
     if html is not None or drift is not None:
         from ckpt8.cli.show.html.report import report_for
@@ -167,8 +165,6 @@ def restore(
     --force replaces checkpoints: a directory only if nothing else is in it, another file only if -o names it.
     """
     from ckpt8.cli.progress_bar import progress_bar
-    from ckpt8.container.reader import ContainerReader
-    from ckpt8.core.text import size
     from ckpt8.restoring.restore import restore as run
     from ckpt8.restoring.restore import restore_original
 
@@ -215,9 +211,7 @@ def verify(
     from dataclasses import asdict
 
     from ckpt8.cli.progress_bar import progress_bar
-    from ckpt8.cli.show.inspect import show_drift
     from ckpt8.core.startup import settle
-    from ckpt8.core.text import size
     from ckpt8.inspecting.verify import verify as run
 
     settle()

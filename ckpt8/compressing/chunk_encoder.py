@@ -9,7 +9,8 @@ import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+
+import torch
 
 from ckpt8.checkpoint.meaning.update_rules import Confidence
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
@@ -24,10 +25,6 @@ from ckpt8.core.files.crc import crc32
 from ckpt8.core.gpu import copy_to_row, row_bytes
 from ckpt8.core.tensors import DType, Parts
 from ckpt8.core.workers import Workers, scratch
-
-if TYPE_CHECKING:
-    import torch
-
 
 Work = tuple[Unit, int]
 """A unit and the number of a chunk of it."""
@@ -59,8 +56,6 @@ class EncodedChunk:
 
 def read_chunk(checkpoint: Checkpoint, stream: Stream, chunk: int, slot: int) -> tuple[torch.Tensor, int]:
     """One chunk of a stream, in this thread's buffer for ``slot``; the crc32 of its bytes, see ``read_bytes``."""
-    import torch
-
     spec = stream.chunk_spec(chunk)
     view = scratch(slot, spec.numel * spec.dtype.itemsize)
     crc = read_bytes(checkpoint, stream, chunk, view)
@@ -82,8 +77,6 @@ def check_source(unit: Unit, crcs: Sequence[int], source: str) -> None:
 
 def read_tensor(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) -> torch.Tensor:
     """A small dense tensor in ``storage``, in memory."""
-    import torch
-
     buffer = bytearray(storage.nbytes)
     checkpoint.read_into(storage.offset, memoryview(buffer))
     return torch.frombuffer(buffer, dtype=ref.dtype.torch).as_strided(ref.shape, ref.stride, ref.offset)
@@ -94,8 +87,6 @@ def check_copy(x: torch.Tensor, first: int, codec: Reference, master: Callable[[
 
     ``master`` gives the fp32 elements of a run where ``x`` is.
     """
-    import torch
-
     at = 0
     for run in codec.cut(first, x.numel()):
         copy = x[at : at + run.length]
@@ -148,8 +139,6 @@ def keep(packed: PackedChunk) -> PackedChunk:
 
     The allocator would hold on to much of them, a part here and a part there.
     """
-    import torch
-
     total = row_bytes(packed.parts)
     if not total:
         return packed
@@ -198,8 +187,6 @@ class ChunkEncoder:
 
     def master(self, run: Run, device: torch.device) -> torch.Tensor:
         """The fp32 elements of a run, on ``device``, until this thread asks for others."""
-        import torch
-
         assert run.storage is not None  # noqa: S101 - padding has no master
         view = scratch("master", run.length * DType.FLOAT32.itemsize)
         storage = self._checkpoint.storages[run.storage]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import Literal, overload
+
+import torch
 
 from ckpt8.checkpoint.readers.entries import is_directory
 from ckpt8.checkpoint.replacing import checkpoint_file
@@ -23,11 +26,6 @@ from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import refuse_inside, refuse_same_file
 from ckpt8.core.gpu import requested
 from ckpt8.core.workers import Progress
-
-if TYPE_CHECKING:
-    import os
-
-    import torch
 
 
 def default_target(source: Path) -> Path:

@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.rounded_copy import Run
@@ -24,9 +26,6 @@ from ckpt8.container import frames
 from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, Transfer, padded, row_bytes
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers
-
-if TYPE_CHECKING:
-    import torch
 
 R = TypeVar("R")
 
@@ -67,8 +66,6 @@ class DeviceEncoder(ChunkEncoder):
     def _launch(
         self, work: Work, transfer: Transfer, originals: list[torch.Tensor], crcs: list[int]
     ) -> Work | _Landing:
-        import torch
-
         try:
             with transfer.active():
                 packed = self.pack_tensors(work, originals, crcs)
@@ -135,8 +132,6 @@ def live_chunk(storage: torch.UntypedStorage, stream: Stream, chunk: int) -> tor
 
 
 def _live_bytes(storage: torch.UntypedStorage, start: int, length: int) -> torch.Tensor:
-    import torch
-
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return whole[start : start + length]
 
@@ -173,8 +168,6 @@ class UploadEncoder(DeviceEncoder):
 
     def _send(self, work: Work) -> Work | _Arrival:
         """What a worker does first: read, take the checksum, queue the upload. Bytes that only move stay here."""
-        import torch
-
         unit, chunk = work
         if not any(stream.lossy for stream in unit.streams):
             return work

@@ -17,7 +17,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ckpt8.checkpoint.meaning.deepspeed_partitions import Partitions, find_partitions
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, TensorRef
@@ -26,10 +28,8 @@ from ckpt8.codecs.rounded_copy import Reference, Run, round_masters
 from ckpt8.compressing.plan import Plan, Stream, Unit
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.copies import MASTER_CODECS, CopyCount, reference_problem
+from ckpt8.container.frames import bytes_of
 from ckpt8.core.tensors import DType, Role
-
-if TYPE_CHECKING:
-    import torch
 
 _SAMPLE = 32
 """Elements that are compared at the beginning, in the middle and at the end of a tensor."""
@@ -166,8 +166,6 @@ class _Origins:
 
     def _sample(self, runs: Sequence[Run], count: int) -> bytes:
         """The rounded elements of masters where ``_sample_copy`` looks at a copy."""
-        import torch
-
         codec = Reference(tuple(runs))
         found = b""
         for at, n in _windows(count):
@@ -185,8 +183,6 @@ class _Origins:
 
 
 def _bytes(x: torch.Tensor) -> bytes:
-    from ckpt8.container.frames import bytes_of
-
     return bytes(bytes_of(x))
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import torch
 
 from ckpt8.checkpoint.meaning.update_rules import Confidence
 from ckpt8.codecs.base import TILE, pieces, take
+from ckpt8.codecs.companded8.reference import decode_scales
 from ckpt8.codecs.error_stats import (
     ErrorStats,
     MomentError,
@@ -26,9 +28,6 @@ from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.container.frames import FRAME
 from ckpt8.core.backend import Backend, on_cpu, resolve
 from ckpt8.core.tensors import DType, Parts, Role, TensorSpec
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(slots=True)
@@ -170,6 +169,5 @@ def _stream_error(
 ) -> ErrorStats:
     if stream.codec.measured_as == "weight":
         return weight_error(x, y)
-    from ckpt8.codecs.companded8.reference import decode_scales
 
     return moment_error(x, y, decode_scales(parts["scales"]), roots)

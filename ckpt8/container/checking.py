@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+
+import torch
 
 from ckpt8.container import layout
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.workers import Progress, Workers, scratch
-
-if TYPE_CHECKING:
-    import torch
 
 
 def check_frames(
@@ -41,8 +39,6 @@ def all_chunks(reader: ContainerReader, storages: Iterable[int]) -> Iterator[tup
 
 def scratch_tensor(reader: ContainerReader, storage: int, chunk: int) -> torch.Tensor:
     """Memory of this thread for the elements of one chunk, which its next use overwrites."""
-    import torch
-
     record = reader.manifest.storages[storage]
     spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
     view = scratch("decode", spec.numel * spec.dtype.itemsize)

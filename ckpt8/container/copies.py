@@ -12,16 +12,16 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from ckpt8.codecs import Codec
 from ckpt8.codecs.rounded_copy import Reference, Run, round_masters
 from ckpt8.container.frames import FRAME
+from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType, Parts
 
 if TYPE_CHECKING:
     import torch
 
-    from ckpt8.codecs import Codec
-    from ckpt8.container.manifest import Manifest
 
 MASTER_CODECS = frozenset({"lossless/1", "split24/1", "split32/1"})
 """What keeps fp32 so that its rounding to bf16 is exact."""

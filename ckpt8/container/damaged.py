@@ -12,8 +12,9 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import zstandard
 
 from ckpt8.container import frames, header, layout
@@ -22,9 +23,6 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.crc import crc32
 from ckpt8.core.tensors import Parts
-
-if TYPE_CHECKING:
-    import torch
 
 _SEARCHED = 1 << 27
 """Bytes at the end of a file among which the manifest is looked for."""

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from typing import Any
 
+from ckpt8.codecs import codec_from_config
 from ckpt8.codecs.error_stats import MomentError, NoiseError, UpdateError, WeightError, read_error
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest, ParameterRecord, StorageRecord, TensorRecord
 from ckpt8.core.tensors import Role
@@ -20,8 +21,6 @@ def skeleton_role(member_format: str) -> str:
 
 def codec_name(config: dict[str, Any]) -> str:
     """A stored configuration in one word: ``companded8/1(signed=False, Q=255)``; defaults and runs are left out."""
-    from ckpt8.codecs import codec_from_config
-
     codec = codec_from_config(config)
     default = type(codec)()
     given = [

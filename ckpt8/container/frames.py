@@ -7,6 +7,7 @@ stored length tells which. The manifest holds the stored length and the crc32 of
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -77,8 +78,6 @@ def host_bytes(length: int) -> torch.Tensor:
 
 @cache
 def _bytes_type(length: int) -> Any:
-    import ctypes
-
     return ctypes.c_char * length
 
 

@@ -13,7 +13,9 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ckpt8.container import frames, layout
 from ckpt8.container.manifest import StorageRecord
@@ -21,9 +23,6 @@ from ckpt8.container.member_layout import CRC_BYTES, member_runs
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import Ckpt8Error
 from ckpt8.core.workers import Workers
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +174,4 @@ class MemberFile(io.RawIOBase):
 
 
 def _tensor(view: memoryview) -> torch.Tensor:
-    import torch
-
     return torch.frombuffer(view, dtype=torch.uint8)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from ckpt8.container.facts import tensor_facts
 from ckpt8.container.manifest import Manifest, TensorRecord
-from ckpt8.container.reader import ContainerReader
+from ckpt8.container.reader import ContainerReader, decode_storage
 from ckpt8.core.errors import InputError, UsageError
-
-if TYPE_CHECKING:
-    import os
-
-    import torch
 
 
 class CheckpointFile:
@@ -48,10 +47,6 @@ class CheckpointFile:
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Decode one tensor, with its shape, strides and flags, on the CPU. Raises UsageError for an unknown name."""
-        import torch
-
-        from ckpt8.container.reader import decode_storage
-
         record = self._record(name)
         flat = decode_storage(self._reader, record.storage)
         try:
@@ -63,8 +58,6 @@ class CheckpointFile:
 
     def stats(self, name: str) -> dict[str, Any]:
         """What is known of one tensor: role, codec, sizes in bytes, error. Raises UsageError for an unknown name."""
-        from ckpt8.container.facts import tensor_facts
-
         return tensor_facts(self._reader.manifest, self._record(name))
 
 

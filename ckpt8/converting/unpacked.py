@@ -19,9 +19,14 @@ from ckpt8.checkpoint.sources.values import Streamer
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.companded8 import GROUP
+from ckpt8.codecs.split32 import Split32
 from ckpt8.converting.choice import check_optimizer
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.tensors import DType
+from ckpt8.optim import published_layouts as foreign
+from ckpt8.optim.master_weights import weight_check
+from ckpt8.optim.packed_tensor import Moment
+from ckpt8.optim.state_conversion import FACTORS, KINDS, join_weight
 
 _FP32 = DType.FLOAT32.itemsize
 _MASK63 = (1 << 63) - 1
@@ -44,8 +49,6 @@ class PackedMoment:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``; the offset is that of the first element of a group. Raises InputError."""
-        from ckpt8.optim.packed_tensor import Moment
-
         for start, stop, place in cut(offset, buffer, _FP32):
             state = {
                 f"{self.name}_codes": self.source.elements(self.codes, start, stop),
@@ -70,8 +73,6 @@ class JoinedWeight:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``. Raises InputError."""
-        from ckpt8.optim.state_conversion import join_weight
-
         for start, stop, place in cut(offset, buffer, _FP32):
             weight = self.source.elements(self.weight, start, stop)
             put(join_weight(weight, self.source.elements(self.residual, start, stop), self.codec), place)
@@ -104,8 +105,6 @@ def unpack_optimizer(data: Composite, optimizer: Candidate) -> dict[str, Any]:
 
     Raises UsageError where the published optimizer cannot express it, InputError for one that is malformed.
     """
-    from ckpt8.optim import published_layouts as foreign
-
     groups, state = [], {}
     try:
         for group in optimizer.node["param_groups"]:
@@ -133,8 +132,6 @@ def step_number(data: Composite, value: Any) -> int:
 
 
 def _moments(data: Composite, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, TensorRef]:
-    from ckpt8.optim.state_conversion import FACTORS, KINDS
-
     found = {}
     for name, kind in KINDS.items():
         if f"{name}_codes" in state:
@@ -194,8 +191,6 @@ class _Checks:
         raise UsageError(f"{self._data.label}: {parameter.name}: its optimizer state completes {what} of the model")
 
     def _check(self, name: str) -> int:
-        from ckpt8.optim.master_weights import weight_check
-
         if name not in self._known:
             self._data.check_extent(name, self._weights[name])
             total = first = 0
@@ -207,8 +202,6 @@ class _Checks:
 
 
 def _joined(data: Composite, weight: TensorRef, parameter: SavedParameter, part: TensorRef) -> TensorRef:
-    from ckpt8.codecs.split32 import Split32
-
     if part.dtype is DType.FLOAT32:
         return part
     codec = Split32() if part.dtype is DType.INT16 else codec_from_config(parameter.group["master"])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
+
+import torch
 
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Parts
-
-if TYPE_CHECKING:
-    import torch
 
 DEVICES = ("auto", "cpu", "cuda")
 _SMALLEST_BUFFER = 1 << 20
@@ -56,8 +55,6 @@ class CudaTransfer:
     kind: ClassVar[str] = "cuda"
 
     def __init__(self, device: torch.device) -> None:
-        import torch
-
         self._cuda = torch.cuda
         self._device = device
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -66,8 +63,6 @@ class CudaTransfer:
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """As ``Transfer``."""
-        import torch
-
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def active(self) -> AbstractContextManager[Any]:
@@ -130,7 +125,6 @@ def requested(device: str) -> torch.device | None:
         raise UsageError(f"device {device!r}: expected one of {', '.join(DEVICES)}")
     if device != "cuda":
         return None
-    import torch
 
     if not torch.cuda.is_available():
         raise UsageError("device 'cuda': torch finds no CUDA device here; use cpu")
@@ -166,8 +160,6 @@ def row_views(parts: Sequence[Parts], row: torch.Tensor) -> list[Parts]:
 
 def copy_to_row(parts: Sequence[Parts], row: torch.Tensor, *, wait: bool = True) -> list[Parts]:
     """Copy ``parts``, of any device, into ``row``; the copies. Without ``wait`` the copies are only queued."""
-    import torch
-
     copies = row_views(parts, row)
     for each, there in zip(parts, copies, strict=True):
         for name, part in each.items():

@@ -5,6 +5,10 @@ from __future__ import annotations
 import atexit
 import gc
 
+import torch
+
+from ckpt8.core.backend import SMALLEST_FOR_NUMBA, resolve
+
 
 def settle(*, kernels: bool = False) -> None:
     """Import torch, and take all that is there out of the sight of the garbage collector: none of it will be freed.
@@ -12,15 +16,10 @@ def settle(*, kernels: bool = False) -> None:
     For processes of our own. Looking through it takes a tenth of a second each time. ``kernels`` also starts numba,
     which a large checkpoint otherwise does with its first chunk.
     """
-    import torch
+    if kernels and resolve(None, torch.device("cpu"), SMALLEST_FOR_NUMBA) == "numba":
+        from ckpt8.core.numba_kernels import start
 
-    if kernels:
-        from ckpt8.core.backend import SMALLEST_FOR_NUMBA, resolve
-
-        if resolve(None, torch.device("cpu"), SMALLEST_FOR_NUMBA) == "numba":
-            from ckpt8.core.numba_kernels import start
-
-            start()
+        start()
     gc.freeze()
     # At the end there are libraries that count what is left of their objects.
     atexit.register(gc.unfreeze)

@@ -18,6 +18,8 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
+
 _KEEP_BYTES = 24 << 20
 
 T = TypeVar("T")
@@ -60,7 +62,6 @@ class Workers:
     def _start(self) -> None:
         # torch.set_num_threads acts on the calling thread and on the default that threads take at their first use of
         # torch: so every thread of ours uses it once, takes one thread, and then the default is put back.
-        import torch
 
         before = torch.get_num_threads()
         barrier = threading.Barrier(self.threads)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ckpt8.checkpoint.checksums import check_storages
 from ckpt8.checkpoint.meaning.parameter_names import display_names
@@ -23,9 +25,6 @@ from ckpt8.inspecting.survey.layers import layers_of_plan
 from ckpt8.inspecting.survey.origin import describe
 from ckpt8.inspecting.survey.run import Progress, survey
 from ckpt8.inspecting.survey.subject import of_bundle
-
-if TYPE_CHECKING:
-    import torch
 
 _SAMPLE = 1 << 15
 """Elements of every storage that are encoded to predict its size, taken from its middle."""
@@ -164,8 +163,6 @@ def _predict_stream(checkpoint: Checkpoint, stream: Stream) -> float:
 
 
 def _sample(checkpoint: Checkpoint, stream: Stream) -> torch.Tensor:
-    import torch
-
     spec = stream.spec
     length = min(spec.numel, _SAMPLE)
     first = (spec.numel - length) // 2

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import display_names
 from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
+from ckpt8.checkpoint.meaning.update_rules import read_rule
 from ckpt8.codecs.error_stats import UpdateError, WeightError, read_error
 from ckpt8.container.facts import (
     codec_name,
@@ -175,8 +176,6 @@ def _roles(manifest: Manifest) -> list[dict[str, Any]]:
 def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:
     facts: dict[str, Any] = {"worst": worst(manifest), "lossless": lossless_reasons(manifest)}
     if tensors:
-        from ckpt8.checkpoint.meaning.update_rules import read_rule
-
         facts["tensors"] = [
             {"name": tensor.name, "shape": tensor.shape, **tensor_facts(manifest, tensor)}
             for tensor in manifest.tensors

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
 from ckpt8.checkpoint.tree import Checkpoint
@@ -25,9 +27,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.files.crc import combine
 from ckpt8.core.workers import Progress, Workers
-
-if TYPE_CHECKING:
-    import torch
+from ckpt8.inspecting.replay.replay import replay_files
 
 
 @dataclass(slots=True)
@@ -130,8 +130,6 @@ class _Comparison:
         return differing, self._meters.of(unit).measure(chunk * frames.FRAME, originals, parts), crcs
 
     def _equal(self, stream: Stream, chunk: int, x: torch.Tensor, parts: dict[str, torch.Tensor]) -> bool:
-        import torch
-
         out = scratch_tensor(self._reader, stream.index, chunk)
         stream.codec.decode(parts, stream.chunk_spec(chunk), out=out)
         return torch.equal(out.view(torch.uint8), x.view(torch.uint8))
@@ -206,8 +204,6 @@ def verify(
             unmeasured = sum(reader.manifest.storages[index].error is None for index in measured.storages)
             failures = check_statistics(reader, measured)
         if original is not None and resume_steps:
-            from ckpt8.inspecting.replay.replay import replay_files
-
             drift = replay_files(reader, Path(original), resume_steps, workers)
             failures += drift.failures(max_drift)
             resume = drift.to_json()

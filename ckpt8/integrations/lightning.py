@@ -22,10 +22,16 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ckpt8.checkpoint.gate import load_allowed
+from ckpt8.checkpoint.replacing import problem_of
+from ckpt8.checkpoint.sources.one_file import member_index
 from ckpt8.compressing.background import PendingSave, wait_for
+from ckpt8.compressing.compress import save
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.header import is_container
+from ckpt8.container.member_file import MemberFile
+from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, OutputError, UsageError
+from ckpt8.core.workers import Workers
 from ckpt8.integrations import missing
 
 _HOMES = ("lightning.fabric.plugins", "lightning_fabric.plugins")
@@ -84,8 +90,6 @@ class Ckpt8CheckpointIO(CheckpointIO):
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         """Write a container to ``path``. Raises OutputError, and UsageError for a path that is no local one."""
-        from ckpt8.compressing.compress import save
-
         if storage_options is not None:
             raise UsageError("Ckpt8CheckpointIO has no storage_options; leave them out")
         target = _local(path)
@@ -122,8 +126,6 @@ class Ckpt8CheckpointIO(CheckpointIO):
 
         A checkpoint that is loaded tells Lightning which older ones to remove: its paths may lead anywhere.
         """
-        from ckpt8.checkpoint.replacing import problem_of
-
         target = _local(path)
         wait_for(target)
         try:
@@ -158,11 +160,6 @@ def opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
     Raises InputError for damage and for a container that was not made of one checkpoint of torch.
     """
-    from ckpt8.checkpoint.sources.one_file import member_index
-    from ckpt8.container.member_file import MemberFile
-    from ckpt8.container.reader import ContainerReader
-    from ckpt8.core.workers import Workers
-
     source = Path(path)
     if source.is_dir():
         raise InputError(f"{source}: is a directory; Ckpt8CheckpointIO reads checkpoints that are one file")

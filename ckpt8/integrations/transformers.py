@@ -20,9 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckpt8.compressing.compress import compress
 from ckpt8.compressing.policy import Policy
 from ckpt8.core.errors import CheckFailedError, InputError, OutputError
+from ckpt8.inspecting.verify import verify
 from ckpt8.integrations import missing
+from ckpt8.restoring.restore import restore
 
 try:
     from transformers import TrainerCallback
@@ -119,9 +122,6 @@ class Ckpt8Callback(TrainerCallback):
         self._harvest(state)
 
     def _compress(self, source: Path, limit: int | None, best: Path | None) -> None:
-        from ckpt8.compressing.compress import compress
-        from ckpt8.inspecting.verify import verify
-
         target = source.with_name(source.name + SUFFIX)
         compress(source, target, preset=self._preset, rules=self._rules, threads=self._threads, force=True)
         if not self._keep:
@@ -259,8 +259,6 @@ def _restore_newest(
     folder: Path, target: str | os.PathLike[str] | None, threads: int | None
 ) -> tuple[str | None, bool]:
     """The path, and whether it was made."""
-    from ckpt8.restoring.restore import restore
-
     directories = {
         int(match[1]): path
         for path in _entries(folder)

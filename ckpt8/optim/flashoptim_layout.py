@@ -14,17 +14,15 @@ Its scales are fp16, so that what is small is lost there: exporting rounds to it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ckpt8.codecs.companded8.reference import as_groups, square_root
 from ckpt8.core.errors import UsageError
+from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.optim.published_layouts import step_of
 from ckpt8.optim.state_conversion import StateDict, join_weight, moments_of, pack
-
-if TYPE_CHECKING:
-    from ckpt8.optim.packed import PackedOptimizer
 
 _NAMES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 _RULES = frozenset({"adamw", "adam", "sgd", "lion"})

@@ -7,12 +7,11 @@ With bf16 parameters, an 8-bit residual and 8-bit moments this is FlashOptim's m
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from ckpt8.optim.contract import PackedState
+from ckpt8.optim.contract import PackedState
 
 
 class GradientRelease:

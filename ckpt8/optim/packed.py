@@ -17,7 +17,7 @@ that they cannot take are updated as on a CPU, and a warning says why.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,9 +33,8 @@ from ckpt8.optim.master_weights import CHECKS, exact_residual, master_part, weig
 from ckpt8.optim.packed_tensor import Moment, PackedTensor, moment_layout
 from ckpt8.optim.packing_options import MOMENT2, check_group, unpacked
 from ckpt8.optim.rounding import stream_key
-
-if TYPE_CHECKING:
-    from ckpt8.optim.triton.dispatch import Fused
+from ckpt8.optim.state_dicts import matched_state
+from ckpt8.optim.triton.dispatch import Fused
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 Cut = tuple[int, int, Block]
@@ -163,8 +162,6 @@ class PackedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _fusion(self) -> Fused:
-        from ckpt8.optim.triton.dispatch import Fused
-
         found: Fused | None = self.__dict__.get("_fused")
         if found is None:
             found = self._fused = Fused(self)
@@ -253,8 +250,6 @@ class PackedOptimizer(torch.optim.Optimizer):
 
         Raises UsageError, with nothing changed, where groups, keys, shapes or element types do not match.
         """
-        from ckpt8.optim.state_dicts import matched_state
-
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict

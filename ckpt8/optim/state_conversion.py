@@ -11,19 +11,18 @@ StableAdamW's moments are Adam's divided by (1 - b^t): both hold the same run at
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ckpt8.codecs import Codec, codec_from_config
+from ckpt8.codecs.split24 import Split24
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Parts
 from ckpt8.optim import published_layouts as foreign
 from ckpt8.optim.master_weights import read_master, write_master
+from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.optim.packed_tensor import Moment, moment_layout
-
-if TYPE_CHECKING:
-    from ckpt8.optim.packed import PackedOptimizer
 
 StateDict = dict[str, Any]
 _MAGNITUDE = 0x7FFFFFFF
@@ -42,8 +41,6 @@ FACTORS = ("_row", "_col", "row_var", "col_var")
 
 def split_weight(weight: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torch.Tensor]:
     """The bf16 parameter and its residual (int8 for split24, int16 for split32), shaped as the fp32 ``weight``."""
-    from ckpt8.codecs.split24 import Split24
-
     flat = weight.detach().float().contiguous().view(-1)
     param = torch.empty(flat.shape, dtype=torch.bfloat16, device=flat.device)
     residual = torch.empty(
@@ -59,8 +56,6 @@ def residual_of(master: torch.Tensor, param: torch.Tensor, codec: Codec) -> torc
     A half that the layout would have rounded to the other neighbour is off by one fp32 step (split32), or by 1/254 of
     a bf16 step (split24). Raises UsageError where the parameter is not a rounding of the weights.
     """
-    from ckpt8.codecs.split24 import Split24
-
     bits = master.detach().float().contiguous().view(-1).view(torch.int32)
     hi = param.detach().reshape(-1).view(torch.int16).to(torch.int32) << 16
     d = (bits & _MAGNITUDE) - (hi & _MAGNITUDE)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ckpt8.checkpoint.sources.one_file import load_source, member_index
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.workers import Workers
-
-if TYPE_CHECKING:
-    import os
+from ckpt8.restoring.unpack import unpack_tree
 
 
 def load(
@@ -31,13 +31,9 @@ def load(
     ``member`` names one of several files; a container of several without it is a UsageError that lists them. Raises
     UnsupportedError that lists the classes which torch does not allow, and InputError for damage.
     """
-    from ckpt8.checkpoint.sources.one_file import load_source, member_index
-
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
         index = member_index(reader, member)
         obj, tree = load_source(reader, index, MemberFile(reader, index, workers), map_location)
         if unpack:
-            from ckpt8.restoring.unpack import unpack_tree
-
             obj = unpack_tree(obj, tree, str(path))
         return obj

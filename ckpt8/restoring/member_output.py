@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ckpt8.checkpoint.replacing import checkpoint_directory, checkpoint_file
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.member_file import MemberFile, Piece
@@ -44,7 +46,6 @@ def write_member(member: MemberFile, descriptor: int, guard: Guard, workers: Wor
 
 def _copy(member: MemberFile, descriptor: int, guard: Guard, workers: Workers, progress: Progress) -> dict[int, int]:
     """Decode and write every piece; the crc32 of every storage that changed."""
-    import torch
 
     def decode(piece: Piece) -> tuple[Piece, torch.Tensor, int]:
         content = host_bytes(piece.stop - piece.start)

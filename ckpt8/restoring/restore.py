@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import Literal, overload
 
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.container.member_file import MemberFile
@@ -14,9 +14,8 @@ from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.member_output import Target, about_names, link_target, new_directory, write_member
-
-if TYPE_CHECKING:
-    from ckpt8.restoring.salvage import Salvage
+from ckpt8.restoring.salvage import Salvage
+from ckpt8.restoring.salvage import salvage as run
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +77,6 @@ def restore(
     what is written of it, and for what it gives.
     """
     if salvage:
-        from ckpt8.restoring.salvage import salvage as run
-
         return run(source, target, force=force, threads=threads, progress=progress)
     return restore_original(source, target, force=force, threads=threads, progress=progress).path
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,6 @@ class Salvage:
 
     def to_json(self) -> dict[str, Any]:
         """A tree of plain JSON values: what the dataclasses say, by their names."""
-        from dataclasses import asdict
-
         return {**asdict(self), "path": str(self.path), "complete": self.complete}
 
     def lines(self) -> list[str]:

@@ -6,19 +6,18 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ckpt8.checkpoint.readers.safetensors import DTYPES
 from ckpt8.container import frames, header
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.layout import chunk_spec
 from ckpt8.container.manifest import TensorRecord
-from ckpt8.container.reader import ContainerReader
+from ckpt8.container.reader import ContainerReader, decode_storage
 from ckpt8.core.files.atomic import Guard
 from ckpt8.core.tensors import DType
-
-if TYPE_CHECKING:
-    import torch
 
 _LABELS: dict[DType, str] = {dtype: label for label, dtype in DTYPES.items() if dtype is not DType.FLOAT4_E2M1FN_X2}
 _ALIGNMENT = 8
@@ -69,8 +68,6 @@ class TensorFile:
         if not _nbytes(tensor):
             return
         if not _is_plain(tensor):
-            from ckpt8.container.reader import decode_storage
-
             flat = decode_storage(self._reader, tensor.storage).view(tensor.dtype.torch)
             yield flat.as_strided(tensor.shape, tensor.stride, tensor.offset).contiguous()
             return

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, is_packed_group, weight_checks
 from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.codecs import codec_from_config
+from ckpt8.codecs.split32 import Split32
 from ckpt8.core.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
+from ckpt8.optim.master_weights import weight_check
+from ckpt8.optim.state_conversion import join_weight, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,6 @@ def unpack_tree(obj: Any, tree: object, where: str) -> Any:
     packed = [each for each in optimizers if any(is_packed_group(group) for group in each.node["param_groups"])]
     if not packed:
         return obj
-    from ckpt8.optim.state_conversion import unpack
 
     places = _places(tree, obj, {id(each.node) for each in (*models, *packed)})
     _join_weights(_Loaded(saved_parameters(tree), models, packed, places), where)
@@ -127,13 +129,6 @@ def _join_weights(loaded: _Loaded, where: str) -> None:
 
 def _joined(loaded: _Loaded, parameter: SavedParameter, part: torch.Tensor, where: str) -> tuple[str, torch.Tensor]:
     """Name and fp32 value of the weight that ``part`` completes. Raises UsageError."""
-    import torch
-
-    from ckpt8.codecs import codec_from_config
-    from ckpt8.codecs.split32 import Split32
-    from ckpt8.optim.master_weights import weight_check
-    from ckpt8.optim.state_conversion import join_weight
-
     where = f"{where}: {parameter.name}"
     if part.is_meta:
         raise UsageError(f"{where}: cannot be unpacked on the meta device")
@@ -162,6 +157,4 @@ def _is_alias(saved: Mapping[str, Any], model: Mapping[str, torch.Tensor], name:
 
 
 def _bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    import torch
-
     return torch.equal(one.contiguous().view(torch.int16), other.contiguous().view(torch.int16))

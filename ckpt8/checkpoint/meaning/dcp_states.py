@@ -10,15 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt8.checkpoint.meaning.roles import ParameterState, short_name
+from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, StateSlice
+from ckpt8.checkpoint.readers.dcp.metadata import Place
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.vocabulary import MOMENT_SLOTS
-
-if TYPE_CHECKING:
-    from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, StateSlice
-    from ckpt8.checkpoint.readers.dcp.metadata import Place
 
 UNKNOWN = object()
 """State that is there and cannot be told for a slice: no update rule is recognised where it is."""

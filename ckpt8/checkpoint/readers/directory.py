@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckpt8.checkpoint.readers import match_reader
+from ckpt8.checkpoint.readers.dcp.directory import open_distributed
 from ckpt8.checkpoint.readers.entries import PACKED_INDEX, DirectoryMember, Entry, Note, PlainFile, kept
 from ckpt8.checkpoint.readers.shards import is_named_shard, lone_shard
 from ckpt8.container.manifest import FILE
@@ -28,8 +30,6 @@ def open_directory(root: Path, entries: Sequence[Entry], *, decode: bool) -> Ite
 
     ``decode``: slices of distributed checkpoints that are compressed are presented as if they were not.
     """
-    from ckpt8.checkpoint.readers.dcp.directory import open_distributed
-
     if not entries:
         raise InputError(f"{root}: an empty directory; give a checkpoint file, or a directory that holds some")
     if any(entry.path == PACKED_INDEX for entry in entries):
@@ -46,8 +46,6 @@ def open_directory(root: Path, entries: Sequence[Entry], *, decode: bool) -> Ite
 
 
 def _open(root: Path, entry: Entry, pool: FilePool) -> DirectoryMember:
-    from ckpt8.checkpoint.readers import match_reader
-
     if entry.format != FILE:
         return DirectoryMember(entry.path, Note(entry))
     source = ByteRange.of(root / entry.path)

@@ -10,16 +10,15 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from ckpt8.checkpoint.sources.values import Streamer
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
 from ckpt8.container.frames import FRAME, bytes_of, host_bytes
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
-
-if TYPE_CHECKING:
-    import torch
 
 BLOCK = 8 * FRAME
 """Elements that are read and written at once, a multiple of every group and tile: 32 MiB of float32."""
@@ -119,8 +118,6 @@ class Composite:
 
         Raises InputError.
         """
-        import torch
-
         if ref.is_contiguous:
             content = host_bytes((stop - start) * ref.dtype.itemsize)
             place = self._places[ref.key].offset + (ref.offset + start) * ref.dtype.itemsize
@@ -132,8 +129,6 @@ class Composite:
         return found.neg() if ref.neg else found
 
     def _copied(self, ref: TensorRef) -> torch.Tensor:
-        import torch
-
         if self._streamer is None or self._streamer[0] != len(self.storages):
             self._streamer = len(self.storages), Streamer(self)
         whole = torch.empty(ref.shape, dtype=ref.dtype.torch, device="cpu")

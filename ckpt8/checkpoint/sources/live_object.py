@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
 
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.zip_directory import read_directory
@@ -22,9 +24,6 @@ from ckpt8.checkpoint.tree import Checkpoint, StorageInfo
 from ckpt8.core.errors import OutputError
 from ckpt8.core.files.partial import Partial
 from ckpt8.core.files.source_file import ByteRange, SourceFile
-
-if TYPE_CHECKING:
-    import torch
 
 
 def recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
@@ -72,8 +71,6 @@ class LiveCheckpoint:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from memory where ``offset`` lies in a storage, else from the skeleton."""
-        import torch
-
         at = bisect.bisect_right(self._starts, offset) - 1
         # Empty storages share their offset with whatever follows them.
         if at >= 0 and offset < self._starts[at] + self.storages[at].nbytes and len(buffer):
@@ -95,8 +92,6 @@ def live_checkpoint(obj: object, name: str) -> Iterator[Checkpoint]:
 
     Raises what ``torch.save`` raises for objects that cannot be pickled, and OutputError.
     """
-    import torch
-
     storages: dict[str, torch.UntypedStorage] = {}
     with _temporary_directory(f"{name}.pt") as directory:
         path = directory / f"{name}.pt"

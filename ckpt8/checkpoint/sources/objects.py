@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ckpt8.checkpoint.tree import Checkpoint, Global, Inert, StatefulDict, StorageRef, TensorRef
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
-
-if TYPE_CHECKING:
-    import torch
 
 CONSUMED: Any = object()
 _SETS = {"builtins.set": set, "builtins.frozenset": frozenset}
@@ -97,8 +96,6 @@ class RestBuilder:
         return made
 
     def _load(self, key: str) -> torch.Tensor:
-        import torch
-
         if key not in self._loaded:
             storage = self._storages[key]
             loaded = torch.empty(storage.nbytes, dtype=torch.uint8, device="cpu")
@@ -110,8 +107,6 @@ class RestBuilder:
         return self._loaded[key]
 
     def _tensor(self, ref: TensorRef) -> torch.Tensor:
-        import torch
-
         flat = self._load(ref.key)
         size = ref.dtype.itemsize
         typed = flat[: len(flat) // size * size].view(ref.dtype.torch)
@@ -149,7 +144,6 @@ def plain_object(node: Inert) -> Any:
     """The device of torch, or the array or scalar of numpy, that ``node`` stands for; None for anything else."""
     if node.name != "torch.device":
         return _numpy(node)
-    import torch
 
     try:
         return torch.device(*node.args) if all(type(arg) in (str, int) for arg in node.args) else None

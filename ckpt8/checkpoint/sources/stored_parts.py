@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef
+from ckpt8.codecs import Codec
 from ckpt8.container import layout
 from ckpt8.container.frames import FRAME
+from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
-from ckpt8.core.tensors import DType
-
-if TYPE_CHECKING:
-    from ckpt8.codecs import Codec
-    from ckpt8.container.reader import ContainerReader
-    from ckpt8.core.tensors import Parts
-    from ckpt8.core.workers import Workers
-
+from ckpt8.core.tensors import DType, Parts
+from ckpt8.core.workers import Workers
 
 _PACKABLE = (DType.FLOAT32, DType.BFLOAT16)
 

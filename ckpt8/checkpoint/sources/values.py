@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import torch
 
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef, is_dense
 from ckpt8.container.frames import FRAME
-
-if TYPE_CHECKING:
-    import torch
-
 
 PIECE = 8 * FRAME
 """Elements that are read at once: 32 MiB of float32, which is what the copy needs in memory."""
@@ -55,8 +53,6 @@ class Streamer:
 
         A piece starts at a multiple of PIECE and is valid until the next.
         """
-        import torch
-
         if ref.is_contiguous:
             for start, stop in _pieces(0, prod(ref.shape)):
                 yield start, self._read(ref, ref.offset + start, stop - start).float()
@@ -76,8 +72,6 @@ class Streamer:
 
     def equal(self, one: TensorRef, other: TensorRef) -> bool:
         """Whether two tensors of one type and shape hold the same bytes."""
-        import torch
-
         if (one.key, one.offset, one.stride, one.conj, one.neg) == (
             other.key, other.offset, other.stride, other.conj, other.neg
         ):  # fmt: skip
@@ -120,8 +114,6 @@ class Streamer:
 
     def _read(self, ref: TensorRef, start: int, length: int) -> torch.Tensor:
         """Elements of the storage of ``ref``, flat, in the buffer: valid until the next read."""
-        import torch
-
         nbytes = length * ref.dtype.itemsize
         if len(self._buffer) < nbytes:
             self._buffer = bytearray(nbytes)
@@ -139,8 +131,6 @@ def _pieces(start: int, stop: int) -> Iterable[tuple[int, int]]:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    import torch
-
     return x.reshape(-1).view(torch.uint8)
 
 

@@ -13,11 +13,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 import zstandard
 
+import ckpt8.inspecting.verify
+import ckpt8.restoring.load
+import ckpt8.restoring.restore
 from ckpt8.cli.bench.child import python
 from ckpt8.cli.bench.memory import peak_memory
 from ckpt8.cli.bench.source import Source, load_file
+from ckpt8.core.startup import settle
 
 _CHUNK = 1 << 22
 _PIECE = 1 << 27
@@ -138,12 +143,7 @@ def _zipnn(job: Job) -> Callable[[], object]:
 
 def _library(*, kernels: bool = True) -> Any:
     """``ckpt8``, with all that its first calls would import."""
-    from ckpt8.core.startup import settle
-
     settle(kernels=kernels)
-    import ckpt8.inspecting.verify
-    import ckpt8.restoring.load
-    import ckpt8.restoring.restore
 
     return ckpt8
 
@@ -179,15 +179,11 @@ def _load(job: Job) -> Callable[[], object]:
 
 
 def _torch_load(job: Job) -> Callable[[], object]:
-    import torch  # noqa: F401
-
     return lambda: [load_file(file) for file in job.source.files]
 
 
 def _torch_save(job: Job) -> Callable[[], object]:
     """``torch.save`` and fsync of what is in memory."""
-    import torch
-
     objects = [load_file(file) for file in job.source.files]
 
     def run() -> None:

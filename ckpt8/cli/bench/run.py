@@ -21,6 +21,7 @@ from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.cli.bench.child import Run, run_child
 from ckpt8.cli.bench.measuring import Bench, check_space
 from ckpt8.cli.bench.probe import IN_MEMORY, OPERATIONS, left_out
+from ckpt8.cli.bench.scaling import over_sizes, over_threads
 from ckpt8.cli.bench.sizes import available_memory, free_bytes
 from ckpt8.cli.bench.source import Source
 from ckpt8.core.errors import OutputError
@@ -90,8 +91,6 @@ def bench(
             with here.training(size) as source:
                 result = _measured(here, source, "trained.pt", sizes)
         if sizes:
-            from ckpt8.cli.bench.scaling import over_sizes
-
             result["scaling"] |= over_sizes(here, sizes)
         return result
 
@@ -113,8 +112,6 @@ def _measured(here: Bench, source: Source, name: str, sizes: Sequence[int]) -> d
         "load_to_torch": beside_torch(rows, source.nbytes),
     }
     if sizes:
-        from ckpt8.cli.bench.scaling import over_threads
-
         result["scaling"] = {"threads": over_threads(here, source, rows, set(missing) | set(IN_MEMORY[1:]))}
     return result
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ckpt8.cli.bench.measuring import Bench
 from ckpt8.cli.bench.probe import IN_MEMORY, left_out
 from ckpt8.cli.bench.sizes import available_memory, in_gigabytes
+from ckpt8.cli.bench.source import Source
 from ckpt8.core.errors import OutputError, UsageError
-
-if TYPE_CHECKING:
-    from ckpt8.cli.bench.measuring import Bench
-    from ckpt8.cli.bench.source import Source
 
 _OPERATIONS = ("compress", "compress --no-stats", "restore", "verify", "load")
 _BESIDE = ("cp", "zstd -3", "torch.load")

@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file as load
+
 from ckpt8.checkpoint.gate import TORCH_FORMATS, is_loadable
 from ckpt8.checkpoint.readers.safetensors import SafetensorsReader
 from ckpt8.checkpoint.sources.bundle import open_bundle
@@ -61,11 +64,7 @@ def survey(path: Path) -> Source:
 
 def load_file(path: Path) -> Any:
     """The object in a file that ``survey`` let through, as torch or safetensors give it, read and not mapped."""
-    import torch
-
     if SafetensorsReader().sniff(ByteRange.of(path)):
-        from safetensors.torch import load_file as load
-
         return load(path)
     return torch.load(path, weights_only=True, mmap=False)
 

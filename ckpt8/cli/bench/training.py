@@ -9,9 +9,13 @@ those of real gradients from the first step on.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ckpt8.cli.bench.gpt import Run, RunConfig, config_for_bytes
 from ckpt8.cli.bench.sizes import available_memory, in_gigabytes
 from ckpt8.core.errors import UsageError
 
@@ -36,12 +40,6 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
 
 def train_checkpoint(target: Path, nbytes: int) -> dict[str, Any]:
     """Write a checkpoint of about ``nbytes`` bytes and say what it is. Raises UsageError."""
-    from dataclasses import asdict
-
-    import torch
-
-    from ckpt8.cli.bench.gpt import Run, RunConfig, config_for_bytes
-
     try:
         config = config_for_bytes(nbytes)
     except ValueError as exc:
@@ -71,8 +69,6 @@ def update_in_backward(run: Any) -> None:
 
     The states of these are the state of ``run.optimizer``, whose groups say how the next steps are made.
     """
-    import torch
-
     for group in run.optimizer.param_groups:
         for param in group["params"]:
             alone = torch.optim.AdamW([{**group, "params": [param]}])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.console import Console
 
+from ckpt8.converting.quantizing.report import lines as quantized
+from ckpt8.converting.request import Report
 from ckpt8.core.text import listed, printable, size
-
-if TYPE_CHECKING:
-    from ckpt8.converting.request import Report
 
 _SHOWN = 20
 
@@ -21,8 +18,6 @@ def show(console: Console, report: Report, seconds: float) -> None:
         *(f"cast        {count:,} tensors {cast}" for cast, count in report.casts.items()),
     ]
     if report.quantized is not None:
-        from ckpt8.converting.quantizing.report import lines as quantized
-
         lines += quantized(report.quantized)
     if report.replaced is not None:
         lines.append(f"replaced    {report.replaced}")

@@ -7,15 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
+
+import torch
 
 from ckpt8.checkpoint.sources.composite import Composite, Held, cut
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
-
-if TYPE_CHECKING:
-    import torch
 
 _MAX_SHARDED = 6
 """Dimensions along which a tensor is cut; a mesh of processes has three or four."""
@@ -92,8 +90,6 @@ class _Gathered:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``. Raises InputError."""
-        import torch
-
         kind = getattr(torch, _INTEGERS[self.dtype.itemsize])
         for start, stop, place in cut(offset, buffer, self.dtype.itemsize):
             flat = torch.frombuffer(place, dtype=torch.uint8).view(kind)

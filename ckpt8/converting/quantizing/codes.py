@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ckpt8.checkpoint.sources.composite import Composite, cut
 from ckpt8.checkpoint.tree import TensorRef
@@ -14,9 +16,6 @@ from ckpt8.container.frames import FRAME
 from ckpt8.converting.quantizing.scales import row_parts
 from ckpt8.converting.quantizing.scheme import Scheme
 from ckpt8.core.tensors import DType
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(slots=True)
@@ -50,7 +49,6 @@ class QuantizationError(NoiseError):
 
 def measured(original: torch.Tensor, decoded: torch.Tensor) -> QuantizationError:
     """The error of fp32 elements."""
-    import torch
 
     def squares(x: torch.Tensor) -> float:
         return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
@@ -89,8 +87,6 @@ class Codes:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``. Raises InputError."""
-        import torch
-
         for start, stop, place in cut(offset, buffer, self.scheme.dtype.itemsize):
             codes = torch.frombuffer(place, dtype=torch.uint8).view(self.scheme.dtype.torch)
             values = self.source.elements(self.ref, start, stop)
@@ -98,8 +94,6 @@ class Codes:
                 self._fill(start + at, values[at : at + FRAME].float(), codes[at : at + FRAME])
 
     def _fill(self, first: int, values: torch.Tensor, codes: torch.Tensor) -> None:
-        import torch
-
         decoded = torch.empty_like(values)
         _, columns = self.scheme.groups(self.ref.shape)
         for row, count, begin, end in row_parts(first, first + len(values), columns):

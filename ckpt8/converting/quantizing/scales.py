@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.error_stats import SMALLEST_NORMAL
 from ckpt8.container.frames import FRAME
 from ckpt8.converting.quantizing.scheme import TENSOR, UNIT, Scheme
-
-if TYPE_CHECKING:
-    import torch
 
 BEYOND = 2.0**127
 """Magnitudes from here on are refused, as are NaN and Inf: their codes times the scale could overflow."""
@@ -65,8 +63,6 @@ class Extent:
         return found if self.scheme.per == TENSOR else found.view(-1, 1)
 
     def _unit(self) -> torch.Tensor:
-        import torch
-
         needed = torch.log2(self.largest.double() / self.scheme.largest).ceil()
         wanted = (torch.log2(self.squares / self.count) / 2).round()
         exponent = torch.maximum(needed, wanted).clamp_(-126, 127).int()
@@ -75,8 +71,6 @@ class Extent:
 
 def measure_extent(data: Composite, ref: TensorRef, scheme: Scheme, progress: Callable[[int], None]) -> Extent:
     """Read a matrix once. ``progress`` is called with the bytes of what was read. Raises InputError."""
-    import torch
-
     rows, columns = scheme.groups(ref.shape)
     largest = torch.zeros(rows, device="cpu")
     squares = torch.zeros(rows if scheme.scale == UNIT else 0, dtype=torch.float64, device="cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from ckpt8.compressing.compress import compress
 from ckpt8.converting.request import Report, Request
 from ckpt8.core.errors import UsageError
 
@@ -16,8 +17,6 @@ class ContainerWriter:
 
     def write(self, request: Request) -> Report:
         """Compress the source. Raises Ckpt8Error."""
-        from ckpt8.compressing.compress import compress
-
         given = {"--dtype": request.dtype, "--key": request.key, "--member": request.member}
         unused = [option for option, value in given.items() if value is not None]
         if unused:

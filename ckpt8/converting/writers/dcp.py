@@ -14,6 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.checkpoint.replacing import checkpoint_directory
@@ -24,6 +26,7 @@ from ckpt8.checkpoint.tree import Checkpoint, TensorRef
 from ckpt8.checkpoint.walk import format_path, iter_leaves
 from ckpt8.converting.casts import Cast
 from ckpt8.converting.request import Report, Request
+from ckpt8.converting.unpacked import unpack_tree
 from ckpt8.converting.weights import WeightTypes
 from ckpt8.converting.writers.dcp_tree import distributed_tree
 from ckpt8.converting.writers.hollow import HollowBuilder
@@ -56,8 +59,6 @@ class DcpWriter:
 
     def write(self, request: Request) -> Report:
         """Write the directory. Raises Ckpt8Error."""
-        from ckpt8.converting.unpacked import unpack_tree
-
         report = Report(str(request.target), self.id)
         with request.open(report) as content:
             data = content.data
@@ -130,8 +131,6 @@ class _Plan:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors that are values of their own."""
-        import torch
-
         return sum(value.nbytes for _, value in self._values if isinstance(value, torch.Tensor))
 
     def write(self, descriptor: int, guard: Guard, progress: Progress) -> None:
@@ -151,8 +150,6 @@ class _Plan:
             self.metadata.version = _VERSION
 
     def _write(self, path: Path, descriptor: int, guard: Guard, progress: Progress) -> Iterator[_Place]:
-        import torch
-
         position = 0
         for index, value in self._values:
             counted = progress if isinstance(value, torch.Tensor) else lambda _: None

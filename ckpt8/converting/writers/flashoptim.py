@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
+import torch
+
 from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_names, saved_parameters
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
 from ckpt8.checkpoint.sources.composite import Composite, cut, put
@@ -22,11 +24,13 @@ from ckpt8.container.frames import FRAME
 from ckpt8.converting.casts import Caster
 from ckpt8.converting.choice import choose_model, choose_optimizer, tensors_of
 from ckpt8.converting.request import Report, Request
+from ckpt8.converting.unpacked import step_number, unpack_tree
 from ckpt8.converting.weights import FLOATS, WeightTypes
 from ckpt8.converting.writers.torch_zip import TorchFile
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.tensors import DType
+from ckpt8.optim.flashoptim_layout import error_bits, quantize
 
 _FP16 = 2
 _BLOCK = 2 * FRAME
@@ -61,8 +65,6 @@ class _Codes:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``; the offset is that of the first element of a group. Raises InputError."""
-        from ckpt8.optim.flashoptim_layout import quantize
-
         for start, stop, place in cut(offset, buffer, 1, _BLOCK):
             put(quantize(self.name, self.source.elements(self.ref, start, stop))[0], place)
 
@@ -82,8 +84,6 @@ class _Scales:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``. Raises InputError."""
-        from ckpt8.optim.flashoptim_layout import quantize
-
         numel = prod(self.ref.shape)
         for first, last, place in cut(offset, buffer, _FP16, _BLOCK // GROUP):
             values = self.source.elements(self.ref, first * GROUP, min(last * GROUP, numel))
@@ -105,10 +105,6 @@ class _ErrorBits:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``. Raises InputError."""
-        import torch
-
-        from ckpt8.optim.flashoptim_layout import error_bits
-
         for start, stop, place in cut(offset, buffer, self.dtype.itemsize, _BLOCK):
             master = self.source.elements(self.master, start, stop)
             param = master.to(self.dtype.torch)
@@ -123,8 +119,6 @@ class FlashoptimWriter:
 
     def write(self, request: Request) -> Report:
         """Write the file. Raises Ckpt8Error; UsageError for an optimizer that flashoptim does not have."""
-        from ckpt8.converting.unpacked import unpack_tree
-
         report = Report(str(request.target), self.id)
         dtype = request.dtype or DType.BFLOAT16
         with request.open(report) as content:
@@ -178,10 +172,6 @@ class _Flash:
         return {"state": states, "param_groups": groups}
 
     def _state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        import torch
-
-        from ckpt8.converting.unpacked import step_number
-
         try:
             made: dict[str, Any] = {"step": torch.tensor(step_number(self._data, state.get("step", 1)))}
         except (ValueError, TypeError, OverflowError) as exc:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ckpt8.checkpoint.sources.composite import Composite, Held
 from ckpt8.checkpoint.sources.objects import CONSUMED, RestBuilder
 from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, TensorRef
 from ckpt8.container.frames import bytes_of
 from ckpt8.core.tensors import DType
-
-if TYPE_CHECKING:
-    import torch
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, dict, OrderedDict, list, tuple, set})
 _KEYS = frozenset({type(None), bool, int, float, str, bytes, tuple})
@@ -34,8 +33,6 @@ class HollowBuilder(RestBuilder):
     """
 
     def __init__(self, data: Composite, retype: Callable[[TensorRef], TensorRef] = lambda ref: ref) -> None:
-        import torch
-
         super().__init__(data)
         self._makers[torch.Tensor] = self._held
         self.dropped: dict[str, None] = {}
@@ -107,8 +104,6 @@ class HollowBuilder(RestBuilder):
 
 
 def _is_torch(value: Any) -> bool:
-    import torch
-
     return type(value) in (torch.Tensor, torch.UntypedStorage, torch.dtype, torch.device)
 
 
@@ -122,8 +117,6 @@ def _numpy_number(value: Any) -> bool | int | float | None:
 
 def _reserved(nbytes: int) -> torch.Tensor:
     """Addresses for ``nbytes`` bytes, as a tensor. They take no memory until they are touched."""
-    import torch
-
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _RESERVE)

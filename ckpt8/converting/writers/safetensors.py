@@ -16,6 +16,7 @@ from ckpt8.container.header import MAX_HEADER
 from ckpt8.converting.choice import choose_model
 from ckpt8.converting.request import Report, Request
 from ckpt8.converting.sources import Content
+from ckpt8.converting.unpacked import joined_weights
 from ckpt8.converting.weights import FLOATS, WeightTypes, model_weights
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import AtomicFile, Guard
@@ -69,8 +70,6 @@ def with_masters(data: Composite, model: Candidate) -> Candidate:
 
     Raises UsageError where it is not clear which weight a residual completes.
     """
-    from ckpt8.converting.unpacked import joined_weights
-
     return Candidate(model.path, {**model.node, **joined_weights(data, model)})
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
+
+import torch
 
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find
 from ckpt8.checkpoint.readers import open_checkpoint
@@ -20,6 +22,7 @@ from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.member_layout import CRC_BYTES
 from ckpt8.converting.choice import choose_model
 from ckpt8.converting.request import Report, Request
+from ckpt8.converting.unpacked import unpack_tree
 from ckpt8.converting.weights import WeightTypes
 from ckpt8.converting.writers.hollow import HollowBuilder
 from ckpt8.core.errors import InputError, UnsupportedError
@@ -29,9 +32,6 @@ from ckpt8.core.files.temporary import temporary_directory
 from ckpt8.core.files.write_at import write_at
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Progress
-
-if TYPE_CHECKING:
-    import torch
 
 _BLOCK_BYTES = 4 * BLOCK
 _NOTHING = "holds no tensors that torch.load reads with weights_only; there is nothing to convert"
@@ -53,8 +53,6 @@ class TorchWriter:
         with request.open(report) as content:
             data, key = content.data, request.key
             if request.dtype is DType.FLOAT32:
-                from ckpt8.converting.unpacked import unpack_tree
-
                 unpack_tree(data)
             models = find(data.tree)[0] if key is None else [choose_model(data, key)]
             tree = data.tree if key is None else models[0].node
@@ -120,8 +118,6 @@ class TorchFile:
         ``progress`` is called with bytes of storages.
         Raises InputError, OutputError, and UnsupportedError for what torch does not save.
         """
-        import torch
-
         with guard(), temporary_directory("ckpt8-") as folder:
             # The records in the file are named after it.
             link = folder / name
@@ -144,8 +140,6 @@ def save_hollow(obj: object, path: Path, label: str) -> dict[str, torch.UntypedS
 
     Raises UnsupportedError, opened by ``label``, for what torch does not save.
     """
-    import torch
-
     storages: dict[str, torch.UntypedStorage] = {}
     try:
         with torch.serialization.skip_data():

@@ -12,6 +12,7 @@ from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.converting.choice import choose_model, choose_optimizer
 from ckpt8.converting.request import Report, Request
 from ckpt8.converting.sources import Content
+from ckpt8.converting.unpacked import unpack_tree
 from ckpt8.converting.weights import WeightTypes, model_weights
 from ckpt8.converting.writers.safetensors import total_bytes, write_safetensors
 from ckpt8.converting.writers.torch_zip import TorchFile
@@ -33,8 +34,6 @@ class TrainerWriter:
 
     def write(self, request: Request) -> Report:
         """Write the directory. Raises Ckpt8Error."""
-        from ckpt8.converting.unpacked import unpack_tree
-
         report = Report(str(request.target), self.id)
         with request.open(report) as content:
             data = content.data

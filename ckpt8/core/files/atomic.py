@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 from collections.abc import Callable, Iterator
@@ -120,8 +121,6 @@ def sync_directory(path: Path) -> None:
 
 def _renameat2(old: Path, new: Path, flags: int) -> bool:
     """Call it; False where there is no such call, or the file system has no such flag. Raises OSError."""
-    import ctypes
-
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False

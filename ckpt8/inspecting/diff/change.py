@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 _TILE = 1 << 16
 _EXACT = 2.0**62
@@ -113,8 +113,6 @@ def measure(a: Tensor, b: Tensor) -> Change:
 
 def count_differing(a: Tensor, b: Tensor) -> int:
     """Elements that have not the same bits, of two flat contiguous tensors of one type."""
-    import torch
-
     size = a.element_size()
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     x, y = (each.view(integers[min(size, 8)]) for each in (a, b))
@@ -142,15 +140,11 @@ def _tile(a: Tensor, b: Tensor) -> Change:
 
 
 def _wide(x: Tensor) -> Tensor:
-    import torch
-
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
 def _difference(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """``b - a``, of which ``x`` and ``y`` are the values in float64."""
-    import torch
-
     wide = y - x
     if a.dtype != b.dtype or a.dtype not in (torch.int64, torch.uint64):
         return wide
@@ -169,7 +163,5 @@ def _add_energy(found: Change, x: Tensor, difference: Tensor | None) -> None:
 
 
 def _square_sum(x: Tensor) -> float:
-    import torch
-
     flat = torch.view_as_real(x).view(-1) if x.is_complex() else x
     return float(flat.dot(flat))

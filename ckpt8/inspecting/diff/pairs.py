@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+
+import torch
 
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.frames import FRAME, bytes_of
@@ -15,9 +16,6 @@ from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.inspecting.diff.change import Change, measure
 from ckpt8.inspecting.diff.leaves import Tensor
-
-if TYPE_CHECKING:
-    import torch
 
 _READ = 4 * FRAME
 """Elements that are read at once: enough that a container decodes on several threads."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ckpt8.checkpoint.meaning.parameter_names import display_names
 from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
@@ -27,9 +29,6 @@ from ckpt8.inspecting.distributions.drawing import Piece, draw, is_counted
 from ckpt8.inspecting.distributions.gathering import Gathered
 from ckpt8.inspecting.distributions.layer_sizes import LayerNames, LayerSizes
 from ckpt8.inspecting.sampling import Sampling
-
-if TYPE_CHECKING:
-    import torch
 
 PRESET = "flash"
 
@@ -146,8 +145,6 @@ class _Look:
         return seen
 
     def _read(self, stream: Stream, start: int, length: int) -> torch.Tensor:
-        import torch
-
         dtype = stream.spec.dtype
         buffer = bytearray(length * dtype.itemsize)
         self._source.read_into(stream.storage.offset + start * dtype.itemsize, memoryview(buffer))

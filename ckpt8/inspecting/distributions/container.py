@@ -8,7 +8,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ckpt8.checkpoint.meaning.parameter_names import display_names
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule, read_rule
@@ -30,9 +32,6 @@ from ckpt8.inspecting.distributions.drawing import Piece, draw, is_counted
 from ckpt8.inspecting.distributions.gathering import Gathered, stored_update_error
 from ckpt8.inspecting.distributions.layer_sizes import LayerNames, LayerSizes
 from ckpt8.inspecting.sampling import Sampling
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +154,6 @@ class _Look:
         return draw([self._piece(index, chunk, runs) for index in unit.storages], unit.parameter)
 
     def _piece(self, index: int, chunk: int, runs: list[slice]) -> Piece:
-        import torch
-
         reader = self._reader
         record, codec = reader.manifest.storages[index], reader.codec(index)
         spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
@@ -174,8 +171,6 @@ class _Look:
         return Piece(index, record.role, codec, before, after, looked)
 
     def _read(self, source: Bundle, index: int, start: int, length: int) -> torch.Tensor:
-        import torch
-
         record = self._reader.manifest.storages[index]
         if source.storages[index].nbytes != record.nbytes:
             raise InputError(f"{source.label}: changed while it was read; nothing was written")

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 LOWEST = -149
 """The exponent of the first bin: the smallest subnormal of fp32. What fp64 has below is counted there."""
@@ -31,8 +30,6 @@ class Histogram:
     @classmethod
     def of(cls, x: torch.Tensor) -> Histogram:
         """Count a flat tensor of floats."""
-        import torch
-
         wide = x if x.dtype is torch.float64 else x.float()
         finite = wide[wide.isfinite()]
         values = finite[finite != 0]
@@ -102,8 +99,6 @@ class Codes:
     @classmethod
     def of(cls, codes: torch.Tensor, first: int, last: int) -> Codes:
         """Count a flat tensor of codes, all of them between ``first`` and ``last``."""
-        import torch
-
         length = last - first + 1
         places = (codes.to(torch.int32) - first).clamp_(0, length - 1)
         return cls(first, torch.bincount(places, minlength=length).tolist())

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule
 from ckpt8.codecs import Codec, config_of
 from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.error_stats import root
 from ckpt8.codecs.split24 import Split24
 from ckpt8.compressing.plan import Parameter
 from ckpt8.container.facts import codec_name
 from ckpt8.core.tensors import Parts, Role, TensorSpec
 from ckpt8.inspecting.distributions.counts import Codes, Drawn
-
-if TYPE_CHECKING:
-    import torch
 
 _COUNTED = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
 
@@ -72,8 +71,6 @@ def _codes(piece: Piece) -> tuple[str, Codes] | None:
 
 
 def _update(parameter: Parameter, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    from ckpt8.codecs.error_stats import root
-
     if parameter.rule is None:
         raise AssertionError("updates are drawn only where draws_updates holds")
     moment = values[parameter.moments["moment1"]].float()

@@ -17,12 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ckpt8.inspecting.readiness.number_formats import FORMATS, NumberFormat
-
-if TYPE_CHECKING:
-    import torch
 
 TILE = 1 << 16
 """Elements handled at once, so that temporaries stay in the L2 cache."""
@@ -173,8 +172,6 @@ class Casts:
 
 def scaled_by(x: torch.Tensor, scale: float) -> torch.Tensor:
     """``x`` times a power of two, exactly: float64 where float32 could lose something."""
-    import torch
-
     low, high = _FLOAT32_SCALES
     return x * scale if x.dtype is torch.float32 and low <= scale <= high else x.double() * scale
 

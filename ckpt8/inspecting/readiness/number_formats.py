@@ -25,12 +25,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from ckpt8.core.tensors import DType
-
-if TYPE_CHECKING:
-    import torch
 
 CREST = 4.5
 """Largest magnitude by standard deviation that the ideal of int8 assumes: that of 150,000 normal values."""
@@ -80,8 +78,6 @@ class NumberFormat:
 
         float8 is rounded by torch. What its casts make of an overflow depends on the version, so none reaches them.
         """
-        import torch
-
         if self.mantissa is None:
             return x.round().clamp_(-self.largest, self.largest).float()
         narrow = x if x.dtype is torch.float32 else round_to_odd(x)
@@ -109,8 +105,6 @@ def round_to_odd(x: torch.Tensor) -> torch.Tensor:
 
     What float32 does not hold is cut off, and its last bit set: so no value moves onto a tie, or off one.
     """
-    import torch
-
     nearest = x.float()
     bits = nearest.view(torch.int32)
     wide = nearest.double()

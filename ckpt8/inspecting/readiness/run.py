@@ -28,7 +28,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ckpt8.core.errors import CheckFailedError
 from ckpt8.core.workers import Workers
@@ -37,9 +39,6 @@ from ckpt8.inspecting.readiness.pairs import pair_tensors
 from ckpt8.inspecting.readiness.tensor_source import SourceTensor, TensorSource, open_tensors
 from ckpt8.inspecting.readiness.verdicts import FEW, MOST_UNDERFLOW, format_reports, measured_total
 from ckpt8.inspecting.sampling import SAMPLE, WINDOWS
-
-if TYPE_CHECKING:
-    import torch
 
 
 def inspect_readiness(path: Path, *, full: bool = False, original: Path | None = None) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from ckpt8.checkpoint.meaning.parameter_names import display_names
 from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
@@ -31,9 +32,6 @@ from ckpt8.container.manifest import DCP
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType, Role
 from ckpt8.inspecting.sampling import SAMPLE, sample_windows
-
-if TYPE_CHECKING:
-    import torch
 
 ROLES = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
 """Roles of the tensors that are given."""
@@ -155,8 +153,6 @@ class TensorSource:
 
     def read(self, tensor: SourceTensor, start: int, stop: int) -> torch.Tensor:
         """Elements ``start`` to ``stop``, flat: float32, or float64 where they are that. Raises InputError."""
-        import torch
-
         starts = [0, *accumulate(prod(ref.shape) for ref in tensor.pieces)]
         parts = []
         with self._lock:
@@ -168,8 +164,6 @@ class TensorSource:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _elements(self, tensor: SourceTensor, piece: int, start: int, stop: int) -> torch.Tensor:
-        import torch
-
         found = self._data.elements(tensor.pieces[piece], start, stop)
         if tensor.scale is None:
             return found if found.dtype is torch.float64 else found.float()
@@ -181,8 +175,6 @@ class TensorSource:
 
     def blocks(self, tensor: SourceTensor, *, full: bool) -> Iterator[torch.Tensor]:
         """The elements, BLOCK at a time, or those of a sample at once. Raises InputError."""
-        import torch
-
         count = tensor.numel
         if full or count <= SAMPLE:
             for start in range(0, count, BLOCK):

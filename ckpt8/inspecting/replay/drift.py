@@ -6,12 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from ckpt8.codecs.base import TILE
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(slots=True)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from ckpt8.checkpoint.meaning.layer_names import _REPEATED, _SLICE, layer_of, plain_path
 from ckpt8.checkpoint.meaning.parameter_names import display_names
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS
+from ckpt8.container.manifest import Manifest
 from ckpt8.core.tensors import DType, Role
 
 if TYPE_CHECKING:
     from ckpt8.checkpoint.sources.bundle import Bundle
     from ckpt8.compressing.plan import Plan
-    from ckpt8.container.manifest import Manifest
 
 UNNAMED = "optimizer state without names"
 MASTERS = "flat master weights"

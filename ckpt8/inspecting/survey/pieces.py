@@ -10,15 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+
+import torch
 
 from ckpt8.checkpoint.meaning.layer_names import whole_name
 from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.core.tensors import DType, Role
-
-if TYPE_CHECKING:
-    import torch
-
 
 _MOST_STRIDED = 16
 """Times the length of a storage that strided views in it are read; further ones are looked at with what they skip."""
@@ -86,8 +83,6 @@ class Piece:
 
     def own(self, start: int, count: int) -> torch.Tensor:
         """Which of ``count`` elements of the span from ``start`` on are those of the tensor, as a mask."""
-        import torch
-
         rest = torch.arange(start, start + count, device="cpu")
         inside = torch.ones(count, dtype=torch.bool, device="cpu")
         for stride, size in _steps(self.view.ref):

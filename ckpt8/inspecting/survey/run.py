@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ckpt8.checkpoint.meaning.layer_names import whole_name
 from ckpt8.checkpoint.vocabulary import BUFFERS
@@ -18,9 +20,6 @@ from ckpt8.inspecting.survey.flags import KINDS, RowCount, row_flags, tensor_fla
 from ckpt8.inspecting.survey.pieces import Piece
 from ckpt8.inspecting.survey.subject import Subject
 from ckpt8.inspecting.survey.tally import Rows, Tally
-
-if TYPE_CHECKING:
-    import torch
 
 _MOST_ROWS = 1 << 24
 """Rows of one parameter that are told apart: more of them are not rows of a layer."""
@@ -126,8 +125,6 @@ class _Survey:
         return found
 
     def _equal(self, one: Piece, other: Piece) -> bool:
-        import torch
-
         # As bytes: a NaN equals no other value.
         return all(
             torch.equal(self._read(one, *place).view(torch.uint8), self._read(other, *place).view(torch.uint8))

@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ckpt8.checkpoint.meaning.layer_names import SLICE
 from ckpt8.checkpoint.meaning.parameter_names import display_names
+from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.compressing.plan import Plan
 from ckpt8.container import layout
 from ckpt8.container.frames import FRAME, bytes_of
+from ckpt8.container.manifest import TensorRecord
+from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
 from ckpt8.inspecting.survey.pieces import Piece, View, count_of, make_pieces, span_of
-
-if TYPE_CHECKING:
-    import torch
-
-    from ckpt8.checkpoint.sources.bundle import Bundle
-    from ckpt8.compressing.plan import Plan
-    from ckpt8.container.manifest import TensorRecord
-    from ckpt8.container.reader import ContainerReader
 
 ReadBytes = Callable[[int, int, memoryview], None]
 """Fills a buffer from a storage, given by its index, from a byte of it on."""
@@ -64,8 +62,6 @@ class Subject:
 
     def read(self, piece: Piece, start: int, count: int) -> torch.Tensor:
         """Elements of the span of a piece, flat, in their own type. Raises InputError."""
-        import torch
-
         size = piece.dtype.itemsize
         buffer = bytearray(count * size)
         self._read(piece.view.storage, (piece.view.ref.offset + start) * size, memoryview(buffer))
@@ -126,8 +122,6 @@ class _Chunks:
             done += len(content)
 
     def _chunk(self, storage: int, chunk: int) -> torch.Tensor:
-        import torch
-
         if self._last is None or self._last[0] != (storage, chunk):
             record = self._reader.manifest.storages[storage]
             spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import torch
 
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.container.frames import bytes_of
 from ckpt8.core.tensors import DType, Role
-
-if TYPE_CHECKING:
-    import torch
 
 FP16_ZERO = 2.0**-25
 """fp16 rounds what is no larger than this, half of its smallest number, to zero."""
@@ -31,8 +29,6 @@ class Rows:
     """Of the rows of a parameter, those with an element of any moment that is not zero, and those that were seen."""
 
     def __init__(self, count: int, row: int) -> None:
-        import torch
-
         self._row = row
         self._alive = torch.zeros(count, dtype=torch.bool, device="cpu")
         self._seen = torch.zeros(count, dtype=torch.bool, device="cpu")
@@ -94,8 +90,6 @@ class Tally:
 
     def add(self, x: torch.Tensor, start: int, rows: Rows | None = None, *, whole: bool = False) -> None:
         """Count the elements ``x`` from ``start`` on, as they are stored."""
-        import torch
-
         if self.role is Role.WEIGHT:
             self.digest.update(bytes_of(x))
         bits = x.view(_BITS[self.dtype.itemsize].torch)
@@ -143,8 +137,6 @@ class Tally:
             self._scales(magnitude[stop:].amax(dim=0, keepdim=True))
 
     def _scales(self, largest: torch.Tensor) -> None:
-        import torch
-
         scales = (largest.sqrt() if self.role is Role.MOMENT2 else largest).float()
         halves = scales.to(torch.float16)
         self.groups += int((scales != 0).sum())

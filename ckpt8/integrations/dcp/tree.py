@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ckpt8.checkpoint.meaning.roles import classify
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.vocabulary import MODEL_KEYS, STATE_ROLES
@@ -157,8 +159,6 @@ def _is_plain(value: object) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    import torch
-
     if isinstance(value, torch.Tensor):
         return float(value.item()) if type(value) is torch.Tensor and value.numel() == 1 else None
     return value if isinstance(value, (int, float)) else None

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from ckpt8.codecs.companded8.triton import expand_signed_each
 from ckpt8.codecs.triton_blocks import widen
+from ckpt8.optim.triton import came_vector
 from ckpt8.optim.triton.arithmetic import double
 from ckpt8.optim.triton.blocks import (
     COLUMNS,
@@ -233,8 +234,6 @@ def step_kernel(
 
 def step(plan: Plan, group: dict[str, Any], grad_scale: Any, found_inf: Any) -> None:
     """One step of the tensors of a plan."""
-    from ckpt8.optim.triton import came_vector
-
     betas, eps = group["betas"], group["eps"]
     numbers = map(bits_of_float, (*betas[:2], *eps, group["weight_decay"]))
     plan.tensors(prologue_kernel, group["lr"], grad_scale, found_inf, *numbers, maximize=group["maximize"])

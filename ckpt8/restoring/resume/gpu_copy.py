@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from math import prod
-from typing import TYPE_CHECKING
+
+import torch
 
 from ckpt8.checkpoint.sources.stored_parts import StoredParts
 from ckpt8.checkpoint.sources.values import assign
@@ -12,9 +13,6 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.frames import FRAME
 from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, Transfer, copy_to_row, row_bytes, row_views
 from ckpt8.core.tensors import Parts, Role, TensorSpec
-
-if TYPE_CHECKING:
-    import torch
 
 _BUFFERS = 2
 """Uploads under way: one fills while the other is copied."""

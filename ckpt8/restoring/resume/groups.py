@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ckpt8.checkpoint.meaning.state_dicts import CHECKS
 from ckpt8.core.text import listed
 
@@ -94,8 +96,6 @@ def look_permuted(saved: Sequence[Mapping[Any, Any]], live: Sequence[Mapping[str
 
 def restored(saved: Mapping[Any, Any], live: Mapping[str, Any]) -> dict[str, Any]:
     """The values that a live group takes from a saved one, which must already be plain values and tensors."""
-    import torch
-
     values = {}
     for key, value in saved.items():
         if key in STRUCTURE or (key in IMPLEMENTATION and live.get(key) is not None):

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ckpt8.checkpoint.sources.objects import RestBuilder, dtype_of, plain_object
 from ckpt8.checkpoint.tree import Global, Inert, TensorRef
 from ckpt8.core.errors import ResumeError
-
-if TYPE_CHECKING:
-    import torch
 
 _SUBCLASS = "torch._tensor._rebuild_from_type_v2"
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
@@ -44,8 +43,6 @@ class ValueBuilder(RestBuilder):
 
     def _subclass(self, kind: type[torch.Tensor], node: Inert) -> torch.Tensor:
         """A tensor that its own class puts together, of the parts that the file has. Raises ResumeError."""
-        import torch
-
         _, _, (_, dtype, shape, stride, *_), state = node.args
         parts = {key: self._build(value) for key, value in state.items()}
         try:
@@ -127,8 +124,6 @@ def _registered_class(node: Inert) -> type[torch.Tensor] | None:
 
 
 def _registered() -> dict[str, type[torch.Tensor]]:
-    import torch
-
     found = {}
     for entry in torch.serialization.get_safe_globals():
         kind, name = entry if isinstance(entry, tuple) else (entry, None)
@@ -146,8 +141,6 @@ def _is_shape(value: Any) -> bool:
 
 
 def _agree(one: Any, other: Any) -> bool:
-    import torch
-
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return one is other
     return bool(one == other)

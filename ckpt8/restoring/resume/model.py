@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor, nn
 
 from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
@@ -12,9 +14,6 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
 from ckpt8.restoring.resume.fills import Copy
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 EXTRA_STATE = "_extra_state"
 Equal = Callable[[TensorRef, TensorRef], bool]

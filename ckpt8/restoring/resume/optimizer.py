@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, is_packed_group
 from ckpt8.checkpoint.sources.values import Fill
@@ -21,6 +25,7 @@ from ckpt8.restoring.resume.groups import STRUCTURE, class_problem, restored
 from ckpt8.restoring.resume.live_parameters import Pair, ParameterMap, map_parameters
 from ckpt8.restoring.resume.live_values import ValueBuilder
 from ckpt8.restoring.resume.own_loading import OwnState, load, loads_itself
+from ckpt8.restoring.resume.packed_state import PackedPlanner
 from ckpt8.restoring.resume.plans import OptimizerPlan, StatePlan
 from ckpt8.restoring.resume.published_state import (
     Layout,
@@ -31,13 +36,6 @@ from ckpt8.restoring.resume.published_state import (
     unwrapped,
 )
 from ckpt8.restoring.resume.state_checks import WHOLE_GROUP, object_problem, state_problem
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-
-    from ckpt8.restoring.resume.packed_state import PackedPlanner
 
 _WHOLE = "its state is taken as a whole or not at all"
 
@@ -157,8 +155,6 @@ def allocate(plan: OptimizerPlan) -> list[Fill]:
 
 
 def _empty(ref: TensorRef, device: torch.device | None) -> Tensor:
-    import torch
-
     if is_dense(ref):
         return torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype.torch, device=device)
     return torch.empty(ref.shape, dtype=ref.dtype.torch, device=device)

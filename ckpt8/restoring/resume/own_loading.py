@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
 
 from ckpt8.core.errors import ResumeError
 from ckpt8.core.text import listed
@@ -18,9 +21,6 @@ from ckpt8.restoring.resume.live_parameters import ParameterMap
 from ckpt8.restoring.resume.live_values import ValueBuilder, is_plain
 from ckpt8.restoring.resume.published_state import is_packed, layout_of, unwrapped
 from ckpt8.restoring.resume.state_checks import foreign_state_problem, object_problem
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 _FORM = {"state", "param_groups"}
 _OTHERWISE = "restore the checkpoint and give its state to load_state_dict"
@@ -41,8 +41,6 @@ def form_problem(optimizer: Optimizer) -> str | None:
 
 def loads_itself(optimizer: Optimizer, node: Mapping[str, Any]) -> bool:
     """Whether ``optimizer`` is to load a saved state by itself."""
-    import torch
-
     if layout_of(optimizer) is not None:
         return False
     if type(unwrapped(optimizer)).load_state_dict is not torch.optim.Optimizer.load_state_dict:

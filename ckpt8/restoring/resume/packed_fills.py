@@ -7,21 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ckpt8.checkpoint.sources.stored_parts import StoredParts
 from ckpt8.checkpoint.sources.values import Streamer, assign
 from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.codecs import Codec
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.core.errors import RefusedError
+from ckpt8.core.tensors import Parts
 from ckpt8.optim.master_weights import write_master
 from ckpt8.optim.state_conversion import bf16_from_planes
-
-if TYPE_CHECKING:
-    from ckpt8.codecs import Codec
-    from ckpt8.core.tensors import Parts
 
 _ENCODED = 1 << 20
 """Elements that are encoded at once."""

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -29,6 +29,7 @@ from ckpt8.codecs.companded8 import Companded8
 from ckpt8.core.errors import UsageError
 from ckpt8.optim import published_layouts as foreign
 from ckpt8.optim.master_weights import weight_check
+from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.optim.packing_options import check_group
 from ckpt8.optim.state_dicts import exact_names, layout_problem
 from ckpt8.restoring.resume.fills import Copy
@@ -37,9 +38,6 @@ from ckpt8.restoring.resume.live_parameters import Pair, ParameterMap
 from ckpt8.restoring.resume.live_values import ValueBuilder
 from ckpt8.restoring.resume.packed_fills import MomentFill, ResidualFill, RoundedFill
 from ckpt8.restoring.resume.plans import Made, OptimizerPlan, StatePlan
-
-if TYPE_CHECKING:
-    from ckpt8.optim.packed import PackedOptimizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import ResumeError
 from ckpt8.restoring.resume.live_parameters import Pair
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.optim import Optimizer
 
 Shape = tuple[int, ...]
 Step = Literal["tensor", "int", "group"]
@@ -131,8 +131,6 @@ def exact_step(step: Any, layout: Layout, group: Mapping[str, Any], pair: Pair) 
     torch keeps it on the CPU unless the step itself runs on the device. Raises ResumeError where it is no whole
     number, or does not fit the type.
     """
-    import torch
-
     value = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST_STEP
     if not is_number or value != int(value):

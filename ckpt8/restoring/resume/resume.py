@@ -7,7 +7,11 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, holds_module
 from ckpt8.checkpoint.sources.objects import RestBuilder
@@ -16,21 +20,16 @@ from ckpt8.checkpoint.sources.values import Fill, Streamer
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import InputError, ResumeError, ResumeWarning, UsageError
 from ckpt8.core.text import listed
+from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.restoring.resume import model as models
 from ckpt8.restoring.resume import optimizer as optimizers
 from ckpt8.restoring.resume import own_loading
 from ckpt8.restoring.resume.gpu_copy import DeviceCopy
 from ckpt8.restoring.resume.live_values import ValueBuilder
+from ckpt8.restoring.resume.packed_state import PackedPlanner
 from ckpt8.restoring.resume.plans import OptimizerPlan
 from ckpt8.restoring.resume.published_state import is_packed, unwrapped
 from ckpt8.restoring.resume.state_checks import object_problem
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from ckpt8.optim.packed import PackedOptimizer
-    from ckpt8.restoring.resume.packed_state import PackedPlanner
 
 
 def resume(
@@ -193,7 +192,6 @@ class _Planner:
     def _packed_planner(self, optimizer: Optimizer) -> PackedPlanner | None:
         if not is_packed(optimizer):
             return None
-        from ckpt8.restoring.resume.packed_state import PackedPlanner
 
         packed = cast("PackedOptimizer", unwrapped(optimizer))
         streamer = Streamer(self._source.checkpoint)
@@ -218,8 +216,6 @@ def _at(path: Path, candidates: list[Candidate], at: str | None, keyword: str) -
 
 def _apply(source: Source, plan: _Plan, model: nn.Module | None, optimizer: Optimizer | None) -> None:
     """The optimizer has its new state before the first byte of the model changes, and the old one where that fails."""
-    import torch
-
     streamer = Streamer(source.checkpoint, DeviceCopy(source.stored) if source.stored is not None else None)
     with torch.no_grad(), own_loading.undone_on_error(optimizer if plan.optimizer is not None else None):
         if plan.optimizer is not None and optimizer is not None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
 from ckpt8.checkpoint.tree import TensorRef
@@ -11,10 +15,6 @@ from ckpt8.core.text import listed
 from ckpt8.restoring.resume.live_parameters import Pair
 from ckpt8.restoring.resume.live_values import ValueBuilder
 from ckpt8.restoring.resume.published_state import Layout, expected_shape
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.optim import Optimizer
 
 WHOLE_GROUP = "group"
 """optimi with gradient release keeps a reference to the parameter group in the state of each parameter."""
@@ -82,8 +82,6 @@ def _keys_problem(
 def _tensor_problem(
     key: str, ref: TensorRef, parameter: Tensor, layout: Layout | None, live: Mapping[str, Any] | None
 ) -> str | None:
-    import torch
-
     if ref.conj or ref.neg:
         return f"{key} was saved as a conjugate or negative view, which resume does not support"
     if key == "step" or (key == "kahan_comp" and ref.shape == (1,)):

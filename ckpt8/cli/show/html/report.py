@@ -8,6 +8,8 @@ from typing import Any
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import AtomicFile, refuse_inside, refuse_same_file
+from ckpt8.inspecting.distributions.checkpoint import checkpoint_distributions
+from ckpt8.inspecting.distributions.container import container_distributions
 
 
 class Report:
@@ -39,8 +41,6 @@ class Report:
 
     def visit(self, reader: ContainerReader) -> None:
         """Look into an open container. Raises InputError for damage."""
-        from ckpt8.inspecting.distributions.container import container_distributions
-
         self._distributions = container_distributions(reader, self._original, full=self._full)
 
     def write(self, facts: dict[str, Any]) -> None:
@@ -50,8 +50,6 @@ class Report:
 
         distributions = self._distributions
         if distributions is None:
-            from ckpt8.inspecting.distributions.checkpoint import checkpoint_distributions
-
             distributions = checkpoint_distributions(self._path, full=self._full)
         drift = None if self._drift is None else read_drift(self._drift, facts.get("stored_bytes"))
         content = page(facts, distributions, drift).encode()

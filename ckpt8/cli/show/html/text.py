@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+from ckpt8.checkpoint.meaning.parameter_names import shown
 from ckpt8.core.text import printable
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -27,6 +28,4 @@ def power(base: int, exponent: int) -> str:
 
 def shown_name(row: dict[str, Any]) -> str:
     """The name of a tensor or parameter, as it goes into the page."""
-    from ckpt8.checkpoint.meaning.parameter_names import shown
-
     return text(shown(row))
