@@ -1,0 +1,41 @@
+"""README and guide: every link leads somewhere, every file and command that they name is there, and the wheel ships them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "ckpt8" / "guide").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_lead_to_files(page):
+    text = page.read_text()
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", text)
+    named = re.findall(r"(?<![\w/])((?:ckpt8|fixtures|tests)/[\w./-]+\.\w+)", text)
+    assert [link for link in links if not (page.parent / link).is_file()] == []
+    assert [path for path in named if not (ROOT / path).is_file()] == []
+
+
+def test_the_readme_is_for_five_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_every_command_is_in_the_readme_and_no_other():
+    from ckpt8.cli.app import app
+
+    table = re.findall(r"^\| `ckpt8 (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert table == [command.name or command.callback.__name__ for command in app.registered_commands]
+
+
+def test_the_wheel_ships_licence_guide_and_format():
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["ckpt8"]
+    shipped = {path.relative_to(ROOT / "ckpt8") for pattern in patterns for path in (ROOT / "ckpt8").glob(pattern)}
+    rest = {path.relative_to(ROOT / "ckpt8") for path in (ROOT / "ckpt8").rglob("*") if path.is_file()}
+    assert shipped == {path for path in rest if path.suffix not in (".py", ".pyc")}
+    assert project["project"]["license-files"] == ["ckpt8/LICENSE"]
