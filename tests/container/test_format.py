@@ -304,7 +304,7 @@ def test_the_example_of_the_specification_is_what_is_written(tmp_path):
         "w/plane1",
         "w/plane2",
         "w/plane3",
-        "ckpt8.checkpoint.sources.skeleton/bytes",
+        "ckpt8.skeleton/bytes",
     }
     assert [name for name, *_ in entries] == [*list(lines)[1:], "ckpt8.manifest", "ckpt8.seal"]
     source = lines.pop("source")
@@ -493,7 +493,7 @@ def test_several_slabs(tmp_path, monkeypatch):
     for name in ("model.w/rho", "model.flags/bytes", "optimizer.state.0.exp_avg/codes"):
         assert [f"{name}@{k}" in plain.entries for k in range(4)] == [True, True, True, False]
         assert b"".join(plain.entries[f"{name}@{k}"] for k in range(3)) == whole.entries[name]
-    assert [f"ckpt8.checkpoint.sources.skeleton/bytes@{k}" in plain.entries for k in range(3)] == [True, True, False]
+    assert [f"ckpt8.skeleton/bytes@{k}" in plain.entries for k in range(3)] == [True, True, False]
     # Slabs show in the entries and nowhere else.
     assert plain.storages == whole.storages
     assert not ckpt8.verify(tmp_path / "cut.ckpt8", tmp_path / "a.pt").failures

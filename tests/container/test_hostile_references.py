@@ -70,7 +70,7 @@ MALFORMED = {
     "itself": ("other", runs((COPY, 0, 6400))),
     "a reference": ("other", runs(("model.head.weight", 0, 6400))),
     "a moment in few bits": ("other", runs(("optimizer.state.0.exp_avg", 0, 6400))),
-    "the skeleton": ("other", runs(("ckpt8.checkpoint.sources.skeleton", 0, 6400))),
+    "the skeleton": ("other", runs(("ckpt8.skeleton", 0, 6400))),
     "behind the end": ("other", runs((MASTER, 1, 6400))),
     "far behind the end": ("other", runs((MASTER, 2**61, 6400))),
     "a start beyond 62 bits": ("runs", runs((MASTER, 2**62, 6400))),

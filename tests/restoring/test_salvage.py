@@ -142,12 +142,12 @@ def test_the_checksum_of_a_damaged_record_does_not_hold(sample, tmp_path):
 def test_without_the_structure_whole_tensors_are_kept_by_name(sample, tmp_path):
     names = [name for name, _, _ in places(sample.read_bytes())]
     codes = next(name for name in names if name.endswith("/codes"))
-    path = damage(sample, tmp_path / "x.ckpt8", "ckpt8.checkpoint.sources.skeleton/bytes", codes)
+    path = damage(sample, tmp_path / "x.ckpt8", "ckpt8.skeleton/bytes", codes)
     found = ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
     assert found.path == tmp_path / "x.pt.safetensors"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["x.ckpt8", "x.pt.safetensors"]
     assert [member.state for member in found.members] == ["tensors"]
-    assert {each.name for each in found.lost} == {codes.rpartition("/")[0], "ckpt8.checkpoint.sources.skeleton"}
+    assert {each.name for each in found.lost} == {codes.rpartition("/")[0], "ckpt8.skeleton"}
     expected = loaded(sample.with_name("whole.pt"))
     del expected[codes.rpartition("/")[0]]
     with safe_open(found.path, "pt") as file:
@@ -157,7 +157,7 @@ def test_without_the_structure_whole_tensors_are_kept_by_name(sample, tmp_path):
 
 
 def test_the_container_is_not_written_over(sample, tmp_path):
-    path = damage(sample, tmp_path / "x.pt.safetensors", "ckpt8.checkpoint.sources.skeleton/bytes")
+    path = damage(sample, tmp_path / "x.pt.safetensors", "ckpt8.skeleton/bytes")
     before = path.read_bytes()
     for target in (path, tmp_path / "x.pt"):
         with pytest.raises(OutputError, match="is the file that is read"):
@@ -169,7 +169,7 @@ def test_the_container_is_not_written_over(sample, tmp_path):
 def test_views_by_name(inputs, tmp_path):
     """Transposed, sliced and tied ones; what no safetensors file holds is listed."""
     ckpt8.compress(inputs / "views.pt", tmp_path / "v.ckpt8", preset="lossless")
-    path = damage(tmp_path / "v.ckpt8", tmp_path / "x.ckpt8", "ckpt8.checkpoint.sources.skeleton/bytes")
+    path = damage(tmp_path / "v.ckpt8", tmp_path / "x.ckpt8", "ckpt8.skeleton/bytes")
     found = ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
     expected = loaded(inputs / "views.pt")
     with safe_open(found.path, "pt") as file:

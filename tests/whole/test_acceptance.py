@@ -114,7 +114,7 @@ def frames(path: Path) -> list[tuple[str, dict[str, list[int]]]]:
         return [
             (record.name, {part: table.crcs for part, table in record.parts.items()})
             for record in file.manifest.storages
-            if record.name != "ckpt8.checkpoint.sources.skeleton"
+            if record.name != "ckpt8.skeleton"
         ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo
 from ckpt8.core.tensors import DType
 
-SKELETON = "ckpt8.checkpoint.sources.skeleton"
+SKELETON = "ckpt8.skeleton"
 """Name of the record that holds the skeleton."""
 
 

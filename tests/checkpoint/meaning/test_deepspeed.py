@@ -140,7 +140,7 @@ def test_roles_and_codecs(manifests):
         last = name.rpartition(".")[2]
         expected = Role.OTHER
         file = member.rpartition("/")[2]
-        if name == "ckpt8.checkpoint.sources.skeleton":
+        if name == "ckpt8.skeleton":
             assert record.dtype is DType.UINT8
         elif "/zero/" in member and file in UNIVERSAL:
             expected = UNIVERSAL[file]

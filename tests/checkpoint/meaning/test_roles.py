@@ -524,7 +524,7 @@ def test_names_of_streams_are_unique(tmp_path):
     tree = {
         "model": {"w": torch.ones(1)},
         "model.w": torch.ones(2),
-        "ckpt8.checkpoint.sources.skeleton": torch.ones(3),
+        "ckpt8.skeleton": torch.ones(3),
         "ckpt8": {"skeleton": torch.ones(4)},
     }
     torch.save(tree, tmp_path / "checkpoint.pt")
@@ -546,7 +546,7 @@ class Fake:
         self.tree = {"model": {"w": TensorRef(key, DType.FLOAT32, 0, (96, 128), (128, 1))}}
 
 
-@pytest.mark.parametrize("key", ["0", "ckpt8.checkpoint.sources.skeleton"])
+@pytest.mark.parametrize("key", ["0", "ckpt8.skeleton"])
 def test_no_key_of_a_source_stands_for_the_skeleton(key):
     """Keys come from the file, which may call a storage anything."""
     plan = make_plan(WithSkeleton(Fake(key)), Policy())

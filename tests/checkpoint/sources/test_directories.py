@@ -236,8 +236,8 @@ def test_what_no_reader_reads_is_kept_with_the_reason(tmp_path):
     ckpt8.compress(root)
     facts = inspect_container(tmp_path / "run.ckpt8")
     reasons = {row["names"][0]: row["reason"] for row in facts["lossless"]}
-    assert "TorchScript" in reasons["script.pt:ckpt8.checkpoint.sources.skeleton"]
-    assert "distributed checkpoint" in reasons["half.distcp:ckpt8.checkpoint.sources.skeleton"]
+    assert "TorchScript" in reasons["script.pt:ckpt8.skeleton"]
+    assert "distributed checkpoint" in reasons["half.distcp:ckpt8.skeleton"]
     assert tree(ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "b"))["script.pt"] == (root / "script.pt").read_bytes()
     raw = {m["path"]: m["reason"] for m in inspect_checkpoint(root)["members"]}
     assert "TorchScript" in raw["script.pt"]

@@ -380,7 +380,7 @@ def test_a_checkpoint_of_the_default_name_is_replaced(kind, tmp_path):
 
 def test_tensors_alone_replace_no_other_file(tmp_path):
     """Their name is made of the target's, and nobody gave it."""
-    path = damaged(packed(tmp_path, "run.pt", "run.ckpt8"), "ckpt8.checkpoint.sources.skeleton/bytes")
+    path = damaged(packed(tmp_path, "run.pt", "run.ckpt8"), "ckpt8.skeleton/bytes")
     mine = tmp_path / "out.pt.safetensors"
     mine.write_text("mine")
     with pytest.raises(OutputError, match="is no checkpoint"):

@@ -155,7 +155,7 @@ def test_what_is_salvaged_has_the_same_name(tmp_path):
     assert (found.path, found.original) == (tmp_path / "a" / "best.pt", "torch.py")
     path = damaged(packed_directory(tmp_path / "b", "Documents", "best.ckpt8"), SEAL)
     assert ckpt8.restore(path, salvage=True).path == tmp_path / "b" / "best"
-    path = damaged(packed(tmp_path / "c", ".bashrc", "best.ckpt8"), "ckpt8.checkpoint.sources.skeleton/bytes")
+    path = damaged(packed(tmp_path / "c", ".bashrc", "best.ckpt8"), "ckpt8.skeleton/bytes")
     assert ckpt8.restore(path, salvage=True).path == tmp_path / "c" / "best.pt.safetensors"
     assert [names(tmp_path / each) for each in "abc"] == [
         ["best.ckpt8", "best.pt"],

@@ -335,7 +335,7 @@ def test_a_shard_alone_is_refused_and_kept(trained, tmp_path):
     facts = {m.path: m.format for m in ckpt8.compress(root).members}
     assert (facts["__0_0.distcp"], facts["__7_0.distcp"]) == ("dcp", "file")
     reasons = {row["names"][0]: row["reason"] for row in inspect_container(tmp_path / "run.ckpt8")["lossless"]}
-    assert "without the .metadata" in reasons["__7_0.distcp:ckpt8.checkpoint.sources.skeleton"]
+    assert "without the .metadata" in reasons["__7_0.distcp:ckpt8.skeleton"]
     back = ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")
     assert (back / "__7_0.distcp").read_bytes() == shard.read_bytes()
 
@@ -347,7 +347,7 @@ def test_a_per_rank_file_of_dtensors_is_refused_and_kept(trained, tmp_path):
     root = save_small({"model": {"w": torch.randn(80, 80)}}, tmp_path / "run")
     (root / "rank0.pt").write_bytes(rank.read_bytes())
     manifest = ckpt8.compress(root)
-    kept = next(record for record in manifest.storages if record.name == "rank0.pt:ckpt8.checkpoint.sources.skeleton")
+    kept = next(record for record in manifest.storages if record.name == "rank0.pt:ckpt8.skeleton")
     assert kept.reason.startswith("kept as it is: a per-rank DTensor file")
 
 

@@ -40,8 +40,8 @@ def test_it_comes_back_uncompressed_and_says_so(root, tmp_path):
     manifest = ckpt8.compress(root)
     facts = inspect_container(tmp_path / "run.ckpt8")
     reasons = {name: row["reason"] for row in facts["lossless"] for name in row["names"]}
-    assert "without it" in reasons[".metadata:ckpt8.checkpoint.sources.skeleton"]
-    assert "compressed with zstd" in reasons["__0_0.distcp:ckpt8.checkpoint.sources.skeleton"]
+    assert "without it" in reasons[".metadata:ckpt8.skeleton"]
+    assert "compressed with zstd" in reasons["__0_0.distcp:ckpt8.skeleton"]
     assert sum(record.error is not None for record in manifest.parameters) == 9
     back = ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")
     old, new = read_metadata(root), read_metadata(back)
@@ -165,5 +165,5 @@ def test_lossless_keeps_it_and_inspect_takes_it(root, tmp_path):
     ckpt8.compress(root, preset="lossless")
     assert tree(ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")) == tree(root)
     reasons = {row["names"][0]: row["reason"] for row in inspect_container(tmp_path / "run.ckpt8")["lossless"]}
-    assert "compressed with zstd" in reasons["__0_0.distcp:ckpt8.checkpoint.sources.skeleton"]
+    assert "compressed with zstd" in reasons["__0_0.distcp:ckpt8.skeleton"]
     assert inspect_checkpoint(root)["optimizer"] == [{"rule": "adam", "step": 7, "parameters": 9}]
