@@ -1,34 +1,107 @@
-"""The contract that every codec keeps, and the tile loop that they share."""
+"""The contract that every codec keeps: how it stores a tensor, and what the other packages ask it about that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
-from ckpt8.core.backend import Backend
+from ckpt8.core import backend as backends
 from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
-TILE = 1 << 18
-"""Elements handled at once, so that the temporaries of a codec stay in the L2 cache."""
+Direction = Literal["encode", "decode"]
+StateKey = Literal["master", "moment1", "moment2"]
+Companions = Mapping[str, "torch.Tensor"]
+"""Decoded elements of other storages, by the name of the field that gives the storage."""
+
+NO_COMPANIONS: Mapping[str, Any] = MappingProxyType({})
 
 
-class Codec(Hashable, Protocol):
-    """A frozen dataclass whose fields are the stored configuration.
+class Run(NamedTuple):
+    """``length`` elements of a copy, rounded from ``storage`` from element ``start`` on.
 
-    ``id`` names one byte layout for ever: a change of layout is a new id. ``measured_as`` names the statistics
-    that its error is reported in, and is None for a codec that makes none.
+    Without a storage they all have the bf16 bits ``start``: padding.
     """
 
-    id: ClassVar[str]
-    measured_as: ClassVar[Literal["weight", "moment"] | None]
+    storage: int | None
+    start: int
+    length: int
 
+
+class Copied(Protocol):
+    """The runs that a copy consists of, one after the other; ``numel`` elements in all."""
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """All runs, in the order of the copy."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the copy."""
+
+    def cut(self, first: int, count: int) -> Iterator[Run]:
+        """The runs of ``count`` elements from ``first`` on."""
+
+
+class CodeRange(NamedTuple):
+    """The part that holds a code for every element, and the smallest and the largest code."""
+
+    part: str
+    lowest: int
+    highest: int
+
+
+class Codec(ABC):
+    """Base of all codecs: frozen dataclasses whose fields are the stored configuration.
+
+    A codec defines ``id``, ``accepts``, ``layout`` and ``kernel``. All else has a default, which fits a codec that
+    loses nothing. ``id`` names one byte layout for ever: a change of layout is a new id.
+    """
+
+    __slots__ = ()
+
+    id: ClassVar[str]
+
+    measured_as: ClassVar[Literal["weight", "moment"] | None] = None
+    """The statistics that the error is reported in; None for a codec that makes none."""
+
+    measured_in_one_pass: ClassVar[bool] = False
+    """Whether ``error_stats_numba`` decodes and measures its parts."""
+
+    has_kernels: ClassVar[bool] = False
+    """Whether there are Triton and numba kernels beside the reference in torch."""
+
+    keeps_masters: ClassVar[bool] = False
+    """Whether fp32 elements come back so that they round to the same bf16 as before."""
+
+    upper_parts: ClassVar[tuple[str, ...]] = ()
+    """Parts from which ``upper`` gives the bf16 rounding of fp32 elements; () where only ``decode`` does."""
+
+    residual: ClassVar[tuple[str, DType] | None] = None
+    """Name and element type of the part that completes a bf16 weight to fp32."""
+
+    companions: ClassVar[Mapping[str, tuple[str, ...]]] = NO_COMPANIONS
+    """Other moments of the same parameter that encoding and decoding need, as they come back from the container.
+
+    By the name of a field, which holds the index of their storage in the container and is None before the plan sets
+    it: the slots that it may be taken from (``moment2``, ...), the first that the parameter has.
+    """
+
+    counts_elements: ClassVar[bool] = False
+    """Whether encoding and decoding depend on the index of an element in its storage."""
+
+    @abstractmethod
     def accepts(self, spec: TensorSpec) -> bool:
         """Whether the codec is defined for this element type and role."""
 
+    @abstractmethod
     def layout(self, spec: TensorSpec) -> dict[str, PartSpec]:
         """Element type and count of every part, from the specification alone.
 
@@ -36,8 +109,35 @@ class Codec(Hashable, Protocol):
         of 32 elements.
         """
 
-    def encode(self, x: torch.Tensor, *, backend: Backend | None = None) -> Parts:
-        """Parts of ``x``, taken flat in storage order. Raises RefusedError when ``x`` cannot be represented."""
+    def kernel(self, direction: Direction, backend: backends.Backend) -> Callable[..., None]:
+        """``encode(x, parts)``, which fills the parts of a flat tensor, or ``decode(parts, out)``, which fills ``out``.
+
+        The default is the function of that name in the module of the backend, beside that of the codec. A codec that
+        counts elements takes the index of the first as keyword ``first``, and each companion as keyword of its name.
+        """
+        return self._function(direction, backend)
+
+    def _function(self, name: str, backend: backends.Backend) -> Callable[..., Any]:
+        module = import_module(f"{type(self).__module__}.{'reference' if backend == 'torch' else backend}")
+        return cast("Callable[..., Any]", getattr(module, name))
+
+    def encode(
+        self,
+        x: torch.Tensor,
+        *,
+        backend: backends.Backend | None = None,
+        first: int = 0,
+        companions: Companions = NO_COMPANIONS,
+    ) -> Parts:
+        """Parts of ``x``, taken flat in storage order. Raises RefusedError when ``x`` cannot be represented.
+
+        ``first`` is the index of its first element in the storage; ``companions`` are flat, of the same elements.
+        """
+        from ckpt8.codecs import tiles
+
+        used = self._resolve(backend, x.device, x.numel())
+        keywords = partial(self._keywords, first, companions)
+        return tiles.encode(self, x, self.kernel("encode", used), keywords, in_tiles=used == "torch")
 
     def decode(
         self,
@@ -45,91 +145,69 @@ class Codec(Hashable, Protocol):
         spec: TensorSpec,
         *,
         out: torch.Tensor | None = None,
-        backend: Backend | None = None,
+        backend: backends.Backend | None = None,
+        first: int = 0,
+        companions: Companions = NO_COMPANIONS,
     ) -> torch.Tensor:
         """The flat tensor of ``spec.numel`` elements and ``spec.dtype`` that ``parts`` stand for.
 
-        It is written to ``out`` (flat, contiguous, of that type) when given.
+        It is written to ``out`` (flat, contiguous, of that type) when given. ``first`` and ``companions`` are those
+        of ``encode``.
         """
+        from ckpt8.codecs import tiles
 
+        used = self._resolve(backend, next(iter(parts.values())).device, spec.numel)
+        keywords = partial(self._keywords, first, companions)
+        return tiles.decode(self, parts, spec, out, self.kernel("decode", used), keywords, in_tiles=used == "torch")
 
-@lru_cache(maxsize=256)
-def pieces(codec: Codec, dtype: DType, numel: int, step: int = TILE) -> tuple[tuple[slice, Mapping[str, slice]], ...]:
-    """Cut a flat tensor into runs of ``step`` elements: the slice of each run, and its slice of every part."""
-    found = []
-    part_start = dict.fromkeys(codec.layout(TensorSpec("", Role.OTHER, dtype, (numel,))), 0)
-    for start in range(0, numel, step):
-        stop = min(start + step, numel)
-        run = codec.layout(TensorSpec("", Role.OTHER, dtype, (stop - start,)))
-        cuts = {name: slice(part_start[name], part_start[name] + part.numel) for name, part in run.items()}
-        found.append((slice(start, stop), cuts))
-        part_start = {name: cut.stop for name, cut in cuts.items()}
-    return tuple(found)
+    def _keywords(self, first: int, companions: Companions, run: slice) -> dict[str, Any]:
+        """The keywords that the kernel takes for the elements ``run``."""
+        found: dict[str, Any] = {name: companions[name][run] for name in self.companions}
+        if self.counts_elements:
+            found["first"] = first + run.start
+        return found
 
+    def _resolve(self, backend: backends.Backend | None, device: torch.device, numel: int) -> backends.Backend:
+        return backends.resolve(backend, device, numel) if self.has_kernels else backends.resolve(backend)
 
-def take(parts: Mapping[str, torch.Tensor], cuts: Mapping[str, slice]) -> Parts:
-    """Views of ``parts`` at ``cuts``."""
-    return {name: parts[name][cut] for name, cut in cuts.items()}
+    @property
+    def codes(self) -> CodeRange | None:
+        """The part that holds codes; None where no part holds one for every element."""
+        return None
 
+    @property
+    def stores_roots(self) -> bool:
+        """Whether it stores square roots, which its error is then measured in."""
+        return False
 
-def empty_parts(codec: Codec, spec: TensorSpec, device: torch.device) -> Parts:
-    """Uninitialised parts for a tensor of ``spec``."""
-    import torch
+    @property
+    def copied(self) -> Copied | None:
+        """The elements of other storages that it is a copy of; None for a codec that stores its elements."""
+        return None
 
-    return {
-        name: torch.empty(part.numel, dtype=part.dtype.torch, device=device)
-        for name, part in codec.layout(spec).items()
-    }
+    @property
+    def companion_storages(self) -> dict[str, int | None]:
+        """The storage of each companion, by the name of its field."""
+        return {name: getattr(self, name) for name in self.companions}
 
+    @classmethod
+    def defaults_for(cls, role: Role) -> dict[str, Any]:  # noqa: ARG003
+        """The fields that differ from their defaults for tensors of ``role``, where a rule does not give them."""
+        return {}
 
-def encode_tiles(
-    codec: Codec,
-    x: torch.Tensor,
-    spec: TensorSpec,
-    kernel: Callable[[torch.Tensor, Parts], None],
-    backend: Backend = "torch",
-) -> Parts:
-    """Run ``kernel(tile, parts of the tile)`` over the tiles of ``x``, which write into one set of parts.
+    def trains(self, key: StateKey) -> bool:  # noqa: ARG002
+        """Whether a packed optimizer can keep this part of its state with it."""
+        return False
 
-    Other kernels than torch's take a tensor whole.
-    """
-    flat = x.detach().reshape(-1)
-    parts = empty_parts(codec, spec, x.device)
-    if 0 < spec.numel <= TILE or backend != "torch":
-        kernel(flat, parts)
-        return parts
-    for run, cuts in pieces(codec, spec.dtype, spec.numel):
-        kernel(flat[run], take(parts, cuts))
-    return parts
+    def upper(self, parts: Parts) -> torch.Tensor:
+        """The bf16 rounding (nearest, ties to even) of the fp32 elements, flat, from ``upper_parts``."""
+        raise NotImplementedError
 
-
-def decode_tiles(
-    codec: Codec,
-    parts: Parts,
-    spec: TensorSpec,
-    out: torch.Tensor | None,
-    kernel: Callable[[Parts, torch.Tensor], None],
-    backend: Backend = "torch",
-) -> torch.Tensor:
-    """Run ``kernel(parts of the tile, tile of the result)`` over the tiles of the result.
-
-    Other kernels than torch's take a tensor whole.
-    """
-    import torch
-
-    if out is None:
-        device = next(iter(parts.values())).device
-        out = torch.empty(spec.numel, dtype=spec.dtype.torch, device=device)
-    if 0 < spec.numel <= TILE or backend != "torch":
-        kernel(parts, out)
-        return out
-    for run, cuts in pieces(codec, spec.dtype, spec.numel):
-        kernel(take(parts, cuts), out[run])
-    return out
+    def group_scales(self, parts: Parts) -> torch.Tensor | None:  # noqa: ARG002
+        """The fp32 scale of every group of 32, which the largest error is measured by; None without scales."""
+        return None
 
 
 def config_of(codec: Codec) -> dict[str, Any]:
     """The stored form of a codec: its id and its fields."""
-    from dataclasses import asdict
-
     return {"id": codec.id, **asdict(codec)}  # type: ignore[call-overload]

@@ -160,10 +160,10 @@ def weight_error(original: torch.Tensor, decoded: torch.Tensor) -> WeightError:
 def moment_error(
     original: torch.Tensor,
     decoded: torch.Tensor,
-    scales: torch.Tensor,
+    scales: torch.Tensor | None,
     roots: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> MomentError:
-    """Measure a flat fp32 tile of a moment. ``scales`` is the fp32 scale of each group of 32.
+    """Measure a flat fp32 tile of a moment. ``scales`` is the fp32 scale of each group of 32, if any.
 
     ``roots`` are the square roots of ``original`` and ``decoded`` for a second moment, else None.
     """
@@ -171,6 +171,8 @@ def moment_error(
 
     error = decoded - original
     noise, signal = _square_sum(error), _square_sum(original)
+    if scales is None:
+        return MomentError(noise, signal)
     if roots is not None:
         error = roots[1] - roots[0]
     short = -error.numel() % GROUP

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from ckpt8.codecs.base import NO_COMPANIONS, Codec, Companions, Run
 from ckpt8.core import backend as backends
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
@@ -26,20 +27,9 @@ if TYPE_CHECKING:
     import torch
 
 ROUNDED = "rounded"
-"""The one part that ``decode`` wants: the rounded masters, bf16. It is computed, never stored."""
+"""The one part that ``decode`` needs: the rounded masters, bf16. The reader computes it; it is never stored."""
 
 _LARGEST = 1 << 62
-
-
-class Run(NamedTuple):
-    """``length`` elements of the copy, rounded from ``storage`` from element ``start`` on.
-
-    Without a storage they all have the bf16 bits ``start``: padding.
-    """
-
-    storage: int | None
-    start: int
-    length: int
 
 
 def _run(value: Any) -> Run:
@@ -52,11 +42,10 @@ def _run(value: Any) -> Run:
 
 
 @dataclass(frozen=True)
-class Reference:
+class Reference(Codec):
     """``runs`` give the elements of the copy one after the other; storages by their index in the container."""
 
-    id: ClassVar[str] = "reference/1"
-    measured_as: ClassVar[Literal["weight", "moment"] | None] = None
+    id = "reference/1"
     runs: tuple[Run, ...] = ()
 
     def __post_init__(self) -> None:
@@ -72,8 +61,15 @@ class Reference:
         """Nothing is stored."""
         return {}
 
-    def encode(self, x: torch.Tensor, *, backend: backends.Backend | None = None) -> Parts:  # noqa: ARG002
-        """No parts. That ``x`` is what the masters give is checked before, see ``encoder.check_copy``."""
+    def encode(
+        self,
+        x: torch.Tensor,  # noqa: ARG002
+        *,
+        backend: backends.Backend | None = None,
+        first: int = 0,  # noqa: ARG002
+        companions: Companions = NO_COMPANIONS,  # noqa: ARG002
+    ) -> Parts:
+        """No parts. The compressor has checked before that ``x`` is what the masters give."""
         backends.resolve(backend)
         return {}
 
@@ -84,10 +80,17 @@ class Reference:
         *,
         out: torch.Tensor | None = None,
         backend: backends.Backend | None = None,
+        first: int = 0,  # noqa: ARG002
+        companions: Companions = NO_COMPANIONS,  # noqa: ARG002
     ) -> torch.Tensor:
-        """The copy, from the part ``rounded``, which whoever reads the masters has put together."""
+        """The copy, from the part ``rounded``, which the reader has put together from the masters."""
         backends.resolve(backend)
         return parts[ROUNDED].clone() if out is None else out.copy_(parts[ROUNDED])
+
+    @property
+    def copied(self) -> Reference:
+        """Its own runs."""
+        return self
 
     @property
     def numel(self) -> int:
@@ -107,12 +110,3 @@ class Reference:
             length = min(count, run.length - skipped)
             yield Run(run.storage, run.start if run.storage is None else run.start + skipped, length)
             at, first, count = at + 1, first + length, count - length
-
-
-def round_masters(x: torch.Tensor) -> torch.Tensor:
-    """Flat fp32 masters rounded to bf16, on any device."""
-    import torch
-
-    from ckpt8.codecs.split24.reference import upper_half
-
-    return upper_half(x.view(torch.int32)).view(torch.bfloat16)

@@ -14,11 +14,12 @@ import torch
 
 from ckpt8.checkpoint.meaning.update_rules import Confidence
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
-from ckpt8.codecs.rounded_copy import Reference, Run, round_masters
+from ckpt8.codecs.base import Copied, Run
+from ckpt8.codecs.split24.reference import round_masters
 from ckpt8.compressing.measure import ChunkMeter, UnitErrors
 from ckpt8.compressing.plan import Parameter, Stream, Unit
 from ckpt8.container import frames
-from ckpt8.container.copies import fill_padding
+from ckpt8.container.copy_reading import fill_padding
 from ckpt8.core.backend import for_checkpoint, on_cpu
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.files.crc import crc32
@@ -82,13 +83,13 @@ def read_tensor(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) ->
     return torch.frombuffer(buffer, dtype=ref.dtype.torch).as_strided(ref.shape, ref.stride, ref.offset)
 
 
-def check_copy(x: torch.Tensor, first: int, codec: Reference, master: Callable[[Run], torch.Tensor]) -> None:
-    """Raise RefusedError unless ``x``, elements from ``first`` on of a copy, is what ``codec`` gives, bit for bit.
+def check_copy(x: torch.Tensor, first: int, copied: Copied, master: Callable[[Run], torch.Tensor]) -> None:
+    """Raise RefusedError unless ``x``, elements from ``first`` on of a copy, is what ``copied`` gives, bit for bit.
 
     ``master`` gives the fp32 elements of a run where ``x`` is.
     """
     at = 0
-    for run in codec.cut(first, x.numel()):
+    for run in copied.cut(first, x.numel()):
         copy = x[at : at + run.length]
         if run.storage is None:
             expected = torch.empty_like(copy)
@@ -174,8 +175,8 @@ class ChunkEncoder:
         parts = []
         for stream, x in zip(unit.streams, originals, strict=True):
             try:
-                if isinstance(stream.codec, Reference):
-                    check_copy(x, chunk * frames.FRAME, stream.codec, partial(self.master, device=x.device))
+                if stream.codec.copied is not None:
+                    check_copy(x, chunk * frames.FRAME, stream.codec.copied, partial(self.master, device=x.device))
                 parts.append(stream.codec.encode(x, backend=on_cpu(self._backend, x.device)))
             except RefusedError as exc:
                 whose = "the state of its parameter " if len(unit.streams) > 1 else ""

@@ -24,10 +24,12 @@ import torch
 from ckpt8.checkpoint.meaning.deepspeed_partitions import Partitions, find_partitions
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, TensorRef
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS
-from ckpt8.codecs.rounded_copy import Reference, Run, round_masters
+from ckpt8.codecs.base import Run
+from ckpt8.codecs.rounded_copy import Reference
+from ckpt8.codecs.split24.reference import round_masters
 from ckpt8.compressing.plan import Plan, Stream, Unit
 from ckpt8.compressing.policy import Policy
-from ckpt8.container.copies import MASTER_CODECS, CopyCount, reference_problem
+from ckpt8.container.copies import CopyCount, reference_problem
 from ckpt8.container.frames import bytes_of
 from ckpt8.core.tensors import DType, Role
 
@@ -66,7 +68,7 @@ def refer_to_masters(plan: Plan, checkpoint: Checkpoint, members: Members, polic
         found = _tensor(tensor, streams[index])
         if found is not None and found.ref.dtype is DType.BFLOAT16:
             copies.append(found)
-        elif found is not None and found.stream.codec.id in MASTER_CODECS:
+        elif found is not None and found.stream.codec.keeps_masters:
             masters.append(found)
     if not copies or not masters:
         return

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ckpt8.checkpoint.meaning.update_rules import Confidence
-from ckpt8.codecs.base import TILE, pieces, take
-from ckpt8.codecs.companded8.reference import decode_scales
+from ckpt8.codecs.cutting import TILE, pieces, take
 from ckpt8.codecs.error_stats import (
     ErrorStats,
     MomentError,
@@ -23,7 +22,6 @@ from ckpt8.codecs.error_stats import (
     update_error,
     weight_error,
 )
-from ckpt8.codecs.split24 import Split24
 from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.container.frames import FRAME
 from ckpt8.core.backend import Backend, on_cpu, resolve
@@ -96,8 +94,9 @@ class ChunkMeter:
         streams, errors = self._unit.streams, self.errors
         tensors = [x[:done] for x in originals]
         parts = [take(p, _cuts(stream, length, done)[0]) for p, stream in zip(parts, streams, strict=True)]
-        if len(streams) == 1 and isinstance(streams[0].codec, Split24):
-            errors.streams[streams[0].index].merge(stats_numba.weight_error(tensors[0], parts[0], streams[0].codec))
+        only = streams[0].codec
+        if only.measured_as == "weight" and only.measured_in_one_pass and len(streams) == 1:
+            errors.streams[streams[0].index].merge(stats_numba.weight_error(tensors[0], parts[0], only))  # type: ignore[arg-type]
             return done
         rule = self._unit.parameter.rule if self._unit.parameter else None
         places = _adam_places(self._unit)
@@ -150,14 +149,14 @@ def _adam_places(unit: Unit) -> tuple[int, int] | None:
     if len(places) != 2 or moments.keys() != {"moment1", "moment2"}:
         return None
     first, second = places[moments["moment1"]], places[moments["moment2"]]
-    signs = [getattr(unit.streams[k].codec, "signed", None) for k in (first, second)]
-    exact = any(stream.spec.dtype is not DType.FLOAT32 for stream in unit.streams)
-    return None if exact or signs != [True, False] else (first, second)
+    roots = [unit.streams[k].codec.stores_roots for k in (first, second)]
+    fits = all(each.spec.dtype is DType.FLOAT32 and each.codec.measured_in_one_pass for each in unit.streams)
+    return (first, second) if fits and roots == [False, True] else None
 
 
 def _is_second(stream: Stream) -> bool:
     """Whether a stream is quantised as square roots, or divides an update by its own."""
-    return stream.spec.role is Role.MOMENT2 or getattr(stream.codec, "signed", True) is False
+    return stream.spec.role is Role.MOMENT2 or stream.codec.stores_roots
 
 
 def _stream_error(
@@ -169,5 +168,4 @@ def _stream_error(
 ) -> ErrorStats:
     if stream.codec.measured_as == "weight":
         return weight_error(x, y)
-
-    return moment_error(x, y, decode_scales(parts["scales"]), roots)
+    return moment_error(x, y, stream.codec.group_scales(parts), roots)

@@ -63,11 +63,8 @@ class Rule:
 
         None where the parameters do not suit the role.
         """
-        fields = dict(self.fields)
-        if self.codec is Companded8 and role is Role.MOMENT2:
-            fields = {"signed": False, "Q": 255, **fields}
         try:
-            codec: Codec = self.codec(**fields)
+            codec: Codec = self.codec(**{**self.codec.defaults_for(role), **self.fields})
         except UsageError:
             return None
         return codec

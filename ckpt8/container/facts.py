@@ -78,7 +78,8 @@ def total_errors(manifest: Manifest) -> dict[str, Any]:
 
 
 def _is_unknown(manifest: Manifest, parameter: ParameterRecord) -> bool:
-    lossy = any(manifest.storages[index].codec.get("id") != "lossless/1" for index in parameter.moments.values())
+    codecs = (codec_from_config(manifest.storages[index].codec) for index in parameter.moments.values())
+    lossy = any(codec.measured_as is not None for codec in codecs)
     return lossy and parameter.error is None
 
 

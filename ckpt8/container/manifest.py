@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
+from ckpt8.codecs import RELATIONS
 from ckpt8.container.header import DIRECTORY_VERSION, FILE_VERSION, REFERENCE_VERSION, check_version
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType, Role
@@ -56,7 +57,7 @@ class StorageRecord:
     @property
     def is_reference(self) -> bool:
         """Whether this is the rounded copy of masters that are storages of their own."""
-        return self.codec.get("id") == "reference/1"
+        return self.codec.get("id") in dict(RELATIONS)
 
     @property
     def stored_bytes(self) -> int:

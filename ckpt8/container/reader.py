@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt8.codecs import Codec, codec_from_config
-from ckpt8.codecs.rounded_copy import ROUNDED, Reference
+from ckpt8.codecs.rounded_copy import ROUNDED
 from ckpt8.container import frames, header, layout, manifest_text
-from ckpt8.container.copies import check_references, read_copy
+from ckpt8.container.copies import check_references
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import FrameTable, Manifest, StorageRecord, read_manifest
 from ckpt8.container.member_layout import check_members
@@ -182,8 +182,10 @@ class ContainerReader:
         record = self.manifest.storages[storage]
         spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
         codec = self.codec(storage)
-        if isinstance(codec, Reference):
-            return {ROUNDED: read_copy(self, codec.cut(chunk * frames.FRAME, spec.numel), spec.numel)}
+        if codec.copied is not None:
+            from ckpt8.container.copy_reading import read_copy
+
+            return {ROUNDED: read_copy(self, codec.copied.cut(chunk * frames.FRAME, spec.numel), spec.numel)}
         expected = codec.layout(spec)
         wanted = expected if only is None else [part for part in expected if part in only]
         return {part: self._read_part(storage, part, expected[part], chunk) for part in wanted}

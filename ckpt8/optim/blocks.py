@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ckpt8.codecs.base import TILE
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.codecs.companded8.reference import square_root
+from ckpt8.codecs.cutting import TILE
 
 Values = Mapping[str, torch.Tensor]
 """fp32 tensors by name: ``param``, ``grad`` and the state of the optimizer."""

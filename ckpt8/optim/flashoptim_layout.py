@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
+from ckpt8.codecs import codec_from_config
 from ckpt8.codecs.companded8.reference import as_groups, square_root
 from ckpt8.core.errors import UsageError
+from ckpt8.optim.master_weights import residual_dtype
 from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.optim.published_layouts import step_of
 from ckpt8.optim.state_conversion import StateDict, join_weight, moments_of, pack
@@ -85,7 +87,7 @@ def to_flashoptim(optimizer: PackedOptimizer, *, compress: bool = True) -> State
         for param, i in zip(live["params"], group["params"], strict=True):
             if not packed["state"].get(i):
                 continue
-            dtype = None if param.dtype == torch.float32 else _residual_type(group)
+            dtype = None if param.dtype == torch.float32 else residual_dtype(codec_from_config(group["master"]))
             width = max(width, 0 if dtype is None else 2 + dtype.itemsize)
             state[i] = _flash_state(optimizer, live, param, packed["state"][i], dtype, compress)
         arguments = {key: group[key] for key in ("params", "maximize", *optimizer.rule_arguments)}

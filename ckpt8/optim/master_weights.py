@@ -18,8 +18,6 @@ import torch
 
 from ckpt8.codecs import Codec
 from ckpt8.codecs.companded8.reference import QUIET_NAN
-from ckpt8.codecs.split24 import Split24
-from ckpt8.codecs.split32 import Split32
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.optim.rounding import weight_noise
@@ -31,7 +29,6 @@ CHECKS = "weight_checks"
 _MASK63 = (1 << 63) - 1
 _ODD = 0x9E3779B1
 _CHECKED = 1 << 20
-_RESIDUALS: dict[type, torch.dtype] = {Split24: torch.int8, Split32: torch.int16}
 
 
 def master_part(dtype: torch.dtype, codec: Codec) -> tuple[str, torch.dtype] | None:
@@ -41,9 +38,15 @@ def master_part(dtype: torch.dtype, codec: Codec) -> tuple[str, torch.dtype] | N
     if dtype == torch.float16:
         return "master", torch.float32
     if dtype == torch.bfloat16:
-        return "residual", _RESIDUALS[type(codec)]
+        return "residual", residual_dtype(codec)
     name = DType.from_label(str(dtype)).label
     raise UsageError(f"parameters of {name} cannot be trained; use float32, bfloat16 or float16")
+
+
+def residual_dtype(codec: Codec) -> torch.dtype:
+    """Element type of the residual of a bf16 parameter: int8 for split24, int16 for split32."""
+    assert codec.residual is not None  # noqa: S101 - as check_group has found
+    return codec.residual[1].torch
 
 
 def weight_check(param: torch.Tensor, first: int = 0) -> int:
@@ -79,8 +82,8 @@ def read_master(param: torch.Tensor, part: torch.Tensor | None, codec: Codec) ->
     if part.dtype == torch.float32:
         return part.clone()
     bits = param.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
-    if isinstance(codec, Split24):
-        d = part.float().mul_(32768).div_(codec.R).round_().clamp_(-32767, 32767).to(torch.int32)
+    if codec.codes is not None:
+        d = part.float().mul_(32768).div_(codec.codes.highest).round_().clamp_(-32767, 32767).to(torch.int32)
     else:
         d = part.to(torch.int32)
     # A parameter set to zero from outside may keep a negative residual.
@@ -99,14 +102,15 @@ def write_master(
         return
     raw = weight.view(torch.int32)
     mag = (raw & _MAGNITUDE).clamp_max_(QUIET_NAN)
-    if isinstance(codec, Split24):
+    if codec.codes is not None:
+        levels = codec.codes.highest
         hi = (mag >> 16).bitwise_and_(1).add_(mag).add_(0x7FFF).bitwise_right_shift_(16)
         d = mag.sub_(hi << 16)
         if bits is None:
-            rho = (d >> 31).add_(d.mul_(codec.R)).add_(16384).bitwise_right_shift_(15)
+            rho = (d >> 31).add_(d.mul_(levels)).add_(16384).bitwise_right_shift_(15)
         else:
-            rho = d.mul_(codec.R).add_(weight_noise(bits)).bitwise_right_shift_(15)
-        part.copy_(rho.clamp_(-codec.R, codec.R))
+            rho = d.mul_(levels).add_(weight_noise(bits)).bitwise_right_shift_(15)
+        part.copy_(rho.clamp_(-levels, levels))
     else:
         hi = (mag + 0x8000).bitwise_right_shift_(16)
         part.copy_(mag.sub_(hi << 16))

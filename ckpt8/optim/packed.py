@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from ckpt8.codecs import Codec, codec_from_config
-from ckpt8.codecs.base import TILE
+from ckpt8.codecs.cutting import TILE
 from ckpt8.codecs.split32 import Split32
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import is_small

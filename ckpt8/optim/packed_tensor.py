@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from ckpt8.codecs import Codec
 from ckpt8.codecs.companded8 import GROUP, Companded8
 from ckpt8.codecs.companded8 import reference as companding
-from ckpt8.codecs.lossless import Lossless
 from ckpt8.core.tensors import Parts
 from ckpt8.optim.blocks import Values
 from ckpt8.optim.contract import Layout
@@ -20,31 +20,31 @@ from ckpt8.optim.rounding import encode_second_moment, groups_of, random_bits
 
 def moment_layout(name: str, codec: Codec, shape: tuple[int, ...], numel: int) -> Layout:
     """Keys of the state of moment ``name``: itself in fp32, or ``_codes`` of the parameter's shape and ``_scales``."""
-    if not isinstance(codec, Companded8):
+    if codec.codes is None:
         return {name: (torch.float32, shape)}
-    codes = torch.int8 if codec.signed else torch.uint8
+    codes = torch.uint8 if codec.stores_roots else torch.int8
     return {f"{name}_codes": (codes, shape), f"{name}_scales": (torch.uint16, (groups_of(numel),))}
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """``parts``: ``{"values": fp32}`` or ``{"codes", "scales"}``, flat views of the stored tensors."""
+    """``parts``: ``{"values": fp32}``, without a codec, or ``{"codes", "scales"}``; flat views of what is stored."""
 
-    codec: Codec
+    codec: Companded8 | None
     parts: Parts
 
     @classmethod
     def of(cls, name: str, codec: Codec, state: dict[str, torch.Tensor]) -> Moment:
         """The moment ``name`` of a parameter's state: codes of ``codec``, or fp32 where the state has it so."""
         if name in state:
-            return cls(Lossless(), {"values": state[name].view(-1)})
+            return cls(None, {"values": state[name].view(-1)})
         keys = {"codes": f"{name}_codes", "scales": f"{name}_scales"}
-        return cls(codec, {part: state[key].view(-1) for part, key in keys.items()})
+        return cls(cast("Companded8", codec), {part: state[key].view(-1) for part, key in keys.items()})
 
     @property
     def needs_bits(self) -> bool:
         """Whether ``write`` rounds stochastically."""
-        return isinstance(self.codec, Companded8) and not self.codec.signed
+        return self.codec is not None and not self.codec.signed
 
     def _tile(self, start: int, stop: int) -> Parts:
         groups = slice(start // GROUP, groups_of(stop))
@@ -53,7 +53,7 @@ class Moment:
     def read(self, start: int, stop: int) -> torch.Tensor:
         """fp32 elements ``start`` (a multiple of 32) to ``stop``, in memory of their own."""
         parts = self._tile(start, stop)
-        if not isinstance(self.codec, Companded8):
+        if self.codec is None:
             return parts["values"].clone()
         out = torch.empty(stop - start, dtype=torch.float32, device=parts["codes"].device)
         if self.codec.signed:
@@ -65,7 +65,7 @@ class Moment:
     def write(self, start: int, stop: int, values: torch.Tensor, bits: torch.Tensor | None) -> None:
         """Store flat fp32 ``values``; ``bits`` are random int32 where ``needs_bits``, or None to round to nearest."""
         parts = self._tile(start, stop)
-        if not isinstance(self.codec, Companded8):
+        if self.codec is None:
             parts["values"].copy_(values)
         elif self.codec.signed:
             companding.compand_signed(values, parts, self.codec.Q)

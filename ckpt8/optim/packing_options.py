@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from ckpt8.codecs import Codec, codec_from_config, config_of, parse_codec
-from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.base import StateKey
 from ckpt8.codecs.lossless import Lossless
-from ckpt8.codecs.split24 import Split24
-from ckpt8.codecs.split32 import Split32
 from ckpt8.core.errors import UsageError
 from ckpt8.optim.master_weights import master_part
 
@@ -36,19 +34,11 @@ def as_codec(given: Any) -> Codec:
     return codec
 
 
-def _fits(key: str, codec: Codec) -> bool:
-    if key == "master":
-        return isinstance(codec, (Split24, Split32))
-    if isinstance(codec, Companded8):
-        return codec.signed == (key == "moment1")
-    return isinstance(codec, Lossless)
-
-
 def check_group(group: dict[str, Any]) -> None:
     """Replace the codecs of a group by their configurations. Raises UsageError for what cannot be trained."""
-    for key in ("master", "moment1", "moment2"):
+    for key in get_args(StateKey):
         codec = as_codec(group[key])
-        if not _fits(key, codec):
+        if not codec.trains(key):
             raise UsageError(f"{key}={group[key]!r}: this codec does not hold {key}")
         group[key] = config_of(codec)
     master = codec_from_config(group["master"])

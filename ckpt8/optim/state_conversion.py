@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from ckpt8.codecs import Codec, codec_from_config
-from ckpt8.codecs.split24 import Split24
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Parts
 from ckpt8.optim import published_layouts as foreign
-from ckpt8.optim.master_weights import read_master, write_master
+from ckpt8.optim.master_weights import read_master, residual_dtype, write_master
 from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.optim.packed_tensor import Moment, moment_layout
 
@@ -43,9 +42,7 @@ def split_weight(weight: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torc
     """The bf16 parameter and its residual (int8 for split24, int16 for split32), shaped as the fp32 ``weight``."""
     flat = weight.detach().float().contiguous().view(-1)
     param = torch.empty(flat.shape, dtype=torch.bfloat16, device=flat.device)
-    residual = torch.empty(
-        flat.shape, dtype=torch.int8 if isinstance(codec, Split24) else torch.int16, device=flat.device
-    )
+    residual = torch.empty(flat.shape, dtype=residual_dtype(codec), device=flat.device)
     write_master(flat, param, residual, codec, None)
     return param.view(weight.shape), residual.view(weight.shape)
 
@@ -63,8 +60,8 @@ def residual_of(master: torch.Tensor, param: torch.Tensor, codec: Codec) -> torc
     differs = ((bits ^ hi) < 0) & (hi & _MAGNITUDE != 0)
     if bool(((d.abs() > _HALF_STEP) | differs).any()):
         raise UsageError("the bf16 parameters are not the master weights rounded; set them with split_weight first")
-    if isinstance(codec, Split24):
-        residual = (d >> 31).add_(d.mul_(codec.R)).add_(16384).bitwise_right_shift_(15).to(torch.int8)
+    if codec.codes is not None:
+        residual = (d >> 31).add_(d.mul_(codec.codes.highest)).add_(16384).bitwise_right_shift_(15).to(torch.int8)
     else:
         residual = d.clamp_(-_HALF_STEP, _HALF_STEP - 1).to(torch.int16)
     return residual.view(param.shape)

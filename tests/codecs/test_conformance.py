@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ckpt8.codecs import CODECS, codec_class, codec_from_config, config_of, parse_codec
-from ckpt8.codecs.base import TILE
 from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.cutting import TILE
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
 from ckpt8.compressing.policy import PRESETS

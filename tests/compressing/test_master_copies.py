@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 
 import ckpt8
 from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
-from ckpt8.codecs.rounded_copy import Reference, Run, round_masters
+from ckpt8.codecs.rounded_copy import Reference, Run
 from ckpt8.codecs.split24 import Split24
+from ckpt8.codecs.split24.reference import round_masters
 from ckpt8.codecs.split32 import Split32
 from ckpt8.compressing import gpu_encoder as device_encoder
 from ckpt8.compressing.bundle_plan import plan_bundle

@@ -51,7 +51,7 @@ class StoredParts:
         index = self._index.get(ref.key)
         if index is None or self._reader.manifest.preset == "lossless" or ref.dtype not in _PACKABLE:
             return False
-        return self._reader.codec(index).id in ("lossless/1", "reference/1")
+        return self._reader.codec(index).measured_as is None
 
     def chunks(self, ref: TensorRef, *names: str) -> Iterator[tuple[int, Parts]]:
         """The named parts piece by piece, with the first element of each. Raises InputError for damage."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
-from ckpt8.codecs.base import decode_tiles, encode_tiles
-from ckpt8.core import backend as backends
+from ckpt8.codecs.base import Codec, CodeRange, Direction, StateKey
+from ckpt8.core.backend import Backend
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
 
@@ -26,15 +25,18 @@ GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Companded8:
+class Companded8(Codec):
     """``signed`` for first moments, else second moments.
 
     ``Q`` is the largest code, 1 to 127 signed and 1 to 255 unsigned. ``p`` is the power of phi for second moments:
     1, or 0.5 for the fourth root.
     """
 
-    id: ClassVar[str] = "companded8/1"
-    measured_as: ClassVar[Literal["weight", "moment"] | None] = "moment"
+    id = "companded8/1"
+    measured_as = "moment"
+    measured_in_one_pass = True
+    has_kernels = True
+
     signed: bool = True
     Q: int = 127
     p: float = 1
@@ -60,27 +62,32 @@ class Companded8:
             "scales": PartSpec(DType.UINT16, -(-spec.numel // GROUP)),
         }
 
-    def encode(self, x: torch.Tensor, *, backend: backends.Backend | None = None) -> Parts:
-        """Compand an fp32 or bf16 tensor. Raises RefusedError on NaN, Inf, a negative second moment, overflow."""
-        used = backends.resolve(backend, x.device, x.numel())
-        role = Role.MOMENT1 if self.signed else Role.MOMENT2
-        spec = TensorSpec("", role, DType.from_label(str(x.dtype)), tuple(x.shape))
-        return encode_tiles(self, x, spec, self._kernel("encode", used), used)
-
-    def decode(
-        self,
-        parts: Parts,
-        spec: TensorSpec,
-        *,
-        out: torch.Tensor | None = None,
-        backend: backends.Backend | None = None,
-    ) -> torch.Tensor:
-        """The moments, computed in fp32 and rounded to ``spec.dtype`` last."""
-        used = backends.resolve(backend, parts["codes"].device, spec.numel)
-        return decode_tiles(self, parts, spec, out, self._kernel("decode", used), used)
-
-    def _kernel(self, direction: str, backend: backends.Backend) -> Callable[..., Any]:
-        module = import_module(f"{__name__}.{'reference' if backend == 'torch' else backend}")
+    def kernel(self, direction: Direction, backend: Backend) -> Callable[..., None]:
+        """Computes in fp32. Refuses NaN, Inf, a negative second moment and a scale or maximum that overflows."""
         if self.signed:
-            return partial(getattr(module, f"{direction}_signed"), levels=self.Q)
-        return partial(getattr(module, f"{direction}_unsigned"), levels=self.Q, fourth_root=self.p != 1)
+            return partial(self._function(f"{direction}_signed", backend), levels=self.Q)
+        return partial(self._function(f"{direction}_unsigned", backend), levels=self.Q, fourth_root=self.p != 1)
+
+    @property
+    def codes(self) -> CodeRange:
+        """One code for every element."""
+        return CodeRange("codes", -self.Q if self.signed else 0, self.Q)
+
+    @property
+    def stores_roots(self) -> bool:
+        """Second moments: their square roots are quantised."""
+        return not self.signed
+
+    @classmethod
+    def defaults_for(cls, role: Role) -> dict[str, Any]:
+        """Second moments are unsigned."""
+        return {"signed": False, "Q": 255} if role is Role.MOMENT2 else {}
+
+    def trains(self, key: StateKey) -> bool:
+        """The moments of its kind."""
+        return key == ("moment1" if self.signed else "moment2")
+
+    def group_scales(self, parts: Parts) -> torch.Tensor:
+        """The stored scales."""
+        scales: torch.Tensor = self._function("decode_scales", "torch")(parts["scales"])
+        return scales

@@ -10,24 +10,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING
 
-from ckpt8.codecs.base import decode_tiles, encode_tiles
-from ckpt8.core import backend as backends
+from ckpt8.codecs.base import Codec, CodeRange, Direction, StateKey
+from ckpt8.core.backend import Backend
 from ckpt8.core.errors import UsageError
-from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
+from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Split24:
+class Split24(Codec):
     """``R`` is the number of residual levels a side: odd, 1 to 127."""
 
-    id: ClassVar[str] = "split24/1"
-    measured_as: ClassVar[Literal["weight", "moment"] | None] = "weight"
+    id = "split24/1"
+    measured_as = "weight"
+    measured_in_one_pass = True
+    has_kernels = True
+    keeps_masters = True
+    upper_parts = ("exponent", "mantissa")
+    residual = ("rho", DType.INT8)
+
     R: int = 127
 
     def __post_init__(self) -> None:
@@ -47,24 +52,21 @@ class Split24:
             "rho": PartSpec(DType.INT8, n),
         }
 
-    def encode(self, x: torch.Tensor, *, backend: backends.Backend | None = None) -> Parts:
-        """Split an fp32 tensor. Raises RefusedError on NaN, Inf and values outside the range of bf16."""
-        used = backends.resolve(backend, x.device, x.numel())
-        spec = TensorSpec("", Role.WEIGHT, DType.FLOAT32, tuple(x.shape))
-        return encode_tiles(self, x, spec, self._kernel("encode", used), used)
+    def kernel(self, direction: Direction, backend: Backend) -> Callable[..., None]:
+        """Refuses NaN, Inf and values outside the range of bf16."""
+        return partial(self._function(direction, backend), levels=self.R)
 
-    def decode(
-        self,
-        parts: Parts,
-        spec: TensorSpec,
-        *,
-        out: torch.Tensor | None = None,
-        backend: backends.Backend | None = None,
-    ) -> torch.Tensor:
-        """The fp32 tensor, each value within the error of the layout."""
-        used = backends.resolve(backend, parts["rho"].device, spec.numel)
-        return decode_tiles(self, parts, spec, out, self._kernel("decode", used), used)
+    @property
+    def codes(self) -> CodeRange:
+        """The residuals."""
+        return CodeRange("rho", -self.R, self.R)
 
-    def _kernel(self, direction: str, backend: backends.Backend) -> Callable[..., Any]:
-        module = import_module(f"{__name__}.{'reference' if backend == 'torch' else backend}")
-        return partial(getattr(module, direction), levels=self.R)
+    def trains(self, key: StateKey) -> bool:
+        """Master weights."""
+        return key == "master"
+
+    def upper(self, parts: Parts) -> torch.Tensor:
+        """``hi``, which both planes hold as it is."""
+        from ckpt8.codecs.split24.reference import joined_planes
+
+        return joined_planes(parts).view(DType.BFLOAT16.torch)

@@ -33,6 +33,11 @@ def upper_half(bits: torch.Tensor) -> torch.Tensor:
     return (bits >> 16).bitwise_and_(1).add_(bits).add_(0x7FFF).bitwise_right_shift_(16).to(torch.int16)
 
 
+def round_masters(x: torch.Tensor) -> torch.Tensor:
+    """Flat fp32 masters rounded to bf16, on any device."""
+    return upper_half(x.view(torch.int32)).view(torch.bfloat16)
+
+
 def joined_planes(parts: Parts) -> torch.Tensor:
     """The bits of bf16, int16, of the planes ``exponent`` and ``mantissa``."""
     # As int8 the sign on top of the mantissa is carried all the way up: of the copies one is kept.

@@ -7,22 +7,18 @@ each, and ``residual``, int16. It refuses what split24 refuses. The arithmetic i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ckpt8.codecs.base import decode_tiles, encode_tiles
-from ckpt8.core import backend as backends
-from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
-
-if TYPE_CHECKING:
-    import torch
+from ckpt8.codecs.base import Codec, StateKey
+from ckpt8.core.tensors import DType, PartSpec, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Split32:
+class Split32(Codec):
     """Has no parameters."""
 
-    id: ClassVar[str] = "split32/1"
-    measured_as: ClassVar[Literal["weight", "moment"] | None] = None
+    id = "split32/1"
+    keeps_masters = True
+    residual = ("residual", DType.INT16)
 
     def accepts(self, spec: TensorSpec) -> bool:
         """Tensors of fp32."""
@@ -37,24 +33,6 @@ class Split32:
             "residual": PartSpec(DType.INT16, n),
         }
 
-    def encode(self, x: torch.Tensor, *, backend: backends.Backend | None = None) -> Parts:
-        """Split an fp32 tensor. Raises RefusedError on NaN, Inf and values outside the range of bf16."""
-        from ckpt8.codecs.split32 import reference
-
-        backends.resolve(backend)
-        spec = TensorSpec("", Role.WEIGHT, DType.FLOAT32, tuple(x.shape))
-        return encode_tiles(self, x, spec, reference.encode)
-
-    def decode(
-        self,
-        parts: Parts,
-        spec: TensorSpec,
-        *,
-        out: torch.Tensor | None = None,
-        backend: backends.Backend | None = None,
-    ) -> torch.Tensor:
-        """The fp32 tensor, bit for bit."""
-        from ckpt8.codecs.split32 import reference
-
-        backends.resolve(backend)
-        return decode_tiles(self, parts, spec, out, reference.decode)
+    def trains(self, key: StateKey) -> bool:
+        """Master weights."""
+        return key == "master"

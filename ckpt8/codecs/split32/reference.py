@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from ckpt8.codecs.split24.reference import FIRST_OVERFLOW
+from ckpt8.codecs.split24.reference import FIRST_OVERFLOW, REFUSAL
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
 
@@ -26,7 +26,7 @@ def encode(x: torch.Tensor, out: Parts) -> None:
     bits = x.view(torch.int32)
     mag = bits & 0x7FFFFFFF
     if int(mag.amax()) >= FIRST_OVERFLOW:
-        raise RefusedError("holds NaN, Inf or a value outside the range of bf16")
+        raise RefusedError(REFUSAL)
     hi = (mag + 0x8000).bitwise_right_shift_(16)
     out["residual"].copy_(mag.sub_(hi << 16))
     out["exponent"].copy_(hi >> 7)

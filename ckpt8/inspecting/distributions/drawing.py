@@ -9,9 +9,7 @@ import torch
 
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule
 from ckpt8.codecs import Codec, config_of
-from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.error_stats import root
-from ckpt8.codecs.split24 import Split24
 from ckpt8.compressing.plan import Parameter
 from ckpt8.container.facts import codec_name
 from ckpt8.core.tensors import Parts, Role, TensorSpec
@@ -22,7 +20,7 @@ _COUNTED = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
 
 def is_counted(spec: TensorSpec, codec: Codec) -> bool:
     """Whether a storage has a part in the distributions: weights and moments in floats, and no copies of weights."""
-    return spec.role in _COUNTED and spec.dtype.is_plane_float and spec.numel > 0 and codec.id != "reference/1"
+    return spec.role in _COUNTED and spec.dtype.is_plane_float and spec.numel > 0 and codec.copied is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +60,8 @@ def draws_updates(rule: UpdateRule | None) -> bool:
 
 
 def _codes(piece: Piece) -> tuple[str, Codes] | None:
-    match piece.codec:
-        case Companded8(signed=signed, Q=top):
-            return "codes", Codes.of(piece.parts["codes"], -top if signed else 0, top)
-        case Split24(R=top):
-            return "rho", Codes.of(piece.parts["rho"], -top, top)
-    return None
+    codes = piece.codec.codes
+    return None if codes is None else (codes.part, Codes.of(piece.parts[codes.part], codes.lowest, codes.highest))
 
 
 def _update(parameter: Parameter, values: Mapping[int, torch.Tensor]) -> torch.Tensor:

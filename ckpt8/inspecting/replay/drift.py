@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ckpt8.codecs.base import TILE
+from ckpt8.codecs.cutting import TILE
 
 
 @dataclass(slots=True)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ckpt8.codecs.companded8 import Companded8
-from ckpt8.codecs.split24 import Split24
+from ckpt8.codecs import Codec
 from ckpt8.core import backend
 from ckpt8.core.errors import UsageError
 from ckpt8.optim.contract import PackedState
@@ -173,7 +172,7 @@ class Fused:
             raise UsageError(f"the state of parameter {index} is not on {str(param.device)!r}, where the parameter is")
         tensors = [param, None if part is None else state[part[0]], *_parts(first), *_parts(second)]
         addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        fourth_root = second is not None and isinstance(second.codec, Companded8) and second.codec.p != 1
+        fourth_root = second is not None and second.codec is not None and second.codec.p != 1
         aligned = not any(address % 16 for address in addresses)
         levels = _levels(first), _levels(second)
         layout = Layout(*_weight(param.dtype, codec), str(param.dtype), *levels, fourth_root, aligned)
@@ -185,12 +184,12 @@ class Fused:
         return layout, Row(addresses, state["step"].data_ptr(), param.numel(), stream, whole, shape)
 
 
-def _weight(dtype: torch.dtype, codec: Any) -> tuple[str, int]:
+def _weight(dtype: torch.dtype, codec: Codec) -> tuple[str, int]:
     if dtype == torch.float32:
         return "fp32", 0
     if dtype == torch.float16:
         return "fp16", 0
-    return ("split24", codec.R) if isinstance(codec, Split24) else ("split32", 0)
+    return ("split32", 0) if codec.codes is None else ("split24", codec.codes.highest)
 
 
 def _parts(moment: Moment | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -201,7 +200,7 @@ def _parts(moment: Moment | None) -> tuple[torch.Tensor | None, torch.Tensor | N
 
 
 def _levels(moment: Moment | None) -> int:
-    return moment.codec.Q if moment is not None and isinstance(moment.codec, Companded8) else 0
+    return moment.codec.Q if moment is not None and moment.codec is not None else 0
 
 
 def _on(value: Any, device: torch.device) -> Any:

@@ -69,8 +69,8 @@ class ResidualFill:
 
     def fill(self, streamer: Streamer) -> None:
         """Copy the residual, or split the values."""
-        name = "rho" if self.residual.dtype == torch.int8 else "residual"
         if self.stored is not None:
+            name, _ = _residual(self.codec)
             for start, given in self.stored.chunks(self.ref, name):
                 assign(self.residual, start, given[name])
             return
@@ -100,8 +100,14 @@ class RoundedFill:
             return
         for start, values in streamer.values(self.ref):
             for at, piece in _cut(values):
-                residual = torch.empty_like(piece, dtype=torch.int8 if self.codec.id == "split24/1" else torch.int16)
+                residual = torch.empty_like(piece, dtype=_residual(self.codec)[1])
                 assign(target, start + at, _split(piece, residual, self.codec))
+
+
+def _residual(codec: Codec) -> tuple[str, torch.dtype]:
+    """Name and element type of the part that completes a bf16 weight."""
+    assert codec.residual is not None  # noqa: S101 - the group was checked
+    return codec.residual[0], codec.residual[1].torch
 
 
 def _split(weights: torch.Tensor, residual: torch.Tensor, codec: Codec) -> torch.Tensor:

@@ -25,7 +25,7 @@ from ckpt8.checkpoint.sources.stored_parts import StoredParts
 from ckpt8.checkpoint.sources.values import Fill, Streamer
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs import Codec, codec_from_config, config_of
-from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.base import StateKey
 from ckpt8.core.errors import UsageError
 from ckpt8.optim import published_layouts as foreign
 from ckpt8.optim.master_weights import weight_check
@@ -115,24 +115,20 @@ class PackedPlanner:
         else:
             taken = foreign.packed_group(hyper, self.optimizer.rule_id, self.optimizer.rule_arguments)
             group = {**live, **restored({**added_by_others(hyper), **taken}, live)}
-            for kind in ("moment1", "moment2"):
+            kinds: tuple[StateKey, ...] = ("moment1", "moment2")
+            for kind in kinds:
                 group[kind] = self._common_codec(group, kind, states)
         check_group(group)
         return group
 
-    def _common_codec(self, group: dict[str, Any], kind: str, states: Sequence[Any]) -> dict[str, Any]:
+    def _common_codec(self, group: dict[str, Any], kind: StateKey, states: Sequence[Any]) -> dict[str, Any]:
         """The configuration of most of the stored codes that can be trained on, else the optimizer's own."""
-        mine = codec_from_config(group[kind])
+        mine = codec_from_config(group[kind]).codes
         found: Counter[Codec] = Counter()
         for state in states:
             for ref in state.values() if isinstance(state, dict) else ():
                 codec = self._codec(ref)
-                if (
-                    isinstance(codec, Companded8)
-                    and isinstance(mine, Companded8)
-                    and codec.signed == mine.signed
-                    and codec.Q >= mine.Q
-                ):
+                if mine and codec and codec.trains(kind) and codec.codes and codec.codes.highest >= mine.highest:
                     found[codec] += 1
         return config_of(found.most_common(1)[0][0]) if found else dict(group[kind])
 
