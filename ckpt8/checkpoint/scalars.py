@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from math import prod
 
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
 from ckpt8.core.tensors import DType
@@ -20,7 +19,7 @@ def read_scalar(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) ->
     """The value of a tensor of one element in ``storage``, or None where it is not a plain number."""
     code = _SCALARS.get(ref.dtype)
     position = ref.offset * ref.dtype.itemsize
-    if code is None or prod(ref.shape) != 1 or position + ref.dtype.itemsize > storage.nbytes:
+    if code is None or ref.numel != 1 or position + ref.dtype.itemsize > storage.nbytes:
         return None
     buffer = bytearray(ref.dtype.itemsize)
     checkpoint.read_into(storage.offset + position, memoryview(buffer))

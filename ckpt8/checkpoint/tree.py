@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from ckpt8.core.files.source_file import ByteRange, SourceFile
-from ckpt8.core.tensors import DType, Role
+from ckpt8.core.tensors import DType, Role, Strided
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class StorageRef:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TensorRef:
+class TensorRef(Strided):
     """A strided tensor over a storage. ``offset`` and ``stride`` are in elements of ``dtype``.
 
     ``conj`` and ``neg``: its values are the conjugate, or the negative, of what the storage holds.
@@ -56,16 +56,6 @@ class TensorRef:
     stride: tuple[int, ...]
     conj: bool = False
     neg: bool = False
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the elements follow each other in the storage in the order of the dimensions."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ class _Tensor:
 
     @property
     def count(self) -> int:
-        return prod(self.ref.shape)
+        return self.ref.numel
 
 
 def refer_to_masters(plan: Plan, checkpoint: Checkpoint, members: Members, policy: Policy) -> None:
@@ -89,7 +88,7 @@ def _tensor(tensor: NamedTensor, stream: Stream) -> _Tensor | None:
         and ref.dtype in (DType.BFLOAT16, DType.FLOAT32)
         and ref.is_contiguous
         and not (ref.conj or ref.neg)
-        and prod(ref.shape) > 0
+        and ref.numel > 0
     )
     return _Tensor(tensor.name, ref, stream) if usable else None
 
@@ -261,8 +260,8 @@ def _whole(
     whole: list[Run] = []
     reached, numel = 0, stream.spec.numel
     for ref in sorted(views, key=lambda ref: (ref.offset, ref not in runs)):
-        stop = ref.offset + sum((n - 1) * step for n, step in zip(ref.shape, ref.stride, strict=True)) + 1
-        if stop <= reached or not prod(ref.shape):
+        stop = ref.offset + ref.span
+        if stop <= reached or not ref.span:
             continue
         if ref not in runs or ref.offset < reached:
             return None

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ckpt8.codecs import RELATIONS
 from ckpt8.container.header import DIRECTORY_VERSION, FILE_VERSION, REFERENCE_VERSION, check_version
 from ckpt8.core.errors import InputError
-from ckpt8.core.tensors import DType, Role
+from ckpt8.core.tensors import DType, Role, Strided
 
 T = TypeVar("T")
 _LARGEST = 1 << 62
@@ -66,7 +66,7 @@ class StorageRecord:
 
 
 @dataclass(slots=True)
-class TensorRecord:
+class TensorRecord(Strided):
     """A strided view of a storage; ``offset`` and ``stride`` in elements of ``dtype``.
 
     ``flags`` are ``conj`` and ``neg``: the values are the conjugate, or the negative, of what is stored.

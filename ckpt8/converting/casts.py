@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
 
 from ckpt8.checkpoint.sources.composite import Composite, cut, put
@@ -30,7 +29,7 @@ class Cast:
     @property
     def nbytes(self) -> int:
         """Size of the result."""
-        return prod(self.ref.shape) * self.dtype.itemsize
+        return self.ref.numel * self.dtype.itemsize
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``. Raises InputError, and UsageError where a finite value would become infinite in fp16."""

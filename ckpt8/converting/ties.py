@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from math import prod
 
 from ckpt8.checkpoint.meaning.state_dicts import find
 from ckpt8.checkpoint.sources.composite import Composite
@@ -50,5 +49,5 @@ def tie_again(data: Composite) -> None:
 
 def _mark(data: Composite, ref: TensorRef) -> object:
     """What two equal tensors have in common, and others rarely."""
-    first = data.elements(ref, 0, min(prod(ref.shape), _SAMPLE))
+    first = data.elements(ref, 0, min(ref.numel, _SAMPLE))
     return ref.shape, ref.dtype, bytes(bytes_of(first))

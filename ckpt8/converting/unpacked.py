@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any, cast
 
 from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
@@ -45,7 +44,7 @@ class PackedMoment:
     @property
     def nbytes(self) -> int:
         """Size of the moment."""
-        return prod(self.codes.shape) * _FP32
+        return self.codes.numel * _FP32
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``; the offset is that of the first element of a group. Raises InputError."""
@@ -69,7 +68,7 @@ class JoinedWeight:
     @property
     def nbytes(self) -> int:
         """Size of the weight."""
-        return prod(self.weight.shape) * _FP32
+        return self.weight.numel * _FP32
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``. Raises InputError."""
@@ -138,8 +137,8 @@ def _moments(data: Composite, state: Mapping[str, Any], group: Mapping[str, Any]
             codes, scales = state[f"{name}_codes"], state[f"{name}_scales"]
             data.check_extent(name, codes)
             data.check_extent(name, scales)
-            if -(-prod(codes.shape) // GROUP) != prod(scales.shape):
-                raise ValueError(f"{name} has {prod(scales.shape)} scales for {prod(codes.shape)} codes")
+            if -(-codes.numel // GROUP) != scales.numel:
+                raise ValueError(f"{name} has {scales.numel} scales for {codes.numel} codes")
             region = PackedMoment(data, name, codes, scales, codec_from_config(group[kind]))
             found[name] = data.tensor(region, DType.FLOAT32, codes.shape)
         elif name in state:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
 from ckpt8.checkpoint.sources.composite import Composite
@@ -57,7 +55,7 @@ def model_weights(data: Composite, model: Candidate, types: WeightTypes, report:
     names: dict[tuple[object, ...], list[str]] = {}
     for name, ref in named.items():
         # An empty tensor has no place that it could share.
-        identity = (ref.key, ref.offset, ref.shape, ref.stride, ref.dtype) if prod(ref.shape) else (name,)
+        identity = (ref.key, ref.offset, ref.shape, ref.stride, ref.dtype) if ref.numel else (name,)
         names.setdefault(identity, []).append(name)
     kept = {_kept(tied) for tied in names.values()}
     report.aliases += [name for name in named if name not in kept]

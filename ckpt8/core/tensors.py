@@ -6,6 +6,7 @@ This module does not import torch: the manifest of a ``.ckpt8`` can be shown wit
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -112,6 +113,42 @@ class TensorSpec:
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+
+class Strided:
+    """Base of what describes a strided tensor over a storage; ``stride`` is in elements of ``dtype``."""
+
+    __slots__ = ()
+
+    dtype: DType
+    shape: Sequence[int]
+    stride: Sequence[int]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the elements in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def span(self) -> int:
+        """Elements of the storage from the first that the tensor has to the last; 0 for an empty tensor."""
+        reach = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        return 0 if 0 in self.shape else reach + 1
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements follow each other in the storage in the order of the dimensions."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
 
 
 @dataclass(frozen=True, slots=True)

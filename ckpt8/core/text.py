@@ -45,8 +45,11 @@ def size(count: float) -> str:
     return f"{count:.2f} TB"
 
 
-def percent(fraction: float) -> str:
-    """A share of all, rounded down: what is less than all is never shown as 100 %, and what is there never as 0 %."""
+def percent(part: float, whole: float = 1) -> str:
+    """A share of ``whole``, rounded down: less than all is never 100 %, more than nothing never 0 %. ``-`` of nothing."""
+    if not whole:
+        return "-"
+    fraction = part / whole
     if 0 < fraction < 0.001:
         return "<0.1 %"
     return "0 %" if fraction <= 0 else "100 %" if fraction >= 1 else f"{int(fraction * 1000) / 10:.1f} %"

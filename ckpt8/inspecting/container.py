@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +78,7 @@ def _unread(manifest: Manifest) -> dict[str, Any]:
     seen: Counter[int] = Counter()
     for tensor in manifest.tensors:
         if tensor.dtype.is_floating:
-            seen[tensor.storage] += math.prod(tensor.shape)
+            seen[tensor.storage] += tensor.numel
     count = sum(min(numel, manifest.storages[index].numel) for index, numel in seen.items())
     return {"flags": [], "sample": {"elements": 0, "of": count, "full": count == 0}}
 

@@ -231,13 +231,13 @@ class _Salvaging:
 
     def _lost_elements(self, tensor: TensorRecord) -> list[list[int]]:
         """Runs of lost elements of its storage that a tensor has a part in, in elements of its type."""
-        if 0 in tensor.shape:
+        if not tensor.span:
             return []
-        last = tensor.offset + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
+        end = tensor.offset + tensor.span
         record = self._manifest.storages[tensor.storage]
         size, item = record.dtype.itemsize, tensor.dtype.itemsize
         runs = [(start * size // item, -(-stop * size // item)) for start, stop in self._lost_runs(tensor.storage)]
-        return [[start, stop] for start, stop in runs if start <= last and stop > tensor.offset]
+        return [[start, stop] for start, stop in runs if start < end and stop > tensor.offset]
 
     def _lost_runs(self, storage: int) -> Iterator[tuple[int, int]]:
         """Runs of elements of a storage."""

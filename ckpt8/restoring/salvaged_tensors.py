@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -35,16 +34,15 @@ class TensorFile:
         if tensor.flags or tensor.dtype not in _LABELS or tensor.name == "__metadata__":
             return False
         nbytes = self._reader.manifest.storages[tensor.storage].nbytes
-        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
-        fits = 0 in tensor.shape or (tensor.offset + reach + 1) * tensor.dtype.itemsize <= nbytes
-        return fits and _nbytes(tensor) <= nbytes
+        fits = not tensor.span or (tensor.offset + tensor.span) * tensor.dtype.itemsize <= nbytes
+        return fits and tensor.nbytes <= nbytes
 
     def write(self, descriptor: int, guard: Guard) -> None:
         """Write the file from its start. Raises OutputError."""
         entries: dict[str, Any] = {}
         position = 0
         for tensor in self._tensors:
-            stop = position + _nbytes(tensor)
+            stop = position + tensor.nbytes
             entries[tensor.name] = {
                 "dtype": _LABELS[tensor.dtype],
                 "shape": tensor.shape,
@@ -65,14 +63,14 @@ class TensorFile:
 
     def _content(self, tensor: TensorRecord) -> Iterator[torch.Tensor]:
         """The elements in the order of the dimensions; chunk by chunk where they are stored in that order."""
-        if not _nbytes(tensor):
+        if not tensor.nbytes:
             return
-        if not _is_plain(tensor):
+        if not tensor.is_contiguous:
             flat = decode_storage(self._reader, tensor.storage).view(tensor.dtype.torch)
             yield flat.as_strided(tensor.shape, tensor.stride, tensor.offset).contiguous()
             return
         start = tensor.offset * tensor.dtype.itemsize
-        yield from self._bytes(tensor.storage, start, start + _nbytes(tensor))
+        yield from self._bytes(tensor.storage, start, start + tensor.nbytes)
 
     def _bytes(self, storage: int, start: int, stop: int) -> Iterator[torch.Tensor]:
         record = self._reader.manifest.storages[storage]
@@ -82,17 +80,3 @@ class TensorFile:
             content = host_bytes(spec.numel * spec.dtype.itemsize)
             self._reader.decode_chunk(storage, chunk, content.view(spec.dtype.torch))
             yield content[max(start - chunk * step, 0) : stop - chunk * step]
-
-
-def _nbytes(tensor: TensorRecord) -> int:
-    return prod(tensor.shape) * tensor.dtype.itemsize
-
-
-def _is_plain(tensor: TensorRecord) -> bool:
-    """Whether the elements follow each other in the storage in the order of the dimensions."""
-    expected = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 from ckpt8.checkpoint.meaning.roles import ParameterState, short_name
@@ -52,7 +51,7 @@ def _slices(owned: list[JointState]) -> list[ParameterState]:
     shared: dict[str, Any] = {}
     for each in owned:
         places[each.slice.place][each.slice.key.key] = each
-        shared[each.slice.key.key] = each.ref if each.slice.whole and prod(each.ref.shape) == 1 else UNKNOWN
+        shared[each.slice.key.key] = each.ref if each.slice.whole and each.ref.numel == 1 else UNKNOWN
         if each.slice.whole:
             places[WHOLE][each.slice.key.key] = each
     wholes = places.pop(WHOLE, {})

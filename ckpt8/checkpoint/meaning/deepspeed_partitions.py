@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from math import prod
 from typing import Any
 
 from ckpt8.checkpoint.tree import Inert, TensorRef
@@ -51,7 +50,7 @@ def find_partitions(members: Iterable[tuple[str, Any]]) -> Partitions:
 
 
 def _numel(ref: TensorRef) -> int:
-    return prod(ref.shape)
+    return ref.numel
 
 
 def _at(tree: Any, key: str) -> Any:

@@ -137,19 +137,19 @@ class Composite:
 
     def blocks(self, ref: TensorRef) -> Iterator[torch.Tensor]:
         """All elements of a tensor, flat, block by block. Raises InputError."""
-        count = prod(ref.shape)
+        count = ref.numel
         for start in range(0, count, BLOCK):
             yield self.elements(ref, start, min(start + BLOCK, count))
 
     def check_extent(self, name: str, ref: TensorRef) -> None:
         """Raise InputError for a tensor that repeats elements of its storage: a few bytes could fill a disk."""
-        if prod(ref.shape) * ref.dtype.itemsize > max(self._places[ref.key].nbytes, FRAME):
+        if ref.nbytes > max(self._places[ref.key].nbytes, FRAME):
             raise InputError(f"{self.label}: {name}: has more elements than are stored (it was expanded)")
 
 
 def _rows(ref: TensorRef, start: int, stop: int) -> Iterator[TensorRef]:
     """The parts of a tensor that make up its elements ``start`` to ``stop``: whole rows, and parts of rows."""
-    if (start, stop) == (0, prod(ref.shape)):
+    if (start, stop) == (0, ref.numel):
         yield ref
         return
     inner = prod(ref.shape[1:])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from math import prod
 
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef
 from ckpt8.codecs import Codec
@@ -39,7 +38,7 @@ class StoredParts:
         if index is None or ref.offset or not ref.is_contiguous:
             return None
         record = self._reader.manifest.storages[index]
-        return index if (record.dtype, record.numel) == (ref.dtype, prod(ref.shape)) else None
+        return index if (record.dtype, record.numel) == (ref.dtype, ref.numel) else None
 
     def codec(self, ref: TensorRef) -> Codec | None:
         """What ``ref`` is stored with, or None where it has no parts of its own."""
@@ -58,5 +57,5 @@ class StoredParts:
         index = self._whole(ref)
         assert index is not None  # noqa: S101
         read = partial(self._reader.read_parts, index, only=names)
-        for chunk, parts in enumerate(self._workers.map(read, range(layout.chunk_count(prod(ref.shape))))):
+        for chunk, parts in enumerate(self._workers.map(read, range(layout.chunk_count(ref.numel)))):
             yield chunk * FRAME, parts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from math import prod
 from typing import Protocol
 
 import torch
@@ -54,7 +53,7 @@ class Streamer:
         A piece starts at a multiple of PIECE and is valid until the next.
         """
         if ref.is_contiguous:
-            for start, stop in _pieces(0, prod(ref.shape)):
+            for start, stop in _pieces(0, ref.numel):
                 yield start, self._read(ref, ref.offset + start, stop - start).float()
         else:
             whole = torch.empty(ref.shape, dtype=ref.dtype.torch, device="cpu")
@@ -84,7 +83,7 @@ class Streamer:
             self.copy(one, first)
             self.copy(other, second)
             return torch.equal(_bytes(first), _bytes(second))
-        for start, stop in _pieces(0, prod(one.shape)):
+        for start, stop in _pieces(0, one.numel):
             first = self._read(one, one.offset + start, stop - start).clone()
             if not torch.equal(_bytes(first), _bytes(self._read(other, other.offset + start, stop - start))):
                 return False
@@ -99,10 +98,9 @@ class Streamer:
 
     def _copy_strided(self, ref: TensorRef, target: torch.Tensor) -> None:
         """Overlapping, expanded, or with gaps: cut along the longest stride until what it spans is small."""
-        span = sum((n - 1) * step for n, step in zip(ref.shape, ref.stride, strict=True)) + 1
         dims = [dim for dim, n in enumerate(ref.shape) if n > 1]
-        if span <= PIECE or not dims:
-            values = self._read(ref, ref.offset, span)
+        if ref.span <= PIECE or not dims:
+            values = self._read(ref, ref.offset, ref.span)
             target.copy_(values.as_strided(ref.shape, ref.stride))
             return
         dim = max(dims, key=lambda dim: ref.stride[dim])

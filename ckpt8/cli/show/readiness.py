@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ckpt8.core.text import percent
 from ckpt8.inspecting.readiness.casting import RAW, SCALED
-from ckpt8.inspecting.readiness.verdicts import PLURALS, percent, snr, snr_text
+from ckpt8.inspecting.readiness.verdicts import PLURALS, snr, snr_text
 
 _WIDE = 100
 """Columns from which on raw and scaled figures stand side by side."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from math import prod
 from typing import Any
 
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint
@@ -155,7 +154,7 @@ def _groups(found: Mapping[str, Mapping[str, Any]], parameters: list[str], data:
 
 def _plain(value: Any, data: Composite) -> Any:
     """A setting that is a tensor of one number, such as a learning rate, as what it holds."""
-    if not isinstance(value, TensorRef) or prod(value.shape) != 1:
+    if not isinstance(value, TensorRef) or value.numel != 1:
         return value
     number = data.elements(value, 0, 1)
     return value.dtype, value.shape, bytes(bytes_of(number))

@@ -194,10 +194,10 @@ def _model(data: Composite, found: _Found, weights: Mapping[str, TensorRef]) -> 
         source = name if name in weights else tied
         if source is not None:
             model[name] = weights[source]
-        elif prod(value.shape):  # stage 3 leaves an empty tensor where it has taken one away
+        elif value.numel:  # stage 3 leaves an empty tensor where it has taken one away
             model[name] = _adopted(data, found.model, value)
     return {**model, **{name: ref for name, ref in weights.items() if name not in model}}
 
 
 def _place(ref: TensorRef) -> tuple[object, ...]:
-    return (ref.key, ref.offset, ref.shape, ref.stride) if prod(ref.shape) else (id(ref),)
+    return (ref.key, ref.offset, ref.shape, ref.stride) if ref.numel else (id(ref),)

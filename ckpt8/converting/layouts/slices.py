@@ -34,7 +34,7 @@ class Part:
 
 def gather(data: Composite, name: str, dtype: DType, shape: tuple[int, ...], parts: Sequence[Part]) -> TensorRef:
     """The tensor of ``parts``. Raises InputError that calls it ``name`` unless they cover it, each element once."""
-    filled = [part for part in parts if prod(part.ref.shape)]
+    filled = [part for part in parts if part.ref.numel]
     for part in filled:
         data.check_extent(name, part.ref)
     if not prod(shape):
@@ -86,7 +86,7 @@ class _Gathered:
     @property
     def nbytes(self) -> int:
         """Size of the tensor."""
-        return prod(self.shape) * self.dtype.itemsize
+        return self.nbytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``. Raises InputError."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
@@ -83,7 +82,7 @@ class Codes:
     @property
     def nbytes(self) -> int:
         """As many as elements."""
-        return prod(self.ref.shape)
+        return self.ref.numel
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``. Raises InputError."""

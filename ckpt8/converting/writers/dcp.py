@@ -10,7 +10,6 @@ import pickle
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -123,7 +122,7 @@ class _Plan:
     def _alone(self, ref: TensorRef) -> TensorRef:
         """A tensor in a storage that holds nothing else."""
         storage = self._data.storage(ref.key)
-        whole = not ref.offset and storage.nbytes == prod(ref.shape) * ref.dtype.itemsize
+        whole = not ref.offset and storage.nbytes == ref.nbytes
         if whole and ref.is_contiguous and not (ref.conj or ref.neg):
             return ref
         return self._data.tensor(Cast(self._data, ref.key, ref, ref.dtype), ref.dtype, ref.shape)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -61,7 +60,7 @@ class _Codes:
     @property
     def nbytes(self) -> int:
         """One byte an element."""
-        return prod(self.ref.shape)
+        return self.ref.numel
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``; the offset is that of the first element of a group. Raises InputError."""
@@ -80,11 +79,11 @@ class _Scales:
     @property
     def nbytes(self) -> int:
         """Two bytes a group."""
-        return -(-prod(self.ref.shape) // GROUP) * _FP16
+        return -(-self.ref.numel // GROUP) * _FP16
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``. Raises InputError."""
-        numel = prod(self.ref.shape)
+        numel = self.ref.numel
         for first, last, place in cut(offset, buffer, _FP16, _BLOCK // GROUP):
             values = self.source.elements(self.ref, first * GROUP, min(last * GROUP, numel))
             put(quantize(self.name, values)[1], place)
@@ -101,7 +100,7 @@ class _ErrorBits:
     @property
     def nbytes(self) -> int:
         """As many as the parameter has."""
-        return prod(self.master.shape) * self.dtype.itemsize
+        return self.master.numel * self.dtype.itemsize
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``. Raises InputError."""

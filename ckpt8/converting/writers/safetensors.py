@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from math import prod
 from typing import ClassVar
 
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
@@ -80,7 +79,7 @@ def total_bytes(weights: Mapping[str, TensorRef]) -> int:
 
 def nbytes(ref: TensorRef) -> int:
     """Size of a contiguous copy of a tensor."""
-    return prod(ref.shape) * ref.dtype.itemsize
+    return ref.nbytes
 
 
 def write_safetensors(

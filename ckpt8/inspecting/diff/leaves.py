@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 from ckpt8.checkpoint.meaning.deepspeed_universal import Universal
@@ -90,7 +89,7 @@ def collect(side: Side, naming: Naming, *, param_names: bool) -> Found:
             if isinstance(leaf, (TensorRef, StorageRef)):
                 ref = leaf if isinstance(leaf, TensorRef) else _whole(leaf)
                 # An empty tensor has no place that it could share.
-                first = ties.setdefault((id(part), *_identity(ref)), called) if prod(ref.shape) else called
+                first = ties.setdefault((id(part), *_identity(ref)), called) if ref.numel else called
                 role = roles.get(id(leaf), Role.OTHER)
                 parameter = universal.owner(part.path) or place.parameter
                 thing = Tensor(called, ref, part, role, parameter, None if first == called else first)

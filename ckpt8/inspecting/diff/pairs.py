@@ -40,7 +40,7 @@ class Pair:
     @property
     def numel(self) -> int:
         """Elements to read of each."""
-        return prod(self.first.shape)
+        return self.first.numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,7 @@ def make_pair(a: Tensor, b: Tensor) -> Pair:
         if first.stride != second.stride:
             a.part.data.check_extent(a.name, first)
         # Windows that overlap: all that they lie over stands for them.
-        span = sum((size - 1) * step for size, step in zip(first.shape, first.stride, strict=True)) + 1
-        first, second = (replace(ref, shape=(span,), stride=(1,)) for ref in (first, second))
+        first, second = (replace(ref, shape=(ref.span,), stride=(1,)) for ref in (first, second))
     if a.ref.dtype in OPAQUE or b.ref.dtype in OPAQUE:
         first, second = _as_bytes(first), _as_bytes(second)
     return Pair(a, b, first, second, repeat)
@@ -84,7 +83,7 @@ def _permuted(ref: TensorRef, order: Sequence[int]) -> TensorRef:
 
 def _is_expanded(tensor: Tensor, ref: TensorRef) -> bool:
     stored = tensor.part.data.storage(ref.key).nbytes
-    return prod(ref.shape) * ref.dtype.itemsize > max(stored, FRAME)
+    return ref.nbytes > max(stored, FRAME)
 
 
 def _as_bytes(ref: TensorRef) -> TensorRef:
@@ -143,7 +142,7 @@ class _Checksum:
     def __init__(self, tensor: Tensor, ref: TensorRef) -> None:
         crcs: Mapping[str, int] = tensor.part.crcs
         storage = tensor.part.data.storage(ref.key)
-        whole = ref.is_contiguous and not ref.offset and prod(ref.shape) * ref.dtype.itemsize == storage.nbytes
+        whole = ref.is_contiguous and not ref.offset and ref.nbytes == storage.nbytes
         plain = whole and not (ref.conj or ref.neg)
         self._expected = crcs.get(ref.key) if plain else None
         self._crc = 0

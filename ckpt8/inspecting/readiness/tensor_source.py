@@ -63,7 +63,7 @@ class SourceTensor:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return sum(prod(ref.shape) for ref in self.pieces)
+        return sum(ref.numel for ref in self.pieces)
 
     @property
     def in_memory_order(self) -> SourceTensor:
@@ -108,10 +108,10 @@ class TensorSource:
         for tensor, index in plan.tensors:
             ref = replace(tensor.ref, key=str(index))
             identity = (ref.key, ref.dtype, ref.offset, ref.shape, ref.stride, ref.neg)
-            if tensor.role not in ROLES or identity in seen or not prod(ref.shape):
+            if tensor.role not in ROLES or identity in seen or not ref.numel:
                 continue
             seen.add(identity)
-            if prod(ref.shape) * ref.dtype.itemsize > self._bundle.storages[index].nbytes:
+            if ref.nbytes > self._bundle.storages[index].nbytes:
                 self.left_out["with more elements than are stored"] += 1
                 continue
             self._open(index)
@@ -153,7 +153,7 @@ class TensorSource:
 
     def read(self, tensor: SourceTensor, start: int, stop: int) -> torch.Tensor:
         """Elements ``start`` to ``stop``, flat: float32, or float64 where they are that. Raises InputError."""
-        starts = [0, *accumulate(prod(ref.shape) for ref in tensor.pieces)]
+        starts = [0, *accumulate(ref.numel for ref in tensor.pieces)]
         parts = []
         with self._lock:
             while start < stop:
@@ -167,7 +167,7 @@ class TensorSource:
         found = self._data.elements(tensor.pieces[piece], start, stop)
         if tensor.scale is None:
             return found if found.dtype is torch.float64 else found.float()
-        rows = prod(tensor.scale.shape)
+        rows = tensor.scale.numel
         row = prod(tensor.pieces[0].shape) // rows
         first, last = start // row, (stop - 1) // row + 1
         scales = self._data.elements(tensor.scale, first, last).float().repeat_interleave(row)
@@ -188,7 +188,7 @@ class TensorSource:
 
 
 def _flat(ref: TensorRef) -> TensorRef:
-    return replace(ref, shape=(prod(ref.shape),), stride=(1,))
+    return replace(ref, shape=(ref.numel,), stride=(1,))
 
 
 def _without_file(name: str) -> str:
@@ -214,7 +214,7 @@ def _parameter_names(plan: Plan, *, directory: bool) -> dict[int, str]:
 def _scale_fits(tensor: SourceTensor, scale: SourceTensor) -> bool:
     if tensor.shape is None or scale.shape is None or not scale.dtype.is_plane_float:
         return False
-    count = prod(scale.shape)
+    count = scale.numel
     return count == 1 or (bool(tensor.shape) and count == tensor.shape[0])
 
 

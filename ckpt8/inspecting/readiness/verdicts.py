@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ckpt8.core.tensors import Role
+from ckpt8.core.text import percent
 from ckpt8.inspecting.readiness.casting import RAW, SCALED, decibels
 from ckpt8.inspecting.readiness.number_formats import FORMATS, NumberFormat
 
@@ -165,12 +166,3 @@ def _worst_failing(each: NumberFormat, failing: Sequence[dict[str, Any]]) -> str
         share = worst["formats"][each.id][SCALED][reason]
         return f"{percent(share)} of {worst['label']} {_BECOME[reason]}"
     return ""
-
-
-def percent(fraction: float) -> str:
-    """A fraction in percent; what is neither nothing nor all is not shown as such."""
-    if fraction in (0, 1):
-        return f"{100 * fraction:.0f} %" if fraction else "0"
-    if fraction < 0.0005:
-        return "<0.1 %"
-    return f"{100 * fraction:.1f} %" if fraction < 0.9995 else ">99.9 %"

@@ -6,7 +6,6 @@ import io
 import os
 import uuid
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -150,7 +149,7 @@ class _RankFile:
             raise InputError(f"{self.path}: has no tensor {name[:80]!r}, which {FILE_NAME} names")
         storage = self._reader.manifest.storages[record.storage]
         fits = shape is None or tuple(record.shape) == shape
-        whole = prod(record.shape) * record.dtype.itemsize == storage.nbytes and not record.offset and not record.flags
+        whole = record.nbytes == storage.nbytes and not record.offset and not record.flags
         if not fits or not whole or (dtype is not None and record.dtype is not dtype):
             raise InputError(f"{self.path}: {name}: is not of the type and shape that {FILE_NAME} states")
         return record, storage

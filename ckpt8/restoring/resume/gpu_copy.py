@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from math import prod
 
 import torch
 
@@ -39,7 +38,7 @@ class DeviceCopy:
         if target.device not in self._lanes:
             self._lanes[target.device] = _Lane(self._make(target.device))
         lane = self._lanes[target.device]
-        whole = TensorSpec("", Role.OTHER, ref.dtype, (prod(ref.shape),))
+        whole = TensorSpec("", Role.OTHER, ref.dtype, (ref.numel,))
         with lane.transfer.active():
             for start, parts in self._stored.chunks(ref, *codec.layout(whole)):
                 spec = TensorSpec("", Role.OTHER, ref.dtype, (min(FRAME, whole.numel - start),))

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt8.cli.show.html.bars import Stack, key, row, stacks
-from ckpt8.cli.show.html.text import percent, text
-from ckpt8.core.text import size
+from ckpt8.cli.show.html.text import text
+from ckpt8.core.text import percent, size
 
 ROLES = ("weight", "moment1", "moment2", "other", "structure", "file")
 _WORDS = {

@@ -16,11 +16,6 @@ def text(value: object) -> str:
     return escape(printable(str(value)), quote=True)
 
 
-def percent(part: float, whole: float) -> str:
-    """A share with three significant digits."""
-    return f"{100 * part / whole:.3g} %" if whole else "-"
-
-
 def power(base: int, exponent: int) -> str:
     """Such as 10⁻⁶."""
     return f"{base}{str(exponent).translate(_SUPERSCRIPTS)}"
