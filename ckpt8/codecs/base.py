@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Direction = Literal["encode", "decode"]
 StateKey = Literal["master", "moment1", "moment2"]
 Companions = Mapping[str, "torch.Tensor"]
-"""Decoded elements of other storages, by the name of the field that gives the storage."""
+"""Decoded elements of other storages in fp32, by the name of the field that gives the storage."""
 
 NO_COMPANIONS: Mapping[str, Any] = MappingProxyType({})
 
@@ -186,8 +186,8 @@ class Codec(ABC):
         return None
 
     @property
-    def companion_storages(self) -> dict[str, int | None]:
-        """The storage of each companion, by the name of its field."""
+    def companion_storages(self) -> dict[str, int]:
+        """The index of the storage of each companion, by the name of its field."""
         return {name: getattr(self, name) for name in self.companions}
 
     @classmethod

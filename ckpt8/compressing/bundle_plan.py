@@ -10,6 +10,7 @@ from ckpt8.checkpoint.meaning.deepspeed_universal import Universal
 from ckpt8.checkpoint.meaning.names_beside import NamesBeside
 from ckpt8.checkpoint.meaning.roles import Names, short_name
 from ckpt8.checkpoint.sources.bundle import Bundle, Member
+from ckpt8.compressing.lockstep import set_companions
 from ckpt8.compressing.master_copies import refer_to_masters
 from ckpt8.compressing.plan import Parameter, Plan, Stream, Unit, make_plan, plan_joint
 from ckpt8.compressing.policy import Policy
@@ -32,6 +33,7 @@ def plan_bundle(bundle: Bundle, policy: Policy) -> Plan:
     if joint:
         plan_joint(bundle, plan, joint)
     refer_to_masters(plan, bundle, [(member.path, member.checkpoint.tree) for member in bundle.members], policy)
+    set_companions(plan)
     return plan
 
 

@@ -16,11 +16,12 @@ from ckpt8.checkpoint.meaning.update_rules import Confidence
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
 from ckpt8.codecs.base import Copied, Run
 from ckpt8.codecs.split24.reference import round_masters
+from ckpt8.compressing import lockstep
 from ckpt8.compressing.measure import ChunkMeter, UnitErrors
 from ckpt8.compressing.plan import Parameter, Stream, Unit
 from ckpt8.container import frames
-from ckpt8.container.copy_reading import fill_padding
-from ckpt8.core.backend import for_checkpoint, on_cpu
+from ckpt8.container.decoding import fill_padding
+from ckpt8.core.backend import for_checkpoint
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.files.crc import crc32
 from ckpt8.core.gpu import copy_to_row, row_bytes
@@ -172,18 +173,18 @@ class ChunkEncoder:
     def pack_tensors(self, work: Work, originals: Sequence[torch.Tensor], crcs: list[int]) -> PackedChunk:
         """Pack one chunk where its tensors are, one for each stream. Thread-safe."""
         unit, chunk = work
-        parts = []
-        for stream, x in zip(unit.streams, originals, strict=True):
-            try:
+        first = chunk * frames.FRAME
+        try:
+            for stream, x in zip(unit.streams, originals, strict=True):
                 if stream.codec.copied is not None:
-                    check_copy(x, chunk * frames.FRAME, stream.codec.copied, partial(self.master, device=x.device))
-                parts.append(stream.codec.encode(x, backend=on_cpu(self._backend, x.device)))
-            except RefusedError as exc:
-                whose = "the state of its parameter " if len(unit.streams) > 1 else ""
-                return PackedChunk([], crcs, refused=f"{whose}{exc}")
+                    check_copy(x, first, stream.codec.copied, partial(self.master, device=x.device))
+            parts = lockstep.encode(unit.streams, originals, first, self._backend)
+        except RefusedError as exc:
+            whose = "the state of its parameter " if len(unit.streams) > 1 else ""
+            return PackedChunk([], crcs, refused=f"{whose}{exc}")
         errors = None
         if self._meters is not None and any(stream.lossy for stream in unit.streams):
-            errors = self._meters.of(unit).measure(chunk * frames.FRAME, originals, parts)
+            errors = self._meters.of(unit).measure(first, originals, parts)
         return PackedChunk(parts, crcs, errors)
 
     def master(self, run: Run, device: torch.device) -> torch.Tensor:

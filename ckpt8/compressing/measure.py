@@ -22,10 +22,11 @@ from ckpt8.codecs.error_stats import (
     update_error,
     weight_error,
 )
+from ckpt8.compressing import lockstep
 from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.container.frames import FRAME
-from ckpt8.core.backend import Backend, on_cpu, resolve
-from ckpt8.core.tensors import DType, Parts, Role, TensorSpec
+from ckpt8.core.backend import Backend, resolve
+from ckpt8.core.tensors import DType, Parts, Role
 
 
 @dataclass(slots=True)
@@ -111,9 +112,9 @@ class ChunkMeter:
 
     def _tile(self, start: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> None:
         sides: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for stream, x, part in zip(self._unit.streams, originals, parts, strict=True):
-            backend = on_cpu(self._backend, x.device)
-            y = stream.codec.decode(part, _spec(stream, len(x)), backend=backend).float() if stream.lossy else x
+        streams = self._unit.streams
+        decoded = lockstep.decode(streams, parts, originals, start, self._backend)
+        for stream, x, part, y in zip(streams, originals, parts, (y.float() for y in decoded), strict=True):
             roots = (root(x), root(y)) if _is_second(stream) else None
             if stream.lossy:
                 self.errors.streams[stream.index].merge(_stream_error(stream, x, y, part, roots))
@@ -136,10 +137,6 @@ class ChunkMeter:
 
 def _cuts(stream: Stream, numel: int, step: int) -> list[Mapping[str, slice]]:
     return [cuts for _, cuts in pieces(stream.codec, stream.spec.dtype, numel, step)]
-
-
-def _spec(stream: Stream, numel: int) -> TensorSpec:
-    return TensorSpec(stream.spec.name, stream.spec.role, stream.spec.dtype, (numel,))
 
 
 def _adam_places(unit: Unit) -> tuple[int, int] | None:

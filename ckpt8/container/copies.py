@@ -1,4 +1,4 @@
-"""References of a container: which are sound.
+"""What storages of a container may say of each other: sound references, and companions of the same length.
 
 A reference costs nothing to store, so limits keep a small file from asking for much work: a copy is as long as its
 runs, padding is no more than half of it, the chunks of masters that its runs touch are few for its length, and no
@@ -27,7 +27,7 @@ _WORK = 4
 
 
 class Codecs(Protocol):
-    """What ``check_references`` needs of an open container."""
+    """What the checks need of an open container."""
 
     path: Path
     manifest: Manifest
@@ -92,3 +92,15 @@ def check_references(reader: Codecs) -> None:
                 problem = "is one copy too many of its masters"
             if problem is not None:
                 raise InputError(f"{reader.path}: {record.name}: {problem}")
+
+
+def check_companions(reader: Codecs) -> None:
+    """Raise InputError where a storage is coded with another that is not there, or that itself needs others."""
+    storages = reader.manifest.storages
+    for index, record in enumerate(storages):
+        for name, other in reader.codec(index).companion_storages.items():
+            known = type(other) is int and 0 <= other < len(storages)
+            if not known or storages[other].numel != record.numel:
+                raise InputError(f"{reader.path}: {record.name}: {name} is not a storage of as many elements")
+            if reader.codec(other).companions or reader.codec(other).copied is not None:
+                raise InputError(f"{reader.path}: {record.name}: {name} is coded with another storage itself")

@@ -20,13 +20,13 @@ def skeleton_role(member_format: str) -> str:
 
 
 def codec_name(config: dict[str, Any]) -> str:
-    """A stored configuration in one word: ``companded8/1(signed=False, Q=255)``; defaults and runs are left out."""
+    """A stored configuration in one word: ``companded8/1(signed=False, Q=255)``, without defaults and storages."""
     codec = codec_from_config(config)
     default = type(codec)()
     given = [
         f"{key}={value}"
         for key, value in config.items()
-        if key not in ("id", "runs") and value != getattr(default, key)
+        if key not in ("id", "runs", *codec.companions) and value != getattr(default, key)
     ]
     return codec.id + (f"({', '.join(given)})" if given else "")
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from ckpt8.container.decoding import decode_storage
 from ckpt8.container.facts import tensor_facts
 from ckpt8.container.manifest import Manifest, TensorRecord
-from ckpt8.container.reader import ContainerReader, decode_storage
+from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UsageError
 
 

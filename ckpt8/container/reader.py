@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt8.codecs import Codec, codec_from_config
+from ckpt8.codecs.base import NO_COMPANIONS, Companions
 from ckpt8.codecs.rounded_copy import ROUNDED
 from ckpt8.container import frames, header, layout, manifest_text
-from ckpt8.container.copies import check_references
+from ckpt8.container.copies import check_companions, check_references
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import FrameTable, Manifest, StorageRecord, read_manifest
 from ckpt8.container.member_layout import check_members
@@ -54,6 +55,7 @@ class ContainerReader:
             self.header_bytes = self._data_start
             self._parts = self._locate({entry.name: entry for entry in entries})
             check_references(self)
+            check_companions(self)
             check_members(self.manifest, str(path))
             check_paths(self.manifest, str(path))
         except BaseException:
@@ -183,9 +185,9 @@ class ContainerReader:
         spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
         codec = self.codec(storage)
         if codec.copied is not None:
-            from ckpt8.container.copy_reading import read_copy
+            from ckpt8.container import decoding
 
-            return {ROUNDED: read_copy(self, codec.copied.cut(chunk * frames.FRAME, spec.numel), spec.numel)}
+            return {ROUNDED: decoding.read_copy(self, codec.copied.cut(chunk * frames.FRAME, spec.numel), spec.numel)}
         expected = codec.layout(spec)
         wanted = expected if only is None else [part for part in expected if part in only]
         return {part: self._read_part(storage, part, expected[part], chunk) for part in wanted}
@@ -207,18 +209,16 @@ class ContainerReader:
         """Decode one chunk into ``out``, a flat contiguous CPU tensor of its elements. Returns its parts."""
         record = self.manifest.storages[storage]
         spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
-        parts = self.read_parts(storage, chunk)
-        self.codec(storage).decode(parts, spec, out=out, backend=self._backend)
+        parts, first = self.read_parts(storage, chunk), chunk * frames.FRAME
+        companions = self.companions(storage, chunk)
+        self.codec(storage).decode(parts, spec, out=out, backend=self._backend, first=first, companions=companions)
         return parts
 
+    def companions(self, storage: int, chunk: int) -> Companions:
+        """The decoded chunks of other storages that the codec of a chunk needs. Raises InputError for damage there."""
+        needed = self.codec(storage).companion_storages
+        if not needed:
+            return NO_COMPANIONS
+        from ckpt8.container import decoding
 
-def decode_storage(reader: ContainerReader, storage: int) -> torch.Tensor:
-    """One storage as a flat CPU tensor. Raises InputError that names the tensor where it is damaged."""
-    import torch
-
-    record = reader.manifest.storages[storage]
-    out = torch.empty(record.numel, dtype=record.dtype.torch, device="cpu")
-    for chunk in range(layout.chunk_count(record.numel)):
-        start = chunk * frames.FRAME
-        reader.decode_chunk(storage, chunk, out[start : start + frames.FRAME])
-    return out
+        return {name: decoding.decode_chunk(self, other, chunk).float() for name, other in needed.items()}

@@ -46,7 +46,7 @@ def size(count: float) -> str:
 
 
 def percent(part: float, whole: float = 1) -> str:
-    """A share of ``whole``, rounded down: less than all is never 100 %, more than nothing never 0 %. ``-`` of nothing."""
+    """A share of ``whole``, rounded down: less than all is never 100 %, more than nothing never 0 %."""
     if not whole:
         return "-"
     fraction = part / whole

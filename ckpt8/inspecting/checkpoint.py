@@ -14,8 +14,9 @@ from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
 from ckpt8.checkpoint.sources.bundle import Bundle, Member, open_bundle
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import config_of
+from ckpt8.compressing import lockstep
 from ckpt8.compressing.bundle_plan import plan_bundle
-from ckpt8.compressing.plan import Plan, Stream
+from ckpt8.compressing.plan import Plan, Stream, Unit
 from ckpt8.compressing.policy import LOSSLESS, PRESETS, Policy
 from ckpt8.container import frames, layout
 from ckpt8.container.facts import SKELETON_ROLE, codec_name, skeleton_role
@@ -138,34 +139,34 @@ def _tensor_facts(streams: list[Stream], tensor: Any, index: int) -> dict[str, A
 
 def _predict(source: Bundle, preset: str) -> dict[str, Any]:
     """Stored size from a sample of every storage; an estimate, good to about a percent for trained weights."""
-    streams = plan_bundle(source, Policy.of(preset)).streams
+    plan = plan_bundle(source, Policy.of(preset))
     structure = {
         member.skeleton for member in source.members if skeleton_role(member.checkpoint.format) == SKELETON_ROLE
     }
-    stored = sum(_predict_stream(source, stream) for stream in streams if stream.index not in structure)
-    outside = sum(stream.storage.nbytes for stream in streams if stream.index in structure)
+    stored = sum(_predict_unit(source, unit) for unit in plan.units if unit.streams[0].index not in structure)
+    outside = sum(stream.storage.nbytes for stream in plan.streams if stream.index in structure)
     size = int(stored + outside * _STRUCTURE_LEFT)
     return {"bytes": size, "ratio": source.size / max(size, 1)}
 
 
-def _predict_stream(checkpoint: Checkpoint, stream: Stream) -> float:
-    numel = stream.spec.numel
+def _predict_unit(checkpoint: Checkpoint, unit: Unit) -> float:
+    numel = unit.numel
     if numel == 0:
         return 0.0
-    x = _sample(checkpoint, stream)
+    length = min(numel, _SAMPLE)
+    first = (numel - length) // 2
+    originals = [_sample(checkpoint, stream, first, length) for stream in unit.streams]
     try:
-        parts = stream.codec.encode(x)
+        found = lockstep.encode(unit.streams, originals, first, None)
     except RefusedError:
-        parts = LOSSLESS.encode(x)
-    stored = sum(len(frame) for name, part in parts.items() for frame, _ in frames.encode_part(name, part))
+        found = [LOSSLESS.encode(x) for x in originals]
+    stored = sum(len(f) for parts in found for name, part in parts.items() for f, _ in frames.encode_part(name, part))
     slabs = len(list(layout.slab_chunks(numel, layout.SLAB)))
-    return stored * numel / len(x) + _ENTRY_BYTES * slabs * len(parts)
+    return stored * numel / length + _ENTRY_BYTES * slabs * sum(map(len, found))
 
 
-def _sample(checkpoint: Checkpoint, stream: Stream) -> torch.Tensor:
+def _sample(checkpoint: Checkpoint, stream: Stream, first: int, length: int) -> torch.Tensor:
     spec = stream.spec
-    length = min(spec.numel, _SAMPLE)
-    first = (spec.numel - length) // 2
     buffer = bytearray(length * spec.dtype.itemsize)
     checkpoint.read_into(stream.storage.offset + first * spec.dtype.itemsize, memoryview(buffer))
     return torch.frombuffer(buffer, dtype=torch.uint8).view(spec.dtype.torch)

@@ -101,8 +101,11 @@ def _check_structure(reader: ContainerReader, source: Bundle, original: Path) ->
 def _as_stored(reader: ContainerReader, unit: Unit) -> Unit:
     """A unit of the original with the codecs and roles that the container has for its storages."""
     streams = []
+    here = {stream.index for stream in unit.streams}
     for stream in unit.streams:
         record = reader.manifest.storages[stream.index]
+        if not here.issuperset(reader.codec(stream.index).companion_storages.values()):
+            raise CheckFailedError(f"{reader.path}: {record.name}: is coded with the moments of another parameter")
         spec = replace(stream.spec, name=record.name, role=record.role)
         streams.append(replace(stream, spec=spec, codec=reader.codec(stream.index)))
     return replace(unit, streams=tuple(streams))
@@ -131,7 +134,8 @@ class _Comparison:
 
     def _equal(self, stream: Stream, chunk: int, x: torch.Tensor, parts: dict[str, torch.Tensor]) -> bool:
         out = scratch_tensor(self._reader, stream.index, chunk)
-        stream.codec.decode(parts, stream.chunk_spec(chunk), out=out)
+        first, companions = chunk * frames.FRAME, self._reader.companions(stream.index, chunk)
+        stream.codec.decode(parts, stream.chunk_spec(chunk), out=out, first=first, companions=companions)
         return torch.equal(out.view(torch.uint8), x.view(torch.uint8))
 
 

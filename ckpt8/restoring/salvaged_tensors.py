@@ -11,10 +11,11 @@ import torch
 
 from ckpt8.checkpoint.readers.safetensors import DTYPES
 from ckpt8.container import frames, header
+from ckpt8.container.decoding import decode_storage
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.layout import chunk_spec
 from ckpt8.container.manifest import TensorRecord
-from ckpt8.container.reader import ContainerReader, decode_storage
+from ckpt8.container.reader import ContainerReader
 from ckpt8.core.files.atomic import Guard
 from ckpt8.core.tensors import DType
 

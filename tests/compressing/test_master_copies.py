@@ -19,7 +19,8 @@ from ckpt8.codecs.split32 import Split32
 from ckpt8.compressing import gpu_encoder as device_encoder
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.policy import Policy
-from ckpt8.container.reader import ContainerReader, decode_storage
+from ckpt8.container.decoding import decode_storage
+from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, InputError, UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.inspecting.checkpoint import inspect_checkpoint

@@ -13,6 +13,7 @@ import torch
 
 from ckpt8.checkpoint.meaning.parameter_names import display_names
 from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
+from ckpt8.compressing import lockstep
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.chunk_encoder import ChunkMeters
 from ckpt8.compressing.measure import UnitErrors
@@ -22,7 +23,7 @@ from ckpt8.container.facts import skeleton_role
 from ckpt8.container.frames import FRAME
 from ckpt8.core.backend import Backend
 from ckpt8.core.errors import RefusedError
-from ckpt8.core.tensors import Role, TensorSpec
+from ckpt8.core.tensors import Role
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.distributions.counts import Drawn
 from ckpt8.inspecting.distributions.drawing import Piece, draw, is_counted
@@ -137,7 +138,7 @@ class _Look:
         for run in runs:
             start = chunk * FRAME + run.start
             originals = [self._read(stream, start, run.stop - run.start) for stream in unit.streams]
-            pieces, refused = _pieces(unit, originals, self._meters.backend)
+            pieces, refused = _pieces(unit, originals, start, self._meters.backend)
             seen.refused = seen.refused or refused
             seen.drawn.merge(draw(pieces, unit.parameter))
             if refused is None and any(stream.lossy for stream in unit.streams):
@@ -151,19 +152,20 @@ class _Look:
         return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype.torch)
 
 
-def _pieces(unit: Unit, originals: list[torch.Tensor], backend: Backend | None) -> tuple[list[Piece], str | None]:
+def _pieces(
+    unit: Unit, originals: list[torch.Tensor], start: int, backend: Backend | None
+) -> tuple[list[Piece], str | None]:
     """The pieces of a unit, and why a codec refuses them: then they come back as they are."""
     streams = unit.streams
     try:
-        parts = [stream.codec.encode(x, backend=backend) for stream, x in zip(streams, originals, strict=True)]
+        parts = lockstep.encode(streams, originals, start, backend)
     except RefusedError as exc:
         kept = [
             Piece(each.index, each.spec.role, LOSSLESS, x, x, {}) for each, x in zip(streams, originals, strict=True)
         ]
         return kept, str(exc)
-    pieces = []
-    for stream, x, part in zip(streams, originals, parts, strict=True):
-        flat = TensorSpec(stream.spec.name, stream.spec.role, stream.spec.dtype, (len(x),))
-        after = stream.codec.decode(part, flat, backend=backend) if stream.lossy else x
-        pieces.append(Piece(stream.index, stream.spec.role, stream.codec, x, after, part))
-    return pieces, None
+    decoded = lockstep.decode(streams, parts, originals, start, backend)
+    return [
+        Piece(stream.index, stream.spec.role, stream.codec, x, after, part)
+        for stream, x, after, part in zip(streams, originals, decoded, parts, strict=True)
+    ], None

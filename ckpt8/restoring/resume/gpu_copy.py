@@ -33,7 +33,7 @@ class DeviceCopy:
         if target.device.type != self._make.kind or ref.conj or ref.neg:
             return False
         codec = self._stored.codec(ref)
-        if codec is None or codec.measured_as is None:
+        if codec is None or codec.measured_as is None or codec.companions:
             return False
         if target.device not in self._lanes:
             self._lanes[target.device] = _Lane(self._make(target.device))
@@ -42,7 +42,7 @@ class DeviceCopy:
         with lane.transfer.active():
             for start, parts in self._stored.chunks(ref, *codec.layout(whole)):
                 spec = TensorSpec("", Role.OTHER, ref.dtype, (min(FRAME, whole.numel - start),))
-                assign(target, start, codec.decode(lane.send(parts), spec))
+                assign(target, start, codec.decode(lane.send(parts), spec, first=start))
         return True
 
 

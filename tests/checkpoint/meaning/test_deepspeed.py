@@ -18,7 +18,8 @@ from deepspeed_worker import LAST, PRESETS, SAVED, make_model
 from reference_kit import adamw
 
 import ckpt8
-from ckpt8.container.reader import ContainerReader, decode_storage
+from ckpt8.container.decoding import decode_storage
+from ckpt8.container.reader import ContainerReader
 from ckpt8.core.tensors import DType, Role
 from ckpt8.inspecting.container import inspect_container
 

@@ -1,4 +1,4 @@
-"""Puts the elements of a copy together from its masters."""
+"""Decodes chunks into new tensors, and puts copies together from the chunks of their masters."""
 
 from __future__ import annotations
 
@@ -28,6 +28,23 @@ class Chunks(Protocol):
 
     def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
         """Decode one chunk into ``out``."""
+
+
+def decode_chunk(reader: Chunks, storage: int, chunk: int) -> torch.Tensor:
+    """One chunk as a flat CPU tensor. Raises InputError for damage."""
+    record = reader.manifest.storages[storage]
+    out = torch.empty(min(FRAME, record.numel - chunk * FRAME), dtype=record.dtype.torch, device="cpu")
+    reader.decode_chunk(storage, chunk, out)
+    return out
+
+
+def decode_storage(reader: Chunks, storage: int) -> torch.Tensor:
+    """One storage as a flat CPU tensor. Raises InputError that names the tensor where it is damaged."""
+    record = reader.manifest.storages[storage]
+    out = torch.empty(record.numel, dtype=record.dtype.torch, device="cpu")
+    for chunk, start in enumerate(range(0, record.numel, FRAME)):
+        reader.decode_chunk(storage, chunk, out[start : start + FRAME])
+    return out
 
 
 def read_copy(reader: Chunks, runs: Iterable[Run], numel: int) -> torch.Tensor:
@@ -60,7 +77,4 @@ def _rounded_chunk(reader: Chunks, storage: int, chunk: int) -> torch.Tensor:
     codec = reader.codec(storage)
     if codec.upper_parts:
         return codec.upper(reader.read_parts(storage, chunk, codec.upper_parts))
-    record = reader.manifest.storages[storage]
-    x = torch.empty(min(FRAME, record.numel - chunk * FRAME), dtype=torch.float32, device="cpu")
-    reader.decode_chunk(storage, chunk, x)
-    return round_masters(x)
+    return round_masters(decode_chunk(reader, storage, chunk))

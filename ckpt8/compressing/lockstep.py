@@ -1,0 +1,83 @@
+"""Encodes and decodes the streams of a unit together: first those that the codecs of others need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from ckpt8.codecs.base import Companions
+from ckpt8.compressing.plan import Plan, Stream, Unit
+from ckpt8.compressing.policy import LOSSLESS
+from ckpt8.core.backend import Backend, on_cpu
+from ckpt8.core.tensors import Parts, TensorSpec
+
+
+def set_companions(plan: Plan) -> None:
+    """Give the codecs that need other moments the storages of these; lossless where a parameter has none."""
+    plan.units = [
+        replace(unit, streams=tuple(_with_companions(stream, unit) for stream in unit.streams)) for unit in plan.units
+    ]
+
+
+def _with_companions(stream: Stream, unit: Unit) -> Stream:
+    usable = {each.index for each in unit.streams if not each.codec.companions}
+    moments = unit.parameter.moments if unit.parameter else {}
+    found: dict[str, int] = {}
+    for name, slots in stream.codec.companions.items():
+        indices = (moments[slot] for slot in slots if moments.get(slot) in usable)
+        index = next(indices, None)
+        if index is None:
+            return replace(stream, codec=LOSSLESS, reason=f"its codec needs {slots[0]} of the same parameter")
+        found[name] = index
+    return replace(stream, codec=replace(stream.codec, **found)) if found else stream  # type: ignore[type-var]
+
+
+def encode(
+    streams: Sequence[Stream], originals: Sequence[torch.Tensor], first: int, backend: Backend | None
+) -> list[Parts]:
+    """The parts of every stream; ``first`` is the index of the first element. Raises RefusedError."""
+    parts: dict[int, Parts] = {}
+
+    def decoded(k: int) -> torch.Tensor:
+        return _decode(streams[k], parts[k], originals[k], first, backend, {})
+
+    for k, companions in _with_decoded(streams, decoded):
+        x = originals[k]
+        asked = on_cpu(backend, x.device)
+        parts[k] = streams[k].codec.encode(x, backend=asked, first=first, companions=companions)
+    return [parts[k] for k in range(len(streams))]
+
+
+def decode(
+    streams: Sequence[Stream],
+    parts: Sequence[Parts],
+    originals: Sequence[torch.Tensor],
+    first: int,
+    backend: Backend | None,
+) -> list[torch.Tensor]:
+    """What every stream gives back; of a stream that loses nothing the original itself."""
+    values: dict[int, torch.Tensor] = {}
+    for k, companions in _with_decoded(streams, values.__getitem__):
+        values[k] = _decode(streams[k], parts[k], originals[k], first, backend, companions)
+    return [values[k] for k in range(len(streams))]
+
+
+def _with_decoded(
+    streams: Sequence[Stream], decoded: Callable[[int], torch.Tensor]
+) -> Iterator[tuple[int, Companions]]:
+    """The place of every stream with its companions in fp32, in an order in which these are ready."""
+    place = {stream.index: k for k, stream in enumerate(streams)}
+    for k in sorted(range(len(streams)), key=lambda k: bool(streams[k].codec.companions)):
+        storages = streams[k].codec.companion_storages
+        yield k, {name: decoded(place[index]).float() for name, index in storages.items()}
+
+
+def _decode(
+    stream: Stream, parts: Parts, x: torch.Tensor, first: int, backend: Backend | None, companions: Companions
+) -> torch.Tensor:
+    if not stream.lossy:
+        return x
+    spec = TensorSpec(stream.spec.name, stream.spec.role, stream.spec.dtype, (len(x),))
+    return stream.codec.decode(parts, spec, backend=on_cpu(backend, x.device), first=first, companions=companions)
