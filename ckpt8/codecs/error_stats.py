@@ -1,11 +1,11 @@
-"""The error that lossy storage makes, measured while the tile is in cache: accumulators that merge in frame order.
+"""The errors that lossy storage makes, as accumulators that merge in the order of the chunks.
 
     weight   e = |w' - w| / max(|w|, 2^-126): maximum and mean; the distance in units of the bf16 step (2^16 fp32 steps)
     moment   NMSE = sum((x' - x)^2) / sum(x^2); the largest |x' - x| / s, with s the scale of the group and x = sqrt(v)
              for second moments (the domain in which they are quantised)
-    update   u as in ``update_space``: NMSE = sum((u' - u)^2) / sum(u^2), max |u' - u|, max |u|
+    update   NMSE = sum((u' - u)^2) / sum(u^2), max |u' - u|, max |u|, with u the update per unit of learning rate
 
-Sums are taken in float64, maxima in fp32, so that another machine reproduces maxima exactly and sums to 1e-9.
+Sums are taken in float64, maxima in fp32, so that another machine gets the same maxima, and sums to 1e-9.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.codecs.companded8 import GROUP
-
 if TYPE_CHECKING:
-    import torch
     from typing_extensions import Self
 
 SMALLEST_NORMAL = 2.0**-126
@@ -26,7 +23,7 @@ FP32_STEPS_PER_BF16_STEP = 1 << 16
 _LARGEST = 1 << 1000
 
 
-def _larger(a: float, b: float) -> float:
+def larger(a: float, b: float) -> float:
     """The larger of two numbers; NaN when either is."""
     return a if a >= b or math.isnan(a) else b
 
@@ -39,7 +36,7 @@ class ErrorStats:
         """Add what was measured on the elements that follow."""
         for field in fields(self):
             mine, other = getattr(self, field.name), getattr(later, field.name)
-            merged = _larger(mine, other) if field.name.startswith("max_") else mine + other
+            merged = larger(mine, other) if field.name.startswith("max_") else mine + other
             setattr(self, field.name, merged)
 
     def to_json(self) -> dict[str, Any]:
@@ -125,71 +122,3 @@ def read_error(stored: Mapping[str, Any] | None) -> WeightError | MomentError | 
             plain = all(isinstance(value, (int, float)) and abs(value) < _LARGEST for value in stored.values())
             return kind(**stored) if plain else None
     return None
-
-
-def _largest(x: torch.Tensor) -> float:
-    """Give the largest magnitude in one pass; NaN where there is one."""
-    low, high = x.aminmax()
-    return _larger(-float(low), float(high))
-
-
-def _square_sum(x: torch.Tensor) -> float:
-    wide = x.double()
-    # cuBLAS would keep a workspace for every thread.
-    return float(wide.dot(wide) if x.device.type == "cpu" else wide.square().sum())
-
-
-def root(x: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded square root of a flat fp32 tile. That of torch is one on a GPU; on a CPU it may be MKL's."""
-    from ckpt8.codecs.companded8.reference import square_root
-
-    return square_root(x) if x.device.type == "cpu" else x.sqrt()
-
-
-def weight_error(original: torch.Tensor, decoded: torch.Tensor) -> WeightError:
-    """Measure a flat fp32 tile of weights."""
-    import torch
-
-    magnitude = original.abs().clamp_min_(SMALLEST_NORMAL)
-    relative = (decoded - original).abs_().div_(magnitude)
-    steps = decoded.view(torch.int32) - original.view(torch.int32)
-    total = relative.sum(dtype=torch.float64)
-    return WeightError(original.numel(), float(relative.amax()), float(total), int(_largest(steps)))
-
-
-def moment_error(
-    original: torch.Tensor,
-    decoded: torch.Tensor,
-    scales: torch.Tensor | None,
-    roots: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> MomentError:
-    """Measure a flat fp32 tile of a moment. ``scales`` is the fp32 scale of each group of 32, if any.
-
-    ``roots`` are the square roots of ``original`` and ``decoded`` for a second moment, else None.
-    """
-    import torch
-
-    error = decoded - original
-    noise, signal = _square_sum(error), _square_sum(original)
-    if scales is None:
-        return MomentError(noise, signal)
-    if roots is not None:
-        error = roots[1] - roots[0]
-    short = -error.numel() % GROUP
-    if short:
-        error = torch.nn.functional.pad(error, (0, short))
-    largest = error.view(-1, GROUP).abs().amax(1)
-    # A zero group has no scale to measure by, and no error worth one.
-    scaled = largest.mul_(scales.sign()).div_(scales.clamp_min(SMALLEST_NORMAL))
-    return MomentError(noise, signal, float(scaled.amax()))
-
-
-def update_error(original: torch.Tensor, decoded: torch.Tensor, factor: float) -> UpdateError:
-    """Measure a flat fp32 tile of updates; both are ``factor`` times smaller than the update they stand for."""
-    error = decoded - original
-    return UpdateError(
-        _square_sum(error) * factor * factor,
-        _square_sum(original) * factor * factor,
-        _largest(error) * factor,
-        _largest(original) * factor,
-    )

@@ -12,16 +12,8 @@ import torch
 
 from ckpt8.checkpoint.meaning.update_rules import Confidence
 from ckpt8.codecs.cutting import TILE, pieces, take
-from ckpt8.codecs.error_stats import (
-    ErrorStats,
-    MomentError,
-    UpdateError,
-    WeightError,
-    moment_error,
-    root,
-    update_error,
-    weight_error,
-)
+from ckpt8.codecs.error_measures import moment_error, root, update_error, weight_error
+from ckpt8.codecs.error_stats import ErrorStats, MomentError, UpdateError, WeightError
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.container.frames import FRAME

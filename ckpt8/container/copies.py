@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ckpt8.codecs import Codec
 from ckpt8.codecs.base import Copied
-from ckpt8.container.frames import FRAME
+from ckpt8.container.layout import FRAME
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType

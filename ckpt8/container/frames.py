@@ -11,20 +11,18 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import zstandard
 
 from ckpt8.codecs.lossless import RAW_PART
+from ckpt8.container.layout import FRAME
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.crc import crc32
 from ckpt8.core.tensors import PartSpec
 
-if TYPE_CHECKING:
-    import torch
-
-FRAME = 1 << 20
-"""Elements of a storage that one frame covers."""
+__all__ = ["FRAME", "bytes_of", "check", "decode_part", "encode_part", "host_bytes", "inflate"]
 
 # A plane has no matches worth looking for. These settings leave zstd its Huffman stage and cost next to nothing;
 # target_length must stay 0, or literals are stored raw.
@@ -71,8 +69,6 @@ def _decompressor() -> zstandard.ZstdDecompressor:
 
 def host_bytes(length: int) -> torch.Tensor:
     """Flat uint8 memory of the host, whatever torch's default device is, for ``bytes_of``."""
-    import torch
-
     return torch.empty(length, dtype=torch.uint8, device="cpu")
 
 
@@ -97,8 +93,6 @@ def encode_part(name: str, part: torch.Tensor, *, copy: bool = False) -> list[tu
 
     What zstd does not make smaller stays where it is, unless a ``copy`` is asked for.
     """
-    import torch
-
     size = part.element_size()
     if size == 1:
         planes = [part]
@@ -152,8 +146,6 @@ def inflate(stored: torch.Tensor, length: int, where: str) -> torch.Tensor:
 
 def decode_part(planes: Sequence[torch.Tensor], spec: PartSpec) -> torch.Tensor:
     """The part whose inflated planes are given, as a flat tensor."""
-    import torch
-
     if len(planes) == 1:
         return planes[0].view(spec.dtype.torch)
     return torch.stack(tuple(reversed(planes)), dim=1).view(spec.dtype.torch).view(-1)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckpt8.codecs import Codec
-from ckpt8.container.frames import FRAME
 from ckpt8.core.tensors import DType, PartSpec, Role, TensorSpec
+
+FRAME = 1 << 20
+"""Elements of a storage that one frame covers."""
 
 SLAB = 1 << 24
 """Elements in a slab unless the header would grow past the limit of safetensors."""

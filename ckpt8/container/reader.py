@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.base import NO_COMPANIONS, Companions
 from ckpt8.codecs.rounded_copy import ROUNDED
-from ckpt8.container import frames, header, layout, manifest_text
+from ckpt8.container import header, layout, manifest_text
 from ckpt8.container.copies import check_companions, check_references
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import FrameTable, Manifest, StorageRecord, read_manifest
@@ -106,7 +106,7 @@ class ContainerReader:
     def _open_manifest(self, stored: bytes) -> Manifest:
         where = str(self.path)
         manifest = read_manifest(manifest_text.unpack(stored, self.size, where), where)
-        if manifest.frame != frames.FRAME or manifest.slab % frames.FRAME or not manifest.slab:
+        if manifest.frame != layout.FRAME or manifest.slab % layout.FRAME or not manifest.slab:
             raise InputError(f"{where}: manifest is malformed at 'slab'")
         return manifest
 
@@ -187,12 +187,13 @@ class ContainerReader:
         if codec.copied is not None:
             from ckpt8.container import decoding
 
-            return {ROUNDED: decoding.read_copy(self, codec.copied.cut(chunk * frames.FRAME, spec.numel), spec.numel)}
+            return {ROUNDED: decoding.read_copy(self, codec.copied.cut(chunk * layout.FRAME, spec.numel), spec.numel)}
         expected = codec.layout(spec)
         wanted = expected if only is None else [part for part in expected if part in only]
         return {part: self._read_part(storage, part, expected[part], chunk) for part in wanted}
 
     def _read_part(self, storage: int, part: str, spec: PartSpec, chunk: int) -> torch.Tensor:
+        from ckpt8.container import frames
 
         located = self._parts[storage][part]
         count = layout.planes(spec)
@@ -209,7 +210,7 @@ class ContainerReader:
         """Decode one chunk into ``out``, a flat contiguous CPU tensor of its elements. Returns its parts."""
         record = self.manifest.storages[storage]
         spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
-        parts, first = self.read_parts(storage, chunk), chunk * frames.FRAME
+        parts, first = self.read_parts(storage, chunk), chunk * layout.FRAME
         companions = self.companions(storage, chunk)
         self.codec(storage).decode(parts, spec, out=out, backend=self._backend, first=first, companions=companions)
         return parts

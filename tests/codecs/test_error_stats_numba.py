@@ -9,7 +9,7 @@ import torch
 
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule
 from ckpt8.checkpoint.sources.bundle import open_bundle
-from ckpt8.codecs import error_stats as stats
+from ckpt8.codecs import error_measures as stats
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.companded8.reference import decode_scales
 from ckpt8.codecs.split24 import Split24

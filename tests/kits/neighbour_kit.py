@@ -30,7 +30,7 @@ def dither(first: int, count: int) -> torch.Tensor:
 
 
 def steps(second: torch.Tensor) -> torch.Tensor:
-    return torch.where(second > 0, second.sqrt().sqrt() * 2.0**-8, 2.0**-20)
+    return torch.where(second > 0, second.double().sqrt().sqrt().float() * 2.0**-8, 2.0**-20)
 
 
 def encode(x: torch.Tensor, parts: dict[str, torch.Tensor], *, first: int, second: torch.Tensor) -> None:
