@@ -1,4 +1,16 @@
-"""The registry of codecs. A codec is one module and one entry here; the class is imported when first needed."""
+"""Codecs turn a tensor into named parts and back, and say what error they make. Imports core only.
+
+To add a codec:
+
+1. Write its module: a frozen dataclass that derives from ``base.Codec``, with ``id``, ``accepts`` and ``layout``, and
+   ``reference.py`` beside it with ``encode(x, parts)`` and ``decode(parts, out)`` in plain torch. ``base.Codec`` lists
+   what else a codec may say of itself: what its error is measured as, which part holds codes, that it counts elements
+   or needs other moments. The module itself does not import torch.
+2. Add its line to ``CODECS``. The class is imported when it is first needed.
+3. Describe its bytes in a section of ``container/FORMAT.md``, and let ``fixtures/golden/make_golden.py`` write a file.
+
+``tests/codecs/test_conformance.py`` then tests that it keeps the contract.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +30,10 @@ CODECS: tuple[tuple[str, str], ...] = (
     ("split32/1", "ckpt8.codecs.split32:Split32"),
     ("companded8/1", "ckpt8.codecs.companded8:Companded8"),
 )
-"""(id, "module:Class") of every codec that a tensor alone is encoded with, which rules may name."""
+"""(id, "module:Class") of every codec that a rule may name."""
 
 RELATIONS: tuple[tuple[str, str], ...] = (("reference/1", "ckpt8.codecs.rounded_copy:Reference"),)
-"""Those of codecs that need other storages: no rule names them."""
+"""The same of codecs that only the compressor chooses: copies of other storages."""
 
 _SHOWN = 200
 

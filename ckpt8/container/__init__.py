@@ -1,1 +1,4 @@
-"""The ``.ckpt8`` file: a safetensors file of entropy-coded planes with a manifest and a seal. See FORMAT.md."""
+"""The ``.ckpt8`` file: a safetensors file of entropy-coded planes with a manifest and a seal; see FORMAT.md.
+
+Imports core and codecs only.
+"""

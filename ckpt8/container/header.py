@@ -69,11 +69,7 @@ def begins_container(head: bytes) -> bool:
 def _text(entries: Iterable[Entry], version: str) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": FORMAT_KEY, FORMAT_KEY: version}}
     for entry in entries:
-        header[entry.name] = {
-            "dtype": "U8",
-            "shape": [entry.nbytes],
-            "data_offsets": [entry.start, entry.stop],
-        }
+        header[entry.name] = {"dtype": "U8", "shape": [entry.nbytes], "data_offsets": [entry.start, entry.stop]}
     return json.dumps(header, ensure_ascii=True, separators=(",", ":")).encode("ascii")
 
 

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Collection
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt8.codecs import Codec, codec_from_config
@@ -65,9 +64,7 @@ class ContainerReader:
     def __enter__(self) -> ContainerReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

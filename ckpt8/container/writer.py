@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from ckpt8.container import header
 from ckpt8.container.header import Entry
@@ -37,9 +36,7 @@ class ContainerWriter:
     def __enter__(self) -> ContainerWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._output.close()
 
     def append(self, name: str, frames: Sequence[bytes | memoryview]) -> None:

@@ -1,1 +1,1 @@
-"""The package core."""
+"""What every package needs: errors, element types, text, threads, devices and files. Imports no other package."""

@@ -33,7 +33,7 @@ from ckpt8.core.files.private_folder import check_private, make_private
 from ckpt8.core.files.temporary import deferred
 from ckpt8.core.text import printable
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _DIGEST_BYTES = 32
 _NAME_DIGITS = 16
 

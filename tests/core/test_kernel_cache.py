@@ -288,7 +288,8 @@ def test_a_kernel_is_made_anew_when_another_file_changes(run, tmp_path):
 
 COMMAND = """
 import sys
-from ckpt8 import __main__, backend
+from ckpt8 import __main__
+from ckpt8.core import backend
 backend.LEAST_FOR_NUMBA = backend.SMALLEST_FOR_NUMBA = 0
 __main__.main()
 """

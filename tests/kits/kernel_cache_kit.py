@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 START = """
-from ckpt8 import jit
+from ckpt8.core import numba_kernels as jit
 jit.start()
 print(sum(jit._nothing.stats.cache_hits.values()))
 """

@@ -64,8 +64,7 @@ class SourceFile:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes at ``offset`` of the range. Raises InputError on a short or failed read."""
-        if offset < 0 or offset + len(buffer) > self.source.length:
-            raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + len(buffer)}")
+        self._check_extent(offset, len(buffer))
         self._read_at(self._fd, offset, buffer)
 
     def _read_at(self, descriptor: int, offset: int, buffer: memoryview) -> None:
@@ -81,11 +80,14 @@ class SourceFile:
 
     def read(self, offset: int, length: int) -> bytes:
         """The ``length`` bytes at ``offset``. The caller bounds ``length``."""
-        if length < 0 or offset < 0 or offset + length > self.source.length:
-            raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + length}")
+        self._check_extent(offset, length)
         buffer = bytearray(length)
         self.read_into(offset, memoryview(buffer))
         return bytes(buffer)
+
+    def _check_extent(self, offset: int, length: int) -> None:
+        if length < 0 or offset < 0 or offset + length > self.source.length:
+            raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + length}")
 
     def check_unchanged(self) -> None:
         """Raise InputError when the file's size or modification time changed since it was opened."""
@@ -120,8 +122,7 @@ class Window(SourceFile):
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes at ``offset`` of the stretch. Raises InputError."""
-        if offset < 0 or offset + len(buffer) > self.source.length:
-            raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + len(buffer)}")
+        self._check_extent(offset, len(buffer))
         self._base.read_into(self.source.offset + offset, buffer)
 
     def check_unchanged(self) -> None:
@@ -190,8 +191,7 @@ class PooledFile(SourceFile):
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """As SourceFile. Raises InputError, also where the path has become another file."""
-        if offset < 0 or offset + len(buffer) > self.source.length:
-            raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + len(buffer)}")
+        self._check_extent(offset, len(buffer))
         try:
             handle, opened = self._pool.get(self.source.path)
         except OSError as exc:
