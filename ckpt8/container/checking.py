@@ -1,4 +1,4 @@
-"""Every frame of a container against its checksum and its declared size."""
+"""Checks every frame of a container against its checksum and its declared size."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ def check_frames(
 
 
 def all_chunks(reader: ContainerReader, storages: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Storage and number of every chunk of some storages."""
+    """(storage, chunk) for every chunk of the given storages."""
     for index in storages:
         for chunk in range(layout.chunk_count(reader.manifest.storages[index].numel)):
             yield index, chunk
 
 
 def scratch_tensor(reader: ContainerReader, storage: int, chunk: int) -> torch.Tensor:
-    """Memory of this thread for the elements of one chunk, which its next use overwrites."""
-    record = reader.manifest.storages[storage]
-    spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
+    """The buffer of the calling thread, shaped for the elements of one chunk; the next call overwrites it."""
+    spec = reader.chunk_spec(storage, chunk)
     view = scratch("decode", spec.numel * spec.dtype.itemsize)
     return torch.frombuffer(view, dtype=torch.uint8).view(spec.dtype.torch)

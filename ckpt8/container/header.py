@@ -22,16 +22,16 @@ MAX_HEADER = 100_000_000
 LENGTH_BYTES = 8
 FORMAT_KEY = "ckpt8"
 MAJOR = 1
-"""A reader refuses another major version; a higher minor version adds what may be ignored, and codecs."""
+"""A reader refuses another major version. A higher minor version adds codecs and fields that a reader may ignore."""
 
 FILE_VERSION, DIRECTORY_VERSION, REFERENCE_VERSION = f"{MAJOR}.0", f"{MAJOR}.1", f"{MAJOR}.2"
-"""What is written: the lowest version that knows all that is in a container."""
+"""A writer states the lowest version that covers the content of the container."""
 
 MANIFEST = "ckpt8.manifest"
 SEAL = "ckpt8.seal"
 SEAL_BYTES = 32
 HEAD_BYTES = 4096
-"""The first bytes of a file tell whether it is a container."""
+"""Bytes at the start of a file that show whether it is a container."""
 
 _WIDEST_OFFSET = 10**16 - 1
 

@@ -1,6 +1,6 @@
-"""The manifest: what a ``.ckpt8`` holds besides planes, as dataclasses that read and write JSON.
+"""The manifest of a ``.ckpt8``: everything but the planes, as dataclasses that read and write JSON.
 
-Reading validates every type and range, since the seal keeps damage out but not malice.
+Reading validates every type and range: the seal proves that nothing is damaged, not that nobody is malicious.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 _LARGEST = 1 << 62
 
 FILE, SYMLINK, DIRECTORY = "file", "symlink", "directory"
-"""Formats of members that are no checkpoints: bytes as they are, the text of a link, an empty directory."""
+"""Formats of members that are no checkpoints: plain bytes, the target of a link, an empty directory."""
 
 DCP = "dcp"
 """Format of the files of a distributed checkpoint, which only their ``.metadata`` explains."""
@@ -37,7 +37,7 @@ class StorageRecord:
     """One stored run of elements: a storage of the source, or the skeleton of a member.
 
     ``codec`` is the stored configuration. ``reason`` says why it is lossless where its role would not ask for it.
-    ``error`` holds the figures of ``stats.WeightError`` or ``stats.MomentError``.
+    ``error`` holds the fields of ``error_stats.WeightError`` or ``error_stats.MomentError``.
     """
 
     name: str
@@ -113,7 +113,7 @@ class MemberRecord:
 
 @dataclass(slots=True)
 class Manifest:
-    """Everything. ``slab`` and ``frame`` are in elements; ``directory`` is the name of the source if it was one."""
+    """The records of a container; ``slab`` and ``frame`` in elements, ``directory`` the name of a source that is one."""
 
     writer: str
     preset: str
@@ -128,7 +128,7 @@ class Manifest:
 
     @property
     def version(self) -> str:
-        """The lowest version of the format that has all that this holds."""
+        """The lowest format version that covers the content."""
         if any(record.is_reference for record in self.storages):
             return REFERENCE_VERSION
         return FILE_VERSION if self.directory is None else DIRECTORY_VERSION
@@ -142,7 +142,7 @@ class Manifest:
 
 
 def _plain(value: object) -> object:
-    """Records as objects, at any depth; what is plain already is not copied."""
+    """Records as plain objects, at any depth; plain values are not copied."""
     if isinstance(value, DType):
         return value.label
     if isinstance(value, Role):

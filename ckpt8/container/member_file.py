@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ckpt8.container import frames, layout
+from ckpt8.container import frames
 from ckpt8.container.manifest import StorageRecord
 from ckpt8.container.member_layout import CRC_BYTES, member_runs
 from ckpt8.container.reader import ContainerReader
@@ -132,7 +132,7 @@ class MemberFile(io.RawIOBase):
     def _fill(self, piece: Piece, view: memoryview, base: int, *, keep: bool) -> None:
         target = view[piece.start - base : piece.stop - base]
         record = self._reader.manifest.storages[piece.storage]
-        spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, piece.chunk)
+        spec = self._reader.chunk_spec(piece.storage, piece.chunk)
         whole = len(target) == spec.numel * spec.dtype.itemsize
         if not (whole and self._decode(record, piece, target)):
             keep = keep or piece.storage == self._skeleton

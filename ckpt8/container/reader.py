@@ -119,6 +119,11 @@ class ContainerReader:
         record = self.manifest.storages[storage]
         return TensorSpec(record.name, record.role, record.dtype, (record.numel,))
 
+    def chunk_spec(self, storage: int, chunk: int) -> TensorSpec:
+        """The specification of one chunk of a storage."""
+        record = self.manifest.storages[storage]
+        return layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
+
     def _locate(self, entries: dict[str, Entry]) -> list[dict[str, _Part]]:
         located = [self._locate_storage(index, entries) for index in range(len(self.manifest.storages))]
         if entries:
@@ -178,9 +183,7 @@ class ContainerReader:
         Of a reference it is what ``decode`` wants, put together from its masters. Raises InputError that names the
         tensor.
         """
-        record = self.manifest.storages[storage]
-        spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
-        codec = self.codec(storage)
+        spec, codec = self.chunk_spec(storage, chunk), self.codec(storage)
         if codec.copied is not None:
             from ckpt8.container import decoding
 
@@ -205,8 +208,7 @@ class ContainerReader:
 
     def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
         """Decode one chunk into ``out``, a flat contiguous CPU tensor of its elements. Returns its parts."""
-        record = self.manifest.storages[storage]
-        spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
+        spec = self.chunk_spec(storage, chunk)
         parts, first = self.read_parts(storage, chunk), chunk * layout.FRAME
         companions = self.companions(storage, chunk)
         self.codec(storage).decode(parts, spec, out=out, backend=self._backend, first=first, companions=companions)

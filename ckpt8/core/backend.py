@@ -1,11 +1,10 @@
 """Which implementation runs a codec: plain torch is the reference; CUDA devices have Triton kernels, CPUs numba's.
 
-All give the same parts, bit for bit. ``triton`` is the default for tensors on a CUDA device, ``numba`` for large ones
-on a CPU, and ``torch`` for all others and where the package is missing or too old. A checkpoint whose work takes less
-time than numba's start is left to torch, see ``for_checkpoint``.
+All three give the same parts, bit for bit. By default a tensor on a CUDA device takes ``triton``, a large one on a CPU
+``numba``, and every other ``torch``, as does any tensor where the package is missing or too old. A small checkpoint
+takes ``torch`` throughout, since numba needs longer to start than the work takes: see ``for_checkpoint``.
 
-With ``TRITON_INTERPRET=1`` in the environment ``triton`` may also be asked for on a CPU, where its interpreter runs the
-kernels: slow, and for tests.
+With ``TRITON_INTERPRET=1`` in the environment ``triton`` also runs on a CPU, in its slow interpreter, for tests.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ if TYPE_CHECKING:
 Backend = Literal["torch", "triton", "numba"]
 
 OLDEST_TRITON = (3, 6)
-"""Before it ``div_rn`` and ``sqrt_rn`` took subnormal numbers for zero on a device: small second moments were lost."""
+"""Older versions take subnormal numbers for zero in ``div_rn`` and ``sqrt_rn``, and lose small second moments."""
 
 SMALLEST_FOR_NUMBA = 1 << 17
-"""Elements of a tensor from which on its kernels are worth their call."""
+"""The fewest elements for which calling a numba kernel pays."""
 
 LEAST_FOR_NUMBA = 1 << 28
-"""Bytes of a checkpoint from which on it is worth its start: half a second, and about five more once on a machine."""
+"""The fewest bytes of a checkpoint for which starting numba pays: half a second, and five more once on a machine."""
 
 
 @cache
 def _fault_of_numba() -> str | None:
-    """Why it cannot compile kernels; None if it can."""
+    """Why numba cannot compile kernels; None if it can."""
     try:
         from numba import config
     except Exception as exc:
@@ -44,7 +43,7 @@ def _fault_of_numba() -> str | None:
 
 @cache
 def _fault_of_triton() -> str | None:
-    """Why the kernels cannot be run; None if they can."""
+    """Why Triton cannot run kernels; None if it can."""
     try:
         import triton
     except ImportError:
@@ -56,7 +55,7 @@ def _fault_of_triton() -> str | None:
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Why kernels cannot be run on tensors of ``device``; None if they can."""
+    """Why Triton cannot run kernels on tensors of ``device``; None if it can."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs tensors on a CUDA device, not on {str(device)!r}"
     return _fault_of_triton()
@@ -89,12 +88,12 @@ class Sized(Protocol):
 
 
 def for_checkpoint(storages: Iterable[Sized]) -> Backend | None:
-    """What to ask codecs for on a CPU when all ``storages`` of a checkpoint go through them."""
+    """The backend to request on a CPU for a checkpoint of these ``storages``; None leaves the choice to each tensor."""
     return None if sum(storage.nbytes for storage in storages) >= LEAST_FOR_NUMBA else "torch"
 
 
 def on_cpu(backend: Backend | None, device: torch.device) -> Backend | None:
-    """``backend`` for tensors on a CPU; elsewhere the device decides."""
+    """``backend`` for a tensor on a CPU; None elsewhere, where the device decides."""
     return backend if device.type == "cpu" else None
 
 

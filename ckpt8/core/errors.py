@@ -44,11 +44,11 @@ class ResumeError(UsageError):
 
 
 class ResumeWarning(UserWarning):
-    """What ``resume(strict=False)`` left as it was."""
+    """Names what ``resume(strict=False)`` did not restore."""
 
 
 class KernelCacheWarning(UserWarning):
-    """Compiled kernels cannot be kept, or one that is kept cannot be relied upon: it takes time to compile them."""
+    """Compiled kernels cannot be kept on disk, or a kept one cannot be trusted; compiling them again takes time."""
 
 
 class InputError(Ckpt8Error):

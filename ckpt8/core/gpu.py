@@ -1,4 +1,4 @@
-"""A GPU as seen from the host: pinned memory, copies that run beside the computation, and marks to wait for them."""
+"""Copies between the host and a GPU: pinned memory, copies that overlap with computation, and marks to wait for."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Mark(Protocol):
     """A point in a queue of copies."""
 
     def synchronize(self) -> None:
-        """Return once everything before it is done."""
+        """Wait until everything queued before the mark is done."""
 
 
 class Transfer(Protocol):
-    """One device as seen from the host. ``kind`` is the type of the devices that a class serves.
+    """Copies to and from one device. ``kind`` is the device type that a class serves.
 
-    Copies run beside the computation on the device and are ordered against it here.
+    Copies overlap with computation on the device; the methods order one against the other.
     """
 
     kind: ClassVar[str]
@@ -34,23 +34,23 @@ class Transfer(Protocol):
     def __init__(self, device: torch.device) -> None: ...
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Flat uint8 memory on the host that the device can read and write by itself."""
+        """Flat uint8 host memory that the device reads and writes directly."""
 
     def active(self) -> AbstractContextManager[Any]:
-        """Make it the current device."""
+        """A context in which this is the current device."""
 
     def download(self, parts: list[Parts], row: torch.Tensor) -> tuple[list[Parts], Mark]:
-        """Queue the copy of ``parts`` into a ``row`` of pinned memory, behind what the device computes now."""
+        """Queue a copy of ``parts`` into a ``row`` of pinned memory, after what the device is computing."""
 
     def upload(self, row: torch.Tensor) -> tuple[torch.Tensor, Mark]:
         """Queue the copy of a ``row`` of pinned memory to the device. Thread-safe."""
 
     def receive(self, row: torch.Tensor, mark: Mark) -> None:
-        """Let what the device computes from now on wait for an upload."""
+        """Make later computation on the device wait for an upload."""
 
 
 class CudaTransfer:
-    """A CUDA device, with one stream for each direction. What was queued on its current stream is done by then."""
+    """A CUDA device with one stream for each direction. Waits first for what its current stream has queued."""
 
     kind: ClassVar[str] = "cuda"
 
@@ -98,7 +98,7 @@ class CudaTransfer:
 
 
 class PinnedBuffers:
-    """Pinned memory that is used again, as much as is in use at once."""
+    """A pool of pinned buffers; it grows to as many as are in use at once."""
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
         self._make = make
@@ -106,7 +106,7 @@ class PinnedBuffers:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A buffer of at least ``nbytes``, whatever it holds: the smallest that is free, or a new one."""
+        """The smallest free buffer of at least ``nbytes``, or a new one; its content is arbitrary."""
         with self._lock:
             fitting = [k for k, buffer in enumerate(self._free) if len(buffer) >= nbytes]
             if fitting:
@@ -114,13 +114,13 @@ class PinnedBuffers:
         return self._make(max(_SMALLEST_BUFFER, 1 << (nbytes - 1).bit_length()))
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Return a buffer that no copy reads or writes any more."""
+        """Give back a buffer that no copy uses any more."""
         with self._lock:
             self._free.append(buffer)
 
 
 def requested(device: str) -> torch.device | None:
-    """The GPU that ``auto``, ``cpu`` or ``cuda`` asks for. Raises UsageError where it cannot be had."""
+    """The GPU for ``cuda``, None for ``auto`` and ``cpu``. Raises UsageError when torch finds no CUDA device."""
     if device not in DEVICES:
         raise UsageError(f"device {device!r}: expected one of {', '.join(DEVICES)}")
     if device != "cuda":
@@ -132,11 +132,11 @@ def requested(device: str) -> torch.device | None:
 
 
 ALIGNMENT = 64
-"""Every part of a row begins at a multiple of these bytes."""
+"""Every part of a row begins at a multiple of this many bytes."""
 
 
 def padded(nbytes: int) -> int:
-    """Bytes that something of ``nbytes`` takes in a row."""
+    """Bytes that a part of ``nbytes`` takes in a row, padding included."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -146,7 +146,7 @@ def row_bytes(parts: Sequence[Parts]) -> int:
 
 
 def row_views(parts: Sequence[Parts], row: torch.Tensor) -> list[Parts]:
-    """Where each of ``parts`` lies in ``row``, flat uint8 of any device: tensors of the same types and lengths."""
+    """Views of ``row`` (flat uint8, any device) with the element types and lengths of ``parts``."""
     views: list[Parts] = []
     start = 0
     for each in parts:
@@ -159,7 +159,7 @@ def row_views(parts: Sequence[Parts], row: torch.Tensor) -> list[Parts]:
 
 
 def copy_to_row(parts: Sequence[Parts], row: torch.Tensor, *, wait: bool = True) -> list[Parts]:
-    """Copy ``parts``, of any device, into ``row``; the copies. Without ``wait`` the copies are only queued."""
+    """Copy ``parts`` from any device into ``row`` and return the copies; without ``wait``, only queue them."""
     copies = row_views(parts, row)
     for each, there in zip(parts, copies, strict=True):
         for name, part in each.items():

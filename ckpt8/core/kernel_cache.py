@@ -1,9 +1,9 @@
-"""Kernels that numba compiled, kept on disk so that a machine compiles each once: machine code, run as it lies there.
+"""Keeps numba's compiled kernels on disk, so that a machine compiles each only once.
 
-It is read only where nobody but this user can have put it. A file begins with a SHA-256 over its content and all that
-it was made from: the source of this package, the signature, the processor, Python and numba. So what is cut, has a
-flipped bit, or was made from other source, is compiled anew and replaced. numba's own cache compares the one file that
-a kernel stands in, and does not see a change of another kernel that it calls.
+A kept kernel is machine code, so it is read only from a folder that no other user can write. Each file begins with a
+SHA-256 over its content and its origin: the source of this package, the signature, the processor, Python and numba. A
+file that is cut off, has a flipped bit or comes from other source is compiled anew and replaced. numba's own cache
+looks at the file of the kernel alone and misses a change of another kernel that it calls.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _NOT_KEPT = (
 _NOT_USED = "a compiled kernel is not used, and made anew: {}"
 
 _warned: set[str] = set()
-"""What was warned of already."""
+"""Warnings already given: each is given once."""
 
 
 class KernelCache(NullCache):
-    """What numba asks for a compiled ``function`` and gives it to.
+    """The cache that numba uses for one ``function``.
 
-    It never raises: what goes wrong with a file, or with a numba that is made otherwise, costs the time to compile.
+    It never raises: a bad file, or a numba with other internals, costs only the time to compile.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        """The kernel for ``signature``; None where it has to be compiled."""
+        """The kept kernel for ``signature``; None if numba must compile it."""
         with contextlib.suppress(Exception):
             if folder := _folder():
                 path, origin = self._file(folder, signature, target_context)
@@ -67,7 +67,7 @@ class KernelCache(NullCache):
         return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Keep a kernel, where that is possible: not one that holds addresses of this process."""
+        """Keep a kernel, unless it holds addresses of this process."""
         with contextlib.suppress(Exception):
             folder = _folder()
             if folder and not compiled.lifted and not compiled.library.has_dynamic_globals:

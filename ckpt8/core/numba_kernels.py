@@ -1,4 +1,4 @@
-"""Python compiled by numba for the processor at hand: one pass over memory where torch needs one for every operation.
+"""numba kernels for the CPU: they go over memory once, where torch goes over it once for every operation.
 
 A kernel lets go of the GIL, does IEEE arithmetic in the order written (nothing is contracted or reordered) and is kept
 on disk, so that a machine compiles it once. It takes numpy views of flat CPU tensors, and may call other kernels.
@@ -25,7 +25,7 @@ MAGNITUDE = 0x7FFFFFFF
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile ``function`` when it is first called, unless that was done in another process."""
+    """Compile ``function`` at its first call, or take it from the cache of this machine."""
     compiled = numba.njit(nogil=True, error_model="numpy")(function)
     # With cache=True numba would keep its own files, which it executes whoever wrote them.
     with suppress(ImportError):

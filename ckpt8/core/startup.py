@@ -1,4 +1,4 @@
-"""What a process that works on tensors sets up once."""
+"""Set-up of a process that works on tensors."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ckpt8.core.backend import SMALLEST_FOR_NUMBA, resolve
 
 
 def settle(*, kernels: bool = False) -> None:
-    """Import torch, and take all that is there out of the sight of the garbage collector: none of it will be freed.
+    """Hide all objects made so far from the garbage collector, which takes a tenth of a second to look through them.
 
-    For processes of our own. Looking through it takes a tenth of a second each time. ``kernels`` also starts numba,
-    which a large checkpoint otherwise does with its first chunk.
+    For our own processes only: none of these objects is freed before the exit. ``kernels`` also starts numba, which
+    otherwise starts with the first chunk of a large checkpoint.
     """
     if kernels and resolve(None, torch.device("cpu"), SMALLEST_FOR_NUMBA) == "numba":
         from ckpt8.core.numba_kernels import start
 
         start()
     gc.freeze()
-    # At the end there are libraries that count what is left of their objects.
+    # Some libraries count their remaining objects at exit.
     atexit.register(gc.unfreeze)

@@ -1,7 +1,4 @@
-"""What a tensor is to ckpt8: the only table of dtypes, the roles, and the specification codecs work from.
-
-This module does not import torch: the manifest of a ``.ckpt8`` can be shown without it.
-"""
+"""Element types, roles and specifications of tensors. Only ``DType.torch`` imports torch."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 Parts = dict[str, "torch.Tensor"]
-"""What a codec makes of a tensor: named flat tensors, for example ``{"codes": int8, "scales": uint16}``."""
+"""The named flat tensors that a codec stores, for example ``{"codes": int8, "scales": uint16}``."""
 
 
 class DType(enum.Enum):
@@ -92,7 +89,7 @@ _BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in DType if dtype.stor
 
 
 class Role(str, enum.Enum):
-    """What a tensor is for. It follows from where the tensor sits in the checkpoint, never from its values."""
+    """What a tensor is for, judged by its place in the checkpoint and never by its values."""
 
     WEIGHT = "weight"
     MOMENT1 = "moment1"
@@ -102,7 +99,7 @@ class Role(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, role, element type and shape: all that a codec may know before it sees a byte."""
+    """Name, role, element type and shape of a tensor, without its values."""
 
     name: str
     role: Role

@@ -1,4 +1,4 @@
-"""Text that came from a file, on its way to a terminal or a log."""
+"""Makes text from files safe to print, and writes sizes, shares and counts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """``text`` with what is not printable escaped: one line, which no terminal takes for a command."""
+    """``text`` with every unprintable character escaped: one line, without terminal commands."""
     return text if text.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 def printable_tree(tree: Any) -> Any:
-    """A copy of a tree of plain values with every text in it made ``printable``."""
+    """A copy of a tree of plain values in which every text is ``printable``."""
     if isinstance(tree, str):
         return printable(tree)
     if isinstance(tree, dict):
@@ -21,7 +21,7 @@ def printable_tree(tree: Any) -> Any:
 
 
 def listed(names: Iterable[object], limit: int = 3) -> str:
-    """A few names for a message of one line."""
+    """The first names, and how many more there are, for a message of one line."""
     shown = [str(name) for name in names]
     more = f" and {len(shown) - limit} more" if len(shown) > limit else ""
     return ", ".join(shown[:limit]) + more
@@ -31,13 +31,13 @@ _SHOWN_CHARACTERS = 60
 
 
 def shown(text: object) -> str:
-    """Give ``text`` for a message: one line, of bounded length."""
+    """``text`` for a message: one line of bounded length."""
     line = repr(text) if isinstance(text, str) else str(text)
     return line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + "…"
 
 
 def size(count: float) -> str:
-    """Bytes in decimal units, as disks are sold and ``ls --si`` shows them."""
+    """Bytes in decimal units (1 kB = 1000 B), as ``ls --si`` shows them."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
@@ -56,7 +56,7 @@ def percent(part: float, whole: float = 1) -> str:
 
 
 def differing_line(source: dict[str, Any]) -> str:
-    """That ``measured_from`` of ``inspect`` is not what the container was made from; its ``differing`` is not empty."""
+    """Says that the container was not made from ``source``, the ``measured_from`` of ``inspect``, and what differs."""
     names, path = source["differing"], source["path"]
     what = f"{names[0]} differs" if len(names) == 1 else f"{len(names):,} lossless storages differ, such as {names[0]}"
     return f"not made from {path}: {what}"

@@ -1,8 +1,8 @@
 """A small thread pool with ordered results and bounded look-ahead.
 
-zstandard, torch and file reads all release the GIL. Each thread runs torch with one intra-op thread, and the
-caller's own setting is left as it was. The threads are our own: those of ``concurrent.futures`` take no more work once
-the interpreter is being left, which is when a save in the background may still have most of its work to do.
+zstandard, torch and file reads all release the GIL. Each thread runs torch with one intra-op thread; the caller's own
+setting stays. The threads are not those of ``concurrent.futures``, which accept no work once the interpreter exits: a
+save in the background may still have most of its work to do then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ R = TypeVar("R")
 _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 LOOK_AHEAD = 2
-"""Results per thread that may wait for the consumer: bounds memory."""
+"""Results per thread that may wait for the consumer; bounds memory."""
 
 
 def default_threads() -> int:
@@ -42,7 +42,7 @@ class Workers:
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or default_threads()
         self._queue: SimpleQueue[_Task | None] = SimpleQueue()
-        # Daemons, so that whoever forgets to close this does not keep the interpreter from leaving.
+        # Daemons: a pool that nobody closed must not keep the interpreter from exiting.
         self._pool = [threading.Thread(target=self._serve, name=f"ckpt8_{k}", daemon=True) for k in range(self.threads)]
         for thread in self._pool:
             thread.start()
@@ -59,9 +59,8 @@ class Workers:
         return future
 
     def _start(self) -> None:
-        # torch.set_num_threads acts on the calling thread and on the default that threads take at their first use of
-        # torch: so every thread of ours uses it once, takes one thread, and then the default is put back.
-
+        # torch.set_num_threads acts on the calling thread, and on the default for threads that have not used torch yet.
+        # So each thread uses torch once, sets its own number to one, and afterwards the default is restored.
         before = torch.get_num_threads()
         barrier = threading.Barrier(self.threads)
 
@@ -94,7 +93,7 @@ class Workers:
             thread.join()
 
     def map(self, function: Callable[[T], R], items: Iterable[T], ahead: int = LOOK_AHEAD) -> Iterator[R]:
-        """Results in the order of ``items``, which are taken only as far ahead as memory allows, the first at once.
+        """Results in the order of ``items``. Takes items only ``ahead`` of the consumer; starts on the first at once.
 
         ``items`` may be results of another ``map``, whose threads are the same.
         """
@@ -122,7 +121,7 @@ def _cancel(waiting: Iterable[Future[Any]]) -> None:
 
 
 def _run(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Give ``future`` what the call returns or raises."""
+    """Run the call and hand its result or exception to ``future``."""
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -141,7 +140,7 @@ _local = threading.local()
 
 
 def scratch(slot: int | str, length: int) -> memoryview:
-    """``length`` bytes that this thread uses again for the same ``slot``."""
+    """``length`` bytes of this thread's buffer for ``slot``; the next call for the slot reuses them."""
     buffers: dict[int | str, bytearray] = _local.__dict__.setdefault("buffers", {})
     if len(buffers.get(slot, b"")) < length:
         buffers[slot] = bytearray(length)

@@ -1,4 +1,4 @@
-"""What files and directories that appear whole or not at all have in common: the checks, the temporary, the renames."""
+"""Files and directories that appear whole or not at all: their checks, temporaries and renames."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 
 class AtomicOutput:
-    """A temporary beside ``target`` that takes its name on ``publish`` and vanishes otherwise. A context manager.
+    """A temporary beside ``target`` that takes its name on ``publish``, or is removed. A context manager.
 
-    ``what`` it is follows from the subclass. With ``force`` it replaces what has the name, if ``check`` agrees, now and
-    again on ``publish``; ``replaced`` then says what that was. Every OSError becomes an OutputError that names the
-    target.
+    The subclass says ``what`` it makes. With ``force`` it replaces an existing target if ``check`` accepts that, now
+    and again on ``publish``; ``replaced`` then describes the old target. Every OSError becomes an OutputError that
+    names the target.
     """
 
     what: str
@@ -41,7 +41,7 @@ class AtomicOutput:
         self._force = force
         self._check = check
         with self.guard():
-            # Through a symbolic link to what it names; the temporary must be on the same file system.
+            # Resolve symbolic links: the temporary must be on the file system of the final target.
             self._final = target.resolve()
             exists = target.exists() or target.is_symlink()
             if self._final.exists() and not self._is_replaceable():
@@ -51,11 +51,11 @@ class AtomicOutput:
             self._look()
 
     def _is_replaceable(self) -> bool:
-        """Whether what has the target's name is of the kind that this makes."""
+        """Whether the existing target is of the kind that this makes."""
         raise NotImplementedError
 
     def _look(self) -> str | None:
-        """What is there to be replaced, if anything. Raises OutputError where that may not be replaced."""
+        """The description of the existing target, if any. Raises OutputError if it must stay."""
         return self._check(self._final) if self._final.exists() else None
 
     def _exists(self) -> OutputError:
@@ -75,7 +75,7 @@ class AtomicOutput:
             raise OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}") from exc
 
     def _take_name(self) -> None:
-        """Rename to the target, in place of what is there with ``force`` alone, and flush that to the disk."""
+        """Rename to the target, replacing it only with ``force``, and flush the name to the disk."""
         if self._force:
             replaced = self._look()
             self._replace()
@@ -117,7 +117,7 @@ def sync_directory(path: Path) -> None:
 
 
 def _renameat2(old: Path, new: Path, flags: int) -> bool:
-    """Call it; False where there is no such call, or the file system has no such flag. Raises OSError."""
+    """Call renameat2; False if the system has no such call or the file system no such flag. Raises OSError."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False
@@ -130,7 +130,7 @@ def _renameat2(old: Path, new: Path, flags: int) -> bool:
 
 
 def rename_new(old: Path, new: Path) -> None:
-    """Rename to a name that nothing has. Raises FileExistsError, OSError."""
+    """Rename to an unused name. Raises FileExistsError, OSError."""
     if _renameat2(old, new, _NOREPLACE):
         return
     if os.path.lexists(new):
@@ -139,10 +139,9 @@ def rename_new(old: Path, new: Path) -> None:
 
 
 def replace_directory(new: Path, final: Path) -> None:
-    """Give a directory the name of another, which is removed. At every moment one of them is there, if the system can.
+    """Replace the directory ``final`` with ``new``: in one step where the system can exchange two names.
 
-    Where it cannot exchange two names, the old directory is put aside, and back should the new one not take its place.
-    Raises OSError.
+    Elsewhere the old directory is moved aside first, and back if the new one cannot take its place. Raises OSError.
     """
     if not final.exists():
         rename_new(new, final)
@@ -173,7 +172,7 @@ def refuse_same_file(target: Path, source: Path) -> None:
 
 
 def refuse_inside(target: Path, directory: Path) -> None:
-    """Raise OutputError when the target lies in the very directory that is read, or holds."""
+    """Raise OutputError when the target lies in the directory that is read."""
     with contextlib.suppress(OSError):
         if directory.is_dir() and directory.resolve() in target.resolve().parents:
             raise OutputError(f"{target}: lies in the directory {directory}; give a place outside of it")
@@ -210,7 +209,7 @@ class AtomicFile(AtomicOutput):
         self.path.replace(self._final)
 
     def close(self) -> None:
-        """As every AtomicOutput; what is not written yet is dropped."""
+        """Close the file and remove the temporary; buffered data is dropped."""
         with contextlib.suppress(OSError):
             self.file.close()
         super().close()

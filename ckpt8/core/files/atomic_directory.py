@@ -36,7 +36,7 @@ class AtomicDirectory(AtomicOutput):
         return super()._look()
 
     def _check_place(self) -> None:
-        """Raise OutputError for a directory that stays whatever is in it."""
+        """Raise OutputError for a directory that must never be replaced."""
         here, home, keep = Path.cwd(), Path("~").expanduser().resolve(), self._keep
         kept = (here, *here.parents, *keep.resolve().parents, keep.parent.resolve(), *keep.parent.resolve().parents)
         if self._final in kept:
@@ -50,7 +50,7 @@ class AtomicDirectory(AtomicOutput):
         return self._final.is_dir()
 
     def make_directory(self, path: str) -> None:
-        """Make a directory and those above it, which must not exist but by this."""
+        """Make a directory and its parents inside the output."""
         with self.guard():
             self._make(Path(path))
 

@@ -1,8 +1,8 @@
-"""Temporary files and directories beside what they become, and what is left of them when a process is killed.
+"""Temporary files and directories beside their targets, and the removal of those that killed processes left.
 
-A temporary is named ``.NAME.MACHINExxxxxxxx.ckpt8-partial`` and locked as long as its process lives. Who writes the
-same target later removes those that nobody holds. Where a lock does not tell, since the file system has none or another
-machine might hold it unseen, an hour without a change does.
+A temporary is named ``.NAME.MACHINExxxxxxxx.ckpt8-partial``, and its process holds a lock on it. A later write to the
+same target removes the temporaries that nobody locks. Where locks say nothing (the file system has none, or another
+machine may hold one unseen) a temporary counts as abandoned after an hour without a change.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _remove_unfinished() -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or directory as far as that can be done."""
+    """Remove a file or directory as far as possible."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -110,7 +110,7 @@ def _make_directory(path: Path, mode: int) -> int:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Keep a directory from being taken for abandoned under whatever name it gets. Raises OSError."""
+    """Hold the lock of a directory, so that no other run removes it as abandoned. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | _NO_LINK)
     try:
         _hold(descriptor, directory)
@@ -120,7 +120,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def _hold(descriptor: int, path: Path) -> bool:
-    """Lock what is open; False where another run has removed it, or is about to."""
+    """Lock an open temporary; False if another run has removed it or is about to."""
     if descriptor < 0:
         return False
     try:
@@ -134,7 +134,7 @@ def _hold(descriptor: int, path: Path) -> bool:
 
 
 def remove_abandoned(final: Path) -> None:
-    """Remove the temporaries of ``final`` whose processes are gone, as far as that can be done."""
+    """Remove the temporaries of ``final`` whose processes are gone, as far as possible."""
     name = re.compile(re.escape(f".{final.name[:_NAME_KEPT]}.") + "([0-9a-f]{8})[0-9a-f]{8}" + re.escape(SUFFIX))
     with contextlib.suppress(OSError):
         for path in final.parent.iterdir():

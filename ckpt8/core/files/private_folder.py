@@ -61,7 +61,7 @@ def check_private(path: Path, status: os.stat_result) -> None:
 
 
 def _names(path: Path) -> list[str]:
-    """What lies between the root, or the folder at hand, and ``path``; the first is the last."""
+    """The components of ``path`` without its root, in reverse order."""
     return [name for name in reversed(path.parts) if name != path.anchor]
 
 

@@ -1,7 +1,4 @@
-"""Bytes of a file, or of a run of them: read at a place, and never changed.
-
-A short read, or a file that changes while it is read, is an InputError that names it.
-"""
+"""Reads bytes of source files by position. A short read, or a file that changes meanwhile, raises InputError."""
 
 from __future__ import annotations
 
@@ -100,7 +97,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class NamedRange(ByteRange):
-    """A ByteRange that messages call by the path of its file and its own ``name``."""
+    """A ByteRange with a ``name``, which messages show after the path."""
 
     name: str
 
@@ -109,7 +106,7 @@ class NamedRange(ByteRange):
 
 
 class Window(SourceFile):
-    """``length`` bytes of ``base`` from ``offset`` on, called ``name`` in messages. ``base`` stays its owner's."""
+    """``length`` bytes of ``base`` from ``offset`` on; messages call them ``name``. Closing it leaves ``base`` open."""
 
     def __init__(self, base: SourceFile, offset: int, length: int, name: str) -> None:
         self.source = NamedRange(base.source.path, offset, length, name)
@@ -130,15 +127,15 @@ class Window(SourceFile):
         self._base.check_unchanged()
 
     def close(self) -> None:
-        """The file stays open."""
+        """Nothing to do: the base stays open."""
 
 
 _OPEN_FILES = 64
-"""Fewer than any system allows; the pipeline reads a directory in order, so that few are needed at once."""
+"""Fewer than any system allows. Directories are read in order, so few files are in use at once."""
 
 
 class _Handle:
-    """An open file descriptor, closed when the last reader has let go of it."""
+    """An open file descriptor; it closes when its last reader drops it."""
 
     def __init__(self, path: Path) -> None:
         self.descriptor = -1
@@ -150,7 +147,7 @@ class _Handle:
 
 
 class FilePool:
-    """Keeps the descriptors that were used last. Thread-safe."""
+    """Keeps the most recently used descriptors open. Thread-safe."""
 
     def __init__(self, limit: int = _OPEN_FILES) -> None:
         self._limit = limit
@@ -169,13 +166,13 @@ class FilePool:
             return handle, opened
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Drop all files."""
         with self._lock:
             self._handles.clear()
 
 
 class PooledFile(SourceFile):
-    """As SourceFile, with a descriptor from a pool. Files are the same as long as inode, size and time are."""
+    """A SourceFile whose descriptor comes from a pool. A file is unchanged while inode, size and time are."""
 
     def __init__(self, source: ByteRange, pool: FilePool) -> None:
         self.source = source
@@ -206,4 +203,4 @@ class PooledFile(SourceFile):
             raise self._changed()
 
     def close(self) -> None:
-        """The pool closes files."""
+        """Nothing to do: the pool closes files."""

@@ -1,4 +1,4 @@
-"""Temporary directories that an interrupt does not leave behind, at whatever moment it comes."""
+"""Temporary directories that no interrupt leaves behind."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Have SIGINT and SIGTERM strike at the end of the block, not inside it.
+    """Deliver SIGINT and SIGTERM at the end of the block instead of inside it.
 
-    For what is made in one step and noted in the next, which an exception between the two would lose. Signals strike
-    the main thread only: in another thread there is nothing to do.
+    Protects code that creates something and then records it: an exception between the two would leave it behind.
+    Signals reach the main thread only; in another thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -27,7 +27,7 @@ def deferred() -> Iterator[None]:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             handler = signal.getsignal(number)
-            # None: it was not set by Python, which could not set it again.
+            # None: Python did not install the handler and could not restore it.
             if handler is not None:
                 before[number] = handler
                 signal.signal(number, lambda number, _: came.append(number))
@@ -41,7 +41,7 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def temporary_directory(prefix: str, where: Path | None = None) -> Iterator[Path]:
-    """A directory in ``where``, by default among temporary files, which goes with everything in it. Raises OSError."""
+    """A new directory in ``where`` (default: the system's), removed with its content at the end. Raises OSError."""
     path: Path | None = None
     try:
         with deferred():

@@ -1,4 +1,4 @@
-"""Writing at a place of a file, and getting it to the disk early."""
+"""Writes at a position of a file and starts the flush to the disk early."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import os
 from collections.abc import Iterable, Iterator
 
 PIECE = 1 << 20
-"""Bytes of one call: with more the system looks for large pages, which takes up to twice as long."""
+"""Bytes for each call. Larger writes take up to twice as long: the system then looks for large pages."""
 
 _MOST_BUFFERS = 1024
-"""Buffers that one call can take."""
+"""The most buffers that one call accepts."""
 
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Let the kernel begin to write a range to the disk, so that the flush at the end finds little left to do."""
+    """Ask the system to start writing a range to the disk, so that the final flush is short."""
     if hasattr(os, "posix_fadvise") and length:
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 
 
 def write_at(descriptor: int, view: memoryview, offset: int) -> None:
-    """Write all of ``view`` at ``offset``, and let it go to the disk. Raises OSError."""
+    """Write ``view`` at ``offset`` and start its flush. Raises OSError."""
     start_writeback(descriptor, offset, write_all_at(descriptor, [view], offset))
 
 
 def write_all_at(descriptor: int, buffers: Iterable[bytes | memoryview], offset: int) -> int:
-    """Write all buffers, one behind the other, from ``offset`` on; the number of bytes. Raises OSError."""
+    """Write all buffers one after the other from ``offset`` on; return the number of bytes. Raises OSError."""
     start = offset
     for call in _calls(buffers):
         while call:
@@ -38,7 +38,7 @@ def write_all_at(descriptor: int, buffers: Iterable[bytes | memoryview], offset:
 
 
 def _calls(buffers: Iterable[bytes | memoryview]) -> Iterator[list[memoryview]]:
-    """What to write at once."""
+    """The buffers cut into pieces, grouped by call."""
     call: list[memoryview] = []
     room = PIECE
     for buffer in buffers:

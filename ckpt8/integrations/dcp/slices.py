@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt8.container import frames, layout
+from ckpt8.container import frames
+from ckpt8.container.decoding import decode_chunk
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.workers import Workers
 
@@ -112,15 +113,10 @@ class SliceReader:
             pass
 
     def _size(self, storage: int, piece: _Piece) -> int:
-        record = self._reader.manifest.storages[storage]
-        return layout.chunk_spec(record.name, record.role, record.dtype, record.numel, piece.chunk).numel
+        return self._reader.chunk_spec(storage, piece.chunk).numel
 
     def _chunk(self, storage: int, chunk: int) -> torch.Tensor:
-        record = self._reader.manifest.storages[storage]
-        spec = layout.chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
-        out = torch.empty(spec.numel, dtype=spec.dtype.torch, device="cpu")
-        self._reader.decode_chunk(storage, chunk, out)
-        return out
+        return decode_chunk(self._reader, storage, chunk)
 
     def _copy_box(
         self,
