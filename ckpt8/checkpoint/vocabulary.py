@@ -1,10 +1,6 @@
-"""Keys and names that tell what a tensor is: model entries, state of optimizers, lists of masters, buffers."""
+"""Keys and names that tell what a tensor is: model entries, lists of masters, buffers."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-
-from ckpt8.core.tensors import Role
 
 BUFFERS = frozenset(
     {
@@ -32,32 +28,8 @@ _MODEL_NAMES = (
 MODEL_KEYS = frozenset(name for names in _MODEL_NAMES for name in names.split())
 """Keys under which checkpoints in the wild keep model weights or an average of them."""
 
-STATE_ROLES: Mapping[str, Role] = {
-    "exp_avg": Role.MOMENT1,
-    "momentum_buffer": Role.MOMENT1,
-    "exp_avg_sq": Role.MOMENT2,
-    "max_exp_avg_sq": Role.MOMENT2,
-    "master_param": Role.WEIGHT,
-    "master_params": Role.WEIGHT,
-    "master_weight": Role.WEIGHT,
-}
-"""Roles of the tensors in an optimizer's per-parameter state; every other key is ``other``."""
-
 _STATE_LISTS = "base_optimizer_state"
 """DeepSpeed's elastic checkpoints keep under it a list of bare states, one for each group."""
-
-_FLAT_STATE = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer"})
-"""Last name component of the tensors that make a dict of tensors the state of an optimizer."""
-
-
-MOMENT_SLOTS = {
-    "exp_avg": "moment1",
-    "momentum_buffer": "moment1",
-    "exp_avg_sq": "moment2",
-    "max_exp_avg_sq": "max_moment2",
-}
-"""What the moments of a parameter are called in the state of an optimizer, and here."""
-
 
 MASTER_LISTS = frozenset(
     {
@@ -70,6 +42,3 @@ MASTER_LISTS = frozenset(
     }
 )
 """Keys under which Megatron, apex and DeepSpeed keep the fp32 master weights of a model that trains in 16 bits."""
-
-
-FIRST_MOMENTS = ("exp_avg", "momentum_buffer")

@@ -15,11 +15,11 @@ from ckpt8.checkpoint.meaning.update_rules import UpdateRule, recognise
 from ckpt8.checkpoint.scalars import read_scalar
 from ckpt8.checkpoint.sources.skeleton import SKELETON, WithSkeleton
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense
-from ckpt8.checkpoint.vocabulary import MOMENT_SLOTS
 from ckpt8.codecs import Codec
 from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.container import layout
 from ckpt8.core.tensors import DType, Role, TensorSpec
+from ckpt8.optim.known_optimizers import MOMENT_SLOTS
 
 _MOST_PADDING = 4096
 """Elements between and behind tensors that may only be there to align them."""

@@ -23,9 +23,10 @@ from ckpt8.converting.choice import check_optimizer
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.optim import published_layouts as foreign
+from ckpt8.optim.known_optimizers import CARDS
 from ckpt8.optim.master_weights import weight_check
 from ckpt8.optim.packed_tensor import Moment
-from ckpt8.optim.state_conversion import FACTORS, KINDS, join_weight
+from ckpt8.optim.state_conversion import join_weight
 
 _FP32 = DType.FLOAT32.itemsize
 _MASK63 = (1 << 63) - 1
@@ -132,18 +133,19 @@ def step_number(data: Composite, value: Any) -> int:
 
 def _moments(data: Composite, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, TensorRef]:
     found = {}
-    for name, kind in KINDS.items():
+    tensors = CARDS[group["rule"]].tensors
+    for name, each in tensors.items():
         if f"{name}_codes" in state:
             codes, scales = state[f"{name}_codes"], state[f"{name}_scales"]
             data.check_extent(name, codes)
             data.check_extent(name, scales)
             if -(-codes.numel // GROUP) != scales.numel:
                 raise ValueError(f"{name} has {scales.numel} scales for {codes.numel} codes")
-            region = PackedMoment(data, name, codes, scales, codec_from_config(group[kind]))
+            region = PackedMoment(data, name, codes, scales, codec_from_config(group[each.slot]))
             found[name] = data.tensor(region, DType.FLOAT32, codes.shape)
         elif name in state:
             found[name] = state[name]
-    return found | {key: value for key, value in state.items() if key.endswith(FACTORS)}
+    return found
 
 
 def joined_weights(data: Composite, model: Candidate) -> dict[str, TensorRef]:

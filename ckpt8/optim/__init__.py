@@ -7,8 +7,9 @@ An optimizer is one module and one entry in ``OPTIMIZERS``. Classes are imported
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from ckpt8.optim.known_optimizers import CARDS, resolve
 
 if TYPE_CHECKING:
     from ckpt8.optim.adafactor import Adafactor as Adafactor
@@ -19,28 +20,17 @@ if TYPE_CHECKING:
     from ckpt8.optim.sgd import SGD as SGD
     from ckpt8.optim.stable_adamw import StableAdamW as StableAdamW
 
-OPTIMIZERS: tuple[tuple[str, str], ...] = (
-    ("AdamW", "ckpt8.optim.adamw:AdamW"),
-    ("Adam", "ckpt8.optim.adamw:Adam"),
-    ("StableAdamW", "ckpt8.optim.stable_adamw:StableAdamW"),
-    ("CAME", "ckpt8.optim.came:CAME"),
-    ("SGD", "ckpt8.optim.sgd:SGD"),
-    ("Lion", "ckpt8.optim.lion:Lion"),
-    ("Adafactor", "ckpt8.optim.adafactor:Adafactor"),
-)
+OPTIMIZERS: tuple[tuple[str, str], ...] = tuple((card.name, card.cls) for card in CARDS.values())
 """(name, "module:Class") of every optimizer."""
 
 __all__ = ["CAME", "OPTIMIZERS", "SGD", "Adafactor", "Adam", "AdamW", "Lion", "StableAdamW"]
 
 
 def __getattr__(name: str) -> Any:
-    table = dict(OPTIMIZERS)
-    if name not in table:
+    location = next((card.cls for card in CARDS.values() if card.name == name), None)
+    if location is None:
         raise AttributeError(f"module 'ckpt8.optim' has no attribute {name!r}")
-    module, _, attribute = table[name].partition(":")
-    value = getattr(import_module(module), attribute)
-    globals()[name] = value
-    return value
+    return resolve(location)
 
 
 def __dir__() -> list[str]:

@@ -10,13 +10,13 @@ Below two dimensions V += w (g^2 - V). eps1 is by default that of fp32, the type
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from ckpt8.optim.blocks import Block, Factored, Values, clipping, inverse_root, root_mean_square, row_blocks
-from ckpt8.optim.packed import Cut, PackedOptimizer, Params
+from ckpt8.optim.blocks import Block, Factored, Values, clipping, inverse_root, root_mean_square
+from ckpt8.optim.packed import PackedOptimizer, Params
 
 
 def adafactor(
@@ -90,7 +90,6 @@ class Adafactor(PackedOptimizer):
     """Adafactor on packed state. Arguments and defaults are torch's; for the others see PackedOptimizer."""
 
     rule_id: ClassVar[str] = "adafactor"
-    rule_arguments: ClassVar[tuple[str, ...]] = ("lr", "beta2_decay", "eps", "d", "weight_decay")
 
     def __init__(
         self,
@@ -104,21 +103,3 @@ class Adafactor(PackedOptimizer):
     ) -> None:
         defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay}
         super().__init__(params, defaults, **packing)
-
-    def moments(self, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, str]:
-        """The second moment below two dimensions."""
-        return {} if len(shape) > 1 else {"variance": "moment2"}
-
-    def factored(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Row and column averages."""
-        if len(shape) < 2:
-            return {}
-        return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
-
-    def cuts(self, shape: torch.Size, load: Callable[..., list[torch.Tensor]]) -> list[Cut]:
-        """Blocks of rows."""
-        return super().cuts(shape, load) if len(shape) < 2 else row_blocks(tuple(shape), load)
-
-    def rule(self, blocks: Sequence[Block], whole: Values, **arguments: Any) -> Iterator[Values]:
-        """See ``adafactor``."""
-        return adafactor(blocks, whole, **arguments)

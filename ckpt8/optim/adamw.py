@@ -52,32 +52,10 @@ def adam(
         yield new
 
 
-class TwoMoments(PackedOptimizer):
-    """What AdamW, Adam and StableAdamW share: their arguments, and two packed moments."""
-
-    rule_arguments: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | torch.Tensor,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        **packing: Any,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **packing)
-
-    def moments(self, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, str]:
-        """Both moments."""
-        return {"exp_avg": "moment1", "exp_avg_sq": "moment2"}
-
-
-class AdamW(TwoMoments):
+class AdamW(PackedOptimizer):
     """AdamW on packed state. Arguments are those of ``torch.optim.AdamW``; for the others see PackedOptimizer."""
 
     rule_id: ClassVar[str] = "adamw"
-    decoupled: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -88,18 +66,13 @@ class AdamW(TwoMoments):
         weight_decay: float = 1e-2,
         **packing: Any,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, **packing)
-
-    def rule(self, blocks: Sequence[Block], whole: Values, **arguments: Any) -> Iterator[Values]:
-        """See ``adam``."""
-        return adam(blocks, whole, decoupled=self.decoupled, **arguments)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **packing)
 
 
 class Adam(AdamW):
     """Adam, whose weight decay is part of the gradient. Arguments are those of ``torch.optim.Adam``."""
 
     rule_id: ClassVar[str] = "adam"
-    decoupled: ClassVar[bool] = False
 
     def __init__(
         self,

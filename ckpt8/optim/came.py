@@ -13,14 +13,14 @@ statistics are fp32 tensors of the whole parameter, summed in float64 over block
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from ckpt8.codecs.companded8.reference import divide
-from ckpt8.optim.blocks import Block, Factored, Values, clipping, inverse_root, row_blocks
-from ckpt8.optim.packed import Cut, PackedOptimizer, Params
+from ckpt8.optim.blocks import Block, Factored, Values, clipping, inverse_root
+from ckpt8.optim.packed import PackedOptimizer, Params
 
 
 def came(
@@ -96,7 +96,6 @@ class CAME(PackedOptimizer):
     """CAME on packed state. Arguments and defaults are came-pytorch's; for the others see PackedOptimizer."""
 
     rule_id: ClassVar[str] = "came"
-    rule_arguments: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "clip_threshold", "weight_decay")
 
     def __init__(
         self,
@@ -116,24 +115,3 @@ class CAME(PackedOptimizer):
             "weight_decay": weight_decay,
         }
         super().__init__(params, defaults, **packing)
-
-    def moments(self, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, str]:
-        """The momentum, and below two dimensions the second moment."""
-        return {"exp_avg": "moment1"} | ({} if len(shape) > 1 else {"exp_avg_sq": "moment2"})
-
-    def factored(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Row and column averages."""
-        if len(shape) < 2:
-            return {}
-        row, column = shape[:-1], shape[:-2] + shape[-1:]
-        return {
-            f"exp_avg_{which}_{axis}": size for which in ("sq", "res") for axis, size in (("row", row), ("col", column))
-        }
-
-    def cuts(self, shape: torch.Size, load: Callable[..., list[torch.Tensor]]) -> list[Cut]:
-        """Blocks of rows."""
-        return super().cuts(shape, load) if len(shape) < 2 else row_blocks(tuple(shape), load)
-
-    def rule(self, blocks: Sequence[Block], whole: Values, **arguments: Any) -> Iterator[Values]:
-        """See ``came`` and ``came_vector``."""
-        return (came if whole else came_vector)(blocks, whole, **arguments)

@@ -22,19 +22,18 @@ from ckpt8.codecs import codec_from_config
 from ckpt8.codecs.companded8.reference import as_groups, square_root
 from ckpt8.core.errors import UsageError
 from ckpt8.optim.master_weights import residual_dtype
+from ckpt8.optim.known_optimizers import MOMENT_SLOTS, TENSORS
 from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.optim.published_layouts import step_of
 from ckpt8.optim.state_conversion import StateDict, join_weight, moments_of, pack
 
-_NAMES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-_RULES = frozenset({"adamw", "adam", "sgd", "lion"})
 _SMALLEST_SCALE = 1e-12
 _LEVELS = {torch.int8: 127.0, torch.int16: 32767.0}
 
 
 def quantize(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes shaped as ``x`` and fp16 scales of a moment."""
-    squared = name == "exp_avg_sq"
+    squared = TENSORS[name].slot == "moment2"
     flat = x.detach().float().reshape(-1)
     groups = as_groups(square_root(flat) if squared else flat)
     scales = groups.abs().amax(1).clamp_min(_SMALLEST_SCALE)
@@ -48,7 +47,7 @@ def quantize(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize(name: str, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The fp32 moment of codes and scales (fp16, or fp16 bits viewed as bf16)."""
     scales = scales.view(torch.float16) if scales.dtype == torch.bfloat16 else scales
-    squared = name == "exp_avg_sq"
+    squared = TENSORS[name].slot == "moment2"
     y = as_groups(codes.reshape(-1).float()) / (255 if squared else 127)
     x = (y if squared else y / (2 - y.abs())) * scales.float().unsqueeze(1)
     x = x.view(-1)[: codes.numel()].view(codes.shape)
@@ -78,7 +77,7 @@ def master_of(param: torch.Tensor, bits: torch.Tensor | None, bytewidth: int) ->
 
 def to_flashoptim(optimizer: PackedOptimizer, *, compress: bool = True) -> StateDict:
     """The state of a packed AdamW, Adam, SGD or Lion as flashoptim saves it. Raises UsageError for other rules."""
-    if optimizer.rule_id not in _RULES:
+    if not optimizer.card.flashoptim:
         raise UsageError(f"flashoptim has no {optimizer.rule_id}")
     packed = optimizer.state_dict()
     groups, state = [], {}
@@ -129,7 +128,7 @@ def from_flashoptim(flash: Mapping[str, Any], optimizer: PackedOptimizer) -> Sta
 
     Reads any of its encodings. Raises UsageError where rule, keys or shapes do not match.
     """
-    if optimizer.rule_id not in _RULES:
+    if not optimizer.card.flashoptim:
         raise UsageError(f"flashoptim has no {optimizer.rule_id}")
     params = [param for group in optimizer.param_groups for param in group["params"]]
     ids = [(i, group) for group in flash["param_groups"] for i in group["params"]]
@@ -149,7 +148,7 @@ def from_flashoptim(flash: Mapping[str, Any], optimizer: PackedOptimizer) -> Sta
 
 def _plain_moments(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     found = {}
-    for name in _NAMES:
+    for name in MOMENT_SLOTS:
         if f"{name}::quantized" in given:
             found[name] = dequantize(name, given[f"{name}::quantized"], given[f"{name}::scales"])
         elif name in given:

@@ -37,7 +37,6 @@ class Lion(PackedOptimizer):
     """Lion on packed state. Arguments and defaults are lion-pytorch's; for the others see PackedOptimizer."""
 
     rule_id: ClassVar[str] = "lion"
-    rule_arguments: ClassVar[tuple[str, ...]] = ("lr", "betas", "weight_decay")
 
     def __init__(
         self,
@@ -48,11 +47,3 @@ class Lion(PackedOptimizer):
         **packing: Any,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **packing)
-
-    def moments(self, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, str]:
-        """The momentum."""
-        return {"exp_avg": "moment1"}
-
-    def rule(self, blocks: Sequence[Block], whole: Values, **arguments: Any) -> Iterator[Values]:
-        """See ``lion``."""
-        return lion(blocks, whole, **arguments)

@@ -16,7 +16,7 @@ that they cannot take are updated as on a CPU, and a warning says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -26,9 +26,10 @@ from ckpt8.codecs.cutting import TILE
 from ckpt8.codecs.split32 import Split32
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import is_small
-from ckpt8.optim.blocks import Block, Values, flat_blocks
+from ckpt8.optim.blocks import Block, flat_blocks, row_blocks
 from ckpt8.optim.contract import Layout
 from ckpt8.optim.gradient_release import GradientRelease
+from ckpt8.optim.known_optimizers import Card, card_of, resolve
 from ckpt8.optim.master_weights import CHECKS, exact_residual, master_part, weight_check
 from ckpt8.optim.packed_tensor import Moment, PackedTensor, moment_layout
 from ckpt8.optim.packing_options import MOMENT2, check_group, unpacked
@@ -53,7 +54,6 @@ class PackedOptimizer(torch.optim.Optimizer):
     """
 
     rule_id: ClassVar[str]
-    rule_arguments: ClassVar[tuple[str, ...]]
     tile: int = TILE
     fused: bool | None = None
     _step_supports_amp_scaling = True
@@ -72,22 +72,30 @@ class PackedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.fused = fused
         packing = {"master": master, "moment1": moment1, "moment2": moment2, "maximize": maximize, "seed": seed}
-        super().__init__(params, {**defaults, **packing, "rule": self.rule_id})
+        super().__init__(params, {**defaults, **packing, "rule": self.card.rule_id})
+
+    @property
+    def card(self) -> Card:
+        """What is known of the optimizer."""
+        return card_of(self.rule_id)
+
+    @property
+    def rule_arguments(self) -> tuple[str, ...]:
+        """The settings of a group that the rule takes."""
+        return tuple(self.card.settings)
 
     def moments(self, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, str]:
         """Names of the moments of a parameter of this shape, each with its kind: ``moment1`` or ``moment2``."""
-        raise NotImplementedError
+        return {each.key: each.slot for each in self.card.form(len(shape)).present(group) if each.is_moment}
 
     def factored(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Names and shapes of fp32 state that belongs to the whole tensor."""
-        return {}
-
-    def rule(self, blocks: Sequence[Block], whole: Values, **arguments: Any) -> Iterator[Values]:
-        """The update rule, over blocks of fp32 values."""
-        raise NotImplementedError
+        return {each.key: each.shape(shape) for each in self.card.form(len(shape)).tensors if not each.is_moment}
 
     def cuts(self, shape: torch.Size, load: Callable[..., list[torch.Tensor]]) -> list[Cut]:
-        """The blocks of a tensor. ``load(start, stop, shape, names)`` reads its fp32 values."""
+        """The blocks of a tensor: rows where it has factored state. ``load(start, stop, shape, names)`` reads one."""
+        if self.factored(tuple(shape)):
+            return row_blocks(tuple(shape), load)
         return flat_blocks(shape.numel(), load, self.tile)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -203,7 +211,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         cuts = self.cuts(param.shape, tensor.load)
         whole = {name: state[name] for name in self.factored(tuple(param.shape))}
         arguments = {name: group[name] for name in self.rule_arguments} | {"lr": float(group["lr"])}
-        results = self.rule([block for _, _, block in cuts], whole, step=step, **arguments)
+        rule = resolve(self.card.form(param.dim()).rule)
+        results = rule([block for _, _, block in cuts], whole, step=step, **self.card.fixed, **arguments)
         for start, stop, _ in cuts:
             tensor.store(start, stop, next(results))
         for values in results:

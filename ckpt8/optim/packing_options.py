@@ -12,6 +12,7 @@ from ckpt8.codecs import Codec, codec_from_config, config_of, parse_codec
 from ckpt8.codecs.base import StateKey
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.core.errors import UsageError
+from ckpt8.optim.known_optimizers import card_of
 from ckpt8.optim.master_weights import master_part
 
 MOMENT2 = "companded8(signed=False, Q=255, p=0.5)"
@@ -50,7 +51,7 @@ def check_group(group: dict[str, Any]) -> None:
         _check_number("betas", beta, 1.0)
     eps = group.get("eps", ())
     for each in eps if isinstance(eps, (tuple, list)) else (eps,):
-        if each is not None or group["rule"] != "adafactor":
+        if each is not None or "eps" not in card_of(group["rule"]).nullable:
             _check_number("eps", each, math.inf)
     for key, kind in (("maximize", bool), ("seed", int)):
         if not isinstance(group[key], kind):

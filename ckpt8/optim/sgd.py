@@ -48,7 +48,6 @@ class SGD(PackedOptimizer):
     """SGD on packed state. Arguments and defaults are torch's; for the others see PackedOptimizer."""
 
     rule_id: ClassVar[str] = "sgd"
-    rule_arguments: ClassVar[tuple[str, ...]] = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
 
     def __init__(
         self,
@@ -70,11 +69,3 @@ class SGD(PackedOptimizer):
             "nesterov": nesterov,
         }
         super().__init__(params, defaults, **packing)
-
-    def moments(self, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, str]:
-        """The momentum, where there is any."""
-        return {"momentum_buffer": "moment1"} if group["momentum"] else {}
-
-    def rule(self, blocks: Sequence[Block], whole: Values, **arguments: Any) -> Iterator[Values]:
-        """See ``sgd``."""
-        return sgd(blocks, whole, **arguments)

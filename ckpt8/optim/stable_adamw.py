@@ -19,9 +19,8 @@ from typing import Any, ClassVar
 import torch
 
 from ckpt8.codecs.companded8.reference import square_root
-from ckpt8.optim.adamw import TwoMoments
 from ckpt8.optim.blocks import Block, Values, block_sums, exact_sum
-from ckpt8.optim.packed import Params
+from ckpt8.optim.packed import PackedOptimizer, Params
 from ckpt8.optim.rounding import power
 
 
@@ -66,7 +65,7 @@ def stable_adamw(
         yield {"param": param, "exp_avg": m, "exp_avg_sq": u}
 
 
-class StableAdamW(TwoMoments):
+class StableAdamW(PackedOptimizer):
     """StableAdamW on packed state. Arguments and defaults are optimi's; for the others see PackedOptimizer."""
 
     rule_id: ClassVar[str] = "stable_adamw"
@@ -80,8 +79,4 @@ class StableAdamW(TwoMoments):
         weight_decay: float = 1e-2,
         **packing: Any,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, **packing)
-
-    def rule(self, blocks: Sequence[Block], whole: Values, **arguments: Any) -> Iterator[Values]:
-        """See ``stable_adamw``."""
-        return stable_adamw(blocks, whole, **arguments)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **packing)

@@ -19,6 +19,7 @@ from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Parts
 from ckpt8.optim import published_layouts as foreign
+from ckpt8.optim.known_optimizers import CARDS
 from ckpt8.optim.master_weights import read_master, residual_dtype, write_master
 from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.optim.packed_tensor import Moment, moment_layout
@@ -27,12 +28,6 @@ StateDict = dict[str, Any]
 _MAGNITUDE = 0x7FFFFFFF
 _HALF_STEP = 1 << 15
 """Half a step of bf16, in steps of fp32."""
-
-KINDS = {"exp_avg": "moment1", "momentum_buffer": "moment1", "exp_avg_sq": "moment2", "variance": "moment2"}
-"""What codec of a group the codes of a moment have."""
-
-FACTORS = ("_row", "_col", "row_var", "col_var")
-"""Ends of the keys of factored statistics, which are plain."""
 
 
 # --- parts ------------------------------------------------------------------------------------------------------
@@ -104,9 +99,10 @@ def _decoded(name: str, config: Mapping[str, Any], state: Mapping[str, Any]) -> 
 
 def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The moments and factored statistics of one packed parameter, in fp32."""
-    found = {name: _decoded(name, group[kind], state) for name, kind in KINDS.items()}
-    factored = {key: value.clone() for key, value in state.items() if key.endswith(FACTORS)}
-    return {name: value for name, value in found.items() if value is not None} | factored
+    tensors = CARDS[group["rule"]].tensors
+    moments = {name: _decoded(name, group[each.slot], state) for name, each in tensors.items() if each.slot in group}
+    statistics = {name: state[name].clone() for name in tensors if name not in moments and name in state}
+    return {name: value for name, value in moments.items() if value is not None} | statistics
 
 
 def unpack(packed: Mapping[str, Any]) -> StateDict:

@@ -7,6 +7,7 @@ import torch
 
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.companded8.reference import square_root
+from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.optim.packing_options import MOMENT2
@@ -139,6 +140,7 @@ def test_random_bits_are_uniform_and_depend_on_every_counter():
         assert abs(float((random_bits(stream_key(*other), 0, 1 << 18, CPU) == bits).double().mean())) < 1e-3
 
 
-def test_the_base_class_knows_no_rule():
-    with pytest.raises(NotImplementedError):
-        PackedOptimizer.rule(object(), [], {})  # type: ignore[arg-type]
+def test_an_optimizer_without_a_card_cannot_be_made():
+    unknown = type("Unknown", (PackedOptimizer,), {"rule_id": "unknown"})
+    with pytest.raises(UsageError, match="no optimizer has the rule 'unknown'"):
+        unknown([torch.nn.Parameter(torch.zeros(3))], {"lr": 0.1})

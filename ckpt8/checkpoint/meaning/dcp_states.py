@@ -15,7 +15,7 @@ from ckpt8.checkpoint.meaning.roles import ParameterState, short_name
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, StateSlice
 from ckpt8.checkpoint.readers.dcp.metadata import Place
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.checkpoint.vocabulary import MOMENT_SLOTS
+from ckpt8.optim.known_optimizers import MOMENT_SLOTS
 
 UNKNOWN = object()
 """State that is there and cannot be told for a slice: no update rule is recognised where it is."""

@@ -16,9 +16,9 @@ from typing import Any
 from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.checkpoint.vocabulary import BUFFERS, FIRST_MOMENTS
+from ckpt8.checkpoint.vocabulary import BUFFERS
+from ckpt8.optim.known_optimizers import first_moments
 
-_LIKE_WEIGHT = (*FIRST_MOMENTS, *(f"{name}_codes" for name in FIRST_MOMENTS), "residual", "master")
 _NO_MODEL = "the file has no state dict of a model"
 _SEVERAL = "the file has several models or optimizers"
 _NO_SHAPE = "its shape is not known, for want of a first moment"
@@ -83,7 +83,9 @@ def _parameters(optimizer: Candidate, weights: Candidate | str) -> list[SavedPar
 
 def _shape(state: Mapping[Any, Any]) -> tuple[int, ...] | None:
     """The shape of the first moment, or of what completes the weight."""
-    return next((ref.shape for key in _LIKE_WEIGHT if isinstance(ref := state.get(key), TensorRef)), None)
+    first = first_moments()
+    keys = (*first, *(f"{name}_codes" for name in first), "residual", "master")
+    return next((ref.shape for key in keys if isinstance(ref := state.get(key), TensorRef)), None)
 
 
 def _weights(

@@ -15,10 +15,11 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.quantised_state import bitsandbytes_moments, plain_state
 from ckpt8.checkpoint.tree import Labelled, NamedTensor, StorageRef, TensorRef
-from ckpt8.checkpoint.vocabulary import _FLAT_STATE, _STATE_LISTS, MASTER_LISTS, MODEL_KEYS, STATE_ROLES
+from ckpt8.checkpoint.vocabulary import _STATE_LISTS, MASTER_LISTS, MODEL_KEYS
 from ckpt8.checkpoint.walk import Components, format_path, iter_nodes
 from ckpt8.core.tensors import Role
 from ckpt8.core.text import printable
+from ckpt8.optim.known_optimizers import MOMENT_SLOTS, STATE_ROLES
 
 _LONGEST_NAME = 512
 
@@ -65,7 +66,7 @@ def is_flat_optimizer(tree: object) -> bool:
     if not isinstance(tree, dict) or not _holds_tensors_alone(tree):
         return False
     paths = (key.rpartition(".") for key in tree)
-    return any(owner and key in _FLAT_STATE for owner, _, key in paths)
+    return any(owner and key in MOMENT_SLOTS for owner, _, key in paths)
 
 
 def _holds_tensors_alone(tree: object) -> bool:
@@ -141,7 +142,9 @@ def _classify_flat(tree: Any, names: Names) -> Structure:
             structure.tensors.append(NamedTensor(name, STATE_ROLES.get(key, Role.OTHER), node))
             states.setdefault(owner, {})[key] = node
     structure.parameters = [
-        ParameterState(names.prefix + owner, state, {}) for owner, state in states.items() if _FLAT_STATE & set(state)
+        ParameterState(names.prefix + owner, state, {})
+        for owner, state in states.items()
+        if MOMENT_SLOTS.keys() & state
     ]
     return structure
 

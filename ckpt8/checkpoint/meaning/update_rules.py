@@ -16,28 +16,24 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.optim.known_optimizers import SIDE_STATE, Card, Form, Update, identify, setting
 
 if TYPE_CHECKING:
     import torch
 
-_SIDE_STATE = frozenset({"step", "RMS", "kahan_comp", "eps_sq", "mean_square", "master_param", "group"})
-"""State that no update is made of, or only through the step."""
-
-_CAME_FACTORED = {"exp_avg", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col"}
 _LARGEST = 1e300
-_UNKNOWN = "the optimizer is not one whose update rule is known"
-
-Kind = Literal["adam", "stable_adamw", "came", "momentum"]
+UNKNOWN = "the optimizer is not one whose update rule is known"
+_INCOMPLETE = "betas or eps are missing from the parameter group"
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
     """How a step is made of the state. ``step`` counts from 1; it and the betas matter to ``adam`` only."""
 
-    kind: Kind
+    kind: Update
     step: int = 0
     beta1: float = 0.0
     beta2: float = 0.0
@@ -80,7 +76,7 @@ def read_rule(stored: Mapping[str, Any] | None) -> dict[str, Any] | None:
     except TypeError:
         return None
     numbers = rule.beta1, rule.beta2, rule.eps
-    valid = rule.kind in get_args(Kind) and type(rule.step) is int and None not in map(_number, numbers)
+    valid = rule.kind in get_args(Update) and type(rule.step) is int and None not in map(_number, numbers)
     return rule.to_json() if valid else None
 
 
@@ -120,61 +116,40 @@ def _number(value: object) -> float | None:
     return float(value)
 
 
-def _betas(group: Mapping[Any, Any]) -> tuple[float, ...] | None:
-    betas = group.get("betas", (group.get("beta1"), group.get("beta2")))
-    values = [_number(beta) for beta in betas] if isinstance(betas, (tuple, list)) else [None]
-    return None if None in values else tuple(value for value in values if value is not None)
-
-
-def _adam(group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
-    betas, eps = _betas(group), _number(group.get("eps"))
-    if not {"amsgrad", "bias_correction", "correct_bias", "t_alpha"} & group.keys():
-        return _UNKNOWN
-    if betas is None or len(betas) != 2 or eps is None or not all(0 <= beta < 1 for beta in betas):
-        return "betas or eps are missing from the parameter group"
-    if group.get("bias_correction", group.get("correct_bias", True)) in (False, 0):
-        return UpdateRule("stable_adamw", eps=eps)
-    count = _number(step)
-    if count is None or not 1 <= count <= 2**53 or count != int(count):
-        return "the step is missing"
-    return UpdateRule("adam", int(count), betas[0], betas[1], eps)
-
-
-def _tensors(state: Mapping[Any, Any]) -> set[Any]:
-    """Keys of the tensors that an update is made of; empty where something in the state is not accounted for."""
-    tensors = {key for key, value in state.items() if isinstance(value, TensorRef)} - _SIDE_STATE
-    return tensors if state.keys() - _SIDE_STATE <= tensors else set()
-
-
-def is_lion(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> bool:
-    """Whether this is Lion: one average and two betas."""
-    return _tensors(state) == {"exp_avg"} and len(_betas(group) or ()) == 2
-
-
-def is_sgd(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> bool:
-    """Whether this is torch's SGD with momentum. Muon has no dampening; LARS, which has all of SGD's keys, an eps."""
-    return (
-        _tensors(state) == {"momentum_buffer"}
-        and {"momentum", "dampening", "nesterov"} <= group.keys()
-        and "eps" not in group
-    )
+def identify_state(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> tuple[Card, Form] | None:
+    """The optimizer of a parameter's state, and its form; None where a key of the state is not accounted for."""
+    tensors = {key for key, value in state.items() if isinstance(value, TensorRef)} - SIDE_STATE
+    return identify(tensors, state, group) if state.keys() - SIDE_STATE <= tensors else None
 
 
 def recognise(state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
     """The update rule of one parameter, or why it is unknown.
 
     ``state`` is the parameter's optimizer state, ``group`` its parameter group, ``step`` the step found in either.
-    A rule is taken only where every key of the state is accounted for.
     """
-    tensors = _tensors(state)
-    if "RMS" in state and tensors == _CAME_FACTORED:
-        return UpdateRule("came")
-    if "RMS" in state and tensors == {"exp_avg", "exp_avg_sq"}:
-        return UpdateRule("momentum")
-    if {"exp_avg", "exp_avg_sq"} <= tensors <= {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}:
-        # optimi's own group keys, and the state that only the two StableAdamW write: no bias is left in the state.
-        unbiased = "beta1" in group or "kahan_comp" in state or "eps_sq" in state
-        eps = _number(group.get("eps"))
-        return UpdateRule("stable_adamw", eps=eps) if unbiased and eps is not None else _adam(group, step)
-    plain_sgd = is_sgd(state, group) and not group["nesterov"]
-    return UpdateRule("momentum") if plain_sgd or is_lion(state, group) else _UNKNOWN
+    found = identify_state(state, group)
+    if found is None or found[1].update is None:
+        return UNKNOWN
+    kind = found[1].update
+    if kind == "momentum" and group.get("nesterov"):
+        return UNKNOWN
+    return UpdateRule(kind) if kind in ("came", "momentum") else _adam(kind, group, step)
+
+
+def _adam(kind: Update, group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
+    """Adam's rule, or StableAdamW's where the moments are free of bias."""
+    eps, given = _number(group.get("eps")), setting(group, "betas")
+    numbers = [_number(beta) for beta in given] if isinstance(given, (tuple, list)) else []
+    betas = [beta for beta in numbers if beta is not None and 0 <= beta < 1]
+    if eps is None:
+        return _INCOMPLETE
+    if kind == "stable_adamw":
+        return UpdateRule(kind, eps=eps)
+    if not len(betas) == len(numbers) == 2:
+        return _INCOMPLETE
+    if group.get("bias_correction", group.get("correct_bias", True)) in (False, 0):
+        return UpdateRule("stable_adamw", eps=eps)
+    count = _number(step)
+    if count is None or not 1 <= count <= 2**53 or count != int(count):
+        return "the step is missing"
+    return UpdateRule("adam", int(count), betas[0], betas[1], eps)

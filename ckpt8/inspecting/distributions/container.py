@@ -15,7 +15,6 @@ import torch
 from ckpt8.checkpoint.meaning.parameter_names import display_names
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule, read_rule
 from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
-from ckpt8.checkpoint.vocabulary import MOMENT_SLOTS
 from ckpt8.codecs.error_stats import read_error
 from ckpt8.compressing.plan import Parameter
 from ckpt8.compressing.policy import Policy
@@ -32,6 +31,7 @@ from ckpt8.inspecting.distributions.drawing import Piece, draw, is_counted
 from ckpt8.inspecting.distributions.gathering import Gathered, stored_update_error
 from ckpt8.inspecting.distributions.layer_sizes import LayerNames, LayerSizes
 from ckpt8.inspecting.sampling import Sampling
+from ckpt8.optim.known_optimizers import MOMENT_SLOTS
 
 
 @dataclass(frozen=True, slots=True)

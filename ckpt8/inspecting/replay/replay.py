@@ -31,7 +31,8 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.replay.drift import Drift, StepDrift, difference
-from ckpt8.inspecting.replay.rules import ELEMENTWISE, FACTORS, Replayed, find_rule
+from ckpt8.inspecting.replay.rules import Replayed, find_rule
+from ckpt8.optim.known_optimizers import TENSORS
 
 SEED = 0x5EED
 _SPREAD = "the files of a distributed checkpoint are not replayed"
@@ -141,7 +142,7 @@ class _Sides:
 
 
 def _refs(saved: SavedParameter) -> dict[str, TensorRef]:
-    return {key: ref for key in (*ELEMENTWISE, *FACTORS) if isinstance(ref := saved.state.get(key), TensorRef)}
+    return {key: ref for key in TENSORS if isinstance(ref := saved.state.get(key), TensorRef)}
 
 
 def _unfit(saved: SavedParameter, shape: tuple[int, ...]) -> str | None:
@@ -149,10 +150,8 @@ def _unfit(saved: SavedParameter, shape: tuple[int, ...]) -> str | None:
     if not math.prod(shape):
         return "it has no elements"
     for key, ref in _refs(saved).items():
-        expected = shape
-        if key in FACTORS:
-            expected = shape[:-1] if key.endswith("row") else shape[:-2] + shape[-1:]
-        if ref.shape != expected or (key in FACTORS and len(shape) < 2):
+        tensor = TENSORS[key]
+        if ref.shape != tensor.shape(shape) or (len(shape) < 2 and not tensor.is_moment):
             return f"{key} does not have the shape of the parameter"
     return None
 
@@ -160,7 +159,7 @@ def _unfit(saved: SavedParameter, shape: tuple[int, ...]) -> str | None:
 def _read(checkpoint: Checkpoint, saved: SavedParameter) -> _Side:
     streamer = Streamer(checkpoint)
     state = {key: _load(streamer, ref) for key, ref in _refs(saved).items()}
-    flat = {key: values if key in FACTORS else values.reshape(-1) for key, values in state.items()}
+    flat = {key: values.reshape(-1) if TENSORS[key].is_moment else values for key, values in state.items()}
     return _Side(flat, None if saved.weight is None else _load(streamer, saved.weight).reshape(-1))
 
 

@@ -10,18 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt8.checkpoint.meaning.update_rules import is_lion, is_sgd, recognise
+from ckpt8.checkpoint.meaning.update_rules import UNKNOWN, identify_state, recognise
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.checkpoint.vocabulary import FIRST_MOMENTS, STATE_ROLES
-from ckpt8.optim.adamw import adam
 from ckpt8.optim.blocks import Values, flat_blocks, row_blocks
-from ckpt8.optim.came import came, came_vector
-from ckpt8.optim.lion import lion
-from ckpt8.optim.sgd import sgd
-from ckpt8.optim.stable_adamw import stable_adamw
+from ckpt8.optim.known_optimizers import STATE_ROLES, Card, Form, first_moments, resolve, setting
 
-ELEMENTWISE = (*FIRST_MOMENTS, "exp_avg_sq", "max_exp_avg_sq")
-FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")
 _LARGEST_STEP = 2**53
 _INCOMPLETE = "hyperparameters are missing from the parameter group, or out of range"
 
@@ -30,7 +23,8 @@ _INCOMPLETE = "hyperparameters are missing from the parameter group, or out of r
 class Replayed:
     """A rule, the steps taken so far, and the hyperparameters. ``coupled``: weight decay is part of the gradient."""
 
-    rule: Callable[..., Iterator[Values]]
+    card: Card
+    form: Form
     step: int
     lr: float
     weight_decay: float
@@ -40,22 +34,19 @@ class Replayed:
     def gradient_scale(self, state: Values) -> Tensor:
         """The RMS of recent gradients, flat: by element from the second moment, else one number for the tensor.
 
-        That number is the RMS that independent gradients must have for the momentum to have the RMS that it has:
-        rms(m) sqrt((1+b2)/(1-b2)) for Lion, rms(b) sqrt(1-mu^2)/(1-dampening) for SGD.
+        That number is the RMS that independent gradients must have for the momentum m = a m + b g to have the RMS that
+        it has: rms(m) sqrt(1-a^2)/b.
         """
         if "exp_avg_sq_row" in state:
             rows, columns = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
             square: Tensor = (rows / rows.mean(-1, keepdim=True)).unsqueeze(-1) * columns.unsqueeze(-2)
             return square.clamp_(min=0).nan_to_num_(0.0).sqrt_().reshape(-1)
         if "exp_avg_sq" in state:
-            bias = 1 - self.arguments["betas"][1] ** self.step if self.rule is adam else 1.0
+            bias = 1 - self.arguments["betas"][1] ** self.step if self.form.update == "adam" else 1.0
             return (state["exp_avg_sq"].clamp(min=0) / bias).sqrt_()
-        if self.rule is sgd:
-            momentum = state["momentum_buffer"]
-            factor = math.sqrt(1 - self.arguments["momentum"] ** 2) / (1 - self.arguments["dampening"])
-        else:
-            momentum, beta2 = state["exp_avg"], self.arguments["betas"][1]
-            factor = math.sqrt((1 + beta2) / (1 - beta2))
+        assert self.card.average is not None  # noqa: S101
+        a, b = self.card.average(self.arguments)
+        momentum, factor = state[self.form.tensors[0].key], math.sqrt(1 - a * a) / b
         rms: Tensor = momentum.double().square().mean().sqrt() * factor
         return rms.float().expand(momentum.shape)
 
@@ -94,10 +85,11 @@ class Replayed:
         def load(start: int, stop: int, view: tuple[int, ...], names: tuple[str, ...]) -> list[Tensor]:
             return [inputs[name][start:stop].clone().view(view) for name in names]
 
-        whole = {name: inputs[name] for name in FACTORS if name in inputs}
+        whole = {each.key: inputs[each.key] for each in self.form.tensors if not each.is_moment}
         cuts = row_blocks(shape, load) if whole else flat_blocks(math.prod(shape), load)
         blocks = [block for _, _, block in cuts]
-        results = self.rule(blocks, whole, step=step, lr=lr, weight_decay=weight_decay, **self.arguments)
+        rule: Callable[..., Iterator[Values]] = resolve(self.form.rule)
+        results = rule(blocks, whole, step=step, lr=lr, weight_decay=weight_decay, **self.arguments)
         for start, stop, _ in cuts:
             for name, value in next(results).items():
                 if name in outputs:
@@ -110,82 +102,60 @@ class Replayed:
 
 def find_rule(state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) -> Replayed | str:
     """The rule of one parameter from its saved state and group, or why it cannot be replayed."""
-    if not any(isinstance(state.get(key), TensorRef) for key in FIRST_MOMENTS):
+    if not any(isinstance(state.get(key), TensorRef) for key in first_moments()):
         reason = "its state has no first moment"
         return reason if STATE_ROLES.keys() & state.keys() else f"{reason}; the presets keep all of it lossless"
+    found = identify_state(state, group)
+    if found is None:
+        return UNKNOWN
+    card, form = found
+    taken = _steps_taken(card, state, group, step)
+    if isinstance(taken, str):
+        return taken
+    names = card.settings.keys() | card.fixed.keys()
+    read = {name: _read(name, card, state, group) for name in names - {"lr", "weight_decay"}}
     shared = _numbers([group.get("lr"), group.get("weight_decay", 0.0)])
-    if is_sgd(state, group):
-        found = _sgd(group)
-    elif is_lion(state, group):
-        found = _lion(group)
-    else:
-        found = _adaptive(state, group, step)
-    if isinstance(found, str):
-        return found
-    if not shared:
+    if not shared or None in read.values():
         return _INCOMPLETE
-    rule, taken, arguments = found
     lr, weight_decay = shared
     if weight_decay and (group.get("decouple_lr") or group.get("fixed_decay")):
         return "its weight decay does not follow the learning rate, which is not replayed"
-    return Replayed(rule, taken, lr, weight_decay, rule is sgd or _is_coupled(group), arguments)
+    present = {each.when: each.key in state for each in form.tensors if each.when and each.when not in names}
+    return Replayed(card, form, taken, lr, weight_decay, card.coupled or _is_coupled(group), read | present)
 
 
-_Found = tuple[Callable[..., Iterator[Values]], int, dict[str, Any]]
-"""The rule, the steps taken so far, and arguments besides lr and weight decay."""
-
-
-def _sgd(group: Mapping[Any, Any]) -> _Found | str:
-    numbers = _numbers([group["momentum"], group["dampening"]])
-    if not numbers or not 0 < numbers[0] < 1 or not numbers[1] < 1:
-        return _INCOMPLETE
-    momentum, dampening = numbers
-    # No step is kept, but a momentum is there: the next step is not the first.
-    return sgd, 1, {"momentum": momentum, "dampening": dampening, "nesterov": bool(group["nesterov"])}
-
-
-def _lion(group: Mapping[Any, Any]) -> _Found | str:
-    betas = _betas(group, 2)
-    return (lion, 1, {"betas": betas}) if betas else _INCOMPLETE
-
-
-def _adaptive(state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) -> _Found | str:
-    """Adam, StableAdamW and CAME, as far as ``recognise`` knows them."""
+def _steps_taken(card: Card, state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) -> int | str:
+    """The number of the last step, or why it is unknown; 1 where the rule needs none, since a momentum is there."""
+    if not card.counts:
+        return 1
     number = float(step) if isinstance(step, (int, float)) and abs(step) <= _LARGEST_STEP else None
-    rule = recognise(state, group, number)
-    if isinstance(rule, str):
+    if isinstance(rule := recognise(state, group, number), str):
         return rule
     if group.keys() & {"bias_correction", "correct_bias"}:
         return "an Adam whose group has bias_correction or correct_bias is not replayed"
-    if "RMS" in state:
-        return _came(state, group)
-    if number is None or number < 0 or number != int(number):
-        return "the step is missing"
-    return _adam(state, group, int(number), biased=rule.kind == "adam")
+    return int(number) if number is not None and number >= 0 and number == int(number) else "the step is missing"
 
 
-def _came(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> _Found | str:
-    betas, eps, clip = _betas(group, 3), _eps(group, 2), _clip_threshold(group)
-    if not betas or not eps or not clip:
-        return _INCOMPLETE
-    # The rule is the same at every step.
-    return (
-        came if "exp_avg_sq_row" in state else came_vector,
-        0,
-        {"betas": betas, "eps": eps, "clip_threshold": clip},
-    )
+_RANGES: dict[str, Callable[[float], bool]] = {
+    "betas": lambda beta: 0 <= beta < 1,
+    "momentum": lambda momentum: 0 < momentum < 1,
+    "dampening": lambda dampening: dampening < 1,
+}
 
 
-def _adam(state: Mapping[Any, Any], group: Mapping[Any, Any], step: int, *, biased: bool) -> _Found | str:
-    betas, eps, clip = _betas(group, 2), _eps(group, 1), _clip_threshold(group)
-    if not betas or not eps or not clip:
-        return _INCOMPLETE
-    arguments = {"betas": betas, "eps": eps[0]}
-    if biased:
-        return adam, step, {**arguments, "decoupled": True, "amsgrad": "max_exp_avg_sq" in state}
-    # optimi's AdamW has the same averages, but does not clip.
-    threshold = math.inf if "beta1" in group and "eps_sq" not in state else clip
-    return stable_adamw, step, {**arguments, "clip_threshold": threshold}
+def _read(name: str, card: Card, state: Mapping[Any, Any], group: Mapping[Any, Any]) -> Any:
+    """An argument of the rule from the group, else what the card fixes; None where it is missing or out of range."""
+    if name == "clip_threshold":
+        # optimi's AdamW has StableAdamW's averages, but does not clip.
+        return math.inf if "beta1" in group and "eps_sq" not in state else _clip_threshold(group) or None
+    if name not in card.settings:
+        return card.fixed[name]
+    given, count = setting(group, name), card.settings[name]
+    numbers = _numbers(given if isinstance(given, (tuple, list)) else [given])
+    fits = _RANGES.get(name, math.isfinite)
+    if len(numbers) != count or not all(map(fits, numbers)):
+        return None
+    return numbers if count > 1 else numbers[0]
 
 
 def _clip_threshold(group: Mapping[Any, Any]) -> float:
@@ -198,18 +168,6 @@ def _is_coupled(group: Mapping[Any, Any]) -> bool:
     """Whether weight decay is an L2 penalty, as in Adam. Files of old versions do not say: then it is AdamW's."""
     keys = ("decoupled_weight_decay", "decouple_wd", "weight_decouple")
     return next((group[key] for key in keys if key in group), True) is False
-
-
-def _betas(group: Mapping[Any, Any], count: int) -> tuple[float, ...]:
-    """``count`` betas below one, or nothing."""
-    betas = _numbers(group.get("betas", [group.get("beta1"), group.get("beta2")]))
-    return betas if len(betas) == count and all(0 <= beta < 1 for beta in betas) else ()
-
-
-def _eps(group: Mapping[Any, Any], count: int) -> tuple[float, ...]:
-    eps = group.get("eps", [group.get("eps1"), group.get("eps2")])
-    found = _numbers(eps if isinstance(eps, (tuple, list)) else [eps])
-    return found if len(found) == count else ()
 
 
 def _numbers(values: Any) -> tuple[float, ...]:

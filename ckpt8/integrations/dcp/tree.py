@@ -16,9 +16,10 @@ import torch
 
 from ckpt8.checkpoint.meaning.roles import classify
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.checkpoint.vocabulary import MODEL_KEYS, STATE_ROLES
+from ckpt8.checkpoint.vocabulary import MODEL_KEYS
 from ckpt8.checkpoint.walk import format_path
 from ckpt8.core.tensors import DType
+from ckpt8.optim.known_optimizers import STATE_ROLES
 
 _STATE = re.compile(r"(?:(?P<prefix>.*?)\.)?state\.(?P<parameter>.+)\.(?P<key>[^.]+)", re.DOTALL)
 _GROUP = re.compile(r"(?:(?P<prefix>.*?)\.)?param_groups\.(?P<owner>.+)\.(?P<key>[^.]+)", re.DOTALL)

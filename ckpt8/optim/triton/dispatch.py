@@ -19,6 +19,7 @@ from ckpt8.codecs import Codec
 from ckpt8.core import backend
 from ckpt8.core.errors import UsageError
 from ckpt8.optim.contract import PackedState
+from ckpt8.optim.known_optimizers import card_of
 from ckpt8.optim.master_weights import exact_residual, master_part
 from ckpt8.optim.packed_tensor import Moment
 from ckpt8.optim.rounding import stream_key
@@ -26,23 +27,13 @@ from ckpt8.optim.rounding import stream_key
 if TYPE_CHECKING:
     from ckpt8.optim.triton.launches import Layout, Plan, Row
 
-RULES = {
-    "adamw": "adamw",
-    "adam": "adamw",
-    "stable_adamw": "stable_adamw",
-    "sgd": "sgd",
-    "lion": "lion",
-    "came": "came",
-}
-"""The module here that has the kernels of a rule."""
-
 Work = tuple[int, dict[str, Any], torch.Tensor]
 """Index of a parameter, its group, itself."""
 
 
 def obstacle(rule_id: str, param: torch.Tensor) -> str | None:
     """Why a parameter cannot be updated by kernels; None if it can."""
-    if rule_id not in RULES:
+    if card_of(rule_id).kernels is None:
         return f"the rule {rule_id!r} has no kernels"
     if (fault := backend.obstacle(param.device)) is not None:
         return fault
@@ -118,7 +109,7 @@ class Fused:
         for key, found in tensors.items():
             group = groups[key[0]]
             plan = self._plan(key, found)
-            module = import_module(f"ckpt8.optim.triton.{RULES[group['rule']]}")
+            module = import_module(f"ckpt8.optim.triton.{card_of(group['rule']).kernels}")
             module.step(plan, group, *(_on(value, plan.device) for value in (grad_scale, found_inf)))
 
     def _plan(self, key: tuple[Any, ...], found: list[tuple[Row, int]]) -> Plan:

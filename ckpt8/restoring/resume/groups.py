@@ -9,6 +9,7 @@ import torch
 
 from ckpt8.checkpoint.meaning.state_dicts import CHECKS
 from ckpt8.core.text import listed
+from ckpt8.optim.known_optimizers import setting_names
 
 STRUCTURE = frozenset({"params", "param_names", CHECKS})
 """Keys that speak of the parameters, not of how they are stepped."""
@@ -22,17 +23,21 @@ _ADDED_BY_TORCH = IMPLEMENTATION | {"maximize", "amsgrad", "decoupled_weight_dec
 _CLASS_MARKERS = ("decoupled_weight_decay", "decouple_wd", "gradient_release")
 """Settings that make another class of an optimizer, such as Adam of AdamW."""
 
-_HYPERPARAMETERS = frozenset(
+_OTHER_SETTINGS = frozenset(
     {
-        *("betas", "beta1", "beta2", "beta2_decay", "eps", "eps1", "eps2", "alpha", "rho", "d", "clip_threshold"),
-        *("amsgrad", "ams_bound", "momentum", "dampening", "nesterov", "centered", "lr_decay", "ns_steps"),
+        *("alpha", "rho", "ams_bound", "centered", "lr_decay", "ns_steps"),
         *("decoupled_weight_decay", "decouple_wd", "decouple_lr", "weight_decouple", "fixed_decay", "kahan_sum"),
         *("gradient_release", "quantize", "master_bytewidth"),
         *("trust_coefficient", "momentum_decay", "rectify", "degenerated_to_sgd", "nus", "gamma", "hessian_power"),
         *("update_period", "final_lr", "k", "adanorm", "adam_debias", "stable_adamw", "cautious"),
     }
 )
-"""What optimizers call their own settings. Any other key was added by a scheduler or by the user."""
+"""Settings that no card lists: of unknown optimizers, and of how packages implement known ones."""
+
+
+def _hyperparameters() -> set[str]:
+    """The settings of all optimizers. Any other key was added by a scheduler or by the user."""
+    return setting_names() | _OTHER_SETTINGS
 
 
 _FORMS = frozenset(
@@ -52,7 +57,7 @@ def class_problem(saved: Mapping[Any, Any], live: Mapping[str, Any], defaults: M
     missing = defaults.keys() - saved.keys() - _ADDED_BY_TORCH - STRUCTURE
     if missing:
         return f"its parameter groups lack {listed(sorted(missing))}"
-    foreign = (saved.keys() & _HYPERPARAMETERS) - defaults.keys() - live.keys()
+    foreign = (saved.keys() & _hyperparameters()) - defaults.keys() - live.keys()
     if foreign:
         return f"its parameter groups have {listed(sorted(foreign))}"
     for key in _CLASS_MARKERS:
@@ -72,7 +77,7 @@ def length_problem(saved: Mapping[Any, Any], live: Mapping[str, Any]) -> str | N
 
 def of_another(saved: Mapping[Any, Any], arguments: Collection[str]) -> str | None:
     """Why a group that has ``arguments`` is one of an optimizer that has more settings of weight, or None."""
-    found = (saved.keys() & _HYPERPARAMETERS) - set(arguments) - _FORMS
+    found = (saved.keys() & _hyperparameters()) - set(arguments) - _FORMS
     return f"its parameter groups have {listed(sorted(found))}" if found else None
 
 
@@ -82,7 +87,7 @@ def _length(value: object) -> int:
 
 def added_by_others(saved: Mapping[str, Any]) -> dict[str, Any]:
     """What a scheduler or the user keeps in a group, beside the settings of the optimizer."""
-    known = STRUCTURE | IMPLEMENTATION | _HYPERPARAMETERS | _BOOKKEEPING
+    known = STRUCTURE | IMPLEMENTATION | _hyperparameters() | _BOOKKEEPING
     return {key: value for key, value in saved.items() if key not in known and value is not None}
 
 

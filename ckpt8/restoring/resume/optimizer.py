@@ -100,7 +100,11 @@ def _plan_mapped(
         if index is None:
             continue
         hyper = node["param_groups"][index]
-        if layout is not None and layout.step == "group" and any(pair.identifier in node["state"] for pair in pairs):
+        if (
+            layout is not None
+            and layout.published.step == "group"
+            and any(pair.identifier in node["state"] for pair in pairs)
+        ):
             plan.wrong = plan.wrong or group_step_problem(hyper)
         plain = {key: builder.build(value) for key, value in hyper.items() if key != "params"}
         plan.groups.append((group, restored(plain, group)))

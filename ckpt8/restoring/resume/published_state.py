@@ -1,16 +1,14 @@
-"""The state that each known optimizer keeps: keys, shapes and the form of its step counter.
+"""The state that each published optimizer class keeps: keys, shapes and the form of its step counter.
 
-Read in the published code of torch 2.13, torch-optimi 0.3.3, came-pytorch 0.1.3, pytorch-optimizer 4.1.0 and
-lion-pytorch 0.2.5. A fresh optimizer has no state from which to tell what it expects, and a state of another class
-under the same hyperparameters would be taken without complaint: this table is what a wrong class is caught by.
+A fresh optimizer has no state from which to tell what it expects, and a state of another class under the same
+hyperparameters would be taken without complaint: what the cards say catches a wrong class.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,78 +16,34 @@ from torch.optim import Optimizer
 
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import ResumeError
+from ckpt8.optim.known_optimizers import TENSORS, Card, Published, Shape, find_published
 from ckpt8.restoring.resume.live_parameters import Pair
 
-Shape = tuple[int, ...]
-Step = Literal["tensor", "int", "group"]
 
+class Layout(NamedTuple):
+    """What a known class keeps for a parameter."""
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Keys of the state of one parameter, without the step, below two dimensions and from two on.
+    card: Card
+    published: Published
 
-    ``step`` says where the counter is: a 0-d float tensor or an int in the state, in the group, or nowhere.
-    ``widened``: the state of a 16-bit parameter may be float32.
-    """
+    def keys(self, ndim: int, hyper: Mapping[Any, Any], defaults: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+        """Keys that a state must have, and those that it may have.
 
-    vector: frozenset[str]
-    matrix: frozenset[str]
-    optional: frozenset[str] = frozenset()
-    step: Step | None = None
-    widened: bool = False
-
-    def keys(self, ndim: int) -> frozenset[str]:
-        """Keys that the state of a parameter must have."""
-        keys = self.vector if ndim < 2 else self.matrix
-        return keys | {"step"} if self.step in ("tensor", "int") else keys
-
-
-def _layout(
-    keys: str, *, vector: str | None = None, optional: str = "", step: Step | None = None, widened: bool = False
-) -> Layout:
-    small = keys if vector is None else vector
-    return Layout(frozenset(small.split()), frozenset(keys.split()), frozenset(optional.split()), step, widened)
-
-
-_CAME = "exp_avg exp_avg_sq_row exp_avg_sq_col exp_avg_res_row exp_avg_res_col RMS"
-_CAME_VECTOR = "exp_avg exp_avg_sq RMS"
-_OPTIMI = "mean_square group step"
-
-_ADAM = _layout("exp_avg exp_avg_sq", optional="max_exp_avg_sq", step="tensor")
-LAYOUTS: dict[tuple[str, str], Layout] = {
-    ("torch", "Adam"): _ADAM,
-    ("torch", "AdamW"): _ADAM,
-    ("torch", "SGD"): _layout("", optional="momentum_buffer"),
-    ("torch", "Adafactor"): _layout("row_var col_var", vector="variance", step="tensor"),
-    ("optimi", "StableAdamW"): _layout("exp_avg exp_avg_sq eps_sq kahan_comp", optional=_OPTIMI, step="group"),
-    ("optimi", "AdamW"): _layout("exp_avg exp_avg_sq kahan_comp", optional=_OPTIMI, step="group"),
-    ("optimi", "Adam"): _layout("exp_avg exp_avg_sq kahan_comp", optional=_OPTIMI, step="group"),
-    ("optimi", "Lion"): _layout("exp_avg kahan_comp", optional=_OPTIMI),
-    ("came_pytorch", "CAME"): _layout(_CAME, vector=_CAME_VECTOR, step="int", widened=True),
-    ("pytorch_optimizer", "CAME"): _layout(_CAME, vector=_CAME_VECTOR, step="group", widened=True),
-    ("pytorch_optimizer", "StableAdamW"): _layout("exp_avg exp_avg_sq kahan_comp", step="group", widened=True),
-    ("pytorch_optimizer", "Lion"): _layout("exp_avg", step="group"),
-    ("lion_pytorch", "Lion"): _layout("exp_avg"),
-}
-"""By top-level package and class name."""
-
-_SHAPES: dict[str, Callable[[Shape], Shape]] = {
-    "exp_avg_sq_row": lambda shape: shape[:-1],
-    "exp_avg_sq_col": lambda shape: shape[:-2] + shape[-1:],
-    "exp_avg_res_row": lambda shape: shape[:-1],
-    "exp_avg_res_col": lambda shape: shape[:-2] + shape[-1:],
-    "row_var": lambda shape: (*shape[:-1], 1),
-    "col_var": lambda shape: (*shape[:-2], 1, shape[-1]),
-}
-_LIKE_PARAMETER = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "variance", "kahan_comp"})
+        ``hyper`` are the settings of the saved group, ``defaults`` those that the class takes.
+        """
+        form, more = self.card.form(ndim), set(self.published.state)
+        more |= {"step"} if self.published.step in ("tensor", "int") else set()
+        possible = {each.key for each in form.tensors if not each.when or each.when in defaults}
+        present = {each.key for each in form.present(hyper)}
+        return (possible & present) | more, possible | more | self.published.optional
 
 
 def layout_of(optimizer: Optimizer) -> Layout | None:
     """The layout of the first known class that ``optimizer`` is made of; None for an unknown class."""
     for kind in type(unwrapped(optimizer)).__mro__:
-        found = LAYOUTS.get((kind.__module__.partition(".")[0], kind.__name__))
+        found = find_published(kind.__module__.partition(".")[0], kind.__name__)
         if found is not None:
-            return found
+            return Layout(*found)
     return None
 
 
@@ -108,9 +62,10 @@ def is_packed(optimizer: Optimizer) -> bool:
 
 def expected_shape(key: str, shape: Shape) -> Shape | None:
     """Shape of a state tensor of a parameter of ``shape``; None where it is not known or of one element."""
-    if key in _LIKE_PARAMETER:
+    if key == "kahan_comp":
         return shape
-    return _SHAPES[key](shape) if key in _SHAPES and len(shape) >= 2 else None
+    tensor = TENSORS.get(key)
+    return tensor.shape(shape) if tensor is not None and (tensor.is_moment or len(shape) >= 2) else None
 
 
 _LARGEST_STEP = 2**53
@@ -135,9 +90,9 @@ def exact_step(step: Any, layout: Layout, group: Mapping[str, Any], pair: Pair) 
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST_STEP
     if not is_number or value != int(value):
         raise ResumeError(f"{pair.name}: its step is not a whole number")
-    if layout.step == "int":
+    if layout.published.step == "int":
         return int(value)
-    if layout.step != "tensor":
+    if layout.published.step != "tensor":
         return step.clone() if isinstance(step, torch.Tensor) else step
     wide = isinstance(step, torch.Tensor) and step.dtype == torch.float64
     on_device = bool(group.get("capturable") or group.get("fused"))

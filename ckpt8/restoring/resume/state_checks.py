@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.text import listed
+from ckpt8.optim.known_optimizers import EMPTY_KEYS
 from ckpt8.restoring.resume.live_parameters import Pair
 from ckpt8.restoring.resume.live_values import ValueBuilder
 from ckpt8.restoring.resume.published_state import Layout, expected_shape
@@ -60,21 +61,18 @@ def _keys_problem(
     """Why keys are missing, too many, or of no tensor, or None."""
     name, shape = type(optimizer).__name__, tuple(pair.parameter.shape)
     if layout is not None:
-        required = layout.keys(pair.parameter.dim())
-        required |= {"max_exp_avg_sq"} if hyper.get("amsgrad") and "max_exp_avg_sq" in layout.optional else set()
-        allowed = required | layout.optional
+        required, allowed = layout.keys(pair.parameter.dim(), hyper, optimizer.defaults)
     elif live:
-        required = allowed = frozenset(live) - {WHOLE_GROUP}
+        required = allowed = set(live) - {WHOLE_GROUP}
     else:
-        required, allowed = frozenset(), frozenset(saved)
+        required, allowed = set(), set(saved)
     if required - saved.keys():
         return f"its optimizer state lacks {listed(sorted(required - saved.keys()))}"
     if saved.keys() - allowed:
         return f"its optimizer state has {listed(sorted(saved.keys() - allowed))}, which {name} has not"
     if layout is None:
         return None
-    # Kahan compensation is None where nothing is compensated.
-    tensors = {key for key in required if expected_shape(key, shape) is not None} - {"kahan_comp"}
+    tensors = {key for key in required if expected_shape(key, shape) is not None} - EMPTY_KEYS
     others = sorted(key for key in tensors if not isinstance(saved[key], TensorRef))
     return f"its optimizer state has {listed(others)} in another form than {name} keeps it" if others else None
 
@@ -96,7 +94,7 @@ def _tensor_problem(
     else:
         shape = expected_shape(key, tuple(parameter.shape))
         dtypes = set() if shape is None else {parameter.dtype}
-        if layout.widened and dtypes and parameter.element_size() == 2:
+        if layout.published.widened and dtypes and parameter.element_size() == 2:
             dtypes.add(torch.float32)
     if shape is not None and ref.shape != shape:
         return f"{key} was saved with shape {list(ref.shape)}, here it has {list(shape)}"

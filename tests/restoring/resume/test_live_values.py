@@ -207,7 +207,7 @@ class Forgets(Refuses):
 
 @pytest.mark.parametrize("kind", [Refuses, Forgets])
 def test_what_fails_in_the_optimizer_is_undone(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("ckpt8.restoring.resume.published_state.LAYOUTS", {})
+    monkeypatch.setattr("ckpt8.optim.known_optimizers.CARDS", {})
     model = network()
     optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
     step(model, optimizer, 0)

@@ -11,18 +11,19 @@ of a parameter (torchtitan), or where an optimizer has state for it.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt8.checkpoint.readers.dcp.metadata import Metadata, is_count
-from ckpt8.checkpoint.vocabulary import MODEL_KEYS, STATE_ROLES
+from ckpt8.checkpoint.vocabulary import MODEL_KEYS
 from ckpt8.core.tensors import Role
+from ckpt8.optim.known_optimizers import STATE_ROLES
 
 _STATE, _GROUPS, _PARAMETERS = "state", "param_groups", "params"
 _MASTERS = {"fp32_param": Role.WEIGHT}
-_KEY_ROLES = {**STATE_ROLES, **_MASTERS}
+_KEY_ROLES: Mapping[str, Role] = ChainMap(STATE_ROLES, _MASTERS)
 _OPTIONS = frozenset(
     [
         "betas",

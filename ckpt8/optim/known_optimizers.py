@@ -1,0 +1,400 @@
+"""What ckpt8 knows of each optimizer: one card each, from which every other package reads. Imports no torch.
+
+A card names the tensors of a parameter's state, the settings of a group, the signs by which saved state is recognised,
+the rule and its kernels, and the published classes with the same state. The facts about published classes are those of
+torch 2.13, torch-optimi 0.3.3, came-pytorch 0.1.3, pytorch-optimizer 4.1.0 and lion-pytorch 0.2.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal
+
+from ckpt8.core.errors import UsageError
+from ckpt8.core.tensors import Role
+
+Shape = tuple[int, ...]
+Slot = Literal["moment1", "moment2", "max_moment2", "statistic"]
+Update = Literal["adam", "stable_adamw", "came", "momentum"]
+
+
+def _same(shape: Shape) -> Shape:
+    return shape
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A tensor of a parameter's state.
+
+    ``slot`` is the moment that it holds, or ``statistic`` for fp32 sums over rows or columns. ``shape`` gives its shape
+    from the parameter's. ``when`` is the setting that it depends on. ``packable``: presets may compress it.
+    """
+
+    key: str
+    slot: Slot
+    shape: Callable[[Shape], Shape] = _same
+    when: str = ""
+    packable: bool = True
+
+    @property
+    def is_moment(self) -> bool:
+        """Whether it has the shape of the parameter."""
+        return self.slot != "statistic"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """State and rule of parameters of some number of dimensions.
+
+    ``rule`` locates the function that takes a step (see ``blocks``). ``update`` is how a step follows from the state
+    (see ``checkpoint.meaning.update_rules``); where it is None, no figure in update space is given, nothing replayed.
+    """
+
+    rule: str
+    tensors: tuple[StateTensor, ...]
+    update: Update | None = None
+
+    def present(self, settings: Mapping[str, Any]) -> list[StateTensor]:
+        """The tensors that a parameter has under these settings."""
+        return [each for each in self.tensors if not each.when or settings.get(each.when)]
+
+    @property
+    def required(self) -> frozenset[str]:
+        """Keys that depend on no setting."""
+        return frozenset(each.key for each in self.present({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A class of another package with the same state.
+
+    ``step``: where it counts, as a 0-d float tensor or an int in the state, or in the group; None: nowhere. ``state``:
+    what else a state holds, where a function computes a number from the group. ``optional``: keys that may be there.
+    ``sign``: the key by which its state differs from that of other optimizers. ``group``: more entries of a new group.
+    ``widened``: the state of a 16-bit parameter may be fp32.
+    """
+
+    package: str
+    name: str
+    step: Literal["tensor", "int", "group"] | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+    sign: str | None = None
+    group: Mapping[str, Any] = field(default_factory=dict)
+    widened: bool = False
+
+    @property
+    def splits_betas(self) -> bool:
+        """Whether groups have ``beta1`` and ``beta2`` in place of ``betas``."""
+        return self.package == "optimi"
+
+    @property
+    def takes_maximize(self) -> bool:
+        """Whether groups have ``maximize``."""
+        return self.package == "torch"
+
+
+_UNPUBLISHED = Published("", "", step="int")
+"""How ``unpack`` writes the state of an optimizer that no package has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One optimizer. ``name`` is its class in ``ckpt8.optim``, which ``cls`` locates as ``module:name``.
+
+    ``settings``: the settings that the rule takes from a group, each with how many numbers it is. ``fixed``: arguments
+    of the rule that are no settings. ``nullable``: settings of which a number may be None.
+    ``signs``: a saved state is this optimizer's only with one of these keys in the state or the group. ``needs``: keys
+    that the group must have; ``lacks``: keys that neither may have.
+    ``counts``: the rule depends on the number of the step. ``coupled``: weight decay is part of the gradient, always.
+    ``average``: (a, b) of m = a m + b g from the arguments, where a first moment is all the state.
+    ``kernels``: the module of ``ckpt8.optim.triton``, if any. ``flashoptim``: whether flashoptim has the optimizer.
+    ``published``: the classes with the same state; ``unpack`` writes the state of the first.
+    """
+
+    rule_id: str
+    name: str
+    cls: str
+    settings: Mapping[str, int]
+    matrix: Form
+    vector: Form | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    nullable: frozenset[str] = frozenset()
+    signs: frozenset[str] = frozenset()
+    needs: tuple[str, ...] = ()
+    lacks: frozenset[str] = frozenset()
+    counts: bool = False
+    coupled: bool = False
+    average: Callable[[Mapping[str, Any]], tuple[float, float]] | None = None
+    kernels: str | None = None
+    flashoptim: bool = False
+    published: tuple[Published, ...] = (_UNPUBLISHED,)
+
+    def form(self, ndim: int) -> Form:
+        """State and rule of a parameter of ``ndim`` dimensions."""
+        return self.matrix if ndim > 1 or self.vector is None else self.vector
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """All forms, each once."""
+        return (self.matrix,) if self.vector is None else (self.matrix, self.vector)
+
+    @property
+    def tensors(self) -> dict[str, StateTensor]:
+        """Every tensor that a state may hold, by key."""
+        return {each.key: each for form in self.forms for each in form.tensors}
+
+    def published_with(self, group: Mapping[Any, Any]) -> Published | None:
+        """The first published class that spells the betas of ``group`` as it does."""
+        return next((each for each in self.published if each.splits_betas == ("beta1" in group)), None)
+
+
+SPELLINGS = {"betas": ("beta1", "beta2"), "eps": ("eps1", "eps2")}
+"""Settings of several numbers, and how some packages spell each number."""
+
+CARDS: dict[str, Card] = {}
+"""Every optimizer by its ``rule_id``, in the order in which saved state is compared with them."""
+
+TENSORS: dict[str, StateTensor] = {}
+"""Every tensor of every optimizer by its key."""
+
+MOMENT_SLOTS: dict[str, str] = {}
+"""Keys of the moments that presets may compress, each with its slot."""
+
+STATE_ROLES: dict[str, Role] = dict.fromkeys(("master_param", "master_params", "master_weight"), Role.WEIGHT)
+"""Roles of the tensors in a parameter's state; any other key is ``other``."""
+
+
+SIDE_STATE = {"step"}
+"""Keys of state that no update is made of, or only through the step."""
+
+
+def register(card: Card) -> None:
+    """Make an optimizer known: from now on its saved state is recognised."""
+    CARDS[card.rule_id] = card
+    TENSORS.update(card.tensors)
+    SIDE_STATE.update(*({*each.state, *each.optional} for each in card.published))
+    slots = {key: each.slot for key, each in card.tensors.items() if each.is_moment and each.packable}
+    MOMENT_SLOTS.update(slots)
+    STATE_ROLES.update({key: Role.MOMENT1 if slot == "moment1" else Role.MOMENT2 for key, slot in slots.items()})
+
+
+def card_of(rule_id: str) -> Card:
+    """The card of a rule. Raises UsageError for an unknown one."""
+    if rule_id not in CARDS:
+        raise UsageError(f"no optimizer has the rule {rule_id!r}; ckpt8 knows {', '.join(CARDS)}")
+    return CARDS[rule_id]
+
+
+def find_published(package: str, name: str) -> tuple[Card, Published] | None:
+    """The card and entry of a class, by its top-level package and name; None for an unknown class."""
+    every = ((card, each) for card in CARDS.values() for each in card.published)
+    return next(((card, each) for card, each in every if (each.package, each.name) == (package, name)), None)
+
+
+def first_moments() -> list[str]:
+    """Keys of first moments."""
+    return [key for key, slot in MOMENT_SLOTS.items() if slot == "moment1"]
+
+
+def setting_names() -> set[str]:
+    """Every name of a setting of a known optimizer, but those that all have: ``lr`` and ``weight_decay``."""
+    names = {name for card in CARDS.values() for name in (*card.settings, *(t.when for t in card.tensors.values()))}
+    spelled = {part for name in names for part in SPELLINGS.get(name, ())}
+    return (names | spelled) - {"", "lr", "weight_decay"}
+
+
+def setting(group: Mapping[Any, Any], name: str) -> Any:
+    """A setting of a group in any of its spellings; None where it is missing."""
+    parts = SPELLINGS.get(name, ())
+    return [group[part] for part in parts] if parts and set(parts) <= group.keys() else group.get(name)
+
+
+def identify(tensors: Collection[str], state: Collection[Any], group: Mapping[Any, Any]) -> tuple[Card, Form] | None:
+    """The optimizer that saved a state, and the form of it.
+
+    ``tensors`` are the keys of the tensors that an update is made of, ``state`` all keys.
+    """
+    keys = {*state, *group}
+    for card in CARDS.values():
+        if (card.signs and card.signs.isdisjoint(keys)) or not card.lacks.isdisjoint(keys):
+            continue
+        if not all(_holds(group, name, card.settings[name]) for name in card.needs):
+            continue
+        for form in card.forms:
+            if form.update and tensors and form.required <= set(tensors) <= {each.key for each in form.tensors}:
+                return card, form
+    return None
+
+
+def _holds(group: Mapping[Any, Any], name: str, count: int) -> bool:
+    value = setting(group, name)
+    if count == 1:
+        return name in group
+    return isinstance(value, (list, tuple)) and len(value) == count and all(isinstance(n, (int, float)) for n in value)
+
+
+def resolve(location: str) -> Any:
+    """The object at ``module:name``."""
+    module, _, name = location.partition(":")
+    return getattr(import_module(module), name)
+
+
+# --- the cards ----------------------------------------------------------------------------------------------------
+
+_M = StateTensor("exp_avg", "moment1")
+_V = StateTensor("exp_avg_sq", "moment2")
+_ADAM = Form("ckpt8.optim.adamw:adam", (_M, _V, StateTensor("max_exp_avg_sq", "max_moment2", when="amsgrad")), "adam")
+_ADAM_SETTINGS = {"lr": 1, "betas": 2, "eps": 1, "weight_decay": 1}
+_ADAM_SIGNS = frozenset({"amsgrad", "bias_correction", "correct_bias", "t_alpha"})
+
+_TORCH: dict[str, Any] = {"foreach": None, "differentiable": False, "fused": None}
+_TORCH_ADAM: dict[str, Any] = {**_TORCH, "amsgrad": False, "capturable": False}
+_OPTIMI: dict[str, Any] = {
+    "decouple_lr": False,
+    "max_lr": None,
+    "kahan_sum": False,
+    "foreach": False,
+    "triton": False,
+    "gradient_release": False,
+    "setup": True,
+}
+_KAHAN: dict[str, Any] = {"kahan_comp": None}
+_OPTIMI_KEYS = frozenset({"mean_square", "group", "step"})
+EMPTY_KEYS = frozenset({"kahan_comp", "momentum_buffer"})
+"""State that packages keep as None until it is needed."""
+
+
+def _optimi(name: str, *, step: Literal["group"] | None = "group") -> Published:
+    return Published("optimi", name, step=step, state=_KAHAN, optional=_OPTIMI_KEYS, group=_OPTIMI)
+
+
+def _rows_and_columns(*names: str, kept: bool = False) -> tuple[StateTensor, ...]:
+    """Averages over rows and columns, by pairs of names; ``kept``: the averaged dimension stays, as 1."""
+    one = (1,) if kept else ()
+    shapes: tuple[Callable[[Shape], Shape], ...] = (
+        lambda shape: (*shape[:-1], *one),
+        lambda shape: (*shape[:-2], *one, shape[-1]),
+    )
+    return tuple(StateTensor(name, "statistic", shapes[at % 2]) for at, name in enumerate(names))
+
+
+for _card in (
+    Card(
+        rule_id="came",
+        name="CAME",
+        cls="ckpt8.optim.came:CAME",
+        settings={"lr": 1, "betas": 3, "eps": 2, "clip_threshold": 1, "weight_decay": 1},
+        matrix=Form(
+            "ckpt8.optim.came:came",
+            (_M, *_rows_and_columns("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")),
+            "came",
+        ),
+        vector=Form("ckpt8.optim.came:came_vector", (_M, _V), "momentum"),
+        signs=frozenset({"RMS"}),
+        kernels="came",
+        published=(
+            Published("came_pytorch", "CAME", step="int", state={"RMS": 0.0}, widened=True),
+            Published("pytorch_optimizer", "CAME", step="group", state={"RMS": 0.0}, widened=True),
+        ),
+    ),
+    Card(
+        rule_id="stable_adamw",
+        name="StableAdamW",
+        cls="ckpt8.optim.stable_adamw:StableAdamW",
+        settings=_ADAM_SETTINGS,
+        matrix=Form("ckpt8.optim.stable_adamw:stable_adamw", (_M, _V), "stable_adamw"),
+        fixed={"clip_threshold": 1.0},
+        signs=frozenset({"beta1", "kahan_comp", "eps_sq"}),  # optimi's AdamW and Adam keep these averages too
+        counts=True,
+        kernels="stable_adamw",
+        published=(
+            Published(
+                "optimi",
+                "StableAdamW",
+                step="group",
+                state={"eps_sq": lambda group: group["eps"] ** 2, **_KAHAN},
+                optional=_OPTIMI_KEYS,
+                sign="eps_sq",
+                group=_OPTIMI,
+            ),
+            Published("pytorch_optimizer", "StableAdamW", step="group", state=_KAHAN, sign="kahan_comp", widened=True),
+        ),
+    ),
+    Card(
+        rule_id="adamw",
+        name="AdamW",
+        cls="ckpt8.optim.adamw:AdamW",
+        settings=_ADAM_SETTINGS,
+        matrix=_ADAM,
+        fixed={"decoupled": True},
+        signs=_ADAM_SIGNS,
+        counts=True,
+        kernels="adamw",
+        flashoptim=True,
+        published=(
+            Published("torch", "AdamW", step="tensor", group={**_TORCH_ADAM, "decoupled_weight_decay": True}),
+            _optimi("AdamW"),
+        ),
+    ),
+    Card(
+        rule_id="adam",
+        name="Adam",
+        cls="ckpt8.optim.adamw:Adam",
+        settings=_ADAM_SETTINGS,
+        matrix=_ADAM,
+        fixed={"decoupled": False},
+        signs=_ADAM_SIGNS,
+        counts=True,
+        kernels="adamw",
+        flashoptim=True,
+        published=(
+            Published("torch", "Adam", step="tensor", group={**_TORCH_ADAM, "decoupled_weight_decay": False}),
+            _optimi("Adam"),
+        ),
+    ),
+    Card(
+        rule_id="sgd",
+        name="SGD",
+        cls="ckpt8.optim.sgd:SGD",
+        settings={"lr": 1, "momentum": 1, "dampening": 1, "weight_decay": 1, "nesterov": 1},
+        matrix=Form("ckpt8.optim.sgd:sgd", (StateTensor("momentum_buffer", "moment1", when="momentum"),), "momentum"),
+        needs=("momentum", "dampening", "nesterov"),  # Muon has no dampening
+        lacks=frozenset({"eps"}),  # LARS has all keys of SGD, and an eps
+        coupled=True,
+        average=lambda given: (given["momentum"], 1 - given["dampening"]),
+        kernels="sgd",
+        flashoptim=True,
+        published=(Published("torch", "SGD", group=_TORCH),),
+    ),
+    Card(
+        rule_id="lion",
+        name="Lion",
+        cls="ckpt8.optim.lion:Lion",
+        settings={"lr": 1, "betas": 2, "weight_decay": 1},
+        matrix=Form("ckpt8.optim.lion:lion", (_M,), "momentum"),
+        needs=("betas",),
+        average=lambda given: (given["betas"][1], 1 - given["betas"][1]),
+        kernels="lion",
+        flashoptim=True,
+        published=(
+            Published("lion_pytorch", "Lion"),
+            _optimi("Lion", step=None),
+            Published("pytorch_optimizer", "Lion", step="group"),
+        ),
+    ),
+    Card(
+        rule_id="adafactor",
+        name="Adafactor",
+        cls="ckpt8.optim.adafactor:Adafactor",
+        settings={"lr": 1, "beta2_decay": 1, "eps": 2, "d": 1, "weight_decay": 1},
+        matrix=Form("ckpt8.optim.adafactor:adafactor", _rows_and_columns("row_var", "col_var", kept=True)),
+        vector=Form("ckpt8.optim.adafactor:adafactor", (StateTensor("variance", "moment2", packable=False),)),
+        nullable=frozenset({"eps"}),
+        counts=True,
+        published=(Published("torch", "Adafactor", step="tensor", group={"foreach": None}),),
+    ),
+):
+    register(_card)
