@@ -2,7 +2,18 @@
 
     optimizer = ckpt8.optim.AdamW(model.parameters(), lr=1e-3)
 
-An optimizer is one module and one entry in ``OPTIMIZERS``. Classes are imported when first used.
+To add an optimizer, write
+
+1. its rule, a function over blocks of fp32 values (see ``blocks``), and its class, which names the ``rule_id`` and the
+   arguments of the constructor: one module here, for example ``lion``;
+2. kernels, if it is to have any: one module in ``triton``;
+3. its card in ``known_optimizers``: state, settings, how saved state is recognised, the published classes.
+
+Every other package reads the card: roles, policy, error in update space, replay, resume, conversion. An entry in
+``optim_cases`` and in ``test_oracles`` runs the conformance tests, and ``tests/optim/test_own_optimizer.py`` shows all
+of it with an optimizer that only the tests have. The imports for type checkers below are its public name.
+
+Imports core and codecs only. Classes are imported when they are first used, so that the package needs no torch.
 """
 
 from __future__ import annotations

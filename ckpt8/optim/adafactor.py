@@ -39,51 +39,30 @@ def adafactor(
     change = float(step) ** beta2_decay
     rms = root_mean_square(blocks, lambda block: block.load("param")[0])
     alpha = max(eps[1], rms) * min(lr, 1 / math.sqrt(step))
-    estimate = _factored(blocks, whole, change, eps1) if whole else _Elementwise(change)
+    if whole:
+        averages = Factored(whole["row_var"], whole["col_var"])
+        for block in blocks:
+            averages.add(block, block.load("grad")[0].square_())
+        new = averages.averaged(1 - change)
+        shares = averages.rows / averages.rows.double().mean(-1, keepdim=True).float().clamp_min_(eps1)
+
+    def second_moment(block: Block) -> torch.Tensor:
+        if whole:
+            rows = shares[block.batches, block.rows].unsqueeze(-1)
+            return rows * averages.columns[block.batches].unsqueeze(-2)
+        variance, grad = block.load("variance", "grad")
+        return variance.add_((grad.square_() - variance).mul_(change))
 
     def direction(block: Block) -> torch.Tensor:
-        grad = block.load("grad")[0]
-        return grad.mul_(inverse_root(estimate(block).clamp_min_(eps1 * eps1)))
+        return block.load("grad")[0].mul_(inverse_root(second_moment(block).clamp_min_(eps1 * eps1)))
 
     clip = clipping(blocks, direction, d)
     for block in blocks:
         (param,) = block.load("param")
         param.mul_(1 - lr * weight_decay).sub_(direction(block).mul_(alpha / clip))
-        yield {"param": param} | ({} if whole else {"variance": estimate(block)})
-    if isinstance(estimate, _RowsAndColumns):
-        yield estimate.statistics
-
-
-class _Elementwise:
-    """V of one block below two dimensions."""
-
-    def __init__(self, change: float) -> None:
-        self._change = change
-
-    def __call__(self, block: Block) -> torch.Tensor:
-        variance, grad = block.load("variance", "grad")
-        return variance.add_((grad.square_() - variance).mul_(self._change))
-
-
-class _RowsAndColumns:
-    """V of one block from the averages of rows and columns."""
-
-    def __init__(self, averages: Factored, statistics: Values, eps1: float) -> None:
-        self.statistics = statistics
-        self._averages = averages
-        self._means = averages.rows.double().mean(-1, keepdim=True).float().clamp_min_(eps1)
-
-    def __call__(self, block: Block) -> torch.Tensor:
-        rows = (self._averages.rows / self._means)[block.batches, block.rows].unsqueeze(-1)
-        return rows * self._averages.columns[block.batches].unsqueeze(-2)
-
-
-def _factored(blocks: Sequence[Block], whole: Values, change: float, eps1: float) -> _RowsAndColumns:
-    averages = Factored(whole["row_var"], whole["col_var"])
-    for block in blocks:
-        averages.add(block, block.load("grad")[0].square_())
-    new = averages.averaged(1 - change)
-    return _RowsAndColumns(averages, {"row_var": new["row"], "col_var": new["col"]}, eps1)
+        yield {"param": param} | ({} if whole else {"variance": second_moment(block)})
+    if whole:
+        yield {"row_var": new["row"], "col_var": new["col"]}
 
 
 class Adafactor(PackedOptimizer):

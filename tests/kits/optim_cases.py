@@ -14,8 +14,9 @@ ARGUMENTS = {
     "SGD": {"lr": 1e-1, "momentum": 0.9, "weight_decay": 0.01},
     "Lion": {"lr": 1e-3, "weight_decay": 0.1},
     "Adafactor": {"lr": 1e-2, "weight_decay": 0.1},
+    "Ema": {"lr": 1e-1, "weight_decay": 0.1},
 }
-"""Every registered optimizer must stand here."""
+"""Every registered optimizer must stand here, and the one of ``own_optimizer_kit``."""
 
 PLAIN = {"moment1": "lossless", "moment2": "lossless"}
 SHAPES = ((70, 97), (100,), (3, 20, 33, 40), (66_000,), ())

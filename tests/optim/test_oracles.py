@@ -8,6 +8,7 @@ import optimi
 import pytest
 import torch
 from optim_cases import ARGUMENTS, PLAIN, SHAPES, advance, build, make_params, set_grads
+from own_optimizer_kit import PlainEma
 
 from ckpt8.optim.adamw import adam
 from ckpt8.optim.blocks import flat_blocks
@@ -20,6 +21,7 @@ ORACLES = {
     "SGD": lambda params, **kw: torch.optim.SGD(params, foreach=False, **kw),
     "Lion": lion_pytorch.Lion,
     "Adafactor": lambda params, **kw: torch.optim.Adafactor(params, foreach=False, **kw),
+    "Ema": PlainEma,
 }
 
 VARIANTS = [
@@ -35,7 +37,16 @@ VARIANTS = [
     ("Adafactor", {"beta2_decay": -0.5, "eps": (1e-4, 0.1), "d": 2.0, "weight_decay": 0.0, "maximize": True}),
 ]
 
-DRIFT = {"AdamW": 0.25, "Adam": 0.25, "StableAdamW": 0.25, "CAME": 0.2, "SGD": 0.08, "Lion": 0.25, "Adafactor": 0.05}
+DRIFT = {
+    "AdamW": 0.25,
+    "Adam": 0.25,
+    "StableAdamW": 0.25,
+    "CAME": 0.2,
+    "SGD": 0.08,
+    "Lion": 0.25,
+    "Adafactor": 0.05,
+    "Ema": 0.08,
+}
 """Norm of the difference of the weights over the norm of the way they went, 20 steps of pure noise."""
 
 

@@ -183,7 +183,7 @@ class _Flash:
             fp32 = self._fp32.cast(name, ref, DType.FLOAT32)
             self._data.check_extent(name, fp32)
             codes, scales = _Codes(self._data, name, fp32), _Scales(self._data, name, fp32)
-            unsigned = MOMENT_SLOTS[name] == "moment2"
+            unsigned = MOMENT_SLOTS.get(name) == "moment2"
             made[f"{name}::quantized"] = self._data.tensor(codes, DType.UINT8 if unsigned else DType.INT8, ref.shape)
             # So that torch, which casts state to the type of the parameter, leaves its bits alone.
             kind = DType.BFLOAT16 if self._dtype is DType.BFLOAT16 else DType.FLOAT16
