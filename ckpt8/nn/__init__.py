@@ -1,9 +1,11 @@
-"""Layers that train in 8 bits: ``SwitchBackLinear``, and what puts it into a model that is there.
+"""Layers that train in 8 bits: ``SwitchBackLinear``, and the functions that put it into an existing model.
 
     ckpt8.nn.switchback(model)                    # every nn.Linear but the head; before or after ckpt8.resume
     ckpt8.nn.to_linear(model)                     # and back
 
-Parameters stay the objects that they are, so optimizers, state dicts and checkpoints do not notice.
+Parameters stay the same objects, so optimizers, state dicts and checkpoints do not notice.
+
+Imports core and codecs only. Names are imported when they are first used, so that the package needs no torch.
 """
 
 from __future__ import annotations
@@ -30,9 +32,7 @@ __all__ = ["HEADS", "SwitchBackLinear", "switchback", "to_linear"]
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module 'ckpt8.nn' has no attribute {name!r}")
-    value = getattr(import_module(_NAMES[name]), name)
-    globals()[name] = value
-    return value
+    return getattr(import_module(_NAMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
-"""``switchback`` and ``to_linear``: a model's linear layers made 8-bit ones, and back, where they are.
+"""``switchback`` and ``to_linear`` turn the linear layers of a model into 8-bit layers and back, in place.
 
-The module object stays and changes its class, so that its parameters, hooks, names and whatever else refers to it stay.
+Each module changes its class and stays the same object: parameters, hooks, names and references stay valid.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ HEADS = tuple(
 
 
 def switchback(model: nn.Module, skip: Sequence[str] | None = None, *, backend: str | None = None) -> list[str]:
-    """Make every ``nn.Linear`` of ``model`` a ``SwitchBackLinear``, in place; the paths of those that now are.
+    """Make every ``nn.Linear`` of ``model`` a ``SwitchBackLinear``, in place. Returns their paths.
 
-    ``skip`` are globs of module paths that are left as they are, by default ``HEADS``; ``()`` skips none. Left alone in
-    any case: subclasses of ``nn.Linear``, which compute something else, and layers whose weight is also that of an
-    ``nn.Embedding``. ``backend`` as of ``SwitchBackLinear``. Raises UsageError, and changes nothing, where a glob that
-    was given matches no linear layer, the model has none, or one is not of fp32, bf16 or fp16, and for
-    another backend.
+    ``skip`` lists globs of module paths to leave alone, by default ``HEADS``; ``()`` skips none. Two kinds of layers
+    never change: subclasses of ``nn.Linear``, which compute something else, and layers that share their weight with an
+    ``nn.Embedding``. ``backend`` is that of ``SwitchBackLinear``. Raises UsageError, and changes nothing, where a glob
+    matches no linear layer, the model has no linear layer, a weight is not fp32, bf16 or fp16, or the backend is
+    unknown.
     """
     check_backend(backend)
     layers = dict(_layers(model, nn.Linear))
@@ -56,7 +56,7 @@ def switchback(model: nn.Module, skip: Sequence[str] | None = None, *, backend: 
 
 
 def to_linear(model: nn.Module) -> list[str]:
-    """Make every ``SwitchBackLinear`` of ``model`` an ``nn.Linear`` again, in place; their paths."""
+    """Make every ``SwitchBackLinear`` of ``model`` an ``nn.Linear`` again, in place. Returns their paths."""
     layers = dict(_layers(model, SwitchBackLinear))
     for layer in layers.values():
         layer.__class__ = nn.Linear

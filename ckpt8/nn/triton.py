@@ -59,31 +59,33 @@ def codes_of(x, state):
 
 
 @triton.jit
-def rows_kernel(x, codes, states, columns, padded, block: tl.constexpr):
-    """One row: its largest magnitude, then its codes."""
-    row = tl.program_id(0).to(tl.int64)
+def largest_bits(row, columns, block: tl.constexpr):
+    """The int32 bits of the largest magnitude in a row of ``columns`` elements."""
     at = tl.arange(0, block)
     largest = tl.zeros([block], tl.int32)
     for first in range(0, columns, block):
-        values = widen(tl.load(x + row * columns + first + at, first + at < columns, 0)).to(tl.float32)
+        values = widen(tl.load(row + first + at, first + at < columns, 0)).to(tl.float32)
         largest = tl.maximum(largest, magnitude_bits(values))
-    state = state_of(tl.max(largest, axis=0))
+    return tl.max(largest, axis=0)
+
+
+@triton.jit
+def rows_kernel(x, codes, states, columns, padded, block: tl.constexpr):
+    """One row: its largest magnitude, then its codes."""
+    row = tl.program_id(0).to(tl.int64)
+    state = state_of(largest_bits(x + row * columns, columns, block))
     tl.store(states + row, state)
     for first in range(0, padded, block):
-        values = widen(tl.load(x + row * columns + first + at, first + at < columns, 0)).to(tl.float32)
-        tl.store(codes + row * padded + first + at, codes_of(values, state), first + at < padded)
+        at = first + tl.arange(0, block)
+        values = widen(tl.load(x + row * columns + at, at < columns, 0)).to(tl.float32)
+        tl.store(codes + row * padded + at, codes_of(values, state), at < padded)
 
 
 @triton.jit
 def largest_kernel(x, largest, columns, block: tl.constexpr):
     """The int32 bits of the largest magnitude of one row."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, block)
-    found = tl.zeros([block], tl.int32)
-    for first in range(0, columns, block):
-        values = widen(tl.load(x + row * columns + first + at, first + at < columns, 0)).to(tl.float32)
-        found = tl.maximum(found, magnitude_bits(values))
-    tl.store(largest + row, tl.max(found, axis=0))
+    tl.store(largest + row, largest_bits(x + row * columns, columns, block))
 
 
 @triton.jit

@@ -1,10 +1,10 @@
-"""Adafactor (Shazeer and Stern, arXiv 1804.04235), as torch has it: no momentum, a factored second moment.
+"""Adafactor (Shazeer and Stern, arXiv 1804.04235), as torch computes it: no momentum, a factored second moment.
 
     w  = t^gamma;     rho = min(lr, 1/sqrt(t));     alpha = max(eps2, RMS(theta)) rho
     R += w (mean_-1(g^2) - R);     C += w (mean_-2(g^2) - C);     V = R (x) C / max(mean_-2(R), eps1)
     u  = g / sqrt(max(V, eps1^2));     theta = theta (1 - lr wd) - alpha u / max(1, RMS(u)/d)
 
-Below two dimensions V += w (g^2 - V). eps1 is by default that of fp32, the type of the master weights.
+Below two dimensions V += w (g^2 - V). By default eps1 is the machine epsilon of fp32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ckpt8.optim.blocks import Block, Factored, Values, clipping, inverse_root, root_mean_square
+from ckpt8.optim.blocks import Block, Factored, Values, clipping, inverse_root, root_mean
 from ckpt8.optim.packed import PackedOptimizer, Params
 
 
@@ -37,7 +37,7 @@ def adafactor(
     """
     eps1 = torch.finfo(torch.float32).eps if eps[0] is None else eps[0]
     change = float(step) ** beta2_decay
-    rms = root_mean_square(blocks, lambda block: block.load("param")[0])
+    rms = root_mean(blocks, lambda block: block.load("param")[0].square_())
     alpha = max(eps[1], rms) * min(lr, 1 / math.sqrt(step))
     if whole:
         averages = Factored(whole["row_var"], whole["col_var"])

@@ -1,4 +1,4 @@
-"""AdamW and Adam (Loshchilov and Hutter, arXiv 1711.05101; Kingma and Ba, arXiv 1412.6980), as torch has them.
+"""AdamW and Adam (Loshchilov and Hutter, arXiv 1711.05101; Kingma and Ba, arXiv 1412.6980), as torch computes them.
 
 AdamW: theta = theta (1 - lr wd)                    Adam: g = g + wd theta
 m = m + (1-b1) (g - m)                              first moment

@@ -105,19 +105,19 @@ class Factored:
         return rows * self._column_factor[block.batches].unsqueeze(-2)
 
 
-def root_mean_square(blocks: Sequence[Block], values: Callable[[Block], torch.Tensor]) -> float:
-    """RMS over a whole tensor of what ``values`` makes of each block, which it may overwrite."""
+def root_mean(blocks: Sequence[Block], squares: Callable[[Block], torch.Tensor]) -> float:
+    """The square root of the mean over a whole tensor of what ``squares`` makes of each block."""
     sums, count = [], 0
     for block in blocks:
-        x = values(block)
+        x = squares(block)
         count += x.numel()
-        sums += block_sums(x.square_())
+        sums += block_sums(x)
     return math.sqrt(exact_sum(sums) / count)
 
 
 def clipping(blocks: Sequence[Block], direction: Callable[[Block], torch.Tensor], threshold: float) -> float:
     """What a direction u is divided by: max(1, RMS(u)/d)."""
-    return max(1.0, root_mean_square(blocks, direction) / threshold)
+    return max(1.0, root_mean(blocks, lambda block: direction(block).square_()) / threshold)
 
 
 def row_runs(shape: tuple[int, ...]) -> Iterator[tuple[int, int, slice, slice, tuple[int, int, int]]]:

@@ -1,4 +1,4 @@
-"""What the parts around a packed optimizer need of it: loading its state, releasing gradients, fused kernels."""
+"""What loading, gradient release and the fused kernels need to know of a packed optimizer."""
 
 from __future__ import annotations
 

@@ -60,11 +60,6 @@ class Form:
         """The tensors that a parameter has under these settings."""
         return [each for each in self.tensors if not each.when or settings.get(each.when)]
 
-    @property
-    def required(self) -> frozenset[str]:
-        """Keys that depend on no setting."""
-        return frozenset(each.key for each in self.present({}))
-
 
 @dataclass(frozen=True, slots=True)
 class Published:
@@ -146,10 +141,6 @@ class Card:
         """Every tensor that a state may hold, by key."""
         return {each.key: each for form in self.forms for each in form.tensors}
 
-    def published_with(self, group: Mapping[Any, Any]) -> Published | None:
-        """The first published class that spells the betas of ``group`` as it does."""
-        return next((each for each in self.published if each.splits_betas == ("beta1" in group)), None)
-
 
 SPELLINGS = {"betas": ("beta1", "beta2"), "eps": ("eps1", "eps2")}
 """Settings of several numbers, and how some packages spell each number."""
@@ -224,7 +215,8 @@ def identify(tensors: Collection[str], state: Collection[Any], group: Mapping[An
         if not all(_holds(group, name, card.settings[name]) for name in card.needs):
             continue
         for form in card.forms:
-            if form.update and tensors and form.required <= set(tensors) <= {each.key for each in form.tensors}:
+            required = {each.key for each in form.present({})}
+            if form.update and tensors and required <= set(tensors) <= {each.key for each in form.tensors}:
                 return card, form
     return None
 

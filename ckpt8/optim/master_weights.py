@@ -1,4 +1,4 @@
-"""Master weights: what an optimizer updates, and how it is kept beside a parameter of fewer bits.
+"""Master weights: the fp32 weights that an optimizer updates, and what completes a parameter of fewer bits to them.
 
     fp32 parameter    the parameter itself
     bf16              ``residual`` int8 (split24/1, R = 127) or int16 (split32/1); the parameter is ``hi``
@@ -50,9 +50,9 @@ def residual_dtype(codec: Codec) -> torch.dtype:
 
 
 def weight_check(param: torch.Tensor, first: int = 0) -> int:
-    """A sum over the bits of a 16-bit parameter and their places, by which what completes it is told to be its own.
+    """A checksum over the bits and places of a 16-bit parameter, which shows that a residual belongs to it.
 
-    Of a parameter in pieces it is the sum of the pieces' checks, modulo 2^63; ``first`` is the place of a piece.
+    The checksum of a parameter in pieces is the sum over the pieces, modulo 2^63; ``first`` is the place of a piece.
     """
     bits = param.detach().reshape(-1).view(torch.int16)
     total = 0
@@ -77,10 +77,8 @@ def needs_noise(part: torch.Tensor | None) -> bool:
 
 def read_master(param: torch.Tensor, part: torch.Tensor | None, codec: Codec) -> torch.Tensor:
     """The fp32 weights of a flat tile, in memory of their own."""
-    if part is None:
-        return param.clone()
-    if part.dtype == torch.float32:
-        return part.clone()
+    if part is None or part.dtype == torch.float32:
+        return (param if part is None else part).clone()
     bits = param.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     if codec.codes is not None:
         d = part.float().mul_(32768).div_(codec.codes.highest).round_().clamp_(-32767, 32767).to(torch.int32)

@@ -17,12 +17,14 @@ that they cannot take are updated as on a CPU, and a warning says why.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.cutting import TILE
+from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split32 import Split32
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import is_small
@@ -32,7 +34,7 @@ from ckpt8.optim.gradient_release import GradientRelease
 from ckpt8.optim.known_optimizers import Card, card_of, resolve
 from ckpt8.optim.master_weights import CHECKS, exact_residual, master_part, weight_check
 from ckpt8.optim.packed_tensor import Moment, PackedTensor, moment_layout
-from ckpt8.optim.packing_options import MOMENT2, check_group, unpacked
+from ckpt8.optim.packing_options import MOMENT2, check_group
 from ckpt8.optim.rounding import stream_key
 from ckpt8.optim.state_dicts import matched_state
 from ckpt8.optim.triton.dispatch import Fused
@@ -106,7 +108,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             if self.fused:
                 for index, group, param in self.numbered():
                     if group is self.param_groups[-1]:
-                        self._fusion().takes(index, param)
+                        self._fused.takes(index, param)
         except UsageError:
             self.param_groups.pop()
             raise
@@ -117,7 +119,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         With ``residual`` in ``exact``, so does the master.
         """
         if is_small(tuple(param.shape)) or (key == "master" and "residual" in exact):
-            return Split32() if key == "master" else unpacked()
+            return Split32() if key == "master" else Lossless()
         return codec_from_config(group[key])
 
     def state_layout(self, group: dict[str, Any], param: torch.Tensor, exact: Collection[str] = ()) -> Layout:
@@ -131,7 +133,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         if part is not None:
             layout[part[0]] = (part[1], shape)
         for name, kind in self.moments(group, shape).items():
-            codec = unpacked() if name in exact else self.codec(group, kind, param)
+            codec = Lossless() if name in exact else self.codec(group, kind, param)
             layout |= moment_layout(name, codec, shape, param.numel())
         return layout | {name: (torch.float32, size) for name, size in self.factored(shape).items()}
 
@@ -139,8 +141,10 @@ class PackedOptimizer(torch.optim.Optimizer):
         self, group: dict[str, Any], param: torch.Tensor, exact: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
         """The state before the first step, new tensors: see ``state_layout``."""
+        # Kernels read the step counter beside the parameter, the host reads it in its own memory.
+        on_device = self.fused is not False and param.device.type == "cuda"
         state = {
-            name: torch.zeros(shape, dtype=dtype, device=self._step_device(param) if name == "step" else param.device)
+            name: torch.zeros(shape, dtype=dtype, device="cpu" if name == "step" and not on_device else param.device)
             for name, (dtype, shape) in self.state_layout(group, param, exact).items()
         }
         if "master" in state:
@@ -158,9 +162,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         for _, _, param in work:
             _check_gradient(param)
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        fusion = self._fusion()
-        fused = [item for item in work if fusion.takes(item[0], item[2])]
-        fusion.update(fused, scale, found_inf)
+        fused = [item for item in work if self._fused.takes(item[0], item[2])]
+        self._fused.update(fused, scale, found_inf)
         taken = {index for index, _, _ in fused}
         rest = [item for item in work if item[0] not in taken]
         if not rest or (found_inf is not None and float(found_inf) != 0):
@@ -169,20 +172,15 @@ class PackedOptimizer(torch.optim.Optimizer):
             self._update(index, group, param, 1.0 if scale is None else 1.0 / float(scale))
         return loss
 
-    def _fusion(self) -> Fused:
-        found: Fused | None = self.__dict__.get("_fused")
-        if found is None:
-            found = self._fused = Fused(self)
-        return found
+    @cached_property
+    def _fused(self) -> Fused:
+        """The fused steps, planned for the present state."""
+        return Fused(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As torch; what was known of the old state is forgotten."""
+        """As torch; forgets what was planned for the old state."""
         self.__dict__.pop("_fused", None)
         super().__setstate__(state)
-
-    def _step_device(self, param: torch.Tensor) -> torch.device:
-        """Where the step counter is read: beside the parameter by kernels, else by the host."""
-        return param.device if self.fused is not False and param.device.type == "cuda" else torch.device("cpu")
 
     def numbered(self) -> list[tuple[int, dict[str, Any], torch.Tensor]]:
         """Every parameter with its group and its index over all groups, which is that of its random bits."""
@@ -193,8 +191,8 @@ class PackedOptimizer(torch.optim.Optimizer):
     def update(self, index: int, group: dict[str, Any], param: torch.Tensor) -> None:
         """Update one parameter from its gradient."""
         _check_gradient(param)
-        if self._fusion().takes(index, param):
-            self._fusion().update([(index, group, param)], None, None, alone=True)
+        if self._fused.takes(index, param):
+            self._fused.update([(index, group, param)], None, None, alone=True)
         else:
             self._update(index, group, param, 1.0)
 

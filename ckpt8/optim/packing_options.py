@@ -1,4 +1,4 @@
-"""Codecs of a parameter group: what a user may write, and what is stored."""
+"""The options of a parameter group: what a user may write becomes the configuration that is saved."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ from ckpt8.optim.master_weights import master_part
 
 MOMENT2 = "companded8(signed=False, Q=255, p=0.5)"
 """The second moments of a run from scratch, chosen by the measurements in ``rounding``."""
-
-
-def unpacked() -> Codec:
-    """The codec that stands for a moment in fp32."""
-    return Lossless()
 
 
 def as_codec(given: Any) -> Codec:
@@ -47,7 +42,10 @@ def check_group(group: dict[str, Any]) -> None:
         master_part(param.dtype, master)
     for key in ("lr", "weight_decay", "momentum", "clip_threshold", "d"):
         _check_number(key, group.get(key, 0.0), math.inf)
-    for beta in _sequence("betas", group.get("betas", ())):
+    betas = group.get("betas", ())
+    if not isinstance(betas, (tuple, list)):
+        raise UsageError(f"betas must be several numbers, not {betas!r}")
+    for beta in betas:
         _check_number("betas", beta, 1.0)
     eps = group.get("eps", ())
     for each in eps if isinstance(eps, (tuple, list)) else (eps,):
@@ -56,12 +54,6 @@ def check_group(group: dict[str, Any]) -> None:
     for key, kind in (("maximize", bool), ("seed", int)):
         if not isinstance(group[key], kind):
             raise UsageError(f"{key} must be of the type {kind.__name__}, not {group[key]!r}")
-
-
-def _sequence(key: str, value: Any) -> Sequence[Any]:
-    if not isinstance(value, (tuple, list)):
-        raise UsageError(f"{key} must be several numbers, not {value!r}")
-    return value
 
 
 def _check_number(key: str, value: Any, limit: float) -> None:

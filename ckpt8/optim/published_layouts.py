@@ -1,7 +1,6 @@
-"""How the published packages lay out their state and parameter groups, without any of them at hand.
+"""State and parameter groups as the published classes write them, made and read without their packages.
 
-torch AdamW, Adam, SGD, Adafactor; optimi StableAdamW (betas apart, step in the group); came-pytorch CAME; lion-pytorch
-Lion.
+The cards in ``known_optimizers`` say what each class keeps and where.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def step_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> int:
 
 
 def class_problem(given: Mapping[Any, Any], rule: str, arguments: Sequence[str]) -> str | None:
-    """Why a plain group is none of ``rule``, or None."""
+    """Why a group of a published class does not fit ``rule``, or None."""
     try:
         found = packed_group(given, rule, arguments)
     except UsageError as exc:
@@ -86,9 +85,9 @@ def class_problem(given: Mapping[Any, Any], rule: str, arguments: Sequence[str])
 
 
 def state_problem(keys: Collection[str], expected: Collection[str], rule: str, group: Mapping[Any, Any]) -> str | None:
-    """Why the ``keys`` of a plain state are none of ``rule``, which has ``expected`` tensors; or None."""
+    """Why a published state with these ``keys`` does not fit ``rule``, which needs ``expected``; or None."""
     card = CARDS[rule]
-    published = card.published_with(group)
+    published = next((each for each in card.published if each.splits_betas == ("beta1" in group)), None)
     if card.published[0].step is not None and "step" not in keys and group.get("step") is None:
         return "its step is missing"
     needed = {*expected} | ({published.sign} if published is not None and published.sign else set())
@@ -100,9 +99,9 @@ def state_problem(keys: Collection[str], expected: Collection[str], rule: str, g
 
 
 def packed_group(given: Mapping[str, Any], rule: str | None, arguments: Sequence[str]) -> dict[str, Any]:
-    """The arguments of a rule out of a plain group, and what schedulers and torch keep there.
+    """The settings of a rule from a published group, and what schedulers and torch keep there.
 
-    Raises UsageError for a group of another convention of bias, amsgrad and decoupled learning rates.
+    Raises UsageError for moments of another convention of bias, for amsgrad, and for decoupled learning rates.
     """
     if given.get("amsgrad"):
         raise UsageError("amsgrad is not supported")

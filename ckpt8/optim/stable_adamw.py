@@ -12,14 +12,13 @@ The mean is taken in a first pass over the blocks, which forms u and keeps only 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from ckpt8.codecs.companded8.reference import square_root
-from ckpt8.optim.blocks import Block, Values, block_sums, exact_sum
+from ckpt8.optim.blocks import Block, Values, root_mean
 from ckpt8.optim.packed import PackedOptimizer, Params
 from ckpt8.optim.rounding import power
 
@@ -49,14 +48,13 @@ def stable_adamw(
     ``clip_threshold`` is the RMS above which the step is scaled down; infinity turns that off.
     """
     beta1, beta2 = debiased(betas[0], step), debiased(betas[1], step)
-    sums, count = [], 0
-    for block in blocks:
+
+    def ratio(block: Block) -> torch.Tensor:
         grad, u = block.load("grad", "exp_avg_sq")
         square = grad.square_()
-        sums += block_sums(square / _second_moment(u, square, beta2).clamp_min_(eps * eps))
-        count += square.numel()
-    rms = math.sqrt(exact_sum(sums) / count)
-    eta = lr / max(1.0, rms / clip_threshold)
+        return square / _second_moment(u, square, beta2).clamp_min_(eps * eps)
+
+    eta = lr / max(1.0, root_mean(blocks, ratio) / clip_threshold)
     for block in blocks:
         param, grad, m, u = block.load("param", "grad", "exp_avg", "exp_avg_sq")
         m.add_((grad - m).mul_(1 - beta1))

@@ -1,4 +1,4 @@
-"""Between packed state and everything else: pure functions on state dicts and tensors.
+"""Conversion between packed state and other state: pure functions on state dicts and tensors.
 
     unpack(packed state dict)             -> what torch, optimi, came-pytorch or lion-pytorch load
     pack(plain state dict, optimizer)     -> what ``optimizer.load_state_dict`` takes
@@ -18,11 +18,11 @@ import torch
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Parts
-from ckpt8.optim import published_layouts as foreign
 from ckpt8.optim.known_optimizers import CARDS
 from ckpt8.optim.master_weights import read_master, residual_dtype, write_master
 from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.optim.packed_tensor import Moment, moment_layout
+from ckpt8.optim.published_layouts import packed_group, plain_group, plain_state, step_of
 
 StateDict = dict[str, Any]
 _MAGNITUDE = 0x7FFFFFFF
@@ -118,8 +118,8 @@ def unpack(packed: Mapping[str, Any]) -> StateDict:
         states = {i: state for i, state in states.items() if int(state["step"])}
         steps = {i: int(each["step"]) for i, each in states.items()}
         for i, each in states.items():
-            state[i] = foreign.plain_state(group, steps[i], moments_of(each, group))
-        groups.append(foreign.plain_group(group, set(steps.values())))
+            state[i] = plain_state(group, steps[i], moments_of(each, group))
+        groups.append(plain_group(group, set(steps.values())))
     return {"state": state, "param_groups": groups}
 
 
@@ -137,7 +137,7 @@ def pack(
         raise UsageError("the parameter groups do not have the sizes of the optimizer's")
     groups, state = [], {}
     for live, group, given in zip(optimizer.param_groups, target["param_groups"], plain["param_groups"], strict=True):
-        groups.append({**group, **foreign.packed_group(given, group["rule"], optimizer.rule_arguments)})
+        groups.append({**group, **packed_group(given, group["rule"], optimizer.rule_arguments)})
         for param, i, source in zip(live["params"], group["params"], given["params"], strict=True):
             if plain["state"].get(source):
                 master = None if masters is None else masters.get(source)
@@ -155,7 +155,7 @@ def _packed_state(
 ) -> dict[str, torch.Tensor]:
     shape = tuple(param.shape)
     layout = optimizer.state_layout(group, param)
-    state = {"step": torch.tensor(foreign.step_of(plain, given), dtype=torch.int64)}
+    state = {"step": torch.tensor(step_of(plain, given), dtype=torch.int64)}
     if "residual" in layout:
         codec = optimizer.codec(group, "master", param)
         state["residual"] = (
@@ -191,17 +191,17 @@ def _rebias(plain: Mapping[str, Any], rule: str, power: int) -> StateDict:
     groups, state = [], {}
     for given in plain["param_groups"]:
         arguments = ("lr", "betas", "eps", "weight_decay")
-        group = {"params": given["params"], **foreign.packed_group(given, None, arguments), "rule": rule}
+        group = {"params": given["params"], **packed_group(given, None, arguments), "rule": rule}
         steps = set()
         for i in given["params"]:
             source = plain["state"].get(i)
             if not source:
                 continue
-            step = foreign.step_of(source, given)
+            step = step_of(source, given)
             steps.add(step)
             factors = [(1 - beta**step) ** power for beta in group["betas"]]
             names = ("exp_avg", "exp_avg_sq")
             scaled = {name: source[name].double().mul(f).float() for name, f in zip(names, factors, strict=True)}
-            state[i] = foreign.plain_state(group, step, scaled)
-        groups.append(foreign.plain_group(group, steps))
+            state[i] = plain_state(group, step, scaled)
+        groups.append(plain_group(group, steps))
     return {"state": state, "param_groups": groups}

@@ -1,4 +1,4 @@
-"""A packed state dict against a live optimizer: everything is checked before anything is taken.
+"""Loading a packed state dict into an optimizer: all of it is checked before any of it is taken.
 
 ``torch.optim.Optimizer.load_state_dict`` casts state to the element type of the parameter, which destroys codes and
 scales, and shares memory with what it was given; neither happens here.

@@ -137,7 +137,7 @@ def test_gradients_that_come_and_go(name):
         one[0].step()
         other[0].step()
         assert_same(one, other)
-        kept.append(list(other[0]._fusion()._plans.values()))
+        kept.append(list(other[0]._fused._plans.values()))
     assert kept[1] == kept[2] == kept[3]
     assert len({id(state["step"]) for state in other[0].state.values()}) == 3
     assert sorted(int(state["step"]) for state in other[0].state.values()) == [2, 3, 4]
@@ -249,9 +249,9 @@ def test_what_cannot_be_fused_is_refused_where_it_is_demanded():
 def test_tables_are_kept_from_step_to_step():
     [_, (optimizer, params)] = pair("AdamW", BF16)
     advance(optimizer, params, 0, 1)
-    before = list(optimizer._fusion()._plans.values())
+    before = list(optimizer._fused._plans.values())
     advance(optimizer, params, 1, 2)
-    assert [id(plan) for plan in optimizer._fusion()._plans.values()] == [id(plan) for plan in before]
+    assert [id(plan) for plan in optimizer._fused._plans.values()] == [id(plan) for plan in before]
     assert len(before) == 2  # packed tensors, and small ones
 
 

@@ -53,7 +53,7 @@ def test_training_on_a_cpu_imports_no_kernels():
 
 def test_a_parameter_on_a_device_that_is_not_fused_is_told_of_once(monkeypatch):
     monkeypatch.setattr(backend, "obstacle", lambda device: None)
-    fusion = build("AdamW", make_params())._fusion()
+    fusion = build("AdamW", make_params())._fused
     turned = SimpleNamespace(device=torch.device("cuda"), grad=None, is_contiguous=lambda: False)
     with pytest.warns(UserWarning, match="parameter 3 is not updated by fused kernels: it is not contiguous"):
         assert not fusion.takes(3, turned)

@@ -140,28 +140,24 @@ _RANGES: dict[str, Callable[[float], bool]] = {
     "betas": lambda beta: 0 <= beta < 1,
     "momentum": lambda momentum: 0 < momentum < 1,
     "dampening": lambda dampening: dampening < 1,
+    "clip_threshold": lambda threshold: threshold > 0,
 }
 
 
 def _read(name: str, card: Card, state: Mapping[Any, Any], group: Mapping[Any, Any]) -> Any:
     """An argument of the rule from the group, else what the card fixes; None where it is missing or out of range."""
-    if name == "clip_threshold":
-        # optimi's AdamW has StableAdamW's averages, but does not clip.
-        return math.inf if "beta1" in group and "eps_sq" not in state else _clip_threshold(group) or None
-    if name not in card.settings:
+    if name == "clip_threshold" and "beta1" in group and "eps_sq" not in state:
+        return math.inf  # optimi's AdamW has StableAdamW's averages, but does not clip.
+    if name not in card.settings and name not in group:
         return card.fixed[name]
-    given, count = setting(group, name), card.settings[name]
+    given, count = setting(group, name), card.settings.get(name, 1)
+    # Some packages keep the threshold outside the group.
+    given = 1.0 if name == "clip_threshold" and name not in group else given
     numbers = _numbers(given if isinstance(given, (tuple, list)) else [given])
     fits = _RANGES.get(name, math.isfinite)
     if len(numbers) != count or not all(map(fits, numbers)):
         return None
     return numbers if count > 1 else numbers[0]
-
-
-def _clip_threshold(group: Mapping[Any, Any]) -> float:
-    """RMS above which a step is scaled down: 1 where the group does not say, 0 where it is no positive number."""
-    given = _numbers([group.get("clip_threshold", 1.0)])
-    return max(0.0, *given) if given else 0.0
 
 
 def _is_coupled(group: Mapping[Any, Any]) -> bool:
