@@ -25,3 +25,10 @@ def read_scalar(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) ->
     checkpoint.read_into(storage.offset + position, memoryview(buffer))
     value: float = struct.unpack(code, buffer)[0]
     return value
+
+
+def is_setting(value: object) -> bool:
+    """Whether a value is a plain setting of an optimizer: a number, a text, None, or a list or tuple of these."""
+    if isinstance(value, (tuple, list)):
+        return all(is_setting(each) for each in value)
+    return isinstance(value, (bool, int, float, str, type(None)))

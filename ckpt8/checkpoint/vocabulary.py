@@ -28,6 +28,14 @@ _MODEL_NAMES = (
 MODEL_KEYS = frozenset(name for names in _MODEL_NAMES for name in names.split())
 """Keys under which checkpoints in the wild keep model weights or an average of them."""
 
+
+def model_path(name: str) -> tuple[str, ...] | None:
+    """A dotted name as keys that lead to a model, and the name of a weight in it; None where no key names a model."""
+    parts = name.split(".")
+    at = next((k for k, part in enumerate(parts[:-1]) if part in MODEL_KEYS), None)
+    return None if at is None else (*parts[: at + 1], ".".join(parts[at + 1 :]))
+
+
 _STATE_LISTS = "base_optimizer_state"
 """DeepSpeed's elastic checkpoints keep under it a list of bare states, one for each group."""
 

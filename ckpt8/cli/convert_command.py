@@ -12,7 +12,7 @@ from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.cli.options import Force, Json, Threads, clock, console, print_json
 from ckpt8.converting.writers import WRITERS
 
-_FORMATS = ", ".join(name for name, _ in WRITERS)
+_FORMATS = ", ".join(WRITERS)
 
 
 def convert(

@@ -1,4 +1,4 @@
-"""Conversion between the layouts of checkpoints: a source becomes one tree over one address space, a writer writes it.
+"""One checkpoint becomes another format. Imports restoring, compressing and what they import.
 
 ``sources`` has what can be read beyond single files, ``writers`` what can be written; both are tables of modules.
 """

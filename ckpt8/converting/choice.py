@@ -1,8 +1,6 @@
-"""Which entry of a source is the model, and which the optimizer that goes with it."""
+"""Chooses the entries of a source that are converted: a model, and its optimizer."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from ckpt8.checkpoint.meaning.pairing import saved_names
 from ckpt8.checkpoint.meaning.roles import is_bare_state_dict
@@ -17,33 +15,32 @@ _LISTED = 20
 
 
 def choose_model(data: Composite, key: str | None) -> Candidate:
-    """The state dict of the model; ``key`` is its path in the tree. Raises UsageError that lists what there is."""
+    """The state dict of the model, or with a ``key`` the dictionary of tensors at that path of the tree.
+
+    Raises UsageError that lists the models.
+    """
     models, _ = find(data.tree)
+    paths = listed((model.path for model in models), _LISTED)
     if key is not None:
-        return _at(data, models, key)
+        found = [model for model in models if model.path == key] or [
+            Candidate(key, node)
+            for path, node in iter_nodes(data.tree)
+            if isinstance(node, dict) and format_path(path) == key and is_bare_state_dict(node)
+        ]
+        if found:
+            return found[0]
+        what = paths or "no state dict of a model"
+        raise UsageError(f"{data.label}: --key {key!r} leads to no dictionary of tensors; there is {what}")
     if len(models) == 1:
         return models[0]
     if models:
-        paths = listed((model.path for model in models), _LISTED)
         raise UsageError(f"{data.label}: holds {len(models)} models; choose one with --key: {paths}")
     why = "a pickled module; save its state_dict()" if holds_module(data.tree) else "no state dict of a model"
     raise UsageError(f"{data.label}: holds {why}")
 
 
-def _at(data: Composite, models: list[Candidate], key: str) -> Candidate:
-    """The model of that path, or any dictionary of tensors that stands there."""
-    for model in models:
-        if model.path == key:
-            return model
-    for path, node in iter_nodes(data.tree):
-        if isinstance(node, dict) and format_path(path) == key and is_bare_state_dict(node):
-            return Candidate(key, node)
-    paths = listed((model.path for model in models), _LISTED) or "no state dict of a model"
-    raise UsageError(f"{data.label}: --key {key!r} leads to no dictionary of tensors; there is {paths}")
-
-
 def choose_optimizer(data: Composite) -> Candidate | None:
-    """The only optimizer, None where there is none. Raises UsageError for several, InputError for a malformed one."""
+    """The only optimizer, or None. Raises UsageError where there are several, InputError for a malformed one."""
     _, optimizers = find(data.tree)
     if len(optimizers) > 1:
         paths = listed((optimizer.path for optimizer in optimizers), _LISTED)
@@ -54,7 +51,7 @@ def choose_optimizer(data: Composite) -> Candidate | None:
 
 
 def check_optimizer(label: str, optimizer: Candidate) -> None:
-    """Raise InputError unless groups list parameters, each once, and every state is a dictionary."""
+    """Raise InputError unless its groups list each parameter once, and every state is a dictionary."""
     groups, states = optimizer.node["param_groups"], optimizer.node["state"]
     if not all(isinstance(each, dict) for each in (*groups, *states.values())):
         raise InputError(f"{label}: {optimizer.path}: a group or a state of its optimizer is not a dictionary")
@@ -64,7 +61,6 @@ def check_optimizer(label: str, optimizer: Candidate) -> None:
 
 
 def tensors_of(model: Candidate) -> tuple[dict[str, TensorRef], list[str]]:
-    """The tensors of a state dict by name, and the names of what else it holds."""
+    """The tensors of a state dict by name, and the names of its other values."""
     tensors = {name: value for name, value in model.node.items() if isinstance(value, TensorRef)}
-    others: list[Any] = [name for name in model.node if name not in tensors]
-    return tensors, [str(name) for name in others]
+    return tensors, [str(name) for name in model.node if name not in tensors]

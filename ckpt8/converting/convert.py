@@ -1,17 +1,18 @@
-"""``convert``: opens the source, chooses the writer, and lets it write."""
+"""The public ``convert``: checks the arguments, chooses the format, and has its module write."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from ckpt8.checkpoint.readers.entries import is_directory
-from ckpt8.converting.request import QUANTIZED, Quantization, Report, Request, Writer, parse_dtype
-from ckpt8.converting.writers import SUFFIXES, writer_for
+from ckpt8.converting import writers
+from ckpt8.converting.quantizing.scheme import LARGEST
+from ckpt8.converting.request import Quantization, Report, Request, parse_dtype
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import refuse_inside, refuse_same_file
-from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Progress
 
 _QUANTIZING = "compressed-tensors"
@@ -54,31 +55,30 @@ def convert(
     arguments, OutputError for the target.
     """
     path, wanted = Path(source), Path(target)
-    kind = parse_dtype(dtype)
     kept = (keep,) if isinstance(keep, str) else tuple(keep)
     quantization = Quantization(scale, per, kept, None if config is None else Path(config))
-    ends_in_slash = os.fspath(target).endswith((os.sep, "/"))
+    request = Request(path, wanted, parse_dtype(dtype), key, member, force, threads, progress, quantization)
     refuse_same_file(wanted, path)
     refuse_inside(wanted, path)
-    writer = _writer(wanted, to, kind, quantization, is_directory=ends_in_slash or is_directory(wanted))
-    request = Request(path, wanted, kind, key, member, force, threads, progress, quantization)
-    return writer.write(request)
+    in_directory = os.fspath(target).endswith((os.sep, "/")) or is_directory(wanted)
+    found = _choose_format(request, to, in_directory=in_directory)
+    report = Report(str(wanted), found)
+    import_module(f"{writers.__name__}.{writers.WRITERS[found]}").write(request, report)
+    return report
 
 
-def _writer(
-    target: Path, to: str | None, dtype: DType | None, quantization: Quantization, *, is_directory: bool
-) -> Writer:
-    """The writer for a target: with a type that needs scales the one that quantises. Raises UsageError."""
-    suffix = None if is_directory else target.suffix.lower()
-    to_file = suffix in SUFFIXES
-    if to is None and dtype in QUANTIZED and not to_file:
+def _choose_format(request: Request, to: str | None, *, in_directory: bool) -> str:
+    """The format of the target: for an element type that needs scales the one that holds them. Raises UsageError."""
+    target, dtype = request.target, request.dtype
+    to_file = not in_directory and target.suffix.lower() in writers.SUFFIXES
+    if to is None and dtype in LARGEST and not to_file:
         to = _QUANTIZING
-    writer = writer_for(target, to, is_directory=is_directory)
-    if writer.id == _QUANTIZING and not to_file:
-        return writer
-    if dtype in QUANTIZED or writer.id == _QUANTIZING:
+    found = writers.choose_format(target, to, is_directory=in_directory)
+    if found == _QUANTIZING and not to_file:
+        return found
+    if dtype in LARGEST or found == _QUANTIZING:
         what = "quantised weights" if dtype is None else f"{dtype.label} weights"
         raise UsageError(f"{target}: {what} need a config.json beside them that says so; give a directory, DST/")
-    if quantization != Quantization():
+    if request.quantization != Quantization():
         raise UsageError("--scale, --per, --keep and --config are for quantised weights: --dtype float8_e4m3fn or int8")
-    return writer
+    return found

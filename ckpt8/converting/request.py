@@ -1,36 +1,36 @@
-"""What a conversion is asked for, the contract of a writer, and the report of what became of it."""
+"""What a conversion is asked for, the target that a writer fills, and the report of what was written."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, NamedTuple
 
 from ckpt8.checkpoint.readers.entries import size_of
-from ckpt8.converting.sources import Content, open_content
+from ckpt8.checkpoint.replacing import checkpoint_directory
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.converting.content import Content
+from ckpt8.converting.quantizing.scheme import LARGEST
+from ckpt8.converting.sources import open_content
 from ckpt8.core.errors import UsageError
+from ckpt8.core.files.atomic import AtomicFile, Guard
+from ckpt8.core.files.atomic_directory import AtomicDirectory
+from ckpt8.core.files.write_at import write_at
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Progress
 
-_WEIGHT_TYPES = {"float32": DType.FLOAT32, "bfloat16": DType.BFLOAT16, "float16": DType.FLOAT16}
-
-_QUANTIZED_TYPES = {"float8_e4m3fn": DType.FLOAT8_E4M3FN, "int8": DType.INT8}
-
+_TYPES = {dtype.label: dtype for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, *LARGEST)}
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn"}
-
-QUANTIZED = frozenset(_QUANTIZED_TYPES.values())
-"""Element types that need scales, which one writer alone can write."""
 
 
 @dataclass(slots=True)
 class Report:
     """What was written. ``casts`` counts tensors by ``FROM -> TO``, ``aliases`` are names left out of tied weights.
 
-    ``quantized`` has what quantising did to the weights, see ``quantizing.report``. ``replaced`` says what had the
-    target's name before, or None.
+    ``quantized`` is the summary of ``quantizing.report``, or None. ``replaced`` says what the target replaced, or None.
     """
 
     target: str
@@ -60,9 +60,30 @@ class Quantization:
     config: Path | None = None
 
 
+class OpenFile(NamedTuple):
+    """A new file. ``path`` is where it is until the target takes its name. ``progress`` takes the bytes of tensors."""
+
+    path: Path
+    descriptor: int
+    guard: Guard
+    progress: Progress
+
+    def write(self, content: bytes | bytearray | memoryview, position: int) -> None:
+        """Write bytes at a position. Raises OutputError."""
+        with self.guard():
+            write_at(self.descriptor, memoryview(content), position)
+
+
+@contextmanager
+def new_file(output: AtomicDirectory, path: str, progress: Progress = lambda _: None) -> Iterator[OpenFile]:
+    """A new file in the directory of the target. Raises OutputError."""
+    with output.new_file(path) as descriptor:
+        yield OpenFile(output.path / path, descriptor, output.guard, progress)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be converted into what. See ``ckpt8.convert``."""
+    """What to convert, and into what. See ``ckpt8.convert``."""
 
     source: Path
     target: Path
@@ -74,10 +95,6 @@ class Request:
     progress: Progress
     quantization: Quantization = Quantization()
 
-    def progress_to(self, target_bytes: int) -> Progress:
-        """To be called with numbers of bytes that add up to ``target_bytes``, whatever size the source has."""
-        return _Scaled(self.progress, size_of(self.source), target_bytes)
-
     @contextmanager
     def open(self, report: Report) -> Iterator[Content]:
         """The source as one tree. Raises InputError, UsageError."""
@@ -86,36 +103,49 @@ class Request:
             report.notes += content.notes
             yield content
 
+    @contextmanager
+    def new_file(self, data: Composite, report: Report, tensor_bytes: int) -> Iterator[OpenFile]:
+        """The target as a new file. It appears when the block ends without an error and ``data`` has not changed.
 
-class Writer(Protocol):
-    """Writes one format. ``directory``: its output is a directory."""
+        Notes in ``report`` its size and what it replaced. Raises InputError, OutputError.
+        """
+        with AtomicFile(self.target, force=self.force) as output:
+            yield OpenFile(output.path, output.file.fileno(), output.guard, self.progress_to(tensor_bytes))
+            data.check_unchanged()
+            report.bytes = output.file.seek(0, 2)
+            output.publish()
+        report.replaced = output.replaced
 
-    id: ClassVar[str]
-    directory: ClassVar[bool]
+    @contextmanager
+    def new_directory(self, data: Composite, report: Report, written: Iterable[str] = ()) -> Iterator[AtomicDirectory]:
+        """As ``new_file``, for a target that is a directory. ``written`` are files of the source that it may hold."""
+        check = checkpoint_directory([*written])
+        with AtomicDirectory(self.target, force=self.force, keep=self.source, check=check) as output:
+            yield output
+            data.check_unchanged()
+            report.bytes = sum(path.stat().st_size for path in output.path.rglob("*") if path.is_file())
+            output.publish()
+        report.replaced = output.replaced
 
-    def write(self, request: Request) -> Report:
-        """Write the target, whole or not at all. Raises Ckpt8Error."""
+    def progress_to(self, target_bytes: int) -> Progress:
+        """A function that takes numbers of bytes that add up to ``target_bytes``, and reports as much of the source."""
+        scale = size_of(self.source) / max(target_bytes, 1)
+        done = 0.0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            before, done = int(done), done + count * scale
+            self.progress(int(done) - before)
+
+        return advance
 
 
 def parse_dtype(text: str | None) -> DType | None:
-    """The element type of weights by name. Raises UsageError."""
+    """The element type of weights by name, None for None. Raises UsageError for an unknown name."""
     if text is None:
         return None
     name = text.removeprefix("torch.")
-    known = {**_WEIGHT_TYPES, **_QUANTIZED_TYPES}
-    found = known.get(_SHORT.get(name, name))
+    found = _TYPES.get(_SHORT.get(name, name))
     if found is None:
-        raise UsageError(f"--dtype {text}: expected one of {', '.join(known)}")
+        raise UsageError(f"--dtype {text}: expected one of {', '.join(_TYPES)}")
     return found
-
-
-class _Scaled:
-    def __init__(self, progress: Progress, source_bytes: int, target_bytes: int) -> None:
-        self._progress = progress
-        self._scale = source_bytes / max(target_bytes, 1)
-        self._done = 0.0
-
-    def __call__(self, count: int) -> None:
-        """``count`` more bytes were written."""
-        before, self._done = int(self._done), self._done + count * self._scale
-        self._progress(int(self._done) - before)

@@ -1,4 +1,4 @@
-"""Tied weights: what output layers are called, and which of them were written a second time."""
+"""Tied weights: the names of output layers, and the ties that a distributed checkpoint lost."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.frames import bytes_of
 
 HEADS = frozenset({"lm_head", "head", "output", "output_layer", "embed_out", "proj_out", "decoder", "classifier"})
-"""Last modules of names that lose against the other names of a tied weight: the output takes over the embedding."""
+"""Last modules in the names of output layers. A tied weight keeps its other name: the output layer takes over the
+embedding, not the other way round."""
 
 _SAMPLE, _COMPARED = 1024, 4
-"""Elements that decide whether two matrices are compared, and with how many others a matrix is."""
+"""Two matrices are compared where their first _SAMPLE elements agree, one matrix with at most _COMPARED others."""
 
 
 def module_of(name: str) -> str:
@@ -23,9 +24,9 @@ def module_of(name: str) -> str:
 
 
 def tie_again(data: Composite) -> None:
-    """Let the matrix of an output layer that holds the same bits as another of its model be that one, in the tree.
+    """Replace in the tree the matrix of an output layer by another one of its model with the same bits.
 
-    Only the first elements are read of one that does not, as a rule. Raises InputError.
+    Mostly reads only the first elements of a matrix without such a twin. Raises InputError.
     """
     streamer = Streamer(data)
     for model in find(data.tree)[0]:
@@ -48,6 +49,6 @@ def tie_again(data: Composite) -> None:
 
 
 def _mark(data: Composite, ref: TensorRef) -> object:
-    """What two equal tensors have in common, and others rarely."""
+    """A mark that equal tensors share, and others rarely do: shape, type and first elements."""
     first = data.elements(ref, 0, min(ref.numel, _SAMPLE))
     return ref.shape, ref.dtype, bytes(bytes_of(first))

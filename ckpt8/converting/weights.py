@@ -1,26 +1,27 @@
-"""The contract of a writer, and what writers share: the request, the report, and the weights that are written."""
+"""The weights that writers write: their names, their element types, and which of tied ones stays."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.vocabulary import BUFFERS
-from ckpt8.converting.casts import Caster
 from ckpt8.converting.choice import tensors_of
+from ckpt8.converting.computed import FLOATS, Caster
 from ckpt8.converting.request import Report
 from ckpt8.converting.ties import HEADS, module_of
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType
 
-FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
-
 
 class WeightTypes:
-    """The element type of every weight in the target. ``dtype`` None leaves all as they are.
+    """Casts weights to the element type of the target, and counts the casts in ``report``.
 
-    ``only`` are the types that change, by default all floats of 16 to 64 bits. Buffers stay as well.
+    ``dtype`` None leaves all as they are. ``only`` are the types to cast, by default all floats of 16 to 64 bits.
+    Buffers keep their type.
     """
 
     def __init__(self, data: Composite, dtype: DType | None, report: Report, only: frozenset[DType] = FLOATS) -> None:
@@ -30,7 +31,7 @@ class WeightTypes:
         self._only = only
 
     def __call__(self, name: str, ref: TensorRef) -> TensorRef:
-        """The tensor as it is to be written."""
+        """The tensor to write."""
         stays = self._dtype in (None, ref.dtype) or ref.dtype not in self._only
         if self._dtype is None or stays or name.rpartition(".")[2] in BUFFERS:
             return ref
@@ -39,18 +40,15 @@ class WeightTypes:
 
 
 def model_weights(data: Composite, model: Candidate, types: WeightTypes, report: Report) -> dict[str, TensorRef]:
-    """The weights of a model as transformers loads them: names without wrappers, each tied weight once.
+    """The weights of a model as transformers loads them: names without wrappers, every tied weight once.
 
-    Raises UsageError for a state dict without tensors.
+    Notes in ``report`` the names that it changes or leaves out. Raises UsageError for a state dict without tensors.
     """
     tensors, others = tensors_of(model)
     report.dropped += [f"{name}: not a tensor" for name in others]
     if not tensors:
         raise UsageError(f"{data.label}: {model.path} holds no tensors")
-    plain = plain_names(tensors)
-    if any(name != short for name, short in plain.items()):
-        example = next(f"{name} -> {short}" for name, short in plain.items() if name != short)
-        report.notes.append(f"names without wrappers, as in {example}")
+    plain = strip_wrappers(tensors, report)
     named = {plain[name]: ref for name, ref in tensors.items()}
     names: dict[tuple[object, ...], list[str]] = {}
     for name, ref in named.items():
@@ -65,6 +63,15 @@ def model_weights(data: Composite, model: Candidate, types: WeightTypes, report:
     return found
 
 
+def strip_wrappers(names: Iterable[str], report: Report) -> dict[str, str]:
+    """The names without those of wrappers, by what they were. Notes an example in ``report``."""
+    plain = plain_names(names)
+    changed = [f"{name} -> {short}" for name, short in plain.items() if name != short]
+    if changed:
+        report.notes.append(f"names without wrappers, as in {changed[0]}")
+    return plain
+
+
 def _kept(names: list[str]) -> str:
-    """The name that stays of a tied weight: the first one that is not of an output layer."""
+    """The name that a tied weight keeps: the first that is not an output layer's."""
     return next((name for name in names if module_of(name) not in HEADS), names[0])

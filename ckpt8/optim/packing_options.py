@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import torch
 
 from ckpt8.codecs import Codec, codec_from_config, config_of, parse_codec
 from ckpt8.codecs.base import StateKey
-from ckpt8.codecs.lossless import Lossless
 from ckpt8.core.errors import UsageError
 from ckpt8.optim.known_optimizers import card_of
 from ckpt8.optim.master_weights import master_part

@@ -73,8 +73,7 @@ class Universal:
 
     def _tensor(self, path: str) -> TensorRef | None:
         """The one tensor of a member."""
-        tree = self._tree(path)
-        found = tree.get("param") if isinstance(tree, dict) else tree
+        found = param_of(self._tree(path))
         return replace(found, key=f"{self._members[path][0]}/{found.key}") if isinstance(found, TensorRef) else None
 
     def _tree(self, path: str) -> Any:
@@ -82,26 +81,42 @@ class Universal:
 
     def _group(self, root: str, state: Mapping[str, Any], step: float | None) -> Mapping[Any, Any]:
         """The settings of a parameter; which group it was in is not told, and must not matter."""
-        rest = self._tree(f"{root}/{_REST}")
-        found = rest.get("param_groups") if isinstance(rest, dict) else None
-        groups = [group for group in found or () if isinstance(group, dict)]
+        groups = groups_of(self._tree(f"{root}/{_REST}"))
         return groups[0] if len({recognise(state, group, step) for group in groups}) == 1 else {}
 
     def _step(self, folder: str, root: str) -> float | None:
         """The step of a parameter; from stage 3 that of the whole optimizer."""
         own = f"{folder}/step.pt"
         if own in self._members:
-            return self._number(own, self._tree(own))
-        rest = self._tree(f"{root}/{_REST}")
-        optimizer = rest.get("optimizer_state_dict") if isinstance(rest, dict) else None
-        states = optimizer.get("state") if isinstance(optimizer, dict) else None
-        states = states.values() if isinstance(states, dict) else ()
-        steps = {self._number(f"{root}/{_REST}", state.get("step")) for state in states if isinstance(state, dict)}
-        return steps.pop() if len(steps) == 1 else None
+            return _number(self._members[own][1].checkpoint, self._tree(own))
+        step = common_step(self._members[f"{root}/{_REST}"][1].checkpoint)
+        return None if step is None else step[1]
 
-    def _number(self, path: str, value: Any) -> float | None:
-        if isinstance(value, TensorRef):
-            checkpoint = self._members[path][1].checkpoint
-            storage = next(each for each in checkpoint.storages if each.key == value.key)
-            return read_scalar(checkpoint, storage, value)
-        return value if isinstance(value, (int, float)) else None
+
+def param_of(tree: Any) -> Any:
+    """What the tree of a member holds of its parameter: the tree itself, or its ``param``."""
+    return tree.get("param") if isinstance(tree, dict) else tree
+
+
+def groups_of(tree: Any) -> list[dict[Any, Any]]:
+    """The groups in the tree of optimizer_state.pt."""
+    groups = tree.get("param_groups") if isinstance(tree, dict) else None
+    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+
+
+def common_step(checkpoint: Checkpoint) -> tuple[Any, float] | None:
+    """The step of all parameters in optimizer_state.pt, as saved and as a number; None where there is not just one."""
+    match checkpoint.tree:
+        case {"optimizer_state_dict": {"state": dict(states)}}:
+            steps = [state["step"] for state in states.values() if isinstance(state, dict) and "step" in state]
+            match list({_number(checkpoint, step) for step in steps}):
+                case [float() | int() as number]:
+                    return steps[0], number
+    return None
+
+
+def _number(checkpoint: Checkpoint, value: Any) -> float | None:
+    if isinstance(value, TensorRef):
+        storage = next(each for each in checkpoint.storages if each.key == value.key)
+        return read_scalar(checkpoint, storage, value)
+    return value if isinstance(value, (int, float)) else None

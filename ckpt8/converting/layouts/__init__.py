@@ -1,1 +1,1 @@
-"""The package layouts."""
+"""Layouts of directories: a module each, with ``matches`` and ``assemble``; see ``sources.DirectoryLayout``."""

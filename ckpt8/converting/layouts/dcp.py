@@ -1,76 +1,69 @@
-"""Directories of torch.distributed.checkpoint: tensors are put together from the slices that processes wrote."""
+"""Directories of torch.distributed.checkpoint: puts tensors together from the slices that the processes wrote.
+
+Several checkpoints in one directory are one, unless two hold a value of the same name: some programs save the model
+and the optimizer into two folders of a directory.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpFile, DcpMember
 from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.members import Members
-from ckpt8.checkpoint.tree import Checkpoint, StorageRef, TensorRef
+from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.checkpoint.walk import iter_leaves, iter_nodes
-from ckpt8.converting.layouts.dcp_tree import build_tree
+from ckpt8.converting.content import Content
+from ckpt8.converting.layouts.adopting import add_prefix
+from ckpt8.converting.layouts.dcp_nesting import build_tree
 from ckpt8.converting.layouts.slices import Part, gather
-from ckpt8.converting.sources import Content
 from ckpt8.converting.ties import tie_again
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.text import listed, shown
 
 _DEEPEST = 64
-"""Nesting of a value that is no tensor."""
+"""The deepest nesting of a value that is no tensor."""
 
 
-class Distributed:
-    """See the module. Several checkpoints in one directory are one where each has values of its own.
+def matches(members: Members) -> bool:
+    """Whether there is a ``.metadata`` with its files."""
+    return any(isinstance(member, DcpMember) or member.holds_tensors for member in members.found)
 
-    So they are where a program saves the model and the optimizer into folders of one directory.
+
+def assemble(members: Members) -> Content:
+    """``{"model": {name: tensor}, "optimizer": ..., ...}`` as it was saved, with tied weights as one.
+
+    Raises InputError for damage, UsageError where two checkpoints hold the same name.
     """
-
-    id: ClassVar[str] = "dcp"
-
-    def matches(self, members: Members) -> bool:
-        """Whether a ``.metadata`` was found with its files."""
-        return any(isinstance(member, DcpMember) or member.holds_tensors for member in members.found)
-
-    def assemble(self, members: Members) -> Content:
-        """``{"model": {name: tensor}, "optimizer": ..., ...}`` as it was saved, with tied weights as one.
-
-        Raises InputError, UsageError.
-        """
-        data = Composite(str(members.path))
-        found: dict[int, list[DcpMember]] = defaultdict(list)
-        for member in members.found:
-            if isinstance(member, DcpMember):
-                found[id(member.home)].append(member)
-            elif member.holds_tensors:
-                raise InputError(f"{data.label}: {member.path}: {member.reason}; it cannot be converted")
-        notes: list[str] = []
-        tree: dict[str, Any] = {}
-        for files in found.values():
-            part = _tree(data, files, notes)
-            both = tree.keys() & part.keys()
-            if both:
-                folders = listed(sorted({each.path.rpartition("/")[0] or "." for each in _files(found)}))
-                name = shown(min(map(str, both)))
-                raise UsageError(f"{data.label}: several checkpoints hold {name}; choose one with --member: {folders}")
-            tree |= part
-        data.tree = tree
-        tie_again(data)
-        others = [each for each in members.found if not isinstance(each, DcpMember)]
-        rest = [each for each in others if each.path.rpartition("/")[2] != METADATA]
-        return Content(data, self.id, others=rest, notes=notes)
-
-
-def _files(found: Mapping[int, list[DcpMember]]) -> list[DcpMember]:
-    return [member for files in found.values() for member in files]
+    data = Composite(str(members.path))
+    found: dict[int, list[DcpMember]] = defaultdict(list)
+    others = []
+    for member in members.found:
+        if isinstance(member, DcpMember):
+            found[id(member.home)].append(member)
+        elif member.holds_tensors:
+            raise InputError(f"{data.label}: {member.path}: {member.reason}; it cannot be converted")
+        elif member.path.rpartition("/")[2] != METADATA:
+            others.append(member)
+    content = Content(data, others=others)
+    data.tree = {}
+    for files in found.values():
+        tree = _tree(data, files, content.notes)
+        both = data.tree.keys() & tree.keys()
+        if both:
+            folders = listed(sorted({each[0].path.rpartition("/")[0] or "." for each in found.values()}))
+            name = shown(min(map(str, both)))
+            raise UsageError(f"{data.label}: several checkpoints hold {name}; choose one with --member: {folders}")
+        data.tree |= tree
+    tie_again(data)
+    return content
 
 
 def _tree(data: Composite, files: list[DcpMember], notes: list[str]) -> dict[str, Any]:
-    """The tree of one checkpoint. What cannot be read and is no tensor is left out, with a note."""
+    """The tree of one checkpoint. Leaves out, with a note, a value that is no tensor and cannot be read."""
     parts: dict[str, list[Part]] = defaultdict(list)
     for member in files:
         prefix = f"{member.path}/"
@@ -95,7 +88,7 @@ def _tree(data: Composite, files: list[DcpMember], notes: list[str]) -> dict[str
 
 
 def _value(data: Composite, home: DcpCheckpoint, name: str) -> Any:
-    """A value that is no tensor; tensors in it become some of ``data``. Raises InputError."""
+    """A value that is no tensor; ``data`` takes over the tensors in it. Raises InputError."""
     try:
         opened = home.open_value(name)
     except KeyError:
@@ -105,19 +98,8 @@ def _value(data: Composite, home: DcpCheckpoint, name: str) -> Any:
     if not any(True for _ in iter_leaves(opened.tree)):
         return opened.tree
     prefix = f"{name}/value/"
-    value = _renamed(opened.tree, prefix)
+    value = add_prefix(opened.tree, prefix)
     if any(not leaf.key.startswith(prefix) for _, leaf in iter_leaves(value)):
         raise InputError(f"{shown(name)}: an object with tensors in it")
     data.adopt(cast("Checkpoint", opened), prefix)
     return value
-
-
-def _renamed(node: Any, prefix: str) -> Any:
-    """Plain containers with ``prefix`` before the keys of all storages."""
-    if isinstance(node, (TensorRef, StorageRef)):
-        return replace(node, key=prefix + node.key)
-    if isinstance(node, dict):
-        return {key: _renamed(value, prefix) for key, value in node.items()}
-    if isinstance(node, (list, tuple)):
-        return type(node)(_renamed(value, prefix) for value in node)
-    return node

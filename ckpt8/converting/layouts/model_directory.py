@@ -1,10 +1,9 @@
-"""A directory as transformers, accelerate and diffusers write it: weights in one file or in shards, an optimizer."""
+"""Directories of transformers, accelerate and diffusers: weights in one file or in shards, an optimizer or none."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from ckpt8.checkpoint.meaning.names_beside import NamesBeside, collect_weights
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
@@ -13,9 +12,10 @@ from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.members import Members
-from ckpt8.checkpoint.tree import Checkpoint, TensorRef
+from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.converting.choice import check_optimizer
-from ckpt8.converting.sources import Content
+from ckpt8.converting.content import Content
+from ckpt8.converting.layouts.adopting import adopt_member
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.json_text import parse_any_json
 from ckpt8.core.text import listed
@@ -34,41 +34,37 @@ _MAX_INDEX_BYTES = 64 << 20
 _LISTED = 20
 
 
-class ModelDirectory:
-    """Files of weights at the top of a directory, and the one optimizer beside them."""
+def matches(members: Members) -> bool:
+    """Whether there is a file of weights, or an index of some, at the top."""
+    names = {member.path for member in members.found}
+    return any(name in names for name in _MODEL_FILES) or any(_is_index(name) for name in names)
 
-    id: ClassVar[str] = "model-directory"
 
-    def matches(self, members: Members) -> bool:
-        """Whether there is a file of weights, or an index of some, at the top."""
-        names = {member.path for member in members.found}
-        return any(name in names for name in _MODEL_FILES) or any(_is_index(name) for name in names)
+def assemble(members: Members) -> Content:
+    """``{"model": ..., "optimizer": ...}``, with ``param_names`` where the names are known.
 
-    def assemble(self, members: Members) -> Content:
-        """``{"model": ..., "optimizer": ...}``, with ``param_names`` where they can be told.
-
-        Raises InputError, and UsageError for several optimizers.
-        """
-        data = Composite(str(members.path))
-        top = {member.path: member for member in members.found if "/" not in member.path}
-        shards = _shards(top, data.label)
-        data.tree = {"model": _merged(shards, data)}
-        weights = collect_weights((member.checkpoint.format, member.checkpoint.tree) for member in shards)
-        beside = NamesBeside([(member.path, member.checkpoint) for member in members.found])
-        used = [member.path for member in shards]
-        optimizers = [member for member in top.values() if _is_optimizer(member.checkpoint)]
-        if len(optimizers) > 1:
-            found = listed((member.path for member in optimizers), _LISTED)
-            raise UsageError(f"{data.label}: has several optimizers; choose a file with --member: {found}")
-        for member in optimizers:
-            data.adopt(member.checkpoint)
-            check_optimizer(data.label, Candidate(member.path, member.checkpoint.tree))
-            data.tree["optimizer"] = _named(member.checkpoint.tree, beside.of(member.path))
-            used.append(member.path)
-        rest = [member for member in members.found if member.path not in used and not _is_index(member.path)]
-        others = [member for member in rest if member.path not in _MODEL_FILES]
-        notes = [f"{member.path}: the same weights again, not used" for member in rest if member not in others]
-        return Content(data, self.id, others=others, notes=notes, ordered=weights.ordered)
+    Raises InputError, and UsageError for several optimizers.
+    """
+    data = Composite(str(members.path))
+    top = {member.path: member for member in members.found if "/" not in member.path}
+    shards = _shards(top, data.label)
+    data.tree = {"model": _merged(shards, data)}
+    weights = collect_weights((member.checkpoint.format, member.checkpoint.tree) for member in shards)
+    beside = NamesBeside([(member.path, member.checkpoint) for member in members.found])
+    used = [member.path for member in shards]
+    optimizers = [member for member in top.values() if _is_optimizer(member.checkpoint)]
+    if len(optimizers) > 1:
+        found = listed((member.path for member in optimizers), _LISTED)
+        raise UsageError(f"{data.label}: has several optimizers; choose a file with --member: {found}")
+    for member in optimizers:
+        data.adopt(member.checkpoint)
+        check_optimizer(data.label, Candidate(member.path, member.checkpoint.tree))
+        data.tree["optimizer"] = _named(member.checkpoint.tree, beside.of(member.path))
+        used.append(member.path)
+    rest = [member for member in members.found if member.path not in used and not _is_index(member.path)]
+    others = [member for member in rest if member.path not in _MODEL_FILES]
+    notes = [f"{member.path}: the same weights again, not used" for member in rest if member not in others]
+    return Content(data, others=others, notes=notes, ordered=weights.ordered)
 
 
 def _is_index(name: str) -> bool:
@@ -99,23 +95,21 @@ def _shards(top: Mapping[str, DirectoryMember], label: str) -> list[DirectoryMem
 
 
 def _merged(shards: Sequence[DirectoryMember], data: Composite) -> dict[str, Any]:
-    """The state dict of all shards, their tensors under keys of their own."""
+    """The state dict of all shards together."""
     merged: dict[str, Any] = {}
     for member in shards:
         tree = member.checkpoint.tree
         if not is_bare_state_dict(tree):
             raise InputError(f"{data.label}: {member.path} is not a state dict of a model")
-        prefix = f"{member.path}/"
-        data.adopt(member.checkpoint, prefix)
-        for name, value in tree.items():
+        for name, value in adopt_member(data, member, tree).items():
             if name in merged:
                 raise InputError(f"{data.label}: {name!r} is in two files of weights; choose one with --member")
-            merged[name] = replace(value, key=prefix + value.key) if isinstance(value, TensorRef) else value
+            merged[name] = value
     return merged
 
 
 def _named(tree: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The optimizer with ``param_names`` in each group of which every parameter's name is known by its place."""
+    """The optimizer, with ``param_names`` in each group that has none and all of whose names are in ``names``."""
     known = {saved.identifier: names[saved.name] for saved in saved_parameters(tree) if saved.name in names}
     groups = []
     for group in tree["param_groups"]:

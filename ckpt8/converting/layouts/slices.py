@@ -1,4 +1,4 @@
-"""A tensor put together from boxes of it that lie in different places, when it is read."""
+"""Puts a tensor together, when it is read, from boxes of it that lie in different places."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 
 _MAX_SHARDED = 6
-"""Dimensions along which a tensor is cut; a mesh of processes has three or four."""
+"""The most dimensions along which a tensor may be cut; a mesh of processes has three or four."""
 
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
@@ -26,14 +26,14 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a tensor, and the tensor of its size that it is."""
+    """A box of a tensor: where it begins, and a tensor with its content."""
 
     offsets: tuple[int, ...]
     ref: TensorRef
 
 
 def gather(data: Composite, name: str, dtype: DType, shape: tuple[int, ...], parts: Sequence[Part]) -> TensorRef:
-    """The tensor of ``parts``. Raises InputError that calls it ``name`` unless they cover it, each element once."""
+    """The tensor made of ``parts``. Raises InputError, with its ``name``, unless they cover each element once."""
     filled = [part for part in parts if part.ref.numel]
     for part in filled:
         data.check_extent(name, part.ref)
@@ -48,8 +48,8 @@ def gather(data: Composite, name: str, dtype: DType, shape: tuple[int, ...], par
 def _check_cover(where: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
     """Raise InputError unless every element of ``shape`` is in one box.
 
-    A set of boxes is told by its corners: of a box they count 1 and -1 in turn, and where boxes meet they cancel out.
-    Exactly those of the whole are left if, and only if, the boxes are the whole.
+    Compares corners. Those of a box count 1 and -1 in turn, so that they cancel out where boxes meet. The corners of
+    the whole tensor are left if, and only if, the boxes fill it without overlap.
     """
     whole = (0,) * len(shape), shape
     cut_dims = [dim for dim in range(len(shape)) if any(sizes[dim] != shape[dim] for _, sizes in boxes)]
@@ -76,7 +76,7 @@ def _add_corners(corners: Counter[tuple[int, ...]], box: Box, dims: Sequence[int
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """The elements of a tensor of ``shape`` in the order of its dimensions; every one of them is in one part."""
+    """The elements of a tensor of ``shape`` in the order of its dimensions. Each is in exactly one part."""
 
     source: Composite
     dtype: DType
@@ -99,7 +99,7 @@ class _Gathered:
                     self._fill(part, (offsets, sizes), target)
 
     def _fill(self, part: Part, box: Box, target: torch.Tensor) -> None:
-        """Copy what ``part`` has of a box into ``target``, which is that box."""
+        """Copy the elements of a box that ``part`` holds into ``target``, which has the shape of the box."""
         ref, first = part.ref, part.ref.offset
         sizes = []
         for dim, (mine, theirs) in enumerate(zip(part.offsets, box[0], strict=True)):
@@ -114,9 +114,9 @@ class _Gathered:
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Box]]:
-    """The boxes that make up elements ``start`` to ``stop`` of a tensor, each with its first element: rows, and rests.
+    """Boxes that make up elements ``start`` to ``stop`` of a tensor, each with the position of its first element.
 
-    No more than two for each dimension.
+    They are whole rows and parts of rows, at most two for each dimension.
     """
     if not shape:
         yield start, ((), ())

@@ -1,4 +1,4 @@
-"""The codes of a matrix, computed when they are read, and the error that they make."""
+"""Computes the codes of a matrix when they are read, and measures their error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ckpt8.checkpoint.sources.composite import Composite, cut
+from ckpt8.checkpoint.sources.composite import Composite, cut, put
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.error_stats import SMALLEST_NORMAL, NoiseError
 from ckpt8.container.frames import FRAME
@@ -21,8 +21,8 @@ from ckpt8.core.tensors import DType
 class QuantizationError(NoiseError):
     """Error of quantised weights.
 
-    The relative error of an element is |decoded - w| / max(|w|, 2^-126): ``max_relative`` the largest, 1 for one that
-    became zero, and ``sum_square_relative`` over ``count`` elements. ``zeroed`` are those that became zero.
+    The relative error of an element is |decoded - w| / max(|w|, 2^-126), so 1 for one that became zero, and ``zeroed``
+    counts these. ``max_relative`` is the largest, ``sum_square_relative`` the sum of squares over ``count`` elements.
     """
 
     count: int = 0
@@ -36,7 +36,7 @@ class QuantizationError(NoiseError):
         return math.sqrt(self.sum_square_relative / self.count) if self.count else 0.0
 
     def figures(self) -> dict[str, Any]:
-        """What a report shows of it. ``snr_db`` is None where there is no error."""
+        """The figures of a report; ``snr_db`` is None where there is no error."""
         return {
             "elements": self.count,
             "max_relative": self.max_relative,
@@ -47,7 +47,7 @@ class QuantizationError(NoiseError):
 
 
 def measured(original: torch.Tensor, decoded: torch.Tensor) -> QuantizationError:
-    """The error of fp32 elements."""
+    """The error of decoded fp32 elements."""
 
     def squares(x: torch.Tensor) -> float:
         return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
@@ -68,9 +68,9 @@ def quantize(values: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torc
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """The codes of the matrix ``ref``, one byte each. ``error`` adds up that of all that was read, once for each read.
+    """The codes of the matrix ``ref``, one byte each; ``scales`` are those of ``Extent``.
 
-    ``scales`` are those of ``Extent``.
+    Every read adds the error of what was read to ``error``: read a matrix once to know its error.
     """
 
     source: Composite
@@ -81,18 +81,16 @@ class Codes:
 
     @property
     def nbytes(self) -> int:
-        """As many as elements."""
+        """One byte for each element."""
         return self.ref.numel
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``. Raises InputError."""
-        for start, stop, place in cut(offset, buffer, self.scheme.dtype.itemsize):
-            codes = torch.frombuffer(place, dtype=torch.uint8).view(self.scheme.dtype.torch)
-            values = self.source.elements(self.ref, start, stop)
-            for at in range(0, stop - start, FRAME):
-                self._fill(start + at, values[at : at + FRAME].float(), codes[at : at + FRAME])
+        for start, stop, place in cut(offset, buffer, self.scheme.dtype.itemsize, FRAME):
+            put(self._encode(start, self.source.elements(self.ref, start, stop).float()), place)
 
-    def _fill(self, first: int, values: torch.Tensor, codes: torch.Tensor) -> None:
+    def _encode(self, first: int, values: torch.Tensor) -> torch.Tensor:
+        codes = torch.empty_like(values, dtype=self.scheme.dtype.torch)
         decoded = torch.empty_like(values)
         _, columns = self.scheme.groups(self.ref.shape)
         for row, count, begin, end in row_parts(first, first + len(values), columns):
@@ -102,3 +100,4 @@ class Codes:
             codes[place] = found.view(-1)
             decoded[place] = (found.float() * scales).view(-1)
         self.error.merge(measured(values, decoded))
+        return codes

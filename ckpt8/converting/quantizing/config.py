@@ -9,22 +9,22 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.transformers_order import LONGEST_CONFIG
 from ckpt8.container.frames import bytes_of, host_bytes
-from ckpt8.converting.sources import Content
+from ckpt8.converting.content import Content
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.json_text import parse_any_json
 
 CONFIG = "config.json"
 _QUANTIZATION = "quantization_config"
 _TYPES = ("dtype", "torch_dtype")
-"""The element type of a model, in new and in old versions of transformers."""
+"""Keys of a model's element type, in new and in old versions of transformers."""
 
 _BF16 = "bfloat16"
 
 
 def read_config(content: Content, given: Path | None) -> dict[str, Any] | None:
-    """The configuration of the model: the file that was given, or that of the source; None where there is none.
+    """The configuration of the model: the file ``given``, or that of the source; None where there is none.
 
-    Raises InputError for one that cannot be read, UsageError for that of a model which is quantised already.
+    Raises InputError where it cannot be read, UsageError where it says that the model is quantised already.
     """
     if given is not None:
         where = str(given)
@@ -64,7 +64,7 @@ def _check_size(where: str, size: int) -> None:
 
 
 def with_quantization(config: Mapping[str, Any] | None, quantization: Mapping[str, Any]) -> bytes:
-    """The text of the configuration with that of the quantisation, for weights that are bf16 where they are floats."""
+    """The text of a configuration, completed by that of the quantisation, whose other floats are bf16."""
     found = _as_bf16(config or {})
     if not any(key in found for key in _TYPES):
         found["torch_dtype"] = _BF16
@@ -73,11 +73,8 @@ def with_quantization(config: Mapping[str, Any] | None, quantization: Mapping[st
 
 
 def _as_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that says bf16 wherever it says of what type the model, or a part of it, is."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        if key in _TYPES:
-            found[key] = _BF16
-        else:
-            found[key] = _as_bf16(value) if isinstance(value, dict) else value
-    return found
+    """A copy with bf16 for every element type, of the model and of its parts."""
+    return {
+        key: _BF16 if key in _TYPES else _as_bf16(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+    }

@@ -1,13 +1,13 @@
-"""Which weights of a model are quantised: those of linear layers inside it, told by their names, shapes and biases.
+"""Chooses the weights to quantise: those of the linear layers inside a model, by their names, shapes and biases.
 
-A checkpoint does not say what its modules are. The weight of one is taken for that of a linear layer if it is a matrix
-called ``weight``, unless something says otherwise:
+A checkpoint does not say what its modules are. A matrix called ``weight`` counts as that of a linear layer, except for
 
-* embeddings and position tables by the name of their module, or as the first dimension is the size of the vocabulary;
-* output layers by the name of a module that is in no numbered one, or by that size; weights that are tied;
+* embeddings and position tables: by the name of their module, or a first dimension as long as the vocabulary;
+* output layers: by the name of a module inside no numbered one, or by that dimension;
+* tied weights;
 * routers of experts, which inference engines want as they are;
-* ``Conv1D`` of GPT-2 and its kin, whose matrices stand transposed: by the type of the model that its configuration
-  names, or by a bias that is as long as a row; the layout has no way to say so;
+* ``Conv1D`` of GPT-2 and its relatives, whose matrices are transposed, which the layout cannot express: by the model
+  type in the configuration, or by a bias as long as a row;
 * what the user keeps.
 
 These stay bf16, and the configuration tells loaders to leave them alone.
@@ -15,14 +15,15 @@ These stay bf16, and the configuration tells loaders to leave them alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.converting.computed import FLOATS
 from ckpt8.converting.ties import HEADS
-from ckpt8.converting.weights import FLOATS
 
 _WEIGHT = ".weight"
 _EMBEDDINGS = frozenset({"wte", "wpe", "shared", "relative_attention_bias", "global_relative_attention_bias"})
@@ -36,23 +37,23 @@ ASKED, EMBEDDING, HEAD, TIED = "kept on request", "embedding", "output layer", "
 ROUTER, TRANSPOSED, TYPE = "router", "Conv1D, which stands transposed", "not a float of 16 to 64 bits"
 
 UNSAVED_HEADS = rf"re:(?:[A-Za-z_]\w*\.)*(?:{'|'.join(sorted(HEADS))})$"
-"""Modules to ignore where the output layer is not in the file, for it is tied to what is."""
+"""Modules to ignore where the file has no output layer, because that is tied to a weight that it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Names of the weights to quantise, and of the modules with a matrix that stay as they are, with the reason."""
+    """``quantized`` names the weights to quantise; ``kept`` the modules whose matrix stays, with the reason."""
 
     quantized: list[str]
     kept: dict[str, str]
 
     def keep(self, name: str, reason: str) -> None:
-        """Do not quantise a weight after all."""
+        """Take back a weight: it stays as it is."""
         self.quantized.remove(name)
         self.kept[name.removesuffix(_WEIGHT)] = reason
 
     def ignore(self, aliases: Iterable[str]) -> list[str]:
-        """What loaders shall leave alone: kept modules, and those of ``aliases``, weights that are not in the file."""
+        """What loaders leave alone: kept modules, and those of ``aliases``, tied weights that the file leaves out."""
         tied = [name.removesuffix(_WEIGHT) for name in aliases if name.endswith(_WEIGHT)]
         heads = [] if HEAD in self.kept.values() or tied else ["lm_head", UNSAVED_HEADS]
         return [*dict.fromkeys([*self.kept, *tied, *heads])]
@@ -66,12 +67,9 @@ class Layers:
         """Those of the patterns that no module with a matrix matches."""
         return [pattern for pattern in patterns if not any(_matches(pattern, module) for module in self.modules)]
 
-    def reasons(self) -> dict[str, int]:
+    def reasons(self) -> Counter[str]:
         """How many modules stay for each reason."""
-        found: dict[str, int] = {}
-        for reason in self.kept.values():
-            found[reason] = found.get(reason, 0) + 1
-        return found
+        return Counter(self.kept.values())
 
 
 def choose_layers(
@@ -80,7 +78,7 @@ def choose_layers(
     config: Mapping[str, Any] | None,
     keep: Sequence[str] = (),
 ) -> Layers:
-    """Sort the weights of a model. ``tied`` are those with another name; ``keep`` are patterns of names of modules."""
+    """Decide on each weight of a model. ``tied`` have a second name; ``keep`` are patterns of names of modules."""
     places = {(ref.key, ref.offset) for ref in tied}
     vocabularies = _vocabularies(config or {})
     conv1d = _holds_conv1d(weights, config or {})
@@ -109,7 +107,7 @@ def _matches(pattern: str, module: str) -> bool:
 
 
 def class_of(name: str) -> str:
-    """The kind of layer that a weight is of: the last part of its module that is not a number."""
+    """The kind of layer that has a weight: the last part of its module's name that is not a number."""
     parts = name.removesuffix(_WEIGHT).split(".")
     return next((part for part in reversed(parts) if not part.isdecimal()), parts[-1])
 
@@ -121,7 +119,7 @@ def _by_name(module: str) -> str | None:
     if parts[-1] in _ROUTERS:
         return ROUTER
     outside = parts[: next((at for at, part in enumerate(parts) if part.isdecimal()), len(parts))]
-    # "decoder" and "output" are containers as well.
+    # Whole models are also called "decoder" and "output".
     last = outside == parts and parts[-1] in _HEADS
     return HEAD if last or any(part.endswith(_HEAD_ENDINGS) for part in outside) else None
 
@@ -129,9 +127,7 @@ def _by_name(module: str) -> str | None:
 def _by_shape(
     module: str, ref: TensorRef, bias: TensorRef | None, vocabularies: frozenset[int], conv1d: bool
 ) -> str | None:
-    if conv1d and module.rpartition(".")[2] in _CONV1D:
-        return TRANSPOSED
-    if _is_transposed(ref, bias):
+    if (conv1d and module.rpartition(".")[2] in _CONV1D) or _is_transposed(ref, bias):
         return TRANSPOSED
     numbered = any(part.isdecimal() for part in module.split("."))
     return EMBEDDING if ref.shape[0] in vocabularies and not numbered else None
@@ -142,7 +138,7 @@ def _is_transposed(ref: TensorRef, bias: TensorRef | None) -> bool:
 
 
 def _holds_conv1d(weights: Mapping[str, TensorRef], config: Mapping[str, Any]) -> bool:
-    """Whether matrices with the names of GPT-2 stand transposed; square ones are as the others of the model."""
+    """Whether matrices with GPT-2's names are transposed. A square one does not tell: it follows the others."""
     if config.get("model_type") in _CONV1D_MODELS:
         return True
     return any(
@@ -155,6 +151,6 @@ def _holds_conv1d(weights: Mapping[str, TensorRef], config: Mapping[str, Any]) -
 
 
 def _vocabularies(config: Mapping[str, Any]) -> frozenset[int]:
-    """Sizes of vocabularies in a configuration, and in those that it holds."""
+    """Sizes of vocabularies in a configuration and in the ones nested in it."""
     parts = [config, *(value for value in config.values() if isinstance(value, dict))]
     return frozenset(size for part in parts if isinstance(size := part.get("vocab_size"), int))

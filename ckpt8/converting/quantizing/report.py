@@ -1,4 +1,4 @@
-"""What quantising did to the weights of a model, for people and for ``--json``."""
+"""Reports what quantising did to the weights of a model, for people and for ``--json``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ckpt8.converting.quantizing.scheme import Scheme
 
 
 def summary(scheme: Scheme, errors: Mapping[str, QuantizationError], layers: Layers) -> dict[str, Any]:
-    """The facts: settings, the error of all, by kind of layer and by tensor, the worst first, and what was kept.
+    """The settings, the error of all weights, by kind of layer and by tensor (worst first), and what was kept.
 
     Every error has elements, max_relative, rms_relative, snr_db (None without an error) and zeroed; see
-    ``QuantizationError``. ``kept`` are modules with a matrix that stayed, with the reason.
+    ``QuantizationError``. ``kept`` gives the reason for each module whose matrix stayed as it is.
     """
     classes: dict[str, list[str]] = defaultdict(list)
     for name in errors:

@@ -1,4 +1,4 @@
-"""The scales of a matrix, from one pass over it.
+"""Finds the scales of a matrix in one pass over it.
 
     absmax   s = bf16(max|w| / Q)
     unit     s = 2^e, e = max(round(log2(rms(w))), ceil(log2(max|w| / Q))): what is stored has an rms near 1 (Unit
@@ -40,9 +40,9 @@ def row_parts(start: int, stop: int, columns: int) -> Iterator[tuple[int, int, i
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Of all elements that share a scale, the largest magnitude (fp32), and for unit the sum of the squares (float64).
+    """What the scales are made from. Each of them covers ``count`` elements.
 
-    ``count`` is how many share one.
+    ``largest`` is their largest magnitude (fp32); ``squares``, for unit alone, the sum of their squares (float64).
     """
 
     scheme: Scheme
@@ -53,11 +53,11 @@ class Extent:
     @property
     def usable(self) -> bool:
         """Whether all elements are finite, and below BEYOND."""
-        # Not the other way round: NaN is not below anything.
+        # Compared this way round, since NaN is below nothing.
         return bool((self.largest < BEYOND).all())
 
     def scales(self) -> torch.Tensor:
-        """The scales as fp32: of the shape (rows, 1), or (1,) for one that all share."""
+        """The scales as fp32: of the shape (rows, 1), or (1,) for one scale of the whole matrix."""
         found = self._unit() if self.scheme.scale == UNIT else (self.largest / self.scheme.largest).bfloat16().float()
         found = found.clamp_min(SMALLEST_NORMAL).masked_fill(self.largest == 0, 1.0)
         return found if self.scheme.per == TENSOR else found.view(-1, 1)
@@ -70,7 +70,7 @@ class Extent:
 
 
 def measure_extent(data: Composite, ref: TensorRef, scheme: Scheme, progress: Callable[[int], None]) -> Extent:
-    """Read a matrix once. ``progress`` is called with the bytes of what was read. Raises InputError."""
+    """Read a matrix once. Calls ``progress`` with the number of bytes read. Raises InputError."""
     rows, columns = scheme.groups(ref.shape)
     largest = torch.zeros(rows, device="cpu")
     squares = torch.zeros(rows if scheme.scale == UNIT else 0, dtype=torch.float64, device="cpu")

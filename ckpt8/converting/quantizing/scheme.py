@@ -6,10 +6,10 @@
     float8_e4m3fn  448  to nearest of e4m3, halves to even      absmax: max|w| / Q, rounded to bf16
     int8           127  to nearest integer, halves to even      unit:   a power of two, see ``scales``
 
-One scale for a whole matrix (``tensor``), or one for every row of it (``channel``), the weights of one output. int8
-with absmax is that of SwitchBack (arXiv 2304.13013): tensor-wise in SwitchBack itself, row-wise in its vector-wise
-variant; inputs are quantised row-wise when the model runs. Scales have the value of a bf16 because loaders keep them in
-the type of the model: so they are the same numbers in a bf16 and in an fp32 one, and code * s is rounded at most once.
+A whole matrix has one scale (``tensor``), or each of its rows has one (``channel``): the weights of one output. int8
+with absmax is SwitchBack (arXiv 2304.13013): tensor-wise in SwitchBack itself, row-wise in its vector-wise variant; the
+model quantises its inputs row by row when it runs. Scales have the value of a bf16 because loaders keep them in the
+type of the model: so they are the same numbers in a bf16 and in an fp32 model, and code * s is rounded at most once.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Scheme:
         return LARGEST[self.dtype]
 
     def groups(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """How many scales a matrix has, and how many elements in a row share one."""
+        """How many scales a matrix has, and how many consecutive elements share one."""
         rows, columns = shape
         return (rows, columns) if self.per == CHANNEL else (1, rows * columns)
 
     def to_config(self, ignore: Sequence[str]) -> dict[str, Any]:
-        """The ``quantization_config`` of a model, all linear layers of which are quantised but those to ``ignore``.
+        """The ``quantization_config`` of a model whose linear layers are all quantised but those to ``ignore``.
 
-        Inputs are quantised row by row when the model runs, as kernels for these types want it.
+        It has the model quantise its inputs row by row, as kernels for these types want them.
         """
         kind = "int" if self.dtype is DType.INT8 else "float"
         bits = {"num_bits": 8, "type": kind, "symmetric": True}
@@ -74,7 +74,7 @@ class Scheme:
 
 
 def make_scheme(dtype: DType | None, scale: str | None, per: str | None) -> Scheme:
-    """The scheme of these settings, with the defaults of the type where there are none. Raises UsageError."""
+    """The scheme of these settings; those that are None have the default of the type. Raises UsageError."""
     dtype = dtype or DType.FLOAT8_E4M3FN
     if dtype not in LARGEST:
         raise UsageError(f"--dtype {dtype.label}: expected one of {', '.join(each.label for each in LARGEST)}")

@@ -1,105 +1,89 @@
 """A directory of a model with quantised linear layers, in the layout of compressed-tensors.
 
-``model.safetensors`` has, of every quantised layer, ``weight`` in eight bits and ``weight_scale`` in fp32, of the
-shape (rows, 1) or (1,); the rest is bf16, buffers as they are. ``config.json`` says how to read it.
+Of every quantised layer ``model.safetensors`` holds ``weight`` in eight bits and ``weight_scale`` in fp32, of the shape
+(rows, 1) or (1,). Buffers stay as they are, everything else is bf16. ``config.json`` tells loaders how to read it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import ClassVar
 
 import torch
 
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
-from ckpt8.checkpoint.replacing import checkpoint_directory
 from ckpt8.checkpoint.sources.composite import Composite, Held
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import FILE
 from ckpt8.converting.choice import choose_model, tensors_of
+from ckpt8.converting.content import Content
 from ckpt8.converting.quantizing.codes import Codes, QuantizationError
 from ckpt8.converting.quantizing.config import CONFIG, read_config, with_quantization
 from ckpt8.converting.quantizing.layers import Layers, choose_layers
 from ckpt8.converting.quantizing.report import summary
 from ckpt8.converting.quantizing.scales import measure_extent
 from ckpt8.converting.quantizing.scheme import Scheme, make_scheme
-from ckpt8.converting.request import Report, Request
-from ckpt8.converting.sources import Content
+from ckpt8.converting.request import Report, Request, new_file
 from ckpt8.converting.weights import WeightTypes, model_weights
 from ckpt8.converting.writers.safetensors import nbytes, total_bytes, with_masters, write_safetensors
-from ckpt8.converting.writers.trainer import copy_member
+from ckpt8.converting.writers.trainer import WEIGHTS, copy_member
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic_directory import AtomicDirectory
-from ckpt8.core.files.write_at import write_at
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress
 
-_WEIGHTS = "model.safetensors"
 _ALIGNED = 16
 _TEXTS = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".md"})
-_OF_TRAINING = frozenset({CONFIG, "trainer_state.json", "all_results.json", "train_results.json"})
+_NOT_COPIED = frozenset({CONFIG, "trainer_state.json", "all_results.json", "train_results.json"})
 _EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 _NOT_FINITE = "holds NaN, Inf or a magnitude of 2^127 and more"
 _LISTED = 20
 
 
-class CompressedTensorsWriter:
-    """Linear layers in float8_e4m3fn, or as ``--dtype`` says; fp32 master weights are quantised where they are known.
+def write(request: Request, report: Report) -> None:
+    """Write the directory. Raises Ckpt8Error.
 
-    See ``ckpt8.converting.quantizing.layers`` for which layers, and ``ckpt8.converting.quantizing.scheme`` for how.
+    Quantises linear layers to float8_e4m3fn, or as ``--dtype`` says, from their fp32 master weights where the source
+    has them. ``quantizing.layers`` says which layers, ``quantizing.scheme`` how.
     """
-
-    id: ClassVar[str] = "compressed-tensors"
-    directory: ClassVar[bool] = True
-
-    def write(self, request: Request) -> Report:
-        """Write the directory. Raises Ckpt8Error."""
-        settings = request.quantization
-        scheme = make_scheme(request.dtype, settings.scale, settings.per)
-        report = Report(str(request.target), self.id)
-        with request.open(report) as content:
-            data = content.data
-            config = read_config(content, settings.config)
-            model = choose_model(data, request.key)
-            weights = model_weights(data, model, WeightTypes(data, None, report), report)
-            layers = choose_layers(weights, _tied(weights, model, report), config, settings.keep)
-            _check_keep(data.label, layers, settings.keep)
-            job = _Job(data, scheme, layers, _masters(data, model, weights, report))
-            check = checkpoint_directory([each.path for each in content.others])
-            with AtomicDirectory(request.target, force=request.force, keep=request.source, check=check) as output:
-                job.quantize(request.progress_to(2 * job.nbytes))
-                if not job.scales:
-                    kept = listed((f"{count} {reason}" for reason, count in layers.reasons().items()), _LISTED)
-                    raise UsageError(f"{data.label}: {model.path}: no linear layer to quantise ({kept or 'no matrix'})")
-                written = job.written(weights, WeightTypes(data, DType.BFLOAT16, report))
-                with output.new_file(_WEIGHTS) as descriptor:
-                    progress = request.progress_to(2 * total_bytes(written))
-                    write_safetensors(data, written, descriptor, output.guard, progress)
-                text = with_quantization(config, scheme.to_config(layers.ignore(report.aliases)))
-                with output.new_file(CONFIG) as descriptor, output.guard():
-                    write_at(descriptor, memoryview(text), 0)
-                _copy_texts(content, output, report)
-                data.check_unchanged()
-                report.bytes = sum(path.stat().st_size for path in output.path.rglob("*") if path.is_file())
-                output.publish()
-                report.replaced = output.replaced
-            report.tensors = len(written)
-            report.quantized = summary(scheme, job.errors, layers)
-            report.notes += _notes(scheme, job.scales, weights, has_config=config is not None)
-        return report
+    settings = request.quantization
+    scheme = make_scheme(request.dtype, settings.scale, settings.per)
+    with request.open(report) as content:
+        data = content.data
+        config = read_config(content, settings.config)
+        model = choose_model(data, request.key)
+        weights = model_weights(data, model, WeightTypes(data, None, report), report)
+        layers = choose_layers(weights, _tied(weights, model, report), config, settings.keep)
+        for pattern in layers.unmatched(settings.keep):  # a typo would quantise what was to be kept
+            modules = listed(layers.modules, _LISTED)
+            raise UsageError(f"{data.label}: --keep {pattern!r} matches no layer: {modules}")
+        job = _Job(data, scheme, layers, _masters(data, model, weights, report))
+        with request.new_directory(data, report, [each.path for each in content.others]) as output:
+            job.measure_scales(request.progress_to(2 * job.nbytes))
+            if not job.scales:
+                kept = listed((f"{count} {reason}" for reason, count in layers.reasons().items()), _LISTED)
+                raise UsageError(f"{data.label}: {model.path}: no linear layer to quantise ({kept or 'no matrix'})")
+            written = job.make_tensors(weights, WeightTypes(data, DType.BFLOAT16, report))
+            with new_file(output, WEIGHTS, request.progress_to(2 * total_bytes(written))) as out:
+                write_safetensors(data, written, out)
+            with new_file(output, CONFIG) as out:
+                out.write(with_quantization(config, scheme.to_config(layers.ignore(report.aliases))), 0)
+            _copy_texts(content, output, report)
+    report.tensors = len(written)
+    report.quantized = summary(scheme, job.errors, layers)
+    report.notes += _notes(scheme, job.scales, weights, has_config=config is not None)
 
 
 @dataclass(slots=True)
 class _Job:
-    """What becomes of the matrices; ``scales`` and ``errors`` by name. What cannot be quantised goes to the kept.
+    """Quantises the matrices. ``scales`` and ``errors`` are by name; ``layers`` keeps what cannot be quantised.
 
-    Scales are held in memory, 4 bytes for each; all else is streamed.
+    Holds the scales in memory, 4 bytes each, and streams the rest.
     """
 
     data: Composite
@@ -111,10 +95,10 @@ class _Job:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read to find the scales."""
+        """Bytes to read for the scales."""
         return sum(nbytes(self.masters[name]) for name in self.layers.quantized)
 
-    def quantize(self, progress: Progress) -> None:
+    def measure_scales(self, progress: Progress) -> None:
         """Find the scales. Raises InputError."""
         for name in list(self.layers.quantized):
             extent = measure_extent(self.data, self.masters[name], self.scheme, progress)
@@ -123,7 +107,7 @@ class _Job:
             else:
                 self.layers.keep(name, _NOT_FINITE)
 
-    def written(self, weights: Mapping[str, TensorRef], types: WeightTypes) -> dict[str, TensorRef]:
+    def make_tensors(self, weights: Mapping[str, TensorRef], types: WeightTypes) -> dict[str, TensorRef]:
         """All tensors of the target. Errors are added up as codes are read."""
         found: dict[str, TensorRef] = {}
         for name, ref in weights.items():
@@ -142,14 +126,8 @@ class _Job:
         return found
 
 
-def _check_keep(label: str, layers: Layers, keep: Sequence[str]) -> None:
-    """Raise UsageError for a pattern that matches none: a typo would quantise what was to be kept."""
-    for pattern in layers.unmatched(keep):
-        raise UsageError(f"{label}: --keep {pattern!r} matches no layer: {listed(layers.modules, _LISTED)}")
-
-
 def _tied(weights: Mapping[str, TensorRef], model: Candidate, report: Report) -> list[TensorRef]:
-    """The weights that have another name, which is not in the file."""
+    """The weights that have a second name, which the file does not hold."""
     named = _by_plain_name(model)
     places = {(ref.key, ref.offset) for name in report.aliases if 0 not in (ref := named[name]).shape}
     return [ref for ref in weights.values() if (ref.key, ref.offset) in places]
@@ -158,7 +136,7 @@ def _tied(weights: Mapping[str, TensorRef], model: Candidate, report: Report) ->
 def _masters(
     data: Composite, model: Candidate, weights: Mapping[str, TensorRef], report: Report
 ) -> dict[str, TensorRef]:
-    """What is quantised: fp32 master weights where they are known, else the weights."""
+    """The fp32 master weights where they are known, else the weights."""
     try:
         full = with_masters(data, model)
     except UsageError as exc:
@@ -179,14 +157,11 @@ def _copy_texts(content: Content, output: AtomicDirectory, report: Report) -> No
     left = []
     for member in content.others:
         path = PurePosixPath(member.path)
-        if member.path == CONFIG:
-            continue
         is_text = member.checkpoint.format == FILE and path.suffix.lower() in _TEXTS and len(path.parts) == 1
-        if not is_text or path.name in _OF_TRAINING:
+        if is_text and path.name not in _NOT_COPIED:
+            copy_member(member, output)
+        elif member.path != CONFIG:
             left.append(member.path)
-            continue
-        with output.new_file(member.path) as descriptor:
-            copy_member(member, descriptor, output)
     if left:
         report.notes.append(f"not copied, as inference does without: {listed(left, _LISTED)}")
 

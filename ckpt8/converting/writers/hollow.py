@@ -1,7 +1,7 @@
-"""The tree of a source as Python objects whose tensors have no content yet: addresses that nothing ever touches.
+"""Builds the tree of a source as Python objects whose tensors are hollow: reserved addresses that nothing touches.
 
-Only what ``torch.load(weights_only=True)`` reads is built. Everything else is left out, with a line that says where it
-was and what it is.
+torch saves these objects, and the content of the tensors is written afterwards. Builds only what
+``torch.load(weights_only=True)`` reads, and leaves out the rest with a line that says where it was and what it is.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,22 +17,51 @@ from ckpt8.checkpoint.sources.composite import Composite, Held
 from ckpt8.checkpoint.sources.objects import CONSUMED, RestBuilder
 from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, TensorRef
 from ckpt8.container.frames import bytes_of
+from ckpt8.converting.request import Report
+from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.tensors import DType
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, dict, OrderedDict, list, tuple, set})
 _KEYS = frozenset({type(None), bool, int, float, str, bytes, tuple})
 _RESERVE = getattr(mmap, "MAP_NORESERVE", 0)
 _SHOWN = 80
+NOTHING = "holds no tensors that torch.load reads with weights_only; there is nothing to convert"
 
 
-class HollowBuilder(RestBuilder):
-    """Builds the objects. ``retype`` gives for a tensor the one that is written in its place.
+class Hollow(NamedTuple):
+    """The objects of a tree. ``keys`` are the storages of the source by the address of each hollow storage.
 
-    ``dropped`` are the lines about what is left out; ``keys`` the storages by address of the object that stands for
-    each, ``tensors`` their number.
+    The addresses are valid as long as ``built`` lives.
     """
 
-    def __init__(self, data: Composite, retype: Callable[[TensorRef], TensorRef] = lambda ref: ref) -> None:
+    built: Any
+    keys: dict[int, str]
+
+
+def build_hollow(
+    data: Composite, tree: Any, report: Report, retype: Callable[[TensorRef], TensorRef] = lambda ref: ref
+) -> Hollow:
+    """The objects of ``tree``. ``retype`` gives for each tensor the one that takes its place.
+
+    Counts tensors in ``report``, and lists there what is left out. Raises InputError for a tree without tensors,
+    UnsupportedError for a tensor that this torch cannot make.
+    """
+    builder = _HollowBuilder(data, retype)
+    try:
+        built = builder.build(tree)
+    except (AttributeError, RuntimeError) as exc:
+        raise UnsupportedError(f"{data.label}: a tensor cannot be made by this torch: {exc}") from exc
+    report.dropped += builder.dropped
+    report.tensors += builder.tensors
+    if built is CONSUMED or not builder.keys:
+        raise InputError(f"{data.label}: {NOTHING}")
+    return Hollow(built, builder.keys)
+
+
+class _HollowBuilder(RestBuilder):
+    """Builds the objects. ``dropped`` are lines about what it left out; ``keys`` are those of ``Hollow``."""
+
+    def __init__(self, data: Composite, retype: Callable[[TensorRef], TensorRef]) -> None:
         super().__init__(data)
         self._makers[torch.Tensor] = self._held
         self.dropped: dict[str, None] = {}
@@ -53,8 +82,8 @@ class HollowBuilder(RestBuilder):
         return CONSUMED
 
     def _drop(self, built: Any) -> None:
-        of_name = isinstance(built, (Inert, Global))
-        kind = built.name if of_name else f"{type(built).__module__}.{type(built).__qualname__}"
+        has_name = isinstance(built, (Inert, Global))
+        kind = built.name if has_name else f"{type(built).__module__}.{type(built).__qualname__}"
         self.dropped[f"{'.'.join(self._path)[:_SHOWN] or 'the whole'}: {kind[:_SHOWN]}"] = None
 
     def _items(self, nodes: Iterable[Any]) -> list[Any]:
@@ -69,9 +98,7 @@ class HollowBuilder(RestBuilder):
                 self._path.append("(key)")
                 self._drop(key)
                 self._path.pop()
-                continue
-            built = self._below(key, value)
-            if built is not CONSUMED:
+            elif (built := self._below(key, value)) is not CONSUMED:
                 made[key] = built
         if isinstance(node, StatefulDict) and isinstance(node.state, dict) and "_metadata" in node.state:
             metadata = self._below("_metadata", node.state["_metadata"])
@@ -97,7 +124,7 @@ class HollowBuilder(RestBuilder):
         return super()._tensor(self._retype(ref))
 
     def _held(self, small: torch.Tensor) -> torch.Tensor:
-        """A tensor that was computed already, such as a step."""
+        """A tensor that is in memory already, such as a step."""
         small = small.contiguous()
         held = Held(bytes(bytes_of(small)))
         return self._tensor(self._data.tensor(held, DType.from_label(str(small.dtype)), tuple(small.shape)))
@@ -108,7 +135,7 @@ def _is_torch(value: Any) -> bool:
 
 
 def _numpy_number(value: Any) -> bool | int | float | None:
-    """The Python number that a scalar of numpy stands for."""
+    """The Python number of a NumPy scalar, None for anything else."""
     if type(value).__module__ != "numpy" or not hasattr(value, "item") or getattr(value, "shape", None) != ():
         return None
     number = value.item()

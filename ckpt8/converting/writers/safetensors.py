@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import ClassVar
 
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
 from ckpt8.checkpoint.readers.safetensors import DTYPES
@@ -13,59 +12,39 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.header import MAX_HEADER
 from ckpt8.converting.choice import choose_model
-from ckpt8.converting.request import Report, Request
-from ckpt8.converting.sources import Content
+from ckpt8.converting.computed import FLOATS
+from ckpt8.converting.request import OpenFile, Report, Request
 from ckpt8.converting.unpacked import joined_weights
-from ckpt8.converting.weights import FLOATS, WeightTypes, model_weights
+from ckpt8.converting.weights import WeightTypes, model_weights
 from ckpt8.core.errors import UsageError
-from ckpt8.core.files.atomic import AtomicFile, Guard
-from ckpt8.core.files.write_at import write_at
 from ckpt8.core.tensors import DType
-from ckpt8.core.workers import Progress
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 _RESERVED = "__metadata__"
 
 
-class SafetensorsWriter:
-    """Weights of a model alone. fp32 weights become bf16 unless ``--dtype`` says otherwise."""
+def write(request: Request, report: Report) -> None:
+    """Write the weights of a model. Raises Ckpt8Error.
 
-    id: ClassVar[str] = "safetensors"
-    directory: ClassVar[bool] = False
-
-    def write(self, request: Request) -> Report:
-        """Write the weights. Raises Ckpt8Error."""
-        report = Report(str(request.target), self.id)
-        with request.open(report) as content:
-            weights = chosen_weights(request, content, report)
-            with AtomicFile(request.target, force=request.force) as output:
-                progress = request.progress_to(total_bytes(weights))
-                write_safetensors(content.data, weights, output.file.fileno(), output.guard, progress)
-                content.data.check_unchanged()
-                report.bytes = output.file.seek(0, 2)
-                output.publish()
-                report.replaced = output.replaced
-            report.tensors = len(weights)
-        return report
-
-
-def chosen_weights(request: Request, content: Content, report: Report) -> dict[str, TensorRef]:
-    """The weights of the chosen model in the element type that was asked for. Raises UsageError.
-
-    fp32 of a run of ckpt8.optim is that of its master weights.
+    Weights in fp32 become bf16 unless ``--dtype`` says otherwise. With float32 a run of ckpt8.optim gives its master
+    weights.
     """
-    data = content.data
-    model = choose_model(data, request.key)
-    if request.dtype is DType.FLOAT32:
-        model = with_masters(data, model)
-    only = FLOATS if request.dtype is not None else frozenset({DType.FLOAT32})
-    types = WeightTypes(data, request.dtype or DType.BFLOAT16, report, only)
-    return model_weights(data, model, types, report)
+    with request.open(report) as content:
+        data = content.data
+        model = choose_model(data, request.key)
+        if request.dtype is DType.FLOAT32:
+            model = with_masters(data, model)
+        only = FLOATS if request.dtype is not None else frozenset({DType.FLOAT32})
+        types = WeightTypes(data, request.dtype or DType.BFLOAT16, report, only)
+        weights = model_weights(data, model, types, report)
+        with request.new_file(data, report, total_bytes(weights)) as out:
+            write_safetensors(data, weights, out)
+    report.tensors = len(weights)
 
 
 def with_masters(data: Composite, model: Candidate) -> Candidate:
-    """A model with the fp32 weights of which its 16-bit ones are the upper half, where a packed optimizer has the rest.
+    """A model with fp32 weights wherever a packed optimizer holds what completes its 16-bit ones.
 
     Raises UsageError where it is not clear which weight a residual completes.
     """
@@ -82,23 +61,22 @@ def nbytes(ref: TensorRef) -> int:
     return ref.nbytes
 
 
-def write_safetensors(
-    data: Composite, weights: Mapping[str, TensorRef], descriptor: int, guard: Guard, progress: Progress
-) -> None:
+def write_safetensors(data: Composite, weights: Mapping[str, TensorRef], out: OpenFile) -> None:
     """Write header and tensors from the start of an empty file. Raises UsageError, InputError, OutputError."""
-    # As the library does it: wide types first, so that all are aligned, then by name.
+    # The order of the safetensors library: wide types first, so that all are aligned, then by name.
     order = sorted(weights, key=lambda name: (-weights[name].dtype.itemsize, name))
-    position = _write_header(weights, order, descriptor, guard)
+    header = _make_header(weights, order)
+    out.write(header, 0)
+    position = len(header)
     for name in order:
         for block in data.blocks(weights[name]):
             view = bytes_of(block)
-            with guard():
-                write_at(descriptor, view, position)
+            out.write(view, position)
             position += len(view)
-            progress(len(view))
+            out.progress(len(view))
 
 
-def _write_header(weights: Mapping[str, TensorRef], order: list[str], descriptor: int, guard: Guard) -> int:
+def _make_header(weights: Mapping[str, TensorRef], order: list[str]) -> bytes:
     header: dict[str, object] = {_RESERVED: {"format": "pt"}}
     position = 0
     for name in order:
@@ -119,6 +97,4 @@ def _write_header(weights: Mapping[str, TensorRef], order: list[str], descriptor
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_HEADER:
         raise UsageError(f"{len(weights)} tensors make a header of {len(text)} bytes, more than {MAX_HEADER}")
-    with guard():
-        write_at(descriptor, memoryview(len(text).to_bytes(_ALIGNMENT, "little") + text), 0)
-    return _ALIGNMENT + len(text)
+    return len(text).to_bytes(_ALIGNMENT, "little") + text

@@ -23,8 +23,9 @@ from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.checkpoint.walk import iter_nodes
 from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
-from ckpt8.converting.layouts.dcp import Distributed
-from ckpt8.converting.sources import Content, content_of, layout_of
+from ckpt8.converting.content import Content
+from ckpt8.converting.layouts import dcp
+from ckpt8.converting.sources import content_of, layout_of
 from ckpt8.core.errors import InputError
 from ckpt8.core.json_text import parse_any_json
 
@@ -118,7 +119,7 @@ def _add_members(side: Side, found: list[DirectoryMember], members: Members) -> 
             distributed[id(member.home)].append(member)
     folders = set()
     for files in distributed.values():
-        content = Distributed().assemble(Members(members.path, True, files))
+        content = dcp.assemble(Members(members.path, True, files))
         folder = files[0].path.rpartition("/")[0]
         folders.add(f"{folder}/{METADATA}" if folder else METADATA)
         crcs = {} if side.is_container else _crcs(files)

@@ -1,19 +1,21 @@
-"""The values of a distributed checkpoint by name as the state dict that they were before it was flattened.
+"""Nests the values of a distributed checkpoint again, as the state dict was before torch flattened its names.
 
-What belongs to a model or an optimizer is put where a training run that is saved as one file has it, whichever way
-the names were made: nested, flattened, or as torchtitan does, with the weights at the top.
+Models and optimizers go where a training run saved as one file has them, whether the names came from a nested state
+dict, a flattened one, or torchtitan's with the weights at the top.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any
+from functools import reduce
+from operator import getitem
+from typing import Any, cast
 
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.checkpoint.vocabulary import MODEL_KEYS
+from ckpt8.checkpoint.vocabulary import model_path
 from ckpt8.container.frames import bytes_of
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import Role
@@ -24,14 +26,14 @@ Path = tuple[str | int, ...]
 
 
 class _Branch(dict[Any, Any]):
-    """A dictionary of the tree in the making, which no value is."""
+    """A dictionary of the growing tree. No value has this type."""
 
 
 def build_tree(home: DcpCheckpoint, values: Mapping[str, Any], data: Composite) -> dict[str, Any]:
-    """Everything in ``values``, given by name, with tensors of ``data``, in the order of the state dict that was saved.
+    """The state dict of ``values``, which are given by name, in the order of the state dict that was saved.
 
-    Optimizers have the layout of torch: parameters are numbers, ``param_names`` say what is known of them. Raises
-    InputError for names that contradict each other.
+    Its tensors are those of ``data``. Optimizers have the layout of torch: numbers for parameters, and the names that
+    are known in ``param_names``. Raises InputError for names that contradict each other.
     """
     known = home.metadata.paths
     order = [name for name in known if name in values] + [name for name in values if name not in known]
@@ -40,39 +42,27 @@ def build_tree(home: DcpCheckpoint, values: Mapping[str, Any], data: Composite) 
     branches: list[tuple[_Branch, Any, _Branch]] = []
     for name in order:
         node = top
-        *above, last = places.path(name)
+        *above, last = places.find_path(name)
         for part in above:
-            child = node.get(part)
-            if child is None:
-                child = node[part] = _Branch()
-                branches.append((node, part, child))
-            if type(child) is not _Branch:
+            if part not in node:
+                node[part] = _Branch()
+                branches.append((node, part, node[part]))
+            if type(node[part]) is not _Branch:
                 raise InputError(f"{data.label}: {shown(name)} lies inside another value")
-            node = child
+            node = node[part]
         if last in node:
             raise InputError(f"{data.label}: {shown(name)} lies where another value does")
         node[last] = values[name]
     for node, part, branch in reversed(branches):  # from the inside out
-        node[part] = _finished(branch)
-    for optimizer in dict.fromkeys(places.optimizers.values()):
-        _rebuild(_at(top, optimizer), data)
+        is_list = branch and set(branch) == set(range(len(branch)))
+        node[part] = [branch[k] for k in range(len(branch))] if is_list else dict(branch)
+    for path in dict.fromkeys(places.optimizers.values()):
+        _rebuild(reduce(getitem, path, cast("Any", top)), data)
     return dict(top)
 
 
-def _finished(branch: _Branch) -> Any:
-    if branch and set(branch) == set(range(len(branch))):
-        return [branch[k] for k in range(len(branch))]
-    return dict(branch)
-
-
-def _at(tree: Any, path: Path) -> Any:
-    for part in path:
-        tree = tree[part]
-    return tree
-
-
 class _Places:
-    """Where each value is put; ``optimizers`` are the paths of those by the names that roles give them."""
+    """Finds the path of each value. ``optimizers`` are the paths of optimizers, by the names that roles give them."""
 
     def __init__(self, home: DcpCheckpoint) -> None:
         self._metadata, self._roles = home.metadata, home.roles
@@ -87,8 +77,8 @@ class _Places:
     def _is_weight(self, name: str) -> bool:
         return name in self._metadata.tensors and self._roles.role(name) is Role.WEIGHT
 
-    def path(self, name: str) -> Path:
-        """The path of a value."""
+    def find_path(self, name: str) -> Path:
+        """The keys that lead to a value."""
         state, option = self._roles.states.get(name), self._options.get(name)
         path = self._metadata.paths.get(name)
         key = state or option
@@ -96,13 +86,11 @@ class _Places:
             optimizer = self._optimizer(name, key.optimizer)
             inside = () if path is None else path[len(optimizer) :]
             if len(inside) > 2 and (inside[1] == key.parameter or type(inside[1]) is int):
-                # What the path knows of dictionaries in a state or a group, the name does not.
+                # The path tells which dots separate dictionaries inside a state or a group; the name does not.
                 return *optimizer, str(inside[0]), str(inside[1]), *inside[2:]
             return *optimizer, _GROUPS if state is None else _STATE, key.parameter, key.key
         if path is None:
-            parts = name.split(".")
-            at = next((k for k, part in enumerate(parts[:-1]) if part in MODEL_KEYS), None)
-            return (name,) if at is None else (*parts[: at + 1], ".".join(parts[at + 1 :]))
+            return model_path(name) or (name,)
         if self._model_at_top and len(path) == 1 and name in self._metadata.tensors:
             return _MODEL, name
         return path
@@ -116,7 +104,7 @@ class _Places:
 
 
 def _rebuild(optimizer: Any, data: Composite) -> None:
-    """Give an optimizer groups that list its parameters, and its states the numbers of those."""
+    """Give an optimizer a list of groups that list their parameters by number, and key its states by these numbers."""
     states, found = optimizer.get(_STATE, {}), optimizer.get(_GROUPS, {})
     if type(states) is not dict or type(found) is not dict or not all(type(group) is dict for group in found.values()):
         return
@@ -135,25 +123,21 @@ def _rebuild(optimizer: Any, data: Composite) -> None:
 
 
 def _groups(found: Mapping[str, Mapping[str, Any]], parameters: list[str], data: Composite) -> Iterator[dict[str, Any]]:
-    """The groups, which have numbers and say what is in them, or are of one parameter each: those of equal settings."""
+    """The groups of an optimizer: numbered ones as they are, those of one parameter each merged by equal settings."""
     numbered = {owner: group for owner, group in found.items() if isinstance(group.get(_PARAMETERS), list)}
     for owner in sorted(numbered, key=lambda owner: (len(str(owner)), str(owner))):
         yield {**numbered[owner], _PARAMETERS: list(numbered[owner][_PARAMETERS])}
-    alike: dict[str, dict[str, Any]] = {}
-    members: dict[int, list[str]] = defaultdict(list)
-    for owner, group in found.items():
-        if owner not in numbered:
-            identity = repr({key: _plain(value, data) for key, value in group.items()})
-            kept = alike.setdefault(identity, dict(group))
-            members[id(kept)].append(owner)
-    for group in alike.values():
-        yield {**group, _PARAMETERS: members[id(group)]}
+    alike: dict[str, list[str]] = defaultdict(list)
+    for owner in (each for each in found if each not in numbered):
+        alike[repr({key: _plain(value, data) for key, value in found[owner].items()})].append(owner)
+    for owners in alike.values():
+        yield {**found[owners[0]], _PARAMETERS: owners}
     if not found and parameters:
         yield {_PARAMETERS: parameters}
 
 
 def _plain(value: Any, data: Composite) -> Any:
-    """A setting that is a tensor of one number, such as a learning rate, as what it holds."""
+    """What identifies a setting: of a tensor with one number, such as a learning rate, its content."""
     if not isinstance(value, TensorRef) or value.numel != 1:
         return value
     number = data.elements(value, 0, 1)

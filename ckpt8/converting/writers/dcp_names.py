@@ -1,6 +1,6 @@
-"""The state dict that a distributed checkpoint is written of, with the names that get_state_dict of torch gives.
+"""Makes the state dict for a distributed checkpoint, with the names of torch's get_state_dict.
 
-model.<name>, optimizer.state.<name>.<key>, optimizer.param_groups.<number>.<option>, and all else as it was
+model.<name>, optimizer.state.<name>.<key>, optimizer.param_groups.<number>.<option>, and the rest of the tree as it is
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.names_beside import Weights, parameter_names
 from ckpt8.checkpoint.meaning.pairing import saved_names, saved_parameters
-from ckpt8.checkpoint.meaning.parameter_names import match, plain_names
+from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.walk import Components, iter_nodes
 from ckpt8.converting.choice import choose_model, choose_optimizer
 from ckpt8.converting.request import Report
-from ckpt8.converting.weights import WeightTypes
+from ckpt8.converting.weights import WeightTypes, strip_wrappers
 from ckpt8.core.errors import UsageError
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
@@ -25,15 +25,12 @@ _UNKNOWN = "the optimizer has no names, and the order of the model does not tell
 
 
 def distributed_tree(data: Composite, key: str | None, types: WeightTypes, report: Report) -> dict[str, Any]:
-    """The state dict; with a ``key`` the model that it leads to, alone.
+    """The state dict; with a ``key`` only the model at that path.
 
     Raises UsageError for several models or optimizers, and for a parameter whose name is not known.
     """
     model = choose_model(data, key)
-    plain = plain_names(str(name) for name in model.node)
-    changed = [f"{name} -> {short}" for name, short in plain.items() if name != short]
-    if changed:
-        report.notes.append(f"names without wrappers, as in {changed[0]}")
+    plain = strip_wrappers((str(name) for name in model.node), report)
     weights = {
         plain[str(name)]: types(str(name), value) if isinstance(value, TensorRef) else value
         for name, value in model.node.items()
@@ -55,7 +52,7 @@ def distributed_tree(data: Composite, key: str | None, types: WeightTypes, repor
 
 
 def _without(node: Any, paths: Sequence[Components]) -> Any:
-    """A copy of a dictionary or list without what is at ``paths``, and without what then is empty; None for others."""
+    """A copy of a dictionary or list without the values at ``paths`` and what that leaves empty; None for others."""
     if () in paths or not isinstance(node, (dict, list)):
         return None
     rest = []
@@ -70,7 +67,7 @@ def _without(node: Any, paths: Sequence[Components]) -> Any:
 def _named(
     data: Composite, model: Candidate, optimizer: Candidate, plain: Mapping[str, str], report: Report
 ) -> dict[str, Any]:
-    """The optimizer with names in place of numbers."""
+    """The optimizer with names of parameters for numbers."""
     names = _names(model, optimizer, plain)
     before = optimizer.node["state"]
     states: dict[str, Any] = {}
@@ -96,7 +93,7 @@ def _named(
 
 
 def _names(model: Candidate, optimizer: Candidate, plain: Mapping[str, str]) -> dict[int | str, str]:
-    """By identifier, the names of parameters in the model, or those that the optimizer has where it has no such."""
+    """The names of parameters by identifier: those of the model, or the optimizer's own where the model lacks them."""
     given = saved_names(optimizer.node["param_groups"])
     if isinstance(given, dict) and given:
         found = match(model.node, given.values())

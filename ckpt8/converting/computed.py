@@ -1,0 +1,81 @@
+"""Tensors whose elements are computed when they are read: casts, codes, scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from ckpt8.checkpoint.sources.composite import BLOCK, Composite, cut, put
+from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.core.errors import UsageError
+from ckpt8.core.tensors import DType
+
+FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
+"""The element types that can be cast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A region of ``numel`` elements. ``compute(start, stop)`` gives them, flat and contiguous, a block at a time."""
+
+    numel: int
+    dtype: DType
+    compute: Callable[[int, int], torch.Tensor]
+    block: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.numel * self.dtype.itemsize
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer``. Raises what ``compute`` raises."""
+        for start, stop, place in cut(offset, buffer, self.dtype.itemsize, self.block):
+            put(self.compute(start, stop), place)
+
+
+def computed(
+    data: Composite,
+    dtype: DType,
+    shape: tuple[int, ...],
+    compute: Callable[[int, int], torch.Tensor],
+    block: int = BLOCK,
+) -> TensorRef:
+    """A contiguous tensor of ``data`` whose elements ``start`` to ``stop`` are ``compute(start, stop)``, flat."""
+    return data.tensor(Computed(prod(shape), dtype, compute, block), dtype, shape)
+
+
+class Caster:
+    """Casts tensors, each once: tensors that were one stay one."""
+
+    def __init__(self, source: Composite) -> None:
+        self._source = source
+        self._made: dict[tuple[object, ...], TensorRef] = {}
+
+    def cast(self, name: str, ref: TensorRef, dtype: DType) -> TensorRef:
+        """``ref`` in ``dtype``, contiguous: rounded to nearest, halves to even, float64 by way of float32.
+
+        Raises InputError for a tensor that was expanded. Reading it raises InputError, and UsageError, opened by
+        ``name``, where a finite value would become infinite in fp16.
+        """
+        if ref.dtype is dtype:
+            return ref
+        identity = (ref.key, ref.offset, ref.shape, ref.stride, ref.neg, ref.dtype, dtype)
+        if identity not in self._made:
+            self._source.check_extent(name, ref)
+
+            def convert(start: int, stop: int) -> torch.Tensor:
+                values = self._source.elements(ref, start, stop)
+                found = values.to(dtype.torch)
+                if dtype is DType.FLOAT16 and bool((found.isinf() & values.isfinite()).any()):
+                    largest = float(values[values.isfinite()].abs().max())
+                    raise UsageError(
+                        f"{self._source.label}: {name}: {largest:.6g} is beyond the range of float16; use bfloat16"
+                    )
+                return found
+
+            self._made[identity] = computed(self._source, dtype, ref.shape, convert)
+        return self._made[identity]
