@@ -5,17 +5,13 @@ Reading validates every type and range: the seal proves that nothing is damaged,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from ckpt8.codecs import RELATIONS
 from ckpt8.container.header import DIRECTORY_VERSION, FILE_VERSION, REFERENCE_VERSION, check_version
-from ckpt8.core.errors import InputError
+from ckpt8.container.json_fields import Fields
 from ckpt8.core.tensors import DType, Role, Strided
-
-T = TypeVar("T")
-_LARGEST = 1 << 62
 
 FILE, SYMLINK, DIRECTORY = "file", "symlink", "directory"
 """Formats of members that are no checkpoints: plain bytes, the target of a link, an empty directory."""
@@ -154,71 +150,14 @@ def _plain(value: object) -> object:
     return {each.name: _plain(getattr(value, each.name)) for each in fields(value)} if is_dataclass(value) else value
 
 
-class _Fields:
-    """Typed access to one JSON object. Every mismatch is an InputError that names the field."""
-
-    def __init__(self, value: object, where: str) -> None:
-        if not isinstance(value, Mapping):
-            raise InputError(f"{where}: manifest is malformed: expected an object")
-        self._value = value
-        self._where = where
-
-    def fail(self, key: str) -> InputError:
-        return InputError(f"{self._where}: manifest is malformed at {key!r}")
-
-    def get(self, key: str, kind: type[T]) -> T:
-        value = self._value.get(key)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise self.fail(key)
-        if isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
-            raise self.fail(key)
-        return value
-
-    def count(self, key: str, below: int = _LARGEST) -> int:
-        value = self.get(key, int)
-        if not 0 <= value < below:
-            raise self.fail(key)
-        return value
-
-    def optional(self, key: str, kind: type[T]) -> T | None:
-        return None if self._value.get(key) is None else self.get(key, kind)
-
-    def counts(self, key: str, below: int = _LARGEST) -> list[int]:
-        values = self.get(key, list)
-        if not all(type(value) is int and 0 <= value < below for value in values):
-            raise self.fail(key)
-        return values
-
-    def pairs(self, key: str, second_below: int) -> list[list[int]]:
-        values = self.get(key, list)
-        for value in values:
-            match value:
-                case [int(first), int(second)] if 0 <= first < _LARGEST and 0 <= second < second_below:
-                    continue
-            raise self.fail(key)
-        return values
-
-    def choice(self, key: str, lookup: Callable[[str], T]) -> T:
-        try:
-            return lookup(self.get(key, str))
-        except (KeyError, ValueError) as exc:
-            raise self.fail(key) from exc
-
-    def each(self, key: str, read: Callable[[_Fields], T]) -> list[T]:
-        return [read(_Fields(value, self._where)) for value in self.get(key, list)]
-
-    def mapping(self, key: str, read: Callable[[_Fields], T]) -> dict[str, T]:
-        return {name: read(_Fields(value, self._where)) for name, value in self.get(key, dict).items()}
-
-
-def _frame_table(fields: _Fields) -> FrameTable:
+def _frame_table(fields: Fields) -> FrameTable:
     table = FrameTable(fields.counts("lengths"), fields.counts("crcs", 1 << 32))
     if len(table.lengths) != len(table.crcs):
         raise fields.fail("crcs")
     return table
 
 
-def _storage(fields: _Fields) -> StorageRecord:
+def _storage(fields: Fields) -> StorageRecord:
     return StorageRecord(
         name=fields.get("name", str),
         dtype=fields.choice("dtype", DType.from_label),
@@ -231,7 +170,7 @@ def _storage(fields: _Fields) -> StorageRecord:
     )
 
 
-def _tensor(fields: _Fields, storages: int) -> TensorRecord:
+def _tensor(fields: Fields, storages: int) -> TensorRecord:
     record = TensorRecord(
         name=fields.get("name", str),
         storage=fields.count("storage", storages),
@@ -248,7 +187,7 @@ def _tensor(fields: _Fields, storages: int) -> TensorRecord:
     return record
 
 
-def _parameter(fields: _Fields, storages: int) -> ParameterRecord:
+def _parameter(fields: Fields, storages: int) -> ParameterRecord:
     moments = fields.get("moments", dict)
     if not all(type(index) is int and 0 <= index < storages for index in moments.values()):
         raise fields.fail("moments")
@@ -261,7 +200,7 @@ def _parameter(fields: _Fields, storages: int) -> ParameterRecord:
     )
 
 
-def _member(fields: _Fields, storages: int) -> MemberRecord:
+def _member(fields: Fields, storages: int) -> MemberRecord:
     return MemberRecord(
         path=fields.get("path", str),
         format=fields.get("format", str),
@@ -274,7 +213,7 @@ def _member(fields: _Fields, storages: int) -> MemberRecord:
 
 def read_manifest(tree: object, where: str) -> Manifest:
     """The manifest of a parsed JSON tree. Raises InputError, or UnsupportedError for another version."""
-    fields = _Fields(tree, where)
+    fields = Fields(tree, f"{where}: manifest")
     check_version(fields.get("version", str), where)
     storages = fields.each("storages", _storage)
     count = len(storages)

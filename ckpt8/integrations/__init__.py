@@ -1,4 +1,6 @@
-"""Optional parts for frameworks. Each module needs its framework, and nothing else of ckpt8 needs any of them.
+"""Optional parts for frameworks. Imports every package but cli; no other package imports it.
+
+Each module needs its framework:
 
 transformers    ``Ckpt8Callback`` and ``restored_checkpoint`` for Trainer
 lightning       ``Ckpt8CheckpointIO`` for Lightning's Trainer and Fabric
@@ -7,7 +9,24 @@ dcp             ``Ckpt8StorageWriter`` and ``Ckpt8StorageReader`` for torch.dist
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+from ckpt8.core.errors import UsageError
+
 
 def missing(module: str, package: str) -> ImportError:
-    """What importing ``module`` raises where ``package`` is not installed."""
+    """The error of importing ``module`` where ``package`` is not installed."""
     return ImportError(f"{module} needs {package}: pip install {package}")
+
+
+def is_local(path: str | os.PathLike[str]) -> bool:
+    """Whether this is a path of the file system, and not the address of a remote storage."""
+    return "://" not in str(path)
+
+
+def local_path(path: str | os.PathLike[str], advice: str) -> Path:
+    """A path of the file system. Raises UsageError, closed by ``advice``, for anything else."""
+    if not is_local(path):
+        raise UsageError(f"{path}: is not a path of the file system; {advice}")
+    return Path(path)

@@ -1,11 +1,11 @@
-"""Lightning's Trainer and Fabric: checkpoints are ``.ckpt8`` containers, under the names that Lightning gives them.
+"""For Lightning's Trainer and Fabric: save checkpoints as ``.ckpt8`` containers, under the names Lightning gives them.
 
     from ckpt8.integrations.lightning import Ckpt8CheckpointIO
 
     trainer = L.Trainer(..., plugins=[Ckpt8CheckpointIO(preset="flash")])
     trainer.fit(model, ckpt_path="last.ckpt")          # such a container, or a .ckpt of a run without the plugin
 
-``MyModule.load_from_checkpoint`` reads files by itself, past every plugin: ``opened`` gives it one.
+``MyModule.load_from_checkpoint`` reads files without asking a plugin. ``opened`` gives it a file that it can read:
 
     with opened("last.ckpt") as file:
         model = MyModule.load_from_checkpoint(file)
@@ -32,10 +32,12 @@ from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.workers import Workers
-from ckpt8.integrations import missing
+from ckpt8.integrations import local_path, missing
 
 _HOMES = ("lightning.fabric.plugins", "lightning_fabric.plugins")
-"""Where the interface is defined: for the package ``lightning``, and for ``pytorch_lightning``."""
+"""The modules with the interface: of the package ``lightning``, and of ``pytorch_lightning``."""
+
+_ADVICE = "Ckpt8CheckpointIO writes and reads local files; give a local path"
 
 
 def _interfaces() -> Iterator[Any]:
@@ -54,14 +56,14 @@ CheckpointIO: Any = _FOUND[0]
 
 
 class Ckpt8CheckpointIO(CheckpointIO):
-    """Saves with ``ckpt8.save`` and loads with ``ckpt8.load``.
+    """Saves with ``ckpt8.save``. Loads what it saved, and a ``.ckpt`` of torch.save.
 
     ``preset``, ``rules``, ``threads``, ``stats`` and ``max_update_error`` are those of ``ckpt8.save``. With
-    ``background`` a save returns once everything is packed in memory; the next save waits for the last one, and its
-    failure is raised there or at the end of the run. A ``.ckpt`` of torch.save is loaded as well.
+    ``background`` a save returns once everything is packed in memory. The next save waits for it, and raises its
+    failure; so does the end of the run.
 
-    No pickle is executed, whatever ``weights_only`` says: hyperparameters of a class that torch does not allow, such as
-    Namespace, are refused with the call that allows them.
+    Never executes a pickle, whatever ``weights_only`` says. Refuses hyperparameters of a class that torch does not
+    allow, such as Namespace, and names the call that allows them.
     """
 
     def __init__(
@@ -89,10 +91,10 @@ class Ckpt8CheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write a container to ``path``. Raises OutputError, and UsageError for a path that is no local one."""
+        """Write a container to ``path``. Raises OutputError, and UsageError for a path that is not local."""
         if storage_options is not None:
             raise UsageError("Ckpt8CheckpointIO has no storage_options; leave them out")
-        target = _local(path)
+        target = local_path(path, _ADVICE)
         self._finish()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -109,12 +111,12 @@ class Ckpt8CheckpointIO(CheckpointIO):
         map_location: Any = None,
         weights_only: bool | None = None,  # noqa: ARG002
     ) -> dict[str, Any]:
-        """The checkpoint at ``path``, always as ``weights_only=True`` gives it.
+        """The checkpoint at ``path``, always as ``weights_only=True`` loads it.
 
-        Raises FileNotFoundError as Lightning's own does, UnsupportedError for a class that torch does not allow,
+        Raises FileNotFoundError as Lightning's own plugin does, UnsupportedError for a class that torch does not allow,
         InputError for damage.
         """
-        source = _local(path)
+        source = local_path(path, _ADVICE)
         wait_for(source)
         if not source.exists():
             raise FileNotFoundError(f"Checkpoint file not found: {source}")
@@ -122,11 +124,11 @@ class Ckpt8CheckpointIO(CheckpointIO):
             return cast("dict[str, Any]", load_allowed(file, str(source), map_location))
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove the file, or the directory, if it is there. Raises OutputError, and for what is no checkpoint.
+        """Remove the file or directory, if it is there. Raises OutputError, also for anything but a checkpoint.
 
-        A checkpoint that is loaded tells Lightning which older ones to remove: its paths may lead anywhere.
+        A loaded checkpoint tells Lightning which older ones to remove, and its paths may lead anywhere.
         """
-        target = _local(path)
+        target = local_path(path, _ADVICE)
         wait_for(target)
         try:
             is_link = target.is_symlink()
@@ -141,7 +143,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
             raise OutputError(f"{target}: cannot be removed: {exc.strerror}") from exc
 
     def teardown(self) -> None:
-        """Wait for a save in the background. Raises what it failed with."""
+        """Wait for a save in the background. Raises its error."""
         self._finish()
 
     def _finish(self) -> None:
@@ -156,7 +158,7 @@ for _other in _FOUND[1:]:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """The bytes that torch.save would have written, decoded as they are read; of a plain ``.ckpt`` its own bytes.
+    """The bytes that torch.save would have written, decoded as they are read; for a plain ``.ckpt`` its own bytes.
 
     Raises InputError for damage and for a container that was not made of one checkpoint of torch.
     """
@@ -172,9 +174,3 @@ def opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         return
     with ContainerReader(source) as reader, Workers() as workers:
         yield cast("IO[bytes]", MemberFile(reader, member_index(reader, None), workers))
-
-
-def _local(path: str | os.PathLike[str]) -> Path:
-    if "://" in str(path):
-        raise UsageError(f"{path}: is not a path of the file system, which is where Ckpt8CheckpointIO writes and reads")
-    return Path(path)

@@ -1,11 +1,11 @@
-"""Trainer of transformers: checkpoints become ``.ckpt8`` as they are saved, and a run resumes from one in one line.
+"""For Trainer of transformers: compress every checkpoint that it saves, and resume from one in one line.
 
     from ckpt8.integrations.transformers import Ckpt8Callback, restored_checkpoint
 
     trainer = Trainer(..., callbacks=[Ckpt8Callback(keep_original=False)])
     trainer.train(resume_from_checkpoint=restored_checkpoint(trainer.args.output_dir))
 
-``restored_checkpoint`` gives None where there is no checkpoint yet, and training then starts from the beginning.
+``restored_checkpoint`` returns None where there is no checkpoint yet, and training starts from the beginning.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from ckpt8.compressing.compress import compress
 from ckpt8.compressing.policy import Policy
@@ -45,13 +48,13 @@ _DISCARDED = re.compile(r"\.checkpoint-\d+\.ckpt8-discarded")
 class Ckpt8Callback(TrainerCallback):
     """Compresses every checkpoint that Trainer saves: ``checkpoint-N/`` becomes ``checkpoint-N.ckpt8`` beside it.
 
-    ``preset``, ``rules`` and ``threads`` are those of ``ckpt8.compress``. With ``keep_original`` False a directory is
-    removed once its container is written and was compared with it, but never the one that Trainer takes for the best:
-    it reads that at the end. With ``background`` training goes on meanwhile, until the next save or the end. As many
-    containers are kept as ``save_total_limit`` says, the newest, and that of the best checkpoint in any case.
+    ``preset``, ``rules`` and ``threads`` are those of ``ckpt8.compress``. With ``keep_original`` False the callback
+    removes a directory once it has written its container and compared the two, but never the best one: Trainer reads
+    that at the end. With ``background`` training goes on meanwhile, until the next save or the end. Of the containers
+    it keeps as many as ``save_total_limit`` says, the newest, and that of the best checkpoint in any case.
 
-    The process of rank 0 does it; it must see all files of a checkpoint. What fails is a warning, and the directory
-    stays; with ``strict`` it ends the run.
+    Rank 0 compresses; it must see all files of a checkpoint. A failure is a warning, and the directory stays; with
+    ``strict`` it ends the run.
     """
 
     def __init__(
@@ -71,11 +74,11 @@ class Ckpt8Callback(TrainerCallback):
         self._background = background
         self._strict = strict
         self._threads = threads
-        self._job: _Job | None = None
+        self._job: tuple[Path, Future[None]] | None = None
         self._verified: list[Path] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Remove what a run that was killed while it removed a directory has left."""
+        """Remove what a run left behind that was killed while it removed a directory."""
         if state.is_world_process_zero and not self._keep:
             for path in _entries(Path(args.output_dir)):
                 if _DISCARDED.fullmatch(path.name):
@@ -91,31 +94,30 @@ class Ckpt8Callback(TrainerCallback):
         if not source.is_dir():
             self._fail(OutputError(f"{source}: is not where Trainer saves; checkpoints of this run are not compressed"))
             return
-        self._job = _Job(source, lambda: self._compress(source, args.save_total_limit, _best(state)))
-        # Behind the last step there is no training to go on, and Trainer may remove this directory before it says so.
+        job: Future[None] = Future()
+        self._job = source, job
+
+        def work() -> None:
+            try:
+                self._compress(source, args.save_total_limit, _best(state))
+                job.set_result(None)
+            except BaseException as exc:
+                job.set_exception(exc)
+
+        # After the last step no training goes on, and Trainer may remove this directory before on_train_end.
         if self._background and not control.should_training_stop:
-            self._job.start()
+            threading.Thread(target=work, name="ckpt8-compress", daemon=False).start()
         else:
-            self._job.run()
+            work()
             self._harvest(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Let no checkpoint be rotated away while it is read: Trainer does so between this and ``on_save``."""
-        self._before_save(args, state, control)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """As ``on_step_end``."""
-        self._before_save(args, state, control)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """As ``on_step_end``."""
-        self._before_save(args, state, control)
-
-    def _before_save(self, args: Any, state: Any, control: Any) -> None:
-        job = self._job
+        """Wait for a checkpoint that is being read before Trainer rotates it away, between this and ``on_save``."""
         # With the strategy "best", Trainer decides after the evaluation whether it saves.
-        if job is not None and (job.done() or control.should_save or args.save_strategy == "best"):
+        if self._job and (self._job[1].done() or control.should_save or args.save_strategy == "best"):
             self._harvest(state)
+
+    on_epoch_end = on_evaluate = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Wait for the last checkpoint."""
@@ -131,15 +133,15 @@ class Ckpt8Callback(TrainerCallback):
         _rotate(source.parent, limit, best)
 
     def _harvest(self, state: Any) -> None:
-        """Wait for what is under way. Directories are removed here, in Trainer's own thread, between its steps."""
-        job, self._job = self._job, None
-        if job is None:
+        """Wait for the running job. Removes directories here, in Trainer's own thread, between its steps."""
+        if self._job is None:
             return
-        error = job.wait()
+        (compressed, job), self._job = self._job, None
+        error = job.exception()
         if error is not None:
-            self._fail(error, job.source)
+            self._fail(error, compressed)
         elif not self._keep:
-            self._verified.append(job.source)
+            self._verified.append(compressed)
         best = _best(state)
         for source in [path for path in self._verified if path != best]:
             self._verified.remove(source)
@@ -155,38 +157,8 @@ class Ckpt8Callback(TrainerCallback):
         warnings.warn(f"{what}{error}", RuntimeWarning, stacklevel=2)
 
 
-class _Job:
-    """The compression of one checkpoint, in a thread or not. Leaving the interpreter waits for it."""
-
-    def __init__(self, source: Path, work: Callable[[], None]) -> None:
-        self.source = source
-        self._work = work
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self.run, name="ckpt8-compress", daemon=False)
-        self._thread.start()
-
-    def run(self) -> None:
-        try:
-            self._work()
-        except BaseException as exc:
-            self._error = exc
-
-    def done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> BaseException | None:
-        if self._thread is not None:
-            self._thread.join()
-        return self._error
-
-
 def _wait_for_all_ranks() -> None:
-    """Every rank writes files of its own into a checkpoint, and Trainer does not wait for them."""
-    import torch.distributed as dist
-
+    """Wait until every rank has written its own files into a checkpoint; Trainer does not."""
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
 
@@ -217,7 +189,7 @@ def _rotate(folder: Path, limit: int | None, best: Path | None) -> None:
 
 
 def _discard(source: Path) -> None:
-    """Remove a directory that at no time looks like a checkpoint of which files are missing."""
+    """Remove a directory so that it never looks like a checkpoint with some files missing."""
     aside = source.with_name(f".{source.name}.ckpt8-discarded")
     shutil.rmtree(aside, ignore_errors=True)
     source.rename(aside)
@@ -229,26 +201,25 @@ def restored_checkpoint(
 ) -> str | None:
     """The newest checkpoint of a run as a directory that Trainer resumes from; None where there is none.
 
-    A ``checkpoint-N.ckpt8`` is restored to ``target``, by default ``checkpoint-N`` beside it, unless the directory
-    that it was made from is still there. Where torch.distributed runs, rank 0 restores and every rank gets the path.
-    Raises InputError for damage, OutputError for the target.
+    Restores a ``checkpoint-N.ckpt8`` to ``target``, by default ``checkpoint-N`` beside it, unless the directory that it
+    was made from is still there. Where torch.distributed runs, rank 0 restores and every rank gets the path. Raises
+    InputError for damage, OutputError for the target.
     """
     return _on_first_rank(lambda: _restore_newest(Path(output_dir), target, threads)[0])
 
 
 @contextlib.contextmanager
 def temporary_checkpoint(output_dir: str | os.PathLike[str], *, threads: int | None = None) -> Iterator[str | None]:
-    """As ``restored_checkpoint``, for a ``with`` block: a directory that was made for it is removed at its end."""
+    """As ``restored_checkpoint``, for a ``with`` block, which removes at its end the directory that it made."""
     made: list[Path] = []
 
-    def restore() -> str | None:
+    def restore_newest() -> str | None:
         path, is_new = _restore_newest(Path(output_dir), None, threads)
-        if is_new and path is not None:
-            made.append(Path(path))
+        made.extend([Path(path)] if path is not None and is_new else [])
         return path
 
     try:
-        yield _on_first_rank(restore)
+        yield _on_first_rank(restore_newest)
     finally:
         for path in made:
             with contextlib.suppress(FileNotFoundError):
@@ -258,7 +229,7 @@ def temporary_checkpoint(output_dir: str | os.PathLike[str], *, threads: int | N
 def _restore_newest(
     folder: Path, target: str | os.PathLike[str] | None, threads: int | None
 ) -> tuple[str | None, bool]:
-    """The path, and whether it was made."""
+    """The path of the newest checkpoint, and whether this restored it."""
     directories = {
         int(match[1]): path
         for path in _entries(folder)
@@ -277,9 +248,7 @@ def _restore_newest(
 
 
 def _on_first_rank(restore: Callable[[], str | None]) -> str | None:
-    """Restore on rank 0 and give its result, or raise its error, on every rank."""
-    import torch.distributed as dist
-
+    """Restore on rank 0. Returns its result, or raises its error, on every rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return restore()
     found: list[Any] = [None, None]

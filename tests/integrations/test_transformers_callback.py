@@ -93,7 +93,7 @@ def test_what_is_being_read_is_not_rotated_away(strategy, tmp_path, monkeypatch)
         done.append(source.name)
         return compress(source, target, **options)
 
-    monkeypatch.setattr("ckpt8.compressing.compress.compress", slow)
+    monkeypatch.setattr("ckpt8.integrations.transformers.compress", slow)
     arguments = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best", "metric_for_best_model": "loss"}
     run = trainer(
         tmp_path,
@@ -154,7 +154,7 @@ def test_a_failure_is_a_warning_and_keeps_the_directory(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OutputError("the disk is full")
 
-    monkeypatch.setattr("ckpt8.compressing.compress.compress", full)
+    monkeypatch.setattr("ckpt8.integrations.transformers.compress", full)
     run = trainer(tmp_path / "warned", [Ckpt8Callback(keep_original=False)], max_steps=4)
     with pytest.warns(RuntimeWarning, match=r"checkpoint-4: was not compressed: the disk is full"):
         run.train()
@@ -174,7 +174,7 @@ def test_a_container_that_differs_keeps_the_directory(tmp_path, monkeypatch):
         content[len(content) // 2] ^= 1
         target.write_bytes(content)
 
-    monkeypatch.setattr("ckpt8.compressing.compress.compress", damaged)
+    monkeypatch.setattr("ckpt8.integrations.transformers.compress", damaged)
     run = trainer(tmp_path, [Ckpt8Callback(keep_original=False)], max_steps=4)
     with pytest.warns(RuntimeWarning, match="checkpoint-4: was not compressed"):
         run.train()

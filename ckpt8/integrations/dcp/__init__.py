@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint, with every rank's slices packed into a ``.ckpt8`` as ``ckpt8.save`` packs a checkpoint.
+"""For torch.distributed.checkpoint: every rank packs its slices into a ``.ckpt8``, as ``ckpt8.save`` does.
 
     from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 
@@ -6,8 +6,8 @@
     dcp.load(state, storage_reader=Ckpt8StorageReader("run/step-500"))          # at any world size
 
 A rank writes one file, ``__RANK_N.ckpt8``; the coordinator then writes ``ckpt8-dcp.json``, which makes the directory a
-checkpoint. A save to a directory that has one leaves it whole until then, and removes its files afterwards. There is no
-pickle but those of values that are no tensors, and these are loaded as far as ``weights_only`` allows.
+checkpoint. Until then an older checkpoint in the directory stays whole; its files go afterwards. Only values that are
+no tensors are pickled, and loading them allows what ``weights_only`` allows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``ckpt8-dcp.json``: what a checkpoint of ``integrations.dcp`` holds, and where. JSON, where torch has a pickle.
+"""``ckpt8-dcp.json``: what a checkpoint of ``integrations.dcp`` holds, and where. It is JSON; torch writes a pickle.
 
     format      "ckpt8-dcp";  version: "MAJOR.MINOR"
     dcp         version of torch's planner data;  save_id: text or null
@@ -14,8 +14,8 @@ the tensor ``objects``, for what torch.save wrote.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt8.checkpoint.readers.entries import PACKED_INDEX as FILE_NAME
+from ckpt8.container.json_fields import LARGEST, Fields
 from ckpt8.container.member_paths import is_plain_name
 from ckpt8.core.errors import InputError, OutputError, UnsupportedError, UsageError
 from ckpt8.core.files.atomic import AtomicFile
@@ -40,26 +41,21 @@ from ckpt8.core.json_text import parse_json
 from ckpt8.core.tensors import DType
 
 OBJECTS = "objects"
-"""The tensor of bytes in which a file holds what torch.save made of values that are no plain tensors."""
+"""The tensor of bytes with what torch.save made of the values that are no plain tensors."""
 
 FORMAT = "ckpt8-dcp"
 VERSION = "1.0"
-_LARGEST = 1 << 62
-_SEAL_DIGITS = 64
 _LONGEST = 512 << 20
 """Bytes: room for three million slices."""
-
-
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """A path of the file system. Raises UsageError for anything else."""
-    if "://" in str(path):
-        raise UsageError(f"{path}: is not a path of the file system; give a directory that every rank can reach")
-    return Path(path)
+_SEAL = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a slice or an object is: as ``tensor`` in ``file``, or as bytes there. ``seal`` identifies the file."""
+    """Where a slice or an object is: ``tensor`` in ``file``, or bytes of the tensor OBJECTS there.
+
+    ``seal`` identifies the file.
+    """
 
     file: str
     seal: str
@@ -68,7 +64,7 @@ class Stored:
     length: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Without the seal, which is said once for each file."""
+        """Without the seal: ``files`` has that once for each file."""
         if self.tensor is not None:
             return {"file": self.file, "tensor": self.tensor}
         return {"file": self.file, "start": self.start, "length": self.length}
@@ -77,9 +73,10 @@ class Stored:
 def write_metadata(
     directory: Path, metadata: Metadata, stored: Mapping[MetadataIndex, Stored], save_id: str | None
 ) -> set[str]:
-    """Write the file, which makes the checkpoint one; names of the files that belong to it.
+    """Write the file that makes the directory a checkpoint. Returns the names of the files that belong to it.
 
-    Raises OutputError where something was not stored, UsageError for a planner whose data is no path to each value.
+    Raises OutputError where a rank did not store something, UsageError where the planner's data are not the path of
+    each value.
     """
     tensors, objects = {}, {}
     used: dict[str, str] = {}
@@ -94,11 +91,7 @@ def write_metadata(
     for name, value in metadata.state_dict_metadata.items():
         if isinstance(value, TensorStorageMetadata):
             chunks = [
-                {
-                    "offsets": list(chunk.offsets),
-                    "sizes": list(chunk.sizes),
-                    **place(MetadataIndex(name, chunk.offsets)),
-                }
+                {"offsets": [*chunk.offsets], "sizes": [*chunk.sizes], **place(MetadataIndex(name, chunk.offsets))}
                 for chunk in value.chunks
             ]
             dtype = str(value.properties.dtype).removeprefix("torch.")
@@ -124,23 +117,27 @@ def write_metadata(
 
 
 def _paths(planner_data: object) -> dict[str, list[str | int]] | None:
-    if planner_data is None:
-        return None
-    if isinstance(planner_data, Mapping) and all(
-        isinstance(name, str) and isinstance(path, tuple) and all(type(key) in (str, int) for key in path)
-        for name, path in planner_data.items()
-    ):
-        return {name: list(path) for name, path in planner_data.items()}
+    match planner_data:
+        case None:
+            return None
+        case Mapping() if all(
+            isinstance(name, str) and isinstance(path, tuple) and all(type(key) in (str, int) for key in path)
+            for name, path in planner_data.items()
+        ):
+            return {name: list(path) for name, path in planner_data.items()}
     raise UsageError(
         "the planner keeps data that JSON cannot hold; use torch's DefaultSavePlanner, or one derived from it"
     )
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """The metadata of a checkpoint; ``storage_data`` has a ``Stored`` for every index. Raises InputError."""
+    """The metadata of a checkpoint; ``storage_data`` has a ``Stored`` for every index.
+
+    Checks all of it first. Raises InputError where it is missing or malformed, UnsupportedError for a later version.
+    """
     path = directory / FILE_NAME
     if not path.exists():
-        raise InputError(_about_missing(directory))
+        raise InputError(_explain_missing(directory))
     file = SourceFile(ByteRange.of(path))
     try:
         if file.source.length > _LONGEST:
@@ -148,15 +145,16 @@ def read_metadata(directory: Path) -> Metadata:
         tree = parse_json(file.read(0, file.source.length), str(path))
     finally:
         file.close()
-    fields = _Fields(tree, str(path))
-    if fields.text("format") != FORMAT:
+    fields = Fields(tree, f"{path}:")
+    if fields.get("format", str) != FORMAT:
         raise InputError(f"{path}: is not the metadata of a checkpoint of ckpt8")
-    if fields.text("version").partition(".")[0] != VERSION.partition(".")[0]:
-        raise UnsupportedError(f"{path}: has version {fields.text('version')}; this ckpt8 reads version {VERSION}")
-    return _Reading(fields).metadata()
+    version = fields.get("version", str)
+    if version.partition(".")[0] != VERSION.partition(".")[0]:
+        raise UnsupportedError(f"{path}: has version {version}; this ckpt8 reads version {VERSION}")
+    return _read_tree(fields)
 
 
-def _about_missing(directory: Path) -> str:
+def _explain_missing(directory: Path) -> str:
     if (directory / ".metadata").exists():
         return f"{directory}: was written by torch's own FileSystemWriter; read it with FileSystemReader"
     if directory.is_dir() and any(directory.glob("__*.ckpt8")):
@@ -164,110 +162,51 @@ def _about_missing(directory: Path) -> str:
     return f"{directory}: holds no checkpoint of Ckpt8StorageWriter (no {FILE_NAME})"
 
 
-class _Fields:
-    """Typed access to a JSON object. Every mismatch is an InputError that names the field."""
-
-    def __init__(self, value: object, where: str) -> None:
-        self.where = where
-        if not isinstance(value, dict):
-            raise InputError(f"{where}: is malformed: expected an object")
-        self.value: dict[str, Any] = value
-
-    def fail(self, key: str) -> InputError:
-        return InputError(f"{self.where}: is malformed at {key!r}")
-
-    def text(self, key: str) -> str:
-        value = self.value.get(key)
-        if not isinstance(value, str):
-            raise self.fail(key)
-        return value
-
-    def optional_text(self, key: str) -> str | None:
-        return None if self.value.get(key) is None else self.text(key)
-
-    def counts(self, key: str) -> list[int]:
-        values = self.value.get(key)
-        if not isinstance(values, list) or not all(type(each) is int and 0 <= each < _LARGEST for each in values):
-            raise self.fail(key)
-        return values
-
-    def count(self, key: str) -> int:
-        value = self.value.get(key)
-        if type(value) is not int or not 0 <= value < _LARGEST:
-            raise self.fail(key)
-        return value
-
-    def each(self, key: str) -> Iterable[tuple[str, _Fields]]:
-        """The objects in an object."""
-        for name, value in _Fields(self.value.get(key), f"{self.where}: {key}").value.items():
-            yield name, _Fields(value, f"{self.where}: {name[:80]}")
+def _read_tree(fields: Fields) -> Metadata:
+    seals = fields.get("files", dict)
+    if not all(is_plain_name(name) and isinstance(seal, str) and _SEAL.fullmatch(seal) for name, seal in seals.items()):
+        raise fields.fail("files")
+    values: dict[str, Any] = {}
+    stored: dict[MetadataIndex, Stored] = {}
+    for name, tensor in fields.mapping("tensors", lambda each: each).items():
+        values[name] = _read_tensor(name, tensor, seals, stored)
+    for name, place in fields.mapping("objects", lambda each: _read_stored(each, seals)).items():
+        if name in values:
+            raise fields.fail(name)
+        values[name] = BytesStorageMetadata()
+        stored[MetadataIndex(name)] = place
+    paths = fields.optional("paths", dict)
+    for name, path in (paths or {}).items():
+        if not isinstance(path, list) or not path or not all(type(key) in (str, int) for key in path):
+            raise fields.fail(name)
+    planner_data = None if paths is None else {name: tuple(path) for name, path in paths.items()}
+    return Metadata(values, planner_data=planner_data, storage_data=stored, version=fields.optional("dcp", str))
 
 
-class _Reading:
-    """Validates the whole tree before anything of it is used."""
+def _read_tensor(
+    name: str, fields: Fields, seals: Mapping[str, str], stored: dict[MetadataIndex, Stored]
+) -> TensorStorageMetadata:
+    """What torch knows of a tensor. Adds its chunks to ``stored``."""
+    shape = fields.counts("shape")
+    try:
+        dtype = fields.choice("dtype", DType.from_label).torch
+    except AttributeError as exc:  # a type that this torch does not have
+        raise fields.fail("dtype") from exc
+    if prod(shape) >= LARGEST:
+        raise fields.fail("shape")
+    chunks = []
+    for number, chunk in enumerate(fields.each("chunks", lambda each: each)):
+        offsets, sizes = chunk.counts("offsets"), chunk.counts("sizes")
+        if not len(offsets) == len(sizes) == len(shape) or any(
+            offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+        ):
+            raise fields.fail("offsets")
+        chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        stored[MetadataIndex(name, offsets, number)] = _read_stored(chunk, seals, chunk.optional("tensor", str))
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
 
-    def __init__(self, fields: _Fields) -> None:
-        self._fields = fields
-        self._seals = {
-            name: self._seal(name, seal)
-            for name, seal in _Fields(fields.value.get("files"), fields.where).value.items()
-        }
 
-    def _seal(self, name: str, seal: object) -> str:
-        digits = isinstance(seal, str) and len(seal) == _SEAL_DIGITS and set(seal) <= set("0123456789abcdef")
-        if not digits or not is_plain_name(name):
-            raise self._fields.fail("files")
-        return str(seal)
-
-    def metadata(self) -> Metadata:
-        """The metadata as torch's planners know it."""
-        values: dict[str, Any] = {}
-        stored: dict[MetadataIndex, Stored] = {}
-        for name, fields in self._fields.each("tensors"):
-            values[name] = self._tensor(name, fields, stored)
-        for name, fields in self._fields.each("objects"):
-            if name in values:
-                raise self._fields.fail(name)
-            values[name] = BytesStorageMetadata()
-            stored[MetadataIndex(name)] = self._stored(fields, tensors=False)
-        version = self._fields.optional_text("dcp")
-        return Metadata(values, planner_data=self._paths(), storage_data=stored, version=version)
-
-    def _tensor(self, name: str, fields: _Fields, stored: dict[MetadataIndex, Stored]) -> TensorStorageMetadata:
-        shape = fields.counts("shape")
-        try:
-            dtype = DType.from_label(fields.text("dtype")).torch
-        except (KeyError, AttributeError) as exc:
-            raise fields.fail("dtype") from exc
-        chunks = []
-        values = fields.value.get("chunks")
-        if not isinstance(values, list) or prod(shape) >= _LARGEST:
-            raise fields.fail("chunks")
-        for number, value in enumerate(values):
-            chunk = _Fields(value, fields.where)
-            offsets, sizes = chunk.counts("offsets"), chunk.counts("sizes")
-            ends = [a + b for a, b in zip(offsets, sizes, strict=False)]
-            if not len(offsets) == len(sizes) == len(shape) or any(e > s for e, s in zip(ends, shape, strict=True)):
-                raise fields.fail("offsets")
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            stored[MetadataIndex(name, offsets, number)] = self._stored(chunk, tensors=True)
-        return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
-
-    def _stored(self, fields: _Fields, *, tensors: bool) -> Stored:
-        file = fields.text("file")
-        if file not in self._seals:
-            raise fields.fail("file")
-        tensor = fields.optional_text("tensor") if tensors else None
-        if tensor is not None:
-            return Stored(file, self._seals[file], tensor)
-        return Stored(file, self._seals[file], None, fields.count("start"), fields.count("length"))
-
-    def _paths(self) -> dict[str, tuple[str | int, ...]] | None:
-        value = self._fields.value.get("paths")
-        if value is None:
-            return None
-        paths = _Fields(value, self._fields.where).value
-        for name, path in paths.items():
-            if not isinstance(path, list) or not path or not all(type(key) in (str, int) for key in path):
-                raise self._fields.fail(name)
-        return {name: tuple(path) for name, path in paths.items()}
+def _read_stored(fields: Fields, seals: Mapping[str, str], tensor: str | None = None) -> Stored:
+    seal = fields.choice("file", seals.__getitem__)
+    place = (0, 0) if tensor is not None else (fields.count("start"), fields.count("length"))
+    return Stored(fields.get("file", str), seal, tensor, *place)

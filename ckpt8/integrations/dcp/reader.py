@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-import uuid
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -24,43 +24,37 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers
-from ckpt8.integrations.dcp.metadata import OBJECTS, Stored, local_path, read_metadata
+from ckpt8.integrations import is_local
+from ckpt8.integrations.dcp.directory import InDirectory
+from ckpt8.integrations.dcp.metadata import OBJECTS, Stored, read_metadata
 from ckpt8.integrations.dcp.slices import SliceReader
 
 
-class Ckpt8StorageReader(StorageReader):
-    """Reads what ``Ckpt8StorageWriter`` wrote, at any world size; of a slice it decodes the chunks that are needed.
+class Ckpt8StorageReader(InDirectory, StorageReader):
+    """Reads what ``Ckpt8StorageWriter`` wrote, at any world size. Decodes only the chunks that a slice needs.
 
-    Damage and malformed metadata are an InputError, which torch wraps in its CheckpointException.
+    Raises InputError for damage and malformed metadata; torch wraps it in its CheckpointException.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, threads: int | None = None) -> None:
-        super().__init__()
-        self.path = local_path(path)
+        super().__init__(path)
         self._threads = threads
         self._stored: Mapping[MetadataIndex, Stored] = {}
         self._values: Mapping[str, Any] = {}
-        self._load_id = uuid.uuid4().hex
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The directory."""
-        return self.path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, from another directory if one is given."""
-        self.path = self.path if checkpoint_id is None else local_path(checkpoint_id)
+        super().reset(checkpoint_id)
         self._stored = {}
-        self._load_id = uuid.uuid4().hex
 
     def read_metadata(self) -> Metadata:
         """The metadata of the whole checkpoint; no rank has one of its own. Raises InputError."""
         metadata = read_metadata(self.path)
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.path, load_id=self._load_id)
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.path, load_id=self._run_id)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Take note of where everything is."""
+        """Note where everything is."""
         self._stored = metadata.storage_data
         self._values = metadata.state_dict_metadata
 
@@ -74,12 +68,12 @@ class Ckpt8StorageReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read everything in ``plan``. Raises InputError for damage, UnsupportedError for what cannot be unpickled."""
-        files: dict[str, list[tuple[ReadItem, Stored]]] = {}
+        files: dict[str, list[tuple[ReadItem, Stored]]] = defaultdict(list)
         for item in plan.items:
             stored = self._stored.get(item.storage_index)
             if stored is None:
                 raise InputError(f"{self.path}: {item.storage_index.fqn}: is not stored")
-            files.setdefault(stored.file, []).append((item, stored))
+            files[stored.file].append((item, stored))
         with Workers(self._threads) as workers:
             for name, items in files.items():
                 with _RankFile(self.path / name, items[0][1].seal, workers) as file:
@@ -93,7 +87,7 @@ class Ckpt8StorageReader(StorageReader):
         name = item.storage_index.fqn
         if item.type is LoadItemType.BYTE_IO:
             clean = io.BytesIO()
-            # The planner unpickles without a limit: it is given what was loaded within it, saved anew.
+            # The planner unpickles without a limit. So it gets what was loaded within the limit, saved anew.
             torch.save(file.load(stored, f"{self.path}: {name}"), clean)
             clean.seek(0)
             planner.load_bytes(item, clean)
@@ -117,7 +111,7 @@ class Ckpt8StorageReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a directory with such a checkpoint."""
-        return "://" not in str(checkpoint_id) and (Path(checkpoint_id) / FILE_NAME).exists()
+        return is_local(checkpoint_id) and (Path(checkpoint_id) / FILE_NAME).exists()
 
 
 class _RankFile:
@@ -143,7 +137,7 @@ class _RankFile:
     def _find(
         self, name: str, dtype: DType | None, shape: tuple[int, ...] | None
     ) -> tuple[TensorRecord, StorageRecord]:
-        """A tensor that fills its storage in order. Raises InputError where it is missing or not as it should be."""
+        """A tensor that fills its storage in order. Raises InputError where it is missing, or not as stated."""
         record = self._tensors.get(name)
         if record is None:
             raise InputError(f"{self.path}: has no tensor {name[:80]!r}, which {FILE_NAME} names")

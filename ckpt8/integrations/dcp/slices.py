@@ -1,9 +1,8 @@
-"""Parts of tensors: out of live memory without a copy, out of a container without decoding more than is needed."""
+"""Takes parts of tensors: from live memory without a copy, from a container without decoding more than they need."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -15,17 +14,17 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.workers import Workers
 
 _BLOCK = 1 << 20
-"""Elements that are decoded at once where the part is no run of its tensor."""
+"""Elements to decode at once where a part is no run of its tensor."""
 
 
 class ExactStorages:
-    """Gives slices storages that hold nothing else. A slice in several values keeps one storage."""
+    """Gives every slice a storage that holds nothing else. A slice that several values share keeps one storage."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[torch.device, int, int], torch.UntypedStorage] = {}
 
     def tensor(self, value: torch.Tensor) -> torch.Tensor:
-        """The same values in the same memory; in memory of their own where they do not follow each other."""
+        """The same values in the same memory, or in new memory where they are not contiguous."""
         value = value.detach().resolve_conj().resolve_neg().contiguous()
         whole = value.untyped_storage()
         nbytes = value.numel() * value.element_size()
@@ -39,7 +38,7 @@ class ExactStorages:
 
 
 class _Piece(NamedTuple):
-    """Elements ``first`` to ``last`` of a chunk, which are those from ``at`` on of what is filled."""
+    """Elements ``first`` to ``last`` of a chunk. They go to position ``at`` of the target."""
 
     chunk: int
     first: int
@@ -80,7 +79,7 @@ class SliceReader:
         target: torch.Tensor,
         dtype: torch.dtype,
     ) -> None:
-        """As ``copy`` of a tensor of ``dtype`` whose storage is one of bytes."""
+        """As ``copy``, of a tensor of ``dtype`` in a storage of bytes."""
         size = dtype.itemsize
         direct = target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype
         whole = target if direct else torch.empty(tuple(lengths), dtype=dtype, device="cpu")
@@ -100,20 +99,14 @@ class SliceReader:
 
         def decode(piece: _Piece) -> None:
             out = target[piece.at : piece.at + piece.last - piece.first]
-            if (
-                out.dtype == dtype
-                and out.device.type == "cpu"
-                and piece.last - piece.first == self._size(storage, piece)
-            ):
+            direct = out.dtype == dtype and out.device.type == "cpu"
+            if direct and len(out) == self._reader.chunk_spec(storage, piece.chunk).numel:
                 self._reader.decode_chunk(storage, piece.chunk, out)
             else:
                 out.copy_(self._chunk(storage, piece.chunk)[piece.first : piece.last])
 
         for _ in self._workers.map(decode, _pieces(start, target.numel())):
             pass
-
-    def _size(self, storage: int, piece: _Piece) -> int:
-        return self._reader.chunk_spec(storage, piece.chunk).numel
 
     def _chunk(self, storage: int, chunk: int) -> torch.Tensor:
         return decode_chunk(self._reader, storage, chunk)
@@ -127,7 +120,7 @@ class SliceReader:
         lengths: Sequence[int],
         target: torch.Tensor,
     ) -> None:
-        """As ``copy``, block of rows by block of rows; ``base`` is where the tensor begins in its storage."""
+        """As ``copy``, some rows at a time. ``base`` is the position of the tensor in its storage."""
         row = prod(shape[1:])
         start = base + offsets[0] * row
         if len(shape) > 1 and row > _BLOCK:
@@ -143,7 +136,7 @@ class SliceReader:
             target[first : first + rows].copy_(block)
 
     def _flat(self, storage: int, start: int, length: int) -> torch.Tensor:
-        """A run of a storage; the last chunk is kept, since the next run begins in it."""
+        """A run of a storage. Keeps the last chunk, since the next run begins in it."""
         out = torch.empty(length, dtype=self._reader.manifest.storages[storage].dtype.torch, device="cpu")
         for piece in _pieces(start, length):
             if self._last is None or self._last[:2] != (storage, piece.chunk):
@@ -169,5 +162,7 @@ def _is_run(shape: Sequence[int], lengths: Sequence[int]) -> bool:
 
 def _position(shape: Sequence[int], offsets: Sequence[int]) -> int:
     """Where the element at ``offsets`` is in the flat tensor."""
-    strides = list(accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1))[::-1] if shape else []
-    return sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    position = 0
+    for size, offset in zip(shape, offsets, strict=True):
+        position = position * size + offset
+    return position

@@ -1,8 +1,8 @@
-"""What the values of a distributed state dict are for, read from their names, and the object that a rank's file holds.
+"""Builds the object of a rank's file: the slices of a distributed state dict as a model and an optimizer.
 
 A state dict has flat names: ``model.layers.0.weight``, ``optimizer.state.layers.0.weight.exp_avg``,
-``optimizer.param_groups.0.lr``. A rank writes its slices as what they are slices of: a model, and an optimizer with
-the settings and steps of its parameters, so that roles and update rules are recognised as in any other checkpoint.
+``optimizer.param_groups.0.lr``. The object nests the slices again and adds settings and steps, so that compression
+recognises roles and update rules as in any other checkpoint.
 """
 
 from __future__ import annotations
@@ -15,55 +15,50 @@ from typing import Any
 import torch
 
 from ckpt8.checkpoint.meaning.roles import classify
+from ckpt8.checkpoint.scalars import is_setting
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.checkpoint.vocabulary import MODEL_KEYS
+from ckpt8.checkpoint.vocabulary import model_path
 from ckpt8.checkpoint.walk import format_path
 from ckpt8.core.tensors import DType
 from ckpt8.optim.known_optimizers import STATE_ROLES
 
-_STATE = re.compile(r"(?:(?P<prefix>.*?)\.)?state\.(?P<parameter>.+)\.(?P<key>[^.]+)", re.DOTALL)
+_STATE = re.compile(r"(?:(?P<prefix>.*?)\.)?state\.(?P<owner>.+)\.(?P<key>[^.]+)", re.DOTALL)
 _GROUP = re.compile(r"(?:(?P<prefix>.*?)\.)?param_groups\.(?P<owner>.+)\.(?P<key>[^.]+)", re.DOTALL)
-_SETTINGS = (bool, int, float, str, type(None))
 WEIGHTS, OPTIMIZER, OTHER = "weights", "optimizer", "other"
-"""Where values are put whose name does not say it: weights at the top level of a state dict, a state dict that is an
-optimizer's, and everything else."""
+"""Keys for values whose name has none: weights at the top level of a state dict, the state of an optimizer that is the
+state dict itself, and everything else."""
 
 Path = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of the value of that number."""
+    """Stands for the value of that number until ``fill_slots``."""
 
     number: int
 
 
 class Naming:
-    """Where values are put in the object of a file, by the names of all values. ``objects`` are no tensors."""
+    """Finds the place of a value in the object of a file. ``names`` are those of all values, ``objects`` no tensors."""
 
     def __init__(self, names: Iterable[str], objects: Iterable[str] = ()) -> None:
         names = list(names)
         found = [match for match in map(_STATE.fullmatch, names) if match and match["key"] in STATE_ROLES]
         self._prefixes = {match["prefix"] for match in found}
-        self._trained = {match["parameter"] for match in found}
-        has_model = any(self._model_key(name) is not None for name in names)
+        self._trained = {match["owner"] for match in found}
+        has_model = any(model_path(name) is not None for name in names)
         self._bare = not found and not has_model and not any(True for _ in objects)
-
-    @staticmethod
-    def _model_key(name: str) -> int | None:
-        parts = name.split(".")[:-1]
-        return next((k for k, part in enumerate(parts) if part in MODEL_KEYS), None)
 
     def state(self, name: str) -> tuple[str, str, str] | None:
         """Optimizer, parameter and key of a value that is part of an optimizer's state."""
-        match = _STATE.fullmatch(name)
-        if match is None or match["prefix"] not in self._prefixes:
-            return None
-        return match["prefix"] or OPTIMIZER, match["parameter"], match["key"]
+        return self._match(_STATE, name)
 
     def setting(self, name: str) -> tuple[str, str, str] | None:
         """Optimizer, group or parameter, and key of a value that is a setting of an optimizer."""
-        match = _GROUP.fullmatch(name)
+        return self._match(_GROUP, name)
+
+    def _match(self, pattern: re.Pattern[str], name: str) -> tuple[str, str, str] | None:
+        match = pattern.fullmatch(name)
         if match is None or match["prefix"] not in self._prefixes:
             return None
         return match["prefix"] or OPTIMIZER, match["owner"], match["key"]
@@ -74,22 +69,18 @@ class Naming:
         if state is not None:
             optimizer, parameter, key = state
             return optimizer, "state", parameter, key
-        at = self._model_key(name)
-        if at is not None:
-            parts = name.split(".")
-            return (*parts[: at + 1], ".".join(parts[at + 1 :]))
-        return (WEIGHTS if self._bare or name in self._trained else OTHER), name
+        return model_path(name) or (WEIGHTS if self._bare or name in self._trained else OTHER, name)
 
     def text(self, name: str) -> str:
-        """The name that a tensor gets in its file, but for a few that collide or are too long."""
+        """The name of a tensor in its file, except where names collide or are too long."""
         return format_path(self.place(name))
 
 
 def build(naming: Naming, items: Sequence[tuple[str, tuple[int, ...]]], known: Mapping[str, Any]) -> dict[str, Any]:
     """The object of a file with a Slot for each of ``items``: name, and offset in the tensor that it is a slice of.
 
-    ``known`` are the values of the state dict by name, as far as this rank has them: settings and steps of the
-    optimizer are taken from there, wherever they are stored.
+    ``known`` are the values of the state dict that this rank has, by name. Settings and steps of the optimizer come
+    from there, whichever rank stores them.
     """
     tree: dict[str, Any] = {}
     for number, (name, offset) in enumerate(items):
@@ -141,22 +132,16 @@ def _base(parameter: str) -> str:
 
 
 def _groups(parameters: Sequence[str], settings: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of ``parameters``, all of whose state is here: of any other the step could not be told."""
+    """Groups of ``parameters``, whose whole state is here: the step of any other is unknown."""
     groups = []
     for owner, values in settings.items():
         listed = values.get("params")
         names = {str(each) for each in listed} if isinstance(listed, list) else {owner}
         here = [name for name in parameters if _base(name) in names]
         if here:
-            plain = {key: value for key, value in values.items() if key != "params" and _is_plain(value)}
+            plain = {key: value for key, value in values.items() if key != "params" and is_setting(value)}
             groups.append({"params": here, **plain})
     return groups
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(isinstance(each, _SETTINGS) for each in value)
-    return isinstance(value, _SETTINGS)
 
 
 def _number(value: Any) -> float | None:
@@ -165,14 +150,14 @@ def _number(value: Any) -> float | None:
     return value if isinstance(value, (int, float)) else None
 
 
-def filled(node: Any, value: Callable[[int], Any]) -> Any:
+def fill_slots(node: Any, value: Callable[[int], Any]) -> Any:
     """A copy of ``node`` with ``value(number)`` in every slot."""
     if isinstance(node, Slot):
         return value(node.number)
-    return {key: filled(child, value) for key, child in node.items()} if isinstance(node, dict) else node
+    return {key: fill_slots(child, value) for key, child in node.items()} if isinstance(node, dict) else node
 
 
 def tensor_names(tree: dict[str, Any]) -> dict[int, str]:
     """The names that a container gives the tensors of ``tree``, by number."""
-    shape = filled(tree, lambda number: TensorRef(str(number), DType.UINT8, 0, (), ()))
+    shape = fill_slots(tree, lambda number: TensorRef(str(number), DType.UINT8, 0, (), ()))
     return {int(tensor.ref.key): tensor.name for tensor in classify(shape).tensors}

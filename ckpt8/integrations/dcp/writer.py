@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import re
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,22 +27,24 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.tensors import DType
-from ckpt8.integrations.dcp.metadata import OBJECTS, Stored, local_path, write_metadata
+from ckpt8.integrations import is_local
+from ckpt8.integrations.dcp.directory import InDirectory
+from ckpt8.integrations.dcp.metadata import OBJECTS, Stored, write_metadata
 from ckpt8.integrations.dcp.slices import ExactStorages
-from ckpt8.integrations.dcp.tree import Naming, build, filled, tensor_names
+from ckpt8.integrations.dcp.tree import Naming, build, fill_slots, tensor_names
 
 _FILE = re.compile(r"__(\d+)_(\d+)\.ckpt8")
 _DCP_VERSION = "1.0.0"
 _DTYPES = frozenset(dtype.label for dtype in DType)
 
 
-class Ckpt8StorageWriter(StorageWriter):
-    """Writes a checkpoint into the directory ``path``, one that every rank can reach.
+class Ckpt8StorageWriter(InDirectory, StorageWriter):
+    """Writes a checkpoint into the directory ``path``, which every rank must reach.
 
-    ``preset``, ``rules``, ``threads`` and ``stats`` are those of ``ckpt8.save``. A rule is matched with the names of
-    the state dict, with ``weights.`` before those of trained parameters at its top level and ``other.`` before what is
-    part of no model and no optimizer. Slices are packed where they are, CPU or GPU. A checkpoint that is there already
-    is replaced; with ``overwrite`` False it is refused.
+    ``preset``, ``rules``, ``threads`` and ``stats`` are those of ``ckpt8.save``. Rules match the names of the state
+    dict, with ``weights.`` before those of trained parameters at its top level and ``other.`` before those that belong
+    to no model and no optimizer. The writer packs slices where they are, CPU or GPU. It replaces a checkpoint in the
+    directory, unless ``overwrite`` is False.
     """
 
     def __init__(
@@ -56,22 +57,10 @@ class Ckpt8StorageWriter(StorageWriter):
         stats: bool = True,
         overwrite: bool = True,
     ) -> None:
-        super().__init__()
-        self.path = local_path(path)
+        super().__init__(path)
         self._policy = Policy.of(preset, rules)
         self._options = Options(threads, stats)
         self._overwrite = overwrite
-        self._save_id = uuid.uuid4().hex
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The directory."""
-        return self.path
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save, to another directory if one is given."""
-        self.path = self.path if checkpoint_id is None else local_path(checkpoint_id)
-        self._save_id = uuid.uuid4().hex
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Raise UsageError for a save whose ranks do not agree on one checkpoint."""
@@ -123,19 +112,17 @@ class Ckpt8StorageWriter(StorageWriter):
         known = getattr(planner, "state_dict", None)
         tree = self._tree(slices, plan, known if isinstance(known, Mapping) else {})
         names = tensor_names(tree)
-        obj = filled(tree, tensors.__getitem__)
+        obj = fill_slots(tree, tensors.__getitem__)
         if saved:
             obj[OBJECTS] = torch.frombuffer(saved, dtype=torch.uint8)
         target = self._new_file(plan.storage_data)
         seal = self._compress(obj, target)
-        results = []
-        for index, place in places:
-            if isinstance(place, int):
-                stored, nbytes = Stored(target.name, seal, names[place]), tensors[place].nbytes
-            else:
-                stored, nbytes = Stored(target.name, seal, None, *place), place[1]
-            results.append(WriteResult(index, nbytes, stored))
-        return results
+        return [
+            WriteResult(index, tensors[place].nbytes, Stored(target.name, seal, names[place]))
+            if isinstance(place, int)
+            else WriteResult(index, place[1], Stored(target.name, seal, None, *place))
+            for index, place in places
+        ]
 
     @staticmethod
     def _tree(slices: list[tuple[str, tuple[int, ...]]], plan: SavePlan, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,17 +130,17 @@ class Ckpt8StorageWriter(StorageWriter):
         objects |= {name for name, value in known.items() if not _has_slices(value)}
         tree = build(Naming([*known, *(name for name, _ in slices)], objects), slices, known)
         if OBJECTS in tree:
-            # A value of that very name makes way for the bytes.
+            # The bytes need the key: a value of that name gets another one.
             tree[f"{OBJECTS}#"] = tree.pop(OBJECTS)
         return tree
 
     def _new_file(self, rank: int) -> Path:
-        """A name that no file of this rank has, so that a checkpoint that is there stays whole until it is replaced."""
+        """A name that no file of this rank has yet: the old checkpoint stays whole until the new one replaces it."""
         taken = [number for path, owner, number in self._files() if owner == rank]
         return self.path / f"__{rank}_{max(taken, default=-1) + 1}.ckpt8"
 
     def _compress(self, obj: object, target: Path) -> str:
-        """Write ``target``; its seal."""
+        """Write ``target``, and return its seal."""
         with live_checkpoint(obj, target.stem) as checkpoint:
             bundle = Bundle.of(checkpoint, f"{target.stem}.pt")
             live = checkpoint.live if isinstance(checkpoint, LiveCheckpoint) else {}
@@ -164,33 +151,33 @@ class Ckpt8StorageWriter(StorageWriter):
             return reader.seal.hex()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata, which replaces a checkpoint that was there, and remove the files of that. As torch's."""
+        """Write the metadata, which replaces an older checkpoint, and remove the files of that one."""
         metadata.version = _DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for each in results for result in each}
         metadata.storage_meta = self.storage_meta()
-        used = write_metadata(self.path, metadata, metadata.storage_data, self._save_id)
+        used = write_metadata(self.path, metadata, metadata.storage_data, self._run_id)
         for path, _, _ in self._files():
             if path.name not in used:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
     def _files(self) -> list[tuple[Path, int, int]]:
-        """Files in the directory that have a name as ranks give it: path, rank, number."""
+        """The files of ranks in the directory: path, rank, number."""
         matches = [(path, _FILE.fullmatch(path.name)) for path in self.path.iterdir()]
         return [(path, int(match[1]), int(match[2])) for path, match in matches if match]
 
     def storage_meta(self) -> StorageMeta:
         """The directory and the id of this save."""
-        return StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.path, save_id=self._run_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a path of the file system."""
-        return "://" not in str(checkpoint_id)
+        return is_local(checkpoint_id)
 
 
 def _is_plain(value: torch.Tensor) -> bool:
-    """Whether a tensor is no more than its elements."""
+    """Whether a tensor is nothing but its elements: no subclass, dense, of a known type."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
     return plain and not value.is_quantized and str(value.dtype).removeprefix("torch.") in _DTYPES
 
@@ -201,7 +188,7 @@ def _has_slices(value: object) -> bool:
 
 
 def _as_bytes(value: torch.Tensor | io.BytesIO) -> bytes:
-    """What torch.save makes of a value, as the planner gives those that are no tensors."""
+    """What torch.save makes of a value; the planner already gives that of values that are no tensors."""
     if isinstance(value, io.BytesIO):
         return value.getvalue()
     content = io.BytesIO()
