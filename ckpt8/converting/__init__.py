@@ -1,4 +1,4 @@
 """One checkpoint becomes another format. Imports restoring, compressing and what they import.
 
-``sources`` has what can be read beyond single files, ``writers`` what can be written; both are tables of modules.
+``sources.LAYOUTS`` lists the directories that it reads, ``writers.WRITERS`` the formats that it writes, a module each.
 """

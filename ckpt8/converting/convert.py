@@ -34,25 +34,24 @@ def convert(
     threads: int | None = None,
     progress: Progress = lambda _: None,
 ) -> Report:
-    """Write a checkpoint in another format; what was written, cast and left out.
+    """Write a checkpoint in another format. Returns a report of what was written, cast and left out.
 
-    ``source`` is anything that ``compress`` takes, or a ``.ckpt8`` of it, which is decoded on the way; slices of a
-    distributed checkpoint are put together. ``to`` is torch, safetensors, trainer, dcp, flashoptim, compressed-tensors
-    or ckpt8; without it the name of ``target`` decides. ``dtype`` is the element type of the weights: float32, bfloat16
-    or float16. Without it they keep theirs, but fp32 becomes bf16 in safetensors and in flashoptim's layout. ``key`` is
-    the path of the model in the tree where there are several, with dots; ``member`` one file of a directory, or a
-    folder of it with a distributed checkpoint. ``progress`` is called with numbers of bytes that add up to the
-    source's.
+    ``source`` is anything that ``compress`` takes, or a ``.ckpt8`` of it. The slices of a distributed checkpoint become
+    whole tensors. ``to`` is torch, safetensors, trainer, dcp, flashoptim, compressed-tensors or ckpt8; without it the
+    name of ``target`` decides. ``dtype`` is the element type of the weights: float32, bfloat16 or float16. Without it
+    they keep theirs, except that fp32 becomes bf16 in safetensors and in flashoptim's layout. ``key`` chooses one of
+    several models by its path in the tree, with dots; ``member`` one file of a directory, or a folder of it with a
+    distributed checkpoint. ``progress`` is called with numbers of bytes that add up to the size of the source.
 
-    With a ``dtype`` of float8_e4m3fn or int8 the linear layers of a model are quantised for inference: the target is a
-    directory in the layout of compressed-tensors, everything else in it bf16. ``scale`` is absmax (the default) or, for
-    float8, unit: powers of two; ``per`` says what shares one, channel (rows, the default of float8) or tensor (that of
-    int8, as in SwitchBack). ``keep`` are patterns of names of modules that stay bf16; ``config`` is the config.json of
-    the model, where the source has none. ``quantized`` of the report says what error was made.
+    A ``dtype`` of float8_e4m3fn or int8 quantises the linear layers of a model for inference: the target is a directory
+    in the layout of compressed-tensors, everything else in it bf16. ``scale`` is absmax (the default) or, for float8,
+    unit: powers of two. ``per`` says what shares a scale: channel (a row, the default of float8) or tensor (the default
+    of int8, as in SwitchBack). ``keep`` are patterns of names of modules that stay bf16; ``config`` is the config.json
+    of the model, for a source without one. ``quantized`` of the report has the error of the weights.
 
-    Memory is bounded by blocks, nothing of a pickle is executed, and the target appears whole or not at all. Raises
-    InputError for a source that is damaged or in pieces by rank, UsageError for what it does not hold and for the
-    arguments, OutputError for the target.
+    Memory is bounded by blocks, no pickle is executed, and the target appears whole or not at all. Raises InputError
+    for a source that is damaged or in pieces by rank, UsageError for wrong arguments and for what the source does not
+    hold, OutputError for the target.
     """
     path, wanted = Path(source), Path(target)
     kept = (keep,) if isinstance(keep, str) else tuple(keep)

@@ -50,7 +50,7 @@ def assemble(members: Members) -> Content:
     shards = _shards(top, data.label)
     data.tree = {"model": _merged(shards, data)}
     weights = collect_weights((member.checkpoint.format, member.checkpoint.tree) for member in shards)
-    beside = NamesBeside([(member.path, member.checkpoint) for member in members.found])
+    names = NamesBeside([(member.path, member.checkpoint) for member in members.found])
     used = [member.path for member in shards]
     optimizers = [member for member in top.values() if _is_optimizer(member.checkpoint)]
     if len(optimizers) > 1:
@@ -59,11 +59,11 @@ def assemble(members: Members) -> Content:
     for member in optimizers:
         data.adopt(member.checkpoint)
         check_optimizer(data.label, Candidate(member.path, member.checkpoint.tree))
-        data.tree["optimizer"] = _named(member.checkpoint.tree, beside.of(member.path))
+        data.tree["optimizer"] = _named(member.checkpoint.tree, names.of(member.path))
         used.append(member.path)
-    rest = [member for member in members.found if member.path not in used and not _is_index(member.path)]
-    others = [member for member in rest if member.path not in _MODEL_FILES]
-    notes = [f"{member.path}: the same weights again, not used" for member in rest if member not in others]
+    unused = [member for member in members.found if member.path not in used and not _is_index(member.path)]
+    others = [member for member in unused if member.path not in _MODEL_FILES]
+    notes = [f"{member.path}: the same weights again, not used" for member in unused if member not in others]
     return Content(data, others=others, notes=notes, ordered=weights.ordered)
 
 

@@ -42,8 +42,8 @@ def distributed_tree(data: Composite, key: str | None, types: WeightTypes, repor
     if optimizer is not None:
         tree[_OPTIMIZER] = _named(data, model, optimizer, plain, report)
     used = {id(each.node) for each in (model, optimizer) if each is not None}
-    rest = _without(data.tree, [path for path, node in iter_nodes(data.tree, data.label) if id(node) in used])
-    for name, value in (rest or {}).items():
+    others = _without(data.tree, [path for path, node in iter_nodes(data.tree, data.label) if id(node) in used])
+    for name, value in (others or {}).items():
         if name in tree:
             report.dropped.append(f"{name}: its name is taken by what is written under it")
         else:
@@ -55,13 +55,13 @@ def _without(node: Any, paths: Sequence[Components]) -> Any:
     """A copy of a dictionary or list without the values at ``paths`` and what that leaves empty; None for others."""
     if () in paths or not isinstance(node, (dict, list)):
         return None
-    rest = []
+    kept = []
     for name, value in node.items() if isinstance(node, dict) else enumerate(node):
         below = [path[1:] for path in paths if path[0] == str(name)]
         left = _without(value, below) if below else value
         if left or not below:
-            rest.append((name, left))
-    return dict(rest) if isinstance(node, dict) else [value for _, value in rest]
+            kept.append((name, left))
+    return dict(kept) if isinstance(node, dict) else [value for _, value in kept]
 
 
 def _named(
@@ -88,8 +88,8 @@ def _named(
             if state:
                 states[name] = state
         groups.append({**group, "params": listed, "param_names": list(listed)})
-    rest = {key: value for key, value in optimizer.node.items() if key not in ("state", "param_groups")}
-    return {"state": states, "param_groups": groups, **rest}
+    other = {key: value for key, value in optimizer.node.items() if key not in ("state", "param_groups")}
+    return {"state": states, "param_groups": groups, **other}
 
 
 def _names(model: Candidate, optimizer: Candidate, plain: Mapping[str, str]) -> dict[int | str, str]:
@@ -99,5 +99,5 @@ def _names(model: Candidate, optimizer: Candidate, plain: Mapping[str, str]) -> 
         found = match(model.node, given.values())
         return {each: plain.get(found.get(name, name), name) for each, name in given.items()}
     tree = {_MODEL: model.node, _OPTIMIZER: optimizer.node}
-    told = parameter_names(tree, Weights())
-    return {each.identifier: plain[told[each.name]] for each in saved_parameters(tree) if each.name in told}
+    names = parameter_names(tree, Weights())
+    return {each.identifier: plain[names[each.name]] for each in saved_parameters(tree) if each.name in names}

@@ -1,8 +1,8 @@
 """A ``.pt`` whose optimizer is in the layout of flashoptim 0.1.4: see ``optim.flashoptim_layout`` for it.
 
-Weights become bf16, and what is lost by that is kept in ``error_bits`` of 8 bits, so that FlashAdamW, FlashAdam,
-FlashSGD and FlashLion with ``master_weight_bits=24`` go on from the 24-bit masters. With ``--dtype float32`` weights
-stay as they are, and there are no ``error_bits``. All else of the tree stays.
+Weights become bf16, and 8 ``error_bits`` keep what that loses: FlashAdamW, FlashAdam, FlashSGD and FlashLion with
+``master_weight_bits=24`` go on from the 24-bit masters. With ``--dtype float32`` weights stay as they are and have no
+``error_bits``. Everything else in the tree stays.
 """
 
 from __future__ import annotations

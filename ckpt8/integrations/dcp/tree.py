@@ -90,10 +90,10 @@ def build(naming: Naming, items: Sequence[tuple[str, tuple[int, ...]]], known: M
 
 
 def _put(tree: dict[str, Any], path: Path, offset: tuple[int, ...], slot: Slot) -> None:
-    """Put a slot at ``path``, and a further slice of the same tensor beside it."""
+    """Put a slot at ``path``, or next to it for a further slice of the same tensor."""
     at = "x".join(map(str, offset))
-    beside = (*path[:-2], f"{path[-2]}@{at}", path[-1]) if "state" in path[-3:-2] else (*path[:-1], f"{path[-1]}@{at}")
-    for candidate in (path, beside, (OTHER, f"{slot.number}:{format_path(path)}")):
+    sliced = (*path[:-2], f"{path[-2]}@{at}", path[-1]) if "state" in path[-3:-2] else (*path[:-1], f"{path[-1]}@{at}")
+    for candidate in (path, sliced, (OTHER, f"{slot.number}:{format_path(path)}")):
         node: Any = tree
         for component in candidate[:-1]:
             node = node.setdefault(component, {}) if isinstance(node, dict) else None
@@ -118,10 +118,10 @@ def _add_settings(tree: dict[str, Any], naming: Naming, known: Mapping[str, Any]
             continue
         whole = []
         for name, own in node["state"].items():
-            everywhere = states.get((optimizer, _base(name)), {})
-            if "step" in everywhere:
-                own.setdefault("step", _number(everywhere["step"]))
-            if everywhere.keys() <= own.keys():
+            of_all_ranks = states.get((optimizer, _base(name)), {})
+            if "step" in of_all_ranks:
+                own.setdefault("step", _number(of_all_ranks["step"]))
+            if of_all_ranks.keys() <= own.keys():
                 whole.append(name)
         node["param_groups"] = _groups(whole, settings.get(optimizer, {}))
 
