@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,9 +14,17 @@ if TYPE_CHECKING:
 _UNWRAPPED = 500
 
 
-def print_json(tree: Any) -> None:
-    """One JSON object on stdout."""
-    sys.stdout.write(json.dumps(tree, allow_nan=False, ensure_ascii=True) + "\n")
+SCHEMA = 1
+"""Which keys ``--json`` prints, in all commands: 2 when one of them is renamed, removed or means something else.
+
+A new key leaves the number as it is. A program that reads the output checks ``schema`` and ignores keys that it does
+not know.
+"""
+
+
+def print_json(facts: Mapping[str, Any]) -> None:
+    """Print ``facts`` as one JSON object on stdout, with ``schema`` first."""
+    sys.stdout.write(json.dumps({"schema": SCHEMA, **facts}, allow_nan=False, ensure_ascii=True) + "\n")
 
 
 def console() -> Console:

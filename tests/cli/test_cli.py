@@ -487,6 +487,26 @@ def test_json_is_one_object_and_nothing_else(run, small, tmp_path):
         _one_object(out)
 
 
+def test_every_json_object_says_which_schema_it_follows(run, small, tmp_path, monkeypatch):
+    """First of its keys, and the same in all commands: a program that reads one knows what to expect."""
+    packed = tmp_path / "run.ckpt8"
+    monkeypatch.setattr("ckpt8.cli.bench.run.bench", lambda *_, **__: {"rows": []})
+    for code, *command in (
+        (0, "compress", small),
+        (0, "inspect", packed),
+        (0, "inspect", small, "--readiness"),
+        (0, "verify", packed),
+        (1, "diff", packed, small),
+        (0, "convert", packed, tmp_path / "out.safetensors"),
+        (0, "restore", packed, "-o", tmp_path / "back.pt"),
+        (0, "restore", packed, "-o", tmp_path / "saved.pt", "--salvage"),
+        (0, "bench", small),
+    ):
+        found, out, err = run(*command, "--json")
+        assert (found, err) == (code, ""), command
+        assert next(iter(json.loads(out).items())) == ("schema", 1), command
+
+
 def test_figures_in_json_are_those_of_the_files(run, small, tmp_path):
     _, out, _ = run("compress", small, "--json")
     facts = json.loads(out)

@@ -446,5 +446,7 @@ def test_the_command_prints_one_object(folder, scratch):
     before = content(folder)
     result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=900, check=False)
     assert (result.returncode, result.stderr) == (0, "")
-    check_rows(json.loads(result.stdout), sum(map(len, before.values())))
+    printed = json.loads(result.stdout)
+    assert printed.pop("schema") == 1
+    check_rows(printed, sum(map(len, before.values())))
     assert content(folder) == before

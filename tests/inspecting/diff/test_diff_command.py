@@ -54,7 +54,7 @@ def test_exit_codes_and_the_first_line(shown, tmp_path, steps):
 def test_json_is_what_the_function_gives(shown, steps):
     code, out, err = shown(*steps, "--json")
     assert (code, err) == (1, "")
-    assert json.loads(out) == ckpt8.diff(*steps).to_json()
+    assert json.loads(out) == {"schema": 1, **ckpt8.diff(*steps).to_json()}
     assert out.count("\n") == 1
 
 
