@@ -137,7 +137,7 @@ def inspect(
         with progress_bar(f"inspect {path.name}", size_of(path) if shown else 0, enabled=shown) as progress:
             facts = inspect_checkpoint(path, tensors=tensors, full=full, progress=progress)
     if readiness:
-        from ckpt8.inspecting.readiness.run import inspect_readiness
+        from ckpt8.inspecting.readiness.readiness import inspect_readiness
 
         facts["readiness"] = inspect_readiness(path, full=full, original=against)
     if report is not None:

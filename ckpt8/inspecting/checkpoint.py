@@ -24,7 +24,7 @@ from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.tensors import TensorSpec
 from ckpt8.inspecting.survey.layers import layers_of_plan
 from ckpt8.inspecting.survey.origin import describe
-from ckpt8.inspecting.survey.run import Progress, survey
+from ckpt8.inspecting.survey.survey import Progress, survey
 from ckpt8.inspecting.survey.subject import of_bundle
 
 _SAMPLE = 1 << 15

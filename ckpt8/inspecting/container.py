@@ -67,7 +67,7 @@ def inspect_container(
 
 
 def _surveyed(reader: ContainerReader) -> dict[str, Any]:
-    from ckpt8.inspecting.survey.run import survey
+    from ckpt8.inspecting.survey.survey import survey
     from ckpt8.inspecting.survey.subject import of_container
 
     return survey(of_container(reader), full=True)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import ckpt8
 from ckpt8.inspecting.readiness.number_formats import FORMATS
-from ckpt8.inspecting.readiness.run import inspect_readiness
+from ckpt8.inspecting.readiness.readiness import inspect_readiness
 from ckpt8.inspecting.readiness.tensor_source import open_tensors
 from ckpt8.inspecting.sampling import SAMPLE, WINDOWS, sample_windows
 

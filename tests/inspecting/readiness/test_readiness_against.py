@@ -9,7 +9,7 @@ from readiness_kit import normal, of_gpt, save
 
 import ckpt8
 from ckpt8.core.errors import CheckFailedError, InputError
-from ckpt8.inspecting.readiness.run import inspect_readiness
+from ckpt8.inspecting.readiness.readiness import inspect_readiness
 from ckpt8.inspecting.readiness.tensor_source import open_tensors
 
 
