@@ -1,4 +1,4 @@
-"""Facts about a raw checkpoint: structure, roles, sizes, and what every preset would make of it, from a sample."""
+"""Facts about a raw checkpoint: structure, roles, sizes, and from a sample what each preset would make of it."""
 
 from __future__ import annotations
 
@@ -6,32 +6,26 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ckpt8.checkpoint.checksums import check_storages
-from ckpt8.checkpoint.meaning.parameter_names import display_names
-from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
-from ckpt8.checkpoint.sources.bundle import Bundle, Member, open_bundle
-from ckpt8.checkpoint.tree import Checkpoint
-from ckpt8.codecs import config_of
+from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.bundle_plan import plan_bundle
-from ckpt8.compressing.plan import Plan, Stream, Unit
+from ckpt8.compressing.plan import Plan, Unit
 from ckpt8.compressing.policy import LOSSLESS, PRESETS, Policy
 from ckpt8.container import frames, layout
-from ckpt8.container.facts import SKELETON_ROLE, codec_name, skeleton_role
-from ckpt8.core.errors import InputError, RefusedError
-from ckpt8.core.tensors import TensorSpec
-from ckpt8.inspecting.survey.layers import layers_of_plan
-from ckpt8.inspecting.survey.origin import describe
+from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name, skeleton_role
+from ckpt8.container.manifest import Manifest
+from ckpt8.core.errors import RefusedError
+from ckpt8.inspecting.manifest_facts import low_bit_state, parameter_facts, sizes_by
+from ckpt8.inspecting.opening import describe, read_elements, with_tensors
+from ckpt8.inspecting.sampling import PER_TENSOR
+from ckpt8.inspecting.survey.layers import layers_of
+from ckpt8.inspecting.survey.origin import origin_of
+from ckpt8.inspecting.survey.subject import subject_of
 from ckpt8.inspecting.survey.survey import Progress, survey
-from ckpt8.inspecting.survey.subject import of_bundle
-
-_SAMPLE = 1 << 15
-"""Elements of every storage that are encoded to predict its size, taken from its middle."""
 
 _STRUCTURE_LEFT = 0.1
-"""The part of a pickle and a zip directory that is left of them."""
+"""The part of a pickle and a zip directory that is left when they are compressed."""
 
 _ENTRY_BYTES = 160
 """Header, manifest and seal take about this much for every entry."""
@@ -42,99 +36,77 @@ def inspect_checkpoint(
 ) -> dict[str, Any]:
     """What a file or directory holds and what it would become. Raises InputError for damage or no checkpoint.
 
-    ``flags``, ``sample`` (see ``survey`` and ``flags``) and ``layers`` (see ``layers``) are of its values; ``full``
-    reads every element for them, and calls ``progress`` with the bytes that it has read; then damage that a checksum
-    tells is an error, too.
+    ``flags`` and ``sample`` come from ``survey``, ``layers`` from ``layers_of``. ``full`` reads every element for the
+    flags, calls ``progress`` with the bytes that it has read, and checks the checksums that the source states.
+    ``tensors`` adds every tensor and every parameter that has moments.
     """
     with open_bundle(path) as source:
-        if source.directory is not None and not source.holds_tensors:
-            raise InputError(f"{path}: a directory without tensors; give a checkpoint")
+        with_tensors(source)
         if full:
             for member in source.members:
                 check_storages(member.checkpoint, str(path) if source.directory is None else f"{path}: {member.path}")
         plan = plan_bundle(source, Policy())
-        streams = plan.streams
+        manifest = describe(source, plan)
         facts: dict[str, Any] = {
             "path": str(path),
             "kind": "checkpoint",
             "format": source.format,
             "bytes": source.size,
-            "members": [_member_facts(member, streams) for member in source.members],
-            "tensor_count": len(plan.tensors),
-            "storages": len(streams) - len(source.members),
-            "roles": _roles(source, plan),
-            "optimizer": _optimizers(plan),
-            "low_bit": find_low_bit(TensorSpec(t.name, t.role, t.ref.dtype, t.ref.shape) for t, _ in plan.tensors),
-            **describe(source),
-            "layers": layers_of_plan(source, plan),
-            **survey(of_bundle(source, plan), full=full, progress=progress),
+            "members": [
+                {
+                    "path": member.path,
+                    "format": member.format,
+                    "bytes": member.size,
+                    "reason": manifest.storages[member.skeleton].reason,
+                }
+                for member in manifest.members
+            ],
+            "tensor_count": len(manifest.tensors),
+            "storages": len(manifest.storages) - len(manifest.members),
+            "roles": _roles(manifest),
+            "optimizer": _optimizers(manifest),
+            "low_bit": low_bit_state(manifest),
+            **origin_of(source),
+            "layers": layers_of(manifest),
+            **survey(subject_of(source, plan, manifest), full=full, progress=progress),
             "predicted": {preset: _predict(source, preset) for preset in PRESETS},
         }
         if tensors:
-            facts["tensors"] = [_tensor_facts(streams, tensor, index) for tensor, index in plan.tensors]
-            facts["parameters"] = _parameters(plan, streams, directory=source.directory is not None)
+            facts["tensors"] = _tensors(manifest, plan)
+            facts["parameters"] = parameter_facts(manifest)
         return facts
 
 
-def _member_facts(member: Member, streams: list[Stream]) -> dict[str, Any]:
-    whole = member.checkpoint
-    reason = streams[member.skeleton].reason
-    return {"path": member.path, "format": whole.format, "bytes": whole.size, "reason": reason}
+def _roles(manifest: Manifest) -> list[dict[str, Any]]:
+    """Sizes by role and type; last what is outside the storages, which is in none."""
+    columns = ("role", "dtype", "storages", "elements", "bytes")
+    rows = [{column: row[column] for column in columns} for row in sizes_by("dtype", manifest)]
+    outside = [{**row, "storages": 0} for row in rows if row["role"] in (SKELETON_ROLE, FILE_ROLE)]
+    return [row for row in rows if row["role"] not in (SKELETON_ROLE, FILE_ROLE)] + outside[::-1]
 
 
-def _roles(source: Bundle, plan: Plan) -> list[dict[str, Any]]:
-    rows: dict[tuple[str, str], Counter[str]] = {}
-    dtypes = {index: tensor.ref.dtype for tensor, index in reversed(plan.tensors)}
-    skeletons = {member.skeleton: skeleton_role(member.checkpoint.format) for member in source.members}
-    outside = Counter({skeleton_role(member.checkpoint.format): 0 for member in source.members})
-    for stream in plan.streams:
-        if stream.index in skeletons:
-            outside[skeletons[stream.index]] += stream.storage.nbytes
-            continue
-        dtype = dtypes.get(stream.index, stream.spec.dtype)
-        row = rows.setdefault((stream.spec.role.value, dtype.label), Counter())
-        row.update(storages=1, elements=stream.storage.nbytes // dtype.itemsize, bytes=stream.storage.nbytes)
-    found = [{"role": role, "dtype": dtype, **row} for (role, dtype), row in sorted(rows.items())]
-    rest = [
-        {"role": role, "dtype": "uint8", "storages": 0, "elements": count, "bytes": count}
-        for role, count in sorted(outside.items(), reverse=True)
-    ]
-    return found + rest
-
-
-def _optimizers(plan: Plan) -> list[dict[str, Any]]:
+def _optimizers(manifest: Manifest) -> list[dict[str, Any]]:
     """Parameters by update rule, with the step where the rule counts it."""
-    rows: Counter[tuple[str, int | None]] = Counter()
-    for unit in plan.units:
-        if unit.parameter is not None:
-            rule = unit.parameter.rule
-            rows[(rule.kind if rule else f"unknown: {unit.parameter.reason}", rule.step if rule else None)] += 1
-    return [{"rule": kind, "step": step or None, "parameters": count} for (kind, step), count in rows.items()]
+    rules = [each.rule or {"kind": f"unknown: {each.reason}", "step": None} for each in manifest.parameters]
+    rows = Counter((rule["kind"], rule["step"] or None) for rule in rules)
+    return [{"rule": kind, "step": step, "parameters": count} for (kind, step), count in rows.items()]
 
 
-def _parameters(plan: Plan, streams: list[Stream], *, directory: bool) -> list[dict[str, Any]]:
-    """The parameters that have moments, in the form that a container has them in."""
-    found = [unit.parameter for unit in plan.units if unit.parameter is not None]
-    moments = [{slot: streams[index].spec.name for slot, index in each.moments.items()} for each in found]
-    given = [(each.name, list(names.values())) for each, names in zip(found, moments, strict=True)]
+def _tensors(manifest: Manifest, plan: Plan) -> list[dict[str, Any]]:
+    stored = ((tensor, manifest.storages[index]) for tensor, index in plan.tensors)
     return [
-        {**shown, "moments": names, "rule": each.rule.to_json() if each.rule else None, "reason": each.reason}
-        for each, names, shown in zip(found, moments, display_names(given, directory=directory), strict=True)
+        {
+            "name": tensor.name,
+            "role": tensor.role.value,
+            "dtype": tensor.ref.dtype.label,
+            "shape": list(tensor.ref.shape),
+            "storage": record.name,
+            "bytes": record.nbytes,
+            "codec": codec_name(record.codec),
+            "reason": record.reason,
+        }
+        for tensor, record in stored
     ]
-
-
-def _tensor_facts(streams: list[Stream], tensor: Any, index: int) -> dict[str, Any]:
-    stream = streams[index]
-    return {
-        "name": tensor.name,
-        "role": tensor.role.value,
-        "dtype": tensor.ref.dtype.label,
-        "shape": list(tensor.ref.shape),
-        "storage": stream.spec.name,
-        "bytes": stream.storage.nbytes,
-        "codec": codec_name(config_of(stream.codec)),
-        "reason": stream.reason,
-    }
 
 
 def _predict(source: Bundle, preset: str) -> dict[str, Any]:
@@ -149,24 +121,18 @@ def _predict(source: Bundle, preset: str) -> dict[str, Any]:
     return {"bytes": size, "ratio": source.size / max(size, 1)}
 
 
-def _predict_unit(checkpoint: Checkpoint, unit: Unit) -> float:
+def _predict_unit(source: Bundle, unit: Unit) -> float:
+    """Bytes that the storages of a unit take, from up to PER_TENSOR elements in their middle."""
     numel = unit.numel
     if numel == 0:
         return 0.0
-    length = min(numel, _SAMPLE)
-    first = (numel - length) // 2
-    originals = [_sample(checkpoint, stream, first, length) for stream in unit.streams]
+    count = min(numel, PER_TENSOR)
+    first = (numel - count) // 2
+    originals = [read_elements(source, each.storage.offset, each.spec.dtype, first, count) for each in unit.streams]
     try:
         found = lockstep.encode(unit.streams, originals, first, None)
     except RefusedError:
         found = [LOSSLESS.encode(x) for x in originals]
     stored = sum(len(f) for parts in found for name, part in parts.items() for f, _ in frames.encode_part(name, part))
     slabs = len(list(layout.slab_chunks(numel, layout.SLAB)))
-    return stored * numel / length + _ENTRY_BYTES * slabs * sum(map(len, found))
-
-
-def _sample(checkpoint: Checkpoint, stream: Stream, first: int, length: int) -> torch.Tensor:
-    spec = stream.spec
-    buffer = bytearray(length * spec.dtype.itemsize)
-    checkpoint.read_into(stream.storage.offset + first * spec.dtype.itemsize, memoryview(buffer))
-    return torch.frombuffer(buffer, dtype=torch.uint8).view(spec.dtype.torch)
+    return stored * numel / count + _ENTRY_BYTES * slabs * sum(map(len, found))

@@ -7,26 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt8.checkpoint.meaning.parameter_names import display_names
-from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
-from ckpt8.checkpoint.meaning.update_rules import read_rule
 from ckpt8.codecs.error_stats import UpdateError, WeightError, read_error
-from ckpt8.container.facts import (
-    codec_name,
-    error_facts,
-    skeleton_role,
-    tensor_facts,
-    total_errors,
-    update_facts,
-    weight_facts,
-)
-from ckpt8.container.manifest import (
-    Manifest,
-    MemberRecord,
-)
+from ckpt8.container.facts import error_facts, tensor_facts, total_errors, update_facts, weight_facts
+from ckpt8.container.manifest import Manifest, MemberRecord
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.tensors import DType, Role, TensorSpec
-from ckpt8.inspecting.survey.layers import layers_of_manifest
+from ckpt8.core.tensors import Role
+from ckpt8.inspecting.manifest_facts import dtypes, low_bit_state, parameter_facts, shown_names, sizes_by
+from ckpt8.inspecting.survey.layers import layers_of
 from ckpt8.inspecting.survey.origin import framework_of_files
 
 _WORST = 5
@@ -60,21 +47,20 @@ def inspect_container(
             **_facts(manifest, reader.size),
             "measured_from": None if original is None else {"path": str(original), "differing": differing},
             "framework": framework_of_files(member.path for member in manifest.members),
-            "layers": layers_of_manifest(manifest),
-            **(_surveyed(reader) if full else _unread(manifest)),
+            "layers": layers_of(manifest),
+            **(_survey_decoded(path) if full else _unread(manifest)),
             **_lists(manifest, tensors),
         }
 
 
-def _surveyed(reader: ContainerReader) -> dict[str, Any]:
-    from ckpt8.inspecting.survey.survey import survey
-    from ckpt8.inspecting.survey.subject import of_container
+def _survey_decoded(path: Path) -> dict[str, Any]:
+    from ckpt8.inspecting.survey.survey import survey_decoded
 
-    return survey(of_container(reader), full=True)
+    return survey_decoded(path)
 
 
 def _unread(manifest: Manifest) -> dict[str, Any]:
-    """What ``survey`` gives of a checkpoint that nobody looks at."""
+    """What ``survey`` gives where no element is read."""
     seen: Counter[int] = Counter()
     for tensor in manifest.tensors:
         if tensor.dtype.is_floating:
@@ -99,16 +85,15 @@ def _measure_again(reader: ContainerReader, original: Path) -> list[str]:
 
 def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
     original = sum(member.size for member in manifest.members)
-    dtypes = _dtypes(manifest)
-    parameters = sum(
-        record.nbytes // dtypes[index].itemsize
+    types = dtypes(manifest)
+    weights = sum(
+        record.nbytes // types[index].itemsize
         for index, record in enumerate(manifest.storages)
-        if record.role is Role.WEIGHT and dtypes[index].is_plane_float and not record.is_reference
+        if record.role is Role.WEIGHT and types[index].is_plane_float and not record.is_reference
     )
     parts: Counter[str] = Counter()
     for record in manifest.storages:
-        for part, table in record.parts.items():
-            parts[part] += sum(table.lengths)
+        parts.update({part: sum(table.lengths) for part, table in record.parts.items()})
     return {
         "format": manifest.version,
         "writer": manifest.writer,
@@ -119,57 +104,20 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
         "bytes": original,
         "stored_bytes": size,
         "ratio": original / size,
-        "weights": parameters,
-        "bytes_per_weight": size / parameters if parameters else None,
+        "weights": weights,
+        "bytes_per_weight": size / weights if weights else None,
         "parts": dict(parts),
         "overhead_bytes": size - sum(parts.values()),
-        "roles": _roles(manifest),
-        "low_bit": _low_bit(manifest),
+        "roles": sizes_by("codec", manifest),
+        "low_bit": low_bit_state(manifest),
         "errors": total_errors(manifest),
     }
-
-
-def _low_bit(manifest: Manifest) -> list[dict[str, Any]]:
-    """State that was quantised before, see ``find_low_bit``."""
-    return find_low_bit(
-        TensorSpec(tensor.name, manifest.storages[tensor.storage].role, tensor.dtype, tuple(tensor.shape))
-        for tensor in manifest.tensors
-    )
-
-
-def _shown(manifest: Manifest) -> list[dict[str, Any]]:
-    """``name`` and ``named`` of every parameter."""
-    given = (
-        (parameter.name, [manifest.storages[index].name for index in parameter.moments.values()])
-        for parameter in manifest.parameters
-    )
-    return display_names(given, directory=manifest.directory is not None)
 
 
 def _member_facts(manifest: Manifest, member: MemberRecord) -> dict[str, Any]:
     storages = [member.skeleton, *(index for _, index in member.segments)]
     stored = sum(manifest.storages[index].stored_bytes for index in storages)
     return {"path": member.path, "format": member.format, "bytes": member.size, "stored_bytes": stored}
-
-
-def _dtypes(manifest: Manifest) -> dict[int, DType]:
-    """Element type of every storage as its first tensor has it; what is stored as bytes has another there."""
-    stored = {index: record.dtype for index, record in enumerate(manifest.storages)}
-    return stored | {tensor.storage: tensor.dtype for tensor in reversed(manifest.tensors)}
-
-
-def _roles(manifest: Manifest) -> list[dict[str, Any]]:
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    dtypes = _dtypes(manifest)
-    skeletons = {member.skeleton: skeleton_role(member.format) for member in manifest.members}
-    for index, record in enumerate(manifest.storages):
-        key = skeletons.get(index, record.role.value), codec_name(record.codec)
-        row = rows.setdefault(key, {"storages": 0, "elements": 0, "bytes": 0, "stored_bytes": 0})
-        row["storages"] += 1
-        row["elements"] += record.nbytes // dtypes[index].itemsize
-        row["bytes"] += record.nbytes
-        row["stored_bytes"] += record.stored_bytes
-    return [{"role": role, "codec": codec, **row} for (role, codec), row in sorted(rows.items())]
 
 
 def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:
@@ -180,14 +128,8 @@ def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:
             for tensor in manifest.tensors
         ]
         facts["parameters"] = [
-            {
-                **shown,
-                "moments": {slot: manifest.storages[index].name for slot, index in parameter.moments.items()},
-                "rule": read_rule(parameter.rule),
-                "reason": parameter.reason,
-                "error": error_facts(parameter.error),
-            }
-            for parameter, shown in zip(manifest.parameters, _shown(manifest), strict=True)
+            {**row, "error": error_facts(parameter.error)}
+            for row, parameter in zip(parameter_facts(manifest), manifest.parameters, strict=True)
         ]
     return facts
 
@@ -205,7 +147,7 @@ def worst(manifest: Manifest) -> dict[str, list[dict[str, Any]]]:
     """The parameters with the largest max |Δu|, and the weights with the largest mean relative error."""
     updates = [
         {**shown, **update_facts(error)}
-        for parameter, shown in zip(manifest.parameters, _shown(manifest), strict=True)
+        for parameter, shown in zip(manifest.parameters, shown_names(manifest), strict=True)
         if isinstance(error := read_error(parameter.error), UpdateError)
     ]
     weights = [

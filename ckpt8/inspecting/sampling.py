@@ -1,112 +1,91 @@
-"""Which elements of a tensor are looked at when not all are: runs that are spread over it, always the same."""
+"""Which elements of a tensor are looked at when not all are: windows spread over it, always the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.container import layout
 from ckpt8.container.frames import FRAME
 
-RUNS = 16
-"""Runs of a tensor."""
+PER_TENSOR = 1 << 15
+"""Elements in the sample of a long tensor."""
 
-RUN = 1 << 13
-"""Elements of a run."""
-
-EVERYTHING = "every element"
-"""The rule where nothing is left out."""
-
-_CHUNKS = 1024
-"""Chunks of all tensors together: a container has to decode a chunk to show any of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """``full`` takes everything; else runs from no more than ``chunks`` chunks of a tensor."""
-
-    full: bool
-    chunks: int
-
-    @classmethod
-    def of(cls, tensors: int, *, full: bool) -> Sampling:
-        """For a checkpoint of that many tensors."""
-        return cls(full, max(1, min(RUNS, _CHUNKS // max(tensors, 1))))
-
-    def __call__(self, numel: int) -> list[tuple[int, list[slice]]]:
-        """Chunks of a tensor, and of each the runs, in elements from its beginning. They begin where a group begins."""
-        count = layout.chunk_count(numel)
-        chosen = range(count) if self.full else _spread(count - 1, min(count, self.chunks))
-        found = []
-        for chunk in chosen:
-            length = min(FRAME, numel - chunk * FRAME)
-            each = RUNS // len(chosen) if not self.full else 0
-            if self.full or length <= each * RUN:
-                found.append((chunk, [slice(0, length)]))
-            else:
-                starts = (start // GROUP * GROUP for start in _spread(length - RUN, each))
-                found.append((chunk, [slice(start, start + RUN) for start in starts]))
-        return found
-
-    @property
-    def text(self) -> str:
-        """The rule, for people."""
-        if self.full:
-            return EVERYTHING
-        return f"up to {RUNS} runs of {RUN:,} elements, evenly spread over each tensor"
-
-
-def _spread(last: int, count: int) -> list[int]:
-    """``count`` numbers from 0 to ``last``, evenly; of one, the middle."""
-    return [last * k // (count - 1) for k in range(count)] if count > 1 else [last // 2] * count
-
-
-SAMPLE = 1 << 15
-"""Elements of a longer tensor that a sample has."""
+PER_CHART = 1 << 17
+"""The same for histograms, whose tails need more."""
 
 WINDOWS = 8
-"""Runs of elements, evenly spread from the first to the last, that a sample consists of."""
-
-
-def sample_windows(count: int) -> Sequence[range]:
-    """The elements that a sample has of ``count``, which are more than SAMPLE."""
-    length = SAMPLE // WINDOWS
-    return [range(start, start + length) for k in range(WINDOWS) for start in [(count - length) * k // (WINDOWS - 1)]]
-
+"""Windows of a sample, at least."""
 
 CHUNK = 1 << 18
 """Elements that are looked at together: their temporaries are what a survey needs of memory."""
 
-PER_TENSOR = 1 << 15
-
-_IN_ALL = 1 << 25
-
-_FEWEST = 256
+EVERY_ELEMENT = "every element"
+"""What is looked at where nothing is left out, in words."""
 
 _WINDOW = 4096
+_IN_ALL = 1 << 25
+_FEWEST = 256
+_MOST_CHUNKS = 16
+_CHUNKS_IN_ALL = 1024
 
 
 def budget(tensors: int) -> int:
-    """Elements of each of so many tensors that a sample takes: 2^15, and fewer where they would be over 2^25 in all."""
+    """Elements in the sample of each of ``tensors`` tensors: PER_TENSOR, or fewer to stay within 2^25 in all."""
     return max(_FEWEST, min(PER_TENSOR, _IN_ALL // max(tensors, 1)))
 
 
 def windows(numel: int, most: int | None, row: int = 0) -> Iterator[tuple[int, int]]:
     """Start and length of what is looked at of ``numel`` elements, in order and without overlap.
 
-    ``most`` elements are a sample; None takes all. Windows begin at whole groups of moments, or at whole rows. The
-    first and the last element belong to every sample, and rows of
-    ``row`` elements come whole where a few of them fit into it.
+    ``most`` bounds a sample; None takes all. The first and the last element belong to every sample. Windows begin where
+    a group of 32 moments begins. With ``row``, and where two rows fit into the sample, they begin where a row of
+    ``row`` elements begins, and hold whole rows.
     """
     if most is None or numel <= most:
         yield from ((start, min(CHUNK, numel - start)) for start in range(0, numel, CHUNK))
         return
-    length = min(_WINDOW, most // 8 // GROUP * GROUP)
+    length = min(_WINDOW, most // WINDOWS // GROUP * GROUP)
     step = GROUP
     if 0 < row <= most // 2:
         length, step = max(length // row, 1) * row, row
-    count = most // length
-    for k in range(count):
-        start = (numel - length) * k // (count - 1) // step * step
-        yield start, length if k + 1 < count else numel - start
+    *starts, last = _spread(numel - length, most // length)
+    yield from ((start // step * step, length) for start in starts)
+    # Rounded up, since rounding down would make the last window longer.
+    start = -(-last // step) * step
+    yield start, numel - start
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSampling:
+    """``most`` elements of each tensor, None for all, from at most ``chunks`` of the chunks that it is stored in."""
+
+    most: int | None
+    chunks: int
+
+    @classmethod
+    def of(cls, tensors: int, *, full: bool) -> ChunkSampling:
+        """For a checkpoint of ``tensors`` tensors: a container decodes a chunk to show any of it."""
+        chunks = max(1, min(_MOST_CHUNKS, _CHUNKS_IN_ALL // max(tensors, 1)))
+        return cls(None if full else PER_CHART, chunks)
+
+    def __call__(self, numel: int) -> list[tuple[int, list[slice]]]:
+        """Chunks of a tensor of ``numel`` elements, and the windows of each, in elements from its beginning."""
+        count = layout.chunk_count(numel)
+        chosen = range(count) if self.most is None else _spread(count - 1, min(count, self.chunks))
+        most = self.most and self.most // max(len(chosen), 1)
+        return [
+            (chunk, [slice(start, start + n) for start, n in windows(min(FRAME, numel - chunk * FRAME), most)])
+            for chunk in chosen
+        ]
+
+    @property
+    def text(self) -> str:
+        """What is looked at, in words."""
+        return EVERY_ELEMENT if self.most is None else f"up to {self.most:,} elements of each tensor, evenly spread"
+
+
+def _spread(last: int, count: int) -> list[int]:
+    """``count`` numbers from 0 to ``last``, evenly; of one, the middle."""
+    return [last * k // (count - 1) for k in range(count)] if count > 1 else [last // 2] * count

@@ -1,45 +1,21 @@
-"""Which layer a tensor belongs to, by its name, and what layers add up to."""
+"""What the layers of a checkpoint add up to: bytes by role, and errors in update space."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt8.checkpoint.meaning.layer_names import in_model_order, layer_of, plain_path
 from ckpt8.codecs.error_stats import UpdateError
 from ckpt8.container.facts import error_facts
+from ckpt8.container.manifest import Manifest
+from ckpt8.core.tensors import Role
+from ckpt8.inspecting.manifest_facts import shown_names, skeleton_roles
 
 REST = "everything else"
 """What belongs to no layer: steps, random states, the structure of files."""
-
-_DIGITS = re.compile(r"\d+")
-
-
-class LayerNames:
-    """The layer of weights by their names, and of parameters by the names that they are shown with.
-
-    A layer is a name up to its first number, as in ``transformer.h.0``, or without its last component. The name of a
-    weight may have more in front than the parameter has; in a ``directory`` a member and a colon stand before both.
-    """
-
-    def __init__(self, parameters: Iterable[str], *, directory: bool) -> None:
-        self._directory = directory
-        self._parameters = {self._bare(name) for name in parameters}
-
-    def _bare(self, name: str) -> str:
-        return name.partition(":")[2] if self._directory and ":" in name else name
-
-    def of(self, name: str) -> str:
-        """The layer."""
-        components = self._bare(name).split(".")
-        for start in range(len(components)):
-            if ".".join(components[start:]) in self._parameters:
-                components = components[start:]
-                break
-        number = next((k for k, each in enumerate(components) if each.isdecimal()), None)
-        return ".".join(components[: -1 if number is None else number + 1]) or components[0]
 
 
 @dataclass(slots=True)
@@ -53,38 +29,41 @@ class _Layer:
 
 @dataclass(slots=True)
 class LayerSizes:
-    """Bytes by layer and role, and errors in update space."""
+    """Sums by layer. ``stored`` tells whether sizes in a container are known."""
 
-    names: LayerNames
     stored: bool
     _layers: dict[str, _Layer] = field(default_factory=dict)
     _rest: _Layer = field(default_factory=_Layer)
 
-    def add(self, name: str | None, role: str, nbytes: int, stored: int = 0, elements: int = 0) -> None:
-        """A storage that belongs to the tensor or parameter of that name, or to none. ``elements`` if it is a weight.
+    @classmethod
+    def of(cls, manifest: Manifest, counted: Collection[int], *, stored: bool) -> LayerSizes:
+        """The sizes of all storages. Those that are weights and ``counted`` count as weights of their layer."""
+        sizes = cls(stored)
+        skeletons, owners = skeleton_roles(manifest), dict[int, str]()
+        for parameter, row in zip(manifest.parameters, shown_names(manifest), strict=True):
+            owners.update(dict.fromkeys(parameter.moments.values(), row["name"]))
+        for index, record in enumerate(manifest.storages):
+            has_layer = index not in skeletons and record.role is not Role.OTHER
+            name = owners.get(index, record.name if has_layer else None)
+            layer = sizes._rest if name is None else sizes._layer(name)
+            role = skeletons.get(index, record.role.value)
+            layer.elements += record.numel if index in counted and record.role is Role.WEIGHT else 0
+            layer.bytes[role] += record.nbytes
+            layer.stored_bytes[role] += record.stored_bytes
+        return sizes
 
-        ``stored`` is its size in the container.
-        """
-        layer = self._rest if name is None else self._layers.setdefault(self.names.of(name), _Layer())
-        layer.elements += elements
-        layer.bytes[role] += nbytes
-        layer.stored_bytes[role] += stored
+    def _layer(self, name: str) -> _Layer:
+        return self._layers.setdefault(layer_of(plain_path(name)), _Layer())
 
     def add_error(self, name: str, error: UpdateError) -> None:
-        """The error of a parameter."""
-        layer = self._layers.setdefault(self.names.of(name), _Layer())
+        """Add the error of the parameter ``name``."""
+        layer = self._layer(name)
         layer.parameters += 1
         layer.update.merge(error)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """All layers, in the order of the checkpoint but for numbers, which go up; the rest is last."""
-        first: dict[str, int] = {}
-        for name in self._layers:
-            first.setdefault(_DIGITS.sub("#", name), len(first))
-        order = sorted(
-            self._layers, key=lambda name: (first[_DIGITS.sub("#", name)], [int(n) for n in _DIGITS.findall(name)])
-        )
-        rows = [self._row(name, self._layers[name]) for name in order]
+        """All layers in the order of the model; what is in none comes last."""
+        rows = [self._row(name, self._layers[name]) for name in in_model_order(self._layers)]
         return [*rows, self._row(REST, self._rest)] if self._rest.bytes else rows
 
     def _row(self, name: str, layer: _Layer) -> dict[str, Any]:

@@ -38,14 +38,14 @@ from ckpt8.inspecting.readiness.casting import Casts, Extent, decibels, tiles
 from ckpt8.inspecting.readiness.pairs import pair_tensors
 from ckpt8.inspecting.readiness.tensor_source import SourceTensor, TensorSource, open_tensors
 from ckpt8.inspecting.readiness.verdicts import FEW, MOST_UNDERFLOW, format_reports, measured_total
-from ckpt8.inspecting.sampling import SAMPLE, WINDOWS
+from ckpt8.inspecting.sampling import PER_TENSOR, WINDOWS
 
 
 def inspect_readiness(path: Path, *, full: bool = False, original: Path | None = None) -> dict[str, Any]:
     """Figures of every weight and moment, and a verdict for each format. All values are plain JSON.
 
-    Tensors of more than SAMPLE elements are sampled, unless ``full``. Raises InputError for damage, CheckFailedError
-    where no tensor is in the ``original`` too.
+    Tensors of more than PER_TENSOR elements are sampled, unless ``full``. Raises InputError for damage,
+    CheckFailedError where no tensor is in the ``original`` too.
     """
     with open_tensors(path) as source, Workers() as workers:
         measured = {} if original is None else _measure_all(source, original, workers, full=full)
@@ -58,7 +58,7 @@ def inspect_readiness(path: Path, *, full: bool = False, original: Path | None =
         source.check_unchanged()
         report = {
             "full": full,
-            "sample": None if full else {"elements": SAMPLE, "windows": WINDOWS},
+            "sample": None if full else {"elements": PER_TENSOR, "windows": WINDOWS},
             "elements": sum(each["elements"] for each in found),
             "looked_at": sum(each["looked_at"] for each in found),
             "nonfinite": sum(each["nonfinite"] for each in found),

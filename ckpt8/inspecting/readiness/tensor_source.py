@@ -19,19 +19,17 @@ from pathlib import Path
 
 import torch
 
-from ckpt8.checkpoint.meaning.parameter_names import display_names
-from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
+from ckpt8.checkpoint.meaning.layer_names import without_file
+from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite, Stretch
-from ckpt8.checkpoint.sources.members import open_members
 from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.compressing.bundle_plan import plan_bundle
-from ckpt8.compressing.plan import Plan
 from ckpt8.compressing.policy import Policy
-from ckpt8.container.header import is_container
-from ckpt8.container.manifest import DCP
-from ckpt8.core.errors import InputError
+from ckpt8.container.manifest import DCP, Manifest
 from ckpt8.core.tensors import DType, Role
-from ckpt8.inspecting.sampling import SAMPLE, sample_windows
+from ckpt8.inspecting.manifest_facts import shown_names
+from ckpt8.inspecting.opening import describe, open_any
+from ckpt8.inspecting.sampling import PER_TENSOR, windows
 
 ROLES = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
 """Roles of the tensors that are given."""
@@ -95,7 +93,7 @@ class TensorSource:
 
     def _find(self) -> list[SourceTensor]:
         plan = plan_bundle(self._bundle, Policy.of("lossless"))
-        parameters = _parameter_names(plan, directory=self._bundle.directory is not None)
+        parameters = _parameter_names(describe(self._bundle, plan))
         groups: dict[tuple[str, Role, DType], list[TensorRef]] = {}
         labels: dict[tuple[str, Role, DType], str] = {}
         spread = {
@@ -119,7 +117,7 @@ class TensorSource:
             parameter = parameters.get(index)
             label = name if parameter is None else f"{parameter}.{name.rpartition('.')[2]}"
             if index in spread:
-                name, label = _without_file(name), _without_file(label)
+                name, label = without_file(name), without_file(label)
             groups.setdefault((name, tensor.role, ref.dtype), []).append(ref)
             labels.setdefault((name, tensor.role, ref.dtype), label)
         found = [
@@ -176,11 +174,12 @@ class TensorSource:
     def blocks(self, tensor: SourceTensor, *, full: bool) -> Iterator[torch.Tensor]:
         """The elements, BLOCK at a time, or those of a sample at once. Raises InputError."""
         count = tensor.numel
-        if full or count <= SAMPLE:
+        if full or count <= PER_TENSOR:
             for start in range(0, count, BLOCK):
                 yield self.read(tensor, start, min(start + BLOCK, count))
         else:
-            yield torch.cat([self.read(tensor, window.start, window.stop) for window in sample_windows(count)])
+            # Rows of one element: windows may begin anywhere.
+            yield torch.cat([self.read(tensor, at, at + n) for at, n in windows(count, PER_TENSOR, row=1)])
 
     def check_unchanged(self) -> None:
         """Raise InputError when a file changed since it was opened."""
@@ -191,24 +190,10 @@ def _flat(ref: TensorRef) -> TensorRef:
     return replace(ref, shape=(ref.numel,), stride=(1,))
 
 
-def _without_file(name: str) -> str:
-    """The name of a tensor of a distributed checkpoint without the file in it that a slice happens to lie in."""
-    member, colon, bare = name.partition(":")
-    folder = member.rpartition("/")[0]
-    return name if not colon else f"{folder}:{bare}" if folder else bare
-
-
-def _parameter_names(plan: Plan, *, directory: bool) -> dict[int, str]:
-    """By index of the storage of a moment the name of its parameter, where that is more than a number."""
-    found = [unit for unit in plan.units if unit.parameter is not None]
-    given = [(unit.parameter.name, [stream.spec.name for stream in unit.streams]) for unit in found if unit.parameter]
-    shown = display_names(given, directory=directory)
-    return {
-        stream.index: each["name"]
-        for unit, each in zip(found, shown, strict=True)
-        if each["named"]
-        for stream in unit.streams
-    }
+def _parameter_names(manifest: Manifest) -> dict[int, str]:
+    """The name of the parameter of every storage with its moments, where that is more than a number."""
+    rows = zip(manifest.parameters, shown_names(manifest), strict=True)
+    return {index: row["name"] for record, row in rows if row["named"] for index in record.moments.values()}
 
 
 def _scale_fits(tensor: SourceTensor, scale: SourceTensor) -> bool:
@@ -221,15 +206,5 @@ def _scale_fits(tensor: SourceTensor, scale: SourceTensor) -> bool:
 @contextmanager
 def open_tensors(path: Path) -> Iterator[TensorSource]:
     """Open a checkpoint, a directory or a ``.ckpt8`` of either. Raises InputError for damage and where it has none."""
-    if is_container(path):
-        with open_members(path) as members:
-            yield _checked(Bundle(members.found, str(path), path.name if members.is_directory else None))
-    else:
-        with open_bundle(path) as bundle:
-            yield _checked(bundle)
-
-
-def _checked(bundle: Bundle) -> TensorSource:
-    if bundle.directory is not None and not bundle.holds_tensors:
-        raise InputError(f"{bundle.label}: a directory without tensors; give a checkpoint")
-    return TensorSource(bundle)
+    with open_any(path) as bundle:
+        yield TensorSource(bundle)

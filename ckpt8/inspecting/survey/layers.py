@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ckpt8.checkpoint.meaning.layer_names import _REPEATED, _SLICE, layer_of, plain_path
-from ckpt8.checkpoint.meaning.parameter_names import display_names
+from ckpt8.checkpoint.meaning.layer_names import SLICE, in_model_order, layer_of, plain_path, whole_tensor
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.tensors import DType, Role
-
-if TYPE_CHECKING:
-    from ckpt8.checkpoint.sources.bundle import Bundle
-    from ckpt8.compressing.plan import Plan
+from ckpt8.inspecting.manifest_facts import dtypes, parameter_facts, skeleton_roles
 
 UNNAMED = "optimizer state without names"
 MASTERS = "flat master weights"
@@ -57,18 +53,17 @@ def layers(storages: Iterable[Stored], parameters: Iterable[Mapping[str, Any]]) 
         group = _group(each, owner)
         sizes[group][each.role.value] += each.nbytes
         if each.role is Role.WEIGHT and _is_parameter(each, names):
-            slice_ = _SLICE.search(each.name)
-            key = owner or plain_path(each.name), slice_.group() if slice_ else ""
+            key = owner or plain_path(each.name), "".join(SLICE.findall(each.name))
             counts[group].setdefault(key, each.nbytes // each.dtype.itemsize)
     elsewhere = any(counts[group] for group in counts if group != MASTERS)
     return [
         {
             "group": group,
             "parameters": 0 if group == MASTERS and elsewhere else sum(counts[group].values()),
-            "bytes": sum(roles.values()),
-            "roles": dict(roles),
+            "bytes": sum(sizes[group].values()),
+            "roles": dict(sizes[group]),
         }
-        for group, roles in _in_order(sizes).items()
+        for group in sorted(in_model_order(sizes), key=lambda group: group in (UNNAMED, MASTERS, REST))
     ]
 
 
@@ -80,8 +75,8 @@ def _is_parameter(stored: Stored, names: Set[str]) -> bool:
 
 
 def _state(name: str) -> str:
-    """Where the state of a parameter lies, from the name of something in it; without the place of a slice."""
-    return _SLICE.sub("", _REPEATED.sub("", name)).rpartition(".")[0]
+    """The path of the state of a parameter, from the name of a tensor in it."""
+    return whole_tensor(name).rpartition(".")[0]
 
 
 def _group(stored: Stored, path: str | None) -> str:
@@ -96,53 +91,12 @@ def _group(stored: Stored, path: str | None) -> str:
     return UNNAMED if stored.role in (Role.MOMENT1, Role.MOMENT2) else REST
 
 
-def _in_order(sizes: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, int]]:
-    """Groups of the model first, in the order in which they came; layers of one stack one behind the other."""
-    places = {group: place for place, group in enumerate(sizes)}
-    first: dict[str, int] = {}
-    for group, place in places.items():
-        first.setdefault(group.rstrip("0123456789"), place)
-
-    def key(group: str) -> tuple[bool, int, int, int]:
-        stack = group.rstrip("0123456789")
-        number = group[len(stack) :]
-        return group in (UNNAMED, MASTERS, REST), first[stack], int(number[:18] or 0), places[group]
-
-    return {group: sizes[group] for group in sorted(sizes, key=key)}
-
-
-def layers_of_plan(source: Bundle, plan: Plan) -> list[dict[str, Any]]:
-    """The layers of a raw checkpoint; what is outside its storages is in none."""
-    streams = plan.streams
-    skeletons = {member.skeleton for member in source.members}
-    dtypes = {index: tensor.ref.dtype for tensor, index in reversed(plan.tensors)}
+def layers_of(manifest: Manifest) -> list[dict[str, Any]]:
+    """The layers of a checkpoint, with the bytes that it has before it is compressed."""
+    types, skeletons = dtypes(manifest), skeleton_roles(manifest)
     storages = [
-        Stored(each.spec.name, each.spec.role, dtypes.get(each.index, each.spec.dtype), each.storage.nbytes)
-        for each in streams
-        if each.index not in skeletons
-    ]
-    found = [unit.parameter for unit in plan.units if unit.parameter is not None]
-    moments = [{slot: streams[index].spec.name for slot, index in each.moments.items()} for each in found]
-    return layers(storages, _named([each.name for each in found], moments, source.directory is not None))
-
-
-def layers_of_manifest(manifest: Manifest) -> list[dict[str, Any]]:
-    """The layers of what a ``.ckpt8`` was made from, with the bytes of the original."""
-    skeletons = {member.skeleton for member in manifest.members}
-    dtypes = {tensor.storage: tensor.dtype for tensor in reversed(manifest.tensors)}
-    storages = [
-        Stored(record.name, record.role, dtypes.get(index, record.dtype), record.nbytes)
+        Stored(record.name, record.role, types[index], record.nbytes)
         for index, record in enumerate(manifest.storages)
         if index not in skeletons
     ]
-    moments = [
-        {slot: manifest.storages[index].name for slot, index in each.moments.items()} for each in manifest.parameters
-    ]
-    names = [each.name for each in manifest.parameters]
-    return layers(storages, _named(names, moments, manifest.directory is not None))
-
-
-def _named(names: Sequence[str], moments: Sequence[Mapping[str, str]], directory: bool) -> list[dict[str, Any]]:
-    given = [(name, list(each.values())) for name, each in zip(names, moments, strict=True)]
-    shown = display_names(given, directory=directory)
-    return [{**row, "moments": each} for row, each in zip(shown, moments, strict=True)]
+    return layers(storages, parameter_facts(manifest))

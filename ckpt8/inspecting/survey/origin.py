@@ -45,7 +45,7 @@ _BY_FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
 )
 
 
-def describe(source: Bundle) -> dict[str, Any]:
+def origin_of(source: Bundle) -> dict[str, Any]:
     """``framework``, its ``version``, ``step`` and ``epoch``, None where they are not told, and ``hyperparameters``.
 
     These are a list of {optimizer, parameters, options}, of each optimizer the groups that differ, ``options`` with

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ckpt8.checkpoint.meaning.layer_names import whole_name
 from ckpt8.checkpoint.vocabulary import BUFFERS
+from ckpt8.compressing.bundle_plan import plan_bundle
+from ckpt8.compressing.policy import Policy
 from ckpt8.core.tensors import Role
 from ckpt8.inspecting import sampling
+from ckpt8.inspecting.opening import describe, open_any
 from ckpt8.inspecting.survey.flags import KINDS, RowCount, row_flags, tensor_flags, twin_flag
 from ckpt8.inspecting.survey.pieces import Piece
-from ckpt8.inspecting.survey.subject import Subject
+from ckpt8.inspecting.survey.subject import Subject, subject_of
 from ckpt8.inspecting.survey.tally import Rows, Tally
 
 _MOST_ROWS = 1 << 24
@@ -39,6 +43,13 @@ def survey(subject: Subject, *, full: bool, progress: Progress = lambda _: None)
     found.run()
     seen = sum(tally.seen for tally in found.tallies.values())
     return {"flags": found.flags(), "sample": {"elements": seen, "of": subject.numel, "full": seen == subject.numel}}
+
+
+def survey_decoded(path: Path) -> dict[str, Any]:
+    """``survey`` of every element that a ``.ckpt8`` gives back. Raises InputError."""
+    with open_any(path) as source:
+        plan = plan_bundle(source, Policy())
+        return survey(subject_of(source, plan, describe(source, plan)), full=True)
 
 
 class _Survey:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ckpt8
+from ckpt8.checkpoint.meaning.layer_names import layer_of, plain_path
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
 from ckpt8.inspecting import sampling
@@ -18,8 +19,7 @@ from ckpt8.inspecting.distributions import checkpoint as of_checkpoint
 from ckpt8.inspecting.distributions.checkpoint import checkpoint_distributions
 from ckpt8.inspecting.distributions.container import container_distributions
 from ckpt8.inspecting.distributions.counts import LOWEST, Codes, Histogram
-from ckpt8.inspecting.distributions.layer_sizes import LayerNames
-from ckpt8.inspecting.sampling import RUN, RUNS, Sampling
+from ckpt8.inspecting.sampling import PER_CHART, ChunkSampling
 
 
 def octaves(values):
@@ -69,19 +69,19 @@ def test_entropy_of_codes():
     assert Codes.of(torch.tensor([], dtype=torch.int8), -1, 1).to_json()["entropy_bits"] == 0
 
 
-@pytest.mark.parametrize("numel", [0, 1, 31, 4096, RUN * RUNS, RUN * RUNS + 1, 1 << 20, (1 << 20) + 7, 40_000_001])
+@pytest.mark.parametrize("numel", [0, 1, 31, 4096, PER_CHART, PER_CHART + 1, 1 << 20, (1 << 20) + 7, 40_000_001])
 @pytest.mark.parametrize("tensors", [1, 500, 100_000])
 def test_samples_are_bounded_aligned_and_spread(numel, tensors):
     for full in (False, True):
-        places = Sampling.of(tensors, full=full)(numel)
+        places = ChunkSampling.of(tensors, full=full)(numel)
         spans = [(chunk * 2**20 + run.start, chunk * 2**20 + run.stop) for chunk, runs in places for run in runs]
         assert all(start % 32 == 0 and start < stop <= numel for start, stop in spans)
         assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
         seen = sum(stop - start for start, stop in spans)
-        if full or numel <= RUN * RUNS <= 2**20:
+        if full or numel <= PER_CHART <= 2**20:
             assert seen == numel
         else:
-            assert seen <= RUN * RUNS
+            assert seen <= PER_CHART
         if tensors == 1 and numel > 1 << 20:
             assert spans[0][0] < 2**20
             assert spans[-1][1] > (numel - 1) // 2**20 * 2**20
@@ -196,20 +196,20 @@ def test_a_sample_reads_no_more_than_it_says(inputs, monkeypatch):
             return super()._read(stream, start, length)
 
     monkeypatch.setattr(of_checkpoint, "_Look", Counting)
-    monkeypatch.setattr(sampling, "RUN", 64)
+    monkeypatch.setattr(sampling, "PER_CHART", 1024)
     found = checkpoint_distributions(inputs / "gpt_adamw.pt")
     tensors = len(torch.load(inputs / "gpt_adamw.pt")["optimizer"]["state"]) * 3
-    assert sum(read) == found["sample"]["elements"] <= tensors * RUNS * 64 < found["sample"]["of"]
-    assert "16 runs of 64 elements" in found["sample"]["rule"]
+    assert sum(read) == found["sample"]["elements"] <= tensors * 1024 < found["sample"]["of"]
+    assert "up to 1,024 elements of each tensor" in found["sample"]["rule"]
     everything = checkpoint_distributions(inputs / "gpt_adamw.pt", full=True)
     assert everything["sample"]["elements"] == everything["sample"]["of"] == found["sample"]["of"]
     assert everything["sample"]["rule"] == "every element"
 
 
-@pytest.mark.parametrize("run", [RUN, 64])
-def test_what_is_refused_comes_back_as_it_is(run, tmp_path, monkeypatch):
-    """Also where a codec refuses one run of it and takes the others."""
-    monkeypatch.setattr(sampling, "RUN", run)
+@pytest.mark.parametrize("most", [PER_CHART, 1024])
+def test_what_is_refused_comes_back_as_it_is(most, tmp_path, monkeypatch):
+    """Also where a codec refuses one window of it and takes the others."""
+    monkeypatch.setattr(sampling, "PER_CHART", most)
     generator = torch.Generator().manual_seed(1)
     # Seventh powers: many values that codes would make zero.
     weight, moment = (torch.randn(96, 64, generator=generator) for _ in range(2))
@@ -253,10 +253,8 @@ def test_an_original_that_is_another_is_refused(packed, inputs):
     ],
 )
 def test_the_layer_of_a_name(name, layer):
-    names = ["transformer.h.3.attn.c_attn.weight", "transformer.wte.weight"]
-    assert LayerNames(names, directory=False).of(name) == layer
-    members = LayerNames([f"optimizer.pt:{each}" for each in names], directory=True)
-    assert members.of(f"a/model.safetensors:{name}") == layer
+    assert layer_of(plain_path(name)) == layer
+    assert layer_of(plain_path(f"a/model.safetensors:{name}")) == layer
 
 
 def test_layers_are_in_order_of_their_numbers(tmp_path):

@@ -16,7 +16,7 @@ import ckpt8
 from ckpt8.inspecting.readiness.number_formats import FORMATS
 from ckpt8.inspecting.readiness.readiness import inspect_readiness
 from ckpt8.inspecting.readiness.tensor_source import open_tensors
-from ckpt8.inspecting.sampling import SAMPLE, WINDOWS, sample_windows
+from ckpt8.inspecting.sampling import PER_TENSOR, WINDOWS, windows
 
 
 def of_lightning(path):
@@ -116,12 +116,12 @@ def test_slices_of_a_tensor_are_one(tmp_path):
 
 
 def test_windows_are_spread_from_the_first_to_the_last():
-    for count in (SAMPLE + 1, 10**6, 10**12 + 7):
-        windows = sample_windows(count)
-        assert len(windows) == WINDOWS
-        assert sum(len(each) for each in windows) == SAMPLE
-        assert (windows[0].start, windows[-1].stop) == (0, count)
-        assert all(one.stop <= other.start for one, other in pairwise(windows))
+    for count in (PER_TENSOR + 1, 10**6, 10**12 + 7):
+        found = [range(at, at + n) for at, n in windows(count, PER_TENSOR, 1)]
+        assert len(found) == WINDOWS
+        assert sum(len(each) for each in found) == PER_TENSOR
+        assert (found[0].start, found[-1].stop) == (0, count)
+        assert all(one.stop <= other.start for one, other in pairwise(found))
 
 
 @pytest.fixture
@@ -138,10 +138,10 @@ def test_sample_is_named_and_is_what_it_says(long):
     path, tensors = long
     report = inspect_readiness(path)
     by_name = {each["name"]: each for each in report["tensors"]}
-    assert report["sample"] == {"elements": SAMPLE, "windows": WINDOWS}
-    assert (report["looked_at"], report["elements"]) == (SAMPLE + 4096, 490_000 + 4096)
+    assert report["sample"] == {"elements": PER_TENSOR, "windows": WINDOWS}
+    assert (report["looked_at"], report["elements"]) == (PER_TENSOR + 4096, 490_000 + 4096)
     flat = tensors["long.weight"].view(-1)
-    seen = torch.cat([flat[each.start : each.stop] for each in sample_windows(len(flat))]).double()
+    seen = torch.cat([flat[at : at + n] for at, n in windows(len(flat), PER_TENSOR, 1)]).double()
     assert by_name["long.weight"]["absmax"] == float(seen.abs().max())
     unit = by_name["long.weight"]["unit_scale"]
     found = by_name["long.weight"]["formats"]["float8_e4m3fn"]

@@ -25,8 +25,8 @@ from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 from ckpt8.inspecting.survey.layers import Stored, layers
 from ckpt8.inspecting.survey.pieces import View
-from ckpt8.inspecting.survey.survey import survey
 from ckpt8.inspecting.survey.subject import Subject
+from ckpt8.inspecting.survey.survey import survey
 from ckpt8.inspecting.survey.tally import Rows, Tally
 
 
@@ -39,8 +39,7 @@ def test_windows_are_in_order_apart_and_no_more_than_asked_for(numel, most, row)
     for (start, count), (following, _) in pairwise(found):
         assert start + count <= following
     assert all(count > 0 for _, count in found)
-    extra = max(row if row <= most // 2 else 0, sampling.GROUP)
-    assert sum(count for _, count in found) <= min(numel, most + extra)
+    assert sum(count for _, count in found) <= min(numel, most)
     if numel > most:
         unit = row if 0 < row <= most // 2 else sampling.GROUP
         assert all(start % unit == 0 for start, _ in found)

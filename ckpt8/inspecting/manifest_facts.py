@@ -1,0 +1,71 @@
+"""What a manifest says, in the words of ``inspect``: of a container, and of a raw checkpoint that was described as one.
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from ckpt8.checkpoint.meaning.parameter_names import display_names
+from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
+from ckpt8.checkpoint.meaning.update_rules import read_rule
+from ckpt8.container.facts import codec_name, skeleton_role
+from ckpt8.container.manifest import Manifest
+from ckpt8.core.tensors import DType, TensorSpec
+
+
+def skeleton_roles(manifest: Manifest) -> dict[int, str]:
+    """``structure`` or ``file`` for every storage that holds the bytes of a member outside its tensors."""
+    return {member.skeleton: skeleton_role(member.format) for member in manifest.members}
+
+
+def dtypes(manifest: Manifest) -> dict[int, DType]:
+    """The element type of every storage, as its first tensor has it: some are stored as plain bytes."""
+    stored = {index: record.dtype for index, record in enumerate(manifest.storages)}
+    return stored | {tensor.storage: tensor.dtype for tensor in reversed(manifest.tensors)}
+
+
+def sizes_by(column: str, manifest: Manifest) -> list[dict[str, Any]]:
+    """Storages, elements and bytes by role and ``column``, which is ``dtype`` or ``codec``; sorted by these."""
+    rows: dict[tuple[str, str], Counter[str]] = {}
+    types, skeletons = dtypes(manifest), skeleton_roles(manifest)
+    for index, record in enumerate(manifest.storages):
+        value = types[index].label if column == "dtype" else codec_name(record.codec)
+        row = rows.setdefault((skeletons.get(index, record.role.value), value), Counter())
+        elements = record.nbytes // types[index].itemsize
+        row.update(storages=1, elements=elements, bytes=record.nbytes, stored_bytes=record.stored_bytes)
+    return [{"role": role, column: value, **row} for (role, value), row in sorted(rows.items())]
+
+
+def low_bit_state(manifest: Manifest) -> list[dict[str, Any]]:
+    """Optimizer state that another program quantised, see ``find_low_bit``."""
+    return find_low_bit(
+        TensorSpec(tensor.name, manifest.storages[tensor.storage].role, tensor.dtype, tuple(tensor.shape))
+        for tensor in manifest.tensors
+    )
+
+
+def moment_names(manifest: Manifest) -> list[dict[str, str]]:
+    """By slot the storages of the moments of every parameter."""
+    storages = manifest.storages
+    return [{slot: storages[index].name for slot, index in each.moments.items()} for each in manifest.parameters]
+
+
+def shown_names(manifest: Manifest) -> list[dict[str, Any]]:
+    """``name`` and ``named`` of every parameter, see ``display_names``."""
+    given = [
+        (parameter.name, list(names.values()))
+        for parameter, names in zip(manifest.parameters, moment_names(manifest), strict=True)
+    ]
+    return display_names(given, directory=manifest.directory is not None)
+
+
+def parameter_facts(manifest: Manifest) -> list[dict[str, Any]]:
+    """Of every parameter that has moments: its name, their names, its update rule, or the reason why it has none."""
+    rows = zip(shown_names(manifest), moment_names(manifest), manifest.parameters, strict=True)
+    return [
+        {**shown, "moments": names, "rule": read_rule(parameter.rule), "reason": parameter.reason}
+        for shown, names, parameter in rows
+    ]

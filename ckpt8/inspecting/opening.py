@@ -1,0 +1,65 @@
+"""Any source as one kind of thing: a bundle to read from, and a manifest that describes it.
+
+A ``.ckpt8`` is opened as the members that it was made from, with the values that it gives back. A raw checkpoint is
+described by the manifest that its container would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ckpt8 import __version__
+from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
+from ckpt8.checkpoint.sources.members import open_members
+from ckpt8.checkpoint.tree import Checkpoint
+from ckpt8.compressing.manifest_records import UnitResult, fill
+from ckpt8.compressing.plan import Plan
+from ckpt8.container import frames, layout
+from ckpt8.container.header import is_container
+from ckpt8.container.manifest import Manifest
+from ckpt8.core.errors import InputError
+from ckpt8.core.tensors import DType
+
+
+@contextmanager
+def open_any(path: Path) -> Iterator[Bundle]:
+    """Open a checkpoint file, a directory, or a ``.ckpt8`` of either.
+
+    Raises InputError for damage, and for a directory that holds no tensors.
+    """
+    if is_container(path):
+        with open_members(path) as members:
+            yield with_tensors(Bundle(members.found, str(path), path.name if members.is_directory else None))
+    else:
+        with open_bundle(path) as bundle:
+            yield with_tensors(bundle)
+
+
+def with_tensors(bundle: Bundle) -> Bundle:
+    """``bundle`` itself. Raises InputError for a directory that holds no tensors."""
+    if bundle.directory is not None and not bundle.holds_tensors:
+        raise InputError(f"{bundle.label}: a directory without tensors; give a checkpoint")
+    return bundle
+
+
+def describe(source: Bundle, plan: Plan) -> Manifest:
+    """The manifest that a container of ``source`` would have, without sizes of parts and without errors."""
+    manifest = Manifest(f"ckpt8 {__version__}", "", [], layout.SLAB, frames.FRAME)
+    results = {
+        stream.index: (UnitResult(unit, [{} for _ in unit.streams]), place)
+        for unit in plan.units
+        for place, stream in enumerate(unit.streams)
+    }
+    fill(manifest, source, plan, results)
+    return manifest
+
+
+def read_elements(source: Checkpoint, offset: int, dtype: DType, start: int, count: int) -> torch.Tensor:
+    """``count`` elements from number ``start`` on of the storage at byte ``offset``, flat. Raises InputError."""
+    buffer = bytearray(count * dtype.itemsize)
+    source.read_into(offset + start * dtype.itemsize, memoryview(buffer))
+    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype.torch)
