@@ -1,7 +1,7 @@
 """How far apart two tensors are: figures in float64 that add up over tiles, in the order of the elements.
 
-Elements differ where their bits do; of two element types, where their values do. Elements that are not finite on either
-side are counted, and are in no other figure.
+Elements differ where their bits do; of two element types, where their values do. Elements that are NaN or Inf on either
+side are counted, and left out of all other figures.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckpt8.codecs.error_stats import ErrorStats
+
 _TILE = 1 << 16
 _EXACT = 2.0**62
-"""Differences of 64-bit integers below this are taken as integers, since float64 has not all of their bits."""
+"""Differences of 64-bit integers below this are computed as integers: float64 has too few bits for their values."""
 
 
 @dataclass(slots=True)
-class Change:
+class Change(ErrorStats):
     """Sums over ``elements``, of which ``differ`` differ.
 
-    ``excluded`` of them are in no figure: they are not finite on either side, or of a type without numbers.
+    ``excluded`` of them are in no figure: they are NaN or Inf on either side, or of a type without numbers.
 
     ``square`` is the sum of a^2, ``change`` that of (b - a)^2, ``max_change`` is max |b - a|; of complex numbers |.| is
     the magnitude.
@@ -39,35 +41,26 @@ class Change:
     infinite_b: int = 0
     excluded: int = 0
 
-    def merge(self, other: Change) -> None:
-        """Add what was measured on other elements."""
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            setattr(self, field.name, max(mine, theirs) if field.name == "max_change" else mine + theirs)
-
     def times(self, count: int) -> Change:
-        """The same of ``count`` times as many elements."""
+        """The change of ``count`` copies of these elements."""
         values = {field.name: getattr(self, field.name) * count for field in fields(self)}
         return Change(**{**values, "max_change": self.max_change})
 
     @property
     def is_known(self) -> bool:
-        """Whether the figures speak of any element: not so where none is finite, or all are of a type without numbers.
-
-        Nothing need be known of elements that are all the same.
-        """
+        """Whether there are figures: differing elements alone give none where none is a finite number."""
         return not self.differ or self.elements > self.excluded
 
     @property
     def relative(self) -> float | None:
-        """||b - a|| / ||a||; None where it is not known, a is zero and b is not, or figures are beyond float64."""
+        """||b - a|| / ||a||; None where it is unknown, where only a is zero, or beyond float64."""
         if not self.change:
             return 0.0 if self.is_known else None
         return _finite(math.sqrt(self.change / self.square)) if self.square else None
 
     @property
     def largest(self) -> float | None:
-        """Largest |b - a|; None where it is not known, or beyond float64."""
+        """Largest |b - a|; None where it is unknown, or beyond float64."""
         return _finite(self.max_change) if self.is_known else None
 
     @property
@@ -85,7 +78,7 @@ class Change:
         return _finite(math.sqrt(total / counted)) if counted else None
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``; ``nan`` and ``infinite`` count those of either side. None is what is not known."""
+        """For ``--json``; ``nan`` and ``infinite`` count those of either side. None is what is unknown."""
         return {
             "elements": self.elements,
             "differ": self.differ,
@@ -112,7 +105,7 @@ def measure(a: Tensor, b: Tensor) -> Change:
 
 
 def count_differing(a: Tensor, b: Tensor) -> int:
-    """Elements that have not the same bits, of two flat contiguous tensors of one type."""
+    """How many elements differ in their bits, of two flat contiguous tensors of one type."""
     size = a.element_size()
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     x, y = (each.view(integers[min(size, 8)]) for each in (a, b))
@@ -154,7 +147,7 @@ def _difference(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _add_energy(found: Change, x: Tensor, difference: Tensor | None) -> None:
-    """Set the sums and the maximum from what is there."""
+    """Set the sums and the maximum."""
     found.square = _square_sum(x)
     found.change = found.max_change = 0.0
     if difference is not None and len(difference):

@@ -1,4 +1,4 @@
-"""How values and codes are distributed: counts that add up in any order, so that every machine finds the same.
+"""How values and codes are distributed: counts that add up in any order, so that every machine finds the same ones.
 
 A histogram has one bin for every factor of two of the magnitude, which is exact and needs no range in advance.
 """
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 LOWEST = -149
-"""The exponent of the first bin: the smallest subnormal of fp32. What fp64 has below is counted there."""
+"""The exponent of the first bin: the smallest subnormal of fp32. It also counts what is smaller, as fp64 may be."""
 
 OCTAVES = 277
-"""Bins up to the exponent 127. What fp64 has above is counted in the last."""
+"""Bins up to the exponent 127. The last one also counts what is larger."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """How many values were counted, zeros and what is not finite among them."""
+        """How many values were counted, with zeros, NaN and Inf."""
         return sum(self.counts) + self.zero + self.not_finite
 
     def to_json(self) -> dict[str, Any]:
@@ -65,18 +65,15 @@ class Histogram:
 
 @dataclass(slots=True)
 class Pair:
-    """The same elements in the original, if that is known, and as they come back."""
+    """Histograms of the same elements: in the original, if that is at hand, and as they come back."""
 
     before: Histogram | None
     after: Histogram
 
     @classmethod
     def of(cls, before: torch.Tensor | None, after: torch.Tensor) -> Pair:
-        """Count both. Where they are one tensor, nothing was changed."""
-        counted = Histogram.of(after)
-        if before is None:
-            return cls(None, counted)
-        return cls(Histogram.of(before), counted)
+        """Count both."""
+        return cls(None if before is None else Histogram.of(before), Histogram.of(after))
 
     def merge(self, other: Pair) -> None:
         """Add other elements."""
@@ -109,7 +106,7 @@ class Codes:
 
     @property
     def entropy(self) -> float:
-        """Bits that a code holds, if codes were independent of each other."""
+        """Bits of information in a code, if codes are independent of each other."""
         total = sum(self.counts)
         return max(0.0, -math.fsum(n / total * math.log2(n / total) for n in self.counts if n)) if total else 0.0
 
@@ -131,25 +128,22 @@ CodesKey = tuple[str, str, str]
 
 @dataclass(slots=True)
 class Drawn:
-    """What was counted of some tensors: ``pairs`` by ``weight``, ``moment1``, ``moment2`` or ``update``, and codes."""
+    """Histograms and codes of some tensors. ``pairs`` has the keys of CHARTED."""
 
     elements: int = 0
     pairs: dict[str, Pair] = field(default_factory=dict)
     codes: dict[CodesKey, Codes] = field(default_factory=dict)
 
-    def add(self, what: str, before: torch.Tensor | None, after: torch.Tensor) -> None:
-        """Count values."""
-        self._merge_pair(what, Pair.of(before, after))
-
     def merge(self, other: Drawn) -> None:
         """Add what was counted elsewhere; ``other`` stays as it is."""
         self.elements += other.elements
         for what, pair in other.pairs.items():
-            self._merge_pair(what, pair)
+            self.add(what, pair)
         for key, codes in other.codes.items():
             self.codes.setdefault(key, Codes(codes.first, [0] * len(codes.counts))).merge(codes)
 
-    def _merge_pair(self, what: str, pair: Pair) -> None:
+    def add(self, what: str, pair: Pair) -> None:
+        """Add a pair of histograms of ``weight``, ``moment1``, ``moment2`` or ``update``."""
         empty = Pair(None if pair.before is None else Histogram(), Histogram())
         self.pairs.setdefault(what, empty).merge(pair)
 
@@ -166,4 +160,4 @@ class Drawn:
 
 
 CHARTED = ("weight", "moment1", "moment2", "update")
-"""What histograms are made of, in the order in which they are shown."""
+"""What there are histograms of, in the order in which they are shown."""

@@ -1,4 +1,4 @@
-"""What is counted of one unit: a weight, or the moments of one parameter with the update that they make."""
+"""Counts one unit: a weight, or the moments of one parameter together with the update that they make."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ckpt8.codecs.error_measures import root
 from ckpt8.compressing.plan import Parameter
 from ckpt8.container.facts import codec_name
 from ckpt8.core.tensors import Parts, Role, TensorSpec
-from ckpt8.inspecting.distributions.counts import Codes, Drawn
+from ckpt8.inspecting.distributions.counts import Codes, Drawn, Pair
 
 _COUNTED = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
 
 
 def is_counted(spec: TensorSpec, codec: Codec) -> bool:
-    """Whether a storage has a part in the distributions: weights and moments in floats, and no copies of weights."""
+    """Whether a storage is part of the distributions: floating weights and moments, without rounded copies."""
     return spec.role in _COUNTED and spec.dtype.is_plane_float and spec.numel > 0 and codec.copied is None
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The same elements of one storage: as they were, if that is known, as they come back, and the parts between."""
+    """Elements of one storage: as they were, if that is known, as they come back, and the parts they were stored as."""
 
     index: int
     role: Role
@@ -39,7 +39,7 @@ def draw(pieces: Sequence[Piece], parameter: Parameter | None) -> Drawn:
     """Count the pieces of one unit."""
     drawn = Drawn(sum(piece.after.numel() for piece in pieces))
     for piece in pieces:
-        drawn.add(piece.role.value, piece.before, piece.after)
+        drawn.add(piece.role.value, Pair.of(piece.before, piece.after))
         found = _codes(piece)
         if found is not None:
             part, codes = found
@@ -50,7 +50,7 @@ def draw(pieces: Sequence[Piece], parameter: Parameter | None) -> Drawn:
         after = _update(parameter, {index: piece.after for index, piece in by_index.items()})
         originals = {index: piece.before for index, piece in by_index.items() if piece.before is not None}
         before = _update(parameter, originals) if len(originals) == len(by_index) else None
-        drawn.add("update", before, after)
+        drawn.add("update", Pair.of(before, after))
     return drawn
 
 

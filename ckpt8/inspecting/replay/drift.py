@@ -1,4 +1,4 @@
-"""Figures of replayed steps: sums that parameters add to, and what is told of them."""
+"""Figures of replayed steps: sums over parameters, and lines about them."""
 
 from __future__ import annotations
 
@@ -11,52 +11,39 @@ from typing import Any
 from torch import Tensor
 
 from ckpt8.codecs.cutting import TILE
+from ckpt8.codecs.error_stats import ErrorStats
 
 
 @dataclass(slots=True)
-class StepDrift:
-    """Sums over parameters after one step. ``weights`` counts the parameters whose weights were found."""
+class StepDrift(ErrorStats):
+    """Sums over parameters after one step; ``max_*`` are maxima."""
 
     update_error: float = 0.0
     update: float = 0.0
-    update_max: float = 0.0
+    max_update: float = 0.0
     weight_error: float = 0.0
     weight: float = 0.0
-    weight_max: float = 0.0
-
-    def merge(self, other: StepDrift) -> None:
-        """Add another parameter."""
-        self.update_error += other.update_error
-        self.update += other.update
-        self.weight_error += other.weight_error
-        self.weight += other.weight
-        self.update_max = max(self.update_max, other.update_max)
-        self.weight_max = max(self.weight_max, other.weight_max)
+    max_weight: float = 0.0
 
     @property
     def nmse(self) -> float:
         """Sum (du)^2 / sum u^2; 0 where nothing moves and nothing differs."""
         return self.update_error / self.update if self.update else (math.inf if self.update_error else 0.0)
 
-    @property
-    def finite(self) -> bool:
-        """Whether no sum or maximum is infinite or not a number."""
-        return math.isfinite(self.update_error + self.update + self.weight_error + self.weight)
-
-    def to_json(self) -> dict[str, float | None]:
+    def to_json(self) -> dict[str, Any]:
         """Plain figures; None for weights that were not found, and for an error where there is no update."""
         known = self.weight > 0
         return {
             "update_nmse": self.nmse if math.isfinite(self.nmse) else None,
-            "update_max": self.update_max,
+            "update_max": self.max_update,
             "weight_rms": math.sqrt(self.weight_error / self.weight) if known else None,
-            "weight_max": self.weight_max if known else None,
+            "weight_max": self.max_weight if known else None,
         }
 
 
 @dataclass(slots=True)
 class Drift:
-    """What was replayed: figures by step, how many parameters, and by name why others, or their weights, were not."""
+    """Figures by step, numbers of parameters, and by name why others, or their weights, were not replayed."""
 
     steps: list[StepDrift]
     parameters: int = 0
@@ -102,7 +89,7 @@ class Drift:
 
 
 def left_out(resume: Mapping[str, Any]) -> list[str]:
-    """Lines on what the figures of ``Drift.to_json`` do not speak of: weights, and parameters that were skipped."""
+    """Lines on what the figures of ``Drift.to_json`` leave out: weights, and parameters that were skipped."""
     lines = []
     if resume["without_weights"]:
         reasons = "; ".join(f"{count}: {reason}" for reason, count in _counted(resume["without_weights"]))

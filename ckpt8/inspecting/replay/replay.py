@@ -183,5 +183,5 @@ def _measure(u: Tensor, v: Tensor, original: _Side, compressed: _Side) -> StepDr
     if original.weight is not None and compressed.weight is not None:
         drift.weight_error, drift.weight, largest = difference(original.weight, compressed.weight)
         rms = math.sqrt(drift.weight / max(1, u.numel()))
-        drift.weight_max = largest / rms if rms else 0.0
+        drift.max_weight = largest / rms if rms else 0.0
     return drift

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint as runs of elements to look at, each element of a storage once.
 
-A strided view is looked at with a mask over the span that it reaches over; a view inside another one adds nothing.
+A strided view is read over its whole span, and a mask picks its elements. A view inside another one adds nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.core.tensors import DType, Role
 
 _MOST_STRIDED = 16
-"""Times the length of a storage that strided views in it are read; further ones are looked at with what they skip."""
+"""Strided views of one storage are read up to this many times its length; further ones count as dense."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +78,18 @@ class Piece:
         suffix = self.view.name[len(self.view.whole) :].strip("[]").split(",")[1:] if self.view.whole else []
         if len(shape) < 2 or not self.is_dense or any(part != ":" for part in suffix):
             return 0
-        row = count_of(shape[1:])
+        row = prod(shape[1:])
         return row if self.view.ref.stride[0] == row else 0
 
     def own(self, start: int, count: int) -> torch.Tensor:
-        """Which of ``count`` elements of the span from ``start`` on are those of the tensor, as a mask."""
-        rest = torch.arange(start, start + count, device="cpu")
+        """A mask of ``count`` elements of the span from ``start`` on: True for those of the tensor."""
+        left = torch.arange(start, start + count, device="cpu")
         inside = torch.ones(count, dtype=torch.bool, device="cpu")
         for stride, size in _steps(self.view.ref):
-            index = rest.div(stride, rounding_mode="floor")
+            index = left.div(stride, rounding_mode="floor")
             inside &= index < size
-            rest -= index * stride
-        return inside & (rest == 0)
-
-
-def count_of(shape: tuple[int, ...]) -> int:
-    """Elements of a tensor of that shape."""
-    return prod(shape)
+            left -= index * stride
+        return inside & (left == 0)
 
 
 def _steps(ref: TensorRef) -> list[tuple[int, int]]:
@@ -103,7 +98,7 @@ def _steps(ref: TensorRef) -> list[tuple[int, int]]:
 
 
 def _is_nested(ref: TensorRef) -> bool:
-    """Whether every step leads over all that the smaller ones reach: then an element has one place."""
+    """Whether every stride is longer than all that the smaller ones reach: then no two indices share an element."""
     reach = 1
     for stride, size in reversed(_steps(ref)):
         if stride < reach:
@@ -113,33 +108,27 @@ def _is_nested(ref: TensorRef) -> bool:
 
 
 def make_pieces(views: Iterable[View]) -> list[Piece]:
-    """Of all views those that add elements, in the order that they are given in."""
+    """The views that add elements, in the order given."""
     by_storage: dict[tuple[int, DType], list[tuple[int, Piece]]] = defaultdict(list)
     for number, view in enumerate(views):
-        if view.ref.dtype.is_floating and count_of(view.ref.shape):
+        if view.ref.dtype.is_floating and 0 not in view.ref.shape:
             by_storage[view.storage, view.ref.dtype].append((number, _piece(view)))
-    found = [each for beside in by_storage.values() for each in _without_inner(beside)]
+    found = [each for views_of_storage in by_storage.values() for each in _without_inner(views_of_storage)]
     return [piece for _, piece in sorted(found, key=lambda each: each[0])]
 
 
-def span_of(ref: TensorRef) -> int:
-    """Elements of the storage from the first to the last one of a tensor that is not empty."""
-    return 1 + sum(stride * (size - 1) for stride, size in zip(ref.stride, ref.shape, strict=True))
-
-
 def _piece(view: View) -> Piece:
-    ref = view.ref
-    span = span_of(ref)
-    if is_dense(ref) or not _is_nested(ref):
-        return Piece(view, span, span)
-    return Piece(view, span, prod(size for _, size in _steps(ref)))
+    ref, steps = view.ref, _steps(view.ref)
+    span = 1 + sum(stride * (size - 1) for stride, size in steps)
+    exact = not is_dense(ref) and _is_nested(ref)
+    return Piece(view, span, prod(size for _, size in steps) if exact else span)
 
 
-def _without_inner(beside: Sequence[tuple[int, Piece]]) -> Iterator[tuple[int, Piece]]:
-    """Pieces of one storage without what the dense ones before them have."""
+def _without_inner(pieces: Sequence[tuple[int, Piece]]) -> Iterator[tuple[int, Piece]]:
+    """The pieces of one storage, without elements that a dense piece before them has."""
     reached = strided = 0
-    most = _MOST_STRIDED * max(piece.stop for _, piece in beside)
-    for number, piece in sorted(beside, key=lambda each: (each[1].view.ref.offset, -each[1].span, each[0])):
+    most = _MOST_STRIDED * max(piece.stop for _, piece in pieces)
+    for number, piece in sorted(pieces, key=lambda each: (each[1].view.ref.offset, -each[1].span, each[0])):
         if piece.stop <= reached:
             continue
         if not piece.is_dense:
@@ -153,7 +142,7 @@ def _without_inner(beside: Sequence[tuple[int, Piece]]) -> Iterator[tuple[int, P
 
 
 def _from(piece: Piece, start: int) -> Piece:
-    """All of the span of a piece from element ``start`` of its storage on."""
+    """The span of a piece from element ``start`` of its storage on, as a dense piece."""
     count = piece.stop - start
     ref = replace(piece.view.ref, offset=start, shape=(count,), stride=(1,))
     return Piece(replace(piece.view, ref=ref), count, count)
