@@ -12,9 +12,15 @@ from ckpt8.container.facts import error_facts, tensor_facts, total_errors, updat
 from ckpt8.container.manifest import Manifest, MemberRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.tensors import Role
-from ckpt8.inspecting.manifest_facts import dtypes, low_bit_state, parameter_facts, shown_names, sizes_by
+from ckpt8.inspecting.manifest_facts import (
+    dtypes,
+    framework_of_files,
+    low_bit_state,
+    parameter_facts,
+    shown_names,
+    sizes_by,
+)
 from ckpt8.inspecting.survey.layers import layers_of
-from ckpt8.inspecting.survey.origin import framework_of_files
 
 _WORST = 5
 

@@ -5,7 +5,9 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import display_names
@@ -14,6 +16,19 @@ from ckpt8.checkpoint.meaning.update_rules import read_rule
 from ckpt8.container.facts import codec_name, skeleton_role
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.tensors import DType, TensorSpec
+
+_BY_FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("Hugging Face Trainer", re.compile(r"(?:.*/)?trainer_state\.json")),
+    ("accelerate", re.compile(r"(?:.*/)?random_states_\d+\.pkl")),
+    ("DeepSpeed", re.compile(r"(?:.*/)?[^/]*_optim_states\.pt")),
+    ("torch.distributed.checkpoint", re.compile(r"(?:.*/)?\.metadata")),
+)
+
+
+def framework_of_files(paths: Iterable[str]) -> str | None:
+    """The program that wrote the files of a directory; None where no name tells it."""
+    given = list(paths)
+    return next((name for name, pattern in _BY_FILES if any(pattern.fullmatch(path) for path in given)), None)
 
 
 def skeleton_roles(manifest: Manifest) -> dict[int, str]:

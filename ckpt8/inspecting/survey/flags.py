@@ -1,29 +1,28 @@
-"""Red flags: what is wrong with the values of a checkpoint, or would be if they were stored another way.
+"""Red flags: what is wrong with the values of a checkpoint, or would be in another format.
 
-    nan, inf             values that are not finite (an Inf that is the only element of something else than weights and
-                         moments is the score of a callback that has none yet, and left out)
-    negative_moment2     second moments below zero: no average of squares is, and the root that divides a step is NaN
+    nan, inf             values that are not finite; but a single Inf outside weights and moments is no flag, since
+                         callbacks start their best score so
+    negative_moment2     second moments below zero: an average of squares never is, and its root becomes NaN
     zero_moment          a moment without any element that is not zero: the parameter is frozen, or was not reached
     dead_rows            rows whose moments are all zero while those of others are not: unused tokens, dead units
-    bf16_in_fp32         fp32 weights or moments whose low 16 bits are all zero: half of the bytes say nothing
+    bf16_in_fp32         fp32 weights or moments whose low 16 bits are all zero: half of the bytes hold nothing
     stored_twice         weights that are byte-identical in several storages: tied in the model, and not in the file
-    moment2_fp16_zero    second moments that are not zero and would be in fp16: an update would divide by eps
-    fp16_scales          moments whose groups of 32 have a maximum that FlashOptim's fp16 scale takes for zero, or holds
-                         with few bits since it is subnormal
+    moment2_fp16_zero    second moments that fp16 would round to zero: an update would divide by eps
+    fp16_scales          groups of 32 moments whose scale FlashOptim's fp16 would round to zero, or to a subnormal
+                         number, which has few bits
 
 A flag is {kind, tensor or tensors, count, of, fraction, sampled, message}: ``count`` of the ``of`` elements, rows or
-groups that were looked at. ``sampled``: there are more that were not. What a sample does not show may still be there.
+groups that were looked at. ``sampled`` says that others were not, and may hold more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import percent, size
-from ckpt8.inspecting.survey.tally import Rows, Tally
+from ckpt8.inspecting.survey.tally import Tally
 
 KINDS = (
     "nan",
@@ -36,22 +35,7 @@ KINDS = (
     "moment2_fp16_zero",
     "fp16_scales",
 )
-"""All kinds in the order of the report: what breaks a run first, what only another format would lose last."""
-
-
-@dataclass(slots=True)
-class RowCount:
-    """Rows of one parameter: ``dead`` of the ``seen`` ones of ``count``."""
-
-    count: int = 0
-    seen: int = 0
-    dead: int = 0
-
-    def add(self, count: int, rows: Rows) -> None:
-        """Add the rows of a slice."""
-        self.count += count
-        self.seen += rows.seen
-        self.dead += rows.dead
+"""All kinds in the order of the report: first what breaks a run, last what only another format would lose."""
 
 
 def flag(kind: str, name: str | Sequence[str], count: int, of: int, *, sampled: bool, message: str) -> dict[str, Any]:
@@ -70,10 +54,12 @@ def flag(kind: str, name: str | Sequence[str], count: int, of: int, *, sampled: 
 
 
 def tensor_flags(name: str, tally: Tally, parameter: str | None = None) -> Iterator[dict[str, Any]]:
-    """The flags of one tensor; ``parameter`` is the name of the one that it is state of, if that is known."""
+    """The flags of one tensor. ``parameter`` names the parameter that it is state of, if that is known."""
     sampled = tally.seen < tally.numel
     looked = f"{tally.seen:,} elements" + (f" looked at, of {tally.numel:,}" if sampled else "")
-    whose = f"{_beside(parameter, name)}, " if parameter else ""
+    # Both names begin with the member; once is enough.
+    member, colon, bare = (parameter or "").partition(":")
+    whose = f"{bare if colon and name.startswith(f'{member}:') else parameter}, " if parameter else ""
 
     def found(kind: str, count: int, of: int, message: str) -> dict[str, Any]:
         return flag(kind, name, count, of, sampled=sampled, message=whose + message)
@@ -100,18 +86,11 @@ def tensor_flags(name: str, tally: Tally, parameter: str | None = None) -> Itera
         yield found("fp16_scales", tally.lost + tally.coarse, tally.groups, message)
 
 
-def _beside(parameter: str, tensor: str) -> str:
-    """The name of a parameter beside that of its state: the member need not be said twice."""
-    member, colon, bare = parameter.partition(":")
-    return bare if colon and tensor.startswith(f"{member}:") else parameter
-
-
-def row_flags(name: str, rows: RowCount) -> Iterator[dict[str, Any]]:
-    """The flag of the rows of one parameter."""
-    if 0 < rows.dead < rows.seen:
-        sampled = rows.seen < rows.count
-        looked = f"{rows.seen:,} rows" + (f" looked at, of {rows.count:,}" if sampled else "")
-        yield flag("dead_rows", name, rows.dead, rows.seen, sampled=sampled, message=f"{rows.dead:,} dead of {looked}")
+def row_flags(name: str, count: int, seen: int, dead: int) -> Iterator[dict[str, Any]]:
+    """The flag of a parameter of ``count`` rows, of which ``seen`` were looked at, and ``dead`` of these are zero."""
+    if 0 < dead < seen:
+        looked = f"{seen:,} rows" + (f" looked at, of {count:,}" if seen < count else "")
+        yield flag("dead_rows", name, dead, seen, sampled=seen < count, message=f"{dead:,} dead of {looked}")
 
 
 def twin_flag(names: Sequence[str], count: int, numel: int, nbytes: int) -> dict[str, Any]:

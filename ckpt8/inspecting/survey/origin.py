@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ckpt8.checkpoint.meaning.roles import is_optimizer
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.tree import Checkpoint
+from ckpt8.checkpoint.walk import format_path, iter_nodes
 from ckpt8.container.manifest import DCP, FILE
 from ckpt8.core.errors import InputError
 from ckpt8.core.json_text import parse_any_json
-
-if TYPE_CHECKING:
-    from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint
-    from ckpt8.checkpoint.sources.bundle import Bundle, Member
+from ckpt8.inspecting.manifest_facts import framework_of_files
 
 _STEP_KEYS = ("global_step", "step", "iter_num", "iteration", "global_steps", "num_updates", "steps")
 _EPOCH_KEYS = ("epoch", "current_epoch", "epochs")
@@ -33,23 +33,16 @@ _BY_KEYS: tuple[tuple[str, frozenset[str]], ...] = (
     ("timm", frozenset({"arch", "state_dict", "version"})),
     ("open_clip", frozenset({"name", "epoch", "state_dict"})),
 )
-"""Keys at the top of a file that a program alone writes; the first that fits."""
+"""Keys at the top of a file that only this program writes; the first set that is complete counts."""
 
 _VERSIONS = ("pytorch-lightning_version", "ds_version")
 
-_BY_FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("Hugging Face Trainer", re.compile(r"(?:.*/)?trainer_state\.json")),
-    ("accelerate", re.compile(r"(?:.*/)?random_states_\d+\.pkl")),
-    ("DeepSpeed", re.compile(r"(?:.*/)?[^/]*_optim_states\.pt")),
-    ("torch.distributed.checkpoint", re.compile(r"(?:.*/)?\.metadata")),
-)
-
 
 def origin_of(source: Bundle) -> dict[str, Any]:
-    """``framework``, its ``version``, ``step`` and ``epoch``, None where they are not told, and ``hyperparameters``.
+    """``framework``, its ``version``, ``step`` and ``epoch``, None where unknown, and ``hyperparameters``.
 
-    These are a list of {optimizer, parameters, options}, of each optimizer the groups that differ, ``options`` with
-    plain values. ``optimizer`` is the path of its state, ``parameters`` counts those of the groups.
+    ``hyperparameters`` is a list of {optimizer, parameters, options}, one for every group of an optimizer that differs
+    from its others: the path of its state, the number of parameters, and the options with plain values.
     """
     trees = [tree for member in source.members if isinstance(tree := member.checkpoint.tree, dict)]
     framework = framework_of_files(member.path for member in source.members)
@@ -58,12 +51,13 @@ def origin_of(source: Bundle) -> dict[str, Any]:
     for tree in trees:
         framework = framework or next((name for name, keys in _BY_KEYS if keys <= tree.keys()), None)
         version = version or next((tree[key] for key in _VERSIONS if isinstance(tree.get(key), str)), None)
-        # In a directory the files of schedulers and generators have counts of their own.
+        # In a directory, the files of schedulers and random generators count steps of their own.
         numbers += [tree] if source.directory is None else []
     for member in source.members:
         name = member.path.rpartition("/")[2]
-        if name in ("trainer_state.json", "config.json"):
-            found = _json(member)
+        if name in ("trainer_state.json", "config.json") and member.checkpoint.format == FILE:
+            tree = read_json(member.checkpoint)
+            found = tree if isinstance(tree, dict) else {}
             numbers += [found] if name == "trainer_state.json" else []
             version = version or _text(found.get("transformers_version"))
     return {
@@ -75,24 +69,14 @@ def origin_of(source: Bundle) -> dict[str, Any]:
     }
 
 
-def framework_of_files(paths: Iterable[str]) -> str | None:
-    """The program whose files lie in a directory; None where none of them tells."""
-    given = list(paths)
-    return next((name for name, pattern in _BY_FILES if any(pattern.fullmatch(path) for path in given)), None)
-
-
-def _json(member: Member) -> Mapping[Any, Any]:
-    """A JSON file as a dict; an empty one for anything else."""
-    checkpoint = member.checkpoint
-    if checkpoint.format != FILE or checkpoint.size > _LONGEST_JSON:
-        return {}
-    text = bytearray(checkpoint.size)
+def read_json(file: Checkpoint) -> Any:
+    """What a file of JSON holds; None where it is too long or not JSON. Raises InputError."""
+    content = bytearray(file.size if file.size <= _LONGEST_JSON else 0)
+    file.read_into(0, memoryview(content))
     try:
-        checkpoint.read_into(0, memoryview(text))
-        tree = parse_any_json(text, member.path)
+        return parse_any_json(content, "a file")
     except InputError:
-        return {}
-    return tree if isinstance(tree, dict) else {}
+        return None
 
 
 def _text(value: object) -> str | None:
@@ -100,7 +84,7 @@ def _text(value: object) -> str | None:
 
 
 def _first(trees: Iterable[Mapping[Any, Any]], keys: Iterable[str], *, whole: bool) -> int | float | None:
-    """The first number under one of the keys."""
+    """The first number under one of the keys, in their order."""
     kinds = (int,) if whole else (int, float)
     given = list(trees)
     values: Iterator[Any] = (tree.get(key) for key in keys for tree in given)
@@ -108,9 +92,6 @@ def _first(trees: Iterable[Mapping[Any, Any]], keys: Iterable[str], *, whole: bo
 
 
 def _of_trees(source: Bundle) -> Iterator[dict[str, Any]]:
-    from ckpt8.checkpoint.meaning.roles import is_optimizer
-    from ckpt8.checkpoint.walk import format_path, iter_nodes
-
     for member in source.members:
         before = "" if source.directory is None else f"{member.path}:"
         if member.checkpoint.format in (DCP, FILE):
@@ -123,17 +104,14 @@ def _of_trees(source: Bundle) -> Iterator[dict[str, Any]]:
 
 
 def _of_distributed(source: Bundle) -> Iterator[dict[str, Any]]:
-    homes: list[DcpCheckpoint] = []
-    for state in (state for member in source.members for state in member.states):
-        if not any(state.home is home for home in homes):
-            homes.append(state.home)
-    for home in homes:
+    homes = {id(state.home): state.home for member in source.members for state in member.states}
+    for home in homes.values():
         options: dict[tuple[str, str], dict[str, Any]] = {}
         for name, key in home.roles.options.items():
             options.setdefault((key.optimizer, key.parameter), {})[key.key] = home.value(name)
         counted: dict[str, list[tuple[dict[str, Any], int]]] = {}
         for (optimizer, _), group in options.items():
-            # Flattened, every parameter has a group of its own, which does not list it.
+            # In a flattened state every parameter has a group of its own, which does not list it.
             count = len(group["params"]) if isinstance(group.get("params"), list) else 1
             counted.setdefault(optimizer, []).append((_options(group), count))
         for optimizer, groups in counted.items():
@@ -141,7 +119,7 @@ def _of_distributed(source: Bundle) -> Iterator[dict[str, Any]]:
 
 
 def _merged(optimizer: str, groups: Iterable[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:
-    """Groups of the same options as one."""
+    """One row for all groups of the same options."""
     rows: list[dict[str, Any]] = []
     known: dict[str, dict[str, Any]] = {}
     for options, count in groups:

@@ -1,12 +1,12 @@
-"""Looks at the values of a checkpoint, at a sample of every tensor or at all, and raises red flags.
+"""Looks at the values of a checkpoint, a sample of every tensor or all, and raises red flags.
 
-The sample is bounded and always the same: windows spread over each tensor, see ``sampling``. Memory is that of one
-window and its temporaries, and a byte for each row of the parameter that is looked at.
+The sample is bounded and always the same, see ``sampling``. Memory holds one window with its temporaries, and a byte
+for each row of one parameter.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.core.tensors import Role
 from ckpt8.inspecting import sampling
 from ckpt8.inspecting.opening import describe, open_any
-from ckpt8.inspecting.survey.flags import KINDS, RowCount, row_flags, tensor_flags, twin_flag
+from ckpt8.inspecting.survey.flags import KINDS, row_flags, tensor_flags, twin_flag
 from ckpt8.inspecting.survey.pieces import Piece
 from ckpt8.inspecting.survey.subject import Subject, subject_of
 from ckpt8.inspecting.survey.tally import Rows, Tally
 
 _MOST_ROWS = 1 << 24
-"""Rows of one parameter that are told apart: more of them are not rows of a layer."""
+"""A parameter with more rows than this has no rows of a layer; then dead rows are not looked for."""
 
 _SMALLEST_TWIN = 32
 
@@ -37,7 +37,7 @@ Progress = Callable[[int], None]
 def survey(subject: Subject, *, full: bool, progress: Progress = lambda _: None) -> dict[str, Any]:
     """``flags``, sorted by kind and size, and ``sample``: {elements, of, full}, in elements of floating tensors.
 
-    ``full`` reads every element; that of the result says whether every one was. Raises InputError.
+    ``full`` reads every element; the ``full`` of ``sample`` says whether every one was read. Raises InputError.
     """
     found = _Survey(subject, full, progress)
     found.run()
@@ -59,11 +59,11 @@ class _Survey:
         self._progress = progress
         self.tallies: dict[str, Tally] = {}
         self._owners: dict[str, str] = {}
-        self._rows: dict[str, RowCount] = defaultdict(RowCount)
+        self._rows: dict[str, Counter[str]] = defaultdict(Counter)
         self._alike: dict[tuple[Any, ...], list[Piece]] = defaultdict(list)
 
     def run(self) -> None:
-        """Look at every piece; at the moments of a parameter one after the other."""
+        """Look at every piece, at the moments of a parameter together: a row is dead where all of them are zero."""
         done: set[int] = set()
         for owner in self._subject.owners:
             rows = _rows_of(owner.moments)
@@ -73,7 +73,7 @@ class _Survey:
                 if owner.named:
                     self._owners[piece.tensor] = whole_name(owner.name)
             if rows is not None:
-                self._rows[whole_name(owner.name)].add(owner.moments[0].view.ref.shape[0], rows)
+                self._rows[whole_name(owner.name)].update(count=rows.count, seen=rows.seen, dead=rows.dead)
         for piece in self._subject.pieces:
             if id(piece) not in done:
                 self._look(piece, None)
@@ -87,13 +87,10 @@ class _Survey:
             whole = self._most is None or piece.numel <= self._most
             tally.add(x, start, rows, whole=whole)
             self._progress(count * piece.dtype.itemsize)
-        name = piece.tensor
         if _can_be_twin(piece) and tally.varied:
             self._alike[piece.dtype, piece.numel, tally.digest.digest()].append(piece)
-        if name in self.tallies:
-            self.tallies[name].merge(tally)
-        else:
-            self.tallies[name] = tally
+        if self.tallies.setdefault(piece.tensor, tally) is not tally:
+            self.tallies[piece.tensor].merge(tally)
 
     def _read(self, piece: Piece, start: int, count: int) -> torch.Tensor:
         x = self._subject.read(piece, start, count)
@@ -104,12 +101,12 @@ class _Survey:
         found = [
             each for name, tally in self.tallies.items() for each in tensor_flags(name, tally, self._owners.get(name))
         ]
-        found += [each for name, rows in self._rows.items() for each in row_flags(name, rows)]
+        found += [each for name, rows in self._rows.items() for each in row_flags(name, **rows)]
         found += self._twins()
         return sorted(found, key=lambda each: (KINDS.index(each["kind"]), -each["fraction"], -each["count"]))
 
     def _twins(self) -> Iterator[dict[str, Any]]:
-        """Weights that agree wherever they were looked at; in a full survey they are compared byte by byte."""
+        """Weights that agree in all that was looked at; a full survey compares them byte by byte."""
         counts: dict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
         for alike in self._alike.values():
             for twins in self._confirmed(alike) if self._most is None else [alike]:
@@ -124,27 +121,26 @@ class _Survey:
             yield twin_flag(names, seen, numel, nbytes)
 
     def _confirmed(self, alike: list[Piece]) -> list[list[Piece]]:
-        """Pieces of one hash in lists of those that are equal."""
+        """Pieces of one hash, in lists of equal ones."""
         found: list[list[Piece]] = []
         for piece in alike:
             for twins in found:
-                if self._equal(twins[0], piece):
+                # As bytes, since a NaN equals no other value.
+                if all(
+                    torch.equal(
+                        self._read(twins[0], *place).view(torch.uint8), self._read(piece, *place).view(torch.uint8)
+                    )
+                    for place in sampling.windows(piece.span, None)
+                ):
                     twins.append(piece)
                     break
             else:
                 found.append([piece])
         return found
 
-    def _equal(self, one: Piece, other: Piece) -> bool:
-        # As bytes: a NaN equals no other value.
-        return all(
-            torch.equal(self._read(one, *place).view(torch.uint8), self._read(other, *place).view(torch.uint8))
-            for place in sampling.windows(one.span, None)
-        )
-
 
 def _rows_of(moments: list[Piece]) -> Rows | None:
-    """The rows that all moments of a parameter have; None where they have none."""
+    """Counts the rows that all moments of a parameter share; None where they share none."""
     shape, row = moments[0].view.ref.shape, moments[0].row
     if not row or not 1 < shape[0] <= _MOST_ROWS or any(piece.row != row for piece in moments):
         return None
@@ -152,6 +148,6 @@ def _rows_of(moments: list[Piece]) -> Rows | None:
 
 
 def _can_be_twin(piece: Piece) -> bool:
-    """Whether a piece may be a weight that somebody tied; buffers are alike in every layer."""
+    """Whether a piece may be a tied weight: buffers are alike in every layer and do not count."""
     name = piece.name.replace(":", ".").rpartition(".")[2]
     return piece.view.role is Role.WEIGHT and piece.is_dense and piece.numel >= _SMALLEST_TWIN and name not in BUFFERS

@@ -1,4 +1,4 @@
-"""What is counted of one tensor while its elements go by."""
+"""Counts one tensor, window by window."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from ckpt8.container.frames import bytes_of
 from ckpt8.core.tensors import DType, Role
 
 FP16_ZERO = 2.0**-25
-"""fp16 rounds what is no larger than this, half of its smallest number, to zero."""
+"""fp16 rounds numbers up to this one, half of its smallest, to zero."""
 
 _FP16_NORMAL = 2.0**-14
 _VARIETY = 16
-"""Different values from which on a tensor counts as one of numbers, and not of ones, zeros or a mask."""
+"""With fewer different values a tensor is a mask or a constant, not numbers."""
 
 _VARIED_IN = 4096
-"""Elements of every window among which different values are looked for."""
+"""Elements of every window that are searched for different values."""
 
 _BITS = {1: DType.UINT8, 2: DType.INT16, 4: DType.INT32, 8: DType.INT64}
 _MOMENTS = (Role.MOMENT1, Role.MOMENT2)
 
 
 class Rows:
-    """Of the rows of a parameter, those with an element of any moment that is not zero, and those that were seen."""
+    """Which of ``count`` rows of ``row`` elements were seen, and which are not zero in some moment."""
 
     def __init__(self, count: int, row: int) -> None:
+        self.count = count
         self._row = row
         self._alive = torch.zeros(count, dtype=torch.bool, device="cpu")
         self._seen = torch.zeros(count, dtype=torch.bool, device="cpu")
 
     def add(self, present: torch.Tensor, start: int, *, whole: bool) -> None:
-        """Elements from ``start`` on, as whether they are not zero. ``whole``: all others come as well."""
+        """Take in elements from ``start`` on, as whether they are not zero. ``whole``: all others are added, too."""
         stop = start + len(present)
         first, last = -(-start // self._row), stop // self._row
         if first > last:  # within one row
@@ -53,23 +54,23 @@ class Rows:
 
     @property
     def seen(self) -> int:
-        """Rows of which every element was seen."""
+        """How many rows were seen whole."""
         return int(self._seen.sum())
 
     @property
     def dead(self) -> int:
-        """Those of them that are zero throughout."""
+        """How many of these are zero in all moments."""
         return int((self._seen & ~self._alive).sum())
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of what was seen of a tensor of ``role`` and ``dtype`` with ``numel`` elements.
+    """Counts of the elements that were seen of a tensor.
 
     ``present`` are not zero. ``negative`` are second moments below zero. ``wide`` says that an fp32 value has bits that
-    bf16 has not. ``flushed`` are second moments that fp16 rounds to zero. Of ``groups`` of 32 moments that are not all
-    zero, the scale of ``lost`` is zero in fp16, and that of ``coarse`` subnormal. ``values`` are up to 16 different
-    ones.
+    bf16 does not hold. ``flushed`` are second moments that fp16 rounds to zero. Of ``groups`` of 32 moments that are
+    not all zero, the scale of ``lost`` is zero in fp16, and that of ``coarse`` subnormal. ``values`` are the bits of up
+    to 16 different elements.
     """
 
     role: Role
@@ -89,7 +90,7 @@ class Tally:
     digest: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
 
     def add(self, x: torch.Tensor, start: int, rows: Rows | None = None, *, whole: bool = False) -> None:
-        """Count the elements ``x`` from ``start`` on, as they are stored."""
+        """Count the elements ``x`` from ``start`` on; ``rows`` gets them too."""
         if self.role is Role.WEIGHT:
             self.digest.update(bytes_of(x))
         bits = x.view(_BITS[self.dtype.itemsize].torch)
@@ -116,7 +117,7 @@ class Tally:
 
     @property
     def varied(self) -> bool:
-        """Whether these are different numbers, and no mask and nothing that was filled with ones."""
+        """Whether the elements are numbers, and no mask and no constant."""
         return len(self.values) >= _VARIETY
 
     def merge(self, other: Tally) -> None:
@@ -127,7 +128,7 @@ class Tally:
         self.values |= other.values
 
     def _moments(self, magnitude: torch.Tensor, start: int) -> None:
-        """Groups that are in a window as a whole; the last one of the tensor may be short."""
+        """Count the groups that lie in a window as a whole; the last one of the tensor may be short."""
         if self.role is Role.MOMENT2 and self.dtype is not DType.FLOAT16:
             self.flushed += int(((magnitude > 0) & (magnitude <= FP16_ZERO)).sum())
         skip = min(-start % GROUP, len(magnitude))

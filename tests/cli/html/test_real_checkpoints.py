@@ -22,7 +22,7 @@ def test_every_real_checkpoint_and_its_container(name, inspect, inputs, tmp_path
     path, container = inputs / name, tmp_path / "x.ckpt8"
     facts, content, tree = inspect(path, tmp_path / "raw.html")
     assert_inert(content)
-    assert tree["facts"] == facts
+    assert {"schema": 1, **tree["facts"]} == facts
     counted = sum(
         side["after"]["total"] for what, side in tree["distributions"]["histograms"].items() if what != "update"
     )
@@ -30,7 +30,7 @@ def test_every_real_checkpoint_and_its_container(name, inspect, inputs, tmp_path
     ckpt8.compress(path, container)
     facts, content, tree = inspect(container, tmp_path / "packed.html", "--against", path)
     text = assert_inert(content)
-    assert tree["facts"] == facts
+    assert {"schema": 1, **tree["facts"]} == facts
     assert "Where the bytes are" in text
     assert tree["distributions"]["sample"]["full"]
     if facts["errors"]["weight"]:

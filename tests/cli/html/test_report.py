@@ -66,7 +66,7 @@ def test_hostile_names_are_text(inspect, tmp_path):
     for source in (path, container):
         facts, content, tree = inspect(source, tmp_path / "a.html", "--force")
         text = assert_inert(content)
-        assert tree["facts"] == facts
+        assert {"schema": 1, **tree["facts"]} == facts
         assert len(tree["distributions"]["worst"]["update"]) == len(tree["distributions"]["worst"]["weight"]) == 5
         for name in HOSTILE:
             shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in name)
