@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.plan import Plan, Unit
 from ckpt8.compressing.policy import LOSSLESS, PRESETS, Policy
 from ckpt8.container import frames, layout
-from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name, skeleton_role
+from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import RefusedError
-from ckpt8.inspecting.manifest_facts import low_bit_state, parameter_facts, sizes_by
+from ckpt8.inspecting.manifest_facts import low_bit_state, parameter_facts, sizes_by, skeleton_roles
 from ckpt8.inspecting.opening import describe, read_elements, with_tensors
 from ckpt8.inspecting.sampling import PER_TENSOR
 from ckpt8.inspecting.survey.layers import layers_of
@@ -69,7 +70,7 @@ def inspect_checkpoint(
             **origin_of(source),
             "layers": layers_of(manifest),
             **survey(subject_of(source, plan, manifest), full=full, progress=progress),
-            "predicted": {preset: _predict(source, preset) for preset in PRESETS},
+            "predicted": {preset: _predict(source, skeleton_roles(manifest), preset) for preset in PRESETS},
         }
         if tensors:
             facts["tensors"] = _tensors(manifest, plan)
@@ -109,12 +110,10 @@ def _tensors(manifest: Manifest, plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _predict(source: Bundle, preset: str) -> dict[str, Any]:
+def _predict(source: Bundle, skeletons: Mapping[int, str], preset: str) -> dict[str, Any]:
     """Stored size from a sample of every storage; an estimate, good to about a percent for trained weights."""
     plan = plan_bundle(source, Policy.of(preset))
-    structure = {
-        member.skeleton for member in source.members if skeleton_role(member.checkpoint.format) == SKELETON_ROLE
-    }
+    structure = {index for index, role in skeletons.items() if role == SKELETON_ROLE}
     stored = sum(_predict_unit(source, unit) for unit in plan.units if unit.streams[0].index not in structure)
     outside = sum(stream.storage.nbytes for stream in plan.streams if stream.index in structure)
     size = int(stored + outside * _STRUCTURE_LEFT)

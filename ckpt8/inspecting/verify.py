@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.compressing.policy import Policy
 from ckpt8.container import frames, layout
 from ckpt8.container.checking import check_frames, scratch_tensor
+from ckpt8.container.manifest import ParameterRecord, StorageRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.files.crc import combine
@@ -34,7 +36,7 @@ from ckpt8.inspecting.replay.replay import replay_files
 class Measured:
     """Errors measured against an original: by storage index, and by parameter index.
 
-    ``differing`` are names of lossless storages that are not as in the original.
+    ``differing`` are names of lossless storages whose bytes are not those of the original.
     """
 
     storages: dict[int, ErrorStats] = field(default_factory=dict)
@@ -80,26 +82,26 @@ def measure(reader: ContainerReader, original: Path, workers: Workers, progress:
 
 
 def _check_structure(reader: ContainerReader, source: Bundle, original: Path) -> None:
-    """Raise CheckFailedError unless the original has the same members with the same storages in the same places."""
+    """Raise CheckFailedError unless both have the same members, with the same storages in the same places."""
     manifest = reader.manifest
     here = [(member.path, member.checkpoint.format) for member in source.members]
     there = [(record.path, record.format) for record in manifest.members]
     is_directory = source.directory is not None
     if is_directory != (manifest.directory is not None) or len(here) != len(there) or (is_directory and here != there):
         differ = sorted({path for path, _ in set(here) ^ set(there)})
-        which = f"one has {differ[0]!r} and the other has not, or not so" if differ else "one of them is a directory"
+        which = f"only one of them has {differ[0]!r}, in that format" if differ else "only one of them is a directory"
         raise CheckFailedError(f"{reader.path}: was not made from {original}: {which}")
     for member, record in zip(source.members, manifest.members, strict=True):
         stored = sorted((offset, manifest.storages[index].nbytes, index) for offset, index in record.segments)
         storages = enumerate(member.checkpoint.source_storages, member.first)
         found = sorted((storage.offset, storage.nbytes, index) for index, storage in storages)
         if member.checkpoint.size != record.size or found != stored or member.skeleton != record.skeleton:
-            what = f"the storages of {record.path!r}" if manifest.directory is not None else "its storages"
-            raise CheckFailedError(f"{reader.path}: was not made from {original}: {what} are others")
+            where = f" in {record.path!r}" if manifest.directory is not None else ""
+            raise CheckFailedError(f"{reader.path}: was not made from {original}: its storages differ{where}")
 
 
 def _as_stored(reader: ContainerReader, unit: Unit) -> Unit:
-    """A unit of the original with the codecs and roles that the container has for its storages."""
+    """A unit of the original, with the names, roles and codecs that its storages have in the container."""
     streams = []
     here = {stream.index for stream in unit.streams}
     for stream in unit.streams:
@@ -112,13 +114,15 @@ def _as_stored(reader: ContainerReader, unit: Unit) -> Unit:
 
 
 class _Comparison:
+    """Compares chunks of a container with those of the original."""
+
     def __init__(self, reader: ContainerReader, checkpoint: Checkpoint) -> None:
         self._reader = reader
         self._checkpoint = checkpoint
         self._meters = ChunkMeters(checkpoint)
 
     def compare(self, work: tuple[Unit, int]) -> tuple[list[str], UnitErrors, list[int]]:
-        """Of one chunk: names of lossless streams that differ, errors of the lossy ones, crc32 of the original."""
+        """For one chunk: names of lossless streams that differ, errors of lossy ones, and crc32s of the original."""
         unit, chunk = work
         read = [read_chunk(self._checkpoint, s, chunk, slot) for slot, s in enumerate(unit.streams)]
         originals, crcs = [x for x, _ in read], [crc for _, crc in read]
@@ -140,25 +144,18 @@ class _Comparison:
 
 
 def check_statistics(reader: ContainerReader, measured: Measured) -> list[str]:
-    """Every stored figure that does not hold: maxima exactly, sums to 1e-9."""
+    """A line for every stored figure that does not hold. Maxima must agree exactly, sums to 1e-9."""
     failures = [f"{name}: differs from the original" for name in measured.differing]
-    for index, error in measured.storages.items():
-        record = reader.manifest.storages[index]
-        failures += _compare(record.name, record.error, error)
-    for index, error in measured.parameters.items():
-        parameter = reader.manifest.parameters[index]
-        failures += _compare(f"{parameter.name} (update)", parameter.error, error)
+    storages = ((reader.manifest.storages[index], "", error) for index, error in measured.storages.items())
+    updates = ((reader.manifest.parameters[index], " (update)", error) for index, error in measured.parameters.items())
+    for record, suffix, error in chain[tuple[StorageRecord | ParameterRecord, str, ErrorStats]](storages, updates):
+        known = read_error(record.error)
+        difference: str | None = "the stored figures are of another kind"
+        if isinstance(known, type(error)):
+            difference = error.disagreement(known)
+        if record.error is not None and difference:
+            failures.append(f"{record.name}{suffix}: {difference}")
     return failures
-
-
-def _compare(name: str, stored: dict[str, Any] | None, error: ErrorStats) -> list[str]:
-    if stored is None:
-        return []
-    known = read_error(stored)
-    difference: str | None = "the stored figures are of another kind"
-    if isinstance(known, type(error)):
-        difference = error.disagreement(known)
-    return [f"{name}: {difference}"] if difference else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from ckpt8.inspecting.diff.leaves import Found, Tensor, Value, collect
 from ckpt8.inspecting.diff.naming import align, naming
 from ckpt8.inspecting.diff.pairs import OPAQUE, compare, make_pair
 from ckpt8.inspecting.diff.result import Difference, TensorDifference, ValueDifference
-from ckpt8.inspecting.diff.sides import Side, json_tree, make_sides
+from ckpt8.inspecting.diff.sides import Side, make_sides
 from ckpt8.inspecting.diff.values import Equality, Leaves
+from ckpt8.inspecting.survey.origin import read_json
 
 _BLOCK = 8 << 20
 
@@ -30,13 +31,13 @@ def diff(
     threads: int | None = None,
     progress: Progress = lambda _: None,
 ) -> Difference:
-    """Compare two checkpoints: files or directories of any format that is read, or ``.ckpt8`` of them.
+    """Compare two checkpoints: files or directories of any format that ckpt8 reads, or ``.ckpt8`` of them.
 
-    Tensors and other values are matched by their paths; models and optimizers that lie elsewhere, or name parameters
-    otherwise, by the names that the readers establish. All elements that both have are read, a block at a time. Of a
-    directory, links and directories without anything are not compared, nor is the metadata in a safetensors header.
-    ``progress`` is called with numbers of bytes that were read. Raises InputError for a source that is damaged, holds
-    no checkpoint, or cannot be put together as the other one is.
+    Tensors and other values are matched by their paths. Models and optimizers at different paths, or with other names
+    of parameters, are matched by the names that the readers establish. All elements that both have are read, a block
+    at a time. Links, empty directories and the metadata in a safetensors header are not compared. ``progress`` is
+    called with numbers of bytes that were read. Raises InputError for a source that is damaged, holds no checkpoint, or
+    cannot be put together as the other one is.
     """
     with (
         open_members(Path(a), threads=threads) as first,
@@ -47,7 +48,7 @@ def diff(
         names = naming(sides[0]), naming(sides[1])
         found = Difference(sides[0].facts(), sides[1].facts(), notes=align(*names))
         found.notes += [f"{which}: {note}" for which, side in zip("AB", sides, strict=True) for note in side.notes]
-        # What has been put together has them whether its files have or not; parameters were matched by them.
+        # A tree that was put together always has param_names, also where its files do not.
         listed = not any(part.is_assembled for side in sides for part in side.parts)
         mine, theirs = (collect(*each, param_names=listed) for each in zip(sides, names, strict=True))
         _match_values(found, mine, theirs)
@@ -110,7 +111,7 @@ def _compare_files(found: Difference, a: Side, b: Side, progress: Progress) -> N
         elif _same_bytes(file, other, progress):
             found.equal_files += 1
         else:
-            trees = json_tree(path, file), json_tree(path, other)
+            trees = [read_json(each) if path.endswith(".json") else None for each in (file, other)]
             if None in trees:
                 found.files.append(path)
             else:

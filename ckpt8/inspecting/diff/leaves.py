@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt8.checkpoint.meaning.deepspeed_universal import Universal
 from ckpt8.checkpoint.meaning.roles import classify, unique_name
@@ -15,6 +15,7 @@ from ckpt8.inspecting.diff.naming import Naming, join
 from ckpt8.inspecting.diff.sides import Part, Side
 from ckpt8.inspecting.diff.values import Leaves
 
+K = TypeVar("K")
 _PARAM_NAMES = "param_names"
 _ALONE = "\0"
 """In front of the path of what has no counterpart; no name that was given to anything has it."""
@@ -56,7 +57,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Path of a node, its path in the first source, and the parameter that all in it belongs to."""
+    """The path of a node, its path in the first source or None, and the parameter that it belongs to or None."""
 
     own: str
     name: str | None
@@ -69,9 +70,13 @@ class _Place:
             self.parameter,
         )
 
+    def renamed(self, key: K, names: Mapping[K, str | None], owners: Mapping[K, str]) -> _Place:
+        """The place with the name and the parameter that are known under ``key``."""
+        return _Place(self.own, names.get(key, self.name), owners.get(key, self.parameter))
+
 
 def collect(side: Side, naming: Naming, *, param_names: bool) -> Found:
-    """Everything that a source holds; without ``param_names`` all but these lists of an optimizer's groups.
+    """All tensors and values of a source. ``param_names`` False leaves out these lists of an optimizer's groups.
 
     Raises InputError for a tree that is too deep.
     """
@@ -85,19 +90,17 @@ def collect(side: Side, naming: Naming, *, param_names: bool) -> Found:
         roles = {id(tensor.ref): tensor.role for tensor in reversed(classified.tensors)}
         for place, leaf in _walk(part, naming, param_names=param_names):
             called = unique_name(place.own, own)
-            thing: Tensor | Value = Value(called, leaf)
+            name = f"{_ALONE}{called}" if place.name is None else unique_name(place.name, taken)
             if isinstance(leaf, (TensorRef, StorageRef)):
                 ref = leaf if isinstance(leaf, TensorRef) else _whole(leaf)
-                # An empty tensor has no place that it could share.
+                # An empty tensor shares its place with nothing.
                 first = ties.setdefault((id(part), *_identity(ref)), called) if ref.numel else called
                 role = roles.get(id(leaf), Role.OTHER)
                 parameter = universal.owner(part.path) or place.parameter
-                thing = Tensor(called, ref, part, role, parameter, None if first == called else first)
-            name = f"{_ALONE}{called}" if place.name is None else unique_name(place.name, taken)
-            if isinstance(thing, Tensor):
-                found.tensors[name] = thing
+                tied = None if first == called else first
+                found.tensors[name] = Tensor(called, ref, part, role, parameter, tied)
             else:
-                found.values[name] = thing
+                found.values[name] = Value(called, leaf)
     return found
 
 
@@ -120,28 +123,15 @@ def _walk(part: Part, naming: Naming, *, param_names: bool) -> Iterator[tuple[_P
     places: list[tuple[_Place, int]] = []
     for path, node in iter_nodes(tree, part.data.label, is_leaf):
         del places[len(path) :]
+        place = _Place(part.prefix, part.prefix)
         if path:
             above, above_id = places[-1]
-            place = _entry(above, (above_id, path[-1]), naming)
-        else:
-            place = _Place(part.prefix, part.prefix)
+            place = above.below(path[-1]).renamed((above_id, path[-1]), naming.entries, naming.owned)
         if isinstance(node, (TensorRef, StorageRef)) or is_leaf(node):
             if param_names or path[-1] != _PARAM_NAMES:
                 yield place, node
             continue
-        if id(node) in naming.places:
-            place = _Place(place.own, naming.places[id(node)], place.parameter)
-        if id(node) in naming.owners:
-            place = _Place(place.own, place.name, naming.owners[id(node)])
+        place = place.renamed(id(node), naming.places, naming.owners)
         places.append((place, id(node)))
         if isinstance(node, Inert):
             yield place.below("(class)"), Global(node.name)
-
-
-def _entry(above: _Place, entry: tuple[int, str], naming: Naming) -> _Place:
-    place = above.below(entry[1])
-    if entry in naming.entries:
-        place = _Place(place.own, naming.entries[entry], place.parameter)
-    if entry in naming.owned:
-        place = _Place(place.own, place.name, naming.owned[entry])
-    return place

@@ -1,13 +1,13 @@
 """Which model, optimizer and parameter of one source is which of the other.
 
 Tensors are matched by their paths. Where models or optimizers lie at different paths, or name parameters differently
-(wrappers, numbers by place), they are matched by the names that the readers establish; what has none stays alone.
+(wrappers, numbers for names), they are matched by the names that the readers establish. What has no name has no match.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ Entry = tuple[int, str]
 
 @dataclass(slots=True)
 class Model:
-    """The weights of a model: ``names`` maps theirs to full paths, ``entries`` to where they lie. Shards are one.
+    """The weights of a model, with all its shards: by name their full paths, and the entries that hold them.
 
     ``homes`` are the paths of the dictionaries that hold them, by their ``id``.
     """
@@ -37,7 +37,7 @@ class Model:
 
 @dataclass(slots=True)
 class Optimizer:
-    """The state of an optimizer at the path ``base``; ``names`` are those of parameters, by what identifies them."""
+    """The state of an optimizer at the path ``base``; ``names`` gives the names of parameters by their keys in it."""
 
     label: str
     base: str
@@ -45,19 +45,19 @@ class Optimizer:
     names: dict[Any, str]
 
     def states(self) -> Iterator[tuple[Any, dict[Any, Any]]]:
-        """The identifier and the state of every parameter."""
+        """The key and the state of every parameter."""
         return ((each, state) for each, state in self.node["state"].items() if isinstance(state, dict))
 
     @property
     def is_named(self) -> bool:
-        """Whether every parameter with a state has a name, and one of its own."""
+        """Whether every parameter with a state has a name, and no two have the same."""
         names = [self.names.get(each) for each, _ in self.states()]
         return None not in names and len(set(names)) == len(names)
 
 
 @dataclass(slots=True)
 class Naming:
-    """What is known of the names in one source. ``places`` and ``entries`` say what is called otherwise in the other.
+    """The names in one source. ``places`` and ``entries`` say what has another path in the other source.
 
     ``places`` are new paths of dictionaries by their ``id``, ``entries`` those of tensors; None for what has no
     counterpart. ``owners`` and ``owned`` give the name of the parameter that a state or a weight is of.
@@ -92,7 +92,7 @@ def naming(side: Side) -> Naming:
                 found.owners[id(state)] = plain[optimizer.names[each]]
     for model in found.models:
         plain = plain_names(model.names)
-        # With several, a name does not say which one is meant.
+        # With several models, a name alone does not say which one is meant.
         known = plain if len(found.models) == 1 else {name: model.names[name] for name in plain}
         found.owned.update((model.entries[name], known[name]) for name in plain)
     return found
@@ -136,22 +136,23 @@ def _optimizer(part: Part, candidate: Candidate, beside: NamesBeside) -> Optimiz
     names: dict[Any, str] = {} if isinstance(known, str) else dict(known)
     if not names:
         place = "state" if candidate.path == TOP_LEVEL else f"{candidate.path}.state"
-        told = beside.of(part.path)
-        names = {each: told[f"{place}.{each}"] for each in candidate.node["state"] if f"{place}.{each}" in told}
+        found = beside.of(part.path)
+        names = {each: found[f"{place}.{each}"] for each in candidate.node["state"] if f"{place}.{each}" in found}
     return Optimizer(join(part.prefix, candidate.path), _base(part, candidate), candidate.node, names)
 
 
 def align(a: Naming, b: Naming) -> list[str]:
-    """Fill in what of ``b`` is called otherwise in ``a``; notes on what was matched, or was not, against its path."""
+    """Fill in what in ``b`` has another path in ``a``. Returns notes on what was matched by name, or has no match."""
     notes = []
-    for model, other in _pairs(a.models, b.models, lambda each: each.label):
+    for model, other in _pairs(a.models, b.models):
         if model.label != other.label:
             notes.append(f"A's model {_shown(model.label)} is compared with B's {_shown(other.label)}")
             if len(model.homes) == len(other.homes) == 1:
                 b.places[next(iter(other.homes))] = next(iter(model.homes.values()))
         matched = match(model.names, other.names)
-        b.entries.update((entry, _name(model, matched.get(name))) for name, entry in other.entries.items())
-    for one, another in _pairs(a.optimizers, b.optimizers, lambda each: each.label):
+        paths = {name: model.names[same] for name, same in matched.items()}
+        b.entries.update((entry, paths.get(name)) for name, entry in other.entries.items())
+    for one, another in _pairs(a.optimizers, b.optimizers):
         if one.label != another.label:
             b.places[id(another.node)] = one.base
         if one.is_named and another.is_named:
@@ -162,28 +163,21 @@ def align(a: Naming, b: Naming) -> list[str]:
     return notes
 
 
-def _name(model: Model, name: str | None) -> str | None:
-    return None if name is None else model.names[name]
-
-
 def _same_parameters(one: Optimizer, another: Optimizer) -> dict[int, str | None]:
     """The new place of every state of ``another``."""
     mine = {one.names[each]: each for each, _ in one.states()}
     matched = match(mine, [another.names[each] for each, _ in another.states()])
-    places: dict[int, str | None] = {}
-    for each, state in another.states():
-        name = matched.get(another.names[each])
-        places[id(state)] = None if name is None else join(join(one.base, "state"), mine[name])
-    return places
+    paths = {name: join(join(one.base, "state"), mine[same]) for name, same in matched.items()}
+    return {id(state): paths.get(another.names[each]) for each, state in another.states()}
 
 
 T = TypeVar("T", Model, Optimizer)
 
 
-def _pairs(a: Sequence[T], b: Sequence[T], label: Callable[[T], str]) -> list[tuple[T, T]]:
-    """Those of one label, then the only two that are left, if they are."""
-    by_label: Mapping[str, T] = {label(each): each for each in a}
-    pairs = [(by_label[label(each)], each) for each in b if label(each) in by_label]
+def _pairs(a: Sequence[T], b: Sequence[T]) -> list[tuple[T, T]]:
+    """Those with equal labels; then those left, where each side has exactly one."""
+    by_label = {each.label: each for each in a}
+    pairs = [(by_label[each.label], each) for each in b if each.label in by_label]
     taken = {id(each) for pair in pairs for each in pair}
     left = [[each for each in side if id(each) not in taken] for side in (a, b)]
     if len(left[0]) == len(left[1]) == 1:

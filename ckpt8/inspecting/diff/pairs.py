@@ -1,8 +1,8 @@
-"""The elements of two tensors side by side, in pieces of bounded size, and what is measured on them."""
+"""Reads two tensors side by side, in pieces of bounded size, and measures how they differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -26,9 +26,9 @@ OPAQUE = frozenset({DType.FLOAT4_E2M1FN_X2, DType.QINT8, DType.QUINT8, DType.QIN
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two tensors of one shape, seen so that they are read in an order that suits the first.
+    """Two tensors of one shape; ``first`` and ``second`` have their dimensions in the order that suits the first.
 
-    Every element stands for ``repeat``: those that a tensor repeats without storing them are read once.
+    Every element counts ``repeat`` times: what both only repeat, as expanded tensors do, is read once.
     """
 
     a: Tensor
@@ -45,7 +45,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """``itemsize`` bytes are an element of what is compared as bytes; it is 0 for numbers."""
+    """The same elements of pair ``number``. Opaque ones are ``itemsize`` bytes each; it is 0 for numbers."""
 
     number: int
     a: torch.Tensor
@@ -61,7 +61,7 @@ def make_pair(a: Tensor, b: Tensor) -> Pair:
     if _is_expanded(a, first) and _is_expanded(b, second):
         if first.stride != second.stride:
             a.part.data.check_extent(a.name, first)
-        # Windows that overlap: all that they lie over stands for them.
+        # Windows that overlap: the run of elements under them is compared in their place.
         first, second = (replace(ref, shape=(ref.span,), stride=(1,)) for ref in (first, second))
     if a.ref.dtype in OPAQUE or b.ref.dtype in OPAQUE:
         first, second = _as_bytes(first), _as_bytes(second)
@@ -69,7 +69,7 @@ def make_pair(a: Tensor, b: Tensor) -> Pair:
 
 
 def _collapsed(a: TensorRef, b: TensorRef) -> tuple[TensorRef, TensorRef, int]:
-    """Both without the dimensions that both only repeat, and how often all is repeated."""
+    """Both with size 1 in the dimensions that both only repeat, and how often that repeats every element."""
     dims = range(len(a.shape))
     repeated = {dim for dim in dims if a.shape[dim] > 1 and a.stride[dim] == b.stride[dim] == 0}
     shape = tuple(1 if dim in repeated else a.shape[dim] for dim in dims)
@@ -109,7 +109,7 @@ def _measure(piece: _Piece) -> tuple[int, Change]:
 
 
 def _pieces(pairs: Sequence[Pair], progress: Progress) -> Iterator[_Piece]:
-    """Of all pairs, in the order in which the first source has them: pieces to be measured, of a frame each."""
+    """All pairs, in the order of the first source, cut into pieces of a frame."""
     places = {id(part.data): k for k, part in enumerate({id(p.a.part.data): p.a.part for p in pairs}.values())}
 
     def place(number: int) -> tuple[int, int, int]:
@@ -119,41 +119,38 @@ def _pieces(pairs: Sequence[Pair], progress: Progress) -> Iterator[_Piece]:
 
     for number in sorted(range(len(pairs)), key=place):
         pair = pairs[number]
-        checks = [_Checksum(pair.a, pair.first), _Checksum(pair.b, pair.second)]
+        views = _View(pair.a, pair.first, progress), _View(pair.b, pair.second, progress)
+        opaque = pair.first.dtype is DType.UINT8 and pair.a.ref.dtype in OPAQUE
+        itemsize = pair.a.ref.dtype.itemsize if opaque else 0
         for start in range(0, pair.numel, _READ):
-            stop = min(start + _READ, pair.numel)
-            blocks = []
-            for tensor, ref, check in zip((pair.a, pair.b), (pair.first, pair.second), checks, strict=True):
-                block = tensor.part.data.elements(ref, start, stop)
-                check.add(block)
-                progress((stop - start) * ref.dtype.itemsize)
-                blocks.append(block)
-            opaque = pair.first.dtype is DType.UINT8 and pair.a.ref.dtype in OPAQUE
-            itemsize = pair.a.ref.dtype.itemsize if opaque else 0
-            for at in range(0, stop - start, FRAME):
+            blocks = [view.read(start, min(start + _READ, pair.numel)) for view in views]
+            for at in range(0, len(blocks[0]), FRAME):
                 yield _Piece(number, blocks[0][at : at + FRAME], blocks[1][at : at + FRAME], itemsize)
-        for check in checks:
-            check.finish()
+        for view in views:
+            view.finish()
 
 
-class _Checksum:
-    """Of a tensor that is the whole of a storage whose checksum the source states: holds its bytes against that."""
+class _View:
+    """Reads a tensor block by block, and checks its bytes where the source states a checksum for exactly these."""
 
-    def __init__(self, tensor: Tensor, ref: TensorRef) -> None:
-        crcs: Mapping[str, int] = tensor.part.crcs
+    def __init__(self, tensor: Tensor, ref: TensorRef, progress: Progress) -> None:
+        self._tensor, self._ref, self._progress = tensor, ref, progress
         storage = tensor.part.data.storage(ref.key)
         whole = ref.is_contiguous and not ref.offset and ref.nbytes == storage.nbytes
         plain = whole and not (ref.conj or ref.neg)
-        self._expected = crcs.get(ref.key) if plain else None
+        self._expected = tensor.part.crcs.get(ref.key) if plain else None
         self._crc = 0
-        self._where = f"{tensor.part.data.label}: {tensor.name}"
 
-    def add(self, block: torch.Tensor) -> None:
-        """The next elements."""
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements ``start`` to ``stop``. Every block is read once, in order. Raises InputError."""
+        block = self._tensor.part.data.elements(self._ref, start, stop)
         if self._expected is not None:
             self._crc = crc32(bytes_of(block), self._crc)
+        self._progress((stop - start) * self._ref.dtype.itemsize)
+        return block
 
     def finish(self) -> None:
-        """Raise InputError unless the checksum is that of all that was added."""
+        """Raise InputError unless the checksum is that of all blocks."""
         if self._expected is not None and self._crc != self._expected:
-            raise InputError(f"{self._where}: checksum and bytes do not match; the file is damaged")
+            where = f"{self._tensor.part.data.label}: {self._tensor.name}"
+            raise InputError(f"{where}: checksum and bytes do not match; the file is damaged")

@@ -38,7 +38,7 @@ class TensorDifference:
 
     @property
     def is_tied(self) -> bool:
-        """Whether both are the same elements as another tensor, which stands for them in sums."""
+        """Whether both are the same elements as another tensor, which counts in sums in their place."""
         return self.a.tied is not None and self.b.tied is not None
 
     @property
@@ -48,7 +48,7 @@ class TensorDifference:
 
     @property
     def layer(self) -> str | None:
-        """The layer that its parameter is in; None for what is of no parameter, or of one without a name."""
+        """The layer of its parameter; None where it belongs to no parameter, or to one without a name."""
         name = self.a.parameter or self.b.parameter
         if name is None and self.role is Role.WEIGHT:
             name = self.a.name
@@ -74,7 +74,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """Two values that match, and are not the same; or of a file, what is different in it."""
+    """Two values that match by name and differ."""
 
     name: str
     a: Any
@@ -106,7 +106,7 @@ def _facts(tensor: Tensor) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Tensors of one role, or of one layer. ``worst`` is the one that changed most."""
+    """Sums over the tensors of one role or layer. ``worst`` is the one that changed most."""
 
     tensors: int
     identical: int
@@ -121,10 +121,10 @@ class Total:
 
 @dataclass(slots=True)
 class Difference:
-    """What two checkpoints have in common and what not. ``a`` and ``b`` say what each of them is.
+    """How two checkpoints differ. ``a`` and ``b`` describe each of them.
 
-    ``tensors`` are those that both have; ``values`` the other values that both have, and that differ;
-    ``equal_values`` counts those that do not. ``files`` are members without tensors that differ in their bytes.
+    ``tensors`` are those that both have, equal or not. ``values`` are the other values that both have and that differ;
+    ``equal_values`` counts the equal ones. ``files`` are members without tensors whose bytes differ.
     """
 
     a: dict[str, Any]
@@ -170,7 +170,7 @@ class Difference:
         return dict(sorted(found.items(), key=lambda item: -size_of_change(item[1].change)))
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, in plain values.
+        """All of it in plain values.
 
         ``a``, ``b``: path, layout, whether it is a ``.ckpt8``, bytes. ``roles`` and ``layers``: sums over the tensors
         of a role, or of a role and a layer, with the name of the ``worst``. ``tensors``, ``values`` and ``files`` have
@@ -208,10 +208,8 @@ class Difference:
 
 
 def size_of_change(change: Change | None) -> float:
-    """What tensors are sorted by: the relative change; more than any where there is none to be told."""
-    if change is None:
-        return math.inf
-    return math.inf if change.relative is None else change.relative
+    """The relative change, which tensors are sorted by; infinite where it is unknown."""
+    return math.inf if change is None or change.relative is None else change.relative
 
 
 K = TypeVar("K", bound=Hashable)

@@ -1,12 +1,12 @@
-"""The two sides of a comparison: a source as trees of objects, and files that are none.
+"""The two sides of a comparison: a source as trees of objects, and as files without tensors.
 
-Two sources of one layout are compared as they are, member by member, so that nothing is left out. Where the layouts
-differ, each is put together as one tree, as ``convert`` does it: slices of a distributed checkpoint, shards of a model.
+Two sources of one layout are compared member by member, so that nothing is left out. Where the layouts differ, each
+becomes one tree, as ``convert`` makes it of the slices of a distributed checkpoint or the shards of a model.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +23,10 @@ from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.checkpoint.walk import iter_nodes
 from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
-from ckpt8.converting.content import Content
 from ckpt8.converting.layouts import dcp
 from ckpt8.converting.sources import content_of, layout_of
 from ckpt8.core.errors import InputError
-from ckpt8.core.json_text import parse_any_json
 
-_LONGEST_JSON = 16 << 20
 _OF_SEVERAL = "directory"
 
 
@@ -71,10 +68,8 @@ class Side:
 
     def check_unchanged(self) -> None:
         """Raise InputError when a file that was read changed since it was opened."""
-        for part in self.parts:
-            part.data.check_unchanged()
-        for file in self.files.values():
-            file.check_unchanged()
+        for each in (*(part.data for part in self.parts), *self.files.values()):
+            each.check_unchanged()
 
     def facts(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -94,7 +89,10 @@ def _make(members: Members, layout: str | None, *, together: bool) -> Side:
     name = (layout or _OF_SEVERAL) if members.is_directory or not formats else formats[0]
     side = Side(members.path, name, is_container(members.path), size_of(members.path))
     if together and members.is_directory:
-        _add_assembled(side, content_of(members))
+        content = content_of(members)
+        side.parts.append(Part("", content.data, content.data))
+        side.notes += content.notes
+        _add_each(side, content.others, in_directory=True)
     else:
         _add_members(side, found, members)
     if not side.parts:
@@ -104,12 +102,6 @@ def _make(members: Members, layout: str | None, *, together: bool) -> Side:
     if codes:
         side.notes.append(f"{codes[0]}: quantised for inference; its codes are compared as the numbers that they are")
     return side
-
-
-def _add_assembled(side: Side, content: Content) -> None:
-    side.parts.append(Part("", content.data, content.data))
-    side.notes += content.notes
-    _add_each(side, content.others, in_directory=True)
 
 
 def _add_members(side: Side, found: list[DirectoryMember], members: Members) -> None:
@@ -122,8 +114,8 @@ def _add_members(side: Side, found: list[DirectoryMember], members: Members) -> 
         content = dcp.assemble(Members(members.path, True, files))
         folder = files[0].path.rpartition("/")[0]
         folders.add(f"{folder}/{METADATA}" if folder else METADATA)
-        crcs = {} if side.is_container else _crcs(files)
-        side.parts.append(Part(folder, content.data, content.data, crcs))
+        crcs = [_crcs(side, file.checkpoint, f"{file.path}/") for file in files]
+        side.parts.append(Part(folder, content.data, content.data, dict(ChainMap(*crcs))))
         side.notes += content.notes
     rest = (each for each in found if not isinstance(each, DcpMember) and each.path not in folders)
     _add_each(side, rest, in_directory=members.is_directory)
@@ -138,26 +130,10 @@ def _add_each(side: Side, members: Iterable[DirectoryMember], *, in_directory: b
         data = Composite(f"{side.path}: {member.path}" if in_directory else str(side.path))
         data.adopt(checkpoint)
         data.tree = checkpoint.tree
-        crcs = {} if side.is_container else {s.key: s.crc32 for s in checkpoint.storages if s.crc32 is not None}
-        side.parts.append(Part(member.path if in_directory else "", checkpoint, data, crcs))
+        side.parts.append(Part(member.path if in_directory else "", checkpoint, data, _crcs(side, checkpoint)))
 
 
-def _crcs(files: Iterable[DirectoryMember]) -> dict[str, int]:
-    return {
-        f"{member.path}/{storage.key}": storage.crc32
-        for member in files
-        for storage in member.checkpoint.storages
-        if storage.crc32 is not None
-    }
-
-
-def json_tree(path: str, file: Checkpoint) -> Any:
-    """What a file of JSON holds, or None where it is none that can be read. Raises InputError."""
-    if not path.endswith(".json") or not 0 < file.size <= _LONGEST_JSON:
-        return None
-    content = bytearray(file.size)
-    file.read_into(0, memoryview(content))
-    try:
-        return parse_any_json(content, path)
-    except InputError:
-        return None
+def _crcs(side: Side, checkpoint: Checkpoint, prefix: str = "") -> dict[str, int]:
+    """Stated checksums by key; none of a ``.ckpt8``, which may give back other bytes than it was made from."""
+    storages = () if side.is_container else checkpoint.storages
+    return {prefix + storage.key: storage.crc32 for storage in storages if storage.crc32 is not None}

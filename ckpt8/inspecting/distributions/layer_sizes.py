@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,11 +71,7 @@ class LayerSizes:
         return {
             "layer": name,
             "weights": layer.elements,
-            "bytes": _sorted(layer.bytes),
-            "stored_bytes": _sorted(layer.stored_bytes) if self.stored else None,
+            "bytes": dict(sorted(layer.bytes.items())),
+            "stored_bytes": dict(sorted(layer.stored_bytes.items())) if self.stored else None,
             "update": None if update is None else {**update, "parameters": layer.parameters},
         }
-
-
-def _sorted(counts: Mapping[str, int]) -> dict[str, int]:
-    return {role: counts[role] for role in sorted(counts)}

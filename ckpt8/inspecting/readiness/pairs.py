@@ -1,9 +1,8 @@
-"""Which tensor of one checkpoint is which of another: a copy that was compressed, restored or converted.
+"""Finds for each tensor of a checkpoint the same one in another: in a compressed, restored or converted copy.
 
-Names decide first: equal ones mean the same. A conversion moves tensors: files of a directory become one, a nested
-state dict a flat one, moments by number moments by name. So the rest is paired where the label of one is the end of
-exactly one label of the other, by whole components, and no other's. Shapes must be equal, and so must be the slices of
-what is distributed.
+Equal names are paired first. But a conversion moves tensors: files of a directory become one file, a nested state dict
+a flat one, and moments by number become moments by name. So the others are paired where the label of one is the end,
+by whole components, of exactly one label of the other, and of no second one. Shapes must be equal, those of slices too.
 """
 
 from __future__ import annotations
@@ -27,11 +26,16 @@ def pair_tensors(
         [each for each in mine if each.name not in equal], [each for each in theirs if each.name not in taken]
     )
     found = [(each, equal.get(each.name) or loose.get(each.name)) for each in mine]
-    return [(one, other) for one, other in found if other is not None and one.layout == other.layout]
+    return [(one, other) for one, other in found if other is not None and _shapes(one) == _shapes(other)]
+
+
+def _shapes(tensor: SourceTensor) -> list[tuple[int, ...]]:
+    """The shapes of its slices: where two tensors have the same, their elements are in the same order."""
+    return [ref.shape for ref in tensor.pieces]
 
 
 def _by_end(mine: Iterable[SourceTensor], theirs: Iterable[SourceTensor]) -> dict[str, SourceTensor]:
-    """By name of mine the one of theirs whose label ends like it, or which it ends like, where that is clear."""
+    """By name of mine the only one of theirs where the label of one is the end of the label of the other."""
     here, there = list(mine), list(theirs)
     forward, backward = _longer(here, there), _longer(there, here)
     found: dict[str, list[SourceTensor]] = defaultdict(list)

@@ -1,14 +1,14 @@
 """``inspect --readiness``: how weights and moments survive fp16, bf16, fp8 and int8, as they are and scaled.
 
 The maths stand where they are computed: ``number_formats`` rounds, ``casting`` counts and adds up, ``verdicts`` judges.
-Of a ``.ckpt8`` it is the decoded values that are looked at. Against an original, paired by name and shape, the error of
-what is stored is measured:
+Of a ``.ckpt8`` the decoded values are judged. With an original, tensors are paired by name and shape, and the error is
+measured:
 
     SNR = 10 log10( sum x^2 / sum (y - x)^2 ) dB        x of the original, y of the checkpoint, where both are finite
 
-y of 8-bit elements with scales beside them is their product, see ``tensor_source``.
+y of 8-bit elements with scales is their product, see ``tensor_source``.
 
-What is given, ``readiness`` in the JSON of ``inspect``; an SNR is in dB, and None where no error is made:
+The keys of ``readiness`` in the JSON of ``inspect``; an SNR is in dB, and None where no error is made:
 
     full, sample         whether every element was read; else elements and windows of the sample of a long tensor
     elements, looked_at  of all weights and moments; ``nonfinite`` of them were left out
@@ -29,8 +29,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ckpt8.core.errors import CheckFailedError
 from ckpt8.core.workers import Workers
@@ -112,7 +110,7 @@ def _measure_all(
         pairs = pair_tensors(source.tensors, other.tensors)
         if source.tensors and not pairs:
             raise CheckFailedError(
-                f"{original}: has no weight or moment of the names and shapes in the other; "
+                f"{original}: has no weight or moment with the name and shape of one in the other; "
                 "give the checkpoint that it was made from"
             )
         errors = workers.map(lambda pair: _measure(source, pair[0], other, pair[1], full=full), pairs)
@@ -126,30 +124,22 @@ def _measure(
 ) -> dict[str, Any]:
     signal, error, differing = Extent(), Extent(), 0
     one, two = mine, theirs
-    if mine.strides == theirs.strides and mine.scale is theirs.scale is None:
+    strides = [[ref.stride for ref in each.pieces] for each in (mine, theirs)]
+    if strides[0] == strides[1] and mine.scale is theirs.scale is None:
         one, two = mine.in_memory_order, theirs.in_memory_order
     blocks = zip(source.blocks(one, full=full), other.blocks(two, full=full), strict=True)
     for pair in blocks:
         for y, x in zip(*(tiles([block]) for block in pair), strict=True):
-            y_finite, x_finite = _both_finite(y, x)
+            finite = y.isfinite() & x.isfinite()
+            y_finite, x_finite = (y, x) if bool(finite.all()) else (y[finite], x[finite])
             differing += int((y_finite != x_finite).count_nonzero())
             signal.add(x_finite)
             error.add(y_finite.double() - x_finite.double())
-    nmse = _ratio(error, signal)
+    scale = 2 * (error.exponent - signal.exponent)
+    nmse = math.ldexp(error.square / signal.square, scale) if signal.square else None
     return {
         "name": theirs.name,
         "differing": differing / max(signal.count, 1),
         "max_error": error.largest,
         "snr_db": None if nmse is None else decibels(nmse),
     }
-
-
-def _both_finite(y: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    both = y.isfinite() & x.isfinite()
-    return (y, x) if bool(both.all()) else (y[both], x[both])
-
-
-def _ratio(error: Extent, signal: Extent) -> float | None:
-    if not signal.square:
-        return None
-    return math.ldexp(error.square / signal.square, 2 * (error.exponent - signal.exponent))

@@ -1,19 +1,17 @@
-"""Weights and moments of a raw checkpoint or a ``.ckpt8``, read element by element in bounded memory, or sampled.
+"""Weights and moments of any source, read in bounded memory, whole or sampled.
 
-Slices of one tensor in a distributed checkpoint are one tensor here, and tensors that share their elements, as tied
-weights do, are one as well: the first. Tensors of 8-bit elements come with the scales that lie beside them under the
-same name and ``_scale``: x = q * scale, with one scale for the tensor, or one for every row.
+Slices of a distributed tensor are one tensor here. Of tensors that share their elements, as tied weights do, only the
+first is listed. A tensor of 8-bit elements comes with its scales, which have its name and ``_scale``: x = q * scale,
+with one scale for the tensor, or one for every row.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import prod
 from pathlib import Path
 
@@ -32,7 +30,7 @@ from ckpt8.inspecting.opening import describe, open_any
 from ckpt8.inspecting.sampling import PER_TENSOR, windows
 
 ROLES = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
-"""Roles of the tensors that are given."""
+"""Roles of the tensors that are listed."""
 
 BLOCK = 1 << 20
 """Elements that are read at once."""
@@ -65,24 +63,15 @@ class SourceTensor:
 
     @property
     def in_memory_order(self) -> SourceTensor:
-        """The same elements in the order in which they lie, where no scales belong to them: many are read at once."""
+        """The same elements in the order of memory, which reads faster; with scales, in their own order."""
         if self.scale is not None:
             return self
-        return replace(self, pieces=tuple(_flat(ref) if is_dense(ref) else ref for ref in self.pieces))
-
-    @property
-    def strides(self) -> tuple[tuple[int, ...], ...]:
-        """The strides of its pieces."""
-        return tuple(ref.stride for ref in self.pieces)
-
-    @property
-    def layout(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of its pieces: elements of two tensors stand in one order where these are equal."""
-        return tuple(ref.shape for ref in self.pieces)
+        flat = (replace(ref, shape=(prod(ref.shape),), stride=(1,)) if is_dense(ref) else ref for ref in self.pieces)
+        return replace(self, pieces=tuple(flat))
 
 
 class TensorSource:
-    """The tensors of an open checkpoint. ``left_out`` counts those that are not given, by reason."""
+    """The tensors of an open source. ``left_out`` counts those that are not listed, by reason."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.left_out: Counter[str] = Counter()
@@ -94,8 +83,7 @@ class TensorSource:
     def _find(self) -> list[SourceTensor]:
         plan = plan_bundle(self._bundle, Policy.of("lossless"))
         parameters = _parameter_names(describe(self._bundle, plan))
-        groups: dict[tuple[str, Role, DType], list[TensorRef]] = {}
-        labels: dict[tuple[str, Role, DType], str] = {}
+        groups: dict[tuple[str, Role, DType], tuple[str, list[TensorRef]]] = {}
         spread = {
             index
             for member in self._bundle.members
@@ -112,38 +100,33 @@ class TensorSource:
             if ref.nbytes > self._bundle.storages[index].nbytes:
                 self.left_out["with more elements than are stored"] += 1
                 continue
-            self._open(index)
+            if ref.key not in self._data:
+                storage = self._bundle.storages[index]
+                self._data.add(Stretch(self._bundle, storage.offset, storage.nbytes), storage.dtype, ref.key)
             name = tensor.whole or tensor.name
             parameter = parameters.get(index)
             label = name if parameter is None else f"{parameter}.{name.rpartition('.')[2]}"
             if index in spread:
                 name, label = without_file(name), without_file(label)
-            groups.setdefault((name, tensor.role, ref.dtype), []).append(ref)
-            labels.setdefault((name, tensor.role, ref.dtype), label)
+            groups.setdefault((name, tensor.role, ref.dtype), (label, []))[1].append(ref)
         found = [
-            SourceTensor(*key, refs[0].shape if len(refs) == 1 else None, tuple(refs), labels[key])
-            for key, refs in groups.items()
+            SourceTensor(*key, refs[0].shape if len(refs) == 1 else None, tuple(refs), label)
+            for key, (label, refs) in groups.items()
         ]
-        return [each for each in self._with_scales(found) if self._is_given(each)]
-
-    def _open(self, index: int) -> None:
-        """Make a storage readable, if it is not yet."""
-        if str(index) not in self._data:
-            storage = self._bundle.storages[index]
-            self._data.add(Stretch(self._bundle, storage.offset, storage.nbytes), storage.dtype, str(index))
+        return [each for each in self._with_scales(found) if self._is_listed(each)]
 
     def _with_scales(self, found: list[SourceTensor]) -> list[SourceTensor]:
-        """8-bit tensors with their scales, which are then no tensors of their own."""
+        """8-bit tensors with their scales, which are then not listed."""
         by_name = {each.name: each for each in found}
         scales: dict[str, TensorRef] = {}
         for each in found:
-            beside = by_name.get(each.name + _SCALE)
-            if each.dtype in _QUANTISED and beside is not None and _scale_fits(each, beside):
-                scales[each.name] = beside.pieces[0]
+            scale = by_name.get(each.name + _SCALE)
+            if each.dtype in _QUANTISED and scale is not None and _scale_fits(each, scale):
+                scales[each.name] = scale.pieces[0]
         taken = {name + _SCALE for name in scales}
         return [replace(each, scale=scales.get(each.name)) for each in found if each.name not in taken]
 
-    def _is_given(self, tensor: SourceTensor) -> bool:
+    def _is_listed(self, tensor: SourceTensor) -> bool:
         if tensor.dtype.is_plane_float or tensor.scale is not None:
             return True
         self.left_out[f"of {tensor.dtype.label}"] += 1
@@ -151,22 +134,21 @@ class TensorSource:
 
     def read(self, tensor: SourceTensor, start: int, stop: int) -> torch.Tensor:
         """Elements ``start`` to ``stop``, flat: float32, or float64 where they are that. Raises InputError."""
-        starts = [0, *accumulate(ref.numel for ref in tensor.pieces)]
         parts = []
         with self._lock:
-            while start < stop:
-                at = bisect_right(starts, start) - 1
-                end = min(stop, starts[at + 1])
-                parts.append(self._elements(tensor, at, start - starts[at], end - starts[at]))
-                start = end
+            for piece in tensor.pieces:
+                count = prod(piece.shape)
+                if start < count and stop > 0:
+                    parts.append(self._elements(tensor, piece, max(start, 0), min(stop, count)))
+                start, stop = start - count, stop - count
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _elements(self, tensor: SourceTensor, piece: int, start: int, stop: int) -> torch.Tensor:
-        found = self._data.elements(tensor.pieces[piece], start, stop)
+    def _elements(self, tensor: SourceTensor, piece: TensorRef, start: int, stop: int) -> torch.Tensor:
+        found = self._data.elements(piece, start, stop)
         if tensor.scale is None:
             return found if found.dtype is torch.float64 else found.float()
         rows = tensor.scale.numel
-        row = prod(tensor.pieces[0].shape) // rows
+        row = piece.numel // rows
         first, last = start // row, (stop - 1) // row + 1
         scales = self._data.elements(tensor.scale, first, last).float().repeat_interleave(row)
         return found.float() * scales[start - first * row : stop - first * row]
@@ -184,10 +166,6 @@ class TensorSource:
     def check_unchanged(self) -> None:
         """Raise InputError when a file changed since it was opened."""
         self._bundle.check_unchanged()
-
-
-def _flat(ref: TensorRef) -> TensorRef:
-    return replace(ref, shape=(ref.numel,), stride=(1,))
 
 
 def _parameter_names(manifest: Manifest) -> dict[int, str]:

@@ -27,22 +27,25 @@ from ckpt8.inspecting.readiness.casting import RAW, SCALED, decibels
 from ckpt8.inspecting.readiness.number_formats import FORMATS, NumberFormat
 
 MOST_UNDERFLOW = 0.05
-"""The part of the elements that are not zero that may become zero."""
+"""The share of the nonzero elements that may become zero."""
 
 FEW = 0.01
-"""The part of the elements of a role whose tensors may be left in a longer format."""
+"""The share of the elements of a role that may stay in a longer format."""
 
 READY, READY_SCALED, READY_MOSTLY, NOT_READY = "ready", "ready with scaling", "ready but for a few", "not ready"
 
 _FRACTIONS = ("overflow", "underflow", "subnormal")
 PLURALS = {"weight": "weights", "moment1": "first moments", "moment2": "second moments"}
-"""What is said of each role, in the order in which they are shown."""
+"""Each role in words, in the order in which they are shown."""
+
+_REASONS = ("underflow", "snr_db", "overflow")
+"""Why a format does not suit a tensor, the worst last."""
 
 _BECOME = {"overflow": "overflow", "underflow": "become zero"}
 
 
 def format_reports(tensors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every format: its bounds, by role what rounding does and the verdict, and all verdicts in one line."""
+    """For every format its bounds, by role what rounding does and the verdict, and all verdicts in one line."""
     return [_format_report(each, [t for t in tensors if t["formats"] is not None]) for each in FORMATS]
 
 
@@ -94,9 +97,11 @@ def fails(each: NumberFormat, tensor: dict[str, Any], kind: str) -> str | None:
 def _total(each: NumberFormat, tensors: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
     """Figures over several tensors; ``worst`` is the one of the lowest SNR, None where none has noise."""
     figures = [(tensor, tensor["formats"][each.id][kind]) for tensor in tensors]
-    nonzero = sum(_nonzero(tensor) for tensor in tensors)
+    # Elements that are not zero, as far as the sample tells.
+    counts = [tensor["elements"] * tensor["nonzero"] for tensor in tensors]
+    nonzero = sum(counts)
     fractions = {
-        key: sum(_nonzero(tensor) * found[key] for tensor, found in figures) / nonzero if nonzero else 0.0
+        key: sum(n * found[key] for n, (_, found) in zip(counts, figures, strict=True)) / nonzero if nonzero else 0.0
         for key in _FRACTIONS
     }
     return {**fractions, **_snr((tensor, found["snr_db"]) for tensor, found in figures)}
@@ -125,11 +130,6 @@ def measured_total(tensors: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any
     }
 
 
-def _nonzero(tensor: dict[str, Any]) -> float:
-    """Elements that are not zero, as far as the sample tells."""
-    return float(tensor["elements"] * tensor["nonzero"])
-
-
 def _text(each: NumberFormat, report: dict[str, Any], failing: Sequence[dict[str, Any]]) -> str:
     few = f"{len(failing)} of {report['tensors']} tensors ({_worst_failing(each, failing)})"
     if report["verdict"] == NOT_READY:
@@ -153,16 +153,16 @@ def snr(value: float | None) -> str:
 
 
 def _worst_failing(each: NumberFormat, failing: Sequence[dict[str, Any]]) -> str:
-    """The tensor of the lowest SNR if one is below the floor or overflows, else that which loses most."""
-    reasons = {tensor["name"]: fails(each, tensor, SCALED) for tensor in failing}
-    for reason in ("overflow", "snr_db", "underflow"):
-        found = [tensor for tensor in failing if reasons[tensor["name"]] == reason]
-        if not found:
-            continue
-        if reason == "snr_db":
-            worst = min(found, key=lambda t: float(t["formats"][each.id][SCALED]["snr_db"]))
-            return f"worst {worst['label']} {snr(worst['formats'][each.id][SCALED]['snr_db'])} dB"
-        worst = max(found, key=lambda t: float(t["formats"][each.id][SCALED][reason]))
-        share = worst["formats"][each.id][SCALED][reason]
-        return f"{percent(share)} of {worst['label']} {_BECOME[reason]}"
-    return ""
+    """One tensor in words: first comes overflow, then the lowest SNR below the floor, then underflow."""
+
+    def badness(tensor: dict[str, Any]) -> tuple[int, float, str]:
+        reason = fails(each, tensor, SCALED) or _REASONS[0]
+        figure = float(tensor["formats"][each.id][SCALED][reason])
+        return _REASONS.index(reason), -figure if reason == "snr_db" else figure, tensor["label"]
+
+    if not failing:
+        return ""
+    rank, figure, label = max((badness(tensor) for tensor in failing), key=lambda found: found[:2])
+    if _REASONS[rank] == "snr_db":
+        return f"worst {label} {snr(-figure)} dB"
+    return f"{percent(figure)} of {label} {_BECOME[_REASONS[rank]]}"

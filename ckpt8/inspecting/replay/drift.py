@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
-from ckpt8.codecs.cutting import TILE
 from ckpt8.codecs.error_stats import ErrorStats
 
 
@@ -52,15 +49,19 @@ class Drift:
     skipped: dict[str, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
 
-    def merge(self, other: Drift, prefix: str) -> None:
-        """Add another file of the same steps; ``prefix`` stands before its names."""
-        for mine, theirs in zip(self.steps, other.steps, strict=True):
-            mine.merge(theirs)
-        self.parameters += other.parameters
-        self.with_weights += other.with_weights
-        self.without_weights.update({prefix + name: reason for name, reason in other.without_weights.items()})
-        self.skipped.update({prefix + name: reason for name, reason in other.skipped.items()})
-        self.broken += [prefix + name for name in other.broken]
+    def add(self, name: str, steps: list[StepDrift] | str, unpaired: str | None) -> None:
+        """Add a parameter: its figures by step, or why it was not replayed; ``unpaired`` says why it has no weight."""
+        if isinstance(steps, str):
+            self.skipped[name] = steps
+        elif not all(step.finite for step in steps):
+            self.broken.append(name)
+        else:
+            self.parameters += 1
+            self.with_weights += unpaired is None
+            if unpaired is not None:
+                self.without_weights[name] = unpaired
+            for total, step in zip(self.steps, steps, strict=True):
+                total.merge(step)
 
     @property
     def worst(self) -> float:
@@ -91,24 +92,8 @@ class Drift:
 def left_out(resume: Mapping[str, Any]) -> list[str]:
     """Lines on what the figures of ``Drift.to_json`` leave out: weights, and parameters that were skipped."""
     lines = []
-    if resume["without_weights"]:
-        reasons = "; ".join(f"{count}: {reason}" for reason, count in _counted(resume["without_weights"]))
+    weights, skipped = (sorted(Counter(resume[key].values()).items()) for key in ("without_weights", "skipped"))
+    if weights:
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in weights)
         lines.append(f"weights: {resume['with_weights']} of {resume['parameters']} parameters ({reasons})")
-    return lines + [f"not replayed: {count} parameters: {reason}" for reason, count in _counted(resume["skipped"])]
-
-
-def _counted(reasons: Mapping[str, str]) -> list[tuple[str, int]]:
-    return sorted(Counter(reasons.values()).items())
-
-
-def difference(x: Tensor, y: Tensor) -> tuple[float, float, float]:
-    """Sum (y - x)^2, sum x^2 and max |y - x|, in float64, block by block."""
-    error = total = largest = 0.0
-    a, b = x.reshape(-1), y.reshape(-1)
-    for start in range(0, len(a), TILE):
-        wide = a[start : start + TILE].double()
-        apart = b[start : start + TILE].double() - wide
-        error += float(apart.square().sum())
-        total += float(wide.square().sum())
-        largest = max(largest, float(apart.abs().max()))
-    return error, total, largest
+    return lines + [f"not replayed: {count} parameters: {reason}" for reason, count in skipped]

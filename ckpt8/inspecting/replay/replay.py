@@ -30,7 +30,8 @@ from ckpt8.container.manifest import DCP
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError
 from ckpt8.core.workers import Workers
-from ckpt8.inspecting.replay.drift import Drift, StepDrift, difference
+from ckpt8.inspecting.diff.change import measure
+from ckpt8.inspecting.replay.drift import Drift, StepDrift
 from ckpt8.inspecting.replay.rules import Replayed, find_rule
 from ckpt8.optim.known_optimizers import TENSORS
 
@@ -38,55 +39,39 @@ SEED = 0x5EED
 _SPREAD = "the files of a distributed checkpoint are not replayed"
 
 
-def replay(original: Checkpoint, compressed: Checkpoint, steps: int, workers: Workers) -> Drift:
-    """Replay ``steps`` steps of every parameter whose rule is known. Both have the same tree.
+def replay(original: Checkpoint, compressed: Checkpoint, drift: Drift, workers: Workers, prefix: str = "") -> None:
+    """Replay as many steps as ``drift`` has of every parameter whose rule is known, and add them to it.
 
-    Raises InputError for damage, CheckFailedError where the two are not of one structure.
+    ``prefix`` comes before names. Raises InputError for damage, CheckFailedError where the two trees are not alike.
     """
-    drift = Drift([StepDrift() for _ in range(steps)])
-    both = _Sides(original, compressed)
+    both = _Sides(original, compressed, len(drift.steps))
     mine, theirs = saved_parameters(original.tree), saved_parameters(compressed.tree)
     if [saved.name for saved in mine] != [saved.name for saved in theirs]:
-        raise CheckFailedError("the original has other parameters than the compressed file; there is nothing to replay")
-    jobs = [_Job(number, a, b, steps) for number, (a, b) in enumerate(zip(mine, theirs, strict=True))]
-    for job, found in zip(jobs, workers.map(both.replay, jobs), strict=True):
-        if isinstance(found, str):
-            drift.skipped[job.original.name] = found
-        elif not all(step.finite for step in found):
-            drift.broken.append(job.original.name)
-        else:
-            drift.parameters += 1
-            if job.original.unpaired is None:
-                drift.with_weights += 1
-            else:
-                drift.without_weights[job.original.name] = job.original.unpaired
-            for total, step in zip(drift.steps, found, strict=True):
-                total.merge(step)
-    return drift
+        raise CheckFailedError(
+            "the original and the compressed file have different parameters, so no step can be replayed"
+        )
+    jobs = zip(range(len(mine)), mine, theirs, strict=True)
+    for saved, found in zip(mine, workers.map(both.replay, jobs), strict=True):
+        drift.add(prefix + saved.name, found, saved.unpaired)
 
 
 def replay_files(reader: ContainerReader, original: Path, steps: int, workers: Workers) -> Drift:
-    """``replay`` of every member. ``workers`` compute; the container is decoded by threads of its own."""
+    """Replay every member. ``workers`` compute; the container is decoded by threads of its own."""
     drift = Drift([StepDrift() for _ in range(steps)])
     whole = reader.manifest.directory is None
     for record in reader.manifest.members:
         if record.format == DCP:
             names = [each.name for each in reader.manifest.parameters if each.name.startswith(f"{record.path}:")]
             drift.skipped.update(dict.fromkeys(names, _SPREAD))
-        if record.format not in dict(READERS):
-            continue
-        path = original if whole else original / record.path
-        with open_checkpoint(path) as first, open_source(reader.path, member=record.path) as second:
-            drift.merge(replay(first, second.checkpoint, steps, workers), "" if whole else f"{record.path}:")
+        if record.format in dict(READERS):
+            path, prefix = (original, "") if whole else (original / record.path, f"{record.path}:")
+            with open_checkpoint(path) as first, open_source(reader.path, member=record.path) as second:
+                replay(first, second.checkpoint, drift, workers, prefix)
     return drift
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    number: int
-    original: SavedParameter
-    compressed: SavedParameter
-    steps: int
+_Job = tuple[int, SavedParameter, SavedParameter]
+"""The number of a parameter, and what both sides have of it."""
 
 
 @dataclass(slots=True)
@@ -100,14 +85,14 @@ class _Side:
 class _Sides:
     """Reads parameters of both checkpoints; the sources take one reader at a time."""
 
-    def __init__(self, original: Checkpoint, compressed: Checkpoint) -> None:
-        self._original, self._compressed = original, compressed
+    def __init__(self, original: Checkpoint, compressed: Checkpoint, steps: int) -> None:
+        self._original, self._compressed, self._steps = original, compressed, steps
         self._storages = {storage.key: storage for storage in original.storages}
         self._lock = threading.Lock()
 
     def replay(self, job: _Job) -> list[StepDrift] | str:
-        """The drift of one parameter by step, or why it cannot be replayed."""
-        saved = job.original
+        """The drift of one parameter, step by step, or why it cannot be replayed. Thread-safe."""
+        number, saved, theirs = job
         with self._lock:
             rule = self._rule(saved)
             if isinstance(rule, str):
@@ -116,18 +101,18 @@ class _Sides:
             problem = _unfit(saved, shape)
             if problem is not None:
                 return problem
-            original, compressed = _read(self._original, saved), _read(self._compressed, job.compressed)
+            original, compressed = _read(self._original, saved), _read(self._compressed, theirs)
         if rule.coupled and rule.weight_decay and original.weight is None:
             return "its weight, which an L2 penalty needs, was not found"
         broken = _not_finite(original)
         if broken is not None:
             return f"{broken} of the original is not finite"
         if _not_finite(compressed) is not None:
-            return [StepDrift(update_error=math.inf)] * job.steps
+            return [StepDrift(update_error=math.inf)] * self._steps
         found = []
         scale = rule.gradient_scale(original.state)
-        for k in range(job.steps):
-            grad = _noise(scale, job.number, k)
+        for k in range(self._steps):
+            grad = _noise(scale, number, k)
             u, v = (
                 rule.advance(side.state, side.weight, grad, shape, rule.step + k + 1) for side in (original, compressed)
             )
@@ -179,9 +164,12 @@ def _noise(scale: Tensor, number: int, step: int) -> Tensor:
 
 
 def _measure(u: Tensor, v: Tensor, original: _Side, compressed: _Side) -> StepDrift:
-    drift = StepDrift(*difference(u, v))
+    update = measure(u, v)
+    # ``measure`` leaves NaN and Inf out; a step with any is broken.
+    drift = StepDrift(math.inf if update.excluded else update.change, update.square, update.max_change)
     if original.weight is not None and compressed.weight is not None:
-        drift.weight_error, drift.weight, largest = difference(original.weight, compressed.weight)
-        rms = math.sqrt(drift.weight / max(1, u.numel()))
-        drift.max_weight = largest / rms if rms else 0.0
+        weight = measure(original.weight, compressed.weight)
+        drift.weight_error = math.inf if weight.excluded else weight.change
+        drift.weight = weight.square
+        drift.max_weight = weight.max_change / weight.rms if weight.rms else 0.0
     return drift

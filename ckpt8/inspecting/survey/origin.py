@@ -145,15 +145,9 @@ def _options(group: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _plain(value: object) -> Any:
     """A number, a text or a few of them as JSON has them; None for anything else."""
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return value if abs(value) < _LARGEST else None
+    if isinstance(value, (list, tuple)):
+        items = [None if isinstance(item, (list, tuple)) else _plain(item) for item in value[: _MOST_ITEMS + 1]]
+        return None if None in items or len(items) > _MOST_ITEMS else items
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if isinstance(value, str):
-        return value[:_LONGEST_TEXT]
-    if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS:
-        items = [None if isinstance(item, (list, tuple)) else _plain(item) for item in value]
-        return None if None in items else items
-    return None
+    return _text(value) if not isinstance(value, int) or abs(value) >= _LARGEST else value

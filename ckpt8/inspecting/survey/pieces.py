@@ -44,11 +44,6 @@ class Piece:
     numel: int
 
     @property
-    def name(self) -> str:
-        """The name of the tensor, of a slice too."""
-        return self.view.name
-
-    @property
     def dtype(self) -> DType:
         """Element type."""
         return self.view.ref.dtype

@@ -149,5 +149,5 @@ def _rows_of(moments: list[Piece]) -> Rows | None:
 
 def _can_be_twin(piece: Piece) -> bool:
     """Whether a piece may be a tied weight: buffers are alike in every layer and do not count."""
-    name = piece.name.replace(":", ".").rpartition(".")[2]
+    name = piece.view.name.replace(":", ".").rpartition(".")[2]
     return piece.view.role is Role.WEIGHT and piece.is_dense and piece.numel >= _SMALLEST_TWIN and name not in BUFFERS
