@@ -1,1 +1,4 @@
-"""``inspect``: what a checkpoint or a ``.ckpt8`` is made of. Facts are plain JSON trees; ``render`` shows them."""
+"""Looks at checkpoints and containers, and changes nothing: inspect, survey, diff, verify, replay, readiness.
+
+Imports everything but ``integrations`` and ``cli``. Results are plain JSON trees; ``cli`` shows them.
+"""

@@ -1,4 +1,4 @@
-"""Facts about a ``.ckpt8``, from its manifest alone: no tensor is read and torch is not imported."""
+"""Facts about a ``.ckpt8`` from its manifest: by default no tensor is read, and torch is not imported."""
 
 from __future__ import annotations
 
@@ -35,16 +35,14 @@ def inspect_container(
 ) -> dict[str, Any]:
     """Totals, roles, errors and the worst tensors; with ``tensors`` every tensor.
 
-    ``original`` measures the errors again from the checkpoint that the container was made from, in place of the
-    stored ones; ``measured_from`` is then its ``path``, with names of lossless storages ``differing`` from it, else
-    None. ``visit`` is called with the reader that then states them. ``flags`` and ``sample`` are of the decoded
-    values, as of a raw checkpoint: ``full`` decodes all, else none is looked at. Raises InputError for damage.
+    With ``original``, the checkpoint that the container was made from, errors are measured again and replace the stored
+    ones; ``measured_from`` then has its ``path`` and the names of lossless storages ``differing`` from it. ``visit`` is
+    called with the reader, whose manifest has the errors that are shown. ``full`` decodes every element and looks for
+    ``flags``; without it no element is read. Raises InputError for damage.
     """
     with ContainerReader(path) as reader:
         manifest = reader.manifest
-        differing: list[str] = []
-        if original is not None:
-            differing = _measure_again(reader, original)
+        differing = [] if original is None else _measure_again(reader, original)
         if visit is not None:
             visit(reader)
         return {
@@ -76,7 +74,7 @@ def _unread(manifest: Manifest) -> dict[str, Any]:
 
 
 def _measure_again(reader: ContainerReader, original: Path) -> list[str]:
-    """Put what is measured in place of what is stored; names of lossless storages that differ."""
+    """Replace the stored errors by measured ones. Returns the names of lossless storages that differ."""
     from ckpt8.core.workers import Workers
     from ckpt8.inspecting.verify import measure
 
@@ -141,7 +139,7 @@ def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:
 
 
 def lossless_reasons(manifest: Manifest) -> list[dict[str, Any]]:
-    """Tensors that are lossless against their role, counted by reason, with the first few names."""
+    """Storages that are lossless although their role asks for another codec: counted by reason, with a few names."""
     names: dict[str, list[str]] = defaultdict(list)
     for record in manifest.storages:
         if record.reason is not None:

@@ -1,1 +1,1 @@
-"""``diff``: what two checkpoints have in common, and how far apart the rest is."""
+"""``diff``: what two checkpoints have in common, and how far apart they are in all else."""

@@ -69,8 +69,7 @@ def _match_values(found: Difference, mine: Found, theirs: Found) -> None:
             found.equal_values += 1
         else:
             found.values.append(ValueDifference(value.name, value.value, other.value))
-    left = (each for name, each in theirs.values.items() if name not in mine.values)
-    found.values_only_b += [(each.name, each.value) for each in left]
+    found.values_only_b += [(each.name, each.value) for name, each in theirs.values.items() if name not in mine.values]
 
 
 def _compare_tensors(found: Difference, mine: Found, theirs: Found, workers: Workers, progress: Progress) -> None:

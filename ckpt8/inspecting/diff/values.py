@@ -1,4 +1,4 @@
-"""Values of a checkpoint that are no tensors: which are taken as one, when two are equal, what people see of one."""
+"""Values that are not tensors: what counts as one value, when two are equal, and how one is shown."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _DICTIONARIES = (dict, StatefulDict)
 _LONGEST = 60
 _FEW = 8
 _MOST_BITS = 1024
-"""Python refuses to write numbers of thousands of digits."""
+"""Longer integers are not written out: Python refuses thousands of digits."""
 
 
 class Leaves:
-    """Tells what of a tree is a value: a scalar, a list, tuple or set of scalars, or an empty container."""
+    """Tells which nodes of a tree are values: scalars, lists, tuples and sets of scalars, and empty containers."""
 
     def __init__(self) -> None:
-        # A list may be held a million times, and must be looked at once.
+        # A tree may hold one list a million times; it is looked at once.
         self._flat: dict[int, bool] = {}
 
     def __call__(self, value: Any) -> bool:
-        """Whether ``value`` is compared and shown as one."""
+        """Whether ``value`` is one value."""
         kind = type(value)
         if kind in _SEQUENCES:
             return self._is_flat(value)
@@ -46,7 +46,7 @@ class Equality:
     """Tells whether two values are the same: of one type, NaN like any other number, sets in any order."""
 
     def __init__(self) -> None:
-        # As in Leaves: two lists are held side by side a million times.
+        # As in Leaves: two trees may hold the same two lists a million times.
         self._known: dict[tuple[int, int], bool] = {}
 
     def __call__(self, a: Any, b: Any) -> bool:
@@ -57,17 +57,12 @@ class Equality:
             return _mark(a) == _mark(b)
         pair = id(a), id(b)
         if pair not in self._known:
-            self._known[pair] = _same_sets(a, b) if type(a) is Inert else _same_sequences(a, b)
+            if type(a) is Inert:
+                same = a.name == b.name and sorted(map(_mark, a.items)) == sorted(map(_mark, b.items))
+            else:
+                same = len(a) == len(b) and all(_mark(x) == _mark(y) for x, y in zip(a, b, strict=True))
+            self._known[pair] = same
         return self._known[pair]
-
-
-def _same_sets(a: Inert, b: Inert) -> bool:
-    same = a.name == b.name and len(a.items) == len(b.items)
-    return same and sorted(map(_mark, a.items)) == sorted(map(_mark, b.items))
-
-
-def _same_sequences(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(_mark(x) == _mark(y) for x, y in zip(a, b, strict=True))
 
 
 def _is_empty_dictionary(value: Any) -> bool:
@@ -75,7 +70,7 @@ def _is_empty_dictionary(value: Any) -> bool:
 
 
 def _mark(value: Any) -> tuple[str, Any]:
-    """What is equal for equal scalars, and can be sorted."""
+    """A key that is equal for equal scalars and can be sorted."""
     kind = type(value).__name__
     if isinstance(value, float):
         return kind, value.hex()

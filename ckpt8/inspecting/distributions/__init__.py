@@ -1,1 +1,1 @@
-"""How values and codes are distributed: histograms, code usage and errors, for the report in HTML."""
+"""How values and codes are distributed: the histograms, code usage and errors of ``inspect --html``."""

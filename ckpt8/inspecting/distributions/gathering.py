@@ -1,4 +1,4 @@
-"""Sums over a checkpoint for the report: distributions, the worst tensors with their own, sizes and errors by layer."""
+"""Sums over a checkpoint for the report: distributions, of the worst tensors too, and sizes and errors by layer."""
 
 from __future__ import annotations
 
@@ -111,15 +111,11 @@ class Gathered:
             self.layers.add_error(name["name"], seen.errors.update)
             self.update.offer(name, seen.errors.update, seen.drawn)
 
-    def _errors(self) -> dict[str, Any]:
-        """As ``inspect`` has them of a container."""
-        facts = {what: error_facts(self.totals[what].to_json()) if what in self.totals else None for what in CHARTED}
-        if facts["update"] is not None:
-            facts["update"]["parameters"] = self.measured
-        return {**facts, "update_unknown": self.unknown}
-
     def to_json(self) -> dict[str, Any]:
-        """The ``distributions`` of the report: plain values."""
+        """The ``distributions`` of the report: plain values. ``errors`` has the keys that ``inspect`` gives it."""
+        errors = {what: error_facts(self.totals[what].to_json()) if what in self.totals else None for what in CHARTED}
+        if errors["update"] is not None:
+            errors["update"]["parameters"] = self.measured
         refused = [{"name": name, "reason": reason} for name, reason in self.refused.items()]
         return {
             "sample": {
@@ -131,7 +127,7 @@ class Gathered:
             "before": self.before,
             "after": self.after,
             "errors_from": self.errors_from,
-            "errors": self._errors(),
+            "errors": {**errors, "update_unknown": self.unknown},
             "histograms": self.drawn.pairs_json(),
             "codes": self.drawn.codes_json(),
             "layers": self.layers.to_json(),

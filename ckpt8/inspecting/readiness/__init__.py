@@ -1,1 +1,1 @@
-"""What formats of fewer bits would make of a checkpoint."""
+"""``inspect --readiness``: what formats of fewer bits would make of a checkpoint."""

@@ -4,12 +4,12 @@
 
     unit = 2^round(-log2 RMS)         a power of two, so that multiplying by it rounds nothing
 
-Floats are measured raw, x, and as unit * x, whose RMS is within a factor of sqrt 2 of 1. int8 is measured raw, its
-integers being those of x itself, and as x * 127 / max|x|, which is how it is used. NaN and infinity are counted and
-left out; fractions are of the elements that are neither these nor zero, which are what over- or underflows.
+Float formats round x itself and unit * x, whose RMS is within a factor of sqrt 2 of 1. int8 rounds x to integers, and
+x * 127 / max|x|, which is how it is used. NaN and Inf are counted and left out. Fractions are of the finite elements
+that are not zero, since only these can over- or underflow.
 
-Two passes: RMS and range first, then rounding. Sums are in float64 and in units of the RMS, so that they neither over-
-nor underflow themselves.
+A first pass finds RMS and range, a second one rounds. Sums are in float64 and in units of the RMS, so that they neither
+over- nor underflow themselves.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ _FLOAT32_SCALES = (1.0, 2.0**126)
 
 @dataclass(slots=True)
 class Extent:
-    """What the first pass finds. ``square`` * 4^``exponent`` is the sum of squares; the other figures are of elements.
+    """What the first pass finds. ``square`` * 4^``exponent`` is the sum of squares.
 
-    ``count`` are those that are finite; ``smallest`` is the smallest magnitude that is not zero.
+    ``count`` elements are finite, and ``zeros`` of these are zero. ``largest`` and ``smallest`` are magnitudes; the
+    smallest is not zero.
     """
 
     count: int = 0
@@ -109,7 +110,7 @@ def finite_of(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Cast:
-    """What rounding does: elements that overflow, underflow and become subnormal; noise in units of the RMS squared."""
+    """Elements that overflow, underflow or become subnormal, and noise in units of the RMS squared."""
 
     overflow: int = 0
     underflow: int = 0
@@ -124,7 +125,7 @@ class Cast:
         }
 
     def nmse(self, extent: Extent) -> float:
-        """Noise by signal; 0 where neither is."""
+        """Noise divided by signal; 0 where all is zero."""
         if not extent.square:
             return 0.0
         signal = math.ldexp(extent.square, 2 * (math.frexp(extent.unit)[1] - 1 + extent.exponent))
@@ -132,13 +133,13 @@ class Cast:
 
 
 def decibels(nmse: float) -> float | None:
-    """SNR of a noise by signal; None where there is no noise."""
+    """The SNR that belongs to noise divided by signal; None without noise."""
     return 0.0 - 10 * math.log10(nmse) if nmse > 0 else None
 
 
 @dataclass(slots=True)
 class Casts:
-    """All of one tensor, by format and then RAW or SCALED."""
+    """What every format does to one tensor: by format, then RAW or SCALED."""
 
     extent: Extent
     figures: dict[str, dict[str, Cast]] = field(
@@ -177,7 +178,7 @@ def scaled_by(x: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 class _Tile:
-    """Elements as they are to be rounded. ``scale`` is what they were multiplied by, ``unit`` brings them to RMS 1.
+    """Elements to be rounded. They were multiplied by ``scale``; times ``unit`` they have an RMS of 1.
 
     ``zeros`` of them are zero.
     """
@@ -191,7 +192,7 @@ class _Tile:
         self._unit = unit
 
     def measure(self, number_format: NumberFormat, into: Cast) -> None:
-        """Add what rounding them makes of them."""
+        """Round the elements and add what that does to ``into``."""
         if not len(self._exact):
             return
         rounded = number_format.round(self._exact)

@@ -1,4 +1,4 @@
-"""The number formats of low-precision training: their range, their best signal-to-noise ratio, and rounding to them.
+"""The number formats of low-precision training: range, best signal-to-noise ratio, and rounding.
 
 A format holds the integers times a power of two, the step, which floats choose by the magnitude of the number. Rounding
 is to nearest, ties to even. The rounded value of x is x^, and over the elements of a tensor
@@ -35,7 +35,7 @@ CREST = 4.5
 
 _BIT_DB = 20 * math.log10(2)
 _EXPONENTS = range(-60, 8)
-"""Those of all normal values that matter to a sum in double precision."""
+"""The exponents of normally distributed values that matter to a sum in float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ FORMATS: tuple[NumberFormat, ...] = (
     NumberFormat("float8_e5m2", "fp8 e5m2", DType.FLOAT8_E5M2, 2, 57344.0, 8192.0, 2.0**-14),
     NumberFormat("int8", "int8", DType.INT8, None, 127.0, 1.0, 1.0),
 )
-"""Every format that is looked at, in the order in which it is shown. int8 is symmetric: -128 is not used."""
+"""Every format, in the order in which they are shown. int8 is symmetric: -128 is not used."""
 
 
 def _normal_snr() -> float:

@@ -1,1 +1,1 @@
-"""What is in a checkpoint: red flags, layers, origin."""
+"""What ``inspect`` finds in a checkpoint: red flags in its values, its layers, and the program that wrote it."""

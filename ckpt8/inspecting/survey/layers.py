@@ -1,4 +1,4 @@
-"""Where the bytes are by layer: storages grouped by the part of the model that their parameter belongs to.
+"""Bytes by layer: storages grouped by the part of the model that their parameter belongs to.
 
 A layer is what the first number in the name of a parameter counts (``transformer.h.0``); what comes before the layers
 and after them is grouped by module (``transformer.wte``, ``lm_head``). Moments and the rest of an optimizer's state
@@ -68,7 +68,7 @@ def layers(storages: Iterable[Stored], parameters: Iterable[Mapping[str, Any]]) 
 
 
 def _is_parameter(stored: Stored, names: Set[str]) -> bool:
-    """Whether these are weights, or codes of 8 bits with a scale beside them, and not that scale."""
+    """Whether these are weights, or codes of 8 bits with a scale, and not that scale."""
     if stored.name.endswith("weight_scale") and stored.name.removesuffix("_scale") in names:
         return False
     return stored.dtype.is_floating or f"{stored.name}_scale" in names

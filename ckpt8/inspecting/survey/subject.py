@@ -31,7 +31,7 @@ class Owner:
 class Subject:
     """The pieces of a checkpoint; ``owners`` are the parameters whose moments are storages of their own.
 
-    ``parameters`` give names as ``display_names`` does, and the indices of these storages.
+    ``parameters`` are rows of ``shown_names``, each with the indices of the storages of its moments.
     """
 
     def __init__(

@@ -40,7 +40,6 @@ def survey(subject: Subject, *, full: bool, progress: Progress = lambda _: None)
     ``full`` reads every element; the ``full`` of ``sample`` says whether every one was read. Raises InputError.
     """
     found = _Survey(subject, full, progress)
-    found.run()
     seen = sum(tally.seen for tally in found.tallies.values())
     return {"flags": found.flags(), "sample": {"elements": seen, "of": subject.numel, "full": seen == subject.numel}}
 
@@ -61,9 +60,7 @@ class _Survey:
         self._owners: dict[str, str] = {}
         self._rows: dict[str, Counter[str]] = defaultdict(Counter)
         self._alike: dict[tuple[Any, ...], list[Piece]] = defaultdict(list)
-
-    def run(self) -> None:
-        """Look at every piece, at the moments of a parameter together: a row is dead where all of them are zero."""
+        # The moments of a parameter come one after the other: a row is dead where all of them are zero.
         done: set[int] = set()
         for owner in self._subject.owners:
             rows = _rows_of(owner.moments)
