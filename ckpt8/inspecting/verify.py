@@ -1,7 +1,7 @@
 """``verify``: every byte of a container, and every figure it states, against the original.
 
-Opening a container checks its seal; ``check_frames`` reads and decodes all the rest. ``measure`` repeats the
-measurements of compression from the original and the stored planes, without trusting a stored figure.
+Opening a container checks its seal; ``check_frames`` reads and decodes everything else. ``measure`` takes the original
+and the stored planes, and repeats what compression measured; it trusts no stored figure.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.files.crc import combine
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.inspecting.replay.replay import replay_files
+
+_GIVE = "give the checkpoint that it was made from"
 
 
 @dataclass(slots=True)
@@ -90,14 +92,14 @@ def _check_structure(reader: ContainerReader, source: Bundle, original: Path) ->
     if is_directory != (manifest.directory is not None) or len(here) != len(there) or (is_directory and here != there):
         differ = sorted({path for path, _ in set(here) ^ set(there)})
         which = f"only one of them has {differ[0]!r}, in that format" if differ else "only one of them is a directory"
-        raise CheckFailedError(f"{reader.path}: was not made from {original}: {which}")
+        raise CheckFailedError(f"{reader.path}: was not made from {original}: {which}; {_GIVE}")
     for member, record in zip(source.members, manifest.members, strict=True):
         stored = sorted((offset, manifest.storages[index].nbytes, index) for offset, index in record.segments)
         storages = enumerate(member.checkpoint.source_storages, member.first)
         found = sorted((storage.offset, storage.nbytes, index) for index, storage in storages)
         if member.checkpoint.size != record.size or found != stored or member.skeleton != record.skeleton:
             where = f" in {record.path!r}" if manifest.directory is not None else ""
-            raise CheckFailedError(f"{reader.path}: was not made from {original}: its storages differ{where}")
+            raise CheckFailedError(f"{reader.path}: was not made from {original}: its storages differ{where}; {_GIVE}")
 
 
 def _as_stored(reader: ContainerReader, unit: Unit) -> Unit:
@@ -160,9 +162,9 @@ def check_statistics(reader: ContainerReader, measured: Measured) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What ``verify`` found. ``failures`` is empty where everything holds; ``against`` says whether it compared.
+    """What ``verify`` found. ``failures`` is empty where everything holds; ``against`` tells whether it compared.
 
-    ``resume`` holds the figures of the replayed steps, see ``ckpt8.inspecting.replay.replay.Drift.to_json``.
+    ``resume`` holds the figures of the replayed steps, see ``Drift.to_json``.
     """
 
     frames: int
@@ -185,8 +187,8 @@ def verify(
 ) -> Verification:
     """Check a container, and with ``original`` every statistic it states.
 
-    ``resume_steps`` steps of the optimizer are then replayed on both; a drift above ``max_drift``, the largest NMSE of
-    an update, is a failure. Raises InputError for damage, CheckFailedError for another original, UsageError for
+    It then replays ``resume_steps`` steps of the optimizer on both; a drift above ``max_drift``, the largest NMSE of an
+    update, is a failure. Raises InputError for damage, CheckFailedError for another original, UsageError for
     arguments that ask for nothing. A statistic that does not hold is in ``failures``.
     """
     if resume_steps and original is None:

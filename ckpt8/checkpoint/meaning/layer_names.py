@@ -61,9 +61,9 @@ def in_model_order(layers: Iterable[str]) -> list[str]:
 
 def without_file(name: str) -> str:
     """The name of a distributed tensor without the file that a slice of it happens to lie in."""
-    member, _, bare = name.rpartition(":")
+    member, colon, bare = name.partition(":")
     folder = member.rpartition("/")[0]
-    return f"{folder}:{bare}" if folder else bare
+    return name if not colon else f"{folder}:{bare}" if folder else bare
 
 
 def whole_name(name: str) -> str:

@@ -22,7 +22,7 @@ _EXACT = 2.0**62
 
 @dataclass(slots=True)
 class Change(ErrorStats):
-    """Sums over ``elements``, of which ``differ`` differ.
+    """Sums over ``elements``; ``differ`` of them differ.
 
     ``excluded`` of them are in no figure: they are NaN or Inf on either side, or of a type without numbers.
 
@@ -137,7 +137,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _difference(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """``b - a``, of which ``x`` and ``y`` are the values in float64."""
+    """``b - a``; ``x`` and ``y`` are their values in float64."""
     wide = y - x
     if a.dtype != b.dtype or a.dtype not in (torch.int64, torch.uint64):
         return wide

@@ -1,4 +1,4 @@
-"""All tensors and values of a source by the paths that they are matched by."""
+"""All tensors and values of a source, by the paths that match them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ckpt8.inspecting.diff.values import Leaves
 K = TypeVar("K")
 _PARAM_NAMES = "param_names"
 _ALONE = "\0"
-"""In front of the path of what has no counterpart; no name that was given to anything has it."""
+"""Put before the path of what has no counterpart; no other name begins with it."""
 
 _LONGEST = 600
-"""Characters of a path that are kept while it is made: more than any name has."""
+"""Paths are cut to this many characters while they are made; names are shorter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of a part. ``name`` is its own path; ``parameter`` that of the weight that it is, or is a state of.
+    """A tensor of a part. ``name`` is its own path, ``parameter`` the path of the weight that it is or belongs to.
 
-    ``tied`` is the path of one before it that is the same elements of the same storage.
+    ``tied`` is the path of an earlier tensor over the same elements of the same storage.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Anything else, with its path."""
+    """A value that is not a tensor, and its path."""
 
     name: str
     value: Any

@@ -32,10 +32,10 @@ _OF_SEVERAL = "directory"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tree. ``path`` is its place in a directory, empty for the whole source; ``data`` has its tensors.
+    """One tree. ``path`` is its place in a directory, empty for the whole source; ``data`` holds its tensors.
 
-    ``checkpoint`` is the file that it is, if it is one, else ``data``. ``crcs`` are checksums that the source states of
-    its storages, by the keys of ``data``.
+    ``checkpoint`` is its file, or ``data`` where it was put together of several. ``crcs`` are the checksums that the
+    source states, by the keys of ``data``.
     """
 
     path: str
@@ -45,12 +45,12 @@ class Part:
 
     @property
     def is_assembled(self) -> bool:
-        """Whether it was put together of several files."""
+        """Whether several files make up this tree."""
         return self.checkpoint is self.data
 
     @property
     def prefix(self) -> str:
-        """What stands before the names of its tensors."""
+        """What the names of its tensors begin with."""
         return f"{self.path}:" if self.path else ""
 
 
@@ -77,7 +77,7 @@ class Side:
 
 
 def make_sides(a: Members, b: Members) -> tuple[Side, Side]:
-    """Both sources, opened. Raises InputError for one that is damaged, or in pieces by rank where the other is not."""
+    """Both sides of two open sources. Raises InputError for damage, and for slices by rank that only one side has."""
     layouts = layout_of(a), layout_of(b)
     together = layouts[0] != layouts[1] and None not in layouts
     return _make(a, layouts[0], together=together), _make(b, layouts[1], together=together)
@@ -100,7 +100,9 @@ def _make(members: Members, layout: str | None, *, together: bool) -> Side:
     trees = (node for part in side.parts for _, node in iter_nodes(part.data.tree) if isinstance(node, Mapping))
     codes = next((names for names in map(quantised_weights, trees) if names), None)
     if codes:
-        side.notes.append(f"{codes[0]}: quantised for inference; its codes are compared as the numbers that they are")
+        side.notes.append(
+            f"{codes[0]}: quantised for inference; its codes are compared as integers or floats, without their scales"
+        )
     return side
 
 
@@ -117,8 +119,8 @@ def _add_members(side: Side, found: list[DirectoryMember], members: Members) -> 
         crcs = [_crcs(side, file.checkpoint, f"{file.path}/") for file in files]
         side.parts.append(Part(folder, content.data, content.data, dict(ChainMap(*crcs))))
         side.notes += content.notes
-    rest = (each for each in found if not isinstance(each, DcpMember) and each.path not in folders)
-    _add_each(side, rest, in_directory=members.is_directory)
+    others = (each for each in found if not isinstance(each, DcpMember) and each.path not in folders)
+    _add_each(side, others, in_directory=members.is_directory)
 
 
 def _add_each(side: Side, members: Iterable[DirectoryMember], *, in_directory: bool) -> None:

@@ -48,7 +48,7 @@ def _by_end(mine: Iterable[SourceTensor], theirs: Iterable[SourceTensor]) -> dic
 
 
 def _longer(short: Iterable[SourceTensor], long: Iterable[SourceTensor]) -> list[tuple[SourceTensor, SourceTensor]]:
-    """Pairs of which the first has a label that is the end of the second's."""
+    """Pairs where the label of the first is the end of the label of the second."""
     ends: dict[tuple[Components, object], list[SourceTensor]] = defaultdict(list)
     for each in long:
         parts = _components(each.label)

@@ -87,14 +87,14 @@ def tensor_flags(name: str, tally: Tally, parameter: str | None = None) -> Itera
 
 
 def row_flags(name: str, count: int, seen: int, dead: int) -> Iterator[dict[str, Any]]:
-    """The flag of a parameter of ``count`` rows, of which ``seen`` were looked at, and ``dead`` of these are zero."""
+    """The flag of a parameter of ``count`` rows: ``seen`` were looked at, and ``dead`` of these are zero."""
     if 0 < dead < seen:
         looked = f"{seen:,} rows" + (f" looked at, of {count:,}" if seen < count else "")
         yield flag("dead_rows", name, dead, seen, sampled=seen < count, message=f"{dead:,} dead of {looked}")
 
 
 def twin_flag(names: Sequence[str], count: int, numel: int, nbytes: int) -> dict[str, Any]:
-    """The flag of tensors of ``numel`` elements and ``nbytes`` bytes each, of which ``count`` were compared."""
+    """The flag of tensors of ``numel`` elements and ``nbytes`` bytes each; ``count`` elements were compared."""
     sampled = count < numel
     same = f"equal in the {count:,} elements compared, of {numel:,}" if sampled else "byte-identical"
     message = f"{same}; stored {len(names)} times, {size(nbytes)} each: tied in the model?"

@@ -1,7 +1,7 @@
 """Bytes by layer: storages grouped by the part of the model that their parameter belongs to.
 
 A layer is what the first number in the name of a parameter counts (``transformer.h.0``); what comes before the layers
-and after them is grouped by module (``transformer.wte``, ``lm_head``). Moments and the rest of an optimizer's state
+and after them is grouped by module (``transformer.wte``, ``lm_head``). Moments and other state of an optimizer
 belong to the layer of their parameter where its name is known.
 """
 

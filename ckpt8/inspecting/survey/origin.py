@@ -1,6 +1,6 @@
 """What wrote a checkpoint, how far its run had come, and with which options its optimizers ran.
 
-All of it is read from keys that the programs write, and from the names of files beside each other.
+The keys that programs write tell it, and the names of the files in a directory.
 """
 
 from __future__ import annotations
