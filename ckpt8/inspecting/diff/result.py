@@ -174,8 +174,9 @@ class Difference:
 
         ``a``, ``b``: path, layout, whether it is a ``.ckpt8``, bytes. ``roles`` and ``layers``: sums over the tensors
         of a role, or of a role and a layer, with the name of the ``worst``. ``tensors``, ``values`` and ``files`` have
-        what only one side has under ``only_a`` and ``only_b``. Tensors of both sides are under ``both``; values and files
-        of both are under ``changed`` where they differ, and counted under ``equal``. See ``Change`` for its figures.
+        what only one side has under ``only_a`` and ``only_b``. Tensors of both sides are under ``both``; values and
+        files of both are under ``changed`` where they differ, else counted under ``equal``. See ``Change`` for its
+        figures.
         """
         return {
             "a": self.a,
