@@ -1,32 +1,32 @@
 """A run of ``ckpt8.optim`` as the published optimizers would have saved it, computed when it is read.
 
-The streaming form of ``restoring.unpack``: moments are decoded from codes and scales, and weights joined from their
-16-bit parameters and residuals, block by block.
+The streaming form of ``restoring.unpack``: moments and weights are references to tensors whose values are decoded, or
+joined from 16-bit weights and residuals, block by block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
-from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, is_packed_group, weight_checks
+from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, weight_checks
 from ckpt8.checkpoint.scalars import read_scalar
 from ckpt8.checkpoint.sources.composite import Composite, cut, put
 from ckpt8.checkpoint.sources.values import Streamer
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.companded8 import GROUP
-from ckpt8.codecs.split32 import Split32
 from ckpt8.converting.choice import check_optimizer
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.tensors import DType
-from ckpt8.optim import published_layouts as foreign
 from ckpt8.optim.known_optimizers import CARDS
 from ckpt8.optim.master_weights import weight_check
 from ckpt8.optim.packed_tensor import Moment
-from ckpt8.optim.state_conversion import join_weight
+from ckpt8.optim.state_conversion import join_weight, unpack
+from ckpt8.restoring.unpack import CompletedWeights, is_packed
 
 _FP32 = DType.FLOAT32.itemsize
 _MASK63 = (1 << 63) - 1
@@ -78,15 +78,10 @@ class JoinedWeight:
             put(join_weight(weight, self.source.elements(self.residual, start, stop), self.codec), place)
 
 
-def is_packed(optimizer: Candidate) -> bool:
-    """Whether a group of it was saved by one of ``ckpt8.optim``."""
-    return any(is_packed_group(group) for group in optimizer.node["param_groups"] if isinstance(group, dict))
-
-
 def unpack_tree(data: Composite) -> None:
-    """Unpack all of ``ckpt8.optim`` in the tree, in place: optimizers, and the weights that they complete.
+    """Unpack all state of ``ckpt8.optim`` in the tree, in place: optimizers, and the weights that they complete.
 
-    Raises UsageError and InputError as the functions below do; the tree is then as it was.
+    Raises UsageError and InputError as ``unpack_optimizer`` and ``joined_weights`` do; the tree is unchanged then.
     """
     models, optimizers = find(data.tree)
     packed = [each for each in optimizers if is_packed(each)]
@@ -105,26 +100,14 @@ def unpack_optimizer(data: Composite, optimizer: Candidate) -> dict[str, Any]:
 
     Raises UsageError where the published optimizer cannot express it, InputError for one that is malformed.
     """
-    groups, state = [], {}
     try:
-        for group in optimizer.node["param_groups"]:
-            steps = {}
-            for i in group["params"]:
-                saved = optimizer.node["state"].get(i)
-                step = step_number(data, saved["step"]) if saved else 0
-                if step:
-                    steps[i] = step
-                    moments = _moments(data, saved, group)
-                    # Only passed on: a reference stands for its tensor in the tree.
-                    state[i] = foreign.plain_state(group, step, cast("Any", moments))
-            groups.append(foreign.plain_group(group, set(steps.values())))
+        return unpack(optimizer.node, partial(step_number, data), partial(_moments, data))
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise InputError(f"{data.label}: {optimizer.path}: a malformed packed optimizer state ({exc})") from exc
-    return {"state": state, "param_groups": groups}
 
 
 def step_number(data: Composite, value: Any) -> int:
-    """A step, which may be a tensor, as a number. Raises ValueError where it is not whole."""
+    """A step, saved as a number or a tensor, as an int. Raises ValueError where it is not whole."""
     number = read_scalar(data, data.storage(value.key), value) if isinstance(value, TensorRef) else value
     if number is None or number != int(number):
         raise ValueError("a step is not a whole number")
@@ -151,70 +134,53 @@ def _moments(data: Composite, state: Mapping[str, Any], group: Mapping[str, Any]
 def joined_weights(data: Composite, model: Candidate) -> dict[str, TensorRef]:
     """The fp32 weights of a model that a packed optimizer completes, by name, tied names included.
 
-    Raises UsageError where it is not clear which weight a residual completes.
+    Raises UsageError where it is not certain which weight a residual completes.
     """
-    full: dict[str, TensorRef] = {}
-    checks = _Checks(data, model)
-    for parameter in saved_parameters(data.tree):
-        part = parameter.state.get("residual", parameter.state.get("master"))
-        if isinstance(part, TensorRef) and is_packed_group(parameter.group):
-            data.check_extent(parameter.name, part)
-            name = checks.weight_of(parameter, part)
-            full[name] = _joined(data, model.node[name], parameter, part)
-    aliases = {}
-    for name, joined in full.items():
-        for other, theirs in model.node.items():
-            if other not in full and isinstance(theirs, TensorRef) and _alias(data, model.node[name], theirs):
-                aliases[other] = joined
-    return full | aliases
+    return _StreamedWeights(data, model.node).join_all(saved_parameters(data.tree))
 
 
-class _Checks:
-    """Tells which weight of a model a state completes: names and order propose, the check in its group decides."""
+class _StreamedWeights(CompletedWeights[TensorRef]):
+    """Weights that are joined block by block when they are read."""
 
-    def __init__(self, data: Composite, model: Candidate) -> None:
+    def __init__(self, data: Composite, saved: Mapping[str, Any]) -> None:
+        super().__init__(saved)
         self._data = data
-        self._weights: dict[str, TensorRef] = {
-            name: ref for name, ref in model.node.items() if isinstance(ref, TensorRef)
-        }
         self._known: dict[str, int] = {}
 
     def weight_of(self, parameter: SavedParameter, part: TensorRef) -> str:
-        """The name of the weight. Raises UsageError where there is none, or several that are not the same."""
+        """Names and order propose the weight; the check in the parameter's group decides, among all of its shape."""
+        self._data.check_extent(parameter.name, part)
         expected = weight_checks(parameter.group).get(parameter.identifier)
-        alike = [name for name, ref in self._weights.items() if ref.shape == part.shape and ref.dtype.itemsize == 2]
-        proposed = [name for name in alike if self._weights[name] is parameter.weight]
+        refs = {name: ref for name, ref in self.saved.items() if isinstance(ref, TensorRef)}
+        alike = [name for name, ref in refs.items() if ref.shape == part.shape and ref.dtype.itemsize == 2]
+        proposed = [name for name in alike if refs[name] is parameter.weight]
         for names in (proposed, alike):
-            found = {self._weights[name].key: name for name in reversed(names) if self._check(name) == expected}
+            found = {refs[name].key: name for name in reversed(names) if self._check(name) == expected}
             if len(found) == 1:
                 return next(iter(found.values()))
         what = "no weight" if not found else "more than one weight"
         raise UsageError(f"{self._data.label}: {parameter.name}: its optimizer state completes {what} of the model")
 
     def _check(self, name: str) -> int:
+        """The ``weight_check`` of a weight, computed once."""
         if name not in self._known:
-            self._data.check_extent(name, self._weights[name])
+            self._data.check_extent(name, self.saved[name])
             total = first = 0
-            for block in self._data.blocks(self._weights[name]):
+            for block in self._data.blocks(self.saved[name]):
                 total += weight_check(block, first)
                 first += len(block)
             self._known[name] = total & _MASK63
         return self._known[name]
 
+    def join(self, name: str, parameter: SavedParameter, key: str, codec: Codec) -> TensorRef:
+        """The master itself, or a tensor of the weight and its residual."""
+        weight, part = self.saved[name], parameter.state[key]
+        if part.dtype is DType.FLOAT32:
+            master: TensorRef = part
+            return master
+        return self._data.tensor(JoinedWeight(self._data, weight, part, codec), DType.FLOAT32, weight.shape)
 
-def _joined(data: Composite, weight: TensorRef, parameter: SavedParameter, part: TensorRef) -> TensorRef:
-    if part.dtype is DType.FLOAT32:
-        return part
-    codec = Split32() if part.dtype is DType.INT16 else codec_from_config(parameter.group["master"])
-    return data.tensor(JoinedWeight(data, weight, part, codec), DType.FLOAT32, weight.shape)
-
-
-def _alias(data: Composite, mine: TensorRef, theirs: TensorRef) -> bool:
-    """Whether it is the same tensor, or a matrix that was copied from it bit for bit."""
-    if (theirs.shape, theirs.dtype) != (mine.shape, mine.dtype):
-        return False
-    if (theirs.key, theirs.offset, theirs.stride) == (mine.key, mine.offset, mine.stride):
-        return True
-    if len(mine.shape) < 2 or not any(bool(block.any()) for block in data.blocks(mine)):
-        return False
-    return Streamer(data).equal(mine, theirs)
+    def is_copy(self, name: str, other: str) -> bool:
+        """Compares the bits, block by block."""
+        mine, theirs = self.saved[name], self.saved[other]
+        return any(bool(block.any()) for block in self._data.blocks(mine)) and Streamer(self._data).equal(mine, theirs)

@@ -10,7 +10,7 @@ StableAdamW's moments are Adam's divided by (1 - b^t): both hold the same run at
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -105,20 +105,23 @@ def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, 
     return {name: value for name, value in moments.items() if value is not None} | statistics
 
 
-def unpack(packed: Mapping[str, Any]) -> StateDict:
+def unpack(
+    packed: Mapping[str, Any],
+    read_step: Callable[[Any], int] = int,
+    read_moments: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = moments_of,
+) -> StateDict:
     """The plain fp32 state dict of torch's optimizers, optimi StableAdamW, came-pytorch CAME or lion-pytorch Lion.
 
     Which one follows from the ``rule`` of the groups. Residuals and fp32 masters are not in those: see
     ``join_weight``. Parameters that never took a step have no state there. Raises UsageError where optimi's one step
-    per group does not hold.
+    per group does not hold. ``read_step`` and ``read_moments`` are for state dicts whose values are not in memory.
     """
     groups, state = [], {}
     for group in packed["param_groups"]:
         states = {i: packed["state"][i] for i in group["params"] if packed["state"].get(i)}
-        states = {i: state for i, state in states.items() if int(state["step"])}
-        steps = {i: int(each["step"]) for i, each in states.items()}
-        for i, each in states.items():
-            state[i] = plain_state(group, steps[i], moments_of(each, group))
+        steps = {i: step for i, each in states.items() if (step := read_step(each["step"]))}
+        for i, step in steps.items():
+            state[i] = plain_state(group, step, read_moments(states[i], group))
         groups.append(plain_group(group, set(steps.values())))
     return {"state": state, "param_groups": groups}
 

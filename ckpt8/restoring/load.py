@@ -1,4 +1,4 @@
-"""``ckpt8.load``: one member of a container as the object that its own library would load."""
+"""``ckpt8.load``: gives one member of a container as the object that its own library would load."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ def load(
     unpack: bool = False,
     threads: int | None = None,
 ) -> Any:
-    """The object of the original: what ``torch.load(..., weights_only=True)`` or safetensors' ``load_file`` would give.
+    """Load what ``torch.load(..., weights_only=True)`` or safetensors' ``load_file`` would give for the original.
 
-    Of a file of a distributed checkpoint these are the slices of tensors in it, by name: ``wte.weight[0:64,:]``. The
-    checkpoint as a whole is restored, and loaded with ``torch.distributed.checkpoint``.
+    A container of several files needs ``member``, the path of one of them. A file of a distributed checkpoint gives the
+    slices of tensors in it by name: ``wte.weight[0:64,:]``. To load such a checkpoint as a whole, restore it and use
+    ``torch.distributed.checkpoint``.
 
     With ``unpack``, a run of ``ckpt8.optim`` comes as the published optimizers would have saved it: see
-    ``ckpt8.restoring.unpack``. What came from other optimizers is as without it.
-    ``member`` names one of several files; a container of several without it is a UsageError that lists them. Raises
-    UnsupportedError that lists the classes which torch does not allow, and InputError for damage.
+    ``ckpt8.restoring.unpack``. It changes nothing about other optimizers.
+
+    Raises UsageError that lists the members where one must be named, UnsupportedError that lists the classes which torch
+    does not allow, and InputError for damage.
     """
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
         index = member_index(reader, member)

@@ -1,8 +1,9 @@
-"""Where a restored member goes, and its bytes on the way there."""
+"""Writes members of a container to files and directories: what ``restore`` and ``restore --salvage`` share."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from ckpt8.checkpoint.replacing import checkpoint_directory, checkpoint_file
 from ckpt8.container.frames import bytes_of, host_bytes
+from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.container.member_file import MemberFile, Piece
 from ckpt8.container.member_paths import link_stays_inside
 from ckpt8.container.reader import ContainerReader
@@ -22,51 +24,70 @@ from ckpt8.core.files.write_at import write_at
 from ckpt8.core.workers import Progress, Workers
 
 
-def link_target(reader: ContainerReader, member: int) -> str:
-    """What a link leads to. Raises InputError for one that leads out of the directory."""
-    path = reader.manifest.members[member].path
-    target = os.fsdecode(MemberFile(reader, member).read())
-    if not link_stays_inside(path, target):
-        raise InputError(
-            f"{reader.path}: holds a link {path[:80]!r} that leads out of its directory; nothing is written"
-        )
-    return target
+@dataclass(frozen=True, slots=True)
+class MemberWriter:
+    """Writes members of ``reader``, which ``open_member`` opens by their index."""
 
+    reader: ContainerReader
+    workers: Workers
+    progress: Progress
+    open_member: Callable[[int], MemberFile]
 
-def write_member(member: MemberFile, descriptor: int, guard: Guard, workers: Workers, progress: Progress) -> None:
-    """Write a member to an empty file, with its checksums in place. Raises InputError, OutputError."""
-    with guard():
-        os.ftruncate(descriptor, member.size)
-    crcs = _copy(member, descriptor, guard, workers, progress)
-    with guard():
-        for storage, crc in crcs.items():
-            for place, field in member.patch_crc(storage, crc):
-                os.pwrite(descriptor, field, place)
+    def add(self, index: int, directory: AtomicDirectory) -> None:
+        """Write a link, a directory or a file to its path in ``directory``. Raises InputError, OutputError."""
+        member = self.reader.manifest.members[index]
+        if member.format == SYMLINK:
+            directory.add_link(member.path, self._link_target(index))
+        elif member.format == DIRECTORY:
+            directory.make_directory(member.path)
+        else:
+            with directory.new_file(member.path) as descriptor:
+                self.write(index, descriptor, directory.guard)
 
+    def _link_target(self, index: int) -> str:
+        """The target of a link. Raises InputError for one that leads out of the directory."""
+        path = self.reader.manifest.members[index].path
+        target = os.fsdecode(self.open_member(index).read())
+        if not link_stays_inside(path, target):
+            raise InputError(
+                f"{self.reader.path}: holds a link {path[:80]!r} that leads out of its directory; nothing is written"
+            )
+        return target
 
-def _copy(member: MemberFile, descriptor: int, guard: Guard, workers: Workers, progress: Progress) -> dict[int, int]:
-    """Decode and write every piece; the crc32 of every storage that changed."""
-
-    def decode(piece: Piece) -> tuple[Piece, torch.Tensor, int]:
-        content = host_bytes(piece.stop - piece.start)
-        view = bytes_of(content)
-        member.fill(piece, view)
-        return piece, content, crc32(view) if member.needs_crc(piece.storage) else 0
-
-    crcs: dict[int, int] = {}
-    # One thread writes: several would only wait for each other at the file.
-    for piece, content, crc in workers.map(decode, member.pieces(0, member.size)):
+    def write(self, index: int, descriptor: int, guard: Guard) -> None:
+        """Write a member to an empty file, with its checksums in place. Raises InputError, OutputError."""
+        member = self.open_member(index)
         with guard():
-            write_at(descriptor, bytes_of(content), piece.start)
-        if member.needs_crc(piece.storage):
-            crcs[piece.storage] = combine(crcs.get(piece.storage, 0), crc, content.numel())
-        progress(content.numel())
-    return crcs
+            os.ftruncate(descriptor, member.size)
+        crcs = self._copy(member, descriptor, guard)
+        with guard():
+            for storage, crc in crcs.items():
+                for place, field in member.patch_crc(storage, crc):
+                    os.pwrite(descriptor, field, place)
+
+    def _copy(self, member: MemberFile, descriptor: int, guard: Guard) -> dict[int, int]:
+        """Decode and write every piece; return the crc32 of every storage whose bytes changed."""
+
+        def decode(piece: Piece) -> tuple[Piece, torch.Tensor, int]:
+            content = host_bytes(piece.stop - piece.start)
+            view = bytes_of(content)
+            member.fill(piece, view)
+            return piece, content, crc32(view) if member.needs_crc(piece.storage) else 0
+
+        crcs: dict[int, int] = {}
+        # One thread writes: several would only wait for each other at the file.
+        for piece, content, crc in self.workers.map(decode, member.pieces(0, member.size)):
+            with guard():
+                write_at(descriptor, bytes_of(content), piece.start)
+            if member.needs_crc(piece.storage):
+                crcs[piece.storage] = combine(crcs.get(piece.storage, 0), crc, content.numel())
+            self.progress(content.numel())
+        return crcs
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where something is restored. ``named``: the user gave the path. ``original`` is what the container calls it."""
+    """The path to write. ``named``: the user gave it. ``original`` is the name that the container states."""
 
     path: Path
     named: bool
@@ -81,19 +102,31 @@ class Target:
 
     @property
     def check_file(self) -> Check:
-        """What ``force`` may replace: any file that the user named, else checkpoints."""
+        """Raises unless ``force`` may replace the file: any file that the user named, else only a checkpoint."""
         return any_file if self.named else checkpoint_file
 
     @property
     def other_name(self) -> str | None:
-        """What the original was called, if the default name is another one."""
+        """The original name where the default path has another one, else None."""
         return None if self.named or self.path.name == self.original else self.original
 
 
-def about_names(other_name: str | None, replaced: str | None) -> list[str]:
-    """Lines of text: what the original was called, and what was replaced."""
-    lines = [] if other_name is None else [f"the original was called {other_name[:80]!r}"]
-    return lines if replaced is None else [*lines, f"replaced {replaced}"]
+@dataclass(kw_only=True, slots=True)
+class Restored:
+    """``path`` was written. ``original`` is the name of the original that the container states.
+
+    ``other_name`` is ``original`` where the default path has another name. ``replaced`` says what was there before.
+    """
+
+    path: Path
+    original: str
+    other_name: str | None
+    replaced: str | None = None
+
+    def lines(self) -> list[str]:
+        """What to tell the user about these names, as lines of text."""
+        lines = [] if self.other_name is None else [f"the original was called {self.other_name[:80]!r}"]
+        return lines if self.replaced is None else [*lines, f"replaced {self.replaced}"]
 
 
 def new_directory(target: Target, reader: ContainerReader, *, force: bool) -> AtomicDirectory:

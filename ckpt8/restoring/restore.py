@@ -1,35 +1,20 @@
-"""``restore``: writes the file or directory that a container was made from, with every checksum in place."""
+"""``ckpt8.restore``: writes the file or directory that a container was made from, with every checksum in place."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, overload
 
-from ckpt8.container.manifest import DIRECTORY, SYMLINK
+from ckpt8.container.manifest import SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.files.atomic import AtomicFile
-from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.restoring.member_output import Target, about_names, link_target, new_directory, write_member
+from ckpt8.restoring.member_output import MemberWriter, Restored, Target, new_directory
 from ckpt8.restoring.salvage import Salvage
 from ckpt8.restoring.salvage import salvage as run
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """``path`` was written; ``original`` is what the container calls it, ``replaced`` says what had the path before."""
-
-    path: Path
-    original: str
-    replaced: str | None
-    other_name: str | None
-
-    def lines(self) -> list[str]:
-        """What there is to say of the names, as lines of text."""
-        return about_names(self.other_name, self.replaced)
 
 
 @overload
@@ -65,16 +50,16 @@ def restore(
     threads: int | None = None,
     progress: Progress = lambda _: None,
 ) -> Path | Salvage:
-    """Write the original back, to ``target`` or beside the container under the container's name; the path written.
+    """Write the original back to ``target``; return the path that was written.
 
-    ``best.ckpt8`` gives ``best.pt``, ``best.safetensors``, ... or the directory ``best``, whatever the original was
-    called: see ``container.target_names``. What was stored lossless is identical; the rest is within the error that
-    ``inspect`` shows. With ``force`` an existing file is replaced, where no ``target`` is given only a checkpoint, and
-    an existing directory if it is a checkpoint with nothing else in it: see ``checkpoint.replacing``. Raises
-    InputError for damage, OutputError when the target exists (without ``force``), is not replaced or cannot be written.
+    Without ``target``, ``best.ckpt8`` gives ``best.pt``, ``best.safetensors``, ... or the directory ``best`` beside it,
+    whatever the original was called: see ``container.target_names``. What was stored lossless is identical; the rest is
+    within the error that ``inspect`` shows. With ``force`` an existing file is replaced (without ``target`` only a
+    checkpoint), and a directory that is a checkpoint and holds nothing else: see ``checkpoint.replacing``. Raises
+    InputError for damage, OutputError when the target exists and is not replaced, or cannot be written.
 
-    With ``salvage`` a damaged container is no error as long as anything in it is whole: see ``restoring.salvage`` for
-    what is written of it, and for what it gives.
+    With ``salvage`` a damaged container is an error only if nothing in it is whole. Returns a ``Salvage``: see
+    ``restoring.salvage``.
     """
     if salvage:
         return run(source, target, force=force, threads=threads, progress=progress)
@@ -89,31 +74,22 @@ def restore_original(
     threads: int | None,
     progress: Progress,
 ) -> Restored:
-    """As ``restore`` without ``salvage``, and what there is to say of it."""
+    """As ``restore`` without ``salvage``; also says which names the container states and what was replaced."""
     source = Path(source)
-    with ContainerReader(source, kernels=True) as reader:
+    with ContainerReader(source, kernels=True) as reader, Workers(threads) as workers:
         chosen = Target.choose(source, target, reader)
+        writer = MemberWriter(reader, workers, progress, partial(MemberFile, reader))
+        result = Restored(path=chosen.path, original=chosen.original, other_name=chosen.other_name)
         if reader.manifest.directory is not None:
-            members = enumerate(reader.manifest.members)
-            links = {index: link_target(reader, index) for index, each in members if each.format == SYMLINK}
-            with new_directory(chosen, reader, force=force) as directory, Workers(threads) as workers:
-                _restore_members(reader, links, directory, workers, progress)
+            with new_directory(chosen, reader, force=force) as directory:
+                # Links first: one that leads out of the directory is refused before gigabytes are written.
+                for index, _ in sorted(enumerate(reader.manifest.members), key=lambda each: each[1].format != SYMLINK):
+                    writer.add(index, directory)
                 directory.publish()
-            return Restored(chosen.path, chosen.original, directory.replaced, chosen.other_name)
-        with AtomicFile(chosen.path, force=force, check=chosen.check_file) as output, Workers(threads) as workers:
-            write_member(MemberFile(reader, 0), output.file.fileno(), output.guard, workers, progress)
-            output.publish()
-        return Restored(chosen.path, chosen.original, output.replaced, chosen.other_name)
-
-
-def _restore_members(
-    reader: ContainerReader, links: dict[int, str], output: AtomicDirectory, workers: Workers, progress: Progress
-) -> None:
-    for index, member in enumerate(reader.manifest.members):
-        if index in links:
-            output.add_link(member.path, links[index])
-        elif member.format == DIRECTORY:
-            output.make_directory(member.path)
+            result.replaced = directory.replaced
         else:
-            with output.new_file(member.path) as descriptor:
-                write_member(MemberFile(reader, index), descriptor, output.guard, workers, progress)
+            with AtomicFile(chosen.path, force=force, check=chosen.check_file) as output:
+                writer.write(0, output.file.fileno(), output.guard)
+                output.publish()
+            result.replaced = output.replaced
+        return result

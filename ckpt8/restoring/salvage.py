@@ -1,19 +1,18 @@
-"""``restore --salvage``: whatever is whole in a damaged container, and a list of what is not.
+"""``restore --salvage``: writes what is whole in a damaged container and lists what is not.
 
-What becomes of a member is its state:
+The state of a member says what became of it:
 
-    whole      a member as it was
-damaged    written, but the listed elements are NaN, or zeros in what is no float, and the checksums of their
-           records in the file do not hold
-tensors    the bytes around the tensors are lost: its whole tensors are in a safetensors file beside its place
-lost       not written: a file that is no checkpoint with any damage, or nothing of it is whole
+    whole      written as it was
+damaged    written, but the listed elements are NaN (integers: zero) and the checksums of their records are wrong
+tensors    the bytes around its tensors are lost; a safetensors file next to its place holds the whole tensors
+lost       not written: nothing of it is whole, or it is damaged and no checkpoint
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,10 @@ from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, MemberRecord, Ten
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.target_names import SAFETENSORS, default_path
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.atomic import AtomicFile, Guard, refuse_same_file
+from ckpt8.core.files.atomic import AtomicFile, refuse_same_file
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.restoring.member_output import Target, about_names, link_target, new_directory, write_member
+from ckpt8.restoring.member_output import MemberWriter, Restored, Target, new_directory
 from ckpt8.restoring.salvaged_tensors import TensorFile
 
 WHOLE, DAMAGED, TENSORS, LOST = "whole", "damaged", "tensors", "lost"
@@ -36,10 +35,10 @@ WHOLE, DAMAGED, TENSORS, LOST = "whole", "damaged", "tensors", "lost"
 
 @dataclass(frozen=True, slots=True)
 class LostTensor:
-    """A tensor that is not whole, or a storage that no tensor views.
+    """A tensor that is not whole, or a storage without tensors.
 
-    ``elements`` are runs [start, stop) of its storage that are lost, of ``count`` elements; none where it is whole but
-    could not be written.
+    ``elements`` are the lost runs [start, stop) of its storage, which has ``count`` elements. There are none where the
+    tensor is whole but a safetensors file cannot hold it.
     """
 
     member: str
@@ -50,44 +49,38 @@ class LostTensor:
 
 @dataclass(frozen=True, slots=True)
 class SalvagedMember:
-    """What became of a member: its path in the source, its state, and the path that was written, or None."""
+    """The path of a member in the source, its state, and the path that was written, or None."""
 
     path: str
     state: str
     written: str | None
 
 
-@dataclass(slots=True)
-class Salvage:
-    """``path`` was written, ``tensors`` are whole.
+@dataclass(kw_only=True, slots=True)
+class Salvage(Restored):
+    """What was recovered: ``tensors`` counts the whole ones, ``lost`` lists the others.
 
-    ``damage`` is what does not hold of header, manifest and seal, or None. Without the seal nothing proves the names,
-    shapes and places that the manifest states. ``original`` is what the manifest calls the original; ``other_name`` is
-    that as well, if the default name is another. ``replaced`` says what had the path before.
+    ``damage`` says what is wrong with header, manifest or seal, or is None. Without the seal nothing proves the names,
+    shapes and places that the manifest states.
     """
 
-    path: Path
     damage: str | None
-    original: str
     tensors: int = 0
     members: list[SalvagedMember] = field(default_factory=list)
     lost: list[LostTensor] = field(default_factory=list)
-    replaced: str | None = None
-    other_name: str | None = None
 
     @property
     def complete(self) -> bool:
-        """Whether nothing was damaged."""
+        """Whether the container is undamaged."""
         return self.damage is None and not self.lost and all(member.state == WHOLE for member in self.members)
 
     def to_json(self) -> dict[str, Any]:
-        """A tree of plain JSON values: what the dataclasses say, by their names."""
+        """The fields as plain JSON values, and ``complete``."""
         return {**asdict(self), "path": str(self.path), "complete": self.complete}
 
     def lines(self) -> list[str]:
-        """What there is to say, as lines of text."""
-        found = [f"{self.path}: {self.tensors} tensors are whole, {len(self.lost)} are not"]
-        found += about_names(self.other_name, self.replaced)
+        """What to tell the user, as lines of text."""
+        found = [f"{self.path}: {self.tensors} tensors are whole, {len(self.lost)} are not", *Restored.lines(self)]
         if self.damage is not None:
             found.append(f"{self.damage}; names, shapes and places are as its manifest has them")
         found += [
@@ -110,7 +103,7 @@ def salvage(
     threads: int | None,
     progress: Progress,
 ) -> Salvage:
-    """Write what is whole. Raises InputError where nothing is, else as ``restore``."""
+    """Write what is whole, as ``restore`` does. Raises InputError where nothing is."""
     source = Path(source)
     try:
         reader = DamagedContainer(source)
@@ -120,7 +113,7 @@ def salvage(
         _find_lost(reader, workers)
         chosen = Target.choose(source, target, reader)
         work = _Salvaging(reader, workers, progress)
-        result = Salvage(chosen.path, reader.damage, chosen.original, other_name=chosen.other_name)
+        result = Salvage(path=chosen.path, original=chosen.original, other_name=chosen.other_name, damage=reader.damage)
         if reader.manifest.directory is not None:
             with new_directory(chosen, reader, force=force) as directory:
                 work.write_directory(directory, result)
@@ -133,34 +126,36 @@ def salvage(
 
 
 def _find_lost(reader: DamagedContainer, workers: Workers) -> None:
-    """Decode everything once."""
+    """Decode every chunk once and mark those that cannot be decoded."""
 
     def check(work: tuple[int, int]) -> tuple[int, int] | None:
         return None if reader.is_whole(*work, scratch_tensor(reader, *work)) else work
 
     chunks = all_chunks(reader, range(len(reader.manifest.storages)))
+    # All are checked before the first is marked: a copy reads the chunks of its master.
     for lost in list(filter(None, workers.map(check, chunks))):
         reader.mark_lost(*lost)
 
 
 class _Member(MemberFile):
-    """A member whose lost storages keep checksums that do not hold."""
+    """A member as a file in which lost storages have wrong checksums."""
 
     def __init__(self, reader: DamagedContainer, member: int) -> None:
         super().__init__(reader, member)
         self._lost = reader.lost
 
     def patch_crc(self, storage: int, crc32: int) -> list[tuple[int, bytes]]:
-        """As MemberFile, but for a lost storage the complement: one of zero would say that there is none."""
+        """As MemberFile, but the complement for a lost storage: zero would mean that there is no checksum."""
         return super().patch_crc(storage, crc32 ^ 0xFFFFFFFF if storage in self._lost else crc32)
 
 
 class _Salvaging:
+    """Writes the members of one damaged container by their states."""
+
     def __init__(self, reader: DamagedContainer, workers: Workers, progress: Progress) -> None:
         self._reader = reader
         self._manifest = reader.manifest
-        self._workers = workers
-        self._progress = progress
+        self._writer = MemberWriter(reader, workers, progress, partial(_Member, reader))
         self._states = [self._state(member) for member in self._manifest.members]
         self._unwritten: set[str] = set()
 
@@ -178,7 +173,7 @@ class _Salvaging:
             tensors = self._tensor_file(0, "")
             if self._states[0] == LOST or not tensors.names:
                 raise InputError(f"{self._reader.path}: no tensor is whole; nothing can be recovered")
-            # Nobody gave this name.
+            # The user did not give this name, so it replaces checkpoints only.
             result.path = path = default_path(path.with_name(path.name + SAFETENSORS))
             check = checkpoint_file
             refuse_same_file(path, self._reader.path)
@@ -186,13 +181,10 @@ class _Salvaging:
             if self._states[0] == TENSORS:
                 tensors.write(output.file.fileno(), output.guard)
             else:
-                self._write(0, output.file.fileno(), output.guard)
+                self._writer.write(0, output.file.fileno(), output.guard)
             output.publish()
         result.replaced = output.replaced
         result.members.append(SalvagedMember(member.path, self._states[0], str(path)))
-
-    def _write(self, index: int, descriptor: int, guard: Guard) -> None:
-        write_member(_Member(self._reader, index), descriptor, guard, self._workers, self._progress)
 
     def write_directory(self, output: AtomicDirectory, result: Salvage) -> None:
         """Write every member of which something is whole."""
@@ -209,20 +201,11 @@ class _Salvaging:
                 else:
                     state = LOST
             elif state != LOST:
-                self._write_whole(index, member, output)
+                self._writer.add(index, output)
             result.members.append(SalvagedMember(member.path, state, None if state == LOST else written))
 
-    def _write_whole(self, index: int, member: MemberRecord, output: AtomicDirectory) -> None:
-        if member.format == SYMLINK:
-            output.add_link(member.path, link_target(self._reader, index))
-        elif member.format == DIRECTORY:
-            output.make_directory(member.path)
-        else:
-            with output.new_file(member.path) as descriptor:
-                self._write(index, descriptor, output.guard)
-
     def _tensor_file(self, index: int, prefix: str) -> TensorFile:
-        """The whole tensors of a member as they can be written; the others are remembered."""
+        """The file for the whole tensors of a member; those that it cannot hold are added to ``_unwritten``."""
         own = {storage for _, storage in self._manifest.members[index].segments}
         whole = [t for t in self._manifest.tensors if t.storage in own and not self._lost_elements(t)]
         file = TensorFile(self._reader, [replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in whole])
@@ -230,7 +213,7 @@ class _Salvaging:
         return file
 
     def _lost_elements(self, tensor: TensorRecord) -> list[list[int]]:
-        """Runs of lost elements of its storage that a tensor has a part in, in elements of its type."""
+        """The lost runs of its storage that a tensor overlaps, in elements of the tensor's type."""
         if not tensor.span:
             return []
         end = tensor.offset + tensor.span
@@ -239,18 +222,15 @@ class _Salvaging:
         runs = [(start * size // item, -(-stop * size // item)) for start, stop in self._lost_runs(tensor.storage)]
         return [[start, stop] for start, stop in runs if start < end and stop > tensor.offset]
 
-    def _lost_runs(self, storage: int) -> Iterator[tuple[int, int]]:
-        """Runs of elements of a storage."""
-        numel = self._manifest.storages[storage].numel
-        chunks = sorted(self._reader.lost.get(storage, ()))
-        for first in (chunk for chunk in chunks if chunk - 1 not in self._reader.lost[storage]):
-            last = first
-            while last + 1 in self._reader.lost[storage]:
-                last += 1
-            yield first * frames.FRAME, min((last + 1) * frames.FRAME, numel)
+    def _lost_runs(self, storage: int) -> list[tuple[int, int]]:
+        """The lost runs [start, stop) of a storage, in elements."""
+        numel, lost = self._manifest.storages[storage].numel, self._reader.lost.get(storage, set())
+        starts = sorted(chunk * frames.FRAME for chunk in lost if chunk - 1 not in lost)
+        stops = sorted(min((chunk + 1) * frames.FRAME, numel) for chunk in lost if chunk + 1 not in lost)
+        return list(zip(starts, stops, strict=True))
 
     def list_tensors(self, result: Salvage) -> None:
-        """Count what is whole, list what is not: tensors, and storages that are lost but of no tensor."""
+        """Count whole tensors; list the others, and damaged storages that have no tensors."""
         owner = {storage: each.path for each in self._manifest.members for _, storage in each.segments}
         named = set()
         for tensor in self._manifest.tensors:

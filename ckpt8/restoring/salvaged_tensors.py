@@ -1,4 +1,4 @@
-"""Tensors of a container by name in a safetensors file, where the file that they come from cannot be written."""
+"""Writes tensors of a container to a safetensors file, where their own file cannot be written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _ALIGNMENT = 8
 
 
 class TensorFile:
-    """``names`` are the tensors that it will hold: of a type that the format has, and no larger than their storage."""
+    """A safetensors file of those ``tensors`` that the format can hold and that lie inside their storage.
+
+    ``names`` are theirs.
+    """
 
     def __init__(self, reader: ContainerReader, tensors: Sequence[TensorRecord]) -> None:
         self._reader = reader
@@ -63,7 +66,7 @@ class TensorFile:
                 view = view[os.write(descriptor, view) :]
 
     def _content(self, tensor: TensorRecord) -> Iterator[torch.Tensor]:
-        """The elements in the order of the dimensions; chunk by chunk where they are stored in that order."""
+        """The elements in the order of the dimensions: chunk by chunk where they are stored so, else at once."""
         if not tensor.nbytes:
             return
         if not tensor.is_contiguous:

@@ -16,11 +16,11 @@ from members_kit import make_directory, tampered, tree
 from safetensors.torch import save_file
 
 import ckpt8
-from ckpt8.checkpoint.readers import directory
+from ckpt8.checkpoint.readers import entries
 from ckpt8.container.member_paths import is_inside, link_stays_inside
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files import atomic
-from ckpt8.restoring import restore as restoration
+from ckpt8.restoring import member_output
 
 
 def everything(folder):
@@ -89,7 +89,7 @@ def test_links_that_lead_out(target, simple, tmp_path, monkeypatch):
     save_file({"w": torch.randn(80, 80)}, root / "model.safetensors")
     (root / "a" / "link").symlink_to(target)
     with monkeypatch.context() as patch:
-        patch.setattr(directory, "link_stays_inside", lambda *_: True)
+        patch.setattr(entries, "link_stays_inside", lambda *_: True)
         ckpt8.compress(root, tmp_path / "x.ckpt8")
     before = everything(tmp_path)
     with pytest.raises(InputError, match="leads out of its directory; nothing is written"):
@@ -255,7 +255,7 @@ def test_a_failure_leaves_no_output_and_what_was_there(error, force, simple, tmp
         target.mkdir()
         torch.save({}, target / "optimizer.pt")
     before = everything(tmp_path)
-    write, calls = restoration.write_member, []
+    write, calls = member_output.MemberWriter.write, []
 
     def failing(*args):
         calls.append(1)
@@ -263,12 +263,12 @@ def test_a_failure_leaves_no_output_and_what_was_there(error, force, simple, tmp
             raise error("no")
         write(*args)
 
-    monkeypatch.setattr(restoration, "write_member", failing)
+    monkeypatch.setattr(member_output.MemberWriter, "write", failing)
     with pytest.raises(error):
         ckpt8.restore(simple, target, force=force)
     assert everything(tmp_path) == before
     # At the last moment: the names cannot be exchanged.
-    monkeypatch.setattr(restoration, "write_member", write)
+    monkeypatch.setattr(member_output.MemberWriter, "write", write)
 
     def failed(*_):
         raise OSError(5, "no")

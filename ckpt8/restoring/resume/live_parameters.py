@@ -1,4 +1,4 @@
-"""Which saved parameter is which live one: by name where both sides know names, else by place in the groups."""
+"""Pairs the parameters of a saved optimizer with live ones: by name where both have names, else by their order."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from torch.optim import Optimizer
 
 from ckpt8.checkpoint.meaning.pairing import saved_names
 from ckpt8.checkpoint.meaning.parameter_names import match
+from ckpt8.core.errors import ResumeError
 from ckpt8.core.text import listed
 from ckpt8.restoring.resume.groups import STRUCTURE, look_permuted
+
+Saved = Mapping[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,101 +27,111 @@ class Pair:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class GroupPair:
+    """A live parameter group, the saved one (None where the checkpoint has none of its parameters), and its pairs."""
+
+    live: dict[str, Any]
+    saved: Saved | None
+    pairs: list[Pair]
+
+
 @dataclass(slots=True)
 class ParameterMap:
-    """Pairs by live group, the saved group of each (None where nothing of it was found), and what does not match."""
+    """The live groups in their order, each with its saved group; ``problems`` lists parameters that have no partner."""
 
-    pairs: list[list[Pair]]
-    group_of: list[int | None]
+    groups: list[GroupPair] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """The pairs of all groups."""
+        return [pair for group in self.groups for pair in group.pairs]
 
 
 def live_names(optimizer: Optimizer, model: nn.Module | None) -> dict[int, list[str]]:
-    """All names of every parameter, by ``id``: from the model, else as the optimizer was given them."""
+    """All names of every parameter, by ``id``: those in ``model``, else the ``param_names`` of the groups."""
     names: dict[int, list[str]] = {}
     if model is not None:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
     for group in optimizer.param_groups:
-        given = group.get("param_names")
-        for name, parameter in zip(given or (), group["params"], strict=False):
-            if id(parameter) not in names:
-                names[id(parameter)] = [str(name)]
+        for name, parameter in zip(group.get("param_names") or (), group["params"], strict=False):
+            names.setdefault(id(parameter), [str(name)])
     return names
 
 
-def map_parameters(
-    saved: Sequence[Mapping[Any, Any]], optimizer: Optimizer, model: nn.Module | None
-) -> ParameterMap | str:
-    """Pair saved and live parameters; a text where that cannot be done without a guess."""
-    theirs, mine = saved_names(saved), live_names(optimizer, model)
-    if isinstance(theirs, str):
-        return theirs
+def map_parameters(saved: Sequence[Saved], optimizer: Optimizer, model: nn.Module | None) -> ParameterMap:
+    """Pair saved and live parameters. Raises ResumeError where only a guess could do that."""
+    names_there, names_here = saved_names(saved), live_names(optimizer, model)
+    if isinstance(names_there, str):
+        raise ResumeError(names_there)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if theirs and all(id(parameter) in mine for parameter in parameters):
-        return _by_name(saved, theirs, optimizer, mine)
-    if any(isinstance(identifier, str) for identifier in theirs):
-        return "its state is kept by parameter names, which this optimizer does not know; give model= as well"
-    return _by_place(saved, optimizer, mine)
+    if names_there and all(id(parameter) in names_here for parameter in parameters):
+        return _map_by_name(saved, names_there, optimizer.param_groups, names_here)
+    if any(isinstance(identifier, str) for identifier in names_there):
+        raise ResumeError("its state has parameter names, which this optimizer does not know; give model= as well")
+    return _map_by_order(saved, optimizer.param_groups, names_here)
 
 
-def _by_name(
-    saved: Sequence[Mapping[Any, Any]],
-    theirs: Mapping[int | str, str],
-    optimizer: Optimizer,
-    mine: Mapping[int, list[str]],
-) -> ParameterMap | str:
-    identifier_of = {name: identifier for identifier, name in theirs.items()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    matched = match(theirs.values(), (name for parameter in parameters for name in mine[id(parameter)]))
-    where = {identifier: k for k, group in enumerate(saved) for identifier in group["params"]}
-    result = ParameterMap([], [])
-    for group in optimizer.param_groups:
+def _map_by_name(
+    saved: Sequence[Saved],
+    names_there: Mapping[int | str, str],
+    live: Sequence[dict[str, Any]],
+    names_here: Mapping[int, list[str]],
+) -> ParameterMap:
+    identifier_of = {name: identifier for identifier, name in names_there.items()}
+    matched = match(
+        names_there.values(), (name for group in live for each in group["params"] for name in names_here[id(each)])
+    )
+    group_of = {identifier: k for k, group in enumerate(saved) for identifier in group["params"]}
+    result = ParameterMap()
+    for group in live:
         pairs = []
         for parameter in group["params"]:
-            found = {matched[name] for name in mine[id(parameter)] if name in matched}
+            found = sorted({matched[name] for name in names_here[id(parameter)] if name in matched})
             if len(found) > 1:
-                return f"{listed(sorted(found))} are one tied parameter here, but several in the checkpoint"
+                raise ResumeError(f"{listed(found)} are one tied parameter here, but several in the checkpoint")
             if found:
-                name = found.pop()
-                pairs.append(Pair(parameter, identifier_of[name], name))
+                pairs.append(Pair(parameter, identifier_of[found[0]], found[0]))
             else:
-                result.problems.append(f"{mine[id(parameter)][0]}: is not in the optimizer of the checkpoint")
-        groups = sorted({where[pair.identifier] for pair in pairs})
-        if len(groups) > 1 and not all(_same(saved[groups[0]], saved[other]) for other in groups[1:]):
-            return f"parameters of one group here belong to groups {listed(groups)} with other hyperparameters"
-        result.pairs.append(pairs)
-        result.group_of.append(groups[0] if groups else None)
-    taken = {pair.identifier for pairs in result.pairs for pair in pairs}
-    extra = [name for identifier, name in theirs.items() if identifier not in taken]
+                result.problems.append(f"{names_here[id(parameter)][0]}: is not in the optimizer of the checkpoint")
+        numbers = sorted({group_of[pair.identifier] for pair in pairs})
+        if any(_settings(saved[number]) != _settings(saved[numbers[0]]) for number in numbers):
+            raise ResumeError(
+                f"parameters of one group here belong to groups {listed(numbers)} with other hyperparameters"
+            )
+        result.groups.append(GroupPair(group, saved[numbers[0]] if numbers else None, pairs))
+    taken = {pair.identifier for pair in result.pairs}
+    extra = [name for identifier, name in names_there.items() if identifier not in taken]
     result.problems += [f"{name}: is in the optimizer of the checkpoint but not in this one" for name in extra]
     return result
 
 
-def _same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    hyper = [{k: v for k, v in group.items() if k not in STRUCTURE} for group in (one, other)]
-    return bool(hyper[0] == hyper[1])
+def _settings(group: Saved) -> dict[Any, Any]:
+    return {key: value for key, value in group.items() if key not in STRUCTURE}
 
 
-def _by_place(
-    saved: Sequence[Mapping[Any, Any]], optimizer: Optimizer, mine: Mapping[int, list[str]]
-) -> ParameterMap | str:
-    """The running index over the groups is what an identifier means; only equal groups give it a meaning."""
-    live = optimizer.param_groups
-    before, now = [len(group["params"]) for group in saved], [len(group["params"]) for group in live]
+def _map_by_order(
+    saved: Sequence[Saved], live: Sequence[dict[str, Any]], names_here: Mapping[int, list[str]]
+) -> ParameterMap:
+    """Pair by the running index over the groups, which means the same parameter only where the groups are equal."""
+    before, now = ([len(group["params"]) for group in groups] for groups in (saved, live))
     if before != now:
-        return f"its parameter groups hold {before} parameters, those here hold {now}, and the file has no names"
-    if look_permuted(saved, live):
-        return (
-            "its parameter groups have the weight decays of those here in another order, and the file has no names "
-            "by which to tell them apart"
+        raise ResumeError(
+            f"its parameter groups hold {before} parameters, those here hold {now}, and the file has no names"
         )
-    pairs, number = [], 0
-    for theirs, group in zip(saved, live, strict=True):
-        row = []
-        for identifier, parameter in zip(theirs["params"], group["params"], strict=True):
-            name = mine.get(id(parameter), [f"parameter {number}"])[0]
-            row.append(Pair(parameter, identifier, name))
+    if look_permuted(saved, live):
+        raise ResumeError(
+            "its parameter groups have the weight decays of those here in another order, and the file has no names "
+            "to tell them apart"
+        )
+    result = ParameterMap()
+    number = 0
+    for there, group in zip(saved, live, strict=True):
+        pairs = []
+        for identifier, parameter in zip(there["params"], group["params"], strict=True):
+            pairs.append(Pair(parameter, identifier, names_here.get(id(parameter), [f"parameter {number}"])[0]))
             number += 1
-        pairs.append(row)
-    return ParameterMap(pairs, list(range(len(live))))
+        result.groups.append(GroupPair(group, there, pairs))
+    return result

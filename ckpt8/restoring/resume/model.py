@@ -1,4 +1,4 @@
-"""Which saved tensor goes into which parameter or buffer of a live model."""
+"""Decides which saved tensor goes into which parameter or buffer of a live model."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType
-from ckpt8.core.text import listed
 from ckpt8.restoring.resume.fills import Copy
 
 EXTRA_STATE = "_extra_state"
-Equal = Callable[[TensorRef, TensorRef], bool]
 
 
 @dataclass(slots=True)
 class ModelPlan:
-    """What to copy, what does not fit, extra states by live name, and the saved tensor of each live one by ``id``."""
+    """What to copy into a model, and what does not fit.
+
+    ``extra`` are the extra states of modules, by their names in the model; ``filled`` the saved tensor of each live
+    one, by ``id``.
+    """
 
     copies: list[Copy] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -29,41 +31,31 @@ class ModelPlan:
     filled: dict[int, TensorRef] = field(default_factory=dict)
 
 
-def live_state(model: nn.Module) -> dict[str, Any]:
+def _live_state(model: nn.Module) -> dict[str, Any]:
     """The live tensors and extra states of a model by name, aliases included."""
     return dict(model.state_dict(keep_vars=True))
 
 
-def choose(candidates: list[Candidate], model: nn.Module) -> Candidate | str:
-    """The state dict whose names are those of ``model``, or why there is not exactly one."""
-    if len(candidates) == 1:
-        return candidates[0]
-    live = live_state(model)
-    paths = listed((candidate.path for candidate in candidates), 10)
-    for same in (_same_names, _same_tensors):
-        fitting = [candidate for candidate in candidates if same(candidate, live)]
-        if len(fitting) == 1:
-            return fitting[0]
-        if fitting:
-            paths = listed((candidate.path for candidate in fitting), 10)
-            break
-    return f"holds {len(candidates)} state dicts that may be meant ({paths}); choose with model_at="
+def fitting(candidates: list[Candidate], model: nn.Module) -> list[Candidate]:
+    """The state dicts with exactly the names of ``model``, else those with its names but for prefixes of wrappers.
 
-
-def _same_names(candidate: Candidate, live: dict[str, Any]) -> bool:
-    return set(candidate.node) == set(live)
-
-
-def _same_tensors(candidate: Candidate, live: dict[str, Any]) -> bool:
-    return len(match(candidate.node, live)) == len(live) == len(candidate.node)
-
-
-def plan_model(candidate: Candidate, model: nn.Module, equal: Equal, narrow: Collection[int] = ()) -> ModelPlan:
-    """Match names, shapes and element types. ``equal`` compares the values of two saved tensors.
-
-    ``narrow``: the ``id`` of 16-bit parameters that may take fp32 weights, since an optimizer keeps the rest of them.
+    A single candidate always fits.
     """
-    live = live_state(model)
+    if len(candidates) == 1:
+        return candidates
+    live = _live_state(model)
+    same = [each for each in candidates if each.node.keys() == live.keys()]
+    return same or [each for each in candidates if len(match(each.node, live)) == len(live) == len(each.node)]
+
+
+def plan_model(
+    candidate: Candidate, model: nn.Module, same_values: Callable[[TensorRef, TensorRef], bool], halves: Collection[int]
+) -> ModelPlan:
+    """Match names, shapes and element types.
+
+    ``halves``: the ``id`` of 16-bit parameters that may take fp32 weights, since an optimizer keeps the other half.
+    """
+    live = _live_state(model)
     owned = {id(t) for _, t in (*model.named_parameters(), *model.named_buffers())}
     saved_name = match(candidate.node, live)
     plan = ModelPlan()
@@ -76,12 +68,12 @@ def plan_model(candidate: Candidate, model: nn.Module, equal: Equal, narrow: Col
             plan.extra[name] = value
         elif id(tensor) not in owned or not isinstance(value, TensorRef):
             plan.problems.append(f"{name}: is not a tensor that can be filled in place")
-        elif problem := mismatch(value, tensor, narrow=id(tensor) in narrow):
+        elif problem := _mismatch(value, tensor, is_half=id(tensor) in halves):
             plan.problems.append(f"{name}: {problem}")
         elif id(tensor) not in filled:
             filled[id(tensor)] = value
             plan.copies.append(Copy(name, value, tensor))
-        elif not equal(filled[id(tensor)], value):
+        elif not same_values(filled[id(tensor)], value):
             plan.problems.append(f"{name}: is tied in the model, but was saved with other values than its twin")
     plan.problems += _unmatched(candidate, live, saved_name)
     return plan
@@ -97,8 +89,8 @@ def _unmatched(candidate: Candidate, live: dict[str, Any], saved_name: dict[str,
     return problems + [f"{name}: is in the checkpoint but not in the model" for name in extra]
 
 
-def mismatch(ref: TensorRef, tensor: Tensor, *, narrow: bool = False) -> str | None:
-    """Why a saved tensor cannot be copied into a live one, or None. ``narrow``: it may be rounded from float32."""
+def _mismatch(ref: TensorRef, tensor: Tensor, *, is_half: bool) -> str | None:
+    """Why a saved tensor cannot be copied into a live one, or None. ``is_half``: it may be rounded from float32."""
     shape = tuple(tensor.shape)
     if tensor.is_meta:
         return "is on the meta device; give it memory first, for instance with to_empty()"
@@ -106,7 +98,7 @@ def mismatch(ref: TensorRef, tensor: Tensor, *, narrow: bool = False) -> str | N
         return "is distributed or sparse, which resume does not support"
     if ref.shape != shape:
         return f"was saved with shape {list(ref.shape)}, here it has {list(shape)}"
-    if ref.dtype.torch != tensor.dtype and not (narrow and ref.dtype is DType.FLOAT32):
+    if ref.dtype.torch != tensor.dtype and not (is_half and ref.dtype is DType.FLOAT32):
         return f"was saved as {ref.dtype.label}, here it is {str(tensor.dtype).removeprefix('torch.')}"
     if ref.conj or ref.neg:
         return "was saved as a conjugate or negative view, which resume does not support"

@@ -1,13 +1,13 @@
 """From a saved optimizer to the state of a live one: what is checked, what is allocated, what is assigned.
 
 State is assigned to ``optimizer.state`` directly, as fresh tensors of the saved element type and strides.
-``Optimizer.load_state_dict`` would cast them all to the type of the parameter. Classes that load their state in a way
-of their own do so: see ``own_loading``.
+``Optimizer.load_state_dict`` would cast them all to the type of the parameter. Optimizers of ``ckpt8.optim`` are
+planned in ``packed_state``; classes that load their state themselves in ``own_loading``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -26,18 +26,15 @@ from ckpt8.restoring.resume.live_parameters import Pair, ParameterMap, map_param
 from ckpt8.restoring.resume.live_values import ValueBuilder
 from ckpt8.restoring.resume.own_loading import OwnState, load, loads_itself
 from ckpt8.restoring.resume.packed_state import PackedPlanner
-from ckpt8.restoring.resume.plans import OptimizerPlan, StatePlan
+from ckpt8.restoring.resume.plans import NewState, OptimizerPlan, StatePlan
 from ckpt8.restoring.resume.published_state import (
-    Layout,
     exact_step,
     group_step_problem,
-    is_packed,
     layout_of,
+    packed_optimizer,
     unwrapped,
 )
 from ckpt8.restoring.resume.state_checks import WHOLE_GROUP, object_problem, state_problem
-
-_WHOLE = "its state is taken as a whole or not at all"
 
 
 def plan_optimizer(
@@ -45,117 +42,81 @@ def plan_optimizer(
     optimizer: Optimizer,
     model: nn.Module | None,
     builder: ValueBuilder,
-    packed: PackedPlanner | None = None,
+    packed: PackedPlanner | None,
 ) -> OptimizerPlan:
     """Pair the parameters, check every state and build the hyperparameters; nothing is changed.
 
-    ``packed`` plans in place of the rest where ``optimizer`` is one of ``ckpt8.optim``.
+    ``packed`` plans the states of an optimizer of ``ckpt8.optim``. Raises ResumeError where nothing of ``candidate``
+    fits.
     """
-    saved, live = candidate.node["param_groups"], optimizer.param_groups
+    node, live = candidate.node, optimizer.param_groups
+    saved = node["param_groups"]
     if not all(isinstance(group, dict) for group in saved):
-        return OptimizerPlan(wrong="its parameter groups are malformed")
+        raise ResumeError("its parameter groups are malformed")
     if packed is None and any(is_packed_group(group) for group in saved):
-        return OptimizerPlan(wrong="is of ckpt8.optim; ckpt8.load(path, unpack=True) gives its state unpacked")
-    # Groups may have settings of their own, as those of Muon that are stepped by Adam.
+        raise ResumeError("is of ckpt8.optim; ckpt8.load(path, unpack=True) gives its state unpacked")
+    # Groups may have settings of their own: Muon steps some of them with Adam.
     settings = {key: value for group in reversed(live) for key, value in group.items()}
     for group in saved:
         problem = packed.class_problem(group) if packed else class_problem(group, settings, optimizer.defaults)
         if problem is not None:
-            return OptimizerPlan(wrong=f"is of another optimizer than {type(optimizer).__name__}: {problem}")
-    mapped = _object_in_groups(saved, builder) or map_parameters(saved, optimizer, model)
-    if isinstance(mapped, str):
-        return OptimizerPlan(wrong=mapped)
-    return _plan_states(candidate.node, mapped, optimizer, builder, packed)
+            raise ResumeError(f"is of another optimizer than {type(optimizer).__name__}: {problem}")
+    hyper = [{key: value for key, value in group.items() if key not in STRUCTURE} for group in saved]
+    if problem := object_problem(hyper, builder, "a parameter group"):
+        raise ResumeError(problem)
+    mapped = map_parameters(saved, optimizer, model)
+    if packed is None and loads_itself(optimizer, node):
+        return OwnState(node, mapped, builder).plan()
+    listed_ids = {identifier for group in saved for identifier in group["params"]}
+    if unlisted := [str(identifier) for identifier in node["state"] if identifier not in listed_ids]:
+        mapped.problems.append(f"state of {listed(unlisted)}: belongs to no parameter of its groups")
+    return packed.plan(node, mapped) if packed else _plan_states(node["state"], mapped, optimizer, builder)
 
 
 def _plan_states(
-    node: Mapping[str, Any],
-    mapped: ParameterMap,
-    optimizer: Optimizer,
-    builder: ValueBuilder,
-    packed: PackedPlanner | None,
+    states: Mapping[Any, Any], mapped: ParameterMap, optimizer: Optimizer, builder: ValueBuilder
 ) -> OptimizerPlan:
-    if packed is None and loads_itself(optimizer, node):
-        own = OwnState(node, mapped, optimizer.param_groups, builder)
-        return OptimizerPlan(problems=own.problems, wrong=_WHOLE if own.problems else None, own=own)
-    listed_ids = {identifier for group in node["param_groups"] for identifier in group["params"]}
-    unlisted = [str(identifier) for identifier in node["state"] if identifier not in listed_ids]
-    mapped.problems += [f"state of {listed(unlisted)}: belongs to no parameter of its groups"] if unlisted else []
-    if packed is not None:
-        return packed.plan(node, mapped)
-    return _plan_mapped(node, mapped, optimizer, builder)
-
-
-def _object_in_groups(saved: Sequence[Mapping[Any, Any]], builder: ValueBuilder) -> str | None:
-    settings = ({key: value for key, value in group.items() if key not in STRUCTURE} for group in saved)
-    return object_problem(list(settings), builder, "a parameter group")
-
-
-def _plan_mapped(
-    node: Mapping[Any, Any], mapped: ParameterMap, optimizer: Optimizer, builder: ValueBuilder
-) -> OptimizerPlan:
+    """The plan of an optimizer of another package, which takes its state as it was saved."""
     plan = OptimizerPlan(problems=list(mapped.problems))
     layout = layout_of(optimizer)
-    for group, pairs, index in zip(optimizer.param_groups, mapped.pairs, mapped.group_of, strict=True):
-        if index is None:
+    for group in mapped.groups:
+        if group.saved is None:
             continue
-        hyper = node["param_groups"][index]
         if (
             layout is not None
             and layout.published.step == "group"
-            and any(pair.identifier in node["state"] for pair in pairs)
+            and any(pair.identifier in states for pair in group.pairs)
         ):
-            plan.wrong = plan.wrong or group_step_problem(hyper)
-        plain = {key: builder.build(value) for key, value in hyper.items() if key != "params"}
-        plan.groups.append((group, restored(plain, group)))
-        for pair in pairs:
-            saved = node["state"].get(pair.identifier)
-            problem = state_problem(saved, pair, layout, optimizer, hyper, builder)
+            plan.wrong = plan.wrong or group_step_problem(group.saved)
+        plain = {key: builder.build(value) for key, value in group.saved.items() if key != "params"}
+        plan.groups.append((group.live, restored(plain, group.live)))
+        for pair in group.pairs:
+            saved = states.get(pair.identifier)
+            problem = state_problem(saved, pair, layout, optimizer, group.saved, builder)
             if problem is not None:
                 plan.problems.append(f"{pair.name}: {problem}")
+            elif saved is None:
+                plan.states.append(StatePlan(pair))
             else:
-                plan.states.append(StatePlan(pair, _values(saved, layout, group, builder, pair)))
+                values = {
+                    key: value if isinstance(value, TensorRef) else builder.build(value)
+                    for key, value in saved.items()
+                    if key != WHOLE_GROUP
+                }
+                if "step" in values and layout is not None:
+                    values["step"] = exact_step(builder.build(saved["step"]), layout, group.live, pair)
+                plan.states.append(StatePlan(pair, partial(_new_state, values, pair)))
     return plan
 
 
-def _values(
-    saved: Any, layout: Layout | None, group: Mapping[str, Any], builder: ValueBuilder, pair: Pair
-) -> dict[str, Any] | None:
-    """State with TensorRefs where tensors are still to be made; the step is made here."""
-    if saved is None:
-        return None
-    values = {}
-    for key, value in saved.items():
-        if key == WHOLE_GROUP:
-            continue
-        if key == "step" and layout is not None:
-            values[key] = exact_step(builder.build(value), layout, group, pair)
-        else:
-            values[key] = value if isinstance(value, TensorRef) else builder.build(value)
-    return values
-
-
-def allocate(plan: OptimizerPlan) -> list[Fill]:
-    """Make the tensors of the new state, on the devices of their parameters, and say what fills them.
-
-    Raises ResumeError when there is not enough memory; nothing has been changed then.
-    """
+def _new_state(values: dict[str, Any], pair: Pair) -> NewState:
+    """``values`` with an empty tensor in the place of every TensorRef, and the copies that fill these."""
     fills: list[Fill] = []
-    try:
-        plan.loaded = plan.own.build() if plan.own is not None else None
-        for state in plan.states:
-            if state.make is not None:
-                state.values, made = state.make()
-                fills += made
-                continue
-            values = state.values or {}
-            for key, value in values.items():
-                if isinstance(value, TensorRef):
-                    values[key] = _empty(value, state.pair.parameter.device if key != "step" else None)
-                    fills.append(Copy(f"{state.pair.name}: {key}", value, values[key]))
-    except RuntimeError as exc:
-        raise ResumeError(f"the optimizer state cannot be allocated: {str(exc).splitlines()[0]}") from exc
-    return fills
+    for key, ref in values.items():
+        if isinstance(ref, TensorRef):
+            values[key] = _empty(ref, pair.parameter.device if key != "step" else None)
+            fills.append(Copy(f"{pair.name}: {key}", ref, values[key]))
+    return values, fills
 
 
 def _empty(ref: TensorRef, device: torch.device | None) -> Tensor:
@@ -164,14 +125,30 @@ def _empty(ref: TensorRef, device: torch.device | None) -> Tensor:
     return torch.empty(ref.shape, dtype=ref.dtype.torch, device=device)
 
 
-def assign(plan: OptimizerPlan, optimizer: Optimizer) -> None:
-    """Put the new state and hyperparameters in place of the old, of which fused steps keep tables.
+def allocate(plan: OptimizerPlan) -> list[Fill]:
+    """Make the tensors of the new state, on the devices of their parameters; return what fills them.
 
-    Raises ResumeError where the class of the optimizer does not take them.
+    Raises ResumeError when there is not enough memory. The optimizer is unchanged then.
     """
+    fills: list[Fill] = []
+    try:
+        if plan.build is not None:
+            plan.loaded = plan.build()
+        for state in plan.states:
+            if state.allocate is not None:
+                state.values, added = state.allocate()
+                fills += added
+    except RuntimeError as exc:
+        raise ResumeError(f"the optimizer state cannot be allocated: {str(exc).splitlines()[0]}") from exc
+    return fills
+
+
+def assign(plan: OptimizerPlan, optimizer: Optimizer) -> None:
+    """Replace state and hyperparameters by the new ones. Raises ResumeError where the class does not take them."""
     if plan.loaded is not None:
         load(optimizer, partial(optimizer.load_state_dict, plan.loaded))
         return
+    # Fused steps keep tables of the tensors that are replaced here.
     optimizer.__dict__.pop("_fused", None)
     for state in plan.states:
         old = optimizer.state.pop(state.pair.parameter, None) or {}
@@ -180,7 +157,7 @@ def assign(plan: OptimizerPlan, optimizer: Optimizer) -> None:
             optimizer.state[state.pair.parameter] = kept | (state.values or {})
     for group, values in plan.groups:
         group.update(values)
-    if not is_packed(optimizer) and layout_of(optimizer) is None:
-        # What classes add to, or change of, state that an older version saved.
+    if packed_optimizer(optimizer) is None and layout_of(optimizer) is None:
+        # Unknown classes complete here the state that an older version of them saved.
         inner = unwrapped(optimizer)
         load(inner, partial(inner.__setstate__, {"state": inner.state, "param_groups": inner.param_groups}))

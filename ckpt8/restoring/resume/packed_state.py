@@ -32,12 +32,11 @@ from ckpt8.optim.master_weights import weight_check
 from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.optim.packing_options import check_group
 from ckpt8.optim.state_dicts import exact_names, layout_problem
-from ckpt8.restoring.resume.fills import Copy
+from ckpt8.restoring.resume.fills import Copy, MomentFill, ResidualFill, RoundedFill
 from ckpt8.restoring.resume.groups import added_by_others, length_problem, of_another, restored
 from ckpt8.restoring.resume.live_parameters import Pair, ParameterMap
 from ckpt8.restoring.resume.live_values import ValueBuilder
-from ckpt8.restoring.resume.packed_fills import MomentFill, ResidualFill, RoundedFill
-from ckpt8.restoring.resume.plans import Made, OptimizerPlan, StatePlan
+from ckpt8.restoring.resume.plans import NewState, OptimizerPlan, StatePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class PackedPlanner:
     stored: StoredParts | None
 
     def class_problem(self, saved: Mapping[Any, Any]) -> str | None:
-        """Why a saved group is none of this optimizer's, or None."""
+        """Why this optimizer cannot have saved a group, or None."""
         rule = self.optimizer.rule_id
         if is_packed_group(saved):
             return None if saved["rule"] == rule else f"it was saved by the rule {saved['rule']!r}, here it is {rule!r}"
@@ -63,22 +62,22 @@ class PackedPlanner:
         return problem or length_problem(foreign.packed_group(saved, rule, arguments), self.optimizer.defaults)
 
     def plan(self, node: Mapping[str, Any], mapped: ParameterMap) -> OptimizerPlan:
-        """State, groups and rounded weights of a mapped optimizer."""
+        """The plan for the saved optimizer ``node`` whose parameters are paired in ``mapped``."""
         plan = OptimizerPlan(problems=list(mapped.problems))
         checks = {key: check for group in node["param_groups"] for key, check in weight_checks(group).items()}
-        for live, pairs, index in zip(self.optimizer.param_groups, mapped.pairs, mapped.group_of, strict=True):
-            if index is None:
+        for mapped_group in mapped.groups:
+            if mapped_group.saved is None:
                 continue
-            saved = node["param_groups"][index]
-            hyper = {key: self.builder.build(value) for key, value in saved.items() if key != "params"}
-            states = [node["state"].get(pair.identifier) for pair in pairs]
+            live = mapped_group.live
+            hyper = {key: self.builder.build(value) for key, value in mapped_group.saved.items() if key != "params"}
+            states = [node["state"].get(pair.identifier) for pair in mapped_group.pairs]
             try:
                 group = self._group(live, hyper, states)
             except UsageError as exc:
                 plan.wrong = plan.wrong or str(exc)
                 continue
             plan.groups.append((live, {key: value for key, value in group.items() if key != "params"}))
-            for pair, state in zip(pairs, states, strict=True):
+            for pair, state in zip(mapped_group.pairs, states, strict=True):
                 try:
                     self._check_weights(pair, state, checks.get(pair.identifier))
                     plan.states.append(self._state(pair, state, group, hyper))
@@ -99,7 +98,7 @@ class PackedPlanner:
         return bool(kept) and any(group[key] != live[key] for key in ("master", "moment1", "moment2"))
 
     def _check_weights(self, pair: Pair, state: Any, expected: Any) -> None:
-        """Raise UsageError where what completes a 16-bit weight was saved beside another weight than the one here."""
+        """Raise UsageError where a state completes another 16-bit weight than the one that this parameter takes."""
         ref = self.weights.get(id(pair.parameter))
         if not state or ref is None or expected is None or ref.dtype.itemsize != 2:
             return
@@ -109,7 +108,7 @@ class PackedPlanner:
             raise UsageError("its optimizer state belongs to another weight; the parameters are in another order")
 
     def _group(self, live: dict[str, Any], hyper: Mapping[str, Any], states: Sequence[Any]) -> dict[str, Any]:
-        """The group as it will be, codecs included. Raises UsageError."""
+        """The new values of the group ``live``, codecs included. Raises UsageError."""
         if is_packed_group(hyper):
             group = {**live, **restored(hyper, live)}
         else:
@@ -122,30 +121,30 @@ class PackedPlanner:
         return group
 
     def _common_codec(self, group: dict[str, Any], kind: StateKey, states: Sequence[Any]) -> dict[str, Any]:
-        """The configuration of most of the stored codes that can be trained on, else the optimizer's own."""
+        """The codec that most stored codes have, of those that are no coarser than the group's own; else its own."""
         mine = codec_from_config(group[kind]).codes
-        found: Counter[Codec] = Counter()
-        for state in states:
-            for ref in state.values() if isinstance(state, dict) else ():
-                codec = self._codec(ref)
-                if mine and codec and codec.trains(kind) and codec.codes and codec.codes.highest >= mine.highest:
-                    found[codec] += 1
+        refs = (ref for state in states if isinstance(state, dict) for ref in state.values())
+        found = Counter(
+            codec
+            for codec in map(self._codec, refs)
+            if mine and codec and codec.trains(kind) and codec.codes and codec.codes.highest >= mine.highest
+        )
         return config_of(found.most_common(1)[0][0]) if found else dict(group[kind])
 
     def _codec(self, ref: object) -> Codec | None:
         return self.stored.codec(ref) if self.stored is not None and isinstance(ref, TensorRef) else None
 
     def _if_stored(self, ref: TensorRef, codec: Codec) -> StoredParts | None:
-        """The parts of ``ref`` where they are those of ``codec``."""
+        """Where the parts of ``ref`` are, if ``codec`` made them."""
         return self.stored if self._codec(ref) == codec else None
 
     def _narrowed(self, param: torch.Tensor) -> TensorRef | None:
-        """The saved fp32 weights of a live 16-bit parameter, or None."""
+        """The saved fp32 weights that a live 16-bit parameter takes, or None."""
         ref = self.weights.get(id(param))
         return ref if ref is not None and ref.dtype.torch == torch.float32 and param.element_size() == 2 else None
 
     def _state(self, pair: Pair, saved: Any, group: dict[str, Any], hyper: Mapping[str, Any]) -> StatePlan:
-        """What the state of one parameter is made of. Raises UsageError where it does not fit."""
+        """The plan for the state of one parameter. Raises UsageError where ``saved`` does not fit."""
         if saved is not None and not isinstance(saved, dict):
             raise UsageError("its optimizer state is malformed")
         saved = {key: value for key, value in (saved or {}).items() if value is not None or key == "kahan_comp"}
@@ -153,7 +152,7 @@ class PackedPlanner:
             if isinstance(value, TensorRef) and (value.conj or value.neg):
                 raise UsageError(f"{key} was saved as a conjugate or negative view, which resume does not support")
         if not saved and self._narrowed(pair.parameter) is None:
-            return StatePlan(pair, None)
+            return StatePlan(pair)
         if saved and is_packed_group(hyper):
             found = _found(saved)
             if id(pair.parameter) in self.weights and not {"residual", "master"} & found.keys():
@@ -162,12 +161,12 @@ class PackedPlanner:
             problem = layout_problem(self.optimizer, group, pair.parameter, found)
             if problem is not None:
                 raise UsageError(problem)
-            return StatePlan(pair, None, partial(self._same, pair.parameter, saved, group))
+            return StatePlan(pair, partial(self._same, pair.parameter, saved, group))
         step = 0
         if saved:
             self._check_published(pair.parameter, saved, group, hyper)
             step = foreign.step_of({k: self.builder.build(v) for k, v in saved.items() if k == "step"}, hyper)
-        return StatePlan(pair, None, partial(self._packed, pair.parameter, saved, group, step))
+        return StatePlan(pair, partial(self._packed, pair.parameter, saved, group, step))
 
     def _check_published(
         self, param: torch.Tensor, saved: Mapping[str, Any], group: dict[str, Any], hyper: Mapping[str, Any]
@@ -189,7 +188,7 @@ class PackedPlanner:
         if param.element_size() == 2 and id(param) not in self.weights:
             raise UsageError("what completes its 16 bits is made of the weights of model=, which does not have it")
 
-    def _same(self, param: torch.Tensor, saved: Mapping[str, TensorRef], group: dict[str, Any]) -> Made:
+    def _same(self, param: torch.Tensor, saved: Mapping[str, TensorRef], group: dict[str, Any]) -> NewState:
         """State of the same layout, copied."""
         exact = exact_names(_found(saved))
         state = self.optimizer.initial_state(group, param, exact)
@@ -198,7 +197,7 @@ class PackedPlanner:
             fills += self._completed(param, group, state, exact)
         return state, fills
 
-    def _packed(self, param: torch.Tensor, saved: Mapping[str, Any], group: dict[str, Any], step: int) -> Made:
+    def _packed(self, param: torch.Tensor, saved: Mapping[str, Any], group: dict[str, Any], step: int) -> NewState:
         """State packed from plain moments and weights; zero moments where none were saved."""
         shape = tuple(param.shape)
         moments = self.optimizer.moments(group, shape)
@@ -214,20 +213,20 @@ class PackedPlanner:
                 fills.append(Copy(name, ref, state[name]))
             else:
                 codec = self.optimizer.codec(group, moments[name], param)
-                fills.append(MomentFill(ref, name, state, codec, self._if_stored(ref, codec)))
+                fills.append(MomentFill(ref, codec, self._if_stored(ref, codec), name, state))
         return state, fills + self._completed(param, group, state, exact)
 
     def _completed(
         self, param: torch.Tensor, group: dict[str, Any], state: dict[str, torch.Tensor], exact: set[str]
     ) -> list[Fill]:
-        """What fills the master of a parameter, or the residual of one that takes 16 bits of its fp32 weights."""
+        """What fills the master of a parameter, or the residual of one that takes half of its fp32 weights."""
         weight = self.weights.get(id(param))
         if weight is not None and "master" in state:
             return [Copy("master", weight, state["master"])]
         if weight is None or self._narrowed(param) is None:
             return []
         codec = self.optimizer.codec(group, "master", param, exact)
-        return [ResidualFill(weight, state["residual"].view(-1), codec, self._if_stored(weight, codec))]
+        return [ResidualFill(weight, codec, self._if_stored(weight, codec), state["residual"].view(-1))]
 
     def _is_exact(self, ref: object) -> bool:
         return self.stored is not None and isinstance(ref, TensorRef) and self.stored.is_exact(ref)
@@ -238,7 +237,7 @@ class PackedPlanner:
         if weight is None or param.dtype != torch.bfloat16:
             return None
         codec = self.optimizer.codec(group, "master", param, {"residual"} if self._is_exact(weight) else ())
-        return RoundedFill(weight, param, codec, self._if_stored(weight, codec))
+        return RoundedFill(weight, codec, self._if_stored(weight, codec), param)
 
 
 def _found(saved: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]] | None]:

@@ -1,4 +1,4 @@
-"""What resume is going to do to an optimizer, before anything changes."""
+"""What resume is going to do to an optimizer, decided before anything changes."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any
 
 from ckpt8.checkpoint.sources.values import Fill
 from ckpt8.restoring.resume.live_parameters import Pair
-from ckpt8.restoring.resume.own_loading import OwnState
 
-Made = tuple[dict[str, Any], list[Fill]]
-"""New state, and what fills it."""
+NewState = tuple[dict[str, Any], list[Fill]]
+"""The new state of one parameter, its tensors still empty, and what fills them."""
 
 
 @dataclass(slots=True)
 class StatePlan:
-    """The new state of one parameter; None where the checkpoint has none, as for one that never had a gradient.
+    """The new state of one parameter: ``allocate`` makes it, ``values`` is what it made.
 
-    ``make``, where there is one, gives it when the time has come to allocate memory.
+    Both are None where the checkpoint has no state, as for a parameter that never had a gradient.
     """
 
     pair: Pair
-    values: dict[str, Any] | None
-    make: Callable[[], Made] | None = None
+    allocate: Callable[[], NewState] | None = None
+    values: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
 class OptimizerPlan:
-    """What to assign. ``wrong`` says why nothing of the checkpoint fits; ``problems`` are single parameters.
+    """New states, and new values for each live group.
 
-    ``rounded``: what fills a live parameter that takes only the upper half of its saved weights, by ``id``.
-    ``own``: what the optimizer loads by itself, in place of all the rest; ``loaded`` is that once it was read.
+    ``wrong`` says why nothing of the checkpoint fits; ``problems`` are those of single parameters. ``rounded`` fills
+    live parameters that take only the upper half of their saved weights, by ``id``. An optimizer that loads its state
+    itself has ``build`` in place of states and groups: it gives the state dict, which ``loaded`` then keeps.
     """
 
     states: list[StatePlan] = field(default_factory=list)
@@ -39,5 +39,5 @@ class OptimizerPlan:
     problems: list[str] = field(default_factory=list)
     wrong: str | None = None
     rounded: dict[int, Fill] = field(default_factory=dict)
-    own: OwnState | None = None
+    build: Callable[[], dict[str, Any]] | None = None
     loaded: dict[str, Any] | None = None

@@ -6,7 +6,6 @@ hyperparameters would be taken without complaint: what the cards say catches a w
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import ResumeError
 from ckpt8.optim.known_optimizers import TENSORS, Card, Published, Shape, find_published
+from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.restoring.resume.live_parameters import Pair
 
 
@@ -48,20 +48,20 @@ def layout_of(optimizer: Optimizer) -> Layout | None:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer itself: accelerate and others wrap it, keep it as an attribute, and give its state as their own."""
+    """The optimizer inside a wrapper such as accelerate's, which passes its state off as its own; else itself."""
     inner = getattr(optimizer, "optimizer", None)
     shared = getattr(inner, "state", None)
     return inner if shared is not None and shared is optimizer.state else optimizer
 
 
-def is_packed(optimizer: Optimizer) -> bool:
-    """Whether it is one of ``ckpt8.optim``, which is not imported for the answer."""
-    packed = sys.modules.get("ckpt8.optim.packed")
-    return packed is not None and isinstance(unwrapped(optimizer), packed.PackedOptimizer)
+def packed_optimizer(optimizer: Optimizer | None) -> PackedOptimizer | None:
+    """The optimizer of ``ckpt8.optim`` that ``optimizer`` is or wraps; None for any other."""
+    inner = None if optimizer is None else unwrapped(optimizer)
+    return inner if isinstance(inner, PackedOptimizer) else None
 
 
 def expected_shape(key: str, shape: Shape) -> Shape | None:
-    """Shape of a state tensor of a parameter of ``shape``; None where it is not known or of one element."""
+    """The shape that state tensor ``key`` has for a parameter of ``shape``; None for an unknown key or one element."""
     if key == "kahan_comp":
         return shape
     tensor = TENSORS.get(key)
@@ -69,11 +69,11 @@ def expected_shape(key: str, shape: Shape) -> Shape | None:
 
 
 _LARGEST_STEP = 2**53
-"""Up to here every whole number is a float64."""
+"""float64 holds every whole number up to here."""
 
 
 def group_step_problem(group: Mapping[Any, Any]) -> str | None:
-    """Why the step of a group that keeps one cannot be used, or None."""
+    """Why ``group``, which should keep the step, has none that can be used; or None."""
     step = group.get("step")
     if isinstance(step, TensorRef) or (isinstance(step, int) and not isinstance(step, bool)):
         return None
@@ -81,10 +81,10 @@ def group_step_problem(group: Mapping[Any, Any]) -> str | None:
 
 
 def exact_step(step: Any, layout: Layout, group: Mapping[str, Any], pair: Pair) -> Tensor | int | Any:
-    """The counter of one parameter: a 0-d float tensor, or an int, whatever it was saved as.
+    """The step of one parameter as its optimizer keeps it: a 0-d float tensor or an int, whatever was saved.
 
-    torch keeps it on the CPU unless the step itself runs on the device. Raises ResumeError where it is no whole
-    number, or does not fit the type.
+    A tensor is on the CPU, as in torch, unless ``group`` is stepped on the device. Raises ResumeError where the step is
+    not a whole number, or float32 does not hold it.
     """
     value = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST_STEP
