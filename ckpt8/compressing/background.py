@@ -1,8 +1,8 @@
-"""Saves that go on in the background once their snapshot is packed in memory: one thread each, and who waits for whom.
+"""Saves in the background: once a checkpoint is packed in memory, a thread of its own compresses and writes it.
 
-The thread is not a daemon: leaving the interpreter waits for it. Of two saves to one target the second waits until the
-first is done, whatever became of it. A process that is made to leave before that, by a second Ctrl-C say, removes its
-temporary file as every other does.
+The thread is not a daemon, so the interpreter waits for it before it exits. A second save to the same target waits
+until the first has finished or failed. A process that is forced to exit earlier, by a second Ctrl-C for instance,
+removes its temporary file as usual.
 """
 
 from __future__ import annotations
@@ -15,30 +15,19 @@ from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
+from ckpt8.compressing.compressor import Unwritten
 from ckpt8.container.manifest import Manifest
 
-
-class Packed(Protocol):
-    """What ``start`` needs of a packed checkpoint, see ``pipeline.Unwritten``."""
-
-    def write(self) -> Manifest:
-        """Write the file. Raises OutputError."""
-
-    def close(self) -> None:
-        """Give up, or do nothing after ``write``."""
-
-
 _lock = threading.RLock()
-"""Reentrant, since a handle may be collected, and says so, at any point of its own thread."""
+"""Reentrant: the garbage collector may call ``_Job.drop`` while the same thread holds the lock."""
 
 _pending: dict[str, _Job] = {}
-"""Saves that are under way, by the real path of their target."""
+"""Unfinished saves, by the real path of their target."""
 
 
 def _after_fork() -> None:
-    """The threads stay with the parent, and so does the care for its files."""
+    """Forget the saves of the parent: its threads do not run in the child, and its files are not the child's."""
     global _lock  # noqa: PLW0603
     _lock = threading.RLock()
     _pending.clear()
@@ -49,17 +38,17 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Job:
-    """One save: its outcome, and whether anybody has asked for it, or still can."""
+    """One save and its outcome. A failure becomes a warning where the handle was dropped before anybody asked."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
         self.future: futures.Future[Manifest] = futures.Future()
-        self.packed: Packed | None = None
+        self.packed: Unwritten | None = None
         self._asked = False
         self._dropped = False
 
-    def run(self, packed: Packed) -> None:
-        """What the thread does."""
+    def run(self, packed: Unwritten) -> None:
+        """Write the file and keep the outcome, in the thread of the save."""
         try:
             manifest = packed.write()
         except BaseException as exc:
@@ -69,16 +58,16 @@ class _Job:
             self.future.set_result(manifest)
 
     def fail(self, error: BaseException) -> None:
-        """The outcome is an error."""
+        """Make ``error`` the outcome."""
         self.release()
         with _lock:
             self.future.set_exception(error)
-            unheard = self._dropped
-        if unheard:
+            is_unasked = self._dropped
+        if is_unasked:
             self._warn(error)
 
     def release(self) -> None:
-        """Let the memory go, and the next save to this target begin."""
+        """Free the memory and let the next save to this target begin."""
         if self.packed is not None:
             self.packed.close()
         self.packed = None
@@ -86,14 +75,14 @@ class _Job:
             _pending.pop(_key(self.target), None)
 
     def ask(self, timeout: float | None) -> Manifest:
-        """Wait for the outcome."""
+        """Wait for the outcome. Raises TimeoutError, and what the save raised."""
         if not futures.wait([self.future], timeout).done:
             raise TimeoutError(f"{self.target}: is still being written")
         self._asked = True
         return self.future.result()
 
     def drop(self) -> None:
-        """Nobody can ask any more: a failure that is known, or comes later, is then a warning."""
+        """Note that nobody can ask any more: a failure, now or later, becomes a warning unless somebody has asked."""
         with _lock:
             self._dropped = not self._asked
             error = self.future.exception() if self._dropped and self.future.done() else None
@@ -105,9 +94,9 @@ class _Job:
 
 
 class PendingSave:
-    """A save in the background. As a context manager it waits at the end of the block.
+    """A save in the background. As a context manager it waits for the file at the end of the block.
 
-    A failure that nobody asks for, since the handle was dropped, is shown as a RuntimeWarning.
+    When the save fails and nobody has asked for its result before the handle is gone, a RuntimeWarning says so.
     """
 
     def __init__(self, job: _Job) -> None:
@@ -115,13 +104,14 @@ class PendingSave:
         weakref.finalize(self, job.drop)
 
     def done(self) -> bool:
-        """Whether the file is complete, or has failed."""
+        """Whether the save has finished or failed."""
         return self._job.future.done()
 
     def result(self, timeout: float | None = None) -> Manifest:
-        """Wait for the file and give its manifest.
+        """Wait for the file and return its manifest.
 
-        Raises what failed, above all OutputError, and TimeoutError after ``timeout`` seconds; the save then goes on.
+        Raises what the save raised, mostly OutputError, and TimeoutError after ``timeout`` seconds, while the save
+        goes on.
         """
         return self._job.ask(timeout)
 
@@ -138,17 +128,17 @@ class PendingSave:
 
 
 def wait_for(target: Path) -> None:
-    """Return once no save to ``target`` is under way, whatever became of it."""
+    """Wait until every save to ``target`` has finished or failed."""
     while (job := _pending.get(_key(target))) is not None:
         futures.wait([job.future])
 
 
-def start(target: Path, pack: Callable[[], Packed]) -> PendingSave:
-    """Wait for the last save to ``target``, ``pack`` here and now, write in a thread. Raises what ``pack`` raises."""
+def start(target: Path, pack: Callable[[], Unwritten]) -> PendingSave:
+    """Wait for the last save to ``target``, call ``pack``, and write in a thread. Raises what ``pack`` raises."""
     job = _reserve(target)
     try:
         job.packed = packed = pack()
-        # Not a daemon, whatever the thread is that calls this.
+        # A thread that is a daemon would otherwise pass that on.
         threading.Thread(target=job.run, args=(packed,), name="ckpt8-save", daemon=False).start()
     except BaseException as exc:
         job.fail(exc)

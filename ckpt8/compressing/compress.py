@@ -1,12 +1,12 @@
-"""The Python interface: ``compress``, ``save``, ``load``, ``open`` and ``restore``."""
+"""``ckpt8.compress`` and ``ckpt8.save``: from a checkpoint, or from objects in memory, to a ``.ckpt8``."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal, overload
+from typing import Literal, TypeVar, overload
 
 import torch
 
@@ -14,10 +14,9 @@ from ckpt8.checkpoint.readers.entries import is_directory
 from ckpt8.checkpoint.replacing import checkpoint_file
 from ckpt8.checkpoint.sources.bundle import Bundle, directory_name, open_bundle
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
-from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.compressing.background import PendingSave, start, wait_for
 from ckpt8.compressing.bundle_plan import plan_bundle
-from ckpt8.compressing.compressor import Compressor, Options, Unwritten
+from ckpt8.compressing.compressor import Compressor, Options
 from ckpt8.compressing.gpu_encoder import choose_encoder
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.manifest import Manifest
@@ -26,6 +25,8 @@ from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import refuse_inside, refuse_same_file
 from ckpt8.core.gpu import requested
 from ckpt8.core.workers import Progress
+
+R = TypeVar("R")
 
 
 def default_target(source: Path) -> Path:
@@ -49,14 +50,16 @@ def compress(
     force: bool = False,
     progress: Progress = lambda _: None,
 ) -> Manifest:
-    """Compress a checkpoint, a file or a directory, into a ``.ckpt8``, by default beside it; what it says of itself.
+    """Compress a checkpoint file or directory into a ``.ckpt8``, by default next to it; return its manifest.
 
-    With ``force`` an existing file is replaced; where no ``target`` is given only a checkpoint or container is.
-    ``preset`` is flash, compact or lossless; ``rules`` are ``GLOB=CODEC``, the first match wins. ``device`` is auto,
-    cpu or cuda: where a file is packed; auto is cpu. ``stats`` measures the error on the way. A parameter whose max
-    |Δu| exceeds ``max_update_error``, or is unknown, has its moments stored lossless. ``progress`` is called with the
-    number of source bytes just finished. Raises InputError for a source that is damaged or holds no tensors,
-    OutputError for the target, UsageError for the arguments.
+    ``preset`` is flash, compact or lossless. ``rules`` are ``GLOB=CODEC`` for tensors by name; the first match wins.
+    ``device`` packs on auto, cpu or cuda; auto is cpu. ``stats`` measures the error while compressing. Moments stay
+    lossless where the max |Δu| of their parameter exceeds ``max_update_error`` or is unknown. With ``force`` an
+    existing file is replaced; without ``target`` only a checkpoint or container is. ``progress`` is called with the
+    number of source bytes just finished.
+
+    Raises InputError for a source that is damaged or holds no tensors, OutputError for the target, UsageError for the
+    arguments.
     """
     source = Path(source)
     named, target = target is not None, default_target(source) if target is None else Path(target)
@@ -71,7 +74,7 @@ def compress(
         if not bundle.holds_tensors:
             raise InputError(f"{source}: holds no tensors; there is nothing to compress")
         compressor = _compressor(bundle, policy, options, device=gpu)
-        return compressor.run(target, preset=policy.preset, rules=policy.texts, force=force)
+        return compressor.run(target, policy, force=force)
 
 
 @overload
@@ -116,35 +119,31 @@ def save(
     force: bool = True,
     background: bool = False,
 ) -> Manifest | PendingSave:
-    """As ``torch.save``, to a ``.ckpt8``: storages are packed where they are, CPU or GPU, and streamed from there.
+    """Save ``obj`` as ``torch.save`` does, but to a ``.ckpt8``; return its manifest.
 
-    Arguments are those of ``compress``, except that an existing file is replaced unless ``force`` is False. Raises
-    OutputError, UsageError, and what pickling raises.
+    Tensors are packed on the device that they are on, CPU or GPU. Arguments are those of ``compress``, except that an
+    existing file is replaced unless ``force`` is False. Raises OutputError, UsageError, and what pickling raises.
 
-    With ``background`` it returns once everything is packed in memory, in flash 5.1 bytes a parameter for the 12 of
-    fp32 and AdamW: tensors may then be changed in place, the file will hold what they were, and be the same file.
-    Compression and disk go on in a thread, and leaving the interpreter waits for it. What fails by then is raised here,
-    the rest by ``PendingSave.result``. A save to a target that is still being written waits for that first.
+    With ``background`` it returns a ``PendingSave`` once all tensors are packed in memory: in flash 5.1 bytes a
+    parameter, for the 12 of fp32 and AdamW. You may then change the tensors; the file gets the old values. A thread
+    compresses and writes it, and the interpreter waits for that thread before it exits. What fails later is raised by
+    ``PendingSave.result``. A save to a target that is still being written waits for that first.
     """
     target = Path(target)
     policy = Policy.of(preset, rules)
     options = _options(threads, max_update_error, stats=stats)
     member = target.with_suffix(".pt").name
 
-    @contextmanager
-    def compressor() -> Iterator[Compressor]:
+    def compress_live(run_or_pack: Callable[..., R]) -> R:
         with live_checkpoint(obj, target.stem) as checkpoint:
-            yield _compressor(Bundle.of(checkpoint, member), policy, options, _live(checkpoint))
-
-    def pack() -> Unwritten:
-        with compressor() as packs:
-            return packs.pack(target, preset=policy.preset, rules=policy.texts, force=force)
+            live = checkpoint.live if isinstance(checkpoint, LiveCheckpoint) else {}
+            compressor = _compressor(Bundle.of(checkpoint, member), policy, options, live)
+            return run_or_pack(compressor, target, policy, force=force)
 
     if background:
-        return start(target, pack)
+        return start(target, partial(compress_live, Compressor.pack))
     wait_for(target)
-    with compressor() as runs:
-        return runs.run(target, preset=policy.preset, rules=policy.texts, force=force)
+    return compress_live(Compressor.run)
 
 
 def _options(
@@ -153,10 +152,6 @@ def _options(
     if max_update_error is not None and not stats:
         raise UsageError("a bound on the update error needs statistics; leave out --no-stats")
     return Options(threads, stats, max_update_error, progress)
-
-
-def _live(checkpoint: Checkpoint) -> Mapping[str, torch.UntypedStorage]:
-    return checkpoint.live if isinstance(checkpoint, LiveCheckpoint) else {}
 
 
 def _compressor(

@@ -1,17 +1,17 @@
 """The one loop of compression: units of storages -> codec -> planes -> container, in the order of the source.
 
-Chunks of 2^20 elements are read, encoded, measured and compressed by a few threads and come back in order. Memory is
-bounded by one slab of stored planes and the chunks in flight. A unit that turns out not to be representable, or to
-break the bound on its update error, is taken back and stored lossless; units after it wait.
+A few threads read, encode, measure and compress chunks of 2^20 elements, which come back in order. Memory holds one
+slab of stored planes and the chunks in flight. When a codec refuses a unit, or its update error exceeds the bound, the
+writer rolls the unit back and stores it lossless.
 
-``run`` does it all in one go. ``pack`` stops where every chunk is packed in memory and every unit is decided, which is
-all that needs the source; what it gives writes the same file later.
+``run`` does all of it. ``pack`` stops when every chunk is packed in memory and the codec of every unit is final: then
+the source is no longer needed, and the ``Unwritten`` that it returns writes the same file later.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from ckpt8.compressing.chunk_encoder import ChunkEncoder, EncodedChunk, PackedCh
 from ckpt8.compressing.manifest_records import UnitResult, fill
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Plan, Unit
-from ckpt8.compressing.policy import LOSSLESS
+from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.container import frames, header, layout
 from ckpt8.container.manifest import FrameTable, Manifest
 from ckpt8.container.writer import ContainerWriter
@@ -30,14 +30,14 @@ from ckpt8.core.files.crc import combine
 from ckpt8.core.workers import Progress, Workers
 
 _Planes = dict[str, list[bytes | memoryview]]
-"""By part: what is stored of its planes, chunk after chunk."""
+"""The stored planes of each part, chunk after chunk."""
 
 Results = dict[int, tuple[UnitResult, int]]
-"""By the index of a stream: the result of its unit, and its place there."""
+"""By the index of a stream: the result of its unit, and the place of the stream in the unit."""
 
 
 def no_progress(_: int) -> None:
-    """Show nothing. A function with a name: frameworks pickle what holds ``Options``."""
+    """Show nothing. A function and no lambda: frameworks pickle objects that hold ``Options``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Unwritten:
     """A packed checkpoint whose temporary file is open until ``write`` or ``close``."""
 
     compressor: Compressor
-    labels: tuple[str, list[str]]
+    policy: Policy
     units: list[Unit]
     chunks: deque[PackedChunk]
     writer: ContainerWriter
@@ -63,12 +63,12 @@ class Unwritten:
     resources: ExitStack
 
     def write(self) -> Manifest:
-        """Compress and write, letting go of every chunk on the way. Raises OutputError."""
+        """Compress and write the file, freeing each chunk on the way. Raises OutputError."""
         with self.resources:
             waiting = (self.chunks.popleft() for _ in range(len(self.chunks)))
             chunks = self.workers.map(store, waiting)
             results = self.compressor.write_units(self.writer, self.workers, self.units, chunks)
-            return self.compressor.publish(self.writer, results, self.labels)
+            return self.compressor.publish(self.writer, results, self.policy)
 
     def close(self) -> None:
         """Give up: no file remains. Harmless after ``write``."""
@@ -87,19 +87,19 @@ class Compressor:
         self._streams = plan.streams
         self._encoder = encoder or ChunkEncoder(source, measure=options.stats)
 
-    def run(self, target: Path, *, preset: str, rules: Sequence[str], force: bool) -> Manifest:
+    def run(self, target: Path, policy: Policy, *, force: bool) -> Manifest:
         """Write ``target``. Raises InputError for damage in the source, OutputError for the target."""
         units = self._plan.units
         with Workers(self._options.threads) as workers:
-            # Before the header is laid out, which takes as long as some chunks.
+            # Threads start on the chunks while the header is laid out, which takes as long as some of them.
             chunks = self._encoder.stored(_chunks_of(units), workers)
             with ContainerWriter(target, self._names(), force=force) as writer:
                 results = self.write_units(writer, workers, units, chunks)
                 self._source.check_unchanged()
-                return self.publish(writer, results, (preset, list(rules)))
+                return self.publish(writer, results, policy)
 
-    def pack(self, target: Path, *, preset: str, rules: Sequence[str], force: bool) -> Unwritten:
-        """Open ``target``'s temporary file and pack everything. Raises as ``run``."""
+    def pack(self, target: Path, policy: Policy, *, force: bool) -> Unwritten:
+        """Open the temporary file of ``target`` and pack all units in memory. Raises as ``run``."""
         with ExitStack() as stack:
             writer = stack.enter_context(ContainerWriter(target, self._names(), force=force))
             workers = stack.enter_context(Workers(self._options.threads))
@@ -109,27 +109,34 @@ class Compressor:
                 units.append(unit)
                 chunks += packed
             self._source.check_unchanged()
-            return Unwritten(self, (preset, list(rules)), units, chunks, writer, workers, stack.pop_all())
+            return Unwritten(self, policy, units, chunks, writer, workers, stack.pop_all())
 
     def write_units(
         self, writer: ContainerWriter, workers: Workers, units: Iterable[Unit], chunks: Iterator[EncodedChunk]
     ) -> Results:
-        """Write ``units``, whose chunks come in order. Raises as ``run``."""
-        return {
-            stream.index: (result, k)
-            for result in self._write_units(writer, workers, units, chunks)
-            for k, stream in enumerate(result.unit.streams)
-        }
+        """Write ``units``, whose ``chunks`` come in the same order. Raises as ``run``."""
+        results: Results = {}
+        for unit in units:
+            mark = writer.mark()
+            result = self._write_unit(writer, unit, chunks)
+            reason = result.refused or self._broken_bound(unit, result.errors)
+            if reason is not None:
+                writer.rollback(mark)
+                again = unit.lossless(reason)
+                result = self._write_unit(writer, again, self._encoder.stored(_chunks_of([again]), workers))
+            check_source(result.unit, result.crcs, self._source.label)
+            results |= {stream.index: (result, k) for k, stream in enumerate(result.unit.streams)}
+        return results
 
-    def publish(self, writer: ContainerWriter, results: Results, labels: tuple[str, list[str]]) -> Manifest:
-        """Write the manifest and give the file its name. ``labels`` are preset and rules. Raises OutputError."""
-        manifest = Manifest(f"ckpt8 {__version__}", *labels, self._slab, frames.FRAME)
+    def publish(self, writer: ContainerWriter, results: Results, policy: Policy) -> Manifest:
+        """Write the manifest and give the file its name. Raises OutputError."""
+        manifest = Manifest(f"ckpt8 {__version__}", policy.preset, policy.texts, self._slab, frames.FRAME)
         fill(manifest, self._source, self._plan, results)
         writer.finish(manifest)
         return manifest
 
     def _pack_units(self, workers: Workers) -> Iterator[tuple[Unit, list[PackedChunk]]]:
-        """Every unit as it will be written, and its chunks."""
+        """Every unit with its final codecs, and its packed chunks."""
         chunks = self._encoder.packed(_chunks_of(self._plan.units), workers)
         for unit in self._plan.units:
             errors = UnitErrors.of(unit) if self._options.stats else None
@@ -150,7 +157,10 @@ class Compressor:
                 yield again, list(self._encoder.packed(_chunks_of([again]), workers))
 
     def _names(self) -> list[str]:
-        """Names to reserve a header for: of each storage, the longer list of its codec and lossless."""
+        """The entry names that the header must have room for: those of the codec or of lossless, what is longer.
+
+        Takes larger slabs until the header stays within the limit of safetensors.
+        """
         while True:
             names: list[str] = []
             for stream in self._streams:
@@ -161,22 +171,8 @@ class Compressor:
                 return names
             self._slab *= 2
 
-    def _write_units(
-        self, writer: ContainerWriter, workers: Workers, units: Iterable[Unit], chunks: Iterator[EncodedChunk]
-    ) -> Iterator[UnitResult]:
-        for unit in units:
-            mark = writer.mark()
-            result = self._write_unit(writer, unit, chunks)
-            reason = result if isinstance(result, str) else self._broken_bound(unit, result.errors)
-            if reason is not None:
-                writer.rollback(mark)
-                again = unit.lossless(reason)
-                result = self._write_unit(writer, again, self._encoder.stored(_chunks_of([again]), workers))
-            assert isinstance(result, UnitResult)  # noqa: S101 - lossless never refuses
-            check_source(result.unit, result.crcs, self._source.label)
-            yield result
-
     def _broken_bound(self, unit: Unit, errors: UnitErrors | None) -> str | None:
+        """Why the unit must be stored lossless to keep the bound on its update error, or None."""
         bound, parameter = self._options.max_update_error, unit.parameter
         if bound is None or not any(stream.lossy_moment for stream in unit.streams):
             return None
@@ -188,28 +184,27 @@ class Compressor:
             return f"update error exceeds {bound:g}"
         return None
 
-    def _write_unit(self, writer: ContainerWriter, unit: Unit, chunks: Iterator[EncodedChunk]) -> UnitResult | str:
-        """Write a unit slab by slab. All its chunks are consumed; a refusal is returned as its reason."""
+    def _write_unit(self, writer: ContainerWriter, unit: Unit, chunks: Iterator[EncodedChunk]) -> UnitResult:
+        """Write a unit slab by slab. Consumes all its chunks, also after one was refused."""
         result = UnitResult(
             unit,
             [{part: FrameTable() for part in stream.codec.layout(stream.spec)} for stream in unit.streams],
             UnitErrors.of(unit) if self._options.stats else None,
             [0] * len(unit.streams),
         )
-        refused: str | None = None
         slabs = list(layout.slab_chunks(unit.numel, self._slab))
         for k, slab in enumerate(slabs):
             stored: list[_Planes] = [{part: [] for part in table} for table in result.tables]
             for chunk in slab:
                 encoded = next(chunks)
-                refused = refused or encoded.refused
-                if refused is None:
+                result.refused = result.refused or encoded.refused
+                if result.refused is None:
                     self._collect(result, stored, encoded, chunk)
             for stream, parts in zip(unit.streams, stored, strict=True):
                 for part, planes in parts.items():
-                    if refused is None:
+                    if result.refused is None:
                         writer.append(layout.entry_name(stream.spec.name, part, k, len(slabs)), planes)
-        return refused if refused is not None else result
+        return result
 
     def _collect(self, result: UnitResult, stored: list[_Planes], encoded: EncodedChunk, chunk: int) -> None:
         for k, stream in enumerate(result.unit.streams):
@@ -234,5 +229,5 @@ def _merge(errors: UnitErrors | None, later: UnitErrors | None) -> None:
 
 
 def _room(names: list[str]) -> tuple[int, int]:
-    """Order lists of entry names by the room that they need in a header."""
+    """A key that sorts lists of entry names by the room that they need in a header."""
     return len(names), len("".join(names))

@@ -1,4 +1,4 @@
-"""From the results of a run to the records of the manifest."""
+"""Turns the results of a compression into the records of the manifest."""
 
 from __future__ import annotations
 
@@ -22,18 +22,22 @@ from ckpt8.container.manifest import (
 
 @dataclass(slots=True)
 class UnitResult:
-    """What was written for a unit. ``tables`` by stream, then part; ``crcs`` of the source bytes by stream."""
+    """What was written for a unit: ``tables`` by stream, then part; ``crcs`` of the source bytes by stream.
+
+    ``refused`` says why a codec did not take the unit; nothing of it counts then.
+    """
 
     unit: Unit
     tables: list[dict[str, FrameTable]]
     errors: UnitErrors | None = None
     crcs: list[int] = field(default_factory=list)
+    refused: str | None = None
 
 
 def fill(manifest: Manifest, source: Bundle, plan: Plan, results: Mapping[int, tuple[UnitResult, int]]) -> None:
-    """Add all members: their storages, of which the last is the skeleton, their tensors and parameters.
+    """Add the members, storages, tensors and parameters of ``source`` to the manifest.
 
-    ``results`` gives, for the index of every stream, the result of its unit and its place in that unit.
+    ``results`` gives, for the index of every stream, the result of its unit and the place of the stream in it.
     """
     manifest.directory = source.directory
     manifest.storages += [_storage_record(*results[index]) for index in range(len(results))]
@@ -54,9 +58,10 @@ def _flags(ref: TensorRef) -> list[str]:
 
 
 def _member_record(member: Member, results: Mapping[int, tuple[UnitResult, int]]) -> MemberRecord:
-    """The record of one member, with the checksum fields that ``restore`` must fill in.
+    """The record of one member.
 
-    These are fields of storages whose bytes change, or whose checksum the source did not know yet.
+    It lists the checksum fields that ``restore`` must fill in: those of storages whose bytes change, or whose checksum
+    the source does not state.
     """
     checkpoint, first = member.checkpoint, member.first
     segments, fields = [], []

@@ -293,7 +293,7 @@ def _example():
 def _compress_example(data, target):
     bundle = Bundle.of(Example(data), "a.bin")
     plan = plan_bundle(bundle, Policy.of("lossless"))
-    Compressor(bundle, plan, Options()).run(target, preset="lossless", rules=[], force=False)
+    Compressor(bundle, plan, Options()).run(target, Policy.of("lossless"), force=False)
 
 
 def test_the_example_of_the_specification_is_what_is_written(tmp_path):

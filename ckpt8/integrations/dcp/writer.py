@@ -146,7 +146,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
             live = checkpoint.live if isinstance(checkpoint, LiveCheckpoint) else {}
             encoder = choose_encoder(bundle, live, None, measure=self._options.stats)
             compressor = Compressor(bundle, plan_bundle(bundle, self._policy), self._options, encoder)
-            compressor.run(target, preset=self._policy.preset, rules=self._policy.texts, force=False)
+            compressor.run(target, self._policy, force=False)
         with ContainerReader(target) as reader:
             return reader.seal.hex()
 
