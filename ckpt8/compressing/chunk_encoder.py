@@ -1,6 +1,6 @@
-"""What happens to one chunk on a worker thread: it is packed (read, encoded, measured), then stored (compressed).
+"""What a worker thread does with one chunk: it packs it (reads, encodes, measures), then stores it (compresses).
 
-A packed chunk no longer needs its source: between the two a save in the background lets the caller go on.
+A packed chunk no longer needs its source: a save in the background returns to its caller between the two.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Work = tuple[Unit, int]
 
 @dataclass(slots=True)
 class PackedChunk:
-    """A chunk of a unit as its codecs give it: parts by stream, on the CPU unless a device still has them.
+    """An encoded chunk of a unit: its parts by stream, on the CPU unless a device still has them.
 
-    ``crcs`` by stream are those of the source bytes where the source states one, else 0. ``refused`` is the reason why
-    a codec took none of it.
+    ``crcs`` are the crc32 of the source bytes by stream, 0 where the source states none. ``refused`` is the reason why
+    a codec refused the chunk, which then has no parts.
     """
 
     parts: list[Parts]
@@ -48,7 +48,7 @@ class PackedChunk:
 
 @dataclass(slots=True)
 class EncodedChunk:
-    """A packed chunk compressed: ``frames`` by stream, then part: (stored bytes, crc32). The rest is as it was."""
+    """A compressed chunk: ``frames`` by stream, then part, as (stored bytes, crc32). For the rest see PackedChunk."""
 
     frames: list[dict[str, list[tuple[bytes | memoryview, int]]]]
     crcs: list[int]
@@ -57,7 +57,7 @@ class EncodedChunk:
 
 
 def read_chunk(checkpoint: Checkpoint, stream: Stream, chunk: int, slot: int) -> tuple[torch.Tensor, int]:
-    """One chunk of a stream, in this thread's buffer for ``slot``; the crc32 of its bytes, see ``read_bytes``."""
+    """Read one chunk of a stream into this thread's buffer for ``slot``; return it and its crc32, as ``read_bytes``."""
     spec = stream.chunk_spec(chunk)
     view = scratch(slot, spec.numel * spec.dtype.itemsize)
     crc = read_bytes(checkpoint, stream, chunk, view)
@@ -65,29 +65,29 @@ def read_chunk(checkpoint: Checkpoint, stream: Stream, chunk: int, slot: int) ->
 
 
 def read_bytes(checkpoint: Checkpoint, stream: Stream, chunk: int, view: memoryview) -> int:
-    """Fill ``view`` with one chunk of a stream; the crc32 of its bytes, or 0 where the source states none."""
+    """Fill ``view`` with one chunk of a stream; return the crc32 of its bytes, or 0 where the source states none."""
     checkpoint.read_into(stream.storage.offset + chunk * frames.FRAME * stream.spec.dtype.itemsize, view)
     return crc32(view) if stream.storage.crc32 is not None else 0
 
 
 def check_source(unit: Unit, crcs: Sequence[int], source: str) -> None:
-    """Raise InputError where the checksum that the source states for a storage is not that of its bytes."""
+    """Raise InputError where the bytes of a storage do not have the crc32 that the source states."""
     for stream, crc in zip(unit.streams, crcs, strict=True):
         if stream.storage.crc32 is not None and stream.storage.crc32 != crc:
             raise InputError(f"{source}: {stream.spec.name}: checksum and bytes do not match; the file is damaged")
 
 
 def read_tensor(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) -> torch.Tensor:
-    """A small dense tensor in ``storage``, in memory."""
+    """Read a small dense tensor in ``storage``."""
     buffer = bytearray(storage.nbytes)
     checkpoint.read_into(storage.offset, memoryview(buffer))
     return torch.frombuffer(buffer, dtype=ref.dtype.torch).as_strided(ref.shape, ref.stride, ref.offset)
 
 
 def check_copy(x: torch.Tensor, first: int, copied: Copied, master: Callable[[Run], torch.Tensor]) -> None:
-    """Raise RefusedError unless ``x``, elements from ``first`` on of a copy, is what ``copied`` gives, bit for bit.
+    """Raise RefusedError unless ``copied`` gives ``x``, the elements from ``first`` on of a copy, bit for bit.
 
-    ``master`` gives the fp32 elements of a run where ``x`` is.
+    ``master`` gives the fp32 elements of a run on the device of ``x``.
     """
     at = 0
     for run in copied.cut(first, x.numel()):
@@ -103,9 +103,9 @@ def check_copy(x: torch.Tensor, first: int, copied: Copied, master: Callable[[Ru
 
 
 class ChunkMeters:
-    """Makes the meter of any chunk; keeps CAME's factored statistics of the parameter at hand.
+    """Makes a meter for each chunk; keeps CAME's factored statistics of the last parameter.
 
-    ``backend`` is what codecs are asked for where tensors are on the CPU.
+    ``backend`` is the one that codecs use for tensors on the CPU.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -115,31 +115,30 @@ class ChunkMeters:
         self._last: tuple[Parameter, Confidence] | None = None
 
     def of(self, unit: Unit) -> ChunkMeter:
-        """A meter with zero on its clocks."""
+        """A new meter; all sums are zero."""
         return ChunkMeter(unit, self._confidence(unit.parameter), self.backend)
 
     def _confidence(self, parameter: Parameter | None) -> Confidence | None:
         if parameter is None or parameter.confidence is None:
             return None
-        last = self._last
-        if last is None or last[0] is not parameter:
+        if self._last is None or self._last[0] is not parameter:
             rows, columns = (
                 read_tensor(self._checkpoint, self._storages[ref.key], ref) for ref in parameter.confidence
             )
-            last = self._last = (parameter, Confidence(rows, columns))
-        return last[1]
+            self._last = (parameter, Confidence(rows, columns))
+        return self._last[1]
 
 
 def store(packed: PackedChunk, *, copy: bool = False) -> EncodedChunk:
-    """Compress a packed chunk whose parts are on the CPU, and stay as they are unless a ``copy`` is asked for."""
+    """Compress a packed chunk whose parts are on the CPU. With ``copy``, the result shares no memory with them."""
     stored = [{name: frames.encode_part(name, part, copy=copy) for name, part in each.items()} for each in packed.parts]
     return EncodedChunk(stored, packed.crcs, packed.errors, packed.refused)
 
 
 def keep(packed: PackedChunk) -> PackedChunk:
-    """The same chunk with parts in pages of its own, which go back to the system with it.
+    """The same chunk with its parts in memory pages of its own, which the system gets back when the chunk is freed.
 
-    The allocator would hold on to much of them, a part here and a part there.
+    The allocator would keep much of them: parts of other chunks lie in between.
     """
     total = row_bytes(packed.parts)
     if not total:
@@ -149,7 +148,7 @@ def keep(packed: PackedChunk) -> PackedChunk:
 
 
 class ChunkEncoder:
-    """Encodes chunks of units of one checkpoint, which it reads into memory."""
+    """Reads chunks of units of one checkpoint and encodes them on the CPU."""
 
     def __init__(self, checkpoint: Checkpoint, *, measure: bool) -> None:
         self._checkpoint = checkpoint
@@ -157,11 +156,11 @@ class ChunkEncoder:
         self._meters = ChunkMeters(checkpoint) if measure else None
 
     def packed(self, work: Iterable[Work], workers: Workers) -> Iterator[PackedChunk]:
-        """Chunks in the order of ``work``, in memory of their own."""
+        """Packed chunks in the order of ``work``, in memory of their own."""
         return workers.map(lambda item: keep(self.pack(item)), work)
 
     def stored(self, work: Iterable[Work], workers: Workers) -> Iterator[EncodedChunk]:
-        """As ``packed``, and compressed: both at once on each thread."""
+        """Compressed chunks in the order of ``work``; each thread packs and compresses."""
         return workers.map(lambda item: store(self.pack(item)), work)
 
     def pack(self, work: Work) -> PackedChunk:
@@ -171,7 +170,7 @@ class ChunkEncoder:
         return self.pack_tensors(work, [x for x, _ in read], [crc for _, crc in read])
 
     def pack_tensors(self, work: Work, originals: Sequence[torch.Tensor], crcs: list[int]) -> PackedChunk:
-        """Pack one chunk where its tensors are, one for each stream. Thread-safe."""
+        """Pack one chunk on the device of its tensors, one for each stream. Thread-safe."""
         unit, chunk = work
         first = chunk * frames.FRAME
         try:
@@ -188,7 +187,7 @@ class ChunkEncoder:
         return PackedChunk(parts, crcs, errors)
 
     def master(self, run: Run, device: torch.device) -> torch.Tensor:
-        """The fp32 elements of a run, on ``device``, until this thread asks for others."""
+        """The fp32 elements of a run on ``device``, valid until this thread asks for the next."""
         assert run.storage is not None  # noqa: S101 - padding has no master
         view = scratch("master", run.length * DType.FLOAT32.itemsize)
         storage = self._checkpoint.storages[run.storage]

@@ -21,7 +21,7 @@ from ckpt8.compressing.gpu_encoder import choose_encoder
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.target_names import CONTAINER, default_path
-from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import refuse_inside, refuse_same_file
 from ckpt8.core.gpu import requested
 from ckpt8.core.workers import Progress
@@ -64,7 +64,7 @@ def compress(
     source = Path(source)
     named, target = target is not None, default_target(source) if target is None else Path(target)
     policy = Policy.of(preset, rules)
-    options = _options(threads, max_update_error, progress, stats=stats)
+    options = Options(threads, stats, max_update_error, progress)
     gpu = requested(device)
     refuse_same_file(target, source)
     refuse_inside(target, source)
@@ -131,7 +131,7 @@ def save(
     """
     target = Path(target)
     policy = Policy.of(preset, rules)
-    options = _options(threads, max_update_error, stats=stats)
+    options = Options(threads, stats, max_update_error)
     member = target.with_suffix(".pt").name
 
     def compress_live(run_or_pack: Callable[..., R]) -> R:
@@ -144,14 +144,6 @@ def save(
         return start(target, partial(compress_live, Compressor.pack))
     wait_for(target)
     return compress_live(Compressor.run)
-
-
-def _options(
-    threads: int | None, max_update_error: float | None, progress: Progress = lambda _: None, *, stats: bool
-) -> Options:
-    if max_update_error is not None and not stats:
-        raise UsageError("a bound on the update error needs statistics; leave out --no-stats")
-    return Options(threads, stats, max_update_error, progress)
 
 
 def _compressor(

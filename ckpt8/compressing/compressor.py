@@ -26,6 +26,7 @@ from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.container import frames, header, layout
 from ckpt8.container.manifest import FrameTable, Manifest
 from ckpt8.container.writer import ContainerWriter
+from ckpt8.core.errors import UsageError
 from ckpt8.core.files.crc import combine
 from ckpt8.core.workers import Progress, Workers
 
@@ -42,12 +43,19 @@ def no_progress(_: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``max_update_error`` bounds max |Δu| of every parameter; ``stats`` False measures nothing."""
+    """``max_update_error`` bounds max |Δu| of every parameter; without ``stats`` nothing is measured.
+
+    Raises UsageError for a bound without statistics.
+    """
 
     threads: int | None = None
     stats: bool = True
     max_update_error: float | None = None
     progress: Progress = no_progress
+
+    def __post_init__(self) -> None:
+        if self.max_update_error is not None and not self.stats:
+            raise UsageError("a bound on the update error needs statistics; leave out --no-stats")
 
 
 @dataclass(slots=True)

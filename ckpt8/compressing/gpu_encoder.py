@@ -1,12 +1,12 @@
-"""Packing on a GPU: chunks are encoded and measured where they are, and only their parts cross the bus.
+"""Packs on a GPU: encodes and measures chunks there, so that only their parts cross the bus.
 
     LiveEncoder     packs tensors that are on a GPU already: ``save``
-    UploadEncoder   sends a file's lossy storages to a GPU, from pinned memory: ``compress(device="cuda")``
+    UploadEncoder   sends the lossy storages of a file to a GPU, from pinned memory: ``compress(device="cuda")``
 
-One thread, the one that consumes the results, gives the device its work: reads (or waits for an upload), encodes and
-measures on its current stream, then queues the copy of the parts on another. A worker waits for that copy and
-compresses from pinned memory, while the next chunks are packed and copied. Parts are the same bits on every device, so
-whatever does not fit into a GPU's memory is packed on the CPU instead.
+The thread that consumes the results gives the device its work: it reads (or waits for an upload), encodes and measures
+on its current stream, then queues the copy of the parts on another stream. A worker waits for that copy and compresses
+from pinned memory, while the device packs and copies the next chunks. Parts are the same bits on every device, so
+chunks that do not fit into the memory of a GPU are packed on the CPU.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ckpt8.core.workers import Workers
 R = TypeVar("R")
 
 _UPLOADS_AHEAD = 1
-"""Uploads per thread that may wait for the device, beside those that are being read."""
+"""Uploads per thread that may wait for the device while the thread reads the next."""
 
 
 @dataclass(slots=True)
 class _Landing:
-    """A packed chunk whose parts are being copied into ``buffer``; they are there at ``mark``."""
+    """A packed chunk whose parts are on their way into ``buffer``; the copy is complete at ``mark``."""
 
     chunk: PackedChunk
     buffer: torch.Tensor
@@ -43,7 +43,7 @@ class _Landing:
 
 
 class DeviceEncoder(ChunkEncoder):
-    """Encodes on devices what ``_launched`` sends there, and the rest on the CPU."""
+    """Encodes the chunks that ``_launched`` sends to devices there, all others on the CPU."""
 
     def __init__(self, checkpoint: Checkpoint, *, measure: bool, pinned: Callable[[int], torch.Tensor]) -> None:
         super().__init__(checkpoint, measure=measure)
@@ -55,12 +55,12 @@ class DeviceEncoder(ChunkEncoder):
 
     def stored(self, work: Iterable[Work], workers: Workers) -> Iterator[EncodedChunk]:
         """As ``ChunkEncoder``."""
-        # The buffer that the parts have landed in is used again.
+        # The next chunk overwrites the buffer that the parts have landed in.
         stored = partial(store, copy=True)
         return workers.map(lambda item: self._land(item, stored), self._launched(work, workers))
 
     def _launched(self, work: Iterable[Work], workers: Workers) -> Iterator[Work | _Landing]:
-        """Work on its way back from a device, or as it is where it is left to the CPU, in its order."""
+        """In the order of ``work``: chunks that a device has packed, and work that is left to the CPU."""
         raise NotImplementedError
 
     def _launch(
@@ -76,7 +76,7 @@ class DeviceEncoder(ChunkEncoder):
         return _Landing(packed, buffer, mark)
 
     def _land(self, item: Work | _Landing, then: Callable[[PackedChunk], R]) -> R:
-        """What a worker does: wait for the parts, or pack them itself; ``then`` is given them."""
+        """In a worker: wait for the packed chunk, or pack it here, and pass it to ``then``."""
         if not isinstance(item, _Landing):
             return then(self.pack(item))
         item.mark.synchronize()
@@ -87,7 +87,7 @@ class DeviceEncoder(ChunkEncoder):
 
 
 class LiveEncoder(DeviceEncoder):
-    """Packs ``live`` storages, by key, on the devices of ``make``'s kind that they are on."""
+    """Packs ``live`` storages, by key, on their own devices where these are of the kind of ``make``."""
 
     def __init__(
         self,
@@ -111,12 +111,12 @@ class LiveEncoder(DeviceEncoder):
             if transfer is None or len(here) < len(storages) or len({storage.device for storage in here}) > 1:
                 yield item
                 continue
-            views = [live_chunk(storage, stream, chunk) for storage, stream in zip(here, unit.streams, strict=True)]
-            # Memory has no checksum to be held against.
+            views = [_live_chunk(storage, stream, chunk) for storage, stream in zip(here, unit.streams, strict=True)]
+            # Nothing to check: no checksum is stated for memory.
             yield self._launch(item, transfer, views, [0] * len(views))
 
     def master(self, run: Run, device: torch.device) -> torch.Tensor:
-        """As ``ChunkEncoder``; where the master is on that device, it is a view of it."""
+        """As ``ChunkEncoder``; a view of the master where that is on ``device``."""
         assert run.storage is not None  # noqa: S101 - padding has no master
         live, size = self._live.get(self._checkpoint.storages[run.storage].key), DType.FLOAT32.itemsize
         if live is None or live.device != device:
@@ -124,7 +124,7 @@ class LiveEncoder(DeviceEncoder):
         return _live_bytes(live, run.start * size, run.length * size).view(DType.FLOAT32.torch)
 
 
-def live_chunk(storage: torch.UntypedStorage, stream: Stream, chunk: int) -> torch.Tensor:
+def _live_chunk(storage: torch.UntypedStorage, stream: Stream, chunk: int) -> torch.Tensor:
     """One chunk of a stream as a view of the live ``storage`` behind it."""
     spec = stream.chunk_spec(chunk)
     size = spec.dtype.itemsize
@@ -138,7 +138,7 @@ def _live_bytes(storage: torch.UntypedStorage, start: int, length: int) -> torch
 
 @dataclass(slots=True)
 class _Arrival:
-    """A chunk on its way to a device, as ``row``: it is there, and ``buffer`` is free again, at ``mark``."""
+    """A chunk on its way from ``buffer`` to ``row`` on a device; the copy is complete at ``mark``."""
 
     work: Work
     row: torch.Tensor
@@ -167,7 +167,7 @@ class UploadEncoder(DeviceEncoder):
             yield landing
 
     def _send(self, work: Work) -> Work | _Arrival:
-        """What a worker does first: read, take the checksum, queue the upload. Bytes that only move stay here."""
+        """In a worker: read, take the checksum, queue the upload. Units without lossy streams stay on the CPU."""
         unit, chunk = work
         if not any(stream.lossy for stream in unit.streams):
             return work
@@ -204,7 +204,7 @@ def choose_encoder(
     *,
     measure: bool,
 ) -> ChunkEncoder:
-    """Encode on ``device`` where one is asked for, else on the CPU what is there and on GPUs what is there."""
+    """An encoder for ``device`` if one is given, else one that packs ``live`` tensors on GPUs there."""
     if device is not None:
         return UploadEncoder(checkpoint, CudaTransfer(device), measure=measure)
     if any(storage.device.type == CudaTransfer.kind for storage in live.values()):

@@ -1,13 +1,13 @@
-"""Which bf16 weights of a checkpoint are the rounded copies of its fp32 masters: they become references.
+"""Finds the bf16 weights of a checkpoint that are rounded copies of its fp32 masters: they become references.
 
-Where a copy may come from follows from the structure, and a few elements must agree before it is taken up; all others
-are compared when it is written. A storage of copies may hold padding between and behind its tensors.
+The structure of the checkpoint proposes the master of a copy, and a few elements must agree. The encoder then compares
+every element. A storage of copies may hold padding between and behind its tensors.
 
-    partitions   DeepSpeed's stages 1 and 2: ``param_slice_mappings`` say where every parameter lies in the flat
-                 partitions of all ranks
-    alike        a tensor of as many elements: a list of masters, or the state of an optimizer
-    in order     flat masters that hold the parameters one behind the other, in one group or in two, of which one has
-                 the matrices and the other the vectors
+    partitions   DeepSpeed's stages 1 and 2: ``param_slice_mappings`` place every parameter in the flat partitions of
+                 all ranks
+    alike        masters that are tensors of as many elements: in a list, or in the state of an optimizer
+    in order     flat masters that hold the parameters one behind the other: all in one group, or the matrices in one
+                 and the vectors in another
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ckpt8.container.frames import bytes_of
 from ckpt8.core.tensors import DType, Role
 
 _SAMPLE = 32
-"""Elements that are compared at the beginning, in the middle and at the end of a tensor."""
+"""Elements to compare at the beginning, in the middle and at the end of a tensor."""
 
 _MOST_PADDING = 4096
-"""Elements behind the parameters of a flat group that align it."""
+"""Elements. A flat group is aligned with fewer than these behind its parameters."""
 
 Members = Sequence[tuple[str, Any]]
 """Path and tree of every member."""
@@ -44,15 +44,15 @@ Members = Sequence[tuple[str, Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tensor:
-    """A tensor whose elements are one run of its storage, from ``start`` on."""
+    """A tensor whose elements are one run of its storage."""
 
     name: str
     ref: TensorRef
     stream: Stream
 
     @property
-    def start(self) -> int:
-        return self.ref.offset
+    def run(self) -> Run:
+        return Run(self.stream.index, self.ref.offset, self.count)
 
     @property
     def count(self) -> int:
@@ -60,7 +60,7 @@ class _Tensor:
 
 
 def refer_to_masters(plan: Plan, checkpoint: Checkpoint, members: Members, policy: Policy) -> None:
-    """Make references of the storages of ``plan`` that hold nothing but copies of masters."""
+    """Turn the storages of ``plan`` that hold nothing but copies of masters into references."""
     streams = {stream.index: stream for unit in plan.units for stream in unit.streams}
     copies, masters = [], []
     for tensor, index in plan.tensors:
@@ -80,7 +80,7 @@ def refer_to_masters(plan: Plan, checkpoint: Checkpoint, members: Members, polic
 
 
 def _tensor(tensor: NamedTensor, stream: Stream) -> _Tensor | None:
-    """A tensor that can be a copy or a master."""
+    """The tensor if it can be a copy or a master, else None."""
     ref = tensor.ref
     usable = (
         tensor.role is stream.spec.role is Role.WEIGHT
@@ -102,7 +102,7 @@ def _with_reference(unit: Unit, references: Mapping[int, Reference]) -> Unit:
 
 
 class _Origins:
-    """``runs`` of the copies whose masters were found, by their TensorRef."""
+    """Finds the masters of copies. ``runs`` are those that it found, by the TensorRef of the copy."""
 
     def __init__(self, checkpoint: Checkpoint, masters: Sequence[_Tensor]) -> None:
         self._checkpoint = checkpoint
@@ -110,13 +110,13 @@ class _Origins:
         self.runs: dict[TensorRef, list[Run]] = {}
 
     def follow(self, copies: Iterable[_Tensor], partitions: Partitions) -> None:
-        """Take the masters that a checkpoint states itself."""
+        """Take the masters that the checkpoint itself states."""
         known = {master.ref: master for master in self._masters}
         for copy in copies:
             pieces = partitions.get(copy.ref, [])
             owners = [known.get(master) for master, _, _ in pieces]
             runs = [
-                Run(owner.stream.index, owner.start + start, count)
+                owner.run._replace(start=owner.ref.offset + start, length=count)
                 for owner, (_, start, count) in zip(owners, pieces, strict=True)
                 if owner is not None and start + count <= owner.count
             ]
@@ -124,25 +124,22 @@ class _Origins:
                 self._accept({copy: runs})
 
     def match_alike(self, copies: Iterable[_Tensor]) -> None:
-        """Pair copies with masters of as many elements, some of which agree."""
+        """Pair copies with masters of as many elements whose samples agree."""
         waiting = [copy for copy in copies if copy.ref not in self.runs]
         sizes = {copy.count for copy in waiting}
         found: dict[tuple[int, bytes], list[Run]] = defaultdict(list)
         for master in self._masters:
             if master.count in sizes:
-                run = Run(master.stream.index, master.start, master.count)
-                found[master.count, self._sample([run], master.count)].append(run)
+                found[master.count, self._sample([master.run], master.count)].append(master.run)
         for copy in waiting:
             alike = found.get((copy.count, self._sample_copy(copy)), []) if found else []
             if alike:
-                # Several are constant for the most part: norms and biases, one after the other on both sides.
+                # Several masters with one sample are mostly constant norms and biases, in the order of their copies.
                 self.runs[copy.ref] = [alike.pop(0) if len(alike) > 1 else alike[0]]
 
     def match_in_order(self, copies: Iterable[_Tensor]) -> None:
         """Lay the copies one behind the other over flat masters, group by group."""
-        waiting = {
-            (copy.stream.index, copy.start, copy.count): copy for copy in copies if copy.ref not in self.runs
-        }.values()
+        waiting = {copy.run: copy for copy in copies if copy.ref not in self.runs}.values()
         flat = [master for master in self._masters if len(master.ref.shape) == 1 and _in_list(master.name)]
         if not waiting or not flat:
             return
@@ -154,7 +151,7 @@ class _Origins:
                 return
 
     def _accept(self, found: Mapping[_Tensor, list[Run]]) -> bool:
-        """Take runs of copies if all their samples agree."""
+        """Take the runs of copies if all their samples agree; return whether they do."""
         agree = all(self._sample(runs, copy.count) == self._sample_copy(copy) for copy, runs in found.items())
         if agree:
             self.runs.update((copy.ref, runs) for copy, runs in found.items())
@@ -162,19 +159,18 @@ class _Origins:
 
     def _sample_copy(self, copy: _Tensor) -> bytes:
         size = DType.BFLOAT16.itemsize
-        offset = copy.stream.storage.offset + copy.start * size
+        offset = copy.stream.storage.offset + copy.ref.offset * size
         return b"".join(self._read(offset + at * size, n * size) for at, n in _windows(copy.count))
 
     def _sample(self, runs: Sequence[Run], count: int) -> bytes:
-        """The rounded elements of masters where ``_sample_copy`` looks at a copy."""
+        """The same elements as ``_sample_copy`` takes, rounded from the masters."""
         codec = Reference(tuple(runs))
         found = b""
         for at, n in _windows(count):
             for run in codec.cut(at, n):
                 place = self._checkpoint.storages[run.storage or 0].offset + run.start * DType.FLOAT32.itemsize
                 content = bytearray(self._read(place, run.length * DType.FLOAT32.itemsize))
-                rounded = round_masters(torch.frombuffer(content, dtype=torch.float32))
-                found += _bytes(rounded)
+                found += bytes(bytes_of(round_masters(torch.frombuffer(content, dtype=torch.float32))))
         return found
 
     def _read(self, offset: int, length: int) -> bytes:
@@ -183,12 +179,8 @@ class _Origins:
         return bytes(buffer)
 
 
-def _bytes(x: torch.Tensor) -> bytes:
-    return bytes(bytes_of(x))
-
-
 def _windows(count: int) -> Iterator[tuple[int, int]]:
-    """Start and length of what is compared of ``count`` elements."""
+    """Start and length of the samples of ``count`` elements."""
     length = min(_SAMPLE, count)
     return ((start, length) for start in sorted({0, (count - length) // 2, count - length}))
 
@@ -203,9 +195,9 @@ def _natural(text: str) -> list[tuple[int, str]]:
 
 
 def _laid_over(groups: Sequence[Sequence[_Tensor]], flat: Sequence[_Tensor]) -> dict[_Tensor, list[Run]]:
-    """Runs of every tensor of ``groups`` where the flat masters are as long as these; empty where they are not.
+    """The runs of every tensor of ``groups`` over the flat masters; empty where these have another length.
 
-    A member of the checkpoint has one flat master for every group: the share of one rank.
+    Each member of the checkpoint holds the share of one rank: one flat master for every group.
     """
     shares: dict[str, list[_Tensor]] = defaultdict(list)
     for master in flat:
@@ -218,7 +210,7 @@ def _laid_over(groups: Sequence[Sequence[_Tensor]], flat: Sequence[_Tensor]) -> 
         behind = sum(rank.count for rank in ranks) - sum(copy.count for copy in group)
         if not 0 <= behind < _MOST_PADDING:
             return {}
-        line = Reference(tuple(Run(rank.stream.index, rank.start, rank.count) for rank in ranks))
+        line = Reference(tuple(rank.run for rank in ranks))
         at = 0
         for copy in group:
             found[copy] = list(line.cut(at, copy.count))
@@ -233,7 +225,7 @@ def _references(
     runs: Mapping[TensorRef, list[Run]],
     policy: Policy,
 ) -> dict[int, Reference]:
-    """References by storage, for those that are copies throughout, in the order of the checkpoint."""
+    """The references of storages that hold nothing but copies, by their index."""
     views: dict[int, list[NamedTensor]] = defaultdict(list)
     for tensor, index in plan.tensors:
         views[index].append(tensor)
@@ -256,7 +248,7 @@ def _references(
 def _whole(
     stream: Stream, views: Iterable[TensorRef], runs: Mapping[TensorRef, list[Run]], checkpoint: Checkpoint
 ) -> list[Run] | None:
-    """The runs of a whole storage from those of its tensors; None where some of it is not a copy."""
+    """The runs of a whole storage, put together from those of its tensors; None where a part is no copy."""
     whole: list[Run] = []
     reached, numel = 0, stream.spec.numel
     for ref in sorted(views, key=lambda ref: (ref.offset, ref not in runs)):
@@ -272,7 +264,7 @@ def _whole(
 
 
 def _padding(stream: Stream, start: int, stop: int, checkpoint: Checkpoint) -> list[Run]:
-    """A run of what stands first between two tensors, if there is anything."""
+    """The elements between two tensors as a run that repeats the first of them; nothing where there are none."""
     if start == stop:
         return []
     bits = bytearray(DType.BFLOAT16.itemsize)
@@ -281,7 +273,7 @@ def _padding(stream: Stream, start: int, stop: int, checkpoint: Checkpoint) -> l
 
 
 def _joined(runs: Iterable[Run]) -> list[Run]:
-    """The same elements in as few runs as possible."""
+    """Runs joined where one continues the other."""
     joined: list[Run] = []
     for run in runs:
         last = joined[-1] if joined else None

@@ -1,6 +1,6 @@
-"""Statistics of one chunk of a unit: originals against what the container will give back.
+"""Measures the error of one chunk of a unit: the originals against what decoding gives.
 
-Used while compressing and again by ``verify --against``, so that both take the same sums in the same order.
+``compress`` and ``verify --against`` both use it, so that they take the same sums in the same order.
 """
 
 from __future__ import annotations
@@ -23,36 +23,32 @@ from ckpt8.core.tensors import DType, Parts, Role
 
 @dataclass(slots=True)
 class UnitErrors:
-    """Accumulators of a unit: by stream index, and in update space where a moment is lossy and the rule known."""
+    """The errors of a unit: by stream index, and in update space where a moment is lossy and the rule is known."""
 
     streams: dict[int, ErrorStats] = field(default_factory=dict)
     update: UpdateError | None = None
 
     @classmethod
     def of(cls, unit: Unit) -> UnitErrors:
-        """Zero, for the streams and the rule of ``unit``."""
+        """New sums for the lossy streams and the rule of ``unit``, all zero."""
         kinds = {"weight": WeightError, "moment": MomentError}
         streams = {s.index: kinds[s.codec.measured_as]() for s in unit.streams if s.codec.measured_as is not None}
-        return cls(streams, UpdateError() if measures_updates(unit) else None)
+        has_rule = unit.parameter is not None and unit.parameter.rule is not None
+        is_lossy = any(stream.lossy for stream in unit.streams)
+        return cls(streams, UpdateError() if has_rule and is_lossy else None)
 
     def merge(self, later: UnitErrors) -> None:
-        """Add the chunk that follows."""
+        """Add the errors of the chunk that follows."""
         for index, error in self.streams.items():
             error.merge(later.streams[index])
         if self.update is not None and later.update is not None:
             self.update.merge(later.update)
 
 
-def measures_updates(unit: Unit) -> bool:
-    """Whether an error in update space is defined for the unit and not zero by construction."""
-    parameter = unit.parameter
-    return parameter is not None and parameter.rule is not None and any(stream.lossy for stream in unit.streams)
-
-
 class ChunkMeter:
-    """Measures one chunk of a unit. ``confidence`` is CAME's factored term, if the rule needs it.
+    """Measures one chunk of a unit. ``confidence`` is CAME's factored term, or None for other rules.
 
-    ``backend`` is that of ``backend.for_checkpoint``: the last digits of sums depend on it.
+    ``backend`` must be that of ``backend.for_checkpoint``: the last digits of sums depend on it.
     """
 
     def __init__(self, unit: Unit, confidence: Confidence | None, backend: Backend | None) -> None:
@@ -62,14 +58,14 @@ class ChunkMeter:
         self.errors = UnitErrors.of(unit)
 
     def measure(self, start: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> UnitErrors:
-        """Figures of the chunk that begins at element ``start``; one original and one set of parts per stream.
+        """Measure the chunk that begins at element ``start``: one original and one set of parts for each stream.
 
-        All on one device, which also measures.
+        All must be on one device, which computes the errors.
         """
         length, done = len(originals[0]), 0
         if resolve(self._backend, originals[0].device, length) == "numba":
             done = self._in_one_pass(originals, parts, length)
-        # Tiles are for the cache of a CPU; elsewhere every tile costs a wait for its figures.
+        # Tiles fit the cache of a CPU. On a GPU each would cost a wait for its result.
         step = done or (TILE if originals[0].device.type == "cpu" else FRAME)
         cuts = [_cuts(stream, length, step) for stream in self._unit.streams]
         for position in range(done, length, step):
@@ -79,7 +75,7 @@ class ChunkMeter:
         return self.errors
 
     def _in_one_pass(self, originals: Sequence[torch.Tensor], parts: Sequence[Parts], length: int) -> int:
-        """Measure what there is a kernel for; the number of elements that this was."""
+        """Measure the first elements with a fused kernel where there is one; return how many it measured."""
         from ckpt8.codecs import error_stats_numba as stats_numba
         from ckpt8.codecs.companded8.numba import BLOCK
 
@@ -115,10 +111,10 @@ class ChunkMeter:
             self.errors.update.merge(self._update_error(start, sides))
 
     def _update_error(self, start: int, sides: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> UpdateError:
-        """``sides`` are m, or sqrt(v), of the original and as decoded, by stream."""
+        """``sides`` by stream: m, or sqrt(v), of the original and as decoded."""
         parameter = self._unit.parameter
         if parameter is None or parameter.rule is None:
-            raise AssertionError("update errors are measured only where measures_updates holds")
+            raise AssertionError("update errors are measured only for a known rule")
         place = {stream.index: k for k, stream in enumerate(self._unit.streams)}
         m = sides[place[parameter.moments["moment1"]]]
         v = sides[place[parameter.moments[parameter.denominator]]] if parameter.denominator else (None, None)
@@ -132,7 +128,7 @@ def _cuts(stream: Stream, numel: int, step: int) -> list[Mapping[str, slice]]:
 
 
 def _adam_places(unit: Unit) -> tuple[int, int] | None:
-    """Where the first and the second moment are among the streams; None unless they are all, fp32 and companded."""
+    """The places of the first and second moment in the streams; None unless these are all, fp32 and companded."""
     places = {stream.index: k for k, stream in enumerate(unit.streams)}
     moments = unit.parameter.moments if unit.parameter else {}
     if len(places) != 2 or moments.keys() != {"moment1", "moment2"}:
@@ -144,7 +140,7 @@ def _adam_places(unit: Unit) -> tuple[int, int] | None:
 
 
 def _is_second(stream: Stream) -> bool:
-    """Whether a stream is quantised as square roots, or divides an update by its own."""
+    """Whether square roots of a stream count: it is quantised as such, or an update is divided by them."""
     return stream.spec.role is Role.MOMENT2 or stream.codec.stores_roots
 
 

@@ -1,7 +1,7 @@
-"""From an open checkpoint to the units that the pipeline works through, in the order of the source.
+"""Plans a compression: turns an open checkpoint into units, in the order of the source.
 
-A unit is one storage, or the moments of one parameter, which are read in lockstep so that their error in update
-space can be measured on the way.
+A unit is one storage, or the moments of one parameter. These are read in lockstep, to measure their error in update
+space on the way.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from ckpt8.checkpoint.meaning.roles import Names, ParameterState, Structure, classify, unique_name
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule, recognise
@@ -22,7 +23,7 @@ from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.optim.known_optimizers import MOMENT_SLOTS
 
 _MOST_PADDING = 4096
-"""Elements between and behind tensors that may only be there to align them."""
+"""Elements. A longer gap between tensors is not taken for alignment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,12 @@ class Stream:
 
     @property
     def lossy(self) -> bool:
-        """Whether decoding gives other values than were read."""
+        """Whether decoding gives other values than the source has."""
         return self.codec.measured_as is not None
 
     @property
     def lossy_moment(self) -> bool:
-        """Whether an update is made of values that decoding changes."""
+        """Whether the stream is a moment and lossy."""
         return self.lossy and self.spec.role in (Role.MOMENT1, Role.MOMENT2)
 
     def chunk_spec(self, chunk: int) -> TensorSpec:
@@ -55,7 +56,8 @@ class Stream:
 class Parameter:
     """The moments of one parameter by slot (``moment1``, ``moment2``, ``max_moment2``), as indices of streams.
 
-    ``confidence`` are the storages of CAME's factored statistics. ``rule`` is None where unknown; see ``reason``.
+    ``rule`` is None where the update rule is unknown; ``reason`` then says why. ``confidence`` are the row and column
+    statistics of CAME's confidence.
     """
 
     name: str
@@ -67,13 +69,13 @@ class Parameter:
 
     @property
     def denominator(self) -> str | None:
-        """The slot that the update divides by, if there is one."""
+        """The slot whose square root the update is divided by, or None."""
         return next((slot for slot in ("max_moment2", "moment2") if slot in self.moments), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Streams of one length that are read in lockstep, and the parameter they belong to if they are moments."""
+    """Streams of one length that are read in lockstep, and their parameter if they are moments."""
 
     streams: tuple[Stream, ...]
     parameter: Parameter | None = None
@@ -84,7 +86,7 @@ class Unit:
         return self.streams[0].spec.numel
 
     def lossless(self, reason: str) -> Unit:
-        """The same unit with every lossy stream stored lossless."""
+        """The same unit with every stream stored lossless; ``reason`` is noted where it would not have been."""
         streams = tuple(
             replace(stream, codec=LOSSLESS, reason=reason) if stream.codec != LOSSLESS else stream
             for stream in self.streams
@@ -94,7 +96,7 @@ class Unit:
 
 @dataclass(slots=True)
 class Plan:
-    """Units in the order of the source; ``tensors`` with the index of their storage."""
+    """The units in the order of the source, and all tensors with the index of their storage."""
 
     units: list[Unit]
     tensors: list[tuple[NamedTensor, int]] = field(default_factory=list)
@@ -108,9 +110,9 @@ class Plan:
 def make_plan(
     checkpoint: Checkpoint | WithSkeleton, policy: Policy, names: Names | None = None, role: Role | None = None
 ) -> Plan:
-    """Classify a checkpoint, with its skeleton if it is to be stored; choose codecs; group moments into units.
+    """Classify the tensors of a checkpoint, choose codecs, group moments into units; add the skeleton if it has one.
 
-    ``role`` is that of all its tensors where something else than their place in it tells.
+    ``role``, where given, is that of all its tensors: the checkpoint is one file of several and does not tell.
     """
     names = names or Names()
     structure = classify(checkpoint.tree, names, role)
@@ -123,7 +125,7 @@ def make_plan(
         _stream(index, storage, views[storage.key], structure, policy, names, checkpoint)
         for index, storage in enumerate(storages)
     ]
-    units = join([Unit((stream,)) for stream in streams], _parameters(checkpoint, structure, views, index_of))
+    units = _join([Unit((stream,)) for stream in streams], _parameters(checkpoint, structure, views, index_of))
     if isinstance(checkpoint, WithSkeleton):
         name = unique_name(names.prefix + SKELETON, names.storages)
         spec = TensorSpec(name, Role.OTHER, DType.UINT8, (checkpoint.skeleton.nbytes,))
@@ -145,7 +147,7 @@ def _stream(
     dtype = dtypes.pop() if len(dtypes) == 1 else DType.UINT8
     plain_bytes = not dtypes and not dtype.is_plane_float
     if not dtype.is_plane_float or storage.nbytes % dtype.itemsize:
-        dtype = DType.UINT8  # kept as bytes, so that this torch need not even know the type
+        dtype = DType.UINT8  # kept as bytes; torch here may not even know the type
     roles = {view.role for view in views}
     role = roles.pop() if len(roles) == 1 else Role.OTHER
     spec = TensorSpec(name, role, dtype, (storage.nbytes // dtype.itemsize,))
@@ -155,27 +157,27 @@ def _stream(
         return Stream(index, spec, storage, LOSSLESS, "used by something other than a tensor")
     if roles:
         return Stream(index, spec, storage, LOSSLESS, "shared by tensors of several roles")
-    gaps = gaps_between(spec.numel, [view.ref for view in views])
+    gaps = _gaps(spec.numel, [view.ref for view in views])
     if not all(_is_zero(checkpoint, storage, dtype, gap) for gap in gaps):
         return Stream(index, spec, storage, LOSSLESS, "not fully covered by its tensors")
     paths, shapes = [path for view in views for path in view.paths], [view.ref.shape for view in views]
     return Stream(index, spec, storage, *policy.choose(spec, paths, shapes))
 
 
-def gaps_between(numel: int, refs: list[TensorRef]) -> list[range]:
-    """Elements of a storage of ``numel`` elements that no dense tensor covers."""
+def _gaps(numel: int, refs: list[TensorRef]) -> list[range]:
+    """The elements of a storage of ``numel`` elements that no dense tensor covers."""
     gaps = []
     reached = 0
     for ref in sorted(refs, key=lambda ref: ref.offset):
         if is_dense(ref):
             gaps.append(range(reached, ref.offset))
-            reached = max(reached, ref.offset + _numel(ref))
+            reached = max(reached, ref.offset + prod(ref.shape))
     gaps.append(range(reached, numel))
     return [gap for gap in gaps if gap]
 
 
 def _is_zero(checkpoint: Checkpoint, storage: StorageInfo, dtype: DType, gap: range) -> bool:
-    """Whether a gap is padding: few elements, all zero, which every codec keeps."""
+    """Whether a gap is padding: few elements, all zero. Every codec keeps zeros exactly."""
     if len(gap) > _MOST_PADDING:
         return False
     buffer = bytearray(len(gap) * dtype.itemsize)
@@ -183,12 +185,8 @@ def _is_zero(checkpoint: Checkpoint, storage: StorageInfo, dtype: DType, gap: ra
     return not any(buffer)
 
 
-def _numel(ref: TensorRef) -> int:
-    return TensorSpec("", Role.OTHER, ref.dtype, ref.shape).numel
-
-
-def join(units: list[Unit], parameters: list[Parameter]) -> list[Unit]:
-    """``units`` in the order of the source, with the moments of each parameter in one of them."""
+def _join(units: list[Unit], parameters: list[Parameter]) -> list[Unit]:
+    """Put the moments of each parameter into one unit; return the units in the order of the source."""
     streams = {stream.index: stream for unit in units for stream in unit.streams}
     taken: set[int] = set()
     joined = []
@@ -202,12 +200,12 @@ def join(units: list[Unit], parameters: list[Parameter]) -> list[Unit]:
 
 
 def plan_joint(checkpoint: Checkpoint, plan: Plan, states: list[ParameterState]) -> None:
-    """Join units of ``plan`` whose moments are those of one parameter. All is of ``checkpoint``, its keys too."""
+    """Join the units of ``plan`` that hold moments of one parameter; ``states`` refer to storages of ``checkpoint``."""
     views: dict[str, list[NamedTensor]] = defaultdict(list)
     for tensor, index in plan.tensors:
         views[checkpoint.storages[index].key].append(tensor)
     index_of = {storage.key: index for index, storage in enumerate(checkpoint.storages)}
-    plan.units = join(plan.units, _parameters(checkpoint, Structure(parameters=states), views, index_of))
+    plan.units = _join(plan.units, _parameters(checkpoint, Structure(parameters=states), views, index_of))
 
 
 def _parameters(
@@ -232,8 +230,9 @@ def _parameters(
 
 
 def _owns(ref: TensorRef, storage: StorageInfo, views: list[NamedTensor]) -> bool:
-    """Whether a tensor has its storage to itself and fills it, so that no two of a parameter's can share one."""
-    return len(views) == 1 and is_dense(ref) and ref.offset == 0 and _numel(ref) * ref.dtype.itemsize == storage.nbytes
+    """Whether a tensor fills its storage and is the only one in it."""
+    nbytes = prod(ref.shape) * ref.dtype.itemsize
+    return len(views) == 1 and is_dense(ref) and ref.offset == 0 and nbytes == storage.nbytes
 
 
 def _parameter(

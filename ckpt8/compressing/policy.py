@@ -1,4 +1,4 @@
-"""Which codec a storage gets: presets by role, rules by name, and the tensors that are always lossless."""
+"""Chooses the codec of a storage: presets go by role, rules by name, and some tensors always stay lossless."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ PRESETS: Mapping[str, Mapping[Role, Codec]] = {
 
 
 _COMPONENTS = re.compile(r"[.:]")
-"""What separates the components of a path: a member is followed by a colon."""
+"""Separates the components of a path; a colon follows the name of a member."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """``GLOB=CODEC``: tensors whose path matches get that codec. ``text`` is the rule as given."""
+    """``GLOB=CODEC``: tensors whose path matches get that codec. ``text`` is what the user wrote."""
 
     text: str
     glob: str
@@ -58,10 +58,14 @@ class Rule:
             codec(**fields)
         return rule
 
-    def codec_for(self, role: Role) -> Codec | None:
-        """The codec with the parameters given; what is not given follows the role (second moments are unsigned).
+    def matches(self, names: Sequence[str]) -> bool:
+        """Whether the glob matches one of ``names``."""
+        return any(fnmatchcase(name, self.glob) for name in names)
 
-        None where the parameters do not suit the role.
+    def codec_for(self, role: Role) -> Codec | None:
+        """The codec with the fields of the rule, or None where they do not suit the role.
+
+        Fields that the rule does not give have the defaults of the role: second moments are unsigned.
         """
         try:
             codec: Codec = self.codec(**{**self.codec.defaults_for(role), **self.fields})
@@ -79,40 +83,40 @@ class Policy:
 
     @classmethod
     def of(cls, preset: str = "flash", rules: Sequence[str] = ()) -> Policy:
-        """From text. Raises UsageError for an unknown preset or a malformed rule."""
+        """Read a preset and rules. Raises UsageError for an unknown preset or a malformed rule."""
         if preset not in PRESETS:
             raise UsageError(f"preset {preset!r}: expected one of {', '.join(PRESETS)}")
         return cls(preset, tuple(Rule.parse(text) for text in rules))
 
     @property
     def texts(self) -> list[str]:
-        """The rules as they were given."""
+        """The rules as the user wrote them."""
         return [rule.text for rule in self.rules]
 
     @property
     def keeps_compressed(self) -> bool:
-        """Whether what a framework has compressed is kept as it is, so that every file comes back byte for byte."""
+        """Whether slices that a framework has compressed stay as they are, so that every file comes back exactly."""
         return self.preset == "lossless"
 
     def check_rules(self, names: Sequence[str]) -> None:
-        """Raise UsageError for a rule that matches none of the tensors: a typo would leave a tensor unprotected."""
+        """Raise UsageError for a rule that matches no tensor: with a typo, it would protect nothing."""
         for rule in self.rules:
-            if not any(fnmatchcase(name, rule.glob) for name in names):
+            if not rule.matches(names):
                 raise UsageError(f"rule {rule.text!r} matches no tensor; inspect --tensors lists them")
 
     def has_rule(self, names: Sequence[str]) -> bool:
-        """Whether a rule speaks of any of these tensors."""
-        return any(fnmatchcase(name, rule.glob) for rule in self.rules for name in names)
+        """Whether a rule matches any of these tensors."""
+        return any(rule.matches(names) for rule in self.rules)
 
     def choose(
         self, spec: TensorSpec, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Codec, str | None]:
-        """The codec of a storage and, where it is lossless against its role or a rule, the reason.
+        """The codec of a storage, and the reason where it is lossless although its role or a rule says otherwise.
 
-        ``spec`` is the storage, flat; ``names`` and ``shapes`` are those of the tensors over it.
+        ``spec`` is that of the storage, flat; ``names`` and ``shapes`` are those of its tensors.
         """
         for rule in self.rules:
-            if any(fnmatchcase(name, rule.glob) for name in names):
+            if rule.matches(names):
                 codec = rule.codec_for(spec.role)
                 if codec is not None and codec.accepts(spec):
                     return codec, None

@@ -1,16 +1,18 @@
-"""``ckpt8.resume``: a checkpoint streamed into a live model and optimizer, all or nothing.
+"""``ckpt8.resume``: streams a checkpoint into a live model and optimizer, all or nothing.
 
-source        a ``.ckpt8`` or a raw checkpoint as one and the same open checkpoint
-find          which entries of its tree are the model and the optimizer
-names         parameter names without the prefixes of wrappers
-model         which saved tensor goes into which live one
-layouts       the state that each known optimizer keeps
-optimizer     which saved state belongs to which live parameter
-state_checks  whether the state of one parameter is what the optimizer keeps
-own_loading   optimizers that load their state by themselves
-values        values for live objects, none of which stands for an object
-groups        hyperparameters of parameter groups
-rest          the tree without what was consumed
-streaming     the copy, in pieces of bounded size
-run           all of it in order: every check first, then the copy
+Imports what ``ckpt8.restoring`` does.
+
+resume           the function: every check first, then the copy
+model            which saved tensor goes into which live one
+optimizer        what becomes of the state of an optimizer; it asks one of
+  state_checks     for known classes: whether a saved state is what the class keeps
+  own_loading      for unknown classes: they load their state themselves
+  packed_state     for ``ckpt8.optim``: packed state, taken as stored or encoded on the way
+live_parameters  which saved parameter is which live one
+groups           the hyperparameters of parameter groups
+published_state  the state that each known class keeps
+live_values      values that may stand in live objects
+plans            what is going to happen to an optimizer
+fills            how a live tensor takes its values
+gpu_copy         copies to a GPU that upload packed parts
 """

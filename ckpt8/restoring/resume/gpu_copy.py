@@ -1,4 +1,4 @@
-"""Tensors on a GPU take stored parts: uploaded packed, 5 bytes a parameter instead of 12, and decoded there."""
+"""Fills tensors on a GPU from stored parts: uploads 5 bytes a parameter instead of 12 and decodes them there."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, Transfer, copy_to_
 from ckpt8.core.tensors import Parts, Role, TensorSpec
 
 _BUFFERS = 2
-"""Uploads under way: one fills while the other is copied."""
+"""Buffers in turn: the CPU fills one while the other is copied."""
 
 
 class DeviceCopy:
-    """Fills tensors on devices of ``make``'s kind from the lossy storages of ``stored``."""
+    """Fills tensors on devices of the kind of ``make`` from the lossy storages of ``stored``."""
 
     def __init__(self, stored: StoredParts, make: type[Transfer] = CudaTransfer) -> None:
         self._stored = stored
@@ -26,9 +26,9 @@ class DeviceCopy:
         self._lanes: dict[torch.device, _Lane] = {}
 
     def copy(self, ref: TensorRef, target: torch.Tensor) -> bool:
-        """Fill ``target`` with the values of ``ref``; False, and nothing done, where this is not for it.
+        """Fill ``target`` with the values of ``ref``; return False where it must be filled otherwise.
 
-        Raises InputError for damage.
+        That is where it is on another device, or ``ref`` is not stored lossy. Raises InputError for damage.
         """
         if target.device.type != self._make.kind or ref.conj or ref.neg:
             return False
@@ -47,7 +47,7 @@ class DeviceCopy:
 
 
 class _Lane:
-    """Uploads to one device, through buffers that are used in turn."""
+    """Uploads to one device through a few buffers."""
 
     def __init__(self, transfer: Transfer) -> None:
         self.transfer = transfer
@@ -55,7 +55,7 @@ class _Lane:
         self._busy: deque[tuple[torch.Tensor, Mark]] = deque()
 
     def send(self, parts: Parts) -> Parts:
-        """The parts on the device, for what it computes from now on."""
+        """Upload the parts; what the device computes from now on can use them."""
         if len(self._busy) == _BUFFERS:
             buffer, mark = self._busy.popleft()
             mark.synchronize()

@@ -1,7 +1,7 @@
-"""Values for live objects, in which nothing may stand for an object: plain ones, tensors, and what torch calls safe.
+"""Builds values for live objects: plain ones, tensors, and tensors of classes that torch calls safe.
 
 ``RestBuilder`` gives an ``Inert`` for an object whose class it does not import. In a model or an optimizer that would
-be found in the middle of a step. ``unmade`` finds it beforehand, and no tensor is read for the answer.
+break a training step much later. ``unmade`` finds such objects beforehand and reads no tensor for it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _SCALARS = frozenset({str, int, float, bool, type(None), bytes, complex})
 
 
 class ValueBuilder(RestBuilder):
-    """As ``RestBuilder``, and deques, and tensors of classes that ``torch.serialization.get_safe_globals`` has.
+    """As ``RestBuilder``; also builds deques, and tensors of classes in ``torch.serialization.get_safe_globals()``.
 
-    Packages register their tensors there, as torchao does those of its optimizers, so that ``torch.load`` makes them
-    with ``weights_only=True``. Nothing is imported here either.
+    Packages register their tensor classes there for ``torch.load(weights_only=True)``, as torchao does for its
+    optimizers. Nothing is imported here either.
     """
 
     def _object(self, node: Inert) -> Any:
@@ -42,7 +42,7 @@ class ValueBuilder(RestBuilder):
         return super()._object(node)
 
     def _subclass(self, kind: type[torch.Tensor], node: Inert) -> torch.Tensor:
-        """A tensor that its own class puts together, of the parts that the file has. Raises ResumeError."""
+        """A tensor that class ``kind`` makes of the parts in the file. Raises ResumeError where it does not."""
         _, _, (_, dtype, shape, stride, *_), state = node.args
         parts = {key: self._build(value) for key, value in state.items()}
         try:
@@ -62,7 +62,7 @@ class ValueBuilder(RestBuilder):
         return made  # type: ignore[no-any-return]
 
     def unmade(self, node: Any) -> str | None:
-        """The class or function of the first part of ``node`` that would stay an ``Inert`` or a ``Global``, or None."""
+        """The class or function of the first object in ``node`` that would stay ``Inert`` or ``Global``, or None."""
         pending: list[Any] = [node]
         seen: set[int] = set()
         while pending:
@@ -70,10 +70,9 @@ class ValueBuilder(RestBuilder):
             if id(each) in seen:
                 continue
             seen.add(id(each))
-            if isinstance(each, Global):
-                if dtype_of(each) is each:
-                    return str(each.name)
-            elif isinstance(each, Inert):
+            if isinstance(each, Global) and dtype_of(each) is each:
+                return each.name
+            if isinstance(each, Inert):
                 parts = _parts(each)
                 if parts is None:
                     return _class_name(each)
@@ -91,7 +90,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _parts(node: Inert) -> list[Any] | None:
-    """What an object is made of, where it is made at all."""
+    """The parts that an object is made of, or None where it is not made."""
     if _registered_class(node) is not None:
         return list(node.args[3].values())
     if node.name == _DEQUE and _is_deque(node):
@@ -109,7 +108,7 @@ def _is_deque(node: Inert) -> bool:
 
 
 def _registered_class(node: Inert) -> type[torch.Tensor] | None:
-    """The class of a pickled wrapper of tensors, if torch was told that it is safe."""
+    """The class of a pickled tensor subclass, if it is registered with torch as safe."""
     if node.name != _SUBCLASS or len(node.args) != 4:
         return None
     function, kind, arguments, state = node.args
@@ -147,6 +146,6 @@ def _agree(one: Any, other: Any) -> bool:
 
 
 def _class_name(node: Inert) -> str:
-    """The class of an object; of a tensor of a class of its own that class, not the function that makes it."""
+    """The class of an object; for a tensor subclass that class, not the function that rebuilds it."""
     kinds = [arg for arg in node.args[:2] if isinstance(arg, Global)]
     return kinds[-1].name if node.name.startswith("torch._tensor._rebuild") and kinds else node.name

@@ -1,13 +1,13 @@
 """From a saved optimizer to the packed state of one of ``ckpt8.optim``.
 
-    saved by the same packed optimizer    every tensor as it is
-    saved by the published optimizer      from a ``.ckpt8``: codes, scales and residuals as they are stored, where they
-                                          have at least the levels that the optimizer has; else, and from a raw
-                                          checkpoint, encoded on the way
+    saved by the same packed optimizer    every tensor is copied
+    saved by the published optimizer      from a ``.ckpt8`` codes, scales and residuals are taken as they are stored,
+                                          where they have at least as many levels as the optimizer's; all others, and
+                                          those of a raw checkpoint, are encoded on the way
 
-Codecs travel with the state: a group takes the configuration of the codes that go straight into it. What the file
-keeps bit for bit for a reason stays exact: fp32 moments, a 16-bit residual. fp32 weights go into bf16 parameters and
-their residuals, or fp16 parameters and their masters.
+A group takes the codecs of the stored codes that go straight into it. What the file keeps exact for a reason stays
+exact: as fp32 moments, or as a 16-bit residual. fp32 weights go into bf16 parameters and their residuals, or fp16
+parameters and their masters.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from ckpt8.restoring.resume.plans import NewState, OptimizerPlan, StatePlan
 
 @dataclass(frozen=True, slots=True)
 class PackedPlanner:
-    """Plans the state of one packed optimizer; nothing is changed.
+    """Plans the state of one packed optimizer; changes nothing.
 
-    ``weights``: the saved tensor of every live parameter, by ``id``. ``stored``: where the checkpoint is a container.
+    ``weights`` are the saved tensors of live parameters, by ``id``; ``stored`` the parts of a container, or None.
     """
 
     optimizer: PackedOptimizer
@@ -92,7 +92,7 @@ class PackedPlanner:
         return plan
 
     def _mixes(self, live: dict[str, Any], group: dict[str, Any], plan: OptimizerPlan) -> bool:
-        """Whether a group would change its codecs although some of its state keeps the old ones."""
+        """Whether a group would change its codecs while some of its parameters keep state of the old ones."""
         replaced = {id(state.pair.parameter) for state in plan.states}
         kept = [p for p in live["params"] if id(p) not in replaced and self.optimizer.state.get(p)]
         return bool(kept) and any(group[key] != live[key] for key in ("master", "moment1", "moment2"))

@@ -51,7 +51,7 @@ def unwrapped(optimizer: Any) -> Any:
     """The optimizer inside a wrapper such as accelerate's, which passes its state off as its own; else itself."""
     inner = getattr(optimizer, "optimizer", None)
     shared = getattr(inner, "state", None)
-    return inner if shared is not None and shared is optimizer.state else optimizer
+    return inner if shared is not None and shared is getattr(optimizer, "state", None) else optimizer
 
 
 def packed_optimizer(optimizer: Optimizer | None) -> PackedOptimizer | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,35 +63,28 @@ def resume(
     """
     path = Path(path)
     with open_source(path, member=member, threads=threads) as source:
-        plan = _Planner(source, model, optimizer).plan(model_at, optimizer_at)
-        if plan.problems and strict:
-            raise _refusal(path, plan.problems)
+        resuming = _Resume(source, model, optimizer)
+        resuming.plan(model_at, optimizer_at)
+        problems = resuming.problems
+        if problems and strict:
+            more = f" (and {len(problems) - 1} more: {listed(problems[1:], 2)})" if len(problems) > 1 else ""
+            raise ResumeError(f"{path}: {problems[0]}{more}; nothing was changed", tuple(problems))
         source.check()
-        rest = plan.builder.tree()
-        _apply(source, plan, model, optimizer)
-    if plan.problems:
-        warnings.warn(f"{path}: left as it was: {'; '.join(plan.problems)}", ResumeWarning, stacklevel=2)
+        rest = resuming.rest()
+        resuming.apply()
+    if problems:
+        warnings.warn(f"{path}: left as it was: {'; '.join(problems)}", ResumeWarning, stacklevel=2)
     return rest
 
 
-def _refusal(path: Path, problems: list[str]) -> ResumeError:
-    more = f" (and {len(problems) - 1} more: {listed(problems[1:], 2)})" if len(problems) > 1 else ""
-    return ResumeError(f"{path}: {problems[0]}{more}; nothing was changed", tuple(problems))
+class _Resume:
+    """One call of ``resume``: ``plan`` decides what goes where and changes nothing, ``apply`` does it.
 
-
-@dataclass(slots=True)
-class _Plan:
-    builder: RestBuilder
-    model: models.ModelPlan | None = None
-    fills: list[Fill] = field(default_factory=list)
-    optimizer: OptimizerPlan | None = None
-    problems: list[str] = field(default_factory=list)
-
-
-class _Planner:
-    """Decides what goes where, and changes nothing."""
+    ``problems`` are the reasons why something does not fit.
+    """
 
     def __init__(self, source: Source, model: nn.Module | None, optimizer: Optimizer | None) -> None:
+        self.problems: list[str] = []
         self._source = source
         self._model = model
         self._optimizer = optimizer
@@ -104,26 +96,35 @@ class _Planner:
         groups = self._packed.param_groups if self._packed is not None else []
         # The upper halves of weights whose residuals or masters the optimizer keeps, by ``id``.
         self._halves = {id(param) for group in groups for param in group["params"] if param.element_size() == 2}
+        self._consumed: list[Any] = []
+        self._weights: models.ModelPlan | None = None
+        self._fills: list[Fill] = []
+        self._state: OptimizerPlan | None = None
 
-    def plan(self, model_at: str | None, optimizer_at: str | None) -> _Plan:
-        consumed: list[Candidate] = []
-        problems: list[str] = []
-        weights = state = None
+    def plan(self, model_at: str | None, optimizer_at: str | None) -> None:
+        """Choose the entries and check that they fit.
+
+        Raises UsageError where the choice is not clear, ResumeError for an optimizer without state of its own.
+        """
         if self._model is not None:
             chosen = self._choose_model(self._model, model_at)
-            weights = models.plan_model(chosen, self._model, self._streamer.equal, self._halves)
-            problems += [f"model {problem}" for problem in (*weights.problems, *self._build_extra(weights))]
-            consumed.append(chosen)
+            weights = self._weights = models.plan_model(chosen, self._model, self._streamer.equal, self._halves)
+            self.problems += [f"model {problem}" for problem in (*weights.problems, *self._build_extra(weights))]
+            self._consumed.append(chosen.node)
         if self._optimizer is not None:
-            chosen, state = self._choose_optimizer(self._optimizer, optimizer_at, weights)
-            problems += [f"optimizer {problem}" for problem in state.problems]
-            if state.wrong is not None:
-                problems.append(f"optimizer at {chosen.path}: {state.wrong}")
-                state = None
-            consumed.append(chosen)
-        fills = [] if weights is None else self._fills(weights, state, problems)
-        builder = RestBuilder(self._source.checkpoint, [candidate.node for candidate in consumed])
-        return _Plan(builder, weights, fills, state, problems)
+            chosen, state = self._choose_optimizer(self._optimizer, optimizer_at)
+            self.problems += [f"optimizer {problem}" for problem in state.problems]
+            if state.wrong is None:
+                self._state = state
+            else:
+                self.problems.append(f"optimizer at {chosen.path}: {state.wrong}")
+            self._consumed.append(chosen.node)
+        if self._weights is not None:
+            self._plan_fills(self._weights, self._state or OptimizerPlan())
+
+    def rest(self) -> Any:
+        """The tree without the entries that are consumed."""
+        return RestBuilder(self._source.checkpoint, self._consumed).tree()
 
     def _build_extra(self, weights: models.ModelPlan) -> list[str]:
         """Make the extra states of modules; return the problems of those that cannot be made."""
@@ -132,23 +133,19 @@ class _Planner:
         weights.extra = {name: self._values.build(value) for name, value in fitting.items()}
         return [f"{name}: {problem}" for name, problem in found.items() if problem is not None]
 
-    def _fills(self, weights: models.ModelPlan, state: OptimizerPlan | None, problems: list[str]) -> list[Fill]:
-        """What fills the weights.
-
-        A half of a 16-bit weight whose other half stays in the optimizer is added to ``problems`` instead.
-        """
-        if self._packed is None:
-            return list(weights.copies)
-        fills: list[Fill] = []
-        state = state or OptimizerPlan()
+    def _plan_fills(self, weights: models.ModelPlan, state: OptimizerPlan) -> None:
+        """Decide what fills each weight. Half of a weight does not change alone while the optimizer keeps the other."""
         replaced = {id(each.pair.parameter) for each in state.states}
         for copy in weights.copies:
-            alone = id(copy.target) in self._halves - replaced
-            if alone and (self._packed.state.get(copy.target) or copy.ref.dtype.itemsize > 2):
-                problems.append(f"model {copy.name}: cannot change alone, without what the optimizer keeps of it")
+            is_alone = id(copy.target) in self._halves - replaced
+            if (
+                is_alone
+                and self._packed is not None
+                and (self._packed.state.get(copy.target) or copy.ref.dtype.itemsize > 2)
+            ):
+                self.problems.append(f"model {copy.name}: cannot change alone, without what the optimizer keeps of it")
             else:
-                fills.append(state.rounded.get(id(copy.target), copy))
-        return fills
+                self._fills.append(state.rounded.get(id(copy.target), copy))
 
     def _choose_model(self, model: nn.Module, at: str | None) -> Candidate:
         candidates = _at(self._source.path, self._models, at, "model_at")
@@ -164,9 +161,7 @@ class _Planner:
             )
         return fitting[0]
 
-    def _choose_optimizer(
-        self, optimizer: Optimizer, at: str | None, weights: models.ModelPlan | None
-    ) -> tuple[Candidate, OptimizerPlan]:
+    def _choose_optimizer(self, optimizer: Optimizer, at: str | None) -> tuple[Candidate, OptimizerPlan]:
         path = self._source.path
         problem = own_loading.form_problem(optimizer)
         if problem is not None:
@@ -176,7 +171,7 @@ class _Planner:
             raise UsageError(f"{path}: holds no optimizer state")
         packed = None
         if self._packed is not None:
-            filled = weights.filled if weights is not None else {}
+            filled = self._weights.filled if self._weights is not None else {}
             packed = PackedPlanner(self._packed, self._values, self._streamer, filled, self._source.stored)
         plans = [(each, self._plan_optimizer(each, optimizer, packed)) for each in candidates]
         fitting = [(each, plan) for each, plan in plans if plan.wrong is None and not plan.problems]
@@ -197,6 +192,24 @@ class _Planner:
         except ResumeError as exc:
             return OptimizerPlan(wrong=str(exc))
 
+    def apply(self) -> None:
+        """Give the optimizer its new state, then fill the model; when that fails, give the old state back."""
+        source, optimizer = self._source, self._optimizer if self._state is not None else None
+        streamer = Streamer(source.checkpoint, DeviceCopy(source.stored) if source.stored is not None else None)
+        with torch.no_grad(), own_loading.undone_on_error(optimizer):
+            if self._state is not None and optimizer is not None:
+                try:
+                    streamer.run(optimizers.allocate(self._state))
+                    source.checkpoint.check_unchanged()
+                    optimizers.assign(self._state, optimizer)
+                except ResumeError as exc:
+                    raise ResumeError(f"{source.path}: optimizer: {exc}; nothing was changed", (str(exc),)) from exc
+            source.checkpoint.check_unchanged()
+            _copy_model(source, streamer, self._fills)
+        if self._weights is not None and self._model is not None:
+            for name, value in self._weights.extra.items():
+                self._model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+
 
 def _at(path: Path, candidates: list[Candidate], at: str | None, keyword: str) -> list[Candidate]:
     """The candidate at the path ``at``, or all of them where none is given. Raises UsageError for an unknown path."""
@@ -207,25 +220,6 @@ def _at(path: Path, candidates: list[Candidate], at: str | None, keyword: str) -
         paths = listed((candidate.path for candidate in candidates), 10) or "nothing of the kind"
         raise UsageError(f"{path}: {keyword}={at!r} is not one of {paths}")
     return found
-
-
-def _apply(source: Source, plan: _Plan, model: nn.Module | None, optimizer: Optimizer | None) -> None:
-    """Give the optimizer its new state, then fill the model; when that fails, give the old state back."""
-    streamer = Streamer(source.checkpoint, DeviceCopy(source.stored) if source.stored is not None else None)
-    with torch.no_grad(), own_loading.undone_on_error(optimizer if plan.optimizer is not None else None):
-        if plan.optimizer is not None and optimizer is not None:
-            try:
-                streamer.run(optimizers.allocate(plan.optimizer))
-                source.checkpoint.check_unchanged()
-                optimizers.assign(plan.optimizer, optimizer)
-            except ResumeError as exc:
-                raise ResumeError(f"{source.path}: optimizer: {exc}; nothing was changed", (str(exc),)) from exc
-        source.checkpoint.check_unchanged()
-        if plan.model is not None:
-            _copy_model(source, streamer, plan.fills)
-    if plan.model is not None and model is not None:
-        for name, value in plan.model.extra.items():
-            model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
 def _copy_model(source: Source, streamer: Streamer, fills: Iterable[Fill]) -> None:

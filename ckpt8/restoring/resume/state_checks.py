@@ -1,4 +1,4 @@
-"""Whether the saved state of one parameter is what the live optimizer keeps for it."""
+"""Checks that the saved state of a parameter is what the live optimizer keeps for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHOLE_GROUP = "group"
 
 
 def object_problem(value: Any, builder: ValueBuilder, what: str) -> str | None:
-    """Why a value cannot go into a live object, since it holds an object that nothing here makes, or None."""
+    """Why a value cannot go into a live object: it holds an object of a class that resume does not make; or None."""
     name = builder.unmade(value)
     return None if name is None else f"{what} holds a {name}, which resume does not make"
 
@@ -35,7 +35,7 @@ def state_problem(
     hyper: Mapping[Any, Any],
     builder: ValueBuilder,
 ) -> str | None:
-    """Why a saved state does not fit, or None."""
+    """Why a saved state does not fit a parameter of ``optimizer``, or None. ``hyper`` is its saved group."""
     if saved is None or saved == {}:
         return None
     if not isinstance(saved, dict):
@@ -58,7 +58,7 @@ def _keys_problem(
     optimizer: Optimizer,
     hyper: Mapping[Any, Any],
 ) -> str | None:
-    """Why keys are missing, too many, or of no tensor, or None."""
+    """Why a state has too few keys, too many, or no tensor where there must be one; or None."""
     name, shape = type(optimizer).__name__, tuple(pair.parameter.shape)
     if layout is not None:
         required, allowed = layout.keys(pair.parameter.dim(), hyper, optimizer.defaults)
@@ -105,22 +105,22 @@ def _tensor_problem(
 
 
 def foreign_state_problem(saved: Any, pair: Pair, builder: ValueBuilder) -> str | None:
-    """As ``state_problem``, of a state that the optimizer itself loads."""
+    """As ``state_problem``, for an optimizer that loads the state itself."""
     if saved is None or saved == {}:
         return None
     if not isinstance(saved, dict):
         return "its optimizer state is malformed"
     shape, here = parameter_shape(saved), tuple(pair.parameter.shape)
-    # Classes that take sums, or a part of the elements, have them in fewer dimensions.
+    # State of fewer dimensions holds sums, or a part of the elements.
     alike = shape is not None and len(shape) == len(here)
     problem = _shape_problem("its optimizer state", shape or (), here) if alike else None
     return problem or object_problem(saved, builder, "its optimizer state")
 
 
 def _shape_problem(what: str, shape: tuple[int, ...], here: tuple[int, ...]) -> str | None:
-    """Why a tensor of an unknown class, with the name of one of its parameter's shape, is of another, or None.
+    """Why state of an unknown optimizer class cannot be that of a parameter of shape ``here``, or None.
 
-    Some keep one value for a row, or for all: whatever can be broadcast to the parameter may be of it.
+    Some classes keep one value for a row, or for all: any shape that can be broadcast to the parameter fits.
     """
     pairs = zip(reversed(shape), reversed(here), strict=False)
     if len(shape) <= len(here) and all(mine in (1, size) for mine, size in pairs):
