@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -42,7 +42,7 @@ class PackedChunk:
 
     parts: list[Parts]
     crcs: list[int]
-    errors: UnitErrors | None = None
+    errors: UnitErrors = field(default_factory=UnitErrors)
     refused: str | None = None
 
 
@@ -52,8 +52,8 @@ class EncodedChunk:
 
     frames: list[dict[str, list[tuple[bytes | memoryview, int]]]]
     crcs: list[int]
-    errors: UnitErrors | None
-    refused: str | None = None
+    errors: UnitErrors
+    refused: str | None
 
 
 def read_chunk(checkpoint: Checkpoint, stream: Stream, chunk: int, slot: int) -> tuple[torch.Tensor, int]:
@@ -181,7 +181,7 @@ class ChunkEncoder:
         except RefusedError as exc:
             whose = "the state of its parameter " if len(unit.streams) > 1 else ""
             return PackedChunk([], crcs, refused=f"{whose}{exc}")
-        errors = None
+        errors = UnitErrors()
         if self._meters is not None and any(stream.lossy for stream in unit.streams):
             errors = self._meters.of(unit).measure(first, originals, parts)
         return PackedChunk(parts, crcs, errors)

@@ -92,7 +92,6 @@ class Compressor:
         self._plan = plan
         self._options = options
         self._slab = layout.SLAB
-        self._streams = plan.streams
         self._encoder = encoder or ChunkEncoder(source, measure=options.stats)
 
     def run(self, target: Path, policy: Policy, *, force: bool) -> Manifest:
@@ -147,7 +146,7 @@ class Compressor:
         """Every unit with its final codecs, and its packed chunks."""
         chunks = self._encoder.packed(_chunks_of(self._plan.units), workers)
         for unit in self._plan.units:
-            errors = UnitErrors.of(unit) if self._options.stats else None
+            errors = self._no_errors(unit)
             packed: list[PackedChunk] = []
             refused: str | None = None
             for _ in range(layout.chunk_count(unit.numel)):
@@ -155,7 +154,7 @@ class Compressor:
                 refused = refused or chunk.refused
                 if refused is None:
                     packed.append(chunk)
-                    _merge(errors, chunk.errors)
+                    errors.merge(chunk.errors)
             reason = refused or self._broken_bound(unit, errors)
             if reason is None:
                 yield unit, packed
@@ -171,7 +170,7 @@ class Compressor:
         """
         while True:
             names: list[str] = []
-            for stream in self._streams:
+            for stream in self._plan.streams:
                 spec = stream.spec
                 wanted, fallback = (layout.entry_names(codec, spec, self._slab) for codec in (stream.codec, LOSSLESS))
                 names += fallback if _room(fallback) > _room(wanted) else wanted
@@ -179,12 +178,16 @@ class Compressor:
                 return names
             self._slab *= 2
 
-    def _broken_bound(self, unit: Unit, errors: UnitErrors | None) -> str | None:
+    def _no_errors(self, unit: Unit) -> UnitErrors:
+        """Sums for what is measured of a unit, all zero."""
+        return UnitErrors.of(unit) if self._options.stats else UnitErrors()
+
+    def _broken_bound(self, unit: Unit, errors: UnitErrors) -> str | None:
         """Why the unit must be stored lossless to keep the bound on its update error, or None."""
         bound, parameter = self._options.max_update_error, unit.parameter
         if bound is None or not any(stream.lossy_moment for stream in unit.streams):
             return None
-        error = errors.update if errors else None
+        error = errors.update
         if error is None:
             why = parameter.reason if parameter else "its tensors cannot be read as the state of one parameter"
             return f"update error unknown: {why}"
@@ -197,7 +200,7 @@ class Compressor:
         result = UnitResult(
             unit,
             [{part: FrameTable() for part in stream.codec.layout(stream.spec)} for stream in unit.streams],
-            UnitErrors.of(unit) if self._options.stats else None,
+            self._no_errors(unit),
             [0] * len(unit.streams),
         )
         slabs = list(layout.slab_chunks(unit.numel, self._slab))
@@ -224,16 +227,11 @@ class Compressor:
             length = stream.chunk_spec(chunk).numel * stream.spec.dtype.itemsize
             result.crcs[k] = combine(result.crcs[k], encoded.crcs[k], length)
             self._options.progress(length)
-        _merge(result.errors, encoded.errors)
+        result.errors.merge(encoded.errors)
 
 
 def _chunks_of(units: Iterable[Unit]) -> Iterator[Work]:
     return ((unit, chunk) for unit in units for chunk in range(layout.chunk_count(unit.numel)))
-
-
-def _merge(errors: UnitErrors | None, later: UnitErrors | None) -> None:
-    if errors is not None and later is not None:
-        errors.merge(later)
 
 
 def _room(names: list[str]) -> tuple[int, int]:

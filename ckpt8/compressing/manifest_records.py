@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ckpt8.checkpoint.sources.bundle import Bundle, Member
-from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs import config_of
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Parameter, Plan, Unit
@@ -29,8 +28,8 @@ class UnitResult:
 
     unit: Unit
     tables: list[dict[str, FrameTable]]
-    errors: UnitErrors | None = None
-    crcs: list[int] = field(default_factory=list)
+    errors: UnitErrors
+    crcs: list[int]
     refused: str | None = None
 
 
@@ -44,17 +43,14 @@ def fill(manifest: Manifest, source: Bundle, plan: Plan, results: Mapping[int, t
     manifest.members += [_member_record(member, results) for member in source.members]
     for tensor, index in plan.tensors:
         ref = tensor.ref
+        flags = [name for name in ("conj", "neg") if getattr(ref, name)]
         manifest.tensors.append(
-            TensorRecord(tensor.name, index, ref.dtype, ref.offset, list(ref.shape), list(ref.stride), _flags(ref))
+            TensorRecord(tensor.name, index, ref.dtype, ref.offset, list(ref.shape), list(ref.stride), flags)
         )
     for unit in plan.units:
         if unit.parameter is not None:
             result, _ = results[unit.streams[0].index]
             manifest.parameters.append(_parameter_record(unit.parameter, result))
-
-
-def _flags(ref: TensorRef) -> list[str]:
-    return [name for name, is_set in (("conj", ref.conj), ("neg", ref.neg)) if is_set]
 
 
 def _member_record(member: Member, results: Mapping[int, tuple[UnitResult, int]]) -> MemberRecord:
@@ -75,7 +71,7 @@ def _member_record(member: Member, results: Mapping[int, tuple[UnitResult, int]]
 
 def _storage_record(result: UnitResult, k: int) -> StorageRecord:
     stream = result.unit.streams[k]
-    error = result.errors.streams.get(stream.index) if result.errors else None
+    error = result.errors.streams.get(stream.index)
     return StorageRecord(
         stream.spec.name,
         stream.spec.dtype,
@@ -89,7 +85,7 @@ def _storage_record(result: UnitResult, k: int) -> StorageRecord:
 
 
 def _parameter_record(parameter: Parameter, result: UnitResult) -> ParameterRecord:
-    error = result.errors.update if result.errors else None
+    error = result.errors.update
     return ParameterRecord(
         parameter.name,
         dict(parameter.moments),

@@ -26,7 +26,7 @@ from ckpt8.checkpoint.vocabulary import MASTER_LISTS
 from ckpt8.codecs.base import Run
 from ckpt8.codecs.rounded_copy import Reference
 from ckpt8.codecs.split24.reference import round_masters
-from ckpt8.compressing.plan import Plan, Stream, Unit
+from ckpt8.compressing.plan import Plan, Stream
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.copies import CopyCount, reference_problem
 from ckpt8.container.frames import bytes_of
@@ -75,8 +75,9 @@ def refer_to_masters(plan: Plan, checkpoint: Checkpoint, members: Members, polic
     origins.follow(copies, find_partitions(members))
     origins.match_alike(copies)
     origins.match_in_order(copies)
-    references = _references(plan, checkpoint, streams, origins.runs, policy)
-    plan.units = [_with_reference(unit, references) for unit in plan.units]
+    for index, codec in _references(plan, checkpoint, streams, origins.runs, policy).items():
+        streams[index] = replace(streams[index], codec=codec, reason=None)
+    plan.units = [replace(unit, streams=tuple(streams[s.index] for s in unit.streams)) for unit in plan.units]
 
 
 def _tensor(tensor: NamedTensor, stream: Stream) -> _Tensor | None:
@@ -91,14 +92,6 @@ def _tensor(tensor: NamedTensor, stream: Stream) -> _Tensor | None:
         and ref.numel > 0
     )
     return _Tensor(tensor.name, ref, stream) if usable else None
-
-
-def _with_reference(unit: Unit, references: Mapping[int, Reference]) -> Unit:
-    streams = tuple(
-        replace(stream, codec=references[stream.index], reason=None) if stream.index in references else stream
-        for stream in unit.streams
-    )
-    return replace(unit, streams=streams)
 
 
 class _Origins:
@@ -140,7 +133,11 @@ class _Origins:
     def match_in_order(self, copies: Iterable[_Tensor]) -> None:
         """Lay the copies one behind the other over flat masters, group by group."""
         waiting = {copy.run: copy for copy in copies if copy.ref not in self.runs}.values()
-        flat = [master for master in self._masters if len(master.ref.shape) == 1 and _in_list(master.name)]
+        flat = [
+            master
+            for master in self._masters
+            if len(master.ref.shape) == 1 and not MASTER_LISTS.isdisjoint(re.split(r"[.:]", master.name))
+        ]
         if not waiting or not flat:
             return
         matrices = [copy for copy in waiting if len(copy.ref.shape) > 1]
@@ -183,10 +180,6 @@ def _windows(count: int) -> Iterator[tuple[int, int]]:
     """Start and length of the samples of ``count`` elements."""
     length = min(_SAMPLE, count)
     return ((start, length) for start in sorted({0, (count - length) // 2, count - length}))
-
-
-def _in_list(name: str) -> bool:
-    return any(component in MASTER_LISTS for component in re.split(r"[.:]", name))
 
 
 def _natural(text: str) -> list[tuple[int, str]]:

@@ -23,7 +23,10 @@ from ckpt8.core.tensors import DType, Parts, Role
 
 @dataclass(slots=True)
 class UnitErrors:
-    """The errors of a unit: by stream index, and in update space where a moment is lossy and the rule is known."""
+    """The errors of a unit: by stream index, and in update space where a moment is lossy and the rule is known.
+
+    Empty where nothing is measured.
+    """
 
     streams: dict[int, ErrorStats] = field(default_factory=dict)
     update: UpdateError | None = None
@@ -39,8 +42,8 @@ class UnitErrors:
 
     def merge(self, later: UnitErrors) -> None:
         """Add the errors of the chunk that follows."""
-        for index, error in self.streams.items():
-            error.merge(later.streams[index])
+        for index, error in later.streams.items():
+            self.streams[index].merge(error)
         if self.update is not None and later.update is not None:
             self.update.merge(later.update)
 

@@ -125,7 +125,7 @@ def make_plan(
         _stream(index, storage, views[storage.key], structure, policy, names, checkpoint)
         for index, storage in enumerate(storages)
     ]
-    units = _join([Unit((stream,)) for stream in streams], _parameters(checkpoint, structure, views, index_of))
+    units = join([Unit((stream,)) for stream in streams], _parameters(checkpoint, structure, views, index_of))
     if isinstance(checkpoint, WithSkeleton):
         name = unique_name(names.prefix + SKELETON, names.storages)
         spec = TensorSpec(name, Role.OTHER, DType.UINT8, (checkpoint.skeleton.nbytes,))
@@ -185,7 +185,7 @@ def _is_zero(checkpoint: Checkpoint, storage: StorageInfo, dtype: DType, gap: ra
     return not any(buffer)
 
 
-def _join(units: list[Unit], parameters: list[Parameter]) -> list[Unit]:
+def join(units: list[Unit], parameters: list[Parameter]) -> list[Unit]:
     """Put the moments of each parameter into one unit; return the units in the order of the source."""
     streams = {stream.index: stream for unit in units for stream in unit.streams}
     taken: set[int] = set()
@@ -205,7 +205,7 @@ def plan_joint(checkpoint: Checkpoint, plan: Plan, states: list[ParameterState])
     for tensor, index in plan.tensors:
         views[checkpoint.storages[index].key].append(tensor)
     index_of = {storage.key: index for index, storage in enumerate(checkpoint.storages)}
-    plan.units = _join(plan.units, _parameters(checkpoint, Structure(parameters=states), views, index_of))
+    plan.units = join(plan.units, _parameters(checkpoint, Structure(parameters=states), views, index_of))
 
 
 def _parameters(

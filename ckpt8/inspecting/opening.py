@@ -17,6 +17,7 @@ from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
 from ckpt8.checkpoint.sources.members import open_members
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.compressing.manifest_records import UnitResult, fill
+from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Plan
 from ckpt8.container import frames, layout
 from ckpt8.container.header import is_container
@@ -50,7 +51,7 @@ def describe(source: Bundle, plan: Plan) -> Manifest:
     """The manifest that a container of ``source`` would have, without sizes of parts and without errors."""
     manifest = Manifest(f"ckpt8 {__version__}", "", [], layout.SLAB, frames.FRAME)
     results = {
-        stream.index: (UnitResult(unit, [{} for _ in unit.streams]), place)
+        stream.index: (UnitResult(unit, [{} for _ in unit.streams], UnitErrors(), []), place)
         for unit in plan.units
         for place, stream in enumerate(unit.streams)
     }
