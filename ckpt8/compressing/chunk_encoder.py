@@ -135,7 +135,7 @@ def store(packed: PackedChunk, *, copy: bool = False) -> EncodedChunk:
     return EncodedChunk(stored, packed.crcs, packed.errors, packed.refused)
 
 
-def keep(packed: PackedChunk) -> PackedChunk:
+def in_own_pages(packed: PackedChunk) -> PackedChunk:
     """The same chunk with its parts in memory pages of its own, which the system gets back when the chunk is freed.
 
     The allocator would keep much of them: parts of other chunks lie in between.
@@ -157,7 +157,7 @@ class ChunkEncoder:
 
     def packed(self, work: Iterable[Work], workers: Workers) -> Iterator[PackedChunk]:
         """Packed chunks in the order of ``work``, in memory of their own."""
-        return workers.map(lambda item: keep(self.pack(item)), work)
+        return workers.map(lambda item: in_own_pages(self.pack(item)), work)
 
     def stored(self, work: Iterable[Work], workers: Workers) -> Iterator[EncodedChunk]:
         """Compressed chunks in the order of ``work``; each thread packs and compresses."""

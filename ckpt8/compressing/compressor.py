@@ -19,7 +19,7 @@ from pathlib import Path
 from ckpt8 import __version__
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, check_source, store
-from ckpt8.compressing.manifest_records import UnitResult, fill
+from ckpt8.compressing.manifest_records import UnitResult, fill_manifest
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Plan, Unit
 from ckpt8.compressing.policy import LOSSLESS, Policy
@@ -138,7 +138,7 @@ class Compressor:
     def publish(self, writer: ContainerWriter, results: Results, policy: Policy) -> Manifest:
         """Write the manifest and give the file its name. Raises OutputError."""
         manifest = Manifest(f"ckpt8 {__version__}", policy.preset, policy.texts, self._slab, frames.FRAME)
-        fill(manifest, self._source, self._plan, results)
+        fill_manifest(manifest, self._source, self._plan, results)
         writer.finish(manifest)
         return manifest
 

@@ -20,7 +20,15 @@ import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.base import Run
-from ckpt8.compressing.chunk_encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, keep, read_bytes, store
+from ckpt8.compressing.chunk_encoder import (
+    ChunkEncoder,
+    EncodedChunk,
+    PackedChunk,
+    Work,
+    in_own_pages,
+    read_bytes,
+    store,
+)
 from ckpt8.compressing.plan import Stream
 from ckpt8.container import frames
 from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, Transfer, padded, row_bytes
@@ -51,7 +59,7 @@ class DeviceEncoder(ChunkEncoder):
 
     def packed(self, work: Iterable[Work], workers: Workers) -> Iterator[PackedChunk]:
         """As ``ChunkEncoder``."""
-        return workers.map(lambda item: self._land(item, keep), self._launched(work, workers))
+        return workers.map(lambda item: self._land(item, in_own_pages), self._launched(work, workers))
 
     def stored(self, work: Iterable[Work], workers: Workers) -> Iterator[EncodedChunk]:
         """As ``ChunkEncoder``."""
@@ -75,13 +83,13 @@ class DeviceEncoder(ChunkEncoder):
             return work
         return _Landing(packed, buffer, mark)
 
-    def _land(self, item: Work | _Landing, then: Callable[[PackedChunk], R]) -> R:
-        """In a worker: wait for the packed chunk, or pack it here, and pass it to ``then``."""
+    def _land(self, item: Work | _Landing, finish: Callable[[PackedChunk], R]) -> R:
+        """In a worker: wait for the packed chunk, or pack it here, and pass it to ``finish``."""
         if not isinstance(item, _Landing):
-            return then(self.pack(item))
+            return finish(self.pack(item))
         item.mark.synchronize()
         try:
-            return then(item.chunk)
+            return finish(item.chunk)
         finally:
             self._buffers.give(item.buffer)
 

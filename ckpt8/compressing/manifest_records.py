@@ -33,7 +33,9 @@ class UnitResult:
     refused: str | None = None
 
 
-def fill(manifest: Manifest, source: Bundle, plan: Plan, results: Mapping[int, tuple[UnitResult, int]]) -> None:
+def fill_manifest(
+    manifest: Manifest, source: Bundle, plan: Plan, results: Mapping[int, tuple[UnitResult, int]]
+) -> None:
     """Add the members, storages, tensors and parameters of ``source`` to the manifest.
 
     ``results`` gives, for the index of every stream, the result of its unit and the place of the stream in it.

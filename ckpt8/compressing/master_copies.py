@@ -143,7 +143,7 @@ class _Origins:
         matrices = [copy for copy in waiting if len(copy.ref.shape) > 1]
         vectors = [copy for copy in waiting if len(copy.ref.shape) <= 1]
         for groups in ([list(waiting)], [matrices, vectors], [vectors, matrices]):
-            found = _laid_over(groups, flat)
+            found = _lay_over(groups, flat)
             if found and self._accept(found):
                 return
 
@@ -187,7 +187,7 @@ def _natural(text: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
-def _laid_over(groups: Sequence[Sequence[_Tensor]], flat: Sequence[_Tensor]) -> dict[_Tensor, list[Run]]:
+def _lay_over(groups: Sequence[Sequence[_Tensor]], flat: Sequence[_Tensor]) -> dict[_Tensor, list[Run]]:
     """The runs of every tensor of ``groups`` over the flat masters; empty where these have another length.
 
     Each member of the checkpoint holds the share of one rank: one flat master for every group.
@@ -231,14 +231,14 @@ def _references(
     for index in sorted({index for tensor, index in plan.tensors if tensor.ref in runs}):
         if policy.has_rule([view.name for view in views[index]]):
             continue
-        whole = _whole(streams[index], [view.ref for view in views[index]], runs, checkpoint)
+        whole = _runs_of_storage(streams[index], [view.ref for view in views[index]], runs, checkpoint)
         codec = Reference(tuple(whole or ()))
         if whole and reference_problem(codec, numel_of) is None and copied.add(codec, numel_of):
             found[index] = codec
     return found
 
 
-def _whole(
+def _runs_of_storage(
     stream: Stream, views: Iterable[TensorRef], runs: Mapping[TensorRef, list[Run]], checkpoint: Checkpoint
 ) -> list[Run] | None:
     """The runs of a whole storage, put together from those of its tensors; None where a part is no copy."""
@@ -253,7 +253,7 @@ def _whole(
         whole += [*_padding(stream, reached, ref.offset, checkpoint), *runs[ref]]
         reached = stop
     whole += _padding(stream, reached, numel, checkpoint)
-    return _joined(whole)
+    return _join_runs(whole)
 
 
 def _padding(stream: Stream, start: int, stop: int, checkpoint: Checkpoint) -> list[Run]:
@@ -265,7 +265,7 @@ def _padding(stream: Stream, start: int, stop: int, checkpoint: Checkpoint) -> l
     return [Run(None, int.from_bytes(bits, "little"), stop - start)]
 
 
-def _joined(runs: Iterable[Run]) -> list[Run]:
+def _join_runs(runs: Iterable[Run]) -> list[Run]:
     """Runs joined where one continues the other."""
     joined: list[Run] = []
     for run in runs:

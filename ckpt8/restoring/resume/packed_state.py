@@ -83,7 +83,7 @@ class PackedPlanner:
                     plan.states.append(self._state(pair, state, group, hyper))
                 except UsageError as exc:
                     plan.problems.append(f"{pair.name}: {exc}")
-                if (rounded := self._rounded(pair.parameter, group)) is not None:
+                if (rounded := self._round_weight(pair.parameter, group)) is not None:
                     plan.rounded[id(pair.parameter)] = rounded
             if self._mixes(live, group, plan):
                 plan.wrong = (
@@ -138,7 +138,7 @@ class PackedPlanner:
         """Where the parts of ``ref`` are, if ``codec`` made them."""
         return self.stored if self._codec(ref) == codec else None
 
-    def _narrowed(self, param: torch.Tensor) -> TensorRef | None:
+    def _weight_to_halve(self, param: torch.Tensor) -> TensorRef | None:
         """The saved fp32 weights that a live 16-bit parameter takes, or None."""
         ref = self.weights.get(id(param))
         return ref if ref is not None and ref.dtype.torch == torch.float32 and param.element_size() == 2 else None
@@ -151,22 +151,22 @@ class PackedPlanner:
         for key, value in saved.items():
             if isinstance(value, TensorRef) and (value.conj or value.neg):
                 raise UsageError(f"{key} was saved as a conjugate or negative view, which resume does not support")
-        if not saved and self._narrowed(pair.parameter) is None:
+        if not saved and self._weight_to_halve(pair.parameter) is None:
             return StatePlan(pair)
         if saved and is_packed_group(hyper):
-            found = _found(saved)
+            found = _types_and_shapes(saved)
             if id(pair.parameter) in self.weights and not {"residual", "master"} & found.keys():
                 layout = self.optimizer.state_layout(group, pair.parameter, exact_names(found))
                 found |= {key: what for key, what in layout.items() if key in ("residual", "master")}
             problem = layout_problem(self.optimizer, group, pair.parameter, found)
             if problem is not None:
                 raise UsageError(problem)
-            return StatePlan(pair, partial(self._same, pair.parameter, saved, group))
+            return StatePlan(pair, partial(self._copy_state, pair.parameter, saved, group))
         step = 0
         if saved:
             self._check_published(pair.parameter, saved, group, hyper)
             step = foreign.step_of({k: self.builder.build(v) for k, v in saved.items() if k == "step"}, hyper)
-        return StatePlan(pair, partial(self._packed, pair.parameter, saved, group, step))
+        return StatePlan(pair, partial(self._pack_state, pair.parameter, saved, group, step))
 
     def _check_published(
         self, param: torch.Tensor, saved: Mapping[str, Any], group: dict[str, Any], hyper: Mapping[str, Any]
@@ -188,21 +188,21 @@ class PackedPlanner:
         if param.element_size() == 2 and id(param) not in self.weights:
             raise UsageError("what completes its 16 bits is made of the weights of model=, which does not have it")
 
-    def _same(self, param: torch.Tensor, saved: Mapping[str, TensorRef], group: dict[str, Any]) -> NewState:
+    def _copy_state(self, param: torch.Tensor, saved: Mapping[str, TensorRef], group: dict[str, Any]) -> NewState:
         """State of the same layout, copied."""
-        exact = exact_names(_found(saved))
+        exact = exact_names(_types_and_shapes(saved))
         state = self.optimizer.initial_state(group, param, exact)
         fills: list[Fill] = [Copy(key, ref, state[key]) for key, ref in saved.items()]
         if not {"residual", "master"} & saved.keys():
-            fills += self._completed(param, group, state, exact)
+            fills += self._complete_weight(param, group, state, exact)
         return state, fills
 
-    def _packed(self, param: torch.Tensor, saved: Mapping[str, Any], group: dict[str, Any], step: int) -> NewState:
+    def _pack_state(self, param: torch.Tensor, saved: Mapping[str, Any], group: dict[str, Any], step: int) -> NewState:
         """State packed from plain moments and weights; zero moments where none were saved."""
         shape = tuple(param.shape)
         moments = self.optimizer.moments(group, shape)
         exact = {name for name in moments if self._is_exact(saved.get(name))}
-        if self._is_exact(self._narrowed(param)):
+        if self._is_exact(self._weight_to_halve(param)):
             exact.add("residual")
         state = self.optimizer.initial_state(group, param, exact)
         state["step"].fill_(step)
@@ -214,16 +214,16 @@ class PackedPlanner:
             else:
                 codec = self.optimizer.codec(group, moments[name], param)
                 fills.append(MomentFill(ref, codec, self._if_stored(ref, codec), name, state))
-        return state, fills + self._completed(param, group, state, exact)
+        return state, fills + self._complete_weight(param, group, state, exact)
 
-    def _completed(
+    def _complete_weight(
         self, param: torch.Tensor, group: dict[str, Any], state: dict[str, torch.Tensor], exact: set[str]
     ) -> list[Fill]:
         """What fills the master of a parameter, or the residual of one that takes half of its fp32 weights."""
         weight = self.weights.get(id(param))
         if weight is not None and "master" in state:
             return [Copy("master", weight, state["master"])]
-        if weight is None or self._narrowed(param) is None:
+        if weight is None or self._weight_to_halve(param) is None:
             return []
         codec = self.optimizer.codec(group, "master", param, exact)
         return [ResidualFill(weight, codec, self._if_stored(weight, codec), state["residual"].view(-1))]
@@ -231,15 +231,15 @@ class PackedPlanner:
     def _is_exact(self, ref: object) -> bool:
         return self.stored is not None and isinstance(ref, TensorRef) and self.stored.is_exact(ref)
 
-    def _rounded(self, param: torch.Tensor, group: dict[str, Any]) -> Fill | None:
+    def _round_weight(self, param: torch.Tensor, group: dict[str, Any]) -> Fill | None:
         """The upper half of fp32 weights into a bf16 parameter, rounded as its residual expects."""
-        weight = self._narrowed(param)
+        weight = self._weight_to_halve(param)
         if weight is None or param.dtype != torch.bfloat16:
             return None
         codec = self.optimizer.codec(group, "master", param, {"residual"} if self._is_exact(weight) else ())
         return RoundedFill(weight, codec, self._if_stored(weight, codec), param)
 
 
-def _found(saved: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]] | None]:
+def _types_and_shapes(saved: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]] | None]:
     """Element type and shape of saved state; None for what is no tensor."""
     return {key: (ref.dtype.torch, ref.shape) if isinstance(ref, TensorRef) else None for key, ref in saved.items()}

@@ -148,7 +148,7 @@ class _Resume:
                 self._fills.append(state.rounded.get(id(copy.target), copy))
 
     def _choose_model(self, model: nn.Module, at: str | None) -> Candidate:
-        candidates = _at(self._source.path, self._models, at, "model_at")
+        candidates = _candidates_at(self._source.path, self._models, at, "model_at")
         if not candidates:
             why = "a pickled module; save its state_dict()" if holds_module(self._tree) else "no model state dict"
             raise UsageError(f"{self._source.path}: holds {why}")
@@ -166,7 +166,7 @@ class _Resume:
         problem = own_loading.form_problem(optimizer)
         if problem is not None:
             raise ResumeError(f"{path}: {problem}; nothing was changed", (problem,))
-        candidates = _at(path, self._optimizers, at, "optimizer_at")
+        candidates = _candidates_at(path, self._optimizers, at, "optimizer_at")
         if not candidates:
             raise UsageError(f"{path}: holds no optimizer state")
         packed = None
@@ -211,7 +211,7 @@ class _Resume:
                 self._model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
-def _at(path: Path, candidates: list[Candidate], at: str | None, keyword: str) -> list[Candidate]:
+def _candidates_at(path: Path, candidates: list[Candidate], at: str | None, keyword: str) -> list[Candidate]:
     """The candidate at the path ``at``, or all of them where none is given. Raises UsageError for an unknown path."""
     if at is None:
         return candidates
