@@ -119,12 +119,13 @@ def _map_by_order(
     before, now = ([len(group["params"]) for group in groups] for groups in (saved, live))
     if before != now:
         raise ResumeError(
-            f"its parameter groups hold {before} parameters, those here hold {now}, and the file has no names"
+            f"its parameter groups hold {before} parameters, those here hold {now}, and the file has no names; "
+            "give this optimizer the groups of the saved one"
         )
     if look_permuted(saved, live):
         raise ResumeError(
-            "its parameter groups have the weight decays of those here in another order, and the file has no names "
-            "to tell them apart"
+            "its parameter groups have the weight decays of those here in another order, and the file has no names; "
+            "give this optimizer its groups in the saved order"
         )
     result = ParameterMap()
     number = 0

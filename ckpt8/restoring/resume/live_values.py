@@ -58,7 +58,7 @@ class ValueBuilder(RestBuilder):
         except Exception as exc:
             raise ResumeError(f"a {_class_name(node)} cannot be made of its parts: {exc}") from exc
         if not agrees:
-            raise ResumeError(f"a {_class_name(node)} does not have the parts that it says it has")
+            raise ResumeError(f"a {_class_name(node)} does not have the parts that the file gives it")
         return made  # type: ignore[no-any-return]
 
     def unmade(self, node: Any) -> str | None:

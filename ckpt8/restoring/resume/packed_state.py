@@ -105,7 +105,9 @@ class PackedPlanner:
         weight = torch.empty(ref.shape, dtype=ref.dtype.torch, device="cpu")
         self.streamer.copy(ref, weight)
         if weight_check(weight) != expected:
-            raise UsageError("its optimizer state belongs to another weight; the parameters are in another order")
+            raise UsageError(
+                "its optimizer state belongs to another weight; give the optimizer its parameters in the saved order"
+            )
 
     def _group(self, live: dict[str, Any], hyper: Mapping[str, Any], states: Sequence[Any]) -> dict[str, Any]:
         """The new values of the group ``live``, codecs included. Raises UsageError."""
@@ -184,9 +186,13 @@ class PackedPlanner:
                 raise UsageError(f"{key} was saved with shape {list(ref.shape)}, here it has {list(expected)}")
         compensation = saved.get("kahan_comp")
         if isinstance(compensation, TensorRef) and compensation.shape == shape != (1,):
-            raise UsageError("its Kahan compensation has no place beside a residual; resume into the same optimizer")
+            raise UsageError(
+                "has a Kahan compensation, which packed state cannot keep; resume into the class that saved it"
+            )
         if param.element_size() == 2 and id(param) not in self.weights:
-            raise UsageError("what completes its 16 bits is made of the weights of model=, which does not have it")
+            raise UsageError(
+                "its residual or master is made from its weight, which is not in model=; give the model that has it"
+            )
 
     def _copy_state(self, param: torch.Tensor, saved: Mapping[str, TensorRef], group: dict[str, Any]) -> NewState:
         """State of the same layout, copied."""

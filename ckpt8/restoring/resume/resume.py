@@ -143,7 +143,7 @@ class _Resume:
                 and self._packed is not None
                 and (self._packed.state.get(copy.target) or copy.ref.dtype.itemsize > 2)
             ):
-                self.problems.append(f"model {copy.name}: cannot change alone, without what the optimizer keeps of it")
+                self.problems.append(f"model {copy.name}: cannot change alone: the optimizer keeps its other half")
             else:
                 self._fills.append(state.rounded.get(id(copy.target), copy))
 
