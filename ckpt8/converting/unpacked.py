@@ -145,13 +145,14 @@ class _StreamedWeights(CompletedWeights[TensorRef]):
     def __init__(self, data: Composite, saved: Mapping[str, Any]) -> None:
         super().__init__(saved)
         self._data = data
+        self._refs: dict[str, TensorRef] = {name: ref for name, ref in saved.items() if isinstance(ref, TensorRef)}
         self._known: dict[str, int] = {}
 
     def weight_of(self, parameter: SavedParameter, part: TensorRef) -> str:
         """Names and order propose the weight; the check in the parameter's group decides, among all of its shape."""
         self._data.check_extent(parameter.name, part)
         expected = weight_checks(parameter.group).get(parameter.identifier)
-        refs = {name: ref for name, ref in self.saved.items() if isinstance(ref, TensorRef)}
+        refs = self._refs
         alike = [name for name, ref in refs.items() if ref.shape == part.shape and ref.dtype.itemsize == 2]
         proposed = [name for name in alike if refs[name] is parameter.weight]
         for names in (proposed, alike):
