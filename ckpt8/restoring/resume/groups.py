@@ -67,7 +67,7 @@ def class_problem(saved: Mapping[Any, Any], live: Mapping[str, Any], defaults: M
 
 
 def length_problem(saved: Mapping[Any, Any], live: Mapping[str, Any]) -> str | None:
-    """Why the settings that are several numbers are not as many as here, or None."""
+    """Why ``betas`` or ``eps`` have another number of values than here, or None."""
     for key in ("betas", "eps"):
         mine, theirs = live.get(key), saved.get(key)
         if _length(mine) != _length(theirs) and key in saved and key in live:
@@ -92,7 +92,7 @@ def added_by_others(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def look_permuted(saved: Sequence[Mapping[Any, Any]], live: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the groups have the same weight decays in another order, so that one may stand for the other."""
+    """Whether the groups have the same weight decays in another order: pairing them by order would mix them up."""
     before = [group.get("weight_decay") for group in saved]
     now = [group.get("weight_decay") for group in live]
     numbers = all(isinstance(value, (int, float)) for value in (*before, *now))
@@ -100,7 +100,7 @@ def look_permuted(saved: Sequence[Mapping[Any, Any]], live: Sequence[Mapping[str
 
 
 def restored(saved: Mapping[Any, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a live group takes from a saved one, which must already be plain values and tensors."""
+    """The values that a live group takes from ``saved``, whose values are plain or tensors."""
     values = {}
     for key, value in saved.items():
         if key in STRUCTURE or (key in IMPLEMENTATION and live.get(key) is not None):
