@@ -29,7 +29,6 @@ from ckpt8.compressing.chunk_encoder import (
     read_bytes,
     store,
 )
-from ckpt8.compressing.plan import Stream
 from ckpt8.container import frames
 from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, Transfer, padded, row_bytes
 from ckpt8.core.tensors import DType
@@ -119,29 +118,26 @@ class LiveEncoder(DeviceEncoder):
             if transfer is None or len(here) < len(storages) or len({storage.device for storage in here}) > 1:
                 yield item
                 continue
-            views = [_live_chunk(storage, stream, chunk) for storage, stream in zip(here, unit.streams, strict=True)]
+            views = [
+                _elements(storage, stream.spec.dtype, chunk * frames.FRAME, stream.chunk_spec(chunk).numel)
+                for storage, stream in zip(here, unit.streams, strict=True)
+            ]
             # Nothing to check: no checksum is stated for memory.
             yield self._launch(item, transfer, views, [0] * len(views))
 
     def master(self, run: Run, device: torch.device) -> torch.Tensor:
         """As ``ChunkEncoder``; a view of the master where that is on ``device``."""
         assert run.storage is not None  # noqa: S101 - padding has no master
-        live, size = self._live.get(self._checkpoint.storages[run.storage].key), DType.FLOAT32.itemsize
+        live = self._live.get(self._checkpoint.storages[run.storage].key)
         if live is None or live.device != device:
             return super().master(run, device)
-        return _live_bytes(live, run.start * size, run.length * size).view(DType.FLOAT32.torch)
+        return _elements(live, DType.FLOAT32, run.start, run.length)
 
 
-def _live_chunk(storage: torch.UntypedStorage, stream: Stream, chunk: int) -> torch.Tensor:
-    """One chunk of a stream as a view of the live ``storage`` behind it."""
-    spec = stream.chunk_spec(chunk)
-    size = spec.dtype.itemsize
-    return _live_bytes(storage, chunk * frames.FRAME * size, spec.numel * size).view(spec.dtype.torch)
-
-
-def _live_bytes(storage: torch.UntypedStorage, start: int, length: int) -> torch.Tensor:
-    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return whole[start : start + length]
+def _elements(storage: torch.UntypedStorage, dtype: DType, start: int, count: int) -> torch.Tensor:
+    """A flat view of ``count`` elements of a live storage, from ``start`` on."""
+    whole = torch.empty(0, dtype=dtype.torch, device=storage.device).set_(storage)
+    return whole[start : start + count]
 
 
 @dataclass(slots=True)
