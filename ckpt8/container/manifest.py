@@ -109,7 +109,7 @@ class MemberRecord:
 
 @dataclass(slots=True)
 class Manifest:
-    """The records of a container; ``slab`` and ``frame`` in elements, ``directory`` the name of a source that is one."""
+    """The records of a container. ``slab`` and ``frame`` count elements; ``directory`` names a source directory."""
 
     writer: str
     preset: str

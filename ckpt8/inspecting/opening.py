@@ -16,7 +16,7 @@ from ckpt8 import __version__
 from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
 from ckpt8.checkpoint.sources.members import open_members
 from ckpt8.checkpoint.tree import Checkpoint
-from ckpt8.compressing.manifest_records import UnitResult, fill
+from ckpt8.compressing.manifest_records import UnitResult, fill_manifest
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Plan
 from ckpt8.container import frames, layout
@@ -55,7 +55,7 @@ def describe(source: Bundle, plan: Plan) -> Manifest:
         for unit in plan.units
         for place, stream in enumerate(unit.streams)
     }
-    fill(manifest, source, plan, results)
+    fill_manifest(manifest, source, plan, results)
     return manifest
 
 

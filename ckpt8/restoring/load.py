@@ -30,8 +30,8 @@ def load(
     With ``unpack``, a run of ``ckpt8.optim`` comes as the published optimizers would have saved it: see
     ``ckpt8.restoring.unpack``. It changes nothing about other optimizers.
 
-    Raises UsageError that lists the members where one must be named, UnsupportedError that lists the classes which torch
-    does not allow, and InputError for damage.
+    Raises UsageError that lists the members where one must be named, UnsupportedError that lists the classes which
+    torch does not allow, and InputError for damage.
     """
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
         index = member_index(reader, member)

@@ -125,11 +125,7 @@ def test_everything_comes_back_as_with_torchs_own_files(tmp_path):
 def test_of_a_view_only_its_part_is_stored_and_tied_tensors_once(tmp_path):
     big = torch.randn(1000, 1000)
     save({"part": big[:10], "again": big[:10], "column": big[:, 1]}, tmp_path / "x", preset="lossless")
-    sizes = [
-        record.nbytes
-        for record in manifest_of(tmp_path / "x").storages
-        if record.name != "ckpt8.skeleton"
-    ]
+    sizes = [record.nbytes for record in manifest_of(tmp_path / "x").storages if record.name != "ckpt8.skeleton"]
     assert sorted(sizes) == [4000, 40000]
 
 

@@ -1,4 +1,4 @@
-"""README and guide: every link leads somewhere, every file and command that they name is there, and the wheel ships them."""
+"""README and guide: every link, file and command that they name is there, and the wheel ships them."""
 
 from __future__ import annotations
 
