@@ -1,4 +1,4 @@
-"""The measurements of ``stats`` on a CPU in one pass over memory: whole blocks of the units that most bytes are in.
+"""The measurements of ``error_measures`` on a CPU in one pass over memory, for whole blocks of the usual units.
 
 Maxima are the same bit for bit; sums are taken in float64, in 32 lanes. Blocks of 256 elements go through one short
 loop after the other, each of which a compiler turns into vector instructions.
@@ -154,7 +154,7 @@ def _adam_errors(
 
 
 def weight_error(original: torch.Tensor, parts: Parts, codec: Split24) -> WeightError:
-    """As ``stats.weight_error`` of a flat fp32 tensor and what ``codec`` makes of its ``parts``."""
+    """As ``error_measures.weight_error`` of a flat fp32 tensor and what ``codec`` makes of its ``parts``."""
     x, total = original.numpy(), np.zeros(GROUP)
     planes = (parts[name].numpy() for name in ("exponent", "mantissa", "rho"))
     largest, steps = _weight_error(x, x.view(i4), *planes, codec.R, *with_bits(_WEIGHT_ROOM, BLOCK), total)
@@ -170,7 +170,7 @@ class Moment:
     codec: Companded8
 
     def arrays(self) -> tuple[Any, ...]:
-        """What the kernel takes of it."""
+        """The arguments of the kernel."""
         return (
             self.original.numpy(),
             self.parts["codes"].numpy(),
@@ -183,7 +183,7 @@ class Moment:
 def adam_errors(
     first: Moment, second: Moment, eps: float, factor: float
 ) -> tuple[MomentError, MomentError, UpdateError]:
-    """The errors of both moments, and of ``factor * m / (sqrt(v) + eps)``, as ``stats`` has them."""
+    """The errors of both moments, and of ``factor * m / (sqrt(v) + eps)``, as ``error_measures`` has them."""
     sums, maxima = np.zeros((_SUMS, GROUP)), np.zeros(_MAXIMA, i4)
     _adam_errors(*first.arrays()[:-1], *second.arrays(), eps, *with_bits(_ROOM, BLOCK), sums, maxima)
     total, top = sums.sum(axis=1).tolist(), maxima.view(f4).tolist()

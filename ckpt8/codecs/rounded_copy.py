@@ -1,12 +1,12 @@
-"""``reference/1``: the bf16 copy of fp32 master weights, of which nothing is stored but where its masters are.
+"""``reference/1``: the bf16 copy of fp32 master weights. It stores only where its masters are.
 
 Mixed-precision training keeps every weight twice: fp32 in the optimizer, and rounded to bf16 in the model. The copy
-follows from the masters of the same container, whether these are kept exactly or as split24: that holds the rounded
-weight as it is, and a value decoded from it rounds to the same. Rounding is to nearest, ties to even:
+follows from the masters of the same container, kept exactly or as split24: a value decoded from split24 rounds to the
+same bf16 as before. Rounding is to nearest, ties to even:
 
     hi = ((bits + 0x7fff + ((bits >> 16) & 1)) mod 2^32) >> 16      of the fp32 bits, the sign among them
 
-What this makes of NaN need not be NaN: a copy that differs from it is not stored as a reference.
+This formula need not give NaN for NaN. A copy that differs from the formula is not stored as a reference.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A container read as far as it is whole: its header is not needed, chunks that are damaged are known and filled.
+"""Reads a damaged container as far as it is whole, and fills damaged chunks.
 
-The manifest is. It says where everything belongs, and lies at the end, before the seal. Where the seal does not hold,
-the header is read entry by entry, and what it no longer places is found by the checksums of its frames.
+It needs the manifest, which says where everything belongs and lies at the end, before the seal; it does not need the
+header. If the seal does not hold, it reads the header entry by entry and finds the missing entries by the checksums of
+their frames.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ckpt8.core.files.crc import crc32
 from ckpt8.core.tensors import Parts
 
 _SEARCHED = 1 << 27
-"""Bytes at the end of a file among which the manifest is looked for."""
+"""The manifest is searched in this many bytes at the end of a file."""
 _MANIFESTS_TRIED = 16
 _ENTRIES_TRIED, _ENTRIES_GUESSED = 64, 8
 _SMALLEST_FRAME = 8
@@ -38,7 +39,8 @@ _OFFSETS = re.compile(rb"\d{1,17}\],\"data_offsets\":\[(\d{1,17}),(\d{1,17})(?:\
 class DamagedContainer(ContainerReader):
     """``damage`` says what does not hold of header, manifest and seal, or is None.
 
-    ``lost`` are the chunks, by storage, that ``mark_lost`` was told; they read as NaN, or zeros in what is no float.
+    ``lost`` holds the chunks, by storage, that ``mark_lost`` was called with. They read as NaN, or as zeros unless they
+    are floats.
     Raises InputError where the manifest is not readable.
     """
 
@@ -60,7 +62,7 @@ class DamagedContainer(ContainerReader):
         return {}
 
     def is_whole(self, storage: int, chunk: int, out: torch.Tensor) -> bool:
-        """Whether a chunk can be decoded, which is tried into ``out``."""
+        """Whether a chunk can be decoded; tries it, into ``out``."""
         try:
             super().decode_chunk(storage, chunk, out)
         except InputError:
@@ -87,7 +89,7 @@ class DamagedContainer(ContainerReader):
         return known, stored
 
     def _fitting(self, data_start: int, entries: Iterable[Entry]) -> int:
-        """How many of some entries begin with the frame that the manifest has for them."""
+        """How many of the entries begin with the frame that the manifest states for them."""
         wanted = dict(self._expected())
         known = [(entry.start, *wanted[entry.name][1:]) for entry in entries if entry.name in wanted]
         return sum(self._is_at(data_start + start, first, crc) for start, first, crc in known[:_ENTRIES_TRIED])

@@ -59,7 +59,7 @@ class MemberFile(io.RawIOBase):
         self._last: tuple[tuple[int, int], bytearray] | None = None
         self._lock = threading.Lock()
         self.error: Ckpt8Error | None = None
-        """What the last failed read raised."""
+        """The error of the last failed read."""
 
     def needs_crc(self, storage: int) -> bool:
         """Whether the member repeats the checksum of a storage, which is known once it is decoded."""

@@ -1,8 +1,8 @@
 """``companded8/1``: optimizer moments as 8-bit codes with one 16-bit scale for every 32 elements.
 
-8.5 bits a moment before entropy coding. A signed codec holds first moments, an unsigned one the square (or fourth)
-roots of second moments, of which none that is not zero becomes zero. The arithmetic is in
-``reference``, and for CUDA devices in ``triton``.
+8.5 bits a moment before entropy coding. The signed codec holds first moments, the unsigned one the square (or fourth)
+roots of second moments; a second moment above zero never becomes zero. ``reference`` has the arithmetic, ``numba`` and
+``triton`` the same for large tensors and CUDA devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class Companded8(Codec):
-    """``signed`` for first moments, else second moments.
+    """Companded moments: ``signed`` for first moments, unsigned for second moments.
 
     ``Q`` is the largest code, 1 to 127 signed and 1 to 255 unsigned. ``p`` is the power of phi for second moments:
     1, or 0.5 for the fourth root.

@@ -19,7 +19,7 @@ from ckpt8.core.tensors import Parts
 
 GROUPS = 8
 BLOCK = GROUPS * GROUP
-"""Elements that ``decode_*`` and those who measure go over at once."""
+"""Elements that ``decode_*`` and ``error_stats_numba`` process at once."""
 
 _INFINITE = 0x7F800000
 _SMALLEST_MOMENT1 = 0x0D800000
@@ -36,7 +36,7 @@ def _round_scale(largest):
 
 @kernel
 def _encode_signed(x, x_bits, codes, scales, cell, cell_bits, levels):
-    """The largest scale, which is that of infinity where something is not finite."""
+    """Fill codes and scales; the largest scale, which is infinite if any value is not finite."""
     one, half, top = f4(1), f4(0.5), f4(levels)
     highest = np.int64(0)
     for g in range(scales.size):
@@ -60,7 +60,7 @@ def _encode_signed(x, x_bits, codes, scales, cell, cell_bits, levels):
 
 @kernel
 def _encode_unsigned(v, v_bits, codes, scales, cell, cell_bits, root, root_bits, levels, fourth_root):
-    """Whether there is NaN or a negative number, and whether a decoded maximum overflows."""
+    """Fill codes and scales; whether any value is NaN or negative, and whether a decoded maximum overflows."""
     one, half, top = f4(1), f4(0.5), f4(levels)
     negative, highest, overflow = i4(0), i4(0), False
     for g in range(scales.size):
@@ -146,7 +146,7 @@ def _decode_unsigned(codes, scales, cell, cell_bits, factor, out, levels, fourth
 
 
 def _cut(x: torch.Tensor, parts: Parts) -> tuple[tuple[Any, ...], tuple[torch.Tensor, Parts]]:
-    """The whole blocks of a tensor, of its codes and its scales, as arrays; and what is left over."""
+    """Arrays of the whole blocks of a tensor, its codes and its scales; and the tensor and parts after them."""
     whole = x.numel() // BLOCK * BLOCK
     groups = whole // GROUP
     rest = {"codes": parts["codes"][whole:], "scales": parts["scales"][groups:]}

@@ -94,7 +94,7 @@ def encode_signed(x: torch.Tensor, out: Parts, levels: int) -> None:
 
 
 def compand_signed(x: torch.Tensor, out: Parts, levels: int) -> torch.Tensor:
-    """As ``encode_signed`` without its refusals; gives the scales as int32. What is not finite spoils its group."""
+    """As ``encode_signed``, but a NaN or Inf only makes its group meaningless. Returns the scales as int32."""
     groups = as_groups(x.float())
     largest = groups.abs().amax(1)
     largest[largest < _SMALLEST_MOMENT1] = 0.0

@@ -2,7 +2,8 @@
 
 On disk three byte planes: ``exponent`` (the bf16 exponent), ``mantissa`` (sign on top of 7 mantissa bits) and
 ``rho``. With R = 127 the error is at most 129 fp32 steps, 1.54e-5 relative for |w| >= 2^-126; a value that is exactly
-bf16 comes back exactly. The arithmetic is in ``reference``, and for CUDA devices in ``triton``.
+bf16 comes back exactly. ``reference`` has the arithmetic, ``numba`` and ``triton`` the same for large tensors and CUDA
+devices.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Split24(Codec):
-    """``R`` is the number of residual levels a side: odd, 1 to 127."""
+    """Split master weights. ``R`` is the number of residual levels on each side of zero: odd, 1 to 127."""
 
     id = "split24/1"
     measured_as = "weight"

@@ -13,7 +13,7 @@ from ckpt8.core.tensors import Parts
 
 @kernel
 def _split(bits, exponent, mantissa, rho, levels):
-    """Fill the planes; the largest magnitude."""
+    """Fill the planes; return the largest magnitude."""
     largest = i4(0)
     r = i4(levels)
     for i in range(bits.size):
@@ -30,7 +30,7 @@ def _split(bits, exponent, mantissa, rho, levels):
 
 @kernel
 def join(exponent, mantissa, rho, bits, levels):
-    """Fill ``bits`` with those of the numbers whose planes are given."""
+    """Fill ``bits`` with the fp32 bits that the planes stand for."""
     top = f4(levels)
     for i in range(bits.size):
         d = min(max(np.rint(f4(i4(rho[i])) * f4(32768) / top), f4(-32767)), f4(32767))

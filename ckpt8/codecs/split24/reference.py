@@ -28,7 +28,7 @@ _SIGN_AND_MANTISSA = 0x807F - 0x10000
 
 
 def upper_half(bits: torch.Tensor) -> torch.Tensor:
-    """The bits of bf16, int16, of the int32 bits of fp32, rounded to nearest even; of NaN something, not always NaN."""
+    """The bits of bf16 (int16) for bits of fp32 (int32), rounded to nearest even. NaN does not always stay NaN."""
     # The sign may stay where it is: rounding up ends at infinity, before it.
     return (bits >> 16).bitwise_and_(1).add_(bits).add_(0x7FFF).bitwise_right_shift_(16).to(torch.int16)
 

@@ -1,7 +1,7 @@
 """``split32/1``: an fp32 weight as bf16 plus a 16-bit remainder, bit for bit.
 
 On disk three planes: ``exponent`` (the bf16 exponent) and ``mantissa`` (sign on top of 7 mantissa bits), one byte
-each, and ``residual``, int16. It refuses what split24 refuses. The arithmetic is in ``reference``.
+each, and ``residual``, int16. It refuses the same values as split24. ``reference`` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckpt8.core.tensors import DType, PartSpec, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Split32(Codec):
-    """Has no parameters."""
+    """Exact split master weights, without parameters."""
 
     id = "split32/1"
     keeps_masters = True
