@@ -22,7 +22,7 @@ HEADER_COST = 32
 MANIFEST_COST = 96
 """What a manifest may cost for each byte of its container: see FORMAT.md."""
 
-MAX_DEPTH = 64
+MAX_DEPTH = 128
 """Real ones are nested ten deep."""
 
 _BYTE, _BRACKET, _COMMA, _QUOTE, _COLON = 10, 68, 8, 8, 160
@@ -49,7 +49,7 @@ def check_json(text: bytes, where: str, allowed: int) -> None:
             return  # nothing is left, or the parser will find out what is wrong
         brackets = inner
     if brackets:
-        raise InputError(f"{where}: is nested deeper than {MAX_DEPTH}")
+        raise InputError(f"{where}: its JSON is nested deeper than {MAX_DEPTH}")
 
 
 def _measured(text: bytes) -> tuple[int, bytes]:

@@ -393,8 +393,11 @@ def shown(tensor):
 @pytest.fixture(params=[True, False], ids=["zip", "legacy"])
 def saved(request, tmp_path):
     tree = everything()
+    if f"{REBUILD}nested_tensor" not in torch._weights_only_unpickler._get_allowed_globals():
+        del tree["nested"]  # later versions of torch do not allow it
     if not request.param:
-        del tree["types"], tree["nested"]  # which the format cannot hold beside the others
+        del tree["types"]  # which the format cannot hold beside the others
+        tree.pop("nested", None)
     content = io.BytesIO()
     torch.save(tree, content, _use_new_zipfile_serialization=request.param)
     return content.getvalue()

@@ -97,7 +97,7 @@ def test_depth(pair):
         text = pair[0] * count + "1" * (pair[0] != "[") + pair[1] * count
         json.loads(text)
         message = outcome(lambda text=text: parse_json(text.encode(), "x"))
-        assert message is None if count * levels <= MAX_DEPTH else "nested deeper than 64" in message
+        assert message is None if count * levels <= MAX_DEPTH else "nested deeper than 128" in message
 
 
 # Manifests
@@ -135,7 +135,7 @@ def test_a_manifest_has_no_more_values_than_its_container_has_room_for(tmp_path)
 def test_a_nested_manifest_is_refused(tmp_path):
     path = tmp_path / "x.ckpt8"
     path.write_bytes(with_values("[" * 200 + "]" * 200))
-    assert "nested deeper than 64" in outcome(lambda: ckpt8.open(path))
+    assert "nested deeper than 128" in outcome(lambda: ckpt8.open(path))
 
 
 def many(kind, count):
