@@ -64,6 +64,9 @@ class Inert:
 
     ``args`` is what the class was called with, ``state`` mostly the ``__dict__``, ``items`` and ``pairs`` what a list
     or a dictionary of the class holds. Public as ``ckpt8.Inert``: ``resume`` gives these in the rest of a checkpoint.
+
+    >>> ckpt8.Inert("my.Config", args=(3,)).name
+    'my.Config'
     """
 
     name: str
@@ -75,7 +78,11 @@ class Inert:
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A class or function by its dotted name. It was not imported. Public as ``ckpt8.Global``."""
+    """A class or function by its dotted name. It was not imported. Public as ``ckpt8.Global``.
+
+    >>> ckpt8.Global("torch.float32").name
+    'torch.float32'
+    """
 
     name: str
 

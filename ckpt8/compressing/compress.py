@@ -60,6 +60,9 @@ def compress(
 
     Raises InputError for a source that is damaged or holds no tensors, OutputError for the target, UsageError for the
     arguments.
+
+    >>> ckpt8.compress("run.pt", "small.ckpt8", preset="compact").preset
+    'compact'
     """
     source = Path(source)
     named, target = target is not None, default_target(source) if target is None else Path(target)
@@ -128,6 +131,9 @@ def save(
     parameter, for the 12 of fp32 and AdamW. You may then change the tensors; the file gets the old values. A thread
     compresses and writes it, and the interpreter waits for that thread before it exits. What fails later is raised by
     ``PendingSave.result``. A save to a target that is still being written waits for that first.
+
+    >>> ckpt8.save({"model": model.state_dict()}, "model.ckpt8").preset
+    'flash'
     """
     target = Path(target)
     policy = Policy.of(preset, rules)

@@ -16,7 +16,12 @@ from ckpt8.core.errors import InputError, UsageError
 
 
 class CheckpointFile:
-    """A ``.ckpt8`` opened for reading tensor by tensor; a context manager. See ``open``."""
+    """A ``.ckpt8`` opened for reading tensor by tensor; a context manager. See ``open``.
+
+    >>> with ckpt8.open("run.ckpt8") as file:
+    ...     "model.weight" in file.keys()
+    True
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._reader = ContainerReader(Path(path))
@@ -63,5 +68,10 @@ class CheckpointFile:
 
 
 def open_container(path: str | os.PathLike[str]) -> CheckpointFile:
-    """Open a ``.ckpt8`` lazily: ``keys``, ``get_tensor``, ``stats``. Raises InputError for damage."""
+    """Open a ``.ckpt8`` lazily: ``keys``, ``get_tensor``, ``stats``. Raises InputError for damage.
+
+    >>> with ckpt8.open("run.ckpt8") as file:
+    ...     file.get_tensor("model.weight").dtype
+    torch.float32
+    """
     return CheckpointFile(path)

@@ -52,6 +52,9 @@ def convert(
     Memory is bounded by blocks, no pickle is executed, and the target appears whole or not at all. Raises InputError
     for a source that is damaged or in pieces by rank, UsageError for wrong arguments and for what the source does not
     hold, OutputError for the target.
+
+    >>> ckpt8.convert("run.ckpt8", "model.safetensors").casts
+    Counter({'float32 -> bfloat16': 2})
     """
     path, wanted = Path(source), Path(target)
     kept = (keep,) if isinstance(keep, str) else tuple(keep)

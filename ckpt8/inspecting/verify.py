@@ -190,6 +190,9 @@ def verify(
     It then replays ``resume_steps`` steps of the optimizer on both; a drift above ``max_drift``, the largest NMSE of an
     update, is a failure. Raises InputError for damage, CheckFailedError for another original, UsageError for
     arguments that ask for nothing. A statistic that does not hold is in ``failures``.
+
+    >>> ckpt8.verify("run.ckpt8", "run.pt").failures
+    ()
     """
     if resume_steps and original is None:
         raise UsageError("replayed steps need the original to compare with; give --against ORIGINAL")

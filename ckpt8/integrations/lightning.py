@@ -64,6 +64,12 @@ class Ckpt8CheckpointIO(CheckpointIO):
 
     Never executes a pickle, whatever ``weights_only`` says. Refuses hyperparameters of a class that torch does not
     allow, such as Namespace, and names the call that allows them.
+
+    >>> from ckpt8.integrations.lightning import Ckpt8CheckpointIO
+    >>> files = Ckpt8CheckpointIO()  # Trainer(..., plugins=[files])
+    >>> files.save_checkpoint({"state_dict": model.state_dict()}, "last.ckpt")
+    >>> list(files.load_checkpoint("last.ckpt"))
+    ['state_dict']
     """
 
     def __init__(
@@ -161,6 +167,11 @@ def opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """The bytes that torch.save would have written, decoded as they are read; for a plain ``.ckpt`` its own bytes.
 
     Raises InputError for damage and for a container that was not made of one checkpoint of torch.
+
+    >>> from ckpt8.integrations.lightning import opened
+    >>> with opened("run.ckpt8") as file:
+    ...     list(torch.load(file, weights_only=True))
+    ['model', 'optimizer', 'step']
     """
     source = Path(path)
     if source.is_dir():

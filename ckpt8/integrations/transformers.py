@@ -55,6 +55,9 @@ class Ckpt8Callback(TrainerCallback):
 
     Rank 0 compresses; it must see all files of a checkpoint. A failure is a warning, and the directory stays; with
     ``strict`` it ends the run.
+
+    >>> from ckpt8.integrations.transformers import Ckpt8Callback
+    >>> callback = Ckpt8Callback(keep_original=False)  # Trainer(..., callbacks=[callback])
     """
 
     def __init__(
@@ -204,13 +207,23 @@ def restored_checkpoint(
     Restores a ``checkpoint-N.ckpt8`` to ``target``, by default ``checkpoint-N`` beside it, unless the directory that it
     was made from is still there. Where torch.distributed runs, rank 0 restores and every rank gets the path. Raises
     InputError for damage, OutputError for the target.
+
+    >>> from ckpt8.integrations.transformers import restored_checkpoint
+    >>> restored_checkpoint("outputs") is None  # no checkpoint yet
+    True
     """
     return _on_first_rank(lambda: _restore_newest(Path(output_dir), target, threads)[0])
 
 
 @contextlib.contextmanager
 def temporary_checkpoint(output_dir: str | os.PathLike[str], *, threads: int | None = None) -> Iterator[str | None]:
-    """As ``restored_checkpoint``, for a ``with`` block, which removes at its end the directory that it made."""
+    """As ``restored_checkpoint``, for a ``with`` block, which removes at its end the directory that it made.
+
+    >>> from ckpt8.integrations.transformers import temporary_checkpoint
+    >>> with temporary_checkpoint("outputs") as path:
+    ...     path is None  # no checkpoint yet
+    True
+    """
     made: list[Path] = []
 
     def restore_newest() -> str | None:

@@ -30,6 +30,9 @@ def switchback(model: nn.Module, skip: Sequence[str] | None = None, *, backend: 
     ``nn.Embedding``. ``backend`` is that of ``SwitchBackLinear``. Raises UsageError, and changes nothing, where a glob
     matches no linear layer, the model has no linear layer, a weight is not fp32, bf16 or fp16, or the backend is
     unknown.
+
+    >>> ckpt8.nn.switchback(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()))
+    ['0']
     """
     check_backend(backend)
     layers = dict(_layers(model, nn.Linear))
@@ -56,7 +59,12 @@ def switchback(model: nn.Module, skip: Sequence[str] | None = None, *, backend: 
 
 
 def to_linear(model: nn.Module) -> list[str]:
-    """Make every ``SwitchBackLinear`` of ``model`` an ``nn.Linear`` again, in place. Returns their paths."""
+    """Make every ``SwitchBackLinear`` of ``model`` an ``nn.Linear`` again, in place. Returns their paths.
+
+    >>> layers = torch.nn.Sequential(ckpt8.nn.SwitchBackLinear(64, 64))
+    >>> ckpt8.nn.to_linear(layers)
+    ['0']
+    """
     layers = dict(_layers(model, SwitchBackLinear))
     for layer in layers.values():
         layer.__class__ = nn.Linear

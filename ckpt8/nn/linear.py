@@ -121,6 +121,9 @@ class SwitchBackLinear(nn.Linear):
     arithmetic. Inputs are (..., in_features) of fp32, bf16 or fp16, the element type of the weight or any of them under
     ``torch.autocast``. Training and evaluation are alike. A forward pass raises UsageError for what it does not take,
     and the constructor for another backend.
+
+    >>> ckpt8.nn.SwitchBackLinear(64, 32)(torch.ones(2, 64)).shape
+    torch.Size([2, 32])
     """
 
     backend: str | None = None

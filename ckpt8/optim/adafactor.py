@@ -66,7 +66,14 @@ def adafactor(
 
 
 class Adafactor(PackedOptimizer):
-    """Adafactor on packed state. Arguments and defaults are torch's; for the others see PackedOptimizer."""
+    """Adafactor on packed state. Arguments and defaults are torch's; for the others see PackedOptimizer.
+
+    >>> optimizer = ckpt8.optim.Adafactor(model.parameters(), lr=1e-3)
+    >>> model(torch.ones(1, 128)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.state[model.weight]["step"]
+    tensor(1)
+    """
 
     rule_id: ClassVar[str] = "adafactor"
 

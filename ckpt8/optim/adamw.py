@@ -53,7 +53,14 @@ def adam(
 
 
 class AdamW(PackedOptimizer):
-    """AdamW on packed state. Arguments are those of ``torch.optim.AdamW``; for the others see PackedOptimizer."""
+    """AdamW on packed state. Arguments are those of ``torch.optim.AdamW``; for the others see PackedOptimizer.
+
+    >>> optimizer = ckpt8.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> model(torch.ones(1, 128)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.state[model.weight]["step"]
+    tensor(1)
+    """
 
     rule_id: ClassVar[str] = "adamw"
 
@@ -70,7 +77,14 @@ class AdamW(PackedOptimizer):
 
 
 class Adam(AdamW):
-    """Adam, whose weight decay is part of the gradient. Arguments are those of ``torch.optim.Adam``."""
+    """Adam, whose weight decay is part of the gradient. Arguments are those of ``torch.optim.Adam``.
+
+    >>> optimizer = ckpt8.optim.Adam(model.parameters(), lr=1e-3)
+    >>> model(torch.ones(1, 128)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.state[model.weight]["step"]
+    tensor(1)
+    """
 
     rule_id: ClassVar[str] = "adam"
 

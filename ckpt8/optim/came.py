@@ -93,7 +93,14 @@ def came_vector(
 
 
 class CAME(PackedOptimizer):
-    """CAME on packed state. Arguments and defaults are came-pytorch's; for the others see PackedOptimizer."""
+    """CAME on packed state. Arguments and defaults are came-pytorch's; for the others see PackedOptimizer.
+
+    >>> optimizer = ckpt8.optim.CAME(model.parameters(), lr=1e-3)
+    >>> model(torch.ones(1, 128)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.state[model.weight]["step"]
+    tensor(1)
+    """
 
     rule_id: ClassVar[str] = "came"
 

@@ -34,7 +34,14 @@ def lion(
 
 
 class Lion(PackedOptimizer):
-    """Lion on packed state. Arguments and defaults are lion-pytorch's; for the others see PackedOptimizer."""
+    """Lion on packed state. Arguments and defaults are lion-pytorch's; for the others see PackedOptimizer.
+
+    >>> optimizer = ckpt8.optim.Lion(model.parameters(), lr=1e-4)
+    >>> model(torch.ones(1, 128)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.state[model.weight]["step"]
+    tensor(1)
+    """
 
     rule_id: ClassVar[str] = "lion"
 

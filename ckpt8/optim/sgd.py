@@ -45,7 +45,14 @@ def sgd(
 
 
 class SGD(PackedOptimizer):
-    """SGD on packed state. Arguments and defaults are torch's; for the others see PackedOptimizer."""
+    """SGD on packed state. Arguments and defaults are torch's; for the others see PackedOptimizer.
+
+    >>> optimizer = ckpt8.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    >>> model(torch.ones(1, 128)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.state[model.weight]["step"]
+    tensor(1)
+    """
 
     rule_id: ClassVar[str] = "sgd"
 

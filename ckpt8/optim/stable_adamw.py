@@ -64,7 +64,14 @@ def stable_adamw(
 
 
 class StableAdamW(PackedOptimizer):
-    """StableAdamW on packed state. Arguments and defaults are optimi's; for the others see PackedOptimizer."""
+    """StableAdamW on packed state. Arguments and defaults are optimi's; for the others see PackedOptimizer.
+
+    >>> optimizer = ckpt8.optim.StableAdamW(model.parameters(), lr=1e-3)
+    >>> model(torch.ones(1, 128)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.state[model.weight]["step"]
+    tensor(1)
+    """
 
     rule_id: ClassVar[str] = "stable_adamw"
 

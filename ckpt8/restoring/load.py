@@ -32,6 +32,9 @@ def load(
 
     Raises UsageError that lists the members where one must be named, UnsupportedError that lists the classes which
     torch does not allow, and InputError for damage.
+
+    >>> ckpt8.load("run.ckpt8")["model"]["weight"].shape
+    torch.Size([128, 128])
     """
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
         index = member_index(reader, member)

@@ -60,6 +60,9 @@ def restore(
 
     With ``salvage`` a damaged container is an error only if nothing in it is whole. Returns a ``Salvage``: see
     ``restoring.salvage``.
+
+    >>> ckpt8.restore("run.ckpt8", "back.pt").name
+    'back.pt'
     """
     if salvage:
         return run(source, target, force=force, threads=threads, progress=progress)

@@ -38,6 +38,9 @@ def diff(
     at a time. Links, empty directories and the metadata in a safetensors header are not compared. ``progress`` is
     called with numbers of bytes that were read. Raises InputError for a source that is damaged, holds no checkpoint, or
     cannot be put together as the other one is.
+
+    >>> ckpt8.diff("run.pt", "run.ckpt8").identical
+    False
     """
     with (
         open_members(Path(a), threads=threads) as first,

@@ -34,6 +34,11 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
     """Reads what ``Ckpt8StorageWriter`` wrote, at any world size. Decodes only the chunks that a slice needs.
 
     Raises InputError for damage and malformed metadata; torch wraps it in its CheckpointException.
+
+    >>> from torch.distributed import checkpoint as dcp
+    >>> from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+    >>> saved = dcp.save({"model": model.state_dict()}, storage_writer=Ckpt8StorageWriter("step-2"), no_dist=True)
+    >>> dcp.load({"model": model.state_dict()}, storage_reader=Ckpt8StorageReader("step-2"), no_dist=True)
     """
 
     def __init__(self, path: str | os.PathLike[str], *, threads: int | None = None) -> None:

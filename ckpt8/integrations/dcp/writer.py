@@ -45,6 +45,10 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
     dict, with ``weights.`` before those of trained parameters at its top level and ``other.`` before those that belong
     to no model and no optimizer. The writer packs slices where they are, CPU or GPU. It replaces a checkpoint in the
     directory, unless ``overwrite`` is False.
+
+    >>> from torch.distributed import checkpoint as dcp
+    >>> from ckpt8.integrations.dcp import Ckpt8StorageWriter
+    >>> saved = dcp.save({"model": model.state_dict()}, storage_writer=Ckpt8StorageWriter("step-1"), no_dist=True)
     """
 
     def __init__(

@@ -60,6 +60,9 @@ def resume(
     checkpoint does not fit, with all ``problems``; UsageError where several entries could be meant; InputError for
     damage. With ``strict`` False, what does not fit stays as it is and one ResumeWarning lists it. An optimizer of
     another class, or one that only a guess could pair, then stays as it is as a whole.
+
+    >>> ckpt8.resume("run.ckpt8", model=model, optimizer=optimizer)
+    {'step': 1}
     """
     path = Path(path)
     with open_source(path, member=member, threads=threads) as source:
