@@ -11,7 +11,11 @@ _LONGEST = 1500
 
 
 class Ckpt8Error(Exception):
-    """Base of all errors that are reported to a user without a traceback. Its text is one line of bounded length."""
+    """Base of all errors that are reported to a user without a traceback. Its text is one line of bounded length.
+
+    >>> issubclass(ckpt8.OutputError, ckpt8.Ckpt8Error)
+    True
+    """
 
     exit_code = 1
 
@@ -21,13 +25,24 @@ class Ckpt8Error(Exception):
 
 
 class CheckFailedError(Ckpt8Error):
-    """A stored statistic, an error bound or a drift limit does not hold (exit code 1)."""
+    """A stored statistic, an error bound or a drift limit does not hold (exit code 1).
+
+    >>> ckpt8.CheckFailedError.exit_code
+    1
+    """
 
     exit_code = 1
 
 
 class UsageError(Ckpt8Error):
-    """An argument cannot be used: an unknown codec, a malformed rule, an unknown tensor name (exit code 2)."""
+    """An argument cannot be used: an unknown codec, a malformed rule, an unknown tensor name (exit code 2).
+
+    >>> try:
+    ...     ckpt8.compress("run.pt", preset="tiny")
+    ... except ckpt8.UsageError as error:
+    ...     error.exit_code
+    2
+    """
 
     exit_code = 2
 
@@ -36,6 +51,12 @@ class ResumeError(UsageError):
     """A checkpoint does not fit the model or optimizer; neither was changed (exit code 2).
 
     ``problems`` are all the reasons, one line each; the message shows the first.
+
+    >>> try:
+    ...     ckpt8.resume("run.ckpt8", model=torch.nn.Linear(2, 2))
+    ... except ckpt8.ResumeError as error:
+    ...     len(error.problems)
+    2
     """
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
@@ -44,25 +65,51 @@ class ResumeError(UsageError):
 
 
 class ResumeWarning(UserWarning):
-    """Names what ``resume(strict=False)`` did not restore."""
+    """Names what ``resume(strict=False)`` did not restore.
+
+    >>> import warnings
+    >>> warnings.simplefilter("error", ckpt8.ResumeWarning)  # strict=False becomes strict again
+    """
 
 
 class KernelCacheWarning(UserWarning):
-    """Compiled kernels cannot be kept on disk, or a kept one cannot be trusted; compiling them again takes time."""
+    """Compiled kernels cannot be kept on disk, or a kept one cannot be trusted; compiling them again takes time.
+
+    >>> import warnings
+    >>> warnings.simplefilter("ignore", ckpt8.KernelCacheWarning)
+    """
 
 
 class InputError(Ckpt8Error):
-    """The input is damaged, hostile or not a checkpoint (exit code 3)."""
+    """The input is damaged, hostile or not a checkpoint (exit code 3).
+
+    >>> try:
+    ...     ckpt8.load("none.ckpt8")
+    ... except ckpt8.InputError as error:
+    ...     error.exit_code
+    3
+    """
 
     exit_code = 3
 
 
 class UnsupportedError(InputError):
-    """The input is a checkpoint in a layout or version that ckpt8 does not read (exit code 3)."""
+    """The input is a checkpoint in a layout or version that ckpt8 does not read (exit code 3).
+
+    >>> issubclass(ckpt8.UnsupportedError, ckpt8.InputError)
+    True
+    """
 
 
 class OutputError(Ckpt8Error):
-    """The output could not be written; nothing was left behind (exit code 4)."""
+    """The output could not be written; nothing was left behind (exit code 4).
+
+    >>> try:
+    ...     ckpt8.restore("run.ckpt8")
+    ... except ckpt8.OutputError as error:  # run.pt is there
+    ...     error.exit_code
+    4
+    """
 
     exit_code = 4
 
