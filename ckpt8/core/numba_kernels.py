@@ -14,8 +14,6 @@ from typing import Any
 import numba
 import numpy as np
 
-from ckpt8.core.kernel_cache import KernelCache
-
 i4 = np.int32
 f4 = np.float32
 f8 = np.float64
@@ -29,6 +27,9 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled = numba.njit(nogil=True, error_model="numpy")(function)
     # With cache=True numba would keep its own files, which it executes whoever wrote them.
     with suppress(ImportError):
+        # A numba with other internals keeps nothing.
+        from ckpt8.core.kernel_cache import KernelCache
+
         vars(compiled)["_cache"] = KernelCache(function)
     return compiled
 

@@ -102,7 +102,7 @@ def test_verify_finds_a_figure_that_does_not_hold(run, tmp_path):
     torch.save(other, tmp_path / "run.pt")
     found = ckpt8.verify(run / "run.ckpt8", tmp_path / "run.pt")
     names = [failure.partition(":")[0] for failure in found.failures]
-    assert names == ["ckpt8.checkpoint.sources.skeleton", FIRST, "0 (update)"]
+    assert names == ["ckpt8.skeleton", FIRST, "0 (update)"]
 
 
 def test_every_way_out_gives_the_same(run, tmp_path):

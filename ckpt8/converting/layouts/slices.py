@@ -86,7 +86,7 @@ class _Gathered:
     @property
     def nbytes(self) -> int:
         """Size of the tensor."""
-        return self.nbytes
+        return prod(self.shape) * self.dtype.itemsize
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``. Raises InputError."""
