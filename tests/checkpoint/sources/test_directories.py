@@ -353,7 +353,7 @@ def test_another_original(run_directory, containers, tmp_path):
     (root / "more").touch()
     with pytest.raises(CheckFailedError, match="'more'"):
         ckpt8.verify(containers["flash"], root)
-    with pytest.raises(CheckFailedError, match="only one of them has 'config.json'"):
+    with pytest.raises(CheckFailedError, match=r"only one of them has 'config\.json'"):
         ckpt8.verify(containers["flash"], run_directory / "optimizer.pt")
     (root / "more").unlink()
     (root / "config.json").write_text('{"hidden": 65}')
