@@ -7,27 +7,34 @@ wrong with goes to ``torch.load(..., weights_only=True)``, and whatever torch th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Protocol, cast
 
 import torch
 from torch import _weights_only_unpickler as unpickler
 
+from ckpt8.checkpoint.readers import torch_legacy, torch_zip
 from ckpt8.checkpoint.readers.pickle.torch_calls import TorchCalls
-from ckpt8.checkpoint.readers.torch_common import OpenCheckpoint
-from ckpt8.checkpoint.readers.torch_legacy import TorchLegacyReader, begins_legacy
-from ckpt8.checkpoint.readers.torch_zip import TorchZipReader
 from ckpt8.checkpoint.readers.zip_directory import LOCAL_SIGNATURE
+from ckpt8.checkpoint.tree import OpenCheckpoint
 from ckpt8.container.member_file import MemberFile
 from ckpt8.core.errors import Ckpt8Error, InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.text import listed
 
-TORCH_FORMATS = frozenset({TorchZipReader.id, TorchLegacyReader.id})
-"""What ``torch.load`` loads."""
-
 _SHOWN = 5
+
+
+class _TorchReader(Protocol):
+    """A reader that can judge a file for torch."""
+
+    def read(self, file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
+        """Read the structure. Raises InputError."""
+
+
+TORCH_FORMATS: Mapping[str, _TorchReader] = {"torch-zip": torch_zip, "torch-legacy": torch_legacy}
+"""What ``torch.load`` loads, with our own readers."""
 
 
 def load_allowed(file: IO[bytes], where: str, map_location: Any = None) -> Any:
@@ -42,7 +49,7 @@ def load_allowed(file: IO[bytes], where: str, map_location: Any = None) -> Any:
 
 def load_member(file: MemberFile, source: SourceFile, kind: str, map_location: Any) -> tuple[Any, Any]:
     """As ``load_allowed``, of a member that is of the format ``kind``; also the tree that our own reader made of it."""
-    checkpoint = _check(source, TorchZipReader() if kind == TorchZipReader.id else TorchLegacyReader())
+    checkpoint = _check(source, TORCH_FORMATS[kind])
     return _load(cast("IO[bytes]", file), file.name, map_location), checkpoint.tree
 
 
@@ -50,7 +57,7 @@ def is_loadable(path: Path) -> bool:
     """Whether ``torch.load`` opens a file, and may. Its tensors are mapped where the format has that."""
     source = SourceFile(ByteRange.of(path))
     try:
-        mapped = _check(source, _reader(source)).format == TorchZipReader.id
+        mapped = _check(source, _reader(source)).format == "torch-zip"
         _translated(lambda: torch.load(path, weights_only=True, mmap=mapped), str(path))
     except InputError:
         return False
@@ -86,15 +93,15 @@ class _Stream(SourceFile):
         """Its owner closes it."""
 
 
-def _reader(source: SourceFile) -> TorchZipReader | TorchLegacyReader:
+def _reader(source: SourceFile) -> _TorchReader:
     if source.read(0, min(len(LOCAL_SIGNATURE), source.source.length)) == LOCAL_SIGNATURE:
-        return TorchZipReader()
-    if not begins_legacy(source):
+        return torch_zip
+    if not torch_legacy.sniff(source):
         raise InputError(f"{source.source}: cannot be loaded: it is no file that torch.save writes")
-    return TorchLegacyReader()
+    return torch_legacy
 
 
-def _check(source: SourceFile, reader: TorchZipReader | TorchLegacyReader) -> OpenCheckpoint:
+def _check(source: SourceFile, reader: _TorchReader) -> OpenCheckpoint:
     """What our own reader makes of a file that is meant for torch."""
     trusted = unpickler._get_user_allowed_globals()  # type: ignore[no-untyped-call]
     calls = TorchCalls(source.source.length, unpickler._get_allowed_globals(), trusted)

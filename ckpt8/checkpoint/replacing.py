@@ -7,11 +7,11 @@ without any file goes as well.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
 from ckpt8.checkpoint.readers import match_reader
@@ -20,7 +20,7 @@ from ckpt8.checkpoint.readers.shards import is_named_shard
 from ckpt8.container.header import is_container
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files.atomic import any_file
-from ckpt8.core.files.source_file import ByteRange
+from ckpt8.core.files.source_file import ByteRange, SourceFile
 
 _MODEL = r"(?:pytorch_|adapter_|diffusion_pytorch_)?model"
 _FILES = re.compile(
@@ -79,7 +79,7 @@ def problem_of(path: Path) -> str | None:
 def _contents(path: Path, written: frozenset[str]) -> _Contents:
     """What is in the directory at ``path``, looked at again where another run replaced it meanwhile."""
     for _ in range(_ATTEMPTS):
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             before = path.stat().st_ino
             contents = _Contents(path, written)
             if path.stat().st_ino == before:
@@ -90,8 +90,8 @@ def _contents(path: Path, written: frozenset[str]) -> _Contents:
 def _is_checkpoint(path: Path) -> bool:
     """Whether a file is one, as far as its beginning tells, or empty: it may be cut off. Raises OSError."""
     try:
-        source = ByteRange.of(path)
-        return not source.length or is_container(path) or match_reader(source) is not None
+        with closing(SourceFile(ByteRange.of(path))) as file:
+            return not file.source.length or is_container(path) or match_reader(file) is not None
     except InputError as exc:
         if isinstance(exc.__cause__, OSError):
             raise exc.__cause__ from None

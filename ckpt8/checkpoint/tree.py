@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
-from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.files.source_file import SourceFile
 from ckpt8.core.tensors import DType, Role, Strided
 
 
@@ -95,10 +94,21 @@ del _public
 class Checkpoint(Protocol):
     """An open source. ``tree`` holds dict, list, tuple, scalars, and the types of this module; a set is an Inert."""
 
-    format: str
-    size: int
-    storages: Sequence[StorageInfo]
-    tree: Any
+    @property
+    def format(self) -> str:
+        """The id of its reader, or what else it is."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the source."""
+
+    @property
+    def storages(self) -> Sequence[StorageInfo]:
+        """Where its storages are."""
+
+    @property
+    def tree(self) -> Any:
+        """The objects around them."""
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with source bytes at ``offset``. Thread-safe. Raises InputError."""
@@ -107,19 +117,70 @@ class Checkpoint(Protocol):
         """Raise InputError when the source changed since it was opened."""
 
 
+@dataclass(slots=True)
+class OpenCheckpoint:
+    """A ``Checkpoint`` over one file, which whoever opened it closes. Without ``storages`` it is kept as it is."""
+
+    format: str
+    file: SourceFile
+    storages: Sequence[StorageInfo] = ()
+    tree: Any = None
+
+    @property
+    def size(self) -> int:
+        """Length of the file in bytes."""
+        return self.file.source.length
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes at ``offset``. Thread-safe. Raises InputError."""
+        self.file.read_into(offset, buffer)
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when the file changed since it was opened."""
+        self.file.check_unchanged()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes in memory, as a Checkpoint without storages or a region of one.
+
+    ``origin`` is the file that they are made of, if there is one.
+    """
+
+    content: bytes
+    format: str = "bytes"
+    origin: SourceFile | None = None
+    storages: Sequence[StorageInfo] = ()
+    tree: Any = None
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        return len(self.content)
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return len(self.content)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes at ``offset``."""
+        buffer[:] = self.content[offset : offset + len(buffer)]
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when the file that they are made of changed since it was opened."""
+        if self.origin is not None:
+            self.origin.check_unchanged()
+
+
 class Reader(Protocol):
-    """Recognises and opens one format."""
+    """A module that recognises and reads one format. The caller opens and closes the file."""
 
-    id: ClassVar[str]
-
-    def sniff(self, source: ByteRange) -> bool:
-        """Whether the content (never the name) is of this format."""
-
-    def open(self, source: ByteRange) -> AbstractContextManager[Checkpoint]:
-        """Open it. Raises InputError when it is damaged."""
+    def sniff(self, file: SourceFile) -> bool:
+        """Whether the content (never the name) is of this format. Raises InputError where it cannot be read."""
 
     def read(self, file: SourceFile) -> Checkpoint:
-        """As ``open``, from a file that the caller has opened and closes, and that may only look like one."""
+        """Read the structure. Raises InputError for a damaged file, UnsupportedError for one that it does not read."""
 
 
 class StatefulDict(dict[Any, Any]):
@@ -156,6 +217,15 @@ class Labelled:
 
     tensors: tuple[NamedTensor, ...]
     opaque: frozenset[str] = frozenset()
+
+
+def gaps(storages: Iterable[StorageInfo], size: int) -> Iterator[tuple[int, int]]:
+    """The runs of ``size`` bytes that lie in no storage, in order: offset and length."""
+    position = 0
+    for offset, nbytes in [*sorted((each.offset, each.nbytes) for each in storages), (size, 0)]:
+        if position < offset:
+            yield position, offset - position
+        position = offset + nbytes
 
 
 def is_dense(ref: TensorRef) -> bool:

@@ -12,8 +12,9 @@ import torch
 
 from ckpt8.checkpoint.readers.entries import is_directory
 from ckpt8.checkpoint.replacing import checkpoint_file
-from ckpt8.checkpoint.sources.bundle import Bundle, directory_name, open_bundle
+from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
+from ckpt8.checkpoint.sources.opening import directory_name, open_source
 from ckpt8.compressing.background import PendingSave, start, wait_for
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.compressor import Compressor, Options
@@ -73,7 +74,7 @@ def compress(
     refuse_inside(target, source)
     if not named and default_path(target).is_file() and force:
         checkpoint_file(target)
-    with open_bundle(source, decode=not policy.keeps_compressed) as bundle:
+    with open_source(source, containers=False, decode=not policy.keeps_compressed) as bundle:
         if not bundle.holds_tensors:
             raise InputError(f"{source}: holds no tensors; there is nothing to compress")
         compressor = _compressor(bundle, policy, options, device=gpu)

@@ -9,8 +9,9 @@ from typing import Protocol
 
 from ckpt8.checkpoint.checksums import check_storages
 from ckpt8.checkpoint.meaning.quantised_state import quantised_weights
+from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
-from ckpt8.checkpoint.sources.members import Members, open_members
+from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.walk import iter_nodes
 from ckpt8.container.header import is_container
 from ckpt8.converting.content import SINGLE_FILE, Content
@@ -24,10 +25,10 @@ _LISTED = 20
 class DirectoryLayout(Protocol):
     """The functions of a module that knows one layout of a directory."""
 
-    def matches(self, members: Members) -> bool:
+    def matches(self, members: Bundle) -> bool:
         """Whether a directory has this layout, judged by names and trees alone."""
 
-    def assemble(self, members: Members) -> Content:
+    def assemble(self, members: Bundle) -> Content:
         """The directory as one tree. Raises InputError for damage, UsageError where a choice must be made."""
 
 
@@ -47,11 +48,11 @@ def open_content(path: Path, *, member: str | None = None, threads: int | None =
     Compares the checksums that the source states, outside a container, which checks its own: a target gets new
     checksums, and those would hide damage.
     """
-    with open_members(path, threads=threads) as members:
+    with open_source(path, threads=threads) as members:
         chosen = members if member is None else members.only(member)
         if not is_container(path):
             for each in chosen.found:
-                check_storages(each.checkpoint, f"{path}: {each.path}" if members.is_directory else str(path))
+                check_storages(each.checkpoint, f"{path}: {each.path}" if members.directory is not None else str(path))
         content = content_of(chosen)
         _refuse_codes(content, path)
         yield content
@@ -68,14 +69,14 @@ def _refuse_codes(content: Content, path: Path) -> None:
             )
 
 
-def layout_of(members: Members) -> str | None:
+def layout_of(members: Bundle) -> str | None:
     """The id of the first layout that matches, ``file`` for a single file, None for a directory of no known layout."""
-    if not members.is_directory:
+    if members.directory is None:
         return SINGLE_FILE
     return next((layout_id for layout_id, layout in LAYOUTS.items() if layout.matches(members)), None)
 
 
-def content_of(members: Members) -> Content:
+def content_of(members: Bundle) -> Content:
     """Open members as one tree. Raises InputError, and UsageError for a directory of no known layout."""
     layout = layout_of(members)
     if layout is None:
@@ -88,7 +89,7 @@ def content_of(members: Members) -> Content:
     return content
 
 
-def _single_file(members: Members) -> Content:
+def _single_file(members: Bundle) -> Content:
     data = Composite(str(members.path))
     if not members.checkpoints:
         raise InputError(f"{members.path}: holds no checkpoint that can be converted")

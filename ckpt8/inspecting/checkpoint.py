@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.checkpoint.checksums import check_storages
-from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.plan import Plan, Unit
@@ -41,7 +42,7 @@ def inspect_checkpoint(
     flags, calls ``progress`` with the bytes that it has read, and checks the checksums that the source states.
     ``tensors`` adds every tensor and every parameter that has moments.
     """
-    with open_bundle(path) as source:
+    with open_source(path, containers=False) as source:
         with_tensors(source)
         if full:
             for member in source.members:

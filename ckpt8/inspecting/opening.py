@@ -13,14 +13,13 @@ from pathlib import Path
 import torch
 
 from ckpt8 import __version__
-from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
-from ckpt8.checkpoint.sources.members import open_members
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.compressing.manifest_records import UnitResult, fill_manifest
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Plan
 from ckpt8.container import frames, layout
-from ckpt8.container.header import is_container
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
@@ -32,18 +31,14 @@ def open_any(path: Path) -> Iterator[Bundle]:
 
     Raises InputError for damage, and for a directory that holds no tensors.
     """
-    if is_container(path):
-        with open_members(path) as members:
-            yield with_tensors(Bundle(members.found, str(path), path.name if members.is_directory else None))
-    else:
-        with open_bundle(path) as bundle:
-            yield with_tensors(bundle)
+    with open_source(path) as bundle:
+        yield with_tensors(bundle)
 
 
 def with_tensors(bundle: Bundle) -> Bundle:
     """``bundle`` itself. Raises InputError for a directory that holds no tensors."""
     if bundle.directory is not None and not bundle.holds_tensors:
-        raise InputError(f"{bundle.label}: a directory without tensors; give a checkpoint")
+        raise InputError(f"{bundle.path}: a directory without tensors; give a checkpoint")
     return bundle
 
 

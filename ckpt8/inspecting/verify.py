@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, read_error
 from ckpt8.compressing.bundle_plan import plan_bundle
@@ -52,7 +53,7 @@ def measure(reader: ContainerReader, original: Path, workers: Workers, progress:
     Lossless storages must be equal, and lossy ones are measured. Raises CheckFailedError when the original has
     another structure, InputError when either file is damaged.
     """
-    with open_bundle(original, decode=not Policy(reader.manifest.preset).keeps_compressed) as source:
+    with open_source(original, containers=False, decode=not Policy(reader.manifest.preset).keeps_compressed) as source:
         _check_structure(reader, source, original)
         plan = plan_bundle(source, Policy.of("lossless"))
         units = [_as_stored(reader, unit) for unit in plan.units]

@@ -23,7 +23,7 @@ from typing import IO, Any, cast
 
 from ckpt8.checkpoint.gate import load_allowed
 from ckpt8.checkpoint.replacing import problem_of
-from ckpt8.checkpoint.sources.one_file import member_index
+from ckpt8.checkpoint.sources.stored_member import member_index
 from ckpt8.compressing.background import PendingSave, wait_for
 from ckpt8.compressing.compress import save
 from ckpt8.compressing.policy import Policy

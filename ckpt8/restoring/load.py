@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ckpt8.checkpoint.sources.one_file import load_source, member_index
+from ckpt8.checkpoint.sources.stored_member import load_source, member_index
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.workers import Workers

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule
-from ckpt8.checkpoint.sources.bundle import open_bundle
+from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.codecs import error_measures as stats
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.companded8.reference import decode_scales
@@ -82,7 +82,7 @@ def test_both_moments_and_the_update(second, low, high, eps):
 @pytest.mark.parametrize("preset", ["flash", "compact"])
 def test_units_of_real_checkpoints(inputs, monkeypatch, name, preset):
     """With kernels or without: the same figures of every unit, whatever its length and its optimizer."""
-    with open_bundle(inputs / name) as source:
+    with open_source(inputs / name, containers=False) as source:
         for unit in plan_bundle(source, Policy.of(preset)).units:
             if not any(stream.lossy for stream in unit.streams):
                 continue

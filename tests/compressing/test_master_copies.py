@@ -11,7 +11,8 @@ from reference_kit import LAYOUTS, adamw, codecs, copies, masters, rounded
 from safetensors.torch import save_file
 
 import ckpt8
-from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.codecs.rounded_copy import Reference, Run
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split24.reference import round_masters
@@ -282,7 +283,7 @@ def test_what_is_no_copy_costs_a_few_reads(tmp_path, monkeypatch):
         read_into(self, offset, buffer)
 
     monkeypatch.setattr(Bundle, "read_into", counting)
-    with open_bundle(tmp_path / "run.pt") as bundle:
+    with open_source(tmp_path / "run.pt", containers=False) as bundle:
         plan = plan_bundle(bundle, Policy())
     assert not any(isinstance(stream.codec, Reference) for stream in plan.streams)
     assert sum(read) <= 20 * 3 * 32 * (2 + 4)

@@ -7,13 +7,14 @@ not; the step and the options of its group are whole and may be in the file of a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt8.checkpoint.meaning.roles import ParameterState, short_name
-from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, StateSlice
-from ckpt8.checkpoint.readers.dcp.metadata import Place
+from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
+from ckpt8.checkpoint.readers.dcp.metadata import Place, Slice
+from ckpt8.checkpoint.readers.dcp.names import StateKey
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.optim.known_optimizers import MOMENT_SLOTS
 
@@ -21,63 +22,60 @@ UNKNOWN = object()
 """State that is there and cannot be told for a slice: no update rule is recognised where it is."""
 
 
-WHOLE: Place = ((), (-1,))
-"""In place of the places of all that is no part."""
-
-
 @dataclass(frozen=True, slots=True)
-class JointState:
-    """A slice of state in a member of the path ``member``; ``ref`` has the key that its storage has in the bundle."""
+class StateSlice:
+    """A slice of the state of a parameter. ``ref`` has the key that its storage has among those of all members."""
 
     home: DcpCheckpoint
-    slice: StateSlice
+    key: StateKey
+    piece: Slice
     member: str
     ref: TensorRef
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its tensor."""
+        return self.home.metadata.is_whole(self.piece)
 
-def joint_parameters(states: Iterable[JointState]) -> list[ParameterState]:
+    @property
+    def name(self) -> str:
+        """Of the parameter, or of its place in the optimizer where that has numbers in place of names."""
+        name = self.key.parameter
+        if name.isdecimal():
+            name = f"{self.key.optimizer}.state.{name}" if self.key.optimizer else f"state.{name}"
+        return short_name(f"{self.member}:{name}{self.home.metadata.suffix(self.piece)}")
+
+
+def state_slices(member: DcpMember, number: int) -> list[StateSlice]:
+    """The slices of optimizer state in a member, which is the one of that ``number``."""
+    states = member.home.roles.states
+    return [
+        StateSlice(member.home, states[piece.name], piece, member.path, replace(ref, key=f"{number}/{ref.key}"))
+        for piece, ref in member.parts
+        if piece.name in states
+    ]
+
+
+def joint_parameters(states: Iterable[StateSlice]) -> list[ParameterState]:
     """The states of all slices of parameters, each named by the member of the moment that comes first."""
-    owners: dict[tuple[int, str, str], list[JointState]] = defaultdict(list)
+    owners: dict[tuple[int, str, str], list[StateSlice]] = defaultdict(list)
     for state in states:
-        key = state.slice.key
-        owners[id(state.home), key.optimizer, key.parameter].append(state)
-    return [parameter for owned in owners.values() for parameter in _slices(owned)]
+        owners[id(state.home), state.key.optimizer, state.key.parameter].append(state)
+    return [parameter for owned in owners.values() for parameter in _joined(owned)]
 
 
-def _slices(owned: list[JointState]) -> list[ParameterState]:
-    """One parameter, slice by slice."""
-    home, key = owned[0].home, owned[0].slice.key
-    places: dict[Place, dict[str, JointState]] = defaultdict(dict)
+def _joined(owned: list[StateSlice]) -> Iterator[ParameterState]:
+    """One parameter, slice by slice: each with what is whole, as the step."""
+    home, key = owned[0].home, owned[0].key
+    places: dict[Place | None, dict[str, StateSlice]] = defaultdict(dict)
     shared: dict[str, Any] = {}
     for each in owned:
-        places[each.slice.place][each.slice.key.key] = each
-        shared[each.slice.key.key] = each.ref if each.slice.whole and each.ref.numel == 1 else UNKNOWN
-        if each.slice.whole:
-            places[WHOLE][each.slice.key.key] = each
-    wholes = places.pop(WHOLE, {})
-    moments = [slices for slices in places.values() if not MOMENT_SLOTS.keys().isdisjoint(slices)]
-    if not moments:
-        return []
+        places[None if each.is_whole else each.piece.place][each.key.key] = each
+        shared[each.key.key] = each.ref if each.is_whole and each.ref.numel == 1 else UNKNOWN
     shared |= home.state_values(key)
     group = home.group(key)
-    found = []
-    for slices in moments:
-        first = next(each for name, each in slices.items() if name in MOMENT_SLOTS)
-        here = wholes if first.slice.whole else slices
-        state = shared | {name: each.ref for name, each in here.items()}
-        found.append(ParameterState(_name(first), state, group))
-    return found
-
-
-def _name(state: JointState) -> str:
-    """Of the parameter, or of its place in the optimizer where that has numbers in place of names."""
-    key = state.slice.key
-    name = key.parameter
-    if name.isdecimal():
-        name = f"{key.optimizer}.state.{name}" if key.optimizer else f"state.{name}"
-    return short_name(f"{state.member}:{name}{state.slice.suffix}")
-
-
-def in_bundle(home: DcpCheckpoint, states: Iterable[StateSlice], member: str, number: int) -> list[JointState]:
-    """The slices of member ``number`` with the keys that their storages have among those of all members."""
-    return [JointState(home, each, member, replace(each.ref, key=f"{number}/{each.ref.key}")) for each in states]
+    for slices in places.values():
+        first = next((each for name, each in slices.items() if name in MOMENT_SLOTS), None)
+        if first is not None:
+            state = shared | {name: each.ref for name, each in slices.items()}
+            yield ParameterState(first.name, state, group)

@@ -1,12 +1,28 @@
-"""The readers: one module per source format, recognised by content and never by name."""
+"""The readers: one module for each source format, which it recognises by content and never by name.
+
+Imports container, codecs and core, and of checkpoint the tree and the walk over it.
+
+A new reader is a module beside these and a line in ``READERS``. The module has two functions, those of
+``tree.Reader``:
+
+    sniff(file)     whether the content is of this format; it reads the least that tells
+    read(file)      an ``OpenCheckpoint``: the id of the reader, the file, its storages and its tree
+
+``storages`` place every run of tensor bytes in the file, none over another. All other bytes are kept as they are, so
+that the file comes back byte for byte. ``tree`` holds dict, list, tuple, scalars, and ``TensorRef`` where a tensor is.
+State and groups of an optimizer are recognised by their shape, ``{"state": ..., "param_groups": ...}``. ``read`` checks
+every number that it takes from the file: a damaged file is an InputError which names it, and no announced size takes
+memory. ``tests/checkpoint/readers/test_conformance.py`` holds every reader to this.
+"""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import cast
 
 from ckpt8.checkpoint.readers.shards import is_named_shard, lone_shard
 from ckpt8.checkpoint.tree import Checkpoint, Reader
@@ -14,12 +30,12 @@ from ckpt8.container.header import HEAD_BYTES, begins_container
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 
-READERS: tuple[tuple[str, str], ...] = (
-    ("torch-zip", "ckpt8.checkpoint.readers.torch_zip:TorchZipReader"),
-    ("torch-legacy", "ckpt8.checkpoint.readers.torch_legacy:TorchLegacyReader"),
-    ("safetensors", "ckpt8.checkpoint.readers.safetensors:SafetensorsReader"),
-)
-"""Every format by id and class, in the order in which they are tried. Classes are imported when needed."""
+READERS: dict[str, str] = {
+    "torch-zip": "ckpt8.checkpoint.readers.torch_zip",
+    "torch-legacy": "ckpt8.checkpoint.readers.torch_legacy",
+    "safetensors": "ckpt8.checkpoint.readers.safetensors",
+}
+"""The module of every format by its id, in the order in which they are tried. A module is imported when needed."""
 
 _TAR_MAGIC_OFFSET = 257
 _KNOWN_STARTS = (
@@ -33,40 +49,33 @@ _KNOWN_STARTS = (
 
 
 def get_reader(reader_id: str) -> Reader:
-    """Make the reader of that id. Raises KeyError for an unknown id."""
-    module, _, name = dict(READERS)[reader_id].partition(":")
-    reader: Reader = getattr(import_module(module), name)()
-    return reader
+    """The reader of that id. Raises KeyError for an unknown id."""
+    return cast("Reader", import_module(READERS[reader_id]))
 
 
-def match_reader(source: ByteRange) -> Reader | None:
-    """Pick the reader for the content of ``source``, if there is one. Raises InputError where it cannot be read."""
-    readers = (get_reader(reader_id) for reader_id, _ in READERS)
-    return next((reader for reader in readers if reader.sniff(source)), None)
-
-
-def find_reader(source: ByteRange) -> Reader:
-    """As ``match_reader``. Raises InputError, saying what it is, if none fits."""
-    reader = match_reader(source)
-    if reader is None:
-        raise _refusal(source)
-    return reader
+def match_reader(file: SourceFile) -> Reader | None:
+    """The reader for the content of ``file``, if there is one. Raises InputError where it cannot be read."""
+    return next((reader for reader in map(get_reader, READERS) if reader.sniff(file)), None)
 
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
     """Open a checkpoint file of any known format. Raises InputError for everything else."""
-    source = _as_source(path)
-    if is_named_shard(path.name):
-        raise lone_shard(str(path))
-    with find_reader(source).open(source) as checkpoint:
-        yield checkpoint
+    with closing(SourceFile(_as_source(path))) as file:
+        if is_named_shard(path.name):
+            raise lone_shard(str(path))
+        reader = match_reader(file)
+        if reader is None:
+            raise _refusal(file)
+        yield reader.read(file)
 
 
 def _as_source(path: Path) -> ByteRange:
     try:
         if path.is_dir():
-            raise InputError(_about_directory(path))
+            empty = next(path.iterdir(), None) is None
+            what = "an empty directory; give a checkpoint file"
+            raise InputError(f"{path}: {what if empty else 'a directory; give one of the checkpoint files inside it'}")
         if not path.exists():
             raise InputError(f"{path}: no such file")
         if not path.is_file():
@@ -79,24 +88,14 @@ def _as_source(path: Path) -> ByteRange:
     return source
 
 
-def _about_directory(path: Path) -> str:
-    if next(path.iterdir(), None) is None:
-        return f"{path}: an empty directory; give a checkpoint file"
-    return f"{path}: a directory; give one of the checkpoint files inside it"
-
-
-def _refusal(source: ByteRange) -> InputError:
-    """Say what a file of no known format is, and what to do."""
-    file = SourceFile(source)
-    try:
-        head = file.read(0, min(HEAD_BYTES, source.length))
-    finally:
-        file.close()
+def _refusal(file: SourceFile) -> InputError:
+    """The error for a file of no known format: what it is, and what to do."""
+    head = file.read(0, min(HEAD_BYTES, file.source.length))
     if head[_TAR_MAGIC_OFFSET : _TAR_MAGIC_OFFSET + 5] == b"ustar":
-        return UnsupportedError(f"{source}: a tar file; unpack it, or load it and save it again with torch.save")
+        return UnsupportedError(f"{file.source}: a tar file; unpack it, or load it and save it again with torch.save")
     if begins_container(head):
-        return InputError(f"{source}: already a .ckpt8 file; give the checkpoint that it was made from")
-    return InputError(f"{source}: {_describe(head)}; expected a file written by torch.save or safetensors")
+        return InputError(f"{file.source}: already a .ckpt8 file; give the checkpoint that it was made from")
+    return InputError(f"{file.source}: {_describe(head)}; expected a file written by torch.save or safetensors")
 
 
 def _describe(head: bytes) -> str:

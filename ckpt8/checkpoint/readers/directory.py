@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckpt8.checkpoint.readers import match_reader
 from ckpt8.checkpoint.readers.dcp.directory import open_distributed
-from ckpt8.checkpoint.readers.entries import PACKED_INDEX, DirectoryMember, Entry, Note, PlainFile, kept
+from ckpt8.checkpoint.readers.entries import PACKED_INDEX, DirectoryMember, Entry, kept
 from ckpt8.checkpoint.readers.shards import is_named_shard, lone_shard
+from ckpt8.checkpoint.tree import Held, OpenCheckpoint
 from ckpt8.container.manifest import FILE
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile
-
-if TYPE_CHECKING:
-    pass
 
 
 @contextmanager
@@ -47,13 +44,13 @@ def open_directory(root: Path, entries: Sequence[Entry], *, decode: bool) -> Ite
 
 def _open(root: Path, entry: Entry, pool: FilePool) -> DirectoryMember:
     if entry.format != FILE:
-        return DirectoryMember(entry.path, Note(entry))
+        return DirectoryMember(entry.path, Held(entry.target.encode(), entry.format))
     source = ByteRange.of(root / entry.path)
     file = PooledFile(source, pool)
     try:
         if is_named_shard(entry.path):
             raise lone_shard(str(source))
-        reader = match_reader(source) if source.length else None
-        return DirectoryMember(entry.path, PlainFile(file) if reader is None else reader.read(file))
+        reader = match_reader(file) if source.length else None
+        return DirectoryMember(entry.path, OpenCheckpoint(FILE, file) if reader is None else reader.read(file))
     except UnsupportedError as exc:
-        return DirectoryMember(entry.path, PlainFile(file), kept(exc, source))
+        return DirectoryMember(entry.path, OpenCheckpoint(FILE, file), kept(exc, source))

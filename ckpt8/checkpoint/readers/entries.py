@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ckpt8.checkpoint.tree import Checkpoint, StorageInfo
+from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_paths import MAX_COMPONENTS, link_stays_inside
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.files.source_file import ByteRange
 
 PACKED_INDEX = "ckpt8-dcp.json"
 """What makes a directory a checkpoint that ``integrations.dcp`` wrote."""
@@ -39,43 +37,6 @@ class DirectoryMember:
     checkpoint: Checkpoint
     reason: str | None = None
     holds_tensors: bool = False
-
-
-class PlainFile:
-    """A file as a Checkpoint without storages."""
-
-    def __init__(self, file: SourceFile) -> None:
-        self.format = FILE
-        self.size = file.source.length
-        self.storages: Sequence[StorageInfo] = ()
-        self.tree: Any = None
-        self._file = file
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes at ``offset``. Raises InputError."""
-        self._file.read_into(offset, buffer)
-
-    def check_unchanged(self) -> None:
-        """Raise InputError when the file changed since it was opened."""
-        self._file.check_unchanged()
-
-
-class Note:
-    """A link, whose content is the path that it holds, or a directory without any, as a Checkpoint."""
-
-    def __init__(self, entry: Entry) -> None:
-        self.format = entry.format
-        self._content = entry.target.encode()
-        self.size = len(self._content)
-        self.storages: Sequence[StorageInfo] = ()
-        self.tree: Any = None
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes at ``offset``."""
-        buffer[:] = self._content[offset : offset + len(buffer)]
-
-    def check_unchanged(self) -> None:
-        """The walk is repeated instead."""
 
 
 def is_directory(path: Path) -> bool:
@@ -140,20 +101,11 @@ def _link(full: Path, path: str) -> Entry:
     raise InputError(f"{full}: a link out of the directory that leads to no file; remove it, or copy what it means")
 
 
-def directory_bytes(root: Path) -> int:
-    """Bytes of all files below ``root``. Raises InputError."""
-    try:
-        return sum((root / entry.path).stat().st_size for entry in walk(root) if entry.format == FILE)
-    except OSError as exc:
-        raise InputError(f"{root}: cannot be read: {exc.strerror}") from exc
-
-
 def size_of(path: Path) -> int:
     """Bytes of a file, or of all files below a directory. Raises InputError."""
-    if is_directory(path):
-        return directory_bytes(path)
+    entries = walk(path) if is_directory(path) else [Entry("", FILE)]
     try:
-        return path.stat().st_size
+        return sum((path / entry.path).stat().st_size for entry in entries if entry.format == FILE)
     except OSError as exc:
         raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
 

@@ -1,4 +1,4 @@
-"""The safetensors format: the length of a header, a header of JSON, and the tensors one behind the other.
+"""Reader of safetensors: the length of a header, a header of JSON, and the tensors one behind the other.
 
 Every tensor is a storage of its own. The header is checked as strictly as by the safetensors library: entries that
 cover the data without holes and overlaps, no name twice, sizes that follow from type and shape.
@@ -6,17 +6,14 @@ cover the data without holes and overlaps, no name twice, sizes that follow from
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from math import prod
-from typing import ClassVar
 
 from ckpt8.checkpoint.readers.pickle.rebuild import MAX_DIMS
-from ckpt8.checkpoint.readers.torch_common import OpenCheckpoint, opened
-from ckpt8.checkpoint.tree import StorageInfo, TensorRef
+from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, TensorRef
 from ckpt8.container.header import HEAD_BYTES, LENGTH_BYTES, MAX_HEADER, begins_container
 from ckpt8.core.errors import InputError, UnsupportedError
-from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.files.source_file import SourceFile
 from ckpt8.core.json_text import parse_json
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import shown
@@ -49,33 +46,15 @@ _METADATA = "__metadata__"
 _INT64_MAX = 2**63 - 1
 
 
-class SafetensorsReader:
-    """Reads what ``safetensors.torch.save_file`` writes."""
-
-    id: ClassVar[str] = "safetensors"
-
-    def sniff(self, source: ByteRange) -> bool:
-        """Whether it starts as a header does, of a file that is not a container of ckpt8."""
-        with opened(source) as file:
-            if source.length < LENGTH_BYTES + 2:
-                return False
-            head = file.read(0, min(HEAD_BYTES, source.length))
-        length = int.from_bytes(head[:LENGTH_BYTES], "little")
-        begins = length <= MAX_HEADER and head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{"
-        return begins and not begins_container(head)
-
-    @contextmanager
-    def open(self, source: ByteRange) -> Iterator[OpenCheckpoint]:
-        """Open it. Raises InputError when it is damaged, UnsupportedError for an element type that is not known."""
-        with opened(source) as file:
-            yield _load(file)
-
-    def read(self, file: SourceFile) -> OpenCheckpoint:
-        """As ``open``, from a file that is open already."""
-        return _load(file)
+def sniff(file: SourceFile) -> bool:
+    """Whether it starts as a header does, of a file that is not a container of ckpt8."""
+    head = file.read(0, min(HEAD_BYTES, file.source.length))
+    fits = len(head) >= LENGTH_BYTES + 2 and int.from_bytes(head[:LENGTH_BYTES], "little") <= MAX_HEADER
+    return fits and head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and not begins_container(head)
 
 
-def _load(file: SourceFile) -> OpenCheckpoint:
+def read(file: SourceFile) -> OpenCheckpoint:
+    """Read the header. Raises InputError when it is damaged, UnsupportedError for an unknown element type."""
     where, size = str(file.source), file.source.length
     if size < LENGTH_BYTES:
         raise InputError(f"{where}: damaged safetensors file: it has {size} bytes")

@@ -1,15 +1,12 @@
-"""What the two torch formats share: the storages that a pickle names, and the open checkpoint."""
+"""The storages that a pickle of torch names, in either of its two formats."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from ckpt8.checkpoint.tree import Global, StorageInfo, StorageRef
+from ckpt8.checkpoint.tree import Global, StorageRef
 from ckpt8.core.errors import InputError, UnsupportedError
-from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.files.source_file import SourceFile
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import shown
 
@@ -24,39 +21,6 @@ _PICKLE_RATIO = 64
 def longest_pickle(file: SourceFile) -> int:
     """Bytes that the pickle of a checkpoint may have, by those on the disk."""
     return min(MAX_PICKLE_BYTES, _FREE_PICKLE_BYTES + _PICKLE_RATIO * file.stored)
-
-
-@dataclass(slots=True)
-class OpenCheckpoint:
-    """A ``Checkpoint`` over one file."""
-
-    format: str
-    file: SourceFile
-    storages: Sequence[StorageInfo]
-    tree: Any
-
-    @property
-    def size(self) -> int:
-        """Length of the source in bytes."""
-        return self.file.source.length
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with source bytes at ``offset``. Thread-safe. Raises InputError."""
-        self.file.read_into(offset, buffer)
-
-    def check_unchanged(self) -> None:
-        """Raise InputError when the source changed since it was opened."""
-        self.file.check_unchanged()
-
-
-@contextmanager
-def opened(source: ByteRange) -> Iterator[SourceFile]:
-    """Open ``source`` for the length of a ``with`` block. Raises InputError."""
-    file = SourceFile(source)
-    try:
-        yield file
-    finally:
-        file.close()
 
 
 class StorageTable:

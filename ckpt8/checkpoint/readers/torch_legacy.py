@@ -1,20 +1,19 @@
-"""The format of ``torch.save`` before 1.6: five pickles, then each storage as element count and bytes."""
+"""Reader of what ``torch.save`` wrote before 1.6: five pickles, then each storage as element count and bytes."""
 
 from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
 from ckpt8.checkpoint.readers.pickle.torch_calls import TorchCalls
-from ckpt8.checkpoint.readers.torch_common import OpenCheckpoint, StorageTable, longest_pickle, opened
-from ckpt8.checkpoint.tree import StorageInfo
+from ckpt8.checkpoint.readers.torch_common import StorageTable, longest_pickle
+from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
 from ckpt8.checkpoint.walk import check_depth
 from ckpt8.core.errors import InputError, UnsupportedError
-from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.files.source_file import SourceFile
 from ckpt8.core.text import shown
 
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -26,29 +25,8 @@ _BUFFER_BYTES = 2**16
 _COUNT = struct.Struct("<q")
 
 
-class TorchLegacyReader:
-    """Reads what ``torch.save`` wrote before 1.6 or writes with ``_use_new_zipfile_serialization=False``."""
-
-    id: ClassVar[str] = "torch-legacy"
-
-    def sniff(self, source: ByteRange) -> bool:
-        """Whether it starts with the pickled magic number."""
-        with opened(source) as file:
-            return begins_legacy(file)
-
-    @contextmanager
-    def open(self, source: ByteRange) -> Iterator[OpenCheckpoint]:
-        """Open it. Raises InputError when it is damaged or cut off, UnsupportedError for big-endian files."""
-        with opened(source) as file:
-            yield _load(file)
-
-    def read(self, file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
-        """As ``open``, from a file that is open already. With ``calls``, one that torch is to load is judged for it."""
-        return _load(file, calls)
-
-
-def begins_legacy(file: SourceFile) -> bool:
-    """Whether a file starts with the pickled magic number."""
+def sniff(file: SourceFile) -> bool:
+    """Whether it starts with the pickled magic number."""
     head = file.read(0, min(_SNIFFED_BYTES, file.source.length))
     return head.startswith(_MAGIC_TEXT) or (head.startswith(b"\x80") and _MAGIC_BYTES in head)
 
@@ -76,7 +54,11 @@ class _RawStream(io.RawIOBase):
         return self._position
 
 
-def _load(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
+def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
+    """Read the structure. With ``calls``, a file that torch is to load is judged for it.
+
+    Raises InputError when it is damaged or cut off, UnsupportedError for big-endian files.
+    """
     source = file.source
     limit = min(source.length, longest_pickle(file))
     stream = io.BufferedReader(_RawStream(file, limit), _BUFFER_BYTES)

@@ -1,24 +1,22 @@
-"""The format of ``torch.save`` since 1.6: a zip file of a pickle and one uncompressed record per storage."""
+"""Reader of what ``torch.save`` writes since 1.6: a zip file of a pickle and one uncompressed record per storage."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import ClassVar
 
 from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
 from ckpt8.checkpoint.readers.pickle.torch_calls import TorchCalls
 from ckpt8.checkpoint.readers.shards import refuse_shard
-from ckpt8.checkpoint.readers.torch_common import OpenCheckpoint, StorageTable, longest_pickle, opened
+from ckpt8.checkpoint.readers.torch_common import StorageTable, longest_pickle
 from ckpt8.checkpoint.readers.zip_directory import LOCAL_SIGNATURE, STORED, ZipEntry, find_prefix, read_directory
 from ckpt8.checkpoint.readers.zip_end import END_BYTES, END_SIGNATURE, NO_COMMENT, read_end_records
-from ckpt8.checkpoint.tree import StorageInfo
+from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
 from ckpt8.checkpoint.walk import check_depth
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.crc import crc32
-from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.files.source_file import SourceFile
 from ckpt8.core.text import shown
 
 MAX_SMALL_RECORD_BYTES = 64 * 2**20
@@ -26,34 +24,22 @@ MAX_SMALL_RECORD_BYTES = 64 * 2**20
 _PICKLE_MARK = b"/data.pkl"
 
 
-class TorchZipReader:
-    """Reads what ``torch.save`` writes."""
-
-    id: ClassVar[str] = "torch-zip"
-
-    def sniff(self, source: ByteRange) -> bool:
-        """Whether this is a zip file with a ``data.pkl``, or one too damaged to tell: ``open`` says why."""
-        with opened(source) as file:
-            if source.length < len(LOCAL_SIGNATURE) or file.read(0, len(LOCAL_SIGNATURE)) != LOCAL_SIGNATURE:
-                return False
-            try:
-                end = read_end_records(file)
-            except InputError:
-                return True
-            return _PICKLE_MARK in file.read(end.offset, end.size)
-
-    @contextmanager
-    def open(self, source: ByteRange) -> Iterator[OpenCheckpoint]:
-        """Open it. Raises InputError when it is damaged, UnsupportedError for TorchScript or compression."""
-        with opened(source) as file:
-            yield _load(file)
-
-    def read(self, file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
-        """As ``open``, from a file that is open already. With ``calls``, one that torch is to load is judged for it."""
-        return _load(file, calls)
+def sniff(file: SourceFile) -> bool:
+    """Whether this is a zip file with a ``data.pkl``, or one too damaged to tell: ``read`` says why."""
+    if file.source.length < len(LOCAL_SIGNATURE) or file.read(0, len(LOCAL_SIGNATURE)) != LOCAL_SIGNATURE:
+        return False
+    try:
+        end = read_end_records(file)
+    except InputError:
+        return True
+    return _PICKLE_MARK in file.read(end.offset, end.size)
 
 
-def _load(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
+def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
+    """Read the structure. With ``calls``, a file that torch is to load is judged for it.
+
+    Raises InputError when it is damaged, UnsupportedError for TorchScript or compression.
+    """
     entries = read_directory(file)
     prefix = find_prefix(file, entries)
     if calls is not None:
@@ -74,8 +60,9 @@ def _load(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
         refuse_shard(tree, names, str(file.source))
     named = {f"data/{key}": key for key in table.declared}
     for name, entry in records.items():
-        if name not in named and name != "data.pkl" and entry.method == STORED:
-            _check_small(file, entry)
+        checked = entry.method == STORED and entry.size <= MAX_SMALL_RECORD_BYTES
+        if checked and name not in named and name != "data.pkl":
+            _read_stored(file, entry, MAX_SMALL_RECORD_BYTES)
     return OpenCheckpoint("torch-zip", file, _storages(file, table, records), tree)
 
 
@@ -114,11 +101,6 @@ def _read_stored(file: SourceFile, entry: ZipEntry, limit: int) -> bytes:
     if entry.crc32 and crc32(content) != entry.crc32:
         raise InputError(f"{file.source}: record {shown(entry.name)} is damaged: its CRC does not match")
     return content
-
-
-def _check_small(file: SourceFile, entry: ZipEntry) -> None:
-    if entry.size <= MAX_SMALL_RECORD_BYTES:
-        _read_stored(file, entry, MAX_SMALL_RECORD_BYTES)
 
 
 def _require_stored(file: SourceFile, entry: ZipEntry) -> None:

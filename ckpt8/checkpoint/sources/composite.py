@@ -177,19 +177,3 @@ def cut(offset: int, buffer: memoryview, itemsize: int, block: int = BLOCK) -> I
 def put(values: torch.Tensor, buffer: memoryview) -> None:
     """Copy the bytes of flat, contiguous ``values`` into ``buffer``, which has their length."""
     buffer[:] = bytes_of(values)
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A few bytes in memory."""
-
-    content: bytes
-
-    @property
-    def nbytes(self) -> int:
-        """How many."""
-        return len(self.content)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer``."""
-        buffer[:] = self.content[offset : offset + len(buffer)]

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
-from ckpt8.checkpoint.tree import Checkpoint, StorageInfo
+from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, gaps
 from ckpt8.core.tensors import DType
 
 SKELETON = "ckpt8.skeleton"
@@ -25,17 +25,13 @@ class WithSkeleton:
         self.format = checkpoint.format
         self.size = checkpoint.size
         self.tree: Any = checkpoint.tree
-        # Where each run outside the storages begins: in the skeleton, and in the source.
-        self._in_skeleton: list[int] = []
+        # Where each run outside the storages begins: in the skeleton, with the end of that, and in the source.
+        self._in_skeleton = [0]
         self._in_source: list[int] = []
-        length = position = 0
-        for offset, nbytes in [*sorted((s.offset, s.nbytes) for s in checkpoint.storages), (self.size, 0)]:
-            if position < offset:
-                self._in_skeleton.append(length)
-                self._in_source.append(position)
-                length += offset - position
-            position = offset + nbytes
-        self.skeleton = StorageInfo(SKELETON, DType.UINT8, self.size, length)
+        for position, length in gaps(checkpoint.storages, self.size):
+            self._in_source.append(position)
+            self._in_skeleton.append(self._in_skeleton[-1] + length)
+        self.skeleton = StorageInfo(SKELETON, DType.UINT8, self.size, self._in_skeleton[-1])
         self.source_storages = checkpoint.storages
         self.storages: Sequence[StorageInfo] = (*checkpoint.storages, self.skeleton)
 
@@ -44,15 +40,13 @@ class WithSkeleton:
         if offset < self.size:
             self._checkpoint.read_into(offset, buffer)
             return
-        start, done = offset - self.size, 0
-        while done < len(buffer):
-            at = bisect_right(self._in_skeleton, start + done) - 1
-            into_run = start + done - self._in_skeleton[at]
-            last = at + 1 == len(self._in_skeleton)
-            left = len(buffer) - done if last else self._in_skeleton[at + 1] - start - done
-            length = min(left, len(buffer) - done)
-            self._checkpoint.read_into(self._in_source[at] + into_run, buffer[done : done + length])
-            done += length
+        offset -= self.size
+        while buffer:
+            run = bisect_right(self._in_skeleton, offset) - 1
+            length = min(len(buffer), self._in_skeleton[run + 1] - offset)
+            start = self._in_source[run] + offset - self._in_skeleton[run]
+            self._checkpoint.read_into(start, buffer[:length])
+            offset, buffer = offset + length, buffer[length:]
 
     def check_unchanged(self) -> None:
         """Raise InputError when the source changed since it was opened."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 from safetensors.torch import load_file as load
 
 from ckpt8.checkpoint.gate import TORCH_FORMATS, is_loadable
-from ckpt8.checkpoint.readers.safetensors import SafetensorsReader
-from ckpt8.checkpoint.sources.bundle import open_bundle
+from ckpt8.checkpoint.readers import safetensors
+from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.source_file import ByteRange
+from ckpt8.core.files.source_file import ByteRange, SourceFile
 
 _LAYOUTS = ("float32", "bfloat16", "float16")
 
@@ -48,7 +49,7 @@ def survey(path: Path) -> Source:
     """Look at a checkpoint without reading its tensors. Raises InputError where it holds none."""
     sizes: Counter[str] = Counter()
     loaded = []
-    with open_bundle(path) as bundle:
+    with open_source(path, containers=False) as bundle:
         if not bundle.holds_tensors:
             raise InputError(f"{path}: holds no tensors; there is nothing to measure")
         directory = bundle.directory is not None
@@ -64,11 +65,11 @@ def survey(path: Path) -> Source:
 
 def load_file(path: Path) -> Any:
     """The object in a file that ``survey`` let through, as torch or safetensors give it, read and not mapped."""
-    if SafetensorsReader().sniff(ByteRange.of(path)):
-        return load(path)
-    return torch.load(path, weights_only=True, mmap=False)
+    with closing(SourceFile(ByteRange.of(path))) as file:
+        is_safetensors = safetensors.sniff(file)
+    return load(path) if is_safetensors else torch.load(path, weights_only=True, mmap=False)
 
 
 def _opens(path: Path, kind: str) -> bool:
     """Whether ``load_file`` gives what is in a file of this format. Files in the older one are read for it."""
-    return kind == SafetensorsReader.id or (kind in TORCH_FORMATS and is_loadable(path))
+    return kind == "safetensors" or (kind in TORCH_FORMATS and is_loadable(path))

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpFile, DcpMember
+from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.readers.dcp.metadata import METADATA
+from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
-from ckpt8.checkpoint.sources.members import Members
-from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.checkpoint.walk import iter_leaves, iter_nodes
 from ckpt8.converting.content import Content
 from ckpt8.converting.layouts.adopting import add_prefix
@@ -28,12 +27,12 @@ _DEEPEST = 64
 """The deepest nesting of a value that is no tensor."""
 
 
-def matches(members: Members) -> bool:
+def matches(members: Bundle) -> bool:
     """Whether there is a ``.metadata`` with its files."""
     return any(isinstance(member, DcpMember) or member.holds_tensors for member in members.found)
 
 
-def assemble(members: Members) -> Content:
+def assemble(members: Bundle) -> Content:
     """``{"model": {name: tensor}, "optimizer": ..., ...}`` as it was saved, with tied weights as one.
 
     Raises InputError for damage, UsageError where two checkpoints hold the same name.
@@ -68,10 +67,9 @@ def _tree(data: Composite, files: list[DcpMember], notes: list[str]) -> dict[str
     for member in files:
         prefix = f"{member.path}/"
         data.adopt(member.checkpoint, prefix)
-        if isinstance(member.checkpoint, DcpFile):
-            for piece, ref in member.checkpoint.parts:
-                if piece.place is not None:
-                    parts[piece.name].append(Part(piece.place[0], replace(ref, key=prefix + ref.key)))
+        for piece, ref in member.parts:
+            if piece.place is not None:
+                parts[piece.name].append(Part(piece.place[0], replace(ref, key=prefix + ref.key)))
     home = files[0].home
     tensors = home.metadata.tensors
     values: dict[str, Any] = {
@@ -101,5 +99,5 @@ def _value(data: Composite, home: DcpCheckpoint, name: str) -> Any:
     value = add_prefix(opened.tree, prefix)
     if any(not leaf.key.startswith(prefix) for _, leaf in iter_leaves(value)):
         raise InputError(f"{shown(name)}: an object with tensors in it")
-    data.adopt(cast("Checkpoint", opened), prefix)
+    data.adopt(opened, prefix)
     return value

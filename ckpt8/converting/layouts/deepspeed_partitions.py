@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from ckpt8.checkpoint.sources.members import Members
+from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.core.errors import UnsupportedError
 
 
-def matches(members: Members) -> bool:
+def matches(members: Bundle) -> bool:
     """Whether the directory holds files of partitions."""
     return _count_ranks(members) > 0
 
 
-def assemble(members: Members) -> NoReturn:
+def assemble(members: Bundle) -> NoReturn:
     """Raise UnsupportedError that says what to do."""
     raise UnsupportedError(
         f"{members.path}: DeepSpeed ZeRO partitions of {_count_ranks(members)} ranks; make a universal checkpoint of "
@@ -21,5 +21,5 @@ def assemble(members: Members) -> NoReturn:
     )
 
 
-def _count_ranks(members: Members) -> int:
+def _count_ranks(members: Bundle) -> int:
     return sum(member.path.endswith("_optim_states.pt") for member in members.found)

@@ -17,8 +17,8 @@ from typing import Any
 from ckpt8.checkpoint.meaning.deepspeed_universal import common_step, groups_of, param_of
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.scalars import is_setting
+from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
-from ckpt8.checkpoint.sources.members import Members
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.converting.content import Content
 from ckpt8.converting.layouts.adopting import adopt_member
@@ -46,12 +46,12 @@ class _Found:
         return [*states, *(member for member in (self.optimizer, self.model) if member is not None)]
 
 
-def matches(members: Members) -> bool:
+def matches(members: Bundle) -> bool:
     """Whether some parameter has a file with its fp32 weights."""
     return any((m := _STATE.fullmatch(each.path)) and m["key"] == _WEIGHT for each in members.checkpoints)
 
 
-def assemble(members: Members) -> Content:
+def assemble(members: Bundle) -> Content:
     """``{"model": {name: fp32}, "optimizer": {"state": {name: ...}, "param_groups": ...}}``. Raises InputError."""
     found = _search(members)
     data = Composite(str(members.path))
@@ -78,7 +78,7 @@ def assemble(members: Members) -> Content:
     return Content(data, notes=notes)
 
 
-def _search(members: Members) -> _Found:
+def _search(members: Bundle) -> _Found:
     roots: dict[str, dict[str, dict[str, DirectoryMember]]] = defaultdict(lambda: defaultdict(dict))
     for member in members.checkpoints:
         if match := _STATE.fullmatch(member.path):

@@ -10,8 +10,8 @@ from ckpt8.checkpoint.meaning.pairing import saved_parameters
 from ckpt8.checkpoint.meaning.roles import is_bare_state_dict
 from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
 from ckpt8.checkpoint.readers.entries import DirectoryMember
+from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
-from ckpt8.checkpoint.sources.members import Members
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.converting.choice import check_optimizer
 from ckpt8.converting.content import Content
@@ -34,13 +34,13 @@ _MAX_INDEX_BYTES = 64 << 20
 _LISTED = 20
 
 
-def matches(members: Members) -> bool:
+def matches(members: Bundle) -> bool:
     """Whether there is a file of weights, or an index of some, at the top."""
     names = {member.path for member in members.found}
     return any(name in names for name in _MODEL_FILES) or any(_is_index(name) for name in names)
 
 
-def assemble(members: Members) -> Content:
+def assemble(members: Bundle) -> Content:
     """``{"model": ..., "optimizer": ...}``, with ``param_names`` where the names are known.
 
     Raises InputError, and UsageError for several optimizers.

@@ -10,8 +10,8 @@ from math import prod
 
 import torch
 
-from ckpt8.checkpoint.sources.composite import Composite, Held, cut
-from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.sources.composite import Composite, cut
+from ckpt8.checkpoint.tree import Held, TensorRef
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 

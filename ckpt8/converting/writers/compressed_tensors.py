@@ -15,8 +15,8 @@ import torch
 
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
-from ckpt8.checkpoint.sources.composite import Composite, Held
-from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.tree import Held, TensorRef
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import FILE
 from ckpt8.converting.choice import choose_model, tensors_of

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt8.checkpoint.sources.composite import Composite, Held
+from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.objects import CONSUMED, RestBuilder
-from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, TensorRef
+from ckpt8.checkpoint.tree import Global, Held, Inert, StatefulDict, TensorRef
 from ckpt8.container.frames import bytes_of
 from ckpt8.converting.request import Report
 from ckpt8.core.errors import InputError, UnsupportedError

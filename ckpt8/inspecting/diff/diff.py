@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.roles import unique_name
 from ckpt8.checkpoint.scalars import read_scalar
-from ckpt8.checkpoint.sources.members import open_members
+from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.checkpoint.walk import format_path, iter_nodes
 from ckpt8.core.workers import Progress, Workers
@@ -43,8 +43,8 @@ def diff(
     False
     """
     with (
-        open_members(Path(a), threads=threads) as first,
-        open_members(Path(b), threads=threads) as second,
+        open_source(Path(a), threads=threads) as first,
+        open_source(Path(b), threads=threads) as second,
         Workers(threads) as workers,
     ):
         sides = make_sides(first, second)

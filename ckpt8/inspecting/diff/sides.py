@@ -17,8 +17,8 @@ from ckpt8.checkpoint.readers import READERS
 from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
 from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.checkpoint.readers.entries import DirectoryMember, size_of
+from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
-from ckpt8.checkpoint.sources.members import Members
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.checkpoint.walk import iter_nodes
 from ckpt8.container.header import is_container
@@ -76,19 +76,19 @@ class Side:
         return {"path": str(self.path), "layout": self.layout, "ckpt8": self.is_container, "bytes": self.size}
 
 
-def make_sides(a: Members, b: Members) -> tuple[Side, Side]:
+def make_sides(a: Bundle, b: Bundle) -> tuple[Side, Side]:
     """Both sides of two open sources. Raises InputError for damage, and for slices by rank that only one side has."""
     layouts = layout_of(a), layout_of(b)
     together = layouts[0] != layouts[1] and None not in layouts
     return _make(a, layouts[0], together=together), _make(b, layouts[1], together=together)
 
 
-def _make(members: Members, layout: str | None, *, together: bool) -> Side:
+def _make(members: Bundle, layout: str | None, *, together: bool) -> Side:
     found = [each for each in members.found if each.checkpoint.format not in (SYMLINK, DIRECTORY)]
     formats = [each.checkpoint.format for each in found]
-    name = (layout or _OF_SEVERAL) if members.is_directory or not formats else formats[0]
+    name = (layout or _OF_SEVERAL) if members.directory is not None or not formats else formats[0]
     side = Side(members.path, name, is_container(members.path), size_of(members.path))
-    if together and members.is_directory:
+    if together and members.directory is not None:
         content = content_of(members)
         side.parts.append(Part("", content.data, content.data))
         side.notes += content.notes
@@ -106,27 +106,27 @@ def _make(members: Members, layout: str | None, *, together: bool) -> Side:
     return side
 
 
-def _add_members(side: Side, found: list[DirectoryMember], members: Members) -> None:
+def _add_members(side: Side, found: list[DirectoryMember], members: Bundle) -> None:
     distributed: dict[int, list[DcpMember]] = defaultdict(list)
     for member in found:
         if isinstance(member, DcpMember):
             distributed[id(member.home)].append(member)
     folders = set()
     for files in distributed.values():
-        content = dcp.assemble(Members(members.path, True, files))
+        content = dcp.assemble(Bundle(members.path, files, ""))
         folder = files[0].path.rpartition("/")[0]
         folders.add(f"{folder}/{METADATA}" if folder else METADATA)
         crcs = [_crcs(side, file.checkpoint, f"{file.path}/") for file in files]
         side.parts.append(Part(folder, content.data, content.data, dict(ChainMap(*crcs))))
         side.notes += content.notes
     others = (each for each in found if not isinstance(each, DcpMember) and each.path not in folders)
-    _add_each(side, others, in_directory=members.is_directory)
+    _add_each(side, others, in_directory=members.directory is not None)
 
 
 def _add_each(side: Side, members: Iterable[DirectoryMember], *, in_directory: bool) -> None:
     for member in members:
         checkpoint = member.checkpoint
-        if checkpoint.format not in dict(READERS):
+        if checkpoint.format not in READERS:
             side.files[member.path] = checkpoint
             continue
         data = Composite(f"{side.path}: {member.path}" if in_directory else str(side.path))

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.chunk_encoder import ChunkMeters
@@ -34,7 +35,7 @@ def checkpoint_distributions(path: Path, *, full: bool = False) -> dict[str, Any
 
     ``full`` reads every element, else a sample of every tensor.
     """
-    with open_bundle(path) as source, Workers() as workers:
+    with open_source(path, containers=False) as source, Workers() as workers:
         plan = plan_bundle(source, Policy.of(PRESET))
         manifest = describe(source, plan)
         counted = {each.index for each in plan.streams if is_counted(each.spec, each.codec)}

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule, read_rule
-from ckpt8.checkpoint.sources.bundle import Bundle, open_bundle
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import StorageInfo
 from ckpt8.codecs.error_stats import UpdateError, read_error
 from ckpt8.compressing.measure import UnitErrors
@@ -56,7 +57,7 @@ def container_distributions(
         source = None
         if original is not None:
             decode = not Policy(manifest.preset).keeps_compressed
-            source = stack.enter_context(open_bundle(original, decode=decode))
+            source = stack.enter_context(open_source(original, containers=False, decode=decode))
         workers, look = stack.enter_context(Workers()), _Look(reader, source)
         for unit, seen in look_at(_units(reader, counted), gathered.sampling, look.at, workers):
             weight = read_error(manifest.storages[unit.streams[0].index].error)

@@ -23,7 +23,7 @@ from torch import Tensor
 from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
 from ckpt8.checkpoint.readers import READERS, open_checkpoint
 from ckpt8.checkpoint.scalars import read_scalar
-from ckpt8.checkpoint.sources.one_file import open_source
+from ckpt8.checkpoint.sources.opening import open_member
 from ckpt8.checkpoint.sources.values import Streamer
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef
 from ckpt8.container.manifest import DCP
@@ -63,9 +63,9 @@ def replay_files(reader: ContainerReader, original: Path, steps: int, workers: W
         if record.format == DCP:
             names = [each.name for each in reader.manifest.parameters if each.name.startswith(f"{record.path}:")]
             drift.skipped.update(dict.fromkeys(names, _SPREAD))
-        if record.format in dict(READERS):
+        if record.format in READERS:
             path, prefix = (original, "") if whole else (original / record.path, f"{record.path}:")
-            with open_checkpoint(path) as first, open_source(reader.path, member=record.path) as second:
+            with open_checkpoint(path) as first, open_member(reader.path, member=record.path) as second:
                 replay(first, second.checkpoint, drift, workers, prefix)
     return drift
 

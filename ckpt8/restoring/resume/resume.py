@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, holds_module
 from ckpt8.checkpoint.sources.objects import RestBuilder
-from ckpt8.checkpoint.sources.one_file import Source, open_source
+from ckpt8.checkpoint.sources.opening import OpenMember, open_member
 from ckpt8.checkpoint.sources.values import Fill, Streamer
 from ckpt8.core.errors import InputError, ResumeError, ResumeWarning, UsageError
 from ckpt8.core.text import listed
@@ -65,7 +65,7 @@ def resume(
     {'step': 1}
     """
     path = Path(path)
-    with open_source(path, member=member, threads=threads) as source:
+    with open_member(path, member=member, threads=threads) as source:
         resuming = _Resume(source, model, optimizer)
         resuming.plan(model_at, optimizer_at)
         problems = resuming.problems
@@ -86,7 +86,7 @@ class _Resume:
     ``problems`` are the reasons why something does not fit.
     """
 
-    def __init__(self, source: Source, model: nn.Module | None, optimizer: Optimizer | None) -> None:
+    def __init__(self, source: OpenMember, model: nn.Module | None, optimizer: Optimizer | None) -> None:
         self.problems: list[str] = []
         self._source = source
         self._model = model
@@ -225,7 +225,7 @@ def _candidates_at(path: Path, candidates: list[Candidate], at: str | None, keyw
     return found
 
 
-def _copy_model(source: Source, streamer: Streamer, fills: Iterable[Fill]) -> None:
+def _copy_model(source: OpenMember, streamer: Streamer, fills: Iterable[Fill]) -> None:
     try:
         streamer.run(fills)
     except Exception as exc:

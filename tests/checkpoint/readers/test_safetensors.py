@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from contextlib import closing
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from ckpt8.checkpoint.readers.safetensors import DTYPES
 from ckpt8.compressing.plan import make_plan
 from ckpt8.compressing.policy import Policy
 from ckpt8.core.errors import InputError, UnsupportedError
-from ckpt8.core.files.source_file import ByteRange
+from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.tensors import DType, Role
 
 TORCH_DTYPES = [dtype for dtype in DTYPES.values() if dtype is not DType.FLOAT4_E2M1FN_X2]
@@ -187,9 +188,8 @@ def test_a_header_over_the_limit_is_not_read(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="of an unknown format"), open_checkpoint(path):
         pass
     monkeypatch.setattr(safetensors, "MAX_HEADER", 10)
-    reader = safetensors.SafetensorsReader()
-    with pytest.raises(InputError, match="is over 10"), reader.open(ByteRange.of(path)):
-        pass
+    with closing(SourceFile(ByteRange.of(path))) as file, pytest.raises(InputError, match="is over 10"):
+        safetensors.read(file)
 
 
 def test_a_container_is_no_source(tmp_path):

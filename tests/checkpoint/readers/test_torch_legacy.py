@@ -7,15 +7,16 @@ import itertools
 import pickle
 import struct
 from collections import OrderedDict
+from contextlib import closing
 
 import pytest
 import torch
 
 from ckpt8.checkpoint.readers import open_checkpoint, torch_common
-from ckpt8.checkpoint.readers.torch_legacy import MAGIC, PROTOCOL_VERSION, TorchLegacyReader
+from ckpt8.checkpoint.readers.torch_legacy import MAGIC, PROTOCOL_VERSION, sniff
 from ckpt8.checkpoint.walk import format_path, iter_leaves
 from ckpt8.core.errors import InputError, UnsupportedError
-from ckpt8.core.files.source_file import ByteRange
+from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.tensors import DType
 
 
@@ -203,14 +204,18 @@ def test_the_pickles_are_capped(tmp_path, monkeypatch):
         pass
 
 
+def sniffed(path):
+    with closing(SourceFile(ByteRange.of(path))) as file:
+        return sniff(file)
+
+
 def test_sniffing_needs_the_whole_magic_number(tmp_path):
     path = save({"a": 1}, tmp_path / "c.pt")
-    reader = TorchLegacyReader()
-    assert reader.sniff(ByteRange.of(path))
+    assert sniffed(path)
     path.write_bytes(by_hand(*one(), magic=MAGIC + 1))
-    assert not reader.sniff(ByteRange.of(path))
+    assert not sniffed(path)
     path.write_bytes(b"\x80")
-    assert not reader.sniff(ByteRange.of(path))
+    assert not sniffed(path)
 
 
 def test_pickled_modules_keep_their_tensors_visible(tmp_path):

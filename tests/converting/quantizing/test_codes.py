@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from ckpt8.checkpoint.sources.composite import Composite, Held
-from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.tree import Held, TensorRef
 from ckpt8.converting.quantizing.codes import Codes, QuantizationError, measured, quantize
 from ckpt8.converting.quantizing.scales import measure_extent, row_parts
 from ckpt8.converting.quantizing.scheme import Scheme, make_scheme

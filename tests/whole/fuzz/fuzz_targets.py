@@ -22,7 +22,7 @@ from fuzz_zip import mutate_zip
 from rich.console import Console
 
 import ckpt8
-from ckpt8.checkpoint.sources.bundle import open_bundle
+from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.cli.show.inspect import show
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.plan import Plan
@@ -84,7 +84,7 @@ def read_source(path: Path, rng: random.Random) -> bool:
     plan: list[Plan] = []
 
     def look() -> None:
-        with open_bundle(path) as source:
+        with open_source(path, containers=False) as source:
             plan.append(plan_bundle(source, Policy()))
 
     if refused(look):

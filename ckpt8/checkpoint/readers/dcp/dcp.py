@@ -13,16 +13,15 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckpt8.checkpoint.readers.dcp.metadata import ZSTD, Metadata, Place, Slice
+from ckpt8.checkpoint.readers import torch_zip
+from ckpt8.checkpoint.readers.dcp.metadata import ZSTD, Metadata, Slice
 from ckpt8.checkpoint.readers.dcp.names import DcpRoles, StateKey
 from ckpt8.checkpoint.readers.dcp.zstd import DecodedFile
 from ckpt8.checkpoint.readers.entries import DirectoryMember
-from ckpt8.checkpoint.readers.torch_common import OpenCheckpoint
-from ckpt8.checkpoint.readers.torch_zip import TorchZipReader
-from ckpt8.checkpoint.tree import Labelled, NamedTensor, StorageInfo, StorageRef, TensorRef
+from ckpt8.checkpoint.tree import Labelled, NamedTensor, OpenCheckpoint, StorageInfo, StorageRef, TensorRef
 from ckpt8.checkpoint.walk import iter_leaves
 from ckpt8.container.manifest import DCP
-from ckpt8.core.errors import InputError
+from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import SourceFile, Window
 from ckpt8.core.text import shown
 
@@ -32,49 +31,23 @@ MAX_VALUE_BYTES = 64 * 2**20
 _MAX_DECODED_VALUE = 2**30
 """The longest such value that is decoded: nothing but its compressed form says how long it may be."""
 
+_ZSTD_KEPT = "its slices are compressed with zstd, and are encoded with any preset but lossless"
+_ZSTD_DECODED = "its slices were compressed with zstd; they come back as they were before that"
+
 _KNOWN_BYTES = 4096
 """Options are the same for every parameter: most of these small files are equal, byte for byte, and read once."""
 
 
 @dataclass(frozen=True, slots=True)
-class StateSlice:
-    """A slice of the state of a parameter. ``ref`` has the keys of its file; ``whole`` says that it is no part."""
+class DcpMember(DirectoryMember):
+    """A file of the distributed checkpoint ``home``; ``parts`` are its slices that are no more than a tensor."""
 
-    key: StateKey
-    place: Place
-    suffix: str
-    whole: bool
-    ref: TensorRef
-
-
-class DcpFile:
-    """One file as a Checkpoint. ``parts`` are its slices that are no more than a tensor."""
-
-    def __init__(
-        self,
-        file: SourceFile,
-        storages: Sequence[StorageInfo],
-        tree: Any,
-        parts: Sequence[tuple[Slice, TensorRef]] = (),
-    ) -> None:
-        self.format = DCP
-        self.size = file.source.length
-        self.storages = storages
-        self.tree = tree
-        self.parts = parts
-        self._file = file
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes at ``offset``. Raises InputError."""
-        self._file.read_into(offset, buffer)
-
-    def check_unchanged(self) -> None:
-        """Raise InputError when the file changed since it was opened."""
-        self._file.check_unchanged()
+    home: DcpCheckpoint = field(kw_only=True)
+    parts: Sequence[tuple[Slice, TensorRef]] = field(kw_only=True)
 
 
 class DcpCheckpoint:
-    """All that one ``.metadata`` knows. Its ``files`` are opened one by one.
+    """What one ``.metadata`` knows. Its ``files`` are opened one by one.
 
     ``moved`` are offset and length of the slices that are decoded, in the file as it is read.
     """
@@ -91,56 +64,53 @@ class DcpCheckpoint:
         self._values: dict[str, Window] = {}
         self._known: dict[bytes, OpenCheckpoint] = {}
 
-    def transforms(self, path: str) -> set[str]:
-        """What was done to slices of a file."""
-        return {transform for piece in self.files[path] for transform in piece.transforms}
-
-    def open(self, path: str, file: SourceFile) -> tuple[DcpFile, list[StateSlice]]:
-        """A file of the checkpoint, its slices decoded where they are compressed; those that are state.
+    def open(self, path: str, file: SourceFile, member: str, *, decode: bool) -> DcpMember:
+        """Open the file ``path`` of the checkpoint, the ``member`` of a directory; ``decode``: it may be compressed.
 
         Raises InputError where it is not what the metadata says, UnsupportedError for a slice that cannot be read.
         """
         pieces = self.files[path]
+        transforms = {transform for piece in pieces for transform in piece.transforms}
+        unknown = min(transforms - {ZSTD}, default=None)
+        if unknown is not None:
+            raise UnsupportedError(f"its slices are transformed by {shown(unknown)}, which is not known")
+        if transforms and not decode:
+            raise UnsupportedError(_ZSTD_KEPT)
         _check_layout(pieces, file)
         decoded = None
-        if ZSTD in self.transforms(path):
+        if transforms:
             compressed = [(each.offset, each.length, bool(each.transforms)) for each in pieces]
             decoded = file = DecodedFile(file, compressed, {each.offset: self._limit(each) for each in pieces})
             self.moved.update(zip(pieces, decoded.places, strict=True))
         storages: list[StorageInfo] = []
         tensors: list[NamedTensor] = []
         parts: list[tuple[Slice, TensorRef]] = []
-        states: list[StateSlice] = []
         opaque: set[str] = set()
         for number, piece in enumerate(pieces):
-            window = self._window(piece, file)
+            offset, length = self.moved.get(piece, (piece.offset, piece.length))
+            window = Window(file, offset, length, f"slice {shown(piece.name)}")
             found = None if piece.place is None else self._open_slice(piece, window)
             if decoded is not None:
                 decoded.keep(number, () if found is None else found.storages)
-            if piece.place is None or found is None:
+            if found is None:
                 self._values[piece.name] = window
                 continue
-            storages += [_moved(storage, window.source.offset, number) for storage in found.storages]
+            storages += [_moved(storage, offset, number) for storage in found.storages]
             if not isinstance(found.tree, TensorRef):
                 opaque |= {_key(number, leaf.key) for _, leaf in iter_leaves(found.tree)}
                 continue
             ref = replace(found.tree, key=_key(number, found.tree.key))
-            tensors.append(self._named(piece, ref))
+            suffix = self.metadata.suffix(piece)
+            role = self.roles.role(piece.name)
+            tensors.append(NamedTensor(piece.name + suffix, role, ref, piece.name if suffix else None))
             parts.append((piece, ref))
-            key = self.roles.states.get(piece.name)
-            if key is not None:
-                whole = self.metadata.is_whole(piece)
-                states.append(StateSlice(key, piece.place, self.metadata.suffix(piece), whole, ref))
-        return DcpFile(file, storages, Labelled(tuple(tensors), frozenset(opaque)), parts), states
+        checkpoint = OpenCheckpoint(DCP, file, storages, Labelled(tuple(tensors), frozenset(opaque)))
+        return DcpMember(member, checkpoint, _ZSTD_DECODED if decoded else None, home=self, parts=parts)
 
     def forget(self, path: str) -> None:
         """Leave the slices of a file where they are, since it could not be opened."""
         for piece in self.files[path]:
             self.moved.pop(piece, None)
-
-    def _window(self, piece: Slice, file: SourceFile) -> Window:
-        offset, length = self.moved.get(piece, (piece.offset, piece.length))
-        return Window(file, offset, length, f"slice {shown(piece.name)}")
 
     def _limit(self, piece: Slice) -> int:
         """The most bytes that a slice can have: those of its tensor, or of a value, and a pickle around them."""
@@ -150,16 +120,12 @@ class DcpCheckpoint:
 
     def _open_slice(self, piece: Slice, window: Window) -> OpenCheckpoint:
         """Read one slice and hold it against the metadata. Raises InputError."""
-        found = TorchZipReader().read(window)
+        found = torch_zip.read(window)
         tree = found.tree
         expected = self.metadata.tensors[piece.name].dtype, piece.place[1] if piece.place else ()
         if isinstance(tree, StorageRef) or (isinstance(tree, TensorRef) and (tree.dtype, tree.shape) != expected):
             raise InputError(f"{window.source}: has another shape or element type than .metadata says")
         return found
-
-    def _named(self, piece: Slice, ref: TensorRef) -> NamedTensor:
-        suffix = self.metadata.suffix(piece)
-        return NamedTensor(piece.name + suffix, self.roles.role(piece.name), ref, piece.name if suffix else None)
 
     def value(self, name: str) -> Any:
         """A value that is no tensor, as the inert pickle machine gives it; None where it cannot be told."""
@@ -179,7 +145,7 @@ class DcpCheckpoint:
         content = window.read(0, window.source.length)
         known = self._known.get(content)
         if known is None:
-            known = TorchZipReader().read(window)
+            known = torch_zip.read(window)
             if len(content) <= _KNOWN_BYTES:
                 self._known[content] = known
         return known
@@ -217,11 +183,3 @@ def _moved(storage: StorageInfo, offset: int, number: int) -> StorageInfo:
         offset=offset + storage.offset,
         crc_fields=tuple(offset + place for place in storage.crc_fields),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class DcpMember(DirectoryMember):
-    """A file of the distributed checkpoint ``home``; ``states`` are the slices of optimizer state in it."""
-
-    home: DcpCheckpoint = field(kw_only=True)
-    states: Sequence[StateSlice] = field(kw_only=True)

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
-from ckpt8.checkpoint.readers.dcp.metadata import MAX_METADATA_BYTES, METADATA, ZSTD, read_metadata
+from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint
+from ckpt8.checkpoint.readers.dcp.metadata import MAX_METADATA_BYTES, METADATA, read_metadata
 from ckpt8.checkpoint.readers.dcp.metadata_pickle import rewritten
-from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, PlainFile, kept
+from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, kept
 from ckpt8.checkpoint.readers.shards import is_named_shard
-from ckpt8.checkpoint.tree import StorageInfo
+from ckpt8.checkpoint.tree import Held, OpenCheckpoint
 from ckpt8.container.manifest import FILE, SYMLINK
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import SourceFile
 from ckpt8.core.text import shown
 
 _PICKLE = b"\x80"
-_ZSTD_DECODED = "its slices were compressed with zstd; they come back as they were before that"
 _METADATA_REWRITTEN = "written anew: slices that were compressed with zstd lie elsewhere without it"
-_ZSTD_KEPT = "its slices are compressed with zstd, and are encoded with any preset but lossless"
-
-
-class Rewritten:
-    """A file that comes back with another content, as a Checkpoint without storages."""
-
-    def __init__(self, file: SourceFile, content: bytes) -> None:
-        self.format = FILE
-        self.size = len(content)
-        self.storages: Sequence[StorageInfo] = ()
-        self.tree: Any = None
-        self._file = file
-        self._content = content
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes at ``offset``."""
-        buffer[:] = self._content[offset : offset + len(buffer)]
-
-    def check_unchanged(self) -> None:
-        """Raise InputError when the file changed since it was opened."""
-        self._file.check_unchanged()
 
 
 def open_distributed(
@@ -65,7 +42,9 @@ def open_distributed(
                 found[entry.path] = _open_file(open_file(entry.path), entry, checkpoint, path, decode=decode)
         if checkpoint.moved:
             content = rewritten(checkpoint.metadata, checkpoint.moved, where)
-            found[folder + METADATA] = DirectoryMember(folder + METADATA, Rewritten(file, content), _METADATA_REWRITTEN)
+            found[folder + METADATA] = DirectoryMember(
+                folder + METADATA, Held(content, FILE, file), _METADATA_REWRITTEN
+            )
         checkpoint.metadata.tree = None  # by far the largest part
     return found
 
@@ -90,17 +69,9 @@ def _metadata_files(
 def _open_file(
     file: SourceFile, entry: Entry, checkpoint: DcpCheckpoint, path: str, *, decode: bool
 ) -> DirectoryMember:
-    transforms: Mapping[str, None] = dict.fromkeys(sorted(checkpoint.transforms(path)))
-    unknown = next((transform for transform in transforms if transform != ZSTD), None)
-    if unknown is not None:
-        reason = kept(f"its slices are transformed by {shown(unknown)}, which is not known", file.source)
-        return DirectoryMember(entry.path, PlainFile(file), reason, holds_tensors=True)
-    if transforms and not decode:
-        return DirectoryMember(entry.path, PlainFile(file), kept(_ZSTD_KEPT, file.source), holds_tensors=True)
     try:
-        opened, states = checkpoint.open(path, file)
+        return checkpoint.open(path, file, entry.path, decode=decode)
     except UnsupportedError as exc:
         checkpoint.forget(path)
-        return DirectoryMember(entry.path, PlainFile(file), kept(exc, file.source), holds_tensors=True)
-    decoded = _ZSTD_DECODED if transforms else None
-    return DcpMember(entry.path, opened, decoded, home=checkpoint, states=states)
+        plain = OpenCheckpoint(FILE, file)
+        return DirectoryMember(entry.path, plain, kept(exc, file.source), holds_tensors=True)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import zstandard
 
-from ckpt8.checkpoint.tree import StorageInfo
+from ckpt8.checkpoint.tree import StorageInfo, gaps
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 
@@ -105,13 +105,12 @@ class DecodedFile(SourceFile):
         """Keep what lies outside the storages of a piece, whose offsets count from its start."""
         start, length = self.places[piece]
         run = bisect_right(self._starts, start) - 1
-        kept, position = [], 0
-        for offset, nbytes in [*sorted((each.offset, each.nbytes) for each in storages), (length, 0)]:
-            if 0 < offset - position <= _MAX_KEPT:
-                content = self.read(start + position, offset - position)
-                kept.append((position, offset, self._keeper.size))
+        kept = []
+        for position, size in gaps(storages, length):
+            if size <= _MAX_KEPT:
+                content = self.read(start + position, size)
+                kept.append((position, position + size, self._keeper.size))
                 self._keeper.append(content)
-            position = offset + nbytes
         self._kept[run] = kept
 
     def read_into(self, offset: int, buffer: memoryview) -> None:

@@ -1,0 +1,125 @@
+"""How a source is opened: a file, a directory with everything in it, or a ``.ckpt8`` of either; or one member of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+from ckpt8.checkpoint.checksums import check_storages
+from ckpt8.checkpoint.readers import open_checkpoint
+from ckpt8.checkpoint.readers.dcp.directory import open_distributed
+from ckpt8.checkpoint.readers.directory import open_directory
+from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, is_directory, walk
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.sources.stored_member import MemberSource, member_index, read_member
+from ckpt8.checkpoint.sources.stored_parts import StoredParts
+from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint
+from ckpt8.container.checking import check_frames
+from ckpt8.container.header import is_container
+from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
+from ckpt8.container.member_file import MemberFile
+from ckpt8.container.reader import ContainerReader
+from ckpt8.core.errors import InputError, UnsupportedError, UsageError
+from ckpt8.core.files.source_file import NamedRange
+from ckpt8.core.workers import Workers
+
+_OPEN_FILES = 4
+"""Members of a container of which decoded bytes are kept, a chunk each."""
+
+
+@contextmanager
+def open_source(
+    path: Path, *, containers: bool = True, decode: bool = True, threads: int | None = None
+) -> Iterator[Bundle]:
+    """Open ``path`` with everything in it, recognised by content. Raises InputError.
+
+    Without ``containers`` a ``.ckpt8`` is refused. ``decode``: slices of distributed checkpoints that are compressed
+    are presented as if they were not; else their files are kept as they are.
+    """
+    if containers and is_container(path):
+        with ContainerReader(path, kernels=True) as reader, Workers(threads) as workers:
+            directory = None if reader.manifest.directory is None else path.name
+            yield Bundle(path, _stored_members(reader, workers), directory)
+    elif is_directory(path):
+        entries = walk(path)
+
+        def check() -> None:
+            if walk(path) != entries:
+                raise InputError(f"{path}: changed while it was read; nothing was written")
+
+        with open_directory(path, entries, decode=decode) as found:
+            yield Bundle(path, found, directory_name(path), check)
+    else:
+        with open_checkpoint(path) as checkpoint:
+            yield Bundle(path, [DirectoryMember(path.name, checkpoint)])
+
+
+def directory_name(path: Path) -> str:
+    """The name of a directory however it was given: ``.``, ``run/``, ``run/..``. Raises InputError for the root."""
+    name = path.name if path.name not in ("", "..") else path.resolve().name
+    if not name:
+        raise InputError(f"{path}: the root of the file system; give a checkpoint directory")
+    return name
+
+
+def _stored_members(reader: ContainerReader, workers: Workers) -> list[DirectoryMember]:
+    """The files in a container. Raises InputError."""
+    member_file = lru_cache(_OPEN_FILES)(partial(MemberFile, reader, workers=workers))
+    records = enumerate(reader.manifest.members)
+    stored = {record.path: index for index, record in records if record.format not in (SYMLINK, DIRECTORY)}
+
+    def open_file(path: str) -> MemberSource:
+        size = reader.manifest.members[stored[path]].size
+        return MemberSource(reader, NamedRange(reader.path, 0, size, path), partial(member_file, stored[path]))
+
+    def open_stored(path: str, index: int) -> DirectoryMember:
+        plain = reader.manifest.members[index].format in (FILE, DCP)
+        file = open_file(path)
+        return DirectoryMember(path, OpenCheckpoint(FILE, file) if plain else read_member(reader, index, file))
+
+    known = open_distributed([Entry(path, FILE) for path in stored], open_file, decode=True)
+    return [known.get(path) or open_stored(path, index) for path, index in stored.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenMember:
+    """One open checkpoint. ``stored`` are its parts where it is in a ``.ckpt8``.
+
+    ``check`` reads every byte and raises InputError that names what is damaged: all frames of the member are decoded,
+    or the checksums of a raw file compared.
+    """
+
+    path: Path
+    checkpoint: Checkpoint
+    check: Callable[[], None]
+    stored: StoredParts | None = None
+
+
+@contextmanager
+def open_member(path: Path, *, member: str | None = None, threads: int | None = None) -> Iterator[OpenMember]:
+    """Open one checkpoint: a file, or the ``member`` of a directory or container, without looking at the others.
+
+    Raises InputError for damage, UsageError where ``member`` must be given.
+    """
+    if not is_container(path):
+        if member is not None and is_directory(path):
+            path /= member
+        elif member not in (None, path.name):
+            raise UsageError(f"{path}: is one file, and has no member {member!r}")
+        with open_checkpoint(path) as checkpoint:
+            yield OpenMember(path, checkpoint, partial(check_storages, checkpoint, str(path)))
+        return
+    with ContainerReader(path) as reader, Workers(threads) as workers:
+        index = member_index(reader, member)
+        record = reader.manifest.members[index]
+        if record.format == DCP:
+            raise UnsupportedError(
+                f"{path}: {record.path!r} is a file of a distributed checkpoint, whose values are spread over several; "
+                "restore it and load it with torch.distributed.checkpoint"
+            )
+        checkpoint = read_member(reader, index, MemberSource.of(reader, MemberFile(reader, index, workers)))
+        check = partial(check_frames, reader, workers, only=[record.skeleton, *(at for _, at in record.segments)])
+        yield OpenMember(path, checkpoint, check, StoredParts(reader, index, checkpoint, workers))
