@@ -179,7 +179,7 @@ class Reader(Protocol):
     def sniff(self, file: SourceFile) -> bool:
         """Whether the content (never the name) is of this format. Raises InputError where it cannot be read."""
 
-    def read(self, file: SourceFile) -> Checkpoint:
+    def read(self, file: SourceFile) -> OpenCheckpoint:
         """Read the structure. Raises InputError for a damaged file, UnsupportedError for one that it does not read."""
 
 

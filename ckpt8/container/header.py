@@ -30,6 +30,8 @@ FILE_VERSION, DIRECTORY_VERSION, REFERENCE_VERSION = f"{MAJOR}.0", f"{MAJOR}.1",
 MANIFEST = "ckpt8.manifest"
 SEAL = "ckpt8.seal"
 SEAL_BYTES = 32
+METADATA = "__metadata__"
+"""The key of a safetensors header that is no tensor."""
 HEAD_BYTES = 4096
 """Bytes at the start of a file that show whether it is a container."""
 
@@ -66,25 +68,42 @@ def begins_container(head: bytes) -> bool:
     return head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and f'"{FORMAT_KEY}":'.encode() in head
 
 
-def _text(entries: Iterable[Entry], version: str) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": FORMAT_KEY, FORMAT_KEY: version}}
-    for entry in entries:
-        header[entry.name] = {"dtype": "U8", "shape": [entry.nbytes], "data_offsets": [entry.start, entry.stop]}
-    return json.dumps(header, ensure_ascii=True, separators=(",", ":")).encode("ascii")
+def render_safetensors(header: Mapping[str, object], size: int | None = None, *, ascii_only: bool = True) -> bytes:
+    """The length field and a safetensors header, padded with spaces to ``size`` bytes, or to a multiple of 8.
+
+    Raises ValueError where it does not fit, UnicodeEncodeError for a name that is not valid.
+    """
+    text = json.dumps(header, ensure_ascii=ascii_only, separators=(",", ":")).encode()
+    size = -(-len(text) // 8) * 8 if size is None else size
+    if len(text) > size:
+        raise ValueError("the header does not fit the room reserved for it")
+    return size.to_bytes(LENGTH_BYTES, "little") + text.ljust(size)
+
+
+def tensor_entry(dtype: str, shape: Iterable[int], start: int, stop: int) -> dict[str, object]:
+    """The header entry of a tensor; ``start`` and ``stop`` count from the end of the header."""
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+
+
+def render(entries: Iterable[Entry], size: int | None, version: str) -> bytes:
+    """The length field and the header of a ``.ckpt8``, padded to the reserved ``size``."""
+    header: dict[str, object] = {METADATA: {"format": FORMAT_KEY, FORMAT_KEY: version}}
+    header.update((each.name, tensor_entry("U8", [each.nbytes], each.start, each.stop)) for each in entries)
+    return render_safetensors(header, size)
 
 
 def reserved_size(names: Iterable[str]) -> int:
     """Bytes that a header for entries of these names needs at most, a multiple of 8."""
     widest = [Entry(name, _WIDEST_OFFSET, 2 * _WIDEST_OFFSET) for name in (*names, MANIFEST, SEAL)]
-    return -(-len(_text(widest, REFERENCE_VERSION)) // 8) * 8
+    return len(render(widest, None, REFERENCE_VERSION)) - LENGTH_BYTES
 
 
-def render(entries: Iterable[Entry], size: int, version: str) -> bytes:
-    """The length field and the header, padded to the reserved ``size``."""
-    text = _text(entries, version)
-    if len(text) > size:
-        raise ValueError("the header does not fit the room reserved for it")
-    return size.to_bytes(LENGTH_BYTES, "little") + text.ljust(size)
+def parse_safetensors(text: bytes, where: str) -> tuple[object, dict[str, Any]]:
+    """The metadata of a safetensors header, empty without any, and its entries by name. Raises InputError."""
+    header = parse_json(text, where)
+    if not isinstance(header, dict):
+        raise InputError(f"{where}: its header is not an object; it is damaged")
+    return header.pop(METADATA, {}), header
 
 
 def check_version(text: object, where: str) -> None:
@@ -104,8 +123,7 @@ def _entry(name: str, value: object, where: str) -> Entry:
 
 def parse(text: bytes, data_bytes: int, where: str) -> list[Entry]:
     """The entries in the order of their offsets. Raises InputError unless they tile ``data_bytes`` exactly."""
-    header = parse_json(text, where)
-    metadata = header.pop("__metadata__", None) if isinstance(header, dict) else None
+    metadata, header = parse_safetensors(text, where)
     if not isinstance(metadata, Mapping) or FORMAT_KEY not in metadata:
         raise InputError(f"{where}: is not a ckpt8 file; its header has no {FORMAT_KEY!r} entry")
     check_version(metadata[FORMAT_KEY], where)

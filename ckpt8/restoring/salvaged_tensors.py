@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,7 +19,6 @@ from ckpt8.core.files.atomic import Guard
 from ckpt8.core.tensors import DType
 
 _LABELS: dict[DType, str] = {dtype: label for label, dtype in DTYPES.items() if dtype is not DType.FLOAT4_E2M1FN_X2}
-_ALIGNMENT = 8
 
 
 class TensorFile:
@@ -35,7 +33,7 @@ class TensorFile:
         self.names = {tensor.name for tensor in self._tensors}
 
     def _is_writable(self, tensor: TensorRecord) -> bool:
-        if tensor.flags or tensor.dtype not in _LABELS or tensor.name == "__metadata__":
+        if tensor.flags or tensor.dtype not in _LABELS or tensor.name == header.METADATA:
             return False
         nbytes = self._reader.manifest.storages[tensor.storage].nbytes
         fits = not tensor.span or (tensor.offset + tensor.span) * tensor.dtype.itemsize <= nbytes
@@ -47,15 +45,9 @@ class TensorFile:
         position = 0
         for tensor in self._tensors:
             stop = position + tensor.nbytes
-            entries[tensor.name] = {
-                "dtype": _LABELS[tensor.dtype],
-                "shape": tensor.shape,
-                "data_offsets": [position, stop],
-            }
+            entries[tensor.name] = header.tensor_entry(_LABELS[tensor.dtype], tensor.shape, position, stop)
             position = stop
-        text = json.dumps(entries, separators=(",", ":")).encode("ascii")
-        text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
-        self._append(descriptor, guard, memoryview(len(text).to_bytes(header.LENGTH_BYTES, "little") + text))
+        self._append(descriptor, guard, memoryview(header.render_safetensors(entries)))
         for tensor in self._tensors:
             for content in self._content(tensor):
                 self._append(descriptor, guard, bytes_of(content))

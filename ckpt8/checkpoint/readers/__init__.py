@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import cast
 
 from ckpt8.checkpoint.readers.shards import is_named_shard, lone_shard
-from ckpt8.checkpoint.tree import Checkpoint, Reader
+from ckpt8.checkpoint.tree import OpenCheckpoint, Reader
 from ckpt8.container.header import HEAD_BYTES, begins_container
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
@@ -59,7 +59,7 @@ def match_reader(file: SourceFile) -> Reader | None:
 
 
 @contextmanager
-def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
+def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint file of any known format. Raises InputError for everything else."""
     with closing(SourceFile(_as_source(path))) as file:
         if is_named_shard(path.name):

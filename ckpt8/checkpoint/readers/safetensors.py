@@ -11,10 +11,9 @@ from math import prod
 
 from ckpt8.checkpoint.readers.pickle.rebuild import MAX_DIMS
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, TensorRef
-from ckpt8.container.header import HEAD_BYTES, LENGTH_BYTES, MAX_HEADER, begins_container
+from ckpt8.container.header import HEAD_BYTES, LENGTH_BYTES, MAX_HEADER, METADATA, begins_container, parse_safetensors
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import SourceFile
-from ckpt8.core.json_text import parse_json
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import shown
 
@@ -42,7 +41,6 @@ DTYPES: Mapping[str, DType] = {
 }
 """Element types by the name that the format has for them. F4 packs two elements of a row into a byte."""
 
-_METADATA = "__metadata__"
 _INT64_MAX = 2**63 - 1
 
 
@@ -64,10 +62,9 @@ def read(file: SourceFile) -> OpenCheckpoint:
     start = LENGTH_BYTES + length
     if start > size:
         raise InputError(f"{where}: cut off inside the header of a safetensors file; copy or download it again")
-    header = parse_json(file.read(LENGTH_BYTES, length), f"{where}: safetensors header")
-    if not isinstance(header, dict):
-        raise InputError(f"{where}: damaged safetensors file: its header is not an object")
-    _check_metadata(header.pop(_METADATA, {}), where)
+    metadata, header = parse_safetensors(file.read(LENGTH_BYTES, length), f"{where}: safetensors header")
+    if not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
+        raise InputError(f"{where}: damaged safetensors file: {METADATA} does not map names to texts")
     tree: dict[str, TensorRef] = {}
     storages = []
     for name, entry in header.items():
@@ -76,12 +73,6 @@ def read(file: SourceFile) -> OpenCheckpoint:
     storages.sort(key=lambda storage: (storage.offset, storage.nbytes))
     _check_layout(storages, start, size, where)
     return OpenCheckpoint("safetensors", file, storages, tree)
-
-
-def _check_metadata(metadata: object, where: str) -> None:
-    texts = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    if not texts:
-        raise InputError(f"{where}: damaged safetensors file: {_METADATA} does not map names to texts")
 
 
 def _tensor(name: str, entry: object, start: int, where: str) -> tuple[TensorRef, StorageInfo]:

@@ -6,12 +6,12 @@ becomes the skeleton; the storages it met on the way are streamed from where the
 
 from __future__ import annotations
 
-import bisect
 import pickle
 import tempfile
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -20,10 +20,9 @@ import torch
 
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.zip_directory import read_directory
-from ckpt8.checkpoint.tree import Checkpoint, StorageInfo
+from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
 from ckpt8.core.errors import OutputError
 from ckpt8.core.files.partial import Partial
-from ckpt8.core.files.source_file import ByteRange, SourceFile
 
 
 def recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
@@ -49,45 +48,31 @@ def recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
     return module
 
 
-class LiveCheckpoint:
+@dataclass(slots=True)
+class LiveCheckpoint(OpenCheckpoint):
     """A Checkpoint whose storages are tensors in memory and whose other bytes are a file of torch.save.
 
     ``live`` are its storages by key, while it is open.
     """
 
-    def __init__(
-        self,
-        skeleton: Checkpoint,
-        storages: Sequence[StorageInfo],
-        live: dict[str, torch.UntypedStorage],
-    ) -> None:
-        self._skeleton = skeleton
-        self.live = live
-        self.format = skeleton.format
-        self.size = skeleton.size
-        self.storages = storages
-        self.tree = skeleton.tree
-        self._starts = [storage.offset for storage in self.storages]
+    live: dict[str, torch.UntypedStorage] = field(default_factory=dict)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from memory where ``offset`` lies in a storage, else from the skeleton."""
-        at = bisect.bisect_right(self._starts, offset) - 1
+        """Fill ``buffer`` from memory where ``offset`` lies in a storage, else from the file."""
+        at = bisect_right(self.storages, offset, key=lambda storage: storage.offset) - 1
         # Empty storages share their offset with whatever follows them.
-        if at >= 0 and offset < self._starts[at] + self.storages[at].nbytes and len(buffer):
+        if at >= 0 and offset < self.storages[at].offset + self.storages[at].nbytes and len(buffer):
             storage = self.storages[at]
             live = torch.empty(0, dtype=torch.uint8, device=self.live[storage.key].device)
             live.set_(self.live[storage.key])
             first = offset - storage.offset
             torch.frombuffer(buffer, dtype=torch.uint8).copy_(live[first : first + len(buffer)])
         else:
-            self._skeleton.read_into(offset, buffer)
-
-    def check_unchanged(self) -> None:
-        """Memory has no time of modification."""
+            self.file.read_into(offset, buffer)
 
 
 @contextmanager
-def live_checkpoint(obj: object, name: str) -> Iterator[Checkpoint]:
+def live_checkpoint(obj: object, name: str) -> Iterator[OpenCheckpoint]:
     """Open a live object as a checkpoint file of that ``name`` without its suffix.
 
     Raises what ``torch.save`` raises for objects that cannot be pickled, and OutputError.
@@ -107,7 +92,8 @@ def live_checkpoint(obj: object, name: str) -> Iterator[Checkpoint]:
             return
         with open_checkpoint(path) as skeleton:
             try:
-                yield LiveCheckpoint(skeleton, with_crc_fields(path, skeleton), storages)
+                places = with_crc_fields(skeleton)
+                yield LiveCheckpoint(skeleton.format, skeleton.file, places, skeleton.tree, storages)
             finally:
                 # Whoever still has the checkpoint for its structure does not keep the caller's memory.
                 storages.clear()
@@ -138,11 +124,7 @@ def _writing(path: Path) -> Iterator[None]:
         raise OutputError(f"{path.parent.parent}: {what}") from exc
 
 
-def with_crc_fields(path: Path, skeleton: Checkpoint) -> list[StorageInfo]:
+def with_crc_fields(skeleton: OpenCheckpoint) -> list[StorageInfo]:
     """The storages with the places of their checksums, which torch has left at zero."""
-    file = SourceFile(ByteRange.of(path))
-    try:
-        fields = {entry.data_offset: entry.crc_fields for entry in read_directory(file)}
-    finally:
-        file.close()
+    fields = {entry.data_offset: entry.crc_fields for entry in read_directory(skeleton.file)}
     return [replace(storage, crc_fields=fields[storage.offset]) for storage in skeleton.storages]

@@ -10,7 +10,7 @@ import torch
 from ckpt8.checkpoint.gate import TORCH_FORMATS, load_member
 from ckpt8.checkpoint.readers import READERS, get_reader
 from ckpt8.checkpoint.readers.pickle.rebuild import make_tensor
-from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, StorageInfo, StorageRef, TensorRef
+from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, StorageRef, TensorRef
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
@@ -72,7 +72,7 @@ def member_index(reader: ContainerReader, member: str | None) -> int:
     return names[member]
 
 
-def read_member(reader: ContainerReader, index: int, source: MemberSource) -> Checkpoint:
+def read_member(reader: ContainerReader, index: int, source: MemberSource) -> OpenCheckpoint:
     """The member as the reader of its format gives it. Raises InputError for damage and an unknown format."""
     record = reader.manifest.members[index]
     if record.format not in READERS:
@@ -80,7 +80,7 @@ def read_member(reader: ContainerReader, index: int, source: MemberSource) -> Ch
     return get_reader(record.format).read(source)
 
 
-def slices_of_member(reader: ContainerReader, index: int, file: SourceFile) -> Checkpoint:
+def slices_of_member(reader: ContainerReader, index: int, file: SourceFile) -> OpenCheckpoint:
     """A file of a distributed checkpoint: a dict of the slices in it by name, without the path of the member.
 
     Raises InputError for a tensor that does not fit its storage.
@@ -115,7 +115,7 @@ def load_source(reader: ContainerReader, index: int, file: MemberFile, map_locat
     return load_named(checkpoint, file, map_location), checkpoint.tree
 
 
-def load_named(checkpoint: Checkpoint, file: MemberFile, map_location: Any) -> dict[str, torch.Tensor]:
+def load_named(checkpoint: OpenCheckpoint, file: MemberFile, map_location: Any) -> dict[str, torch.Tensor]:
     """The tensors of ``file`` by name, as our own reader, which checks every size, found them. Raises InputError."""
     if not isinstance(map_location, (type(None), str, torch.device)):
         raise UsageError(

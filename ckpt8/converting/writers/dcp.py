@@ -119,7 +119,7 @@ class _Plan:
             saved = save_hollow(value, path, self._data.label)
             length = path.stat().st_size
         with open_checkpoint(path) as skeleton:
-            places = with_crc_fields(path, skeleton)
+            places = with_crc_fields(skeleton)
             position = 0
             for start, stop in [*sorted((each.offset, each.offset + each.nbytes) for each in places), (length, length)]:
                 # Copy what lies between two storages, which is short.

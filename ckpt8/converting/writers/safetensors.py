@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
@@ -10,7 +9,7 @@ from ckpt8.checkpoint.readers.safetensors import DTYPES
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.frames import bytes_of
-from ckpt8.container.header import MAX_HEADER
+from ckpt8.container.header import LENGTH_BYTES, MAX_HEADER, METADATA, render_safetensors, tensor_entry
 from ckpt8.converting.choice import choose_model
 from ckpt8.converting.computed import FLOATS
 from ckpt8.converting.request import OpenFile, Report, Request
@@ -20,8 +19,6 @@ from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ALIGNMENT = 8
-_RESERVED = "__metadata__"
 
 
 def write(request: Request, report: Report) -> None:
@@ -77,24 +74,24 @@ def write_safetensors(data: Composite, weights: Mapping[str, TensorRef], out: Op
 
 
 def _make_header(weights: Mapping[str, TensorRef], order: list[str]) -> bytes:
-    header: dict[str, object] = {_RESERVED: {"format": "pt"}}
+    header: dict[str, object] = {METADATA: {"format": "pt"}}
     position = 0
     for name in order:
         ref = weights[name]
-        if ref.dtype not in _NAMES or name == _RESERVED:
-            what = f"its element type {ref.dtype.label}" if name != _RESERVED else "its name"
+        if ref.dtype not in _NAMES or name == METADATA:
+            what = f"its element type {ref.dtype.label}" if name != METADATA else "its name"
             raise UsageError(f"{name}: {what} cannot be held by a safetensors file")
         shape = list(ref.shape)
         if ref.dtype is DType.FLOAT4_E2M1FN_X2:
             shape[-1] *= 2
         end = position + nbytes(ref)
-        header[name] = {"dtype": _NAMES[ref.dtype], "shape": shape, "data_offsets": [position, end]}
+        header[name] = tensor_entry(_NAMES[ref.dtype], shape, position, end)
         position = end
     try:
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text = render_safetensors(header, ascii_only=False)
     except UnicodeEncodeError as exc:
         raise UsageError("a name of a tensor is not valid UTF-8, which a safetensors file must have") from exc
-    text += b" " * (-len(text) % _ALIGNMENT)
-    if len(text) > MAX_HEADER:
-        raise UsageError(f"{len(weights)} tensors make a header of {len(text)} bytes, more than {MAX_HEADER}")
-    return len(text).to_bytes(_ALIGNMENT, "little") + text
+    length = len(text) - LENGTH_BYTES
+    if length > MAX_HEADER:
+        raise UsageError(f"{len(weights)} tensors make a header of {length} bytes, more than {MAX_HEADER}")
+    return text

@@ -92,7 +92,7 @@ class TorchFile:
         if unsafe:
             raise UnsupportedError(f"{self._data.label}: holds {unsafe[0]}, which this torch does not load")
         with open_checkpoint(out.path) as skeleton:
-            places = with_crc_fields(out.path, skeleton)
+            places = with_crc_fields(skeleton)
         fill_storages(self._data, self._hollow, storages, places, out)
 
 

@@ -65,7 +65,7 @@ class DcpCheckpoint:
         self._known: dict[bytes, OpenCheckpoint] = {}
 
     def open(self, path: str, file: SourceFile, member: str, *, decode: bool) -> DcpMember:
-        """Open the file ``path`` of the checkpoint, the ``member`` of a directory; ``decode``: it may be compressed.
+        """Open the file ``path`` of the checkpoint, the ``member`` of a directory; ``decode`` decompresses it.
 
         Raises InputError where it is not what the metadata says, UnsupportedError for a slice that cannot be read.
         """

@@ -77,34 +77,29 @@ class DecodedFile(SourceFile):
         self._decoded: OrderedDict[int, _Spool] = OrderedDict()
         self._keeper = _Spool()
         self._kept: dict[int, list[tuple[int, int, int]]] = {}
-        self._origins: list[tuple[int, int]] = []
-        self._starts: list[int] = []
+        # Where each run begins here and in the file, and how long it is there if it is compressed, else -1.
+        self._runs: list[tuple[int, int, int]] = []
         self._limits = limits
         self.places: list[tuple[int, int]] = []
         position = end = 0
         for offset, length, compressed in pieces:
-            self._add(position, end, -1)
+            self._runs.append((position, end, -1))
             position += offset - end
-            self._add(position, offset, length if compressed else -1)
-            size = self._size_of(len(self._starts) - 1) if compressed else length
+            self._runs.append((position, offset, length if compressed else -1))
+            size = self._decode(len(self._runs) - 1).size if compressed else length
             self.places.append((position, size))
             position, end = position + size, offset + length
-        self._add(position, end, -1)
-        self.source = ByteRange(file.source.path, 0, position + file.source.length - end)
+        length = position + file.source.length - end
+        self._runs += [(position, end, -1), (length, 0, -1)]
+        self.source = ByteRange(file.source.path, 0, length)
 
-    def _add(self, position: int, offset: int, compressed: int) -> None:
-        """From ``position`` on here are the bytes at ``offset`` of the file, or what they decode to."""
-        self._starts.append(position)
-        self._origins.append((offset, compressed))
-
-    def _size_of(self, run: int) -> int:
-        with self._lock:
-            return self._decode(run).size
+    def _run_at(self, offset: int) -> int:
+        return bisect_right(self._runs, offset, key=lambda run: run[0]) - 1
 
     def keep(self, piece: int, storages: Sequence[StorageInfo]) -> None:
         """Keep what lies outside the storages of a piece, whose offsets count from its start."""
         start, length = self.places[piece]
-        run = bisect_right(self._starts, start) - 1
+        run = self._run_at(start)
         kept = []
         for position, size in gaps(storages, length):
             if size <= _MAX_KEPT:
@@ -117,24 +112,14 @@ class DecodedFile(SourceFile):
         """Fill ``buffer`` with decoded bytes. Raises InputError."""
         if offset < 0 or offset + len(buffer) > self.source.length:
             raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + len(buffer)}")
-        self._fill(offset, buffer)
-
-    def read(self, offset: int, length: int) -> bytes:
-        """The ``length`` bytes at ``offset``. The caller bounds ``length``."""
-        buffer = bytearray(length)
-        self._fill(offset, memoryview(buffer))
-        return bytes(buffer)
-
-    def _fill(self, offset: int, buffer: memoryview) -> None:
         while buffer:
-            run = bisect_right(self._starts, offset) - 1
-            last = run + 1 == len(self._starts)
-            length = len(buffer) if last else min(len(buffer), self._starts[run + 1] - offset)
-            self._read_run(run, offset - self._starts[run], buffer[:length])
+            run = self._run_at(offset)
+            length = min(len(buffer), self._runs[run + 1][0] - offset)
+            self._read_run(run, offset - self._runs[run][0], buffer[:length])
             offset, buffer = offset + length, buffer[length:]
 
     def _read_run(self, run: int, offset: int, buffer: memoryview) -> None:
-        origin, compressed = self._origins[run]
+        _, origin, compressed = self._runs[run]
         if compressed < 0:
             self._file.read_into(origin + offset, buffer)
             return
@@ -150,7 +135,7 @@ class DecodedFile(SourceFile):
         """A run decoded."""
         decoded = self._decoded.pop(run, None)
         if decoded is None:
-            offset, length = self._origins[run]
+            _, offset, length = self._runs[run]
             decoded = self._spool(offset, length)
         self._decoded[run] = decoded
         if len(self._decoded) > MAX_DECODED:
