@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Protocol
 
 from ckpt8.core.files.source_file import SourceFile
@@ -55,6 +56,11 @@ class TensorRef(Strided):
     stride: tuple[int, ...]
     conj: bool = False
     neg: bool = False
+
+    @classmethod
+    def whole(cls, key: str, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
+        """A contiguous tensor from the start of the storage ``key``."""
+        return cls(key, dtype, 0, shape, tuple(prod(shape[axis + 1 :]) for axis in range(len(shape))))
 
 
 @dataclass(slots=True, eq=False)

@@ -44,13 +44,9 @@ def find_partitions(members: Iterable[tuple[str, Any]]) -> Partitions:
         found.update(
             (ref, pieces[name])
             for name, ref in module.items()
-            if isinstance(ref, TensorRef) and sum(count for _, _, count in pieces.get(name, [])) == _numel(ref)
+            if isinstance(ref, TensorRef) and sum(count for _, _, count in pieces.get(name, [])) == ref.numel
         )
     return found
-
-
-def _numel(ref: TensorRef) -> int:
-    return ref.numel
 
 
 def _at(tree: Any, key: str) -> Any:
@@ -66,7 +62,6 @@ def _pieces(state: Mapping[Any, Any]) -> Iterator[tuple[str, Piece]]:
         if not isinstance(flat, TensorRef) or not isinstance(mapping, dict):
             continue
         for name, address in mapping.items():
-            fields = address.state if isinstance(address, Inert) else None
-            match fields:
-                case {"start": int(start), "numel": int(count)} if start >= 0 and count > 0:
+            match address:
+                case Inert(state={"start": int(start), "numel": int(count)}) if start >= 0 and count > 0:
                     yield name, (flat, start, count)

@@ -21,10 +21,9 @@ from typing import Any
 from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_names, saved_parameters
 from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
 from ckpt8.checkpoint.meaning.roles import is_bare_state_dict
-from ckpt8.checkpoint.meaning.state_dicts import find
+from ckpt8.checkpoint.meaning.state_dicts import find, untied, weights_of
 from ckpt8.checkpoint.meaning.transformers_order import LONGEST_CONFIG, ModelOrder, of_config
-from ckpt8.checkpoint.tree import Checkpoint, TensorRef
-from ckpt8.checkpoint.vocabulary import BUFFERS
+from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.container.manifest import FILE
 
 Shape = tuple[int, ...]
@@ -54,16 +53,10 @@ class Weights:
 
     def add(self, state_dict: Mapping[str, object]) -> None:
         """Add the weights of one state dict of a model, without its buffers."""
-        seen = set()
-        for name, ref in state_dict.items():
-            if not isinstance(ref, TensorRef) or name.rpartition(".")[2] in BUFFERS:
-                continue
-            self.unique &= name not in self.names
-            self.names.add(name)
-            place = ref.key, ref.offset, ref.shape
-            if place not in seen:
-                seen.add(place)
-                self.shapes[name] = ref.shape
+        weights = weights_of(state_dict)
+        self.unique &= self.names.isdisjoint(weights)
+        self.names.update(weights)
+        self.shapes.update((name, ref.shape) for name, ref in untied(weights).items())
 
     def in_order(self) -> list[str]:
         """The names whose place among each other is known, in the order of the model.

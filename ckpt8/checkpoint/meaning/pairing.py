@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import match
-from ckpt8.checkpoint.meaning.state_dicts import Candidate, find
+from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, untied, weights_of
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.checkpoint.vocabulary import BUFFERS
 from ckpt8.optim.known_optimizers import first_moments
 
 _NO_MODEL = "the file has no state dict of a model"
@@ -99,12 +98,8 @@ def _weights(
         live = match(weights.node, names.values())
         return {each: _named(weights.node, live.get(names[each]), shape) for each, shape in shapes.items()}
     by_shape: dict[tuple[int, ...], list[TensorRef]] = defaultdict(list)
-    seen = set()
-    for name, ref in weights.node.items():
-        is_buffer = str(name).rpartition(".")[2] in BUFFERS
-        if isinstance(ref, TensorRef) and not is_buffer and (ref.key, ref.offset, ref.shape) not in seen:
-            seen.add((ref.key, ref.offset, ref.shape))
-            by_shape[ref.shape].append(ref)
+    for ref in untied(weights_of(weights.node)).values():
+        by_shape[ref.shape].append(ref)
     found: dict[int | str, TensorRef | str] = {}
     for shape in set(shapes.values()):
         homes = [[each for each in group["params"] if shapes.get(each) == shape] for group in groups]

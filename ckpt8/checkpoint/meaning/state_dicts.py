@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt8.checkpoint.meaning.roles import is_bare_state_dict, is_optimizer
-from ckpt8.checkpoint.tree import Inert
-from ckpt8.checkpoint.vocabulary import MODEL_KEYS
+from ckpt8.checkpoint.tree import Inert, TensorRef
+from ckpt8.checkpoint.vocabulary import BUFFERS, MODEL_KEYS
 from ckpt8.checkpoint.walk import Components, format_path, iter_nodes
 
 
@@ -21,6 +21,23 @@ class Candidate:
 
 
 TOP_LEVEL = "(top level)"
+
+
+def weights_of(state_dict: Mapping[Any, Any]) -> dict[str, TensorRef]:
+    """The tensors of a model's state dict that are no buffers, by name; tied ones have several."""
+    return {
+        name: ref
+        for name, ref in state_dict.items()
+        if isinstance(ref, TensorRef) and str(name).rpartition(".")[2] not in BUFFERS
+    }
+
+
+def untied(weights: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
+    """The weights without those that are the same tensor as one before them."""
+    first: dict[Any, tuple[str, TensorRef]] = {}
+    for name, ref in weights.items():
+        first.setdefault((ref.key, ref.offset, ref.shape), (name, ref))
+    return dict(first.values())
 
 
 def find(tree: object) -> tuple[list[Candidate], list[Candidate]]:
@@ -45,10 +62,8 @@ def find(tree: object) -> tuple[list[Candidate], list[Candidate]]:
 
 def holds_module(tree: object) -> bool:
     """Whether a module was pickled whole, which is not a state dict."""
-    for _, node in iter_nodes(tree):
-        if isinstance(node, Inert) and isinstance(node.state, dict) and "_parameters" in node.state:
-            return True
-    return False
+    objects = (node.state for _, node in iter_nodes(tree) if isinstance(node, Inert))
+    return any(isinstance(state, dict) and "_parameters" in state for state in objects)
 
 
 CHECKS = "weight_checks"

@@ -90,8 +90,7 @@ def _tensor(name: str, entry: object, start: int, where: str) -> tuple[TensorRef
             f"{where}: tensor {shown(name)}: {label} of shape {shown(list(shape))} does not have the "
             f"{last - first} bytes that its offsets give it"
         )
-    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return TensorRef(name, dtype, 0, shape, strides), StorageInfo(name, dtype, start + first, last - first)
+    return TensorRef.whole(name, dtype, shape), StorageInfo(name, dtype, start + first, last - first)
 
 
 def _is_count(number: object) -> bool:

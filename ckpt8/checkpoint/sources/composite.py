@@ -55,8 +55,6 @@ class Composite:
         self.label = label
         self.format = "composite"
         self.size = 0
-        self._storages: list[StorageInfo] = []
-        self.storages: Sequence[StorageInfo] = self._storages
         self.tree: Any = None
         self._regions: list[Region] = []
         self._bases: list[int] = []
@@ -75,9 +73,7 @@ class Composite:
                 key += "'"
         if key in self._places:
             raise InputError(f"{self.label}: has two storages of the name {key[:60]!r}")
-        storage = StorageInfo(key, dtype, self.size, region.nbytes)
-        self._storages.append(storage)
-        self._places[key] = storage
+        self._places[key] = StorageInfo(key, dtype, self.size, region.nbytes)
         self._regions.append(region)
         self._bases.append(self.size)
         # An empty region has an address too, so that no two begin at the same.
@@ -86,14 +82,18 @@ class Composite:
 
     def tensor(self, region: Region, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
         """A contiguous tensor that is all of a region."""
-        stride = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        return TensorRef(self.add(region, dtype), dtype, 0, shape, stride)
+        return TensorRef.whole(self.add(region, dtype), dtype, shape)
 
     def adopt(self, checkpoint: Checkpoint, prefix: str = "") -> None:
         """Take over all storages of an open checkpoint; ``prefix`` comes before their keys. Raises InputError."""
         self._adopted.append(checkpoint)
         for storage in checkpoint.storages:
             self.add(Stretch(checkpoint, storage.offset, storage.nbytes), storage.dtype, prefix + storage.key)
+
+    @property
+    def storages(self) -> Sequence[StorageInfo]:
+        """The storages in the order of their addresses."""
+        return list(self._places.values())
 
     def __contains__(self, key: str) -> bool:
         return key in self._places
@@ -129,17 +129,16 @@ class Composite:
         return found.neg() if ref.neg else found
 
     def _copied(self, ref: TensorRef) -> torch.Tensor:
-        if self._streamer is None or self._streamer[0] != len(self.storages):
-            self._streamer = len(self.storages), Streamer(self)
+        if self._streamer is None or self._streamer[0] != len(self._places):
+            self._streamer = len(self._places), Streamer(self)
         whole = torch.empty(ref.shape, dtype=ref.dtype.torch, device="cpu")
         self._streamer[1].copy(ref, whole)
         return whole.view(-1)
 
     def blocks(self, ref: TensorRef) -> Iterator[torch.Tensor]:
         """All elements of a tensor, flat, block by block. Raises InputError."""
-        count = ref.numel
-        for start in range(0, count, BLOCK):
-            yield self.elements(ref, start, min(start + BLOCK, count))
+        for start in range(0, ref.numel, BLOCK):
+            yield self.elements(ref, start, min(start + BLOCK, ref.numel))
 
     def check_extent(self, name: str, ref: TensorRef) -> None:
         """Raise InputError for a tensor that repeats elements of its storage: a few bytes could fill a disk."""
