@@ -14,7 +14,7 @@ from math import prod
 from ckpt8.checkpoint.meaning.roles import Names, ParameterState, Structure, classify, unique_name
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule, recognise
 from ckpt8.checkpoint.scalars import read_scalar
-from ckpt8.checkpoint.sources.skeleton import SKELETON, WithSkeleton
+from ckpt8.checkpoint.sources.bundle import SKELETON, WithSkeleton
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense
 from ckpt8.codecs import Codec
 from ckpt8.compressing.policy import LOSSLESS, Policy

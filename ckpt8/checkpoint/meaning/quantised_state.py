@@ -73,15 +73,13 @@ def _subclass_shape(arguments: Any) -> tuple[int, ...] | None:
     return shape if known else None
 
 
-_BITSANDBYTES = re.compile(r"(?P<owner>.*)\.(?P<part>state[12]|absmax[12]|max[12]|qmap[12])")
-
-_TORCHAO = re.compile(r"(?P<owner>.*)\.[a-z_]+\.3\.(?P<part>codes|scale|qmap)")
-
-_FLASHOPTIM = re.compile(r"(?P<owner>.*)\.[a-z_]+::(?P<part>quantized|scales)")
-
-_CKPT8 = re.compile(r"(?P<owner>.*)\.[a-z_]+_(?P<part>codes|scales)")
-
-_PROGRAMS = {"bitsandbytes": _BITSANDBYTES, "torchao": _TORCHAO, "flashoptim": _FLASHOPTIM, "ckpt8.optim": _CKPT8}
+_PROGRAMS = {
+    "bitsandbytes": re.compile(r"(?P<owner>.*)\.(?P<part>state[12]|absmax[12]|max[12]|qmap[12])"),
+    "torchao": re.compile(r"(?P<owner>.*)\.[a-z_]+\.3\.(?P<part>codes|scale|qmap)"),
+    "flashoptim": re.compile(r"(?P<owner>.*)\.[a-z_]+::(?P<part>quantized|scales)"),
+    "ckpt8.optim": re.compile(r"(?P<owner>.*)\.[a-z_]+_(?P<part>codes|scales)"),
+}
+"""By program, the names of what it keeps of a moment."""
 
 _LARGEST_BLOCK = 4096
 

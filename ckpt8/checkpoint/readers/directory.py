@@ -2,23 +2,30 @@
 
 Files are recognised by content. What no reader knows is kept as it is, and so is a checkpoint in a layout that no
 reader reads; one that is damaged is refused. Nothing outside the directory is read but files that a link in it leads
-to: such a file is a member in place of the link.
+to: such a file is a member in place of the link. The files of a distributed checkpoint, at the top or in a folder,
+are opened with the ``.metadata`` that tells what is in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt8.checkpoint.readers import match_reader
-from ckpt8.checkpoint.readers.dcp.directory import open_distributed
+from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint
+from ckpt8.checkpoint.readers.dcp.metadata import MAX_METADATA_BYTES, METADATA, read_metadata
+from ckpt8.checkpoint.readers.dcp.metadata_pickle import rewritten
 from ckpt8.checkpoint.readers.entries import PACKED_INDEX, DirectoryMember, Entry, kept
 from ckpt8.checkpoint.readers.shards import is_named_shard, lone_shard
 from ckpt8.checkpoint.tree import Held, OpenCheckpoint
-from ckpt8.container.manifest import FILE
+from ckpt8.container.manifest import FILE, SYMLINK
 from ckpt8.core.errors import InputError, UnsupportedError
-from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile
+from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile
+from ckpt8.core.text import shown
+
+_PICKLE = b"\x80"
+_METADATA_REWRITTEN = "written anew: slices that were compressed with zstd lie elsewhere without it"
 
 
 @contextmanager
@@ -54,3 +61,61 @@ def _open(root: Path, entry: Entry, pool: FilePool) -> DirectoryMember:
         return DirectoryMember(entry.path, OpenCheckpoint(FILE, file) if reader is None else reader.read(file))
     except UnsupportedError as exc:
         return DirectoryMember(entry.path, OpenCheckpoint(FILE, file), kept(exc, source))
+
+
+def open_distributed(
+    entries: Sequence[Entry], open_file: Callable[[str], SourceFile], *, decode: bool
+) -> dict[str, DirectoryMember]:
+    """The members of all distributed checkpoints, by path; ``open_file`` opens that of a path.
+
+    Raises InputError for a damaged or hostile one.
+    """
+    found: dict[str, DirectoryMember] = {}
+    by_path = {entry.path: entry for entry in entries}
+    for folder, file in _metadata_files(entries, open_file):
+        where = str(file.source)
+        data = file.read(0, file.source.length)
+        checkpoint = DcpCheckpoint(read_metadata(data, where, file.stored))
+        for path in checkpoint.files:
+            entry = by_path.get(folder + path)
+            if entry is None or entry.format not in (FILE, SYMLINK):
+                raise InputError(f"{where}: names {shown(path)}, which is not there; the checkpoint is not complete")
+            if entry.path in found:
+                raise InputError(f"{where}: names {shown(path)}, which belongs to another .metadata")
+            if entry.format == FILE:
+                found[entry.path] = _open_file(open_file(entry.path), entry, checkpoint, path, decode=decode)
+        if checkpoint.moved:
+            content = rewritten(checkpoint.metadata, checkpoint.moved, where)
+            found[folder + METADATA] = DirectoryMember(
+                folder + METADATA, Held(content, FILE, file), _METADATA_REWRITTEN
+            )
+        checkpoint.metadata.tree = None  # by far the largest part
+    return found
+
+
+def _metadata_files(
+    entries: Sequence[Entry], open_file: Callable[[str], SourceFile]
+) -> Iterator[tuple[str, SourceFile]]:
+    """Every ``.metadata`` of a folder, which ends with a slash unless it is the top, that has shards below it."""
+    shards = [entry.path for entry in entries if is_named_shard(entry.path)]
+    for entry in entries:
+        folder = entry.path.removesuffix(METADATA)
+        named = entry.path.rpartition("/")[2] == METADATA and entry.format == FILE
+        if not named or not any(path.startswith(folder) for path in shards):
+            continue
+        file = open_file(entry.path)
+        if file.source.length > MAX_METADATA_BYTES:
+            raise InputError(f"{file.source}: has {file.source.length} bytes, more than {MAX_METADATA_BYTES}")
+        if file.source.length and file.read(0, 1) == _PICKLE:
+            yield folder, file
+
+
+def _open_file(
+    file: SourceFile, entry: Entry, checkpoint: DcpCheckpoint, path: str, *, decode: bool
+) -> DirectoryMember:
+    try:
+        return checkpoint.open(path, file, entry.path, decode=decode)
+    except UnsupportedError as exc:
+        checkpoint.forget(path)
+        plain = OpenCheckpoint(FILE, file)
+        return DirectoryMember(entry.path, plain, kept(exc, file.source), holds_tensors=True)

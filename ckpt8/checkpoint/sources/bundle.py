@@ -1,7 +1,8 @@
 """All members of a source, one after the other, as one checkpoint: the pipeline reads them through one address space.
 
 Member after member takes as many addresses as it has bytes, and behind them those of its skeleton. A source that is one
-file is a bundle of one member at address 0, whose tensors have no member before their names.
+file is a bundle of one member at address 0, whose tensors have no member before their names. A skeleton is all bytes of
+a file outside its storages, seen as one more storage behind the end of the file.
 """
 
 from __future__ import annotations
@@ -17,12 +18,56 @@ from ckpt8.checkpoint.meaning.dcp_states import StateSlice, state_slices
 from ckpt8.checkpoint.readers import READERS
 from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
 from ckpt8.checkpoint.readers.entries import DirectoryMember
-from ckpt8.checkpoint.sources.skeleton import WithSkeleton
-from ckpt8.checkpoint.tree import Checkpoint, StorageInfo
+from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, gaps
 from ckpt8.core.errors import UsageError
+from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
 
 _LISTED = 20
+
+
+SKELETON = "ckpt8.skeleton"
+"""Name of the record that holds the skeleton."""
+
+
+class WithSkeleton:
+    """A checkpoint whose last storage is the skeleton. Its offset is the size of the source.
+
+    ``reason`` says why the skeleton is all there is, where the source might have been read as a checkpoint.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, reason: str | None = None) -> None:
+        self._checkpoint = checkpoint
+        self.reason = reason
+        self.format = checkpoint.format
+        self.size = checkpoint.size
+        self.tree: Any = checkpoint.tree
+        # Where each run outside the storages begins: in the skeleton, and in the source.
+        self._runs = [(0, 0)]
+        length = 0
+        for position, nbytes in gaps(checkpoint.storages, self.size):
+            self._runs.append((length, position))
+            length += nbytes
+        self.skeleton = StorageInfo(SKELETON, DType.UINT8, self.size, length)
+        self.source_storages = checkpoint.storages
+        self.storages: Sequence[StorageInfo] = (*checkpoint.storages, self.skeleton)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from the source or, behind its end, from the skeleton."""
+        if offset < self.size:
+            self._checkpoint.read_into(offset, buffer)
+            return
+        offset -= self.size
+        while buffer:
+            after = bisect_right(self._runs, offset, key=lambda run: run[0])
+            start, position = self._runs[after - 1]
+            length = min(len(buffer), self._runs[after][0] - offset) if after < len(self._runs) else len(buffer)
+            self._checkpoint.read_into(position + offset - start, buffer[:length])
+            offset, buffer = offset + length, buffer[length:]
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when the source changed since it was opened."""
+        self._checkpoint.check_unchanged()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +155,6 @@ class Bundle:
             for storage in member.checkpoint.storages
         ]
 
-    @cached_property
-    def _bases(self) -> list[int]:
-        return [member.base for member in self.members]
-
     @property
     def format(self) -> str:
         """The format of the one file, or ``directory``."""
@@ -143,7 +184,7 @@ class Bundle:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from the member at the address ``offset``. Thread-safe. Raises InputError."""
-        member = self.members[bisect_right(self._bases, offset) - 1]
+        member = self.members[bisect_right(self.members, offset, key=lambda member: member.base) - 1]
         member.checkpoint.read_into(offset - member.base, buffer)
 
     def check_unchanged(self) -> None:

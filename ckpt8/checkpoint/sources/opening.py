@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ckpt8.checkpoint.checksums import check_storages
 from ckpt8.checkpoint.readers import open_checkpoint
-from ckpt8.checkpoint.readers.dcp.directory import open_distributed
-from ckpt8.checkpoint.readers.directory import open_directory
+from ckpt8.checkpoint.readers.directory import open_directory, open_distributed
 from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, is_directory, walk
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.stored_member import MemberSource, member_index, read_member

@@ -12,7 +12,7 @@ from torch import nn
 
 from ckpt8.checkpoint.meaning.roles import classify, format_path, is_bare_state_dict, is_optimizer, unique_name
 from ckpt8.checkpoint.readers import open_checkpoint
-from ckpt8.checkpoint.sources.skeleton import WithSkeleton
+from ckpt8.checkpoint.sources.bundle import WithSkeleton
 from ckpt8.checkpoint.tree import StorageInfo, TensorRef
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.lossless import Lossless

@@ -156,7 +156,8 @@ class DcpCheckpoint:
 
     def state_values(self, key: StateKey) -> dict[str, Any]:
         """What the state of the parameter of ``key`` has besides tensors, as a step that is a number."""
-        return {other: self.value(name) for other, name in self.roles.values_of(key).items() if name in self._values}
+        names = self.roles.values[key.optimizer, key.parameter]
+        return {other: self.value(name) for other, name in names.items() if name in self._values}
 
 
 def _check_layout(pieces: Sequence[Slice], file: SourceFile) -> None:

@@ -59,7 +59,12 @@ class StateKey:
 
 
 class DcpRoles:
-    """Roles of all values of one checkpoint."""
+    """Roles of all values of one checkpoint.
+
+    ``states`` are the values that are state of a parameter, by name; ``values`` the names of these by optimizer and
+    parameter, then by key. ``options`` are those of groups by name: ``parameter`` is the number of a group, or the
+    parameter that has its own.
+    """
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
@@ -69,14 +74,15 @@ class DcpRoles:
         self._owners = self._find_owners()
         self.states = {name: key for name in self._inside if (key := self._state_key(name)) is not None}
         self._trained = {key.parameter for key in self.states.values()}
-        self._keys: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+        self.values: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
         for name, key in self.states.items():
-            self._keys[key.optimizer, key.parameter][key.key] = name
+            self.values[key.optimizer, key.parameter][key.key] = name
         self._is_bare = self._find_bare()
-        self._options: dict[str, list[tuple[str, Components]]] = defaultdict(list)
-        for name, (home, rest) in self._inside.items():
-            if rest[0] == _GROUPS and len(rest) > 2:
-                self._options[".".join(home)].append((name, rest[1:]))
+        self.options = {
+            name: StateKey(".".join(home), ".".join(rest[1:-1]), rest[-1])
+            for name, (home, rest) in self._inside.items()
+            if rest[0] == _GROUPS and len(rest) > 2
+        }
         self._groups: dict[str, dict[str, Mapping[str, str]]] = {}
 
     def _find_optimizers(self) -> None:
@@ -132,19 +138,6 @@ class DcpRoles:
         alone = all(name in tensors or "_extra_state" in name for name in self._names)
         return alone and not self._inside and all(len(path) == 1 for path in paths)
 
-    def values_of(self, key: StateKey) -> Mapping[str, str]:
-        """By key, the names of all state of the parameter of ``key``."""
-        return self._keys[key.optimizer, key.parameter]
-
-    @property
-    def options(self) -> dict[str, StateKey]:
-        """By name, the options of groups; ``parameter`` is the number of a group, or the parameter that has its own."""
-        return {
-            name: StateKey(optimizer, ".".join(rest[:-1]), rest[-1])
-            for optimizer, options in self._options.items()
-            for name, rest in options
-        }
-
     def group(self, key: StateKey, value: Value) -> Mapping[str, Any]:
         """The options of the group that a parameter is in, as far as they tell the update rule."""
         if key.optimizer not in self._groups:
@@ -154,12 +147,13 @@ class DcpRoles:
 
     def _read_groups(self, optimizer: str, value: Value) -> dict[str, Mapping[str, str]]:
         """By parameter, the names of the options of its group."""
-        options: dict[Components, dict[str, str]] = defaultdict(dict)
-        for name, rest in self._options[optimizer]:
-            options[rest[:-1]][rest[-1]] = name
+        options: dict[str, dict[str, str]] = defaultdict(dict)
+        for name, key in self.options.items():
+            if key.optimizer == optimizer:
+                options[key.parameter][key.key] = name
         groups: dict[str, Mapping[str, str]] = {}
-        for path, names in options.items():
+        for owner, names in options.items():
             listed = value(names[_PARAMETERS]) if _PARAMETERS in names else None
-            members = listed if isinstance(listed, list) else [".".join(path)]
+            members = listed if isinstance(listed, list) else [owner]
             groups.update({str(member): names for member in members if type(member) is str or is_count(member)})
         return groups
