@@ -1,8 +1,8 @@
 """What ``--force`` may replace, and what may be removed: checkpoints.
 
-A directory goes with everything in it. So it must hold a checkpoint, told by content, and every file in it must either
-be written again under the same path, or have a name that frameworks give to files of one checkpoint. A directory
-without any file goes as well.
+Removing a directory removes every file in it. So it must hold a checkpoint, recognised by content, and every file in it
+must either be written again under the same path, or have a name that frameworks give to files of one checkpoint. A
+directory without any file may be removed too.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _Contents:
         self.files = self.nbytes = 0
         self._root = root
         self._written = written
-        self._folders = {folder for path in written for folder in _above(path)} | {""}
+        self._folders = {path[:end] for path in written for end, each in enumerate(path) if each == "/"} | {""}
         self._holds_checkpoint = False
         self.problem = next(self._problems(), None)
         if self.problem is None and self.files and not self._holds_checkpoint:
@@ -144,10 +144,3 @@ class _Contents:
             yield f"holds {path[:80]!r}, which is no part of a checkpoint"
         elif not self._holds_checkpoint and status.st_size:
             self._holds_checkpoint = is_named_shard(name) or _is_checkpoint(full)
-
-
-def _above(path: str) -> Iterator[str]:
-    """The folders that a path lies in."""
-    while "/" in path:
-        path = path.rpartition("/")[0]
-        yield path

@@ -1,4 +1,7 @@
-"""What every reader gives: storages with their place in the source, and the tree of objects around them."""
+"""What a reader returns: storages with their place in the source, and the tree of objects around them.
+
+Imports core only.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ class TensorRef(Strided):
 
 @dataclass(slots=True, eq=False)
 class Inert:
-    """An object whose class was not imported: the name of the class and everything that the file says about it.
+    """An object whose class was not imported: the name of the class and all that the file says about the object.
 
     ``args`` is what the class was called with, ``state`` mostly the ``__dict__``, ``items`` and ``pairs`` what a list
     or a dictionary of the class holds. Public as ``ckpt8.Inert``: ``resume`` gives these in the rest of a checkpoint.
@@ -125,7 +128,7 @@ class Checkpoint(Protocol):
 
 @dataclass(slots=True)
 class OpenCheckpoint:
-    """A ``Checkpoint`` over one file, which whoever opened it closes. Without ``storages`` it is kept as it is."""
+    """A ``Checkpoint`` over one file; the caller closes the file. Without ``storages`` the file is kept as it is."""
 
     format: str
     file: SourceFile
@@ -201,7 +204,7 @@ class StatefulDict(dict[Any, Any]):
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor and where it sits. ``name`` is unique in the container; ``whole`` that of what it is a slice of."""
+    """A tensor and its name, unique in the container; ``whole`` is the name of the tensor that it is a slice of."""
 
     name: str
     role: Role
@@ -210,13 +213,13 @@ class NamedTensor:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """What a rule may call it by."""
+        """The names that a rule may use for it."""
         return (self.name,) if self.whole is None else (self.name, self.whole)
 
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A tree of a format that itself tells names and roles, without the prefix of a member.
+    """The tree of a format that states names and roles. The names do not begin with the member.
 
     ``opaque`` are the keys of storages that something other than a tensor refers to.
     """

@@ -36,7 +36,7 @@ def model_path(name: str) -> tuple[str, ...] | None:
     return None if at is None else (*parts[: at + 1], ".".join(parts[at + 1 :]))
 
 
-_STATE_LISTS = "base_optimizer_state"
+STATE_LISTS = "base_optimizer_state"
 """DeepSpeed's elastic checkpoints keep under it a list of bare states, one for each group."""
 
 MASTER_LISTS = frozenset(

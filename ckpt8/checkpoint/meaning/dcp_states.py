@@ -19,7 +19,7 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.optim.known_optimizers import MOMENT_SLOTS
 
 UNKNOWN = object()
-"""State that is there and cannot be told for a slice: no update rule is recognised where it is."""
+"""Stands for a value that exists but is unknown for a slice; no update rule is recognised with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
     zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt     the tensor, alone or as ``param`` of a dictionary
     zero/<parameter>/step.pt                                not from stage 3, which has it in optimizer_state.pt
-    zero/optimizer_state.pt                                 ``param_groups``, and what is left of the optimizer
+    zero/optimizer_state.pt                                 ``param_groups``, and the rest of the optimizer
 
 The moments of a parameter are so in two members, and what makes a step of them in others.
 """

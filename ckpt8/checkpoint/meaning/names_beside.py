@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"[0-9]+")
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 _LAYER_NORMS = frozenset({"ln_1", "ln_2", "ln_f", "ln_q", "norm1", "norm2", "norm_1", "norm_2", "norm_f"})
 _LAYER_NORMS |= {"layer_norm1", "layer_norm2", "pre_layrnorm"}
-"""What models call a LayerNorm beside the names that the rule of the Trainer knows; some call an RMSNorm so."""
+"""Further names of a LayerNorm, which the rule of the Trainer does not know; some models call an RMSNorm so."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Weights:
     """The weights of the models in a folder by name, with their shapes; ``names`` are those of tied ones too.
 
     ``ordered``: in the order of the model. ``unique``: no name was met twice. ``order``: that of the model, if known.
-    ``trainer``: what is beside them was written by the Trainer of transformers.
+    ``trainer``: the Trainer of transformers wrote the folder.
     """
 
     shapes: dict[str, Shape] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Weights:
 
 
 class NamesBeside:
-    """The names that can be told of parameters in the members of a directory, which are given by path."""
+    """Names for the parameters of optimizers in the members of a directory, from the weights in the same folder."""
 
     def __init__(self, members: Sequence[tuple[str, Checkpoint]]) -> None:
         self._folders: dict[str, list[tuple[str, Checkpoint]]] = defaultdict(list)
@@ -112,9 +112,9 @@ def collect_weights(members: Iterable[tuple[str, object]]) -> Weights:
 
 
 def parameter_names(tree: object, beside: Weights) -> Mapping[str, str]:
-    """The names that can be told of the parameters of the optimizer in ``tree``, by the place of their state.
+    """The known names of the parameters of the optimizer in ``tree``, by the place of their state.
 
-    ``beside`` are the weights in the other members, for a tree without any.
+    ``beside`` are the weights of the other members; they are used where ``tree`` has none.
     """
     models, optimizers = find(tree)
     weights = beside

@@ -35,14 +35,14 @@ def bitsandbytes_moments(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> 
 
 
 def quantised_weights(node: Mapping[Any, Any]) -> list[str]:
-    """Weights of a dict that are codes for inference: of 8 bits, with a scale beside them, as in compressed-tensors."""
+    """Weights of a dict that are codes for inference: 8 bits each, with a scale, as compressed-tensors writes them."""
     names = [key.removesuffix("_scale") for key in node if isinstance(key, str) and key.endswith("weight_scale")]
     codes = ((name, node.get(name)) for name in names)
     return [name for name, ref in codes if isinstance(ref, TensorRef) and ref.dtype.itemsize == 1]
 
 
 def plain_state(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """The state of one parameter with its moments under torch's names, where another program's can be told."""
+    """The state of one parameter; moments of another program, where they are recognised, get torch's names."""
     moments = bitsandbytes_moments(state, group)
     if not moments:
         return state
@@ -85,7 +85,7 @@ _LARGEST_BLOCK = 4096
 
 
 def find_low_bit(parts: Iterable[TensorSpec]) -> list[dict[str, Any]]:
-    """What of a checkpoint is state that is kept as it was found: program, bits, block, parameters and bytes.
+    """The optimizer state that a checkpoint keeps in low precision: program, bits, block, parameters and bytes.
 
     ``block`` is the number of values that share a scale, None where that is not known; ``reason`` says why 32 bits are
     kept. Sorted by program and bits.

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.quantised_state import bitsandbytes_moments, plain_state
 from ckpt8.checkpoint.tree import Labelled, NamedTensor, StorageRef, TensorRef
-from ckpt8.checkpoint.vocabulary import _STATE_LISTS, MASTER_LISTS, MODEL_KEYS
+from ckpt8.checkpoint.vocabulary import MASTER_LISTS, MODEL_KEYS, STATE_LISTS
 from ckpt8.checkpoint.walk import Components, format_path, iter_nodes
 from ckpt8.core.tensors import Role
 from ckpt8.core.text import printable
@@ -156,7 +156,7 @@ class _Home:
         self.path = path
         self.is_model = not MODEL_KEYS.isdisjoint(path)
         self.has_masters = not MASTER_LISTS.isdisjoint(path)
-        self.has_states = _STATE_LISTS in path
+        self.has_states = STATE_LISTS in path
         self._text = format_path(path)
 
     def name(self, path: Components) -> str:

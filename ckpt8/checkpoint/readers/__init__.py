@@ -2,7 +2,7 @@
 
 Imports container, codecs and core, and of checkpoint the tree and the walk over it.
 
-A new reader is a module beside these and a line in ``READERS``. The module has two functions, those of
+A new reader is a module in this package and a line in ``READERS``. The module has two functions, those of
 ``tree.Reader``:
 
     sniff(file)     whether the content is of this format; it reads the least that tells

@@ -1,4 +1,4 @@
-"""What lies in a directory: its entries, and each that is no checkpoint as a member that is kept as it is."""
+"""What lies in a directory: files, links and empty directories by path, and the same as open members."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryMember:
-    """An entry that was opened. ``reason`` says why it is kept as it is, if it may be a checkpoint.
+    """An open entry. ``reason`` says why it is kept as it is, where it may be a checkpoint.
 
-    ``holds_tensors`` of one that is kept although it is known to hold some.
+    ``holds_tensors``: it is kept as it is although it is known to hold tensors.
     """
 
     path: str
@@ -40,7 +40,7 @@ class DirectoryMember:
 
 
 def is_directory(path: Path) -> bool:
-    """Whether a path leads to a directory. Raises InputError where that cannot be told."""
+    """Whether a path leads to a directory. Raises InputError where the system does not say."""
     try:
         return path.is_dir()
     except OSError as exc:
@@ -78,27 +78,23 @@ def _entry(root: Path, path: str) -> Entry | None:
     try:
         path.encode()
         mode = full.lstat().st_mode
-        if stat.S_ISLNK(mode):
-            return _link(full, path)
+        target = os.readlink(full) if stat.S_ISLNK(mode) else ""  # noqa: PTH115 - a Path would drop what is redundant
+        target.encode()
+        leads_out = bool(target) and not link_stays_inside(path, target)
+        leads_nowhere = leads_out and not full.is_file()
     except UnicodeEncodeError as exc:
         raise InputError(f"{full}: its name, or where it leads, is not valid UTF-8; rename it") from exc
     except OSError as exc:
         raise InputError(f"{full}: cannot be read: {exc.strerror}") from exc
+    if target and not leads_out:
+        return Entry(path, SYMLINK, target)
+    if leads_nowhere:
+        raise InputError(f"{full}: a link out of the directory that leads to no file; remove it, or copy what it means")
     if stat.S_ISDIR(mode):
         return None
-    if not stat.S_ISREG(mode):
+    if not target and not stat.S_ISREG(mode):
         raise InputError(f"{full}: is neither a file nor a directory nor a link; remove it")
     return Entry(path, FILE)
-
-
-def _link(full: Path, path: str) -> Entry:
-    target = os.readlink(full)  # noqa: PTH115 - a Path would drop what is redundant
-    target.encode()
-    if link_stays_inside(path, target):
-        return Entry(path, SYMLINK, target)
-    if full.is_file():
-        return Entry(path, FILE)
-    raise InputError(f"{full}: a link out of the directory that leads to no file; remove it, or copy what it means")
 
 
 def size_of(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""Checkpoint files that hold the share of one rank, of which nobody can tell what it means without the others."""
+"""Checkpoint files that hold the share of one rank: without the files of the other ranks they have no meaning."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _COALESCED = "buckets_coalesced"
 
 
 def is_named_shard(name: str) -> bool:
-    """Whether a file is named as those that torch.distributed.checkpoint writes beside its ``.metadata``.
+    """Whether a file has the name of a shard, which torch.distributed.checkpoint writes next to its ``.metadata``.
 
-    One with a single slice cannot be told from a file of torch.save, nor one with many from a damaged file.
+    The name must decide: a shard of one slice looks like a file of torch.save, one of several like a damaged file.
     """
     return name.endswith(_SHARD_SUFFIX)
 
 
 def lone_shard(where: str) -> UnsupportedError:
-    """What to say of such a file where its ``.metadata`` is not at hand, or does not know it."""
+    """The error for a shard whose ``.metadata`` is missing, or does not list it."""
     return UnsupportedError(
         f"{where}: a file of a distributed checkpoint without the .metadata that tells what is in it; "
         "give the folder of the checkpoint"

@@ -36,12 +36,11 @@ class StorageTable:
 
     def load(self, pid: Any) -> StorageRef | Global:
         """Resolve a persistent id. Raises InputError for anything but a storage or an old module class."""
-        if type(pid) is not tuple or len(pid) < 4:
-            raise InputError(f"{self.label}: damaged pickle: a persistent id is not that of a storage")
-        if pid[0] == "module" and len(pid) == 4 and type(pid[1]) is Global:
-            # Before 1.6 a pickled module carried its source text beside its class.
+        is_id = type(pid) is tuple and len(pid) in (4, 5, 6)
+        if is_id and pid[0] == "module" and len(pid) == 4 and type(pid[1]) is Global:
+            # Before 1.6 a pickled module carried its source text with its class.
             return pid[1]
-        if pid[0] != "storage" or len(pid) not in (5, 6):
+        if not is_id or pid[0] != "storage" or len(pid) == 4:
             raise InputError(f"{self.label}: damaged pickle: a persistent id is not that of a storage")
         _, kind, key, location, numel = pid[:5]
         if type(kind) is not Global or type(key) is not str or type(location) is not str:

@@ -49,7 +49,7 @@ class Stretch:
 
 
 class Composite:
-    """A Checkpoint of regions. ``label`` names the source in messages; ``tree`` is set by whoever makes it."""
+    """A Checkpoint of regions. ``label`` names the source in messages; the caller sets ``tree``."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -114,7 +114,7 @@ class Composite:
             checkpoint.check_unchanged()
 
     def elements(self, ref: TensorRef, start: int, stop: int) -> torch.Tensor:
-        """Elements ``start`` to ``stop`` of a tensor in the order of its dimensions, flat, in memory of their own.
+        """A flat copy of elements ``start`` to ``stop`` of a tensor, in the order of its dimensions.
 
         Raises InputError.
         """

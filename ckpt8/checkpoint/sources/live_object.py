@@ -42,9 +42,8 @@ def recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
             cls.persistent_id = persistent_id  # type: ignore[method-assign]
 
     module = ModuleType("pickle")
-    module.__dict__.update({name: getattr(pickle, name) for name in ("dumps", "loads", "Unpickler", "load")})
-    module.__dict__["Pickler"] = Pickler
-    module.__dict__["dump"] = pickle.dump
+    names = ("dump", "dumps", "load", "loads", "Unpickler")
+    module.__dict__.update({name: getattr(pickle, name) for name in names}, Pickler=Pickler)
     return module
 
 

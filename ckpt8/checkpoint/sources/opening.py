@@ -26,7 +26,7 @@ from ckpt8.core.files.source_file import NamedRange
 from ckpt8.core.workers import Workers
 
 _OPEN_FILES = 4
-"""Members of a container of which decoded bytes are kept, a chunk each."""
+"""Members of a container that are open at a time; each keeps a decoded chunk."""
 
 
 @contextmanager

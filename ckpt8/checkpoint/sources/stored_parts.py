@@ -1,4 +1,4 @@
-"""The parts of a container's storages, for whoever trains on them as they are."""
+"""The encoded parts of a container's storages, for training that goes on with packed state."""
 
 from __future__ import annotations
 

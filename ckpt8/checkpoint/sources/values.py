@@ -23,7 +23,7 @@ class Fill(Protocol):
         """The saved tensor."""
 
     def fill(self, streamer: Streamer) -> None:
-        """Read it and write the live one. Raises InputError."""
+        """Read the saved tensor and write the live one. Raises InputError."""
 
 
 class ByDevice(Protocol):

@@ -13,6 +13,7 @@ from operator import getitem
 from typing import Any, cast
 
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint
+from ckpt8.checkpoint.readers.dcp.names import GROUPS, PARAMETERS, STATE
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.vocabulary import model_path
@@ -21,7 +22,7 @@ from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import Role
 from ckpt8.core.text import shown
 
-_MODEL, _STATE, _GROUPS, _PARAMETERS, _NAMES = "model", "state", "param_groups", "params", "param_names"
+_MODEL, _NAMES = "model", "param_names"
 Path = tuple[str | int, ...]
 
 
@@ -88,7 +89,7 @@ class _Places:
             if len(inside) > 2 and (inside[1] == key.parameter or type(inside[1]) is int):
                 # The path tells which dots separate dictionaries inside a state or a group; the name does not.
                 return *optimizer, str(inside[0]), str(inside[1]), *inside[2:]
-            return *optimizer, _GROUPS if state is None else _STATE, key.parameter, key.key
+            return *optimizer, GROUPS if state is None else STATE, key.parameter, key.key
         if path is None:
             return model_path(name) or (name,)
         if self._model_at_top and len(path) == 1 and name in self._metadata.tensors:
@@ -105,35 +106,35 @@ class _Places:
 
 def _rebuild(optimizer: Any, data: Composite) -> None:
     """Give an optimizer a list of groups that list their parameters by number, and key its states by these numbers."""
-    states, found = optimizer.get(_STATE, {}), optimizer.get(_GROUPS, {})
+    states, found = optimizer.get(STATE, {}), optimizer.get(GROUPS, {})
     if type(states) is not dict or type(found) is not dict or not all(type(group) is dict for group in found.values()):
         return
     groups = [*_groups(found, list(states), data)]
     numbers: dict[Any, int] = {}
     for group in groups:
-        listed = group[_PARAMETERS]
+        listed = group[PARAMETERS]
         named = [isinstance(each, str) for each in listed]
         if all(named) and listed:
             group.setdefault(_NAMES, list(listed))
-            group[_PARAMETERS] = [numbers.setdefault(name, len(numbers)) for name in listed]
+            group[PARAMETERS] = [numbers.setdefault(name, len(numbers)) for name in listed]
         elif all(type(each) is int for each in listed):
             numbers.update((str(each), each) for each in listed)
-    optimizer[_STATE] = {numbers.get(parameter, parameter): state for parameter, state in states.items()}
-    optimizer[_GROUPS] = groups
+    optimizer[STATE] = {numbers.get(parameter, parameter): state for parameter, state in states.items()}
+    optimizer[GROUPS] = groups
 
 
 def _groups(found: Mapping[str, Mapping[str, Any]], parameters: list[str], data: Composite) -> Iterator[dict[str, Any]]:
     """The groups of an optimizer: numbered ones as they are, those of one parameter each merged by equal settings."""
-    numbered = {owner: group for owner, group in found.items() if isinstance(group.get(_PARAMETERS), list)}
+    numbered = {owner: group for owner, group in found.items() if isinstance(group.get(PARAMETERS), list)}
     for owner in sorted(numbered, key=lambda owner: (len(str(owner)), str(owner))):
-        yield {**numbered[owner], _PARAMETERS: list(numbered[owner][_PARAMETERS])}
+        yield {**numbered[owner], PARAMETERS: list(numbered[owner][PARAMETERS])}
     alike: dict[str, list[str]] = defaultdict(list)
     for owner in (each for each in found if each not in numbered):
         alike[repr({key: _plain(value, data) for key, value in found[owner].items()})].append(owner)
     for owners in alike.values():
-        yield {**found[owners[0]], _PARAMETERS: owners}
+        yield {**found[owners[0]], PARAMETERS: owners}
     if not found and parameters:
-        yield {_PARAMETERS: parameters}
+        yield {PARAMETERS: parameters}
 
 
 def _plain(value: Any, data: Composite) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ckpt8.checkpoint.meaning.roles import classify
+from ckpt8.checkpoint.readers.dcp.names import GROUPS, PARAMETERS, STATE
 from ckpt8.checkpoint.scalars import is_setting
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.vocabulary import model_path
@@ -68,7 +69,7 @@ class Naming:
         state = self.state(name)
         if state is not None:
             optimizer, parameter, key = state
-            return optimizer, "state", parameter, key
+            return optimizer, STATE, parameter, key
         return model_path(name) or (WEIGHTS if self._bare or name in self._trained else OTHER, name)
 
     def text(self, name: str) -> str:
@@ -92,7 +93,7 @@ def build(naming: Naming, items: Sequence[tuple[str, tuple[int, ...]]], known: M
 def _put(tree: dict[str, Any], path: Path, offset: tuple[int, ...], slot: Slot) -> None:
     """Put a slot at ``path``, or next to it for a further slice of the same tensor."""
     at = "x".join(map(str, offset))
-    sliced = (*path[:-2], f"{path[-2]}@{at}", path[-1]) if "state" in path[-3:-2] else (*path[:-1], f"{path[-1]}@{at}")
+    sliced = (*path[:-2], f"{path[-2]}@{at}", path[-1]) if STATE in path[-3:-2] else (*path[:-1], f"{path[-1]}@{at}")
     for candidate in (path, sliced, (OTHER, f"{slot.number}:{format_path(path)}")):
         node: Any = tree
         for component in candidate[:-1]:
@@ -114,16 +115,16 @@ def _add_settings(tree: dict[str, Any], naming: Naming, known: Mapping[str, Any]
         elif setting is not None:
             settings.setdefault(setting[0], {}).setdefault(setting[1], {})[setting[2]] = value
     for optimizer, node in tree.items():
-        if not isinstance(node, dict) or not isinstance(node.get("state"), dict):
+        if not isinstance(node, dict) or not isinstance(node.get(STATE), dict):
             continue
         whole = []
-        for name, own in node["state"].items():
+        for name, own in node[STATE].items():
             of_all_ranks = states.get((optimizer, _base(name)), {})
             if "step" in of_all_ranks:
                 own.setdefault("step", _number(of_all_ranks["step"]))
             if of_all_ranks.keys() <= own.keys():
                 whole.append(name)
-        node["param_groups"] = _groups(whole, settings.get(optimizer, {}))
+        node[GROUPS] = _groups(whole, settings.get(optimizer, {}))
 
 
 def _base(parameter: str) -> str:
@@ -135,12 +136,12 @@ def _groups(parameters: Sequence[str], settings: Mapping[str, Mapping[str, Any]]
     """Groups of ``parameters``, whose whole state is here: the step of any other is unknown."""
     groups = []
     for owner, values in settings.items():
-        listed = values.get("params")
+        listed = values.get(PARAMETERS)
         names = {str(each) for each in listed} if isinstance(listed, list) else {owner}
         here = [name for name in parameters if _base(name) in names]
         if here:
-            plain = {key: value for key, value in values.items() if key != "params" and is_setting(value)}
-            groups.append({"params": here, **plain})
+            plain = {key: value for key, value in values.items() if key != PARAMETERS and is_setting(value)}
+            groups.append({PARAMETERS: here, **plain})
     return groups
 
 

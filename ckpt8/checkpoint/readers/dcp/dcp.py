@@ -26,7 +26,7 @@ from ckpt8.core.files.source_file import SourceFile, Window
 from ckpt8.core.text import shown
 
 MAX_VALUE_BYTES = 64 * 2**20
-"""The longest value that is no tensor of which an option of an optimizer is read, or that is converted."""
+"""A longer value that is no tensor is not read, neither as an option of an optimizer nor to convert it."""
 
 _MAX_DECODED_VALUE = 2**30
 """The longest such value that is decoded: nothing but its compressed form says how long it may be."""
@@ -128,7 +128,7 @@ class DcpCheckpoint:
         return found
 
     def value(self, name: str) -> Any:
-        """A value that is no tensor, as the inert pickle machine gives it; None where it cannot be told."""
+        """A value that is no tensor, as the inert pickle machine returns it; None where it is damaged or missing."""
         try:
             return None if name not in self._values else self.open_value(name).tree
         except InputError:
@@ -155,7 +155,7 @@ class DcpCheckpoint:
         return self.roles.group(key, self.value)
 
     def state_values(self, key: StateKey) -> dict[str, Any]:
-        """What the state of the parameter of ``key`` has besides tensors, as a step that is a number."""
+        """The values in the state of a parameter that are no tensors, such as a step that is a number."""
         names = self.roles.values[key.optimizer, key.parameter]
         return {other: self.value(name) for other, name in names.items() if name in self._values}
 

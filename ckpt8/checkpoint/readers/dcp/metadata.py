@@ -1,4 +1,4 @@
-"""The ``.metadata`` of torch.distributed.checkpoint: which stretch of which file holds which part of which tensor.
+"""The ``.metadata`` of torch.distributed.checkpoint: the file, offset and length of every part of every tensor.
 
 It is a plain pickle, which torch loads with all the powers of one. Here it is read without any: every class that it
 refers to must be on a short list, and everything taken from it is checked before it is used.
@@ -56,7 +56,7 @@ ALLOWED = DTYPE_NAMES | frozenset(
         *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
     }
 )
-"""All that a ``.metadata`` may refer to."""
+"""The classes and functions that a ``.metadata`` may refer to."""
 
 _LARGEST = 1 << 62
 _MEGATRON_BUCKET = re.compile(r"(?:.*\.)?dp_group_idx_\d+(?:\..*)?", re.DOTALL)
@@ -82,7 +82,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as a whole."""
+    """Element type and shape of a whole tensor."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -148,7 +148,7 @@ class _Parser:
         return InputError(f"{self._where}: damaged metadata of a distributed checkpoint: {what}")
 
     def parse(self, tree: Any) -> Metadata:
-        """All of it."""
+        """The metadata in the tree of its pickle."""
         self._found.tree = tree
         top = self._fields(tree, f"{_MODULE}.Metadata")
         tensors, slices = top.get("state_dict_metadata"), top.get("storage_data")
@@ -156,8 +156,7 @@ class _Parser:
             raise self._fail("it has no table of values and slices")
         for name, value in tensors.items():
             self._value(name, value)
-        for index, info in slices.items():
-            self._found.slices.append(self._slice(index, info))
+        self._found.slices = [self._slice(index, info) for index, info in slices.items()]
         self._found.paths = self._paths(top.get("planner_data"))
         return self._found
 
@@ -240,13 +239,12 @@ class _Parser:
         """The paths that the default planner keeps; what another planner keeps is left alone."""
         if type(data) is not dict:
             return {}
-        found = {}
-        for name, path in data.items():
-            if type(name) is not str or type(path) is not tuple:
-                continue
-            if all(type(part) is str or is_count(part) for part in path) and ".".join(map(str, path)) == name:
-                found[name] = path
-        return found
+        return {
+            name: path
+            for name, path in data.items()
+            if type(name) is str and type(path) is tuple
+            if all(type(part) is str or is_count(part) for part in path) and ".".join(map(str, path)) == name
+        }
 
 
 def is_count(value: Any) -> bool:

@@ -65,8 +65,9 @@ def _sized(node: Inert, *keys: str) -> Inert:
 
 
 def _sized_tensor(node: Inert) -> Inert:
+    sized = _sized(node, "size")
     chunks = [_sized(chunk, "offsets", "sizes") for chunk in node.state["chunks"]]
-    return replace(_sized(node, "size"), state=_sized(node, "size").state | {"chunks": chunks})
+    return replace(sized, state=sized.state | {"chunks": chunks})
 
 
 class _Writer:

@@ -21,7 +21,9 @@ from ckpt8.checkpoint.vocabulary import MODEL_KEYS
 from ckpt8.core.tensors import Role
 from ckpt8.optim.known_optimizers import STATE_ROLES
 
-_STATE, _GROUPS, _PARAMETERS = "state", "param_groups", "params"
+STATE, GROUPS, PARAMETERS = "state", "param_groups", "params"
+"""What the names of an optimizer's values have after its path; ``params`` is an option of a group."""
+
 _MASTERS = {"fp32_param": Role.WEIGHT}
 _KEY_ROLES: Mapping[str, Role] = ChainMap(STATE_ROLES, _MASTERS)
 _OPTIONS = frozenset(
@@ -71,47 +73,48 @@ class DcpRoles:
         self._names = {name: tuple(name.split(".", _MAX_COMPONENTS)) for name in metadata.names}
         self._inside: dict[str, tuple[Components, Components]] = {}
         self._find_optimizers()
-        self._owners = self._find_owners()
+        # By optimizer, what it has moments of, or a group for.
+        self._owners: dict[Components, set[Components]] = defaultdict(set)
+        for home, rest in self._inside.values():
+            if len(rest) > 2 and (rest[0] == GROUPS or rest[-1] in STATE_ROLES):
+                self._owners[home].add(rest[1:-1])
         self.states = {name: key for name in self._inside if (key := self._state_key(name)) is not None}
         self._trained = {key.parameter for key in self.states.values()}
         self.values: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
         for name, key in self.states.items():
             self.values[key.optimizer, key.parameter][key.key] = name
-        self._is_bare = self._find_bare()
+        # A state dict of a model: nothing but tensors in one dict, extra states aside.
+        alone = all(name in metadata.tensors or "_extra_state" in name for name in self._names)
+        self._is_bare = alone and not self._inside and all(len(path) == 1 for path in metadata.paths.values())
         self.options = {
             name: StateKey(".".join(home), ".".join(rest[1:-1]), rest[-1])
             for name, (home, rest) in self._inside.items()
-            if rest[0] == _GROUPS and len(rest) > 2
+            if rest[0] == GROUPS and len(rest) > 2
         }
+        self._settings: dict[str, list[str]] = defaultdict(list)
+        for name, key in self.options.items():
+            self._settings[key.optimizer].append(name)
         self._groups: dict[str, dict[str, Mapping[str, str]]] = {}
 
     def _find_optimizers(self) -> None:
         """Note of every value inside an optimizer where that is, and the path behind ``state`` or ``param_groups``."""
         found: set[Components] = set()
         for parts in self._names.values():
-            if _GROUPS in parts:
-                found.add(parts[: parts.index(_GROUPS)])
-            elif _STATE in parts:
-                at = parts.index(_STATE)
+            if GROUPS in parts:
+                found.add(parts[: parts.index(GROUPS)])
+            elif STATE in parts:
+                at = parts.index(STATE)
                 if parts[-1] in STATE_ROLES or set(parts[at + 1 : at + 2]) & _KEY_ROLES.keys():
                     found.add(parts[:at])
         for name, parts in self._names.items():
             for at, part in enumerate(parts[:-1]):
-                if part in (_STATE, _GROUPS) and parts[:at] in found:
+                if part in (STATE, GROUPS) and parts[:at] in found:
                     self._inside[name] = parts[:at], parts[at:]
                     break
 
-    def _find_owners(self) -> dict[Components, set[Components]]:
-        """By optimizer, what it has moments of, or a group for."""
-        owners: dict[Components, set[Components]] = defaultdict(set)
-        for home, rest in self._inside.values():
-            if len(rest) > 2 and (rest[0] == _GROUPS or rest[-1] in STATE_ROLES):
-                owners[home].add(rest[1:-1])
-        return owners
-
     def _state_key(self, name: str) -> StateKey | None:
         home, (kind, *rest) = self._inside[name]
-        if kind != _STATE:
+        if kind != STATE:
             return None
         for end in range(len(rest) - 1, 0, -1):
             if tuple(rest[:end]) in self._owners[home]:
@@ -132,12 +135,6 @@ class DcpRoles:
         at_top = path is not None and len(path) == 1 and "." in name
         return Role.WEIGHT if in_model or at_top or name in self._trained or self._is_bare else Role.OTHER
 
-    def _find_bare(self) -> bool:
-        """Whether the checkpoint is a state dict of a model: nothing but tensors in one dict, extra states aside."""
-        tensors, paths = self._metadata.tensors, self._metadata.paths.values()
-        alone = all(name in tensors or "_extra_state" in name for name in self._names)
-        return alone and not self._inside and all(len(path) == 1 for path in paths)
-
     def group(self, key: StateKey, value: Value) -> Mapping[str, Any]:
         """The options of the group that a parameter is in, as far as they tell the update rule."""
         if key.optimizer not in self._groups:
@@ -148,12 +145,12 @@ class DcpRoles:
     def _read_groups(self, optimizer: str, value: Value) -> dict[str, Mapping[str, str]]:
         """By parameter, the names of the options of its group."""
         options: dict[str, dict[str, str]] = defaultdict(dict)
-        for name, key in self.options.items():
-            if key.optimizer == optimizer:
-                options[key.parameter][key.key] = name
+        for name in self._settings[optimizer]:
+            key = self.options[name]
+            options[key.parameter][key.key] = name
         groups: dict[str, Mapping[str, str]] = {}
         for owner, names in options.items():
-            listed = value(names[_PARAMETERS]) if _PARAMETERS in names else None
+            listed = value(names[PARAMETERS]) if PARAMETERS in names else None
             members = listed if isinstance(listed, list) else [owner]
             groups.update({str(member): names for member in members if type(member) is str or is_count(member)})
         return groups

@@ -1,7 +1,7 @@
-"""A file of slices that are compressed one by one, as it would be if they were not.
+"""A file whose slices are compressed one by one, read as if they were not compressed.
 
-A slice is decoded as a whole into a temporary file without a name, of which a few exist at a time. What lies outside
-its storages is small and asked for again and again: it is kept in another, for as long as the file is open.
+A slice is decoded as a whole into a temporary file without a name; a few of these exist at a time. The bytes outside
+the storages of a slice are few and read often: another temporary file keeps them for as long as the file is open.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 
 MAX_DECODED = 6
-"""Slices that are there decoded: those of one unit, and of the next."""
+"""Decoded slices that are kept: those of one unit, and of the next."""
 
 _HEAD_BYTES, _BLOCK_HEAD, _CHECKSUM = 18, 3, 4
 _MAX_BLOCK = 128 * 1024
@@ -32,7 +32,7 @@ _MAX_KEPT = 1 << 20
 
 
 class _Spool:
-    """A temporary file without a name, closed by whoever lets go of it last. Raises OutputError."""
+    """A temporary file without a name; it is closed when nothing refers to it any more. Raises OutputError."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -186,7 +186,7 @@ class DecodedFile(SourceFile):
         self._file.check_unchanged()
 
     def close(self) -> None:
-        """Let go of what is decoded."""
+        """Drop the decoded slices."""
         self._decoded.clear()
 
 

@@ -1,1 +1,1 @@
-"""The package pickle."""
+"""Pickles read without running them. Imports the tree and core only."""
