@@ -5,6 +5,7 @@ They strike as exceptions, so that temporary files are removed on the way out.
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from typing import Any, NoReturn
@@ -43,8 +44,12 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     try:
+        # Modules live until the exit: the garbage collector need not look through them.
+        gc.disable()
         from ckpt8.cli.app import main as run
 
+        gc.freeze()
+        gc.enable()
         run()
     except BaseException:
         # In place of whatever became of an interrupt: in the middle of a wait for a lock, say, a RuntimeError.
@@ -55,6 +60,9 @@ def main() -> None:
         # The outcome is known and temporary files are removed; what is left is to leave.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
+        # Libraries that come with torch count their objects at exit, and must find them freed.
+        if "torch" not in sys.modules:
+            gc.freeze()
 
 
 if __name__ == "__main__":

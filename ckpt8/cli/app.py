@@ -9,18 +9,13 @@ from typing import Annotated
 import typer
 
 from ckpt8 import __version__
-from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.cli.bench_command import bench
 from ckpt8.cli.convert_command import convert
 from ckpt8.cli.diff_command import diff
 from ckpt8.cli.guard import guarded
 from ckpt8.cli.options import Container, Force, Json, Output, Threads, clock, console, print_json
-from ckpt8.cli.show.inspect import show, show_drift, summary
-from ckpt8.container.header import is_container
-from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.text import printable, size
-from ckpt8.inspecting.container import inspect_container
 
 app = typer.Typer(
     name="ckpt8",
@@ -66,8 +61,11 @@ def compress(
     as_json: Json = False,
 ) -> None:
     """Compress SRC into a .ckpt8 and show the error that was made."""
+    from ckpt8.checkpoint.readers.entries import size_of
     from ckpt8.cli.progress_bar import progress_bar
+    from ckpt8.cli.show.inspect import summary
     from ckpt8.compressing import compress as api
+    from ckpt8.inspecting.container import inspect_container
 
     target = output or api.default_target(src)
     start = clock()
@@ -119,17 +117,22 @@ def inspect(
     Red flags (NaN, dead rows, weights stored twice, what fp16 would lose) are looked for in a sample of a checkpoint,
     and with --full in every element; in a .ckpt8 with --full only. --json has them as flags, with sample and layers.
     """
+    from ckpt8.container.header import is_container
+
     report = None
     if html is not None or drift is not None:
         from ckpt8.cli.show.html.report import report_for
 
         report = report_for(html, path, original=against, drift=drift, full=full, force=force)
     if is_container(path):
+        from ckpt8.inspecting.container import inspect_container
+
         visit = report.visit if report else None
         facts = inspect_container(path, tensors=tensors, original=against, full=full, visit=visit)
     elif against is not None and not readiness:
         raise UsageError(f"{path}: is not a .ckpt8; --against compares a .ckpt8 with its original")
     else:
+        from ckpt8.checkpoint.readers.entries import size_of
         from ckpt8.cli.progress_bar import progress_bar
         from ckpt8.inspecting.checkpoint import inspect_checkpoint
 
@@ -145,6 +148,8 @@ def inspect(
     if as_json:
         print_json(facts)
     else:
+        from ckpt8.cli.show.inspect import show
+
         show(console(), facts)
 
 
@@ -165,6 +170,7 @@ def restore(
     --force replaces checkpoints: a directory only if nothing else is in it, another file only if -o names it.
     """
     from ckpt8.cli.progress_bar import progress_bar
+    from ckpt8.container.reader import ContainerReader
     from ckpt8.restoring.restore import restore as run
     from ckpt8.restoring.restore import restore_original
 
@@ -210,7 +216,9 @@ def verify(
     """Check every byte of SRC, and with --against every statistic that it states."""
     from dataclasses import asdict
 
+    from ckpt8.checkpoint.readers.entries import size_of
     from ckpt8.cli.progress_bar import progress_bar
+    from ckpt8.cli.show.inspect import show_drift
     from ckpt8.core.startup import settle
     from ckpt8.inspecting.verify import verify as run
 

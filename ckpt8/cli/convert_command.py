@@ -8,11 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.cli.options import Force, Json, Threads, clock, console, print_json
-from ckpt8.converting.writers import WRITERS
 
-_FORMATS = ", ".join(WRITERS)
+_FORMATS = "torch, safetensors, trainer, dcp, flashoptim, compressed-tensors or ckpt8"
+"""The keys of ``converting.writers.WRITERS``, which ``--help`` need not import."""
 
 
 def convert(
@@ -56,6 +55,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Write SRC in another format: a .pt, safetensors that transformers loads, a Trainer or DCP directory, a .ckpt8."""
+    from ckpt8.checkpoint.readers.entries import size_of
     from ckpt8.cli.progress_bar import progress_bar
     from ckpt8.cli.show.convert import show
     from ckpt8.converting.convert import convert as run

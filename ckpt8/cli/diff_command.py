@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.cli.options import Json, Threads, console, print_json
 from ckpt8.core.errors import CheckFailedError
 
@@ -22,6 +21,7 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Show what is not the same in A and B, and how far apart it is. Exit code 0 if nothing is, 1 if something is."""
+    from ckpt8.checkpoint.readers.entries import size_of
     from ckpt8.cli.progress_bar import progress_bar
     from ckpt8.cli.show.diff import show
     from ckpt8.inspecting.diff.diff import diff as run

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ckpt8
+from ckpt8.converting.writers import WRITERS
 
 HEAVY = {
     "torch",
@@ -59,3 +60,10 @@ def test_inspect_of_a_container_needs_nothing_that_is_heavy(packed, flags):
     modules = imported("inspect", packed, *flags)
     assert {"ckpt8.inspecting.container", "rich.table"} <= modules
     assert not modules & HEAVY
+
+
+def test_the_help_of_convert_names_every_format_that_is_written():
+    shown = start("convert", "--help").stdout
+    assert [
+        name for name in WRITERS if name not in shown.split("--dtype")[0].replace("│", " ").replace(",", " ").split()
+    ] == []
