@@ -1,1 +1,1 @@
-"""The package cli."""
+"""The command ``ckpt8``: parses arguments, calls the library, prints results. Imports every other package."""

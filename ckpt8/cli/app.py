@@ -1,4 +1,4 @@
-"""The command line: parse, call, render. Exit codes: 0 ok, 1 a check does not hold, 2 usage, 3 input, 4 output."""
+"""The command line: parse, call, print. Exit codes: 0 ok, 1 a check fails, 2 usage, 3 input, 4 output."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ckpt8.cli.bench_command import bench
 from ckpt8.cli.convert_command import convert
 from ckpt8.cli.diff_command import diff
 from ckpt8.cli.guard import guarded
-from ckpt8.cli.options import Container, Force, Json, Output, Threads, clock, console, print_json
+from ckpt8.cli.options import Container, Force, Json, Output, Threads, clock
+from ckpt8.cli.output import console, present, print_json, print_lines
 from ckpt8.core.errors import CheckFailedError, UsageError
-from ckpt8.core.text import printable, size
+from ckpt8.core.text import size
 
 app = typer.Typer(
     name="ckpt8",
@@ -23,7 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Make training checkpoints about three times smaller; the resumed run does not notice.",
+    help="Make training checkpoints about three times smaller. A run that resumes from one trains on as before.",
 )
 
 
@@ -46,11 +47,14 @@ def _global(
 def compress(
     src: Annotated[Path, typer.Argument(readable=False, help="A checkpoint file, or a directory of them.")],
     output: Output = None,
-    preset: Annotated[str, typer.Option(help="flash, compact or lossless.")] = "flash",
+    preset: Annotated[str, typer.Option(help="flash, compact (smaller) or lossless (bit-exact).")] = "flash",
     rule: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB=CODEC", help="Override by tensor path; first match wins.")
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB=CODEC", help="Store tensors whose path matches GLOB with CODEC. The first match wins."
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to pack: cpu, or cuda; auto is cpu.")] = "auto",
+    device: Annotated[str, typer.Option(help="Pack on the cpu or on cuda. auto is the cpu.")] = "auto",
     threads: Threads = None,
     max_update_error: Annotated[
         float | None,
@@ -60,7 +64,7 @@ def compress(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Compress SRC into a .ckpt8 and show the error that was made."""
+    """Compress SRC into a .ckpt8, then show its size and its error."""
     from ckpt8.checkpoint.readers.entries import size_of
     from ckpt8.cli.progress_bar import progress_bar
     from ckpt8.cli.show.inspect import summary
@@ -84,46 +88,59 @@ def compress(
         )
     seconds = time.perf_counter() - start
     facts = inspect_container(target)
-    if as_json:
-        print_json({"target": str(target), "seconds": seconds, **facts})
-    else:
-        summary(console(), facts, str(target), seconds)
+    present(
+        {"target": str(target), "seconds": seconds, **facts},
+        lambda console: summary(console, facts, str(target), seconds),
+        as_json=as_json,
+    )
 
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(readable=False, help="A .ckpt8, a checkpoint or a directory.")],
+    path: Annotated[Path, typer.Argument(readable=False, help="A .ckpt8, a checkpoint file or a directory.")],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     against: Annotated[
         Path | None,
-        typer.Option(readable=False, metavar="ORIGINAL", help="Measure a .ckpt8, with --readiness any copy, from it."),
+        typer.Option(
+            readable=False,
+            metavar="ORIGINAL",
+            help="Measure the error of a .ckpt8 against ORIGINAL. With --readiness: of any copy.",
+        ),
     ] = None,
     readiness: Annotated[
-        bool, typer.Option("--readiness", help="Judge what fp16, bf16, fp8 and int8 would make of it.")
+        bool, typer.Option("--readiness", help="Predict what fp16, bf16, fp8 and int8 would lose.")
     ] = False,
     full: Annotated[bool, typer.Option("--full", help="Read every element instead of a sample.")] = False,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a report with charts: one page, no network, no script.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a report with charts: one HTML page, no network, no script."),
     ] = None,
     drift: Annotated[
         Path | None,
-        typer.Option(readable=False, metavar="FILE", help="Show in it what verify --resume-steps N --json printed."),
+        typer.Option(
+            readable=False,
+            metavar="FILE",
+            help="Add drift to the report: the output of verify --resume-steps N --json.",
+        ),
     ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a .ckpt8 or a checkpoint is made of, where the bytes are, red flags, and the error that was made.
+    """Show what a .ckpt8 or a checkpoint holds, where its bytes are, red flags, and the error of compression.
 
-    Red flags (NaN, dead rows, weights stored twice, what fp16 would lose) are looked for in a sample of a checkpoint,
-    and with --full in every element; in a .ckpt8 with --full only. --json has them as flags, with sample and layers.
+    Red flags are NaN, dead rows, weights stored twice, and values that fp16 would lose. inspect looks for them in a
+    sample of a checkpoint, and with --full in every element. In a .ckpt8 it looks for them with --full only. --json
+    prints them as flags, with sample and layers.
     """
     from ckpt8.container.header import is_container
 
     report = None
-    if html is not None or drift is not None:
-        from ckpt8.cli.show.html.report import report_for
+    if html is not None:
+        from ckpt8.cli.show.html.report import Report
 
-        report = report_for(html, path, original=against, drift=drift, full=full, force=force)
+        report = Report(html, path, original=against, drift=drift, full=full, force=force)
+    elif drift is not None:
+        raise UsageError("--drift is shown in a report; give --html FILE")
     if is_container(path):
         from ckpt8.inspecting.container import inspect_container
 
@@ -158,16 +175,16 @@ def restore(
     src: Container,
     output: Output = None,
     salvage: Annotated[
-        bool, typer.Option("--salvage", help="Of a damaged SRC, write what is whole and list the rest.")
+        bool, typer.Option("--salvage", help="SRC is damaged: write what is whole, list the rest.")
     ] = False,
     threads: Threads = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Write back the checkpoint that SRC was made from, by default beside SRC and under its name.
+    """Write the original checkpoint back, by default next to SRC and under the name of SRC.
 
-    best.ckpt8 gives best.pt, best.safetensors, ... or the directory best/; what the original was called is shown.
-    --force replaces checkpoints: a directory only if nothing else is in it, another file only if -o names it.
+    best.ckpt8 becomes best.pt, best.safetensors, ... or the directory best/. restore also shows the original's name.
+    --force replaces checkpoints: a directory only if it holds nothing else, another file only if -o names it.
     """
     from ckpt8.cli.progress_bar import progress_bar
     from ckpt8.container.reader import ContainerReader
@@ -176,10 +193,7 @@ def restore(
 
     if salvage:
         found = run(src, output, salvage=True, force=force, threads=threads)
-        if as_json:
-            print_json(found.to_json())
-        else:
-            console().print("\n".join(map(printable, found.lines())), markup=False, soft_wrap=True)
+        present(found.to_json(), lambda console: print_lines(console, found.lines()), as_json=as_json)
         if not found.complete:
             raise CheckFailedError(f"{src}: is damaged; not everything in it was recovered for certain")
         return
@@ -189,12 +203,13 @@ def restore(
     with progress_bar(f"restore {src.name}", total, enabled=not as_json) as progress:
         restored = restore_original(src, output, force=force, threads=threads, progress=progress)
     seconds = time.perf_counter() - start
-    if as_json:
-        facts = {"original": restored.original, "replaced": restored.replaced}
-        print_json({"target": str(restored.path), "bytes": total, "seconds": seconds, **facts})
-    else:
-        lines = [f"{restored.path}: {size(total)} in {seconds:.2f} s", *restored.lines()]
-        console().print("\n".join(map(printable, lines)), markup=False, soft_wrap=True)
+    facts = {"original": restored.original, "replaced": restored.replaced}
+    lines = [f"{restored.path}: {size(total)} in {seconds:.2f} s", *restored.lines()]
+    present(
+        {"target": str(restored.path), "bytes": total, "seconds": seconds, **facts},
+        lambda console: print_lines(console, lines),
+        as_json=as_json,
+    )
 
 
 @app.command()
@@ -202,23 +217,26 @@ def verify(
     src: Container,
     against: Annotated[
         Path | None,
-        typer.Option(readable=False, metavar="ORIGINAL", help="Measure all statistics again."),
+        typer.Option(readable=False, metavar="ORIGINAL", help="Measure every error figure again, against ORIGINAL."),
     ] = None,
     resume_steps: Annotated[
-        int, typer.Option(min=0, max=1 << 20, metavar="N", help="Replay N optimizer steps on both and show the drift.")
+        int,
+        typer.Option(
+            min=0, max=1 << 20, metavar="N", help="Replay N optimizer steps on both and show the drift between them."
+        ),
     ] = 0,
     max_drift: Annotated[
-        float | None, typer.Option(min=0, metavar="X", help="Fail where the NMSE of a replayed update exceeds X.")
+        float | None, typer.Option(min=0, metavar="X", help="Exit with 1 if the NMSE of a replayed update exceeds X.")
     ] = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Check every byte of SRC, and with --against every statistic that it states."""
+    """Check every byte of SRC, and with --against every error figure that it states."""
     from dataclasses import asdict
 
     from ckpt8.checkpoint.readers.entries import size_of
     from ckpt8.cli.progress_bar import progress_bar
-    from ckpt8.cli.show.inspect import show_drift
+    from ckpt8.cli.show.verify import show_verified
     from ckpt8.core.startup import settle
     from ckpt8.inspecting.verify import verify as run
 
@@ -226,17 +244,11 @@ def verify(
     total = size_of(src) if against is None else 2 * size_of(against)
     with progress_bar(f"verify {src.name}", total, enabled=not as_json) as progress:
         result = run(src, against, resume_steps=resume_steps, max_drift=max_drift, threads=threads, progress=progress)
-    if as_json:
-        print_json({"path": str(src), **asdict(result)})
-    else:
-        text = f"{src}: seal and {result.frames:,} frames hold ({size(result.nbytes)})"
-        if result.against and not result.failures:
-            text += f"; {result.statistics} statistics and all lossless tensors agree with {against}"
-            if result.unmeasured:
-                text += f"; {result.unmeasured} lossy tensors carry no statistics to check"
-        console().print(printable(text), markup=False, soft_wrap=True)
-        if result.resume is not None:
-            show_drift(console(), result.resume)
+    present(
+        {"path": str(src), **asdict(result)},
+        lambda console: show_verified(console, src, against, result),
+        as_json=as_json,
+    )
     if result.failures:
         more = f" (and {len(result.failures) - 1} more)" if len(result.failures) > 1 else ""
         raise CheckFailedError(f"{src}: {result.failures[0]}{more}")

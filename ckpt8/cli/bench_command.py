@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ckpt8.cli.options import Json, Threads, console, print_json
+from ckpt8.cli.options import Json, Threads
+from ckpt8.cli.output import present
 from ckpt8.core.text import printable
 
 _SIZES = "0.25GB,0.5GB,1GB,2GB,4GB,8GB"
@@ -17,28 +18,30 @@ _SIZES = "0.25GB,0.5GB,1GB,2GB,4GB,8GB"
 def bench(
     checkpoint: Annotated[
         Path | None,
-        typer.Argument(readable=False, help="A checkpoint, a file or a directory; without one, a GPT is trained."),
+        typer.Argument(readable=False, help="A checkpoint file or directory. Without one, bench trains a GPT."),
     ] = None,
     train_size: Annotated[
         str, typer.Option("--size", metavar="BYTES", help="Size of the checkpoint to train, as in 1.5GB.")
     ] = "0.25GB",
     scaling: Annotated[
-        bool, typer.Option("--scaling", help="Measure over numbers of threads and over sizes as well.")
+        bool, typer.Option("--scaling", help="Also measure several numbers of threads and several sizes.")
     ] = False,
     sizes: Annotated[
-        str, typer.Option(metavar="BYTES,...", help="With --scaling: the sizes; those without room are left out.")
+        str, typer.Option(metavar="BYTES,...", help="With --scaling: the sizes. bench skips those that do not fit.")
     ] = _SIZES,
     scratch: Annotated[
         Path | None,
-        typer.Option(readable=False, metavar="DIR", help="The disk to measure; by default that of temporary files."),
+        typer.Option(
+            readable=False, metavar="DIR", help="A folder on the disk to measure. Default: the one for temporary files."
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu: files; cuda: kernels and optimizer steps.")] = "cpu",
-    parameters: Annotated[int, typer.Option(min=1, help="With cuda: parameters that a step updates.")] = 1 << 30,
+    device: Annotated[str, typer.Option(help="cpu measures files, cuda kernels and optimizer steps.")] = "cpu",
+    parameters: Annotated[int, typer.Option(min=1, help="With cuda: how many parameters a step updates.")] = 1 << 30,
     threads: Threads = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Rounds that are timed; medians are reported.")] = 3,
+    repeat: Annotated[int, typer.Option(min=1, help="How many rounds to time. bench reports medians.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Measure time, size and memory beside cp, zstd and torch; on a GPU, kernels and steps beside a copy and torch."""
+    """Compare time, size and memory with cp, zstd and torch; on a GPU, kernels and steps with a copy and torch."""
     from ckpt8.cli.bench.sizes import parse_size
     from ckpt8.cli.show.bench import show_bench, show_device_bench
     from ckpt8.core.gpu import requested
@@ -48,10 +51,7 @@ def bench(
         from ckpt8.cli.bench.device import bench_device
 
         measured = bench_device(where, parameters=parameters)
-        if as_json:
-            print_json(measured)
-        else:
-            show_device_bench(console(), measured)
+        present(measured, lambda console: show_device_bench(console, measured), as_json=as_json)
         return
     from ckpt8.cli.bench.run import bench as run
 
@@ -67,14 +67,11 @@ def bench(
         )
     finally:
         _say("")
-    if as_json:
-        print_json(result)
-    else:
-        show_bench(console(), result)
+    present(result, lambda console: show_bench(console, result), as_json=as_json)
 
 
 def _say(text: str) -> None:
-    """What is going on, on one line of a terminal."""
+    """Show what runs now, on one line of a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{printable(text)}")
         sys.stderr.flush()

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ckpt8.cli.options import Force, Json, Threads, clock, console, print_json
+from ckpt8.cli.options import Force, Json, Threads, clock
+from ckpt8.cli.output import present
 
 _FORMATS = "torch, safetensors, trainer, dcp, flashoptim, compressed-tensors or ckpt8"
 """The keys of ``converting.writers.WRITERS``, which ``--help`` need not import."""
@@ -18,24 +19,28 @@ def convert(
     src: Annotated[Path, typer.Argument(readable=False, help="A checkpoint file or directory, or a .ckpt8 of one.")],
     dst: Annotated[str, typer.Argument(readable=False, help="The file or directory to write.")],
     to: Annotated[
-        str | None, typer.Option("--to", metavar="FORMAT", help=f"{_FORMATS}; by default as DST's name says.")
+        str | None, typer.Option("--to", metavar="FORMAT", help=f"{_FORMATS}. Default: what DST's name says.")
     ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
             metavar="D",
-            help="Of the weights: float32, bfloat16, float16; safetensors take fp32 as bf16. float8_e4m3fn and int8 "
-            "quantise linear layers into a directory for inference.",
+            help="Type of the weights: float32, bfloat16, float16. Default: as they are; safetensors get fp32 as bf16. "
+            "float8_e4m3fn and int8 quantise linear layers and write a directory for inference.",
         ),
     ] = None,
     scale: Annotated[
-        str | None, typer.Option(metavar="S", help="Of quantised weights: absmax, or unit (powers of two, float8).")
+        str | None,
+        typer.Option(metavar="S", help="Scales of quantised weights: absmax, or unit (powers of two, float8)."),
     ] = None,
     per: Annotated[
-        str | None, typer.Option(metavar="P", help="A scale for each channel (a row; as float8) or tensor (as int8).")
+        str | None,
+        typer.Option(
+            metavar="P", help="A scale for each channel (a row; default of float8) or tensor (default of int8)."
+        ),
     ] = None,
     keep: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Modules that stay bf16, beside embeddings and head.")
+        list[str] | None, typer.Option(metavar="GLOB", help="Modules that stay bf16, like embeddings and head.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option(readable=False, metavar="FILE", help="The model's config.json, if SRC has none.")
@@ -44,11 +49,11 @@ def convert(
         str | None,
         typer.Option(
             metavar="PATH",
-            help="Which model, where there are several: ema, state_dict_ema. torch and dcp write it alone.",
+            help="Which model, if SRC holds several: ema, state_dict_ema. torch and dcp write that model alone.",
         ),
     ] = None,
     member: Annotated[
-        str | None, typer.Option(metavar="M", help="Which file of a directory, or folder with a DCP.")
+        str | None, typer.Option(metavar="M", help="Which file of a directory, or which folder with a DCP.")
     ] = None,
     threads: Threads = None,
     force: Force = False,
@@ -78,7 +83,5 @@ def convert(
             progress=progress,
         )
     seconds = time.perf_counter() - start
-    if as_json:
-        print_json({**report.to_json(), "seconds": seconds})
-    else:
-        show(console(), report, seconds)
+    facts = {**report.to_json(), "seconds": seconds}
+    present(facts, lambda console: show(console, report, seconds), as_json=as_json)

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ckpt8.cli.options import Json, Threads, console, print_json
+from ckpt8.cli.options import Json, Threads
+from ckpt8.cli.output import present
 from ckpt8.core.errors import CheckFailedError
 
 
@@ -20,7 +21,7 @@ def diff(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Show what is not the same in A and B, and how far apart it is. Exit code 0 if nothing is, 1 if something is."""
+    """Show what differs between A and B, and by how much. Exit code 0: they are identical. 1: they differ."""
     from ckpt8.checkpoint.readers.entries import size_of
     from ckpt8.cli.progress_bar import progress_bar
     from ckpt8.cli.show.diff import show
@@ -29,9 +30,7 @@ def diff(
     total = size_of(a) + size_of(b)
     with progress_bar(f"diff {a.name} {b.name}", total, enabled=not as_json) as progress:
         found = run(a, b, threads=threads, progress=progress)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        show(console(), found.to_json(), tensors=tensors)
+    facts = found.to_json()
+    present(facts, lambda console: show(console, facts, tensors=tensors), as_json=as_json)
     if not found.identical:
         raise typer.Exit(CheckFailedError.exit_code)

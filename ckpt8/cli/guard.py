@@ -16,7 +16,7 @@ _format_warning = warnings.formatwarning
 
 
 def _one_line(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
-    """A warning of ours as errors are shown: it is not about the line of code that gives it."""
+    """Format our own warning like an error, without the line of code that gives it."""
     if issubclass(category, KernelCacheWarning):
         return f"ckpt8: {message}\n"
     return _format_warning(message, category, *where, **line)
@@ -37,7 +37,7 @@ def guarded(command: Callable[[], object]) -> None:
         sys.stderr.write(f"ckpt8: {line}\n")
         sys.exit(exc.exit_code)
     except OSError as exc:
-        # Every file that a command opens answers for itself; what is left is the terminal or a pipe.
+        # Commands turn errors of their own files into Ckpt8Error. What is left is the terminal or a pipe.
         sys.stderr.write(f"ckpt8: standard output cannot be written: {exc.strerror}\n")
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

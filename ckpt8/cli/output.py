@@ -1,12 +1,14 @@
-"""How commands print their results. Nothing here needs the parser, and JSON does not need rich."""
+"""How commands print their results. Nothing here imports typer, and JSON does not import rich."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from ckpt8.core.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,11 +30,25 @@ def print_json(facts: Mapping[str, Any]) -> None:
 
 
 def console() -> Console:
-    """Where results are shown. Nothing is wrapped where nobody looks: a log or a pipe gets whole names.
+    """The console on stdout. It wraps lines on a terminal only: a log or a pipe gets whole names.
 
-    ``:name:`` in a text is that, and no picture.
+    ``:name:`` stays text and does not become an emoji.
     """
     from rich.console import Console
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNWRAPPED
     return Console(highlight=False, emoji=False, width=width)
+
+
+def present(facts: Mapping[str, Any], show: Callable[[Console], object], *, as_json: bool) -> None:
+    """Print ``facts`` as JSON, or have ``show`` print them on the console."""
+    if as_json:
+        print_json(facts)
+    else:
+        show(console())
+
+
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Print lines that may hold names from files: nothing in them is markup or moves the cursor."""
+    for line in lines:
+        console.print(printable(line), markup=False, soft_wrap=True)

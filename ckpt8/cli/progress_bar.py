@@ -11,7 +11,7 @@ from ckpt8.core.text import printable
 
 @contextmanager
 def progress_bar(label: str, total: int, *, enabled: bool = True) -> Iterator[Callable[[int], None]]:
-    """Gives a function to be called with the number of bytes done; silent when stderr is not a terminal."""
+    """Show a bar and yield the function that advances it by a number of bytes. Silent unless stderr is a terminal."""
     if not enabled or not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -41,11 +42,7 @@ def run_child(folder: Path) -> Run:
 
     Errors of ckpt8 arrive as what they are, all others as Ckpt8Error with their last line.
     """
-
-    def run(module: str, job: dict[str, Any], watch: bool) -> dict[str, Any]:
-        return _run(folder, module, job, watch=watch)
-
-    return run
+    return partial(_run, folder)
 
 
 def python(code: str, *arguments: str) -> list[str]:
@@ -54,7 +51,7 @@ def python(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-W", "ignore", "-c", same + code, *arguments]
 
 
-def _run(folder: Path, module: str, job: dict[str, Any], *, watch: bool) -> dict[str, Any]:
+def _run(folder: Path, module: str, job: dict[str, Any], watch: bool) -> dict[str, Any]:
     command = python(f"from {__name__} import main; main(*sys.argv[1:])", module, json.dumps(job))
     with TemporaryFile(dir=folder) as out, TemporaryFile(dir=folder) as err:
         child: subprocess.Popen[bytes] | None = None

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -141,41 +142,24 @@ def _zipnn(job: Job) -> Callable[[], object]:
     return run
 
 
-def _library(*, kernels: bool = True) -> Any:
-    """``ckpt8``, with all that its first calls would import."""
-    settle(kernels=kernels)
-
-    return ckpt8
-
-
 def _start(job: Job) -> Callable[[], object]:  # noqa: ARG001
     """What each command on tensors does before its work: Python, torch and numba."""
     command = python("from ckpt8.core.startup import settle; settle(kernels=True)")
     return lambda: subprocess.run(command, check=True)  # noqa: S603
 
 
-def _compress(**options: Any) -> Operation:
+def _ours(call: Callable[[Job], object], *, kernels: bool = True) -> Operation:
+    """An operation of ckpt8, after all that its first call would import."""
+
     def prepare(job: Job) -> Callable[[], object]:
-        ckpt8 = _library()
-        return lambda: ckpt8.compress(job.source.path, job.target, threads=job.threads, force=True, **options)
+        settle(kernels=kernels)
+        return partial(call, job)
 
     return prepare
 
 
-def _restore(job: Job) -> Callable[[], object]:
-    ckpt8 = _library()
-    return lambda: ckpt8.restore(job.container, job.target, threads=job.threads, force=True)
-
-
-def _verify(job: Job) -> Callable[[], object]:
-    ckpt8 = _library()
-    return lambda: ckpt8.verify(job.container, threads=job.threads)
-
-
-def _load(job: Job) -> Callable[[], object]:
-    ckpt8 = _library(kernels=False)
-    members = [member or None for member in job.source.loaded]
-    return lambda: [ckpt8.load(job.container, member=member, threads=job.threads) for member in members]
+def _compress(job: Job, **options: Any) -> object:
+    return ckpt8.compress(job.source.path, job.target, threads=job.threads, force=True, **options)
 
 
 def _torch_load(job: Job) -> Callable[[], object]:
@@ -194,7 +178,7 @@ def _torch_save(job: Job) -> Callable[[], object]:
 
 
 def _save(job: Job) -> Callable[[], object]:
-    ckpt8 = _library()
+    settle(kernels=True)
     objects = [load_file(file) for file in job.source.files]
     return lambda: ckpt8.save(objects[0] if len(objects) == 1 else objects, job.target, threads=job.threads)
 
@@ -205,12 +189,15 @@ OPERATIONS: dict[str, Operation] = {
     "zstd -3": _zstd(3),
     ZIPNN: _zipnn,
     START: _start,
-    "compress": _compress(),
-    "compress --no-stats": _compress(stats=False),
-    "compress --preset compact": _compress(preset="compact"),
-    "restore": _restore,
-    "verify": _verify,
-    "load": _load,
+    "compress": _ours(_compress),
+    "compress --no-stats": _ours(partial(_compress, stats=False)),
+    "compress --preset compact": _ours(partial(_compress, preset="compact")),
+    "restore": _ours(lambda job: ckpt8.restore(job.container, job.target, threads=job.threads, force=True)),
+    "verify": _ours(lambda job: ckpt8.verify(job.container, threads=job.threads)),
+    "load": _ours(
+        lambda job: [ckpt8.load(job.container, member=each or None, threads=job.threads) for each in job.source.loaded],
+        kernels=False,
+    ),
     "torch.load": _torch_load,
     "save": _save,
     "torch.save": _torch_save,

@@ -1,1 +1,1 @@
-"""The package show."""
+"""How results look in a terminal, and in the HTML report of ``inspect``."""

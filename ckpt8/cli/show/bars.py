@@ -16,7 +16,7 @@ _GAP = "  "
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A label, a fraction of all, and what is written behind the bar, in columns."""
+    """One bar: its label, its fraction of the whole (0 to 1), and the figures behind it, a column each."""
 
     label: str
     fraction: float
@@ -24,7 +24,7 @@ class Share:
 
 
 def bar(fraction: float, width: int, *, ascii_only: bool = False) -> str:
-    """``fraction`` of ``width`` columns, to an eighth of a column; something for all that is not zero."""
+    """A bar of ``fraction`` of ``width`` columns, to an eighth of a column. Above zero it is never empty."""
     eighths = min(round(fraction * width * 8), width * 8)
     if fraction > 0:
         eighths = max(eighths, 1)

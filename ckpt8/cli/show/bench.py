@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ckpt8.cli.bench.probe import START
-from ckpt8.cli.show.inspect import make_table, with_rows
+from ckpt8.cli.show.tables import make_table, show_table
 from ckpt8.core.text import counted, printable_tree, size
 
 
@@ -40,7 +40,7 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
         )
         for row in result["results"]
     ]
-    console.print(with_rows(make_table(*columns), rows))
+    console.print(make_table(columns, rows))
     for name, reason in result["left_out"].items():
         console.print(f"{name}: {reason}", markup=False, soft_wrap=True)
     console.print(
@@ -68,8 +68,6 @@ def _range(spread: list[float]) -> str:
 
 
 def _show_scaling(console: Console, scaling: dict[str, Any]) -> None:
-    console.print()
-    threads = make_table("operation", "threads", "seconds", "range", "speedup", "peak memory")
     rows = [
         (
             row["operation"],
@@ -81,9 +79,7 @@ def _show_scaling(console: Console, scaling: dict[str, Any]) -> None:
         )
         for row in sorted(scaling["threads"], key=lambda row: str(row["operation"]))
     ]
-    console.print(with_rows(threads, rows))
-    console.print()
-    sizes = make_table("operation", "size", "seconds", "range", "throughput", "peak memory")
+    show_table(console, ("operation", "threads", "seconds", "range", "speedup", "peak memory"), rows)
     rows = [
         (
             row["operation"],
@@ -95,10 +91,9 @@ def _show_scaling(console: Console, scaling: dict[str, Any]) -> None:
         )
         for row in sorted(scaling["sizes"], key=lambda row: str(row["operation"]))
     ]
-    console.print(with_rows(sizes, rows))
+    show_table(console, ("operation", "size", "seconds", "range", "throughput", "peak memory"), rows)
     for name, reason in scaling["skipped"].items():
         console.print(f"{name}: {reason}", markup=False, soft_wrap=True)
-    console.print()
     columns = ("from the smallest to the largest", "time ~ bytes^", "seconds per GB", "peak memory")
     laws = [
         (
@@ -109,7 +104,7 @@ def _show_scaling(console: Console, scaling: dict[str, Any]) -> None:
         )
         for law in scaling["laws"]
     ]
-    console.print(with_rows(make_table(*columns), laws))
+    show_table(console, columns, laws)
 
 
 def show_device_bench(console: Console, result: dict[str, Any]) -> None:
@@ -119,7 +114,6 @@ def show_device_bench(console: Console, result: dict[str, Any]) -> None:
         f"kernels on {result['elements']:,} elements, steps of {result['parameters']:,} parameters",
         soft_wrap=True,
     )
-    kernels = make_table("kernel", "ms", "throughput", "of copy")
     moved = [
         (
             row["kernel"],
@@ -129,8 +123,7 @@ def show_device_bench(console: Console, result: dict[str, Any]) -> None:
         )
         for row in result["kernels"]
     ]
-    console.print(with_rows(kernels, moved))
-    steps = make_table("step", "ms", "ps per parameter", "of torch", "bytes per parameter")
+    console.print(make_table(("kernel", "ms", "throughput", "of copy"), moved))
     stepped = [
         (
             row["step"],
@@ -141,7 +134,6 @@ def show_device_bench(console: Console, result: dict[str, Any]) -> None:
         )
         for row in result["steps"]
     ]
-    console.print(with_rows(steps, stepped))
-    files = make_table("operation", "seconds", "size")
+    console.print(make_table(("step", "ms", "ps per parameter", "of torch", "bytes per parameter"), stepped))
     ended = [(row["operation"], f"{row['seconds']:.2f}", size(row["bytes"] or 0)) for row in result["files"]]
-    console.print(with_rows(files, ended))
+    console.print(make_table(("operation", "seconds", "size"), ended))

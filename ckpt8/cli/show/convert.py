@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from ckpt8.cli.output import print_lines
 from ckpt8.converting.quantizing.report import lines as quantized
 from ckpt8.converting.request import Report
-from ckpt8.core.text import listed, printable, size
+from ckpt8.core.text import listed, size
 
 _SHOWN = 20
 
@@ -25,6 +26,4 @@ def show(console: Console, report: Report, seconds: float) -> None:
         lines.append(f"tied        left out: {listed(report.aliases, _SHOWN)}")
     lines += [f"left out    {line}" for line in report.dropped]
     lines += [f"note        {line}" for line in report.notes]
-    for line in lines:
-        # Names come from the source, and may hold what moves the cursor of a terminal.
-        console.print(printable(line), markup=False, soft_wrap=True)
+    print_lines(console, lines)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from ckpt8.cli.show.inspect import make_table, number, with_rows
+from ckpt8.cli.show.tables import number, shape_text, show_table
 from ckpt8.core.text import printable_tree, size
 
 _NARROW = 72
@@ -21,7 +21,7 @@ _LONGEST = 80
 """Characters of a value."""
 
 _ALIKE = 3
-"""Names that differ in numbers alone and are listed one by one."""
+"""How many names that differ in numbers alone are listed one by one."""
 
 _NUMBERS = re.compile(r"(?<=[.:])[0-9]+(?=\.|$)")
 _WORDS = {"weight": "weights", "moment1": "first moments", "moment2": "second moments", "other": "other tensors"}
@@ -79,7 +79,7 @@ def _counted(found: dict[str, Any]) -> tuple[int, int, dict[str, Any]]:
 
 
 def _words(facts: dict[str, Any]) -> Iterable[str]:
-    """What changed by role, in a sentence each."""
+    """A sentence for each role of which tensors changed."""
     for role, total in facts["roles"].items():
         changed = total["tensors"] - total["identical"]
         if role != "other" and total["differ"] and total["max_change"] is not None:
@@ -95,7 +95,7 @@ def _words(facts: dict[str, Any]) -> Iterable[str]:
 def _show_one_sided(console: Console, facts: dict[str, Any]) -> None:
     for key in ("only_a", "only_b"):
         tensors = [
-            f"{each['name']}  {each['dtype']} {_shape(each['shape'])}"
+            f"{each['name']}  {each['dtype']} {shape_text(each['shape'])}"
             + (f", tied to {each['tied']}" if each["tied"] else "")
             for each in facts["tensors"][key]
         ]
@@ -137,7 +137,8 @@ def _show_more(console: Console, left: int) -> None:
 
 def _show_shapes(console: Console, tensors: Sequence[dict[str, Any]]) -> None:
     rows = [
-        f"{each['name']}  {each['dtype']} {_shape(each['shape'])} -> {each['dtype_b']} {_shape(each['shape_b'])}"
+        f"{each['name']}  {each['dtype']} {shape_text(each['shape'])} -> "
+        f"{each['dtype_b']} {shape_text(each['shape_b'])}"
         for each in tensors
         if (each["dtype"], each["shape"]) != (each["dtype_b"], each["shape_b"])
     ]
@@ -145,7 +146,7 @@ def _show_shapes(console: Console, tensors: Sequence[dict[str, Any]]) -> None:
 
 
 def _show_values(console: Console, facts: dict[str, Any]) -> None:
-    """Values that changed, and tensors of one number; those that changed alike are one row."""
+    """Print a table of changed values and one-element tensors. Those that changed alike share a row."""
     changed = [(each["name"], each["a"], each["b"]) for each in facts["values"]["changed"]]
     changed += [(t["name"], *t["values"]) for t in facts["tensors"]["both"] if t["values"] is not None]
     alike: dict[tuple[str, str, str], list[str]] = {}
@@ -157,16 +158,12 @@ def _show_values(console: Console, facts: dict[str, Any]) -> None:
         for (pattern, a, b), names in alike.items()
     ]
     if rows:
-        table = make_table("value", "A", "B")
-        for column in table.columns:
-            column.no_wrap, column.overflow, column.justify = False, "fold", "left"
-        console.print()
-        console.print(with_rows(table, rows[:_VALUES]))
+        show_table(console, ("value", "A", "B"), rows[:_VALUES], fold=True)
         _show_more(console, len(rows) - _VALUES)
 
 
 def _texts(a: Any, b: Any) -> tuple[str, str]:
-    """Two values as text: numbers with the digits that tell them apart."""
+    """Two values as text, floats with all digits if six do not tell them apart."""
     short = [f"{value:.6g}" if isinstance(value, float) else _cut(str(value)) for value in (a, b)]
     return (short[0], short[1]) if short[0] != short[1] else (_cut(str(a)), _cut(str(b)))
 
@@ -181,10 +178,8 @@ def _show_layers(console: Console, title: str, layers: Sequence[dict[str, Any]],
         return
     columns = {"relative": "relative", "RMS change": "rms_change", "RMS in A": "rms"}
     keys = list(columns.items())[: 1 if console.width < _NARROW else None]
-    table = make_table(title, *(name for name, _ in keys))
     cells = [(row["layer"] or "(without names)", *(number(row[key]) for _, key in keys)) for row in rows[:limit]]
-    console.print()
-    console.print(with_rows(table, cells))
+    show_table(console, (title, *(name for name, _ in keys)), cells)
     _show_more(console, len(rows) - limit)
 
 
@@ -195,7 +190,7 @@ def _show_tensors(console: Console, tensors: Sequence[dict[str, Any]], *, everyt
     changed = sorted((t for t in tensors if t["change"] is not None and not t["identical"]), key=_rank)
     weights = [each for each in changed if each["role"] == "weight"]
     _show_table(console, "weights that changed most", weights, _LISTED)
-    # Steps and the like are told as values.
+    # Step counters are in the table of values.
     others = [each for each in changed if each["role"] != "weight" and each["values"] is None]
     _show_table(console, "others that changed most", others, _LISTED)
 
@@ -205,9 +200,7 @@ def _show_table(console: Console, title: str, rows: Sequence[dict[str, Any]], li
         return
     wide = console.width >= _NARROW
     columns = ("role", "shape", "elements that differ", "max |B-A|") if wide else ()
-    table = make_table(title, *columns, "relative")
-    console.print()
-    console.print(with_rows(table, (_cells(each, wide=wide) for each in rows[:limit])))
+    show_table(console, (title, *columns, "relative"), [_cells(each, wide=wide) for each in rows[:limit]])
     _show_more(console, len(rows) - limit)
 
 
@@ -226,7 +219,7 @@ def _cells(tensor: dict[str, Any], *, wide: bool) -> Row:
         return name, relative
     differ = "-" if change is None else f"{change['differ']:,} of {change['elements']:,}"
     largest = "-" if change is None else number(change["max_change"])
-    return name, tensor["role"], _shape(tensor["shape"]), differ, largest, relative
+    return name, tensor["role"], shape_text(tensor["shape"]), differ, largest, relative
 
 
 def _show_not_finite(console: Console, tensors: Sequence[dict[str, Any]]) -> None:
@@ -237,7 +230,3 @@ def _show_not_finite(console: Console, tensors: Sequence[dict[str, Any]]) -> Non
             counts = [f"{nan:,} NaN, {inf:,} Inf" for nan, inf in zip(change["nan"], change["infinite"], strict=True)]
             rows.append(f"{each['name']}  A: {counts[0]}; B: {counts[1]}")
     _show_list(console, "not finite, and left out of the figures", rows)
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "scalar"

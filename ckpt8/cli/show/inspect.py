@@ -7,42 +7,16 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
 from ckpt8.checkpoint.meaning import quantised_state as low_bit
 from ckpt8.checkpoint.meaning.parameter_names import shown
 from ckpt8.cli.show.overview import say, show_flags, show_hyperparameters, show_layers, show_origin, show_roles
-from ckpt8.cli.show.tables import Sheet
+from ckpt8.cli.show.tables import make_table, number, shape_text, show_table
 from ckpt8.container.manifest import DIRECTORY
 from ckpt8.core.text import counted, differing_line, printable, printable_tree, size
 
 _ALARMING = 0.5
 """max |Δu| of max |u| above which a report says so."""
-
-
-def number(value: float | None) -> str:
-    """Three significant digits; a dash for nothing."""
-    return "-" if value is None else f"{value:.3g}"
-
-
-def make_table(*columns: str, title: str | None = None) -> Table:
-    """A table without lines; the first column and those of words are to the left, numbers to the right.
-
-    Where it does not fit, its rows are shown as paragraphs.
-    """
-    table = Sheet(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for k, column in enumerate(columns):
-        left = k == 0 or column in ("codec", "dtype", "shape", "reason", "role", "format")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
-    return table
-
-
-def with_rows(table: Table, rows: Iterable[Sequence[str]]) -> Table:
-    """The table with these rows, whose text is shown as it is."""
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
 
 
 def show(console: Console, facts: dict[str, Any]) -> None:
@@ -64,8 +38,7 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
     say(console, f"ckpt8 {facts['format']}, preset {facts['preset']}")
     say(console, f"from {_origin(facts)}")
     say(console, f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, {facts['ratio']:.2f}x{per_weight}")
-    console.print()
-    table = make_table("role", "codec", "storages", "elements", "original", "stored", "ratio")
+    columns = ("role", "codec", "storages", "elements", "original", "stored", "ratio")
     rows = [
         (
             row["role"],
@@ -78,18 +51,29 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
         )
         for row in facts["roles"]
     ]
-    console.print(with_rows(table, rows))
+    show_table(console, columns, rows)
     _show_low_bit(console, facts["low_bit"])
     show_layers(console, facts["layers"])
     show_flags(console, facts["flags"], facts["sample"])
     if facts["directory"] is not None:
         members = [(m["path"], m["format"], size(m["bytes"]), size(m["stored_bytes"])) for m in facts["members"]]
-        _show_members(console, "stored", members)
+        show_table(console, ("member", "format", "original", "stored"), members)
     _show_errors(console, facts["errors"], facts["measured_from"])
     _show_worst(console, facts["worst"])
     _show_lossless(console, facts["lossless"])
     if "tensors" in facts:
-        _show_stored_tensors(console, facts["tensors"])
+        tensors = [
+            (
+                t["name"],
+                t["role"],
+                shape_text(t["shape"]),
+                _codec(t["codec"]),
+                size(t["stored_bytes"]),
+                _error(t["error"]),
+            )
+            for t in facts["tensors"]
+        ]
+        show_table(console, ("tensor", "role", "shape", "codec", "stored", "error"), tensors)
         _show_parameters(console, facts["parameters"])
 
 
@@ -97,11 +81,6 @@ def _origin(facts: dict[str, Any]) -> str:
     if facts["directory"] is not None:
         return f"{facts['directory']}/ ({len(facts['members'])} members)"
     return ", ".join(f"{m['path']} ({m['format']})" for m in facts["members"])
-
-
-def _show_members(console: Console, last: str, rows: Iterable[Sequence[str]]) -> None:
-    console.print()
-    console.print(with_rows(make_table("member", "format", "original", last), rows))
 
 
 def _show_errors(console: Console, errors: dict[str, Any], source: dict[str, Any] | None = None) -> None:
@@ -143,28 +122,14 @@ def _show_worst(console: Console, worst: dict[str, list[dict[str, Any]]]) -> Non
     }
     for kind, (title, columns) in headings.items():
         if rows := worst[kind]:
-            table = make_table(title, *columns)
-            console.print()
-            console.print(with_rows(table, [(shown(r), *(number(r[key]) for key in columns.values())) for r in rows]))
+            cells = [(shown(row), *(number(row[key]) for key in columns.values())) for row in rows]
+            show_table(console, (title, *columns), cells)
 
 
 def _show_lossless(console: Console, reasons: list[dict[str, Any]]) -> None:
-    if not reasons:
-        return
-    table = make_table("kept lossless because", "storages", "reason")
-    table.columns[2].header = "such as"
-    console.print()
-    console.print(with_rows(table, [(r["reason"], f"{r['count']:,}", r["names"][0]) for r in reasons]))
-
-
-def _show_stored_tensors(console: Console, tensors: list[dict[str, Any]]) -> None:
-    table = make_table("tensor", "role", "shape", "codec", "stored", "error")
-    rows = [
-        (t["name"], t["role"], _shape(t["shape"]), _codec(t["codec"]), size(t["stored_bytes"]), _error(t["error"]))
-        for t in tensors
-    ]
-    console.print()
-    console.print(with_rows(table, rows))
+    if reasons:
+        rows = [(row["reason"], f"{row['count']:,}", row["names"][0]) for row in reasons]
+        show_table(console, ("kept lossless because", "storages", "such as"), rows)
 
 
 def _show_low_bit(console: Console, found: Iterable[dict[str, Any]]) -> None:
@@ -173,25 +138,15 @@ def _show_low_bit(console: Console, found: Iterable[dict[str, Any]]) -> None:
 
 
 def _show_parameters(console: Console, parameters: Sequence[dict[str, Any]]) -> None:
-    if not parameters:
-        return
-    table = make_table("parameter", "rule", "step")
-    table.columns[1].justify = "left"
-    rows = []
-    for row in parameters:
-        rule = row["rule"] or {"kind": "unknown", "step": 0}
-        rows.append((shown(row), rule["kind"], f"{rule['step']:,}" if rule["step"] else "-"))
-    console.print()
-    console.print(with_rows(table, rows))
+    rules = [(shown(row), row["rule"] or {"kind": "unknown", "step": 0}) for row in parameters]
+    rows = [(name, rule["kind"], f"{rule['step']:,}" if rule["step"] else "-") for name, rule in rules]
+    if rows:
+        show_table(console, ("parameter", "rule", "step"), rows)
 
 
 def _codec(name: str) -> str:
     """The role stands beside it and tells whether codes are signed."""
     return name.replace("signed=False, ", "")
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
 
 
 def _error(error: dict[str, Any] | None) -> str:
@@ -220,20 +175,17 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
     show_flags(console, facts["flags"], facts["sample"])
     console.print()
     say(console, "What ckpt8 compress would make of it, from a sample", "bold")
-    table = make_table("--preset", "predicted", "ratio")
-    predicted = facts["predicted"].items()
-    console.print(with_rows(table, [(name, size(p["bytes"]), f"{p['ratio']:.2f}x") for name, p in predicted]))
+    predicted = [(name, size(p["bytes"]), f"{p['ratio']:.2f}x") for name, p in facts["predicted"].items()]
+    console.print(make_table(("--preset", "predicted", "ratio"), predicted))
     if facts["format"] == DIRECTORY:
         members = [(m["path"], m["format"], size(m["bytes"]), m["reason"] or "") for m in facts["members"]]
-        _show_members(console, "reason", members)
+        show_table(console, ("member", "format", "original", "reason"), members)
     if "tensors" in facts:
-        table = make_table("tensor", "role", "dtype", "shape", "codec", "reason")
         cells = [
-            (t["name"], t["role"], t["dtype"], _shape(t["shape"]), _codec(t["codec"]), t["reason"] or "")
+            (t["name"], t["role"], t["dtype"], shape_text(t["shape"]), _codec(t["codec"]), t["reason"] or "")
             for t in facts["tensors"]
         ]
-        console.print()
-        console.print(with_rows(table, cells))
+        show_table(console, ("tensor", "role", "dtype", "shape", "codec", "reason"), cells)
         _show_parameters(console, facts["parameters"])
 
 
@@ -249,22 +201,3 @@ def summary(console: Console, facts: dict[str, Any], target: str, seconds: float
     _show_errors(console, facts["errors"])
     refused = [row for row in facts["lossless"] if row["reason"] not in ("small", "buffer")]
     _show_lossless(console, refused)
-
-
-def show_drift(console: Console, resume: dict[str, Any]) -> None:
-    """Print how far the compressed run is from the original after every replayed step."""
-    from ckpt8.inspecting.replay.drift import left_out
-
-    if resume["parameters"]:
-        console.print(
-            f"replayed {counted(len(resume['steps']), 'step')} of {counted(resume['parameters'], 'parameter')}; "
-            f"drift {number(resume['drift'])}"
-        )
-        table = make_table("step", "update NMSE", "max |Δu|", "weights RMS", "weights max")
-        keys = ("update_nmse", "update_max", "weight_rms", "weight_max")
-        rows = [(str(k), *(number(step[key]) for key in keys)) for k, step in enumerate(resume["steps"], 1)]
-        console.print(with_rows(table, rows))
-    else:
-        console.print("nothing could be replayed: the drift is unknown")
-    for line in left_out(resume):
-        console.print(printable(line), markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Shows what a survey found, and what was told of a checkpoint's origin, in a terminal of any width."""
+"""Shows a checkpoint's origin, sizes, settings and red flags in a terminal of any width."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLAG_TITLES = {
     "fp16_scales": "moments that FlashOptim's fp16 scales would lose",
 }
 _LOST_ELSEWHERE = ("moment2_fp16_zero", "fp16_scales")
-"""Kinds that are no fault of the checkpoint, as long as nobody stores it so."""
+"""Kinds that only hurt if somebody stores the checkpoint in fp16."""
 
 _SHOWN_OPTIONS = ("lr", "betas", "momentum", "dampening", "nesterov", "eps", "weight_decay", "amsgrad")
 _NUMBER = re.compile(r"(.*?)(\d+)")
@@ -42,7 +42,7 @@ def say(console: Console, text: str, style: str = "", *, indent: str = "") -> No
 
 
 def show_origin(console: Console, facts: Mapping[str, Any]) -> None:
-    """Who wrote it, step, epoch and number of parameters, as far as they are known."""
+    """Print the framework, step, epoch and number of parameters, as far as they are known."""
     version = f" {facts['version']}" if facts["version"] else ""
     told = [f"{facts['framework']}{version}"] if facts["framework"] else []
     told += [f"step {facts['step']:,}"] if facts["step"] is not None else []
@@ -54,7 +54,7 @@ def show_origin(console: Console, facts: Mapping[str, Any]) -> None:
 
 
 def show_hyperparameters(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The options of every optimizer: first those that all its groups share, then the others."""
+    """Print the options of every optimizer: first those that all its groups share, then each group's own."""
     for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
         groups = [row for row in rows if row["optimizer"] == optimizer]
         options = [group["options"] for group in groups]
@@ -87,7 +87,7 @@ def _value(value: Any) -> str:
 
 
 def show_roles(console: Console, roles: Iterable[Mapping[str, Any]], total: int) -> None:
-    """Where the bytes are by role and element type."""
+    """Print the bytes of each role and element type as bars."""
     shares = [
         Share(
             f"{row['role']} {row['dtype']}", row["bytes"] / max(total, 1), (f"{row['elements']:,}", *_size(row, total))
@@ -98,7 +98,7 @@ def show_roles(console: Console, roles: Iterable[Mapping[str, Any]], total: int)
 
 
 def show_layers(console: Console, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Where the bytes are by layer; layers that are alike are one line."""
+    """Print the bytes of each layer as bars. Consecutive layers of equal sizes share a line."""
     total = sum(group["bytes"] for group in groups)
     joined = list(_joined(groups))
     kept = sorted(joined, key=lambda row: -row["bytes"])[: _MOST_GROUPS - 1] if len(joined) > _MOST_GROUPS else joined
@@ -123,7 +123,7 @@ def _show_bars(console: Console, title: str, shares: Sequence[Share]) -> None:
 
 
 def _joined(groups: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows {label, bytes}: neighbours that count on, and are as large as each other, as one."""
+    """Rows {label, bytes}. Neighbours with consecutive numbers and equal sizes become one."""
     run: list[Mapping[str, Any]] = []
     for group in groups:
         if run and not _continues(run[-1], group):
@@ -149,7 +149,7 @@ def _row(run: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def show_flags(console: Console, flags: Sequence[Mapping[str, Any]], sample: Mapping[str, Any]) -> None:
-    """Red flags by kind with the worst tensors of each, and what was looked at."""
+    """Print the red flags by kind, the worst tensors of each, and how much was read to find them."""
     console.print()
     say(console, "Red flags", "bold")
     say(console, looked_at(sample, bool(flags)))
@@ -167,7 +167,7 @@ def show_flags(console: Console, flags: Sequence[Mapping[str, Any]], sample: Map
 
 
 def flag_extent(kind: str, found: Sequence[Mapping[str, Any]]) -> str:
-    """In how many tensors, and how much of them where that is a share."""
+    """How many tensors have flags of this kind, and for lost values their share."""
     if kind == "stored_twice":
         return counted(len(found), "time")
     where = counted(len(found), "parameter" if kind == "dead_rows" else "tensor")
@@ -178,7 +178,7 @@ def flag_extent(kind: str, found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def looked_at(sample: Mapping[str, Any], found: bool) -> str:
-    """How much was looked at; without a flag ``found`` also that nothing was."""
+    """Say how much was read to find flags, and unless ``found``, that there are none."""
     count, total = sample["elements"], sample["of"]
     if not total:
         return "the checkpoint has no floating-point tensors to look at"

@@ -15,11 +15,11 @@ from ckpt8.inspecting.readiness.casting import RAW, SCALED
 from ckpt8.inspecting.readiness.verdicts import PLURALS, snr, snr_text
 
 _WIDE = 100
-"""Columns from which on raw and scaled figures stand side by side."""
+"""Columns of a terminal that shows raw and scaled figures side by side."""
 
 
 def show_readiness(console: Console, readiness: dict[str, Any], *, tensors: bool = False) -> None:
-    """Print it; ``tensors`` lists every tensor with its SNR. Text from files must be printable already."""
+    """Print ``facts["readiness"]``; ``tensors`` lists every tensor with its SNR. Its text must be printable already."""
     console.print("\n[bold]Low-precision readiness[/]")
     console.print(_what_was_read(readiness))
     for each in readiness["formats"]:

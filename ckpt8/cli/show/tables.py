@@ -1,21 +1,54 @@
-"""A table that is legible at any width: where its columns do not fit, every row becomes a paragraph.
+"""A table for any width: if its columns do not fit, each row becomes a paragraph.
 
-Nothing is cut. Long names are broken where a component ends.
+It cuts nothing and breaks long names after a component.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 _GAP = "  "
+_WORDS = ("codec", "dtype", "shape", "reason", "role", "rule", "format", "such as")
+"""Columns of words."""
+
 _BREAKS = re.compile(r"[^.:/_]*[.:/_]?")
-"""A stretch of a name up to where it may be broken."""
+"""A piece of a name, up to the next separator."""
+
+
+def number(value: float | None) -> str:
+    """Three significant digits; a dash for nothing."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """``4x8``, or ``scalar``."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def make_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, fold: bool = False) -> Table:
+    """A table without lines: the first column and those of words to the left, numbers to the right.
+
+    Its cells are shown as they are, without markup. ``fold`` breaks long cells, all to the left.
+    """
+    table = Sheet(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for k, column in enumerate(columns):
+        justify: JustifyMethod = "left" if fold or k == 0 or column in _WORDS else "right"
+        table.add_column(column, justify=justify, no_wrap=not fold, overflow="fold" if fold else "ellipsis")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def show_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], *, fold: bool = False) -> None:
+    """Print an empty line and a table, see ``make_table``."""
+    console.print()
+    console.print(make_table(columns, rows, fold=fold))
 
 
 class Sheet(Table):
@@ -39,8 +72,6 @@ class Sheet(Table):
     def _paragraphs(self, width: int) -> Iterator[str]:
         columns = self._cells()
         headers = [column[0] for column in columns]
-        if self.title:
-            yield from wrap(_plain(self.title), width)
         yield from wrap(headers[0], width)
         for row in range(1, len(columns[0])):
             yield from wrap(columns[0][row], width, first=_GAP, more=_GAP * 2)
@@ -57,7 +88,7 @@ def _plain(cell: object) -> str:
 
 
 def wrap(text: str, width: int, *, first: str = "", more: str = _GAP) -> Iterator[str]:
-    """Lines of at most ``width`` columns, broken at blanks; a name that is longer than a line behind its separators.
+    """Lines of at most ``width`` columns, broken at blanks. A name longer than a line breaks after its separators.
 
     ``first`` stands before the first line, ``more`` before the others.
     """
@@ -71,7 +102,7 @@ def wrap(text: str, width: int, *, first: str = "", more: str = _GAP) -> Iterato
 
 
 def _parts(text: str, width: int) -> Iterator[str]:
-    """What must stay together, each with the blank behind it."""
+    """The pieces of a text that stay together, each with the blank after it."""
     for word in text.split(" "):
         if cell_len(word) <= width:
             yield f"{word} "
@@ -87,7 +118,7 @@ def _parts(text: str, width: int) -> Iterator[str]:
 
 
 def pack(items: list[str], width: int, *, indent: str = "") -> Iterator[str]:
-    """``items`` beside each other, two blanks between them, as many in a line as fit."""
+    """Lines of ``items``, as many in a line as fit, with two blanks between them."""
     line = ""
     for item in items:
         if line and cell_len(line) + len(_GAP) + cell_len(item) > width:

@@ -8,7 +8,7 @@ import re
 import pytest
 from browser_kit import BROWSER, browse
 
-from ckpt8.cli.show.inspect import number
+from ckpt8.cli.show.tables import number
 from ckpt8.core.text import size
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")

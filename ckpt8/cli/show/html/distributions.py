@@ -8,7 +8,7 @@ from ckpt8.cli.show.html.bars import key
 from ckpt8.cli.show.html.plots import code_usage, magnitudes
 from ckpt8.cli.show.html.sizes import role_words
 from ckpt8.cli.show.html.text import text
-from ckpt8.cli.show.inspect import number
+from ckpt8.cli.show.tables import number
 from ckpt8.core.text import percent
 
 _CHARTS = {

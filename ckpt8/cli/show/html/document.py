@@ -16,8 +16,8 @@ from ckpt8.cli.show.html.errors import error_section, worst_section
 from ckpt8.cli.show.html.sizes import size_sections
 from ckpt8.cli.show.html.style import STYLE
 from ckpt8.cli.show.html.text import text
-from ckpt8.cli.show.inspect import number
 from ckpt8.cli.show.overview import FLAG_TITLES, flag_extent, looked_at
+from ckpt8.cli.show.tables import number
 from ckpt8.core.text import percent, size
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"

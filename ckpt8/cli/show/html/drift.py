@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt8.cli.show.html.plots import by_step
 from ckpt8.cli.show.html.text import text
-from ckpt8.cli.show.inspect import number
+from ckpt8.cli.show.tables import number
 from ckpt8.core.errors import InputError
 from ckpt8.core.json_text import parse_any_json
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from ckpt8.cli.show.html.bars import LogAxis, key, row
 from ckpt8.cli.show.html.distributions import histograms, sides_key
-from ckpt8.cli.show.html.sizes import MOST_LAYERS, role_words
+from ckpt8.cli.show.html.sizes import largest, role_words
 from ckpt8.cli.show.html.text import shown_name, text
-from ckpt8.cli.show.inspect import number
+from ckpt8.cli.show.tables import number
 from ckpt8.core.text import differing_line
 
 
@@ -57,9 +57,7 @@ def _by_layer(layers: list[dict[str, Any]]) -> str:
     known = [each for each in layers if each["update"] is not None]
     if not known:
         return ""
-    worst = sorted(range(len(known)), key=lambda k: -known[k]["update"]["max_error"])
-    kept = set(worst[:MOST_LAYERS])
-    shown = [each for k, each in enumerate(known) if k in kept]
+    shown, others = largest(known, lambda each: float(each["update"]["max_error"]))
     axis = LogAxis(each["update"][figure] or 0.0 for each in shown for figure in ("nmse", "max_error"))
     rows = []
     for each in shown:
@@ -71,8 +69,7 @@ def _by_layer(layers: list[dict[str, Any]]) -> str:
         ]
         figures = f"{number(update['nmse'])} <small>max |Δu| {number(update['max_error'])}</small>"
         rows.append(row(text(each["layer"]), axis.dots(dots), figures))
-    left = len(known) - len(shown)
-    more = f'<p class="note">{left:,} layers with a smaller max |Δu| are left out.</p>' if left else ""
+    more = f'<p class="note">{len(others):,} layers with a smaller max |Δu| are left out.</p>' if others else ""
     colours = key([("dot update", "NMSE of the update"), ("dot moment2 ring", "max |Δu|, the largest single error")])
     return (
         f'<h3>In update space, by layer</h3>{colours}<div id="layer-errors">{"".join(rows)}{axis.labels()}</div>{more}'

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt8.cli.show.html.scales import LOG10_OF_2, decades, linear_ticks, tick_label
 from ckpt8.cli.show.html.text import power, text
-from ckpt8.cli.show.inspect import number
+from ckpt8.cli.show.tables import number
 from ckpt8.core.text import percent
 
 _WIDTH, _HEIGHT = 320, 212

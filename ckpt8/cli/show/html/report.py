@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import AtomicFile, refuse_inside, refuse_same_file
 from ckpt8.inspecting.distributions.checkpoint import checkpoint_distributions
 from ckpt8.inspecting.distributions.container import container_distributions
@@ -57,14 +56,3 @@ class Report:
             with output.guard():
                 output.file.write(content)
             output.publish()
-
-
-def report_for(
-    target: Path | None, path: Path, *, original: Path | None, drift: Path | None, full: bool, force: bool
-) -> Report | None:
-    """The report that was asked for, if one was. Raises UsageError for a drift without a report."""
-    if target is None:
-        if drift is not None:
-            raise UsageError("--drift is shown in a report; give --html FILE")
-        return None
-    return Report(target, path, original=original, drift=drift, full=full, force=force)

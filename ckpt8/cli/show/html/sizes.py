@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt8.cli.show.html.bars import Stack, key, row, stacks
@@ -88,7 +88,7 @@ def _by_role(facts: dict[str, Any]) -> str:
 
 def _by_layer(layers: list[dict[str, Any]], stored: bool) -> str:
     rows = []
-    shown, others = _largest(layers)
+    shown, others = largest(layers, lambda each: sum(each["bytes"].values()))
     whole = max((sum(each["bytes"].values()) for each in shown), default=1)
     for each in shown:
         bars = [_stack(each["bytes"], whole)]
@@ -104,11 +104,9 @@ def _by_layer(layers: list[dict[str, Any]], stored: bool) -> str:
     return "".join(rows)
 
 
-def _largest(layers: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The largest layers in their own order, and those left."""
-    order = sorted(range(len(layers)), key=lambda k: -sum(layers[k]["bytes"].values()))
-    kept = set(order[:MOST_LAYERS])
-    return (
-        [each for k, each in enumerate(layers) if k in kept],
-        [each for k, each in enumerate(layers) if k not in kept],
-    )
+def largest(
+    layers: list[dict[str, Any]], measure: Callable[[dict[str, Any]], float]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The ``MOST_LAYERS`` layers of the largest ``measure``, and the others; both in their own order."""
+    order = sorted(range(len(layers)), key=lambda k: -measure(layers[k]))
+    return [layers[k] for k in sorted(order[:MOST_LAYERS])], [layers[k] for k in sorted(order[MOST_LAYERS:])]

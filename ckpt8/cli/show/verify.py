@@ -1,0 +1,42 @@
+"""Shows what ``verify`` checked and how far a replayed run drifts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ckpt8.cli.output import print_lines
+from ckpt8.cli.show.tables import make_table, number
+from ckpt8.core.text import counted, size
+from ckpt8.inspecting.replay.drift import left_out
+from ckpt8.inspecting.verify import Verification
+
+
+def show_verified(console: Console, src: Path, against: Path | None, result: Verification) -> None:
+    """Print what holds, and the drift where steps were replayed."""
+    text = f"{src}: seal and {result.frames:,} frames hold ({size(result.nbytes)})"
+    if result.against and not result.failures:
+        text += f"; {result.statistics} statistics and all lossless tensors agree with {against}"
+        if result.unmeasured:
+            text += f"; {result.unmeasured} lossy tensors carry no statistics to check"
+    print_lines(console, [text])
+    if result.resume is not None:
+        _show_drift(console, result.resume)
+
+
+def _show_drift(console: Console, resume: dict[str, Any]) -> None:
+    """Print how far the compressed run is from the original after every replayed step."""
+    if resume["parameters"]:
+        console.print(
+            f"replayed {counted(len(resume['steps']), 'step')} of {counted(resume['parameters'], 'parameter')}; "
+            f"drift {number(resume['drift'])}"
+        )
+        columns = ("step", "update NMSE", "max |Δu|", "weights RMS", "weights max")
+        keys = ("update_nmse", "update_max", "weight_rms", "weight_max")
+        rows = [(str(k), *(number(step[key]) for key in keys)) for k, step in enumerate(resume["steps"], 1)]
+        console.print(make_table(columns, rows))
+    else:
+        console.print("nothing could be replayed: the drift is unknown")
+    print_lines(console, left_out(resume))
