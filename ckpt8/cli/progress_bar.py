@@ -18,13 +18,14 @@ def progress_bar(label: str, total: int, *, enabled: bool = True) -> Iterator[Ca
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (
+    with Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
         task = bar.add_task(printable(label), total=total)
         yield lambda done: bar.advance(task, done)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import gettempdir
@@ -50,21 +50,6 @@ def beside_torch(rows: list[dict[str, Any]], nbytes: int) -> dict[str, Any] | No
     }
 
 
-@contextmanager
-def prepared(
-    scratch: Path | None, threads: int | None, repeat: int, say: Callable[[str], None], run: Run | None
-) -> Iterator[Bench]:
-    """A bench in a folder of its own in ``scratch``, which goes with everything in it. Raises OutputError."""
-    folder = scratch or Path(gettempdir())
-    free_bytes(folder)
-    with ExitStack() as stack:
-        try:
-            work = stack.enter_context(temporary_directory("ckpt8-bench-", folder))
-        except OSError as exc:
-            raise OutputError(f"{folder}: cannot be written to: {exc.strerror}") from exc
-        yield Bench(work, run or run_child(work), threads or default_threads(), repeat, say)
-
-
 def bench(
     checkpoint: Path | None = None,
     *,
@@ -82,11 +67,17 @@ def bench(
     threads up to ``threads``. Raises InputError for the checkpoint, OutputError where ``scratch`` has too little room,
     UsageError for the sizes.
     """
-    with prepared(scratch, threads, repeat, say, run) as here:
+    folder = scratch or Path(gettempdir())
+    free_bytes(folder)
+    with ExitStack() as stack:
+        try:
+            work = stack.enter_context(temporary_directory("ckpt8-bench-", folder))
+        except OSError as exc:
+            raise OutputError(f"{folder}: cannot be written to: {exc.strerror}") from exc
+        here = Bench(work, run or run_child(work), threads or default_threads(), repeat, say)
         if checkpoint is not None:
             check_space(here.work, size_of(checkpoint), f"the copies of {checkpoint}", trained=False)
-            source = here.survey(checkpoint)
-            result = _measured(here, source, checkpoint.name, sizes)
+            result = _measured(here, here.survey(checkpoint), checkpoint.name, sizes)
         else:
             with here.training(size) as source:
                 result = _measured(here, source, "trained.pt", sizes)

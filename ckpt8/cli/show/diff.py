@@ -187,7 +187,8 @@ def _show_tensors(console: Console, tensors: Sequence[dict[str, Any]], *, everyt
     if everything:
         _show_table(console, "tensor", tensors, len(tensors))
         return
-    changed = sorted((t for t in tensors if t["change"] is not None and not t["identical"]), key=_rank)
+    changed = [each for each in tensors if each["change"] is not None and not each["identical"]]
+    changed.sort(key=lambda each: (each["change"]["relative"] is not None, -(each["change"]["relative"] or 0.0)))
     weights = [each for each in changed if each["role"] == "weight"]
     _show_table(console, "weights that changed most", weights, _LISTED)
     # Step counters are in the table of values.
@@ -202,11 +203,6 @@ def _show_table(console: Console, title: str, rows: Sequence[dict[str, Any]], li
     columns = ("role", "shape", "elements that differ", "max |B-A|") if wide else ()
     show_table(console, (title, *columns, "relative"), [_cells(each, wide=wide) for each in rows[:limit]])
     _show_more(console, len(rows) - limit)
-
-
-def _rank(tensor: dict[str, Any]) -> float:
-    relative: float | None = tensor["change"]["relative"]
-    return float("-inf") if relative is None else -relative
 
 
 def _cells(tensor: dict[str, Any], *, wide: bool) -> Row:

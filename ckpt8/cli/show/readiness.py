@@ -116,11 +116,7 @@ def _show_tensors(console: Console, readiness: dict[str, Any]) -> None:
 
 
 def _scale(tensor: dict[str, Any]) -> tuple[str, str]:
-    return f"{tensor['rms']:.2g}", f"2^{_exponent(tensor['unit_scale'])}"
-
-
-def _exponent(scale: float) -> int:
-    return math.frexp(scale)[1] - 1
+    return f"{tensor['rms']:.2g}", f"2^{math.frexp(tensor['unit_scale'])[1] - 1}"
 
 
 def _pair(tensor: dict[str, Any], name: str) -> str:

@@ -56,6 +56,8 @@ def test_a_container_without_statistics(inputs, inspect, tmp_path):
 
 
 def test_hostile_names_are_text(inspect, tmp_path):
+    # Five of the six names are among the worst updates and five among the worst weights: with this seed, all are there.
+    torch.manual_seed(1)
     weights = {name: torch.randn(96, 96) for name in HOSTILE}
     moments = {name: {"step": 3, "exp_avg": weight / 9, "exp_avg_sq": weight**2} for name, weight in weights.items()}
     group = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "params": HOSTILE}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckpt8.checkpoint.meaning.parameter_names import shown
 from ckpt8.cli.show.html.bars import LogAxis, key, row
 from ckpt8.cli.show.html.distributions import histograms, sides_key
 from ckpt8.cli.show.html.sizes import largest, role_words
-from ckpt8.cli.show.html.text import shown_name, text
+from ckpt8.cli.show.html.text import text
 from ckpt8.cli.show.tables import number
 from ckpt8.core.text import differing_line
 
@@ -89,21 +90,14 @@ def worst_section(distributions: dict[str, Any]) -> str:
         if rows:
             articles.append(f"<h3>{title}</h3>")
         articles += [
-            f"<article><h4>{shown_name(each)}</h4>"
+            f"<article><h4>{text(shown(each))}</h4>"
             f'<p class="soft">{text(figures(each))}</p>'
             f'<div class="charts">{histograms(each["histograms"])}</div></article>'
             for each in rows
         ]
-    return (
-        f'<section id="worst"><h2>The worst tensors</h2>{_sides(distributions)}{sides_key(distributions)}'
-        f"{''.join(articles)}</section>"
-    )
-
-
-def _sides(distributions: dict[str, Any]) -> str:
-    if distributions["before"] is None:
-        return '<p class="soft">With <code>--against ORIGINAL</code> they are shown as they were before, too.</p>'
-    return ""
+    hint = '<p class="soft">With <code>--against ORIGINAL</code> they are shown as they were before, too.</p>'
+    sides = sides_key(distributions) if distributions["before"] else hint
+    return f'<section id="worst"><h2>The worst tensors</h2>{sides}{"".join(articles)}</section>'
 
 
 def _update_figures(each: dict[str, Any]) -> str:

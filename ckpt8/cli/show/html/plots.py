@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckpt8.cli.show.html.scales import LOG10_OF_2, decades, linear_ticks, tick_label
+from ckpt8.cli.show.html.scales import LOG10_OF_2, decades, linear_ticks
 from ckpt8.cli.show.html.text import power, text
 from ckpt8.cli.show.tables import number
 from ckpt8.core.text import percent
@@ -70,7 +70,7 @@ def code_usage(row: dict[str, Any], css: str, axis: str) -> str:
     body = [
         _axes(
             [(x(each), str(each)) for each in marks],
-            [(y(t), f"{tick_label(t)} %") for t in ticks],
+            [(y(t), f"{t:.6g} %") for t in ticks],
             axis,
             "share of values with each code",
         )

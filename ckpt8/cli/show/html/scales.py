@@ -21,8 +21,3 @@ def decades(low: float, high: float, most: int = 6) -> list[int]:
     first, last = math.ceil(low - 1e-9), math.floor(high + 1e-9)
     step = max(1, math.ceil((last - first + 1) / most))
     return [each for each in range(first, last + 1) if each % step == 0]
-
-
-def tick_label(value: float) -> str:
-    """A round number without zeros behind it."""
-    return f"{value:.6g}"
