@@ -112,10 +112,10 @@ def load_source(reader: ContainerReader, index: int, file: MemberFile, map_locat
     if kind in TORCH_FORMATS:
         return load_member(file, source, kind, map_location)
     checkpoint = (slices_of_member if kind == DCP else read_member)(reader, index, source)
-    return load_named(checkpoint, file, map_location), checkpoint.tree
+    return _load_named(checkpoint, file, map_location), checkpoint.tree
 
 
-def load_named(checkpoint: OpenCheckpoint, file: MemberFile, map_location: Any) -> dict[str, torch.Tensor]:
+def _load_named(checkpoint: OpenCheckpoint, file: MemberFile, map_location: Any) -> dict[str, torch.Tensor]:
     """The tensors of ``file`` by name, as our own reader, which checks every size, found them. Raises InputError."""
     if not isinstance(map_location, (type(None), str, torch.device)):
         raise UsageError(
