@@ -12,7 +12,7 @@ A new reader is a module in this package and a line in ``READERS``. The module h
 that the file comes back byte for byte. ``tree`` holds dict, list, tuple, scalars, and ``TensorRef`` where a tensor is.
 State and groups of an optimizer are recognised by their shape, ``{"state": ..., "param_groups": ...}``. ``read`` checks
 every number that it takes from the file: a damaged file is an InputError which names it, and no announced size takes
-memory. ``tests/checkpoint/readers/test_conformance.py`` holds every reader to this.
+memory. ``tests/checkpoint/readers/test_reader_conformance.py`` holds every reader to this.
 """
 
 from __future__ import annotations
