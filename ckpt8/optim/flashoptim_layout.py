@@ -95,10 +95,6 @@ def to_flashoptim(optimizer: PackedOptimizer, *, compress: bool = True) -> State
     return {"state": state, "param_groups": groups}
 
 
-def _residual_type(group: Mapping[str, Any]) -> torch.dtype:
-    return torch.int8 if group["master"]["id"] == "split24/1" else torch.int16
-
-
 def _flash_state(
     optimizer: PackedOptimizer,
     group: dict[str, Any],
