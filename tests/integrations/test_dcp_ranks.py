@@ -26,7 +26,7 @@ def ranks(tmp_path_factory):
         (save_run, {"folder": small, "preset": "flash", "flat": True, "asynchronous": True}),
         (load_run, {"folder": small, "flat": True}),
     ]
-    run(2, folder, *calls)
+    run(2, *calls)
     return exact, small
 
 
@@ -71,7 +71,7 @@ def test_two_ranks_go_on_from_packed_slices(ranks):
 @pytest.mark.parametrize(("which", "options"), [(0, {}), (1, {"flat": True})])
 def test_one_process_goes_on_from_two_ranks(which, options, ranks):
     folder = ranks[which]
-    run(1, folder, (load_run, {"folder": folder, **options}))
+    run(1, (load_run, {"folder": folder, **options}))
     if which == 0:
         losses, resumed, before, after = figures(folder)
         assert resumed == pytest.approx(losses, abs=1e-6)
@@ -82,8 +82,8 @@ def test_one_process_goes_on_from_two_ranks(which, options, ranks):
 
 @pytest.mark.slow
 def test_two_ranks_go_on_from_one_process(tmp_path):
-    run(1, tmp_path, (save_run, {"folder": tmp_path}))
-    run(2, tmp_path, (load_run, {"folder": tmp_path}))
+    run(1, (save_run, {"folder": tmp_path}))
+    run(2, (load_run, {"folder": tmp_path}))
     losses, resumed, before, after = figures(tmp_path)
     assert resumed == pytest.approx(losses, abs=1e-6)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

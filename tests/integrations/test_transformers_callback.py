@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 import ckpt8
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate, which is not installed")
 
+from ranks import run_ranks  # noqa: E402
 from trainer_kit import LAST, losses, names_in, trainer  # noqa: E402
 
 from ckpt8.core.errors import InputError, OutputError, UsageError  # noqa: E402
@@ -240,29 +240,25 @@ def test_where_a_run_resumes_from(tmp_path):
 
 
 def _both_ranks(rank, folder):
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    try:
-        assert restored_checkpoint(f"{folder}/none") is None
-        path = restored_checkpoint(f"{folder}/run")
-        assert path == f"{folder}/run/checkpoint-4"
-        with temporary_checkpoint(f"{folder}/run") as again:
-            assert again == path
-        with pytest.raises((InputError, OutputError), match="checkpoint-1"):
-            restored_checkpoint(f"{folder}/damaged")
-        callback, control = Ckpt8Callback(), transformers.TrainerControl()
-        arguments = transformers.TrainingArguments(output_dir=f"{folder}/run", report_to=[], use_cpu=True)
-        state = transformers.TrainerState(global_step=4, is_world_process_zero=rank == 0)
-        (Path(folder) / "run" / "checkpoint-4.ckpt8").unlink(missing_ok=True)
-        if rank == 1:
-            # What this rank still writes when the other is done.
-            time.sleep(0.2)
-            (Path(folder) / "run" / "checkpoint-4" / "rng_state_1.pth").write_bytes(b"mine")
-        callback.on_save(arguments, state, control)
-        dist.barrier()
-        with ckpt8.open(f"{folder}/run/checkpoint-4.ckpt8") as file:
-            assert "rng_state_1.pth" in {member.path for member in file.manifest.members}
-    finally:
-        dist.destroy_process_group()
+    assert restored_checkpoint(f"{folder}/none") is None
+    path = restored_checkpoint(f"{folder}/run")
+    assert path == f"{folder}/run/checkpoint-4"
+    with temporary_checkpoint(f"{folder}/run") as again:
+        assert again == path
+    with pytest.raises((InputError, OutputError), match="checkpoint-1"):
+        restored_checkpoint(f"{folder}/damaged")
+    callback, control = Ckpt8Callback(), transformers.TrainerControl()
+    arguments = transformers.TrainingArguments(output_dir=f"{folder}/run", report_to=[], use_cpu=True)
+    state = transformers.TrainerState(global_step=4, is_world_process_zero=rank == 0)
+    (Path(folder) / "run" / "checkpoint-4.ckpt8").unlink(missing_ok=True)
+    if rank == 1:
+        # What this rank still writes when the other is done.
+        time.sleep(0.2)
+        (Path(folder) / "run" / "checkpoint-4" / "rng_state_1.pth").write_bytes(b"mine")
+    callback.on_save(arguments, state, control)
+    dist.barrier()
+    with ckpt8.open(f"{folder}/run/checkpoint-4.ckpt8") as file:
+        assert "rng_state_1.pth" in {member.path for member in file.manifest.members}
 
 
 @pytest.mark.slow
@@ -270,7 +266,7 @@ def test_ranks_wait_for_each_other(tmp_path):
     trainer(tmp_path / "run", [Ckpt8Callback(keep_original=False)], max_steps=4).train()
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "checkpoint-1.ckpt8").write_bytes(b"x" * 100)
-    spawn(_both_ranks, (str(tmp_path),), nprocs=2)
+    run_ranks(_both_ranks, 2, str(tmp_path))
 
 
 def test_arguments_are_checked_before_the_run():

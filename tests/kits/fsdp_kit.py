@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.multiprocessing.spawn import spawn
 
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 
@@ -106,26 +104,14 @@ def load_run(folder, flat=False):
         (Path(folder) / "resumed.json").write_text(json.dumps(losses))
 
 
-def _in_process(rank, world, folder, calls):
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(str(Path(folder) / f"store-{os.getppid()}"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    try:
-        for call, options in calls:
-            call(**options)
-    finally:
-        dist.destroy_process_group()
+def _call(rank, calls):
+    for call, options in calls:
+        call(**options)
 
 
-def run(world, folder, *calls):
-    """Run calls, one after the other, in ``world`` processes."""
-    store = Path(folder) / f"store-{os.getpid()}"
-    store.unlink(missing_ok=True)
+def run(world, *calls):
+    """Run calls, one after the other, in ``world`` processes; in this one where the world has one."""
     if world == 1:
-        for call, options in calls:
-            call(**options)
+        _call(0, calls)
     else:
-        spawn(_in_process, (world, str(folder), calls), nprocs=world)
-        store.unlink(missing_ok=True)
+        run_ranks(_call, world, calls)

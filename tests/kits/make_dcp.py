@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -125,22 +125,15 @@ def _resume(directories):
     return found
 
 
-def _work(rank, world, store, action, root, arguments):
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+def _work(rank, action, root, arguments):
     found = _train(Path(root)) if action == "train" else _resume(arguments)
     if rank == 0:
         Path(root, f"{action}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main():
     action, world, root, *arguments = sys.argv[1:]
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (int(world), f"{folder}/store", action, root, arguments)
-        torch.multiprocessing.start_processes(_work, arguments, nprocs=int(world), start_method="spawn")
+    run_ranks(_work, int(world), action, root, arguments)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import warnings
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.multiprocessing.spawn import spawn
 
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 
@@ -79,18 +75,10 @@ def save_twice(folder):
     (folder / f"error-{dist.get_rank()}.txt").write_text(text)
 
 
-def _in_process(rank, world, folder):
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
-    store = dist.FileStore(str(Path(folder) / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    try:
-        save_twice(Path(folder))
-    finally:
-        dist.destroy_process_group()
+def _save(rank, folder):
+    save_twice(folder)
 
 
 def run(world, folder):
     """``save_twice`` in ``world`` processes."""
-    spawn(_in_process, (world, str(folder)), nprocs=world)
+    run_ranks(_save, world, folder)

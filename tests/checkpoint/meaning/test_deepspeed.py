@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import deepspeed_worker
 import pytest
 import torch
 from deepspeed_worker import LAST, PRESETS, SAVED, make_model
@@ -78,8 +79,8 @@ def launched(tmp_path_factory):
     def launch(world, speed):
         if (world, speed) not in found:
             folder = found[world, speed] = tmp_path_factory.mktemp(f"{speed}-{world}")
-            worker = Path(__file__).with_name("deepspeed_worker.py")
-            command = [sys.executable, str(worker), str(folder), str(world), *LAUNCHES[world, speed]]
+            worker = deepspeed_worker.__file__
+            command = [sys.executable, worker, str(folder), str(world), *LAUNCHES[world, speed]]
             done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
             assert done.returncode == 0, done.stderr[-4000:]
         return found[world, speed]

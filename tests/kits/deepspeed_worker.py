@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from ranks import run_ranks
 
 SAVED, LAST = 5, 9
 PRESETS = ("lossless", "flash", "compact")
@@ -114,20 +114,16 @@ def run_case(folder, case, rank):
 def work(rank, world, folder, cases):
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "LOCAL_SIZE": world}
     os.environ.update({key: str(value) for key, value in local.items()})
-    torch.set_num_threads(1)
     import deepspeed
 
     # Compiling it takes minutes, and gloo does as well.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
     losses = {case: run_case(folder, case, rank) for case in cases}
     if rank == 0:
         (folder / f"losses-{world}.json").write_text(json.dumps(losses))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     folder, world, *cases = sys.argv[1:]
     os.environ["DS_ACCELERATOR"] = "cpu"
-    torch.multiprocessing.spawn(work, args=(int(world), Path(folder), cases), nprocs=int(world))
+    run_ranks(work, int(world), int(world), Path(folder), cases)

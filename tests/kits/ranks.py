@@ -1,0 +1,38 @@
+"""Processes that are the ranks of a gloo job."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+
+def run_ranks(work, world, *arguments):
+    """Call ``work(rank, *arguments)`` in ``world`` processes of one gloo job, and wait for all of them.
+
+    Raises ProcessRaisedException with the traceback of the rank that failed first.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_run_rank, (world, f"{folder}/store", work, arguments), nprocs=world)
+
+
+def _run_rank(rank, world, store, work, arguments):
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    try:
+        work(rank, *arguments)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    # Threads of gloo outlive their group while a mesh refers to it. One that lets go of a tensor while Python is torn
+    # down aborts the process (torch 2.15, one run in ten), so Python is not torn down.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
