@@ -11,7 +11,7 @@ is read and written as its 16 bits, and rounded to nearest even by integer opera
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -88,6 +88,11 @@ def raw(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes ``device`` the current one, where kernels are launched."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def launch(kernel: Any, numel: int, device: torch.device, *args: Any) -> None:
     """Run ``kernel`` over ``numel`` elements.
 
@@ -95,7 +100,7 @@ def launch(kernel: Any, numel: int, device: torch.device, *args: Any) -> None:
     of that block, and ``masked``, whether it heeds them; ``block``, their number in a whole one.
     """
     whole, rest = divmod(numel, BLOCK)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with on_device(device):
         if whole:
             kernel[(whole,)](*args, first=0, count=BLOCK, masked=False, block=BLOCK, **OPTIONS)
         if rest:

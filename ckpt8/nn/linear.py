@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, cast
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,31 +49,13 @@ def check_backend(backend: str | None) -> None:
         raise UsageError(f"SwitchBackLinear has no backend {backend!r}; use {' or '.join(map(repr, BACKENDS))}")
 
 
-class Operations(Protocol):
-    """What ``reference`` and ``triton`` both are."""
-
-    def quantise_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and states by row. Here and below rows of codes may be longer than those of ``x``, by zeros."""
-
-    def tensor_state(self, x: Tensor) -> Tensor:
-        """The state of a matrix."""
-
-    def quantise_tensor(self, x: Tensor, state: Tensor, *, transposed: bool = False) -> Tensor:
-        """Codes of a matrix under one state."""
-
-    def matmul(
-        self, a: Tensor, row_states: Tensor, b: Tensor, state: Tensor, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        """What codes stand for: a @ bᵀ + bias."""
-
-
-def operations(backend: str | None, device: torch.device) -> Operations:
-    """The operations on tensors of ``device``: Triton kernels on CUDA, plain torch elsewhere. Raises UsageError."""
+def operations(backend: str | None, device: torch.device) -> ModuleType:
+    """The module of operations for ``device``: ``triton`` on CUDA, else ``reference``. Raises UsageError."""
     if resolve(backend, device) == "torch":
-        return cast(Operations, reference)
+        return reference
     from ckpt8.nn import triton
 
-    return cast(Operations, triton)
+    return triton
 
 
 class SwitchBack(torch.autograd.Function):
@@ -86,7 +69,7 @@ class SwitchBack(torch.autograd.Function):
         with _without_autocast(x.device):
             state = ops.tensor_state(weight)
             codes, states = ops.quantise_rows(_rows(x))
-            y = ops.matmul(codes, states, ops.quantise_tensor(weight, state), state, bias, x.dtype)
+            y: Tensor = ops.matmul(codes, states, ops.quantise_tensor(weight, state), state, bias, x.dtype)
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, state)
         ctx.backend, ctx.shape = backend, x.shape
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype

@@ -12,7 +12,6 @@ products load 16 bytes at a time and heed no end. bf16 is read and written as it
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any
 
@@ -21,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ckpt8.codecs.triton_blocks import INFINITY, OPTIONS, QUIET_NAN, magnitude_bits, narrow, raw, widen
+from ckpt8.codecs.triton_blocks import INFINITY, OPTIONS, QUIET_NAN, magnitude_bits, narrow, on_device, raw, widen
 from ckpt8.nn import reference
 
 ROW_BLOCK = 4096
@@ -153,7 +152,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     codes = _empty(rows, columns, x.device)
     states = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
-        with _on(x.device):
+        with on_device(x.device):
             rows_kernel[(rows,)](raw(x.contiguous()), codes, states, columns, codes.shape[1], **row_options(columns))
     return codes, states
 
@@ -164,7 +163,7 @@ def tensor_state(x: Tensor) -> Tensor:
     if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
     largest = torch.empty(rows, dtype=torch.int32, device=x.device)
-    with _on(x.device):
+    with on_device(x.device):
         largest_kernel[(rows,)](raw(x.contiguous()), largest, columns, **row_options(columns))
     found = largest.amax().view(torch.float32)
     return torch.where(found.isfinite(), found, torch.nan)
@@ -178,7 +177,7 @@ def quantise_tensor(x: Tensor, state: Tensor, *, transposed: bool = False) -> Te
         padded = codes.shape[1]
         grid = triton.cdiv(columns if transposed else padded, TILE), triton.cdiv(padded if transposed else rows, TILE)
         options = {"transposed": transposed, "tile": TILE, **OPTIONS}
-        with _on(x.device):
+        with on_device(x.device):
             tiles_kernel[grid](raw(x.contiguous()), codes, state, rows, columns, padded, **options)
     return codes
 
@@ -198,7 +197,7 @@ def matmul(a: Tensor, row_states: Tensor, b: Tensor, state: Tensor, bias: Tensor
     blocks = matmul_blocks(rows)
     grid = (triton.cdiv(rows, blocks["block_m"]) * triton.cdiv(outputs, blocks["block_n"]),)
     tensors = a, b, None if bias is None else raw(bias.contiguous()), raw(y), row_states, state
-    with _on(a.device):
+    with on_device(a.device):
         matmul_kernel[grid](*tensors, rows, outputs, columns, group=GROUP, **blocks, **MATMUL_OPTIONS)
     return y
 
@@ -223,7 +222,3 @@ def _padded(codes: Tensor) -> Tensor:
     """Codes as products take them; those made here are."""
     missing = -codes.shape[1] % STEP
     return torch.nn.functional.pad(codes, (0, missing)) if missing else codes.contiguous()
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -10,8 +10,9 @@ anything is made.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 
@@ -120,34 +121,31 @@ def clipping(blocks: Sequence[Block], direction: Callable[[Block], torch.Tensor]
     return max(1.0, root_mean(blocks, lambda block: direction(block).square_()) / threshold)
 
 
-def row_runs(shape: tuple[int, ...]) -> Iterator[tuple[int, int, slice, slice, tuple[int, int, int]]]:
-    """First and last element, batches, rows and shape of blocks that start at multiples of 32 elements.
+def row_blocks(shape: tuple[int, ...], load: Load) -> list[tuple[int, int, Block]]:
+    """The blocks of a tensor of two dimensions or more: first element, last element + 1, block of rows.
 
-    Blocks are runs of rows of one matrix, or of whole matrices where a matrix is small or of uneven size.
+    A block is a run of rows of one matrix, or of whole matrices where a matrix is small or of uneven size. It starts at
+    a multiple of 32 elements.
     """
     height, width = shape[-2:]
     batches, size = math.prod(shape[:-2]), height * width
+    found = []
+
+    def add(start: int, view: tuple[int, int, int], batch: slice, rows: slice) -> None:
+        stop = start + math.prod(view)
+        found.append((start, stop, Block(lambda *names: load(start, stop, view, names), batch, rows)))
+
     if batches == 1 or (size > _ROW_BLOCK and size % GROUP == 0):
-        rows = _multiple(width)
-        for batch in range(batches):
-            for row in range(0, height, rows):
-                count = min(rows, height - row)
-                start = batch * size + row * width
-                yield start, start + count * width, slice(batch, batch + 1), slice(row, row + count), (1, count, width)
+        step = _multiple(width)
+        for batch, row in product(range(batches), range(0, height, step)):
+            count = min(step, height - row)
+            add(batch * size + row * width, (1, count, width), slice(batch, batch + 1), slice(row, row + count))
     else:
         step = _multiple(size)
         for batch in range(0, batches, step):
             count = min(step, batches - batch)
-            start = batch * size
-            yield start, start + count * size, slice(batch, batch + count), slice(None), (count, height, width)
-
-
-def row_blocks(shape: tuple[int, ...], load: Load) -> list[tuple[int, int, Block]]:
-    """The blocks of a tensor of two dimensions or more: first element, last element + 1, block of rows."""
-    return [
-        (a, b, Block(lambda *names, a=a, b=b, view=view: load(a, b, view, names), batches, rows))
-        for a, b, batches, rows, view in row_runs(shape)
-    ]
+            add(batch * size, (count, height, width), slice(batch, batch + count), slice(None))
+    return found
 
 
 def _multiple(size: int) -> int:

@@ -80,19 +80,21 @@ def to_flashoptim(optimizer: PackedOptimizer, *, compress: bool = True) -> State
     if not optimizer.card.flashoptim:
         raise UsageError(f"flashoptim has no {optimizer.rule_id}")
     packed = optimizer.state_dict()
-    groups, state = [], {}
-    for live, group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        width = 0
-        for param, i in zip(live["params"], group["params"], strict=True):
-            if not packed["state"].get(i):
-                continue
-            dtype = None if param.dtype == torch.float32 else residual_dtype(codec_from_config(group["master"]))
-            width = max(width, 0 if dtype is None else 2 + dtype.itemsize)
-            state[i] = _flash_state(optimizer, live, param, packed["state"][i], dtype, compress)
-        arguments = {key: group[key] for key in ("params", "maximize", *optimizer.rule_arguments)}
-        initial = float(group.get("initial_lr", group["lr"]))
+    groups: list[dict[str, Any]] = []
+    states: dict[Any, Any] = {}
+    for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        residual = residual_dtype(codec_from_config(group["master"]))
+        made = {
+            i: _flash_state(optimizer, group, param, packed["state"][i], residual, compress)
+            for param, i in zip(group["params"], saved["params"], strict=True)
+            if packed["state"].get(i)
+        }
+        states |= made
+        width = 2 + residual.itemsize if any("error_bits" in state for state in made.values()) else 0
+        arguments = {key: saved[key] for key in ("params", "maximize", *optimizer.rule_arguments)}
+        initial = float(saved.get("initial_lr", saved["lr"]))
         groups.append(arguments | {"initial_lr": initial, "master_bytewidth": width, "quantize": True})
-    return {"state": state, "param_groups": groups}
+    return {"state": states, "param_groups": groups}
 
 
 def _flash_state(
@@ -100,9 +102,10 @@ def _flash_state(
     group: dict[str, Any],
     param: torch.Tensor,
     state: Mapping[str, Any],
-    residual: torch.dtype | None,
+    residual: torch.dtype,
     compress: bool,
 ) -> dict[str, Any]:
+    """The state of one parameter, whose ``error_bits`` have the element type ``residual``."""
     flash: dict[str, Any] = {"step": state["step"].clone()}
     for name, values in moments_of(state, group).items():
         if compress:
@@ -111,7 +114,7 @@ def _flash_state(
             flash[f"{name}::scales"] = scales.view(torch.bfloat16) if param.dtype == torch.bfloat16 else scales
         else:
             flash[name] = values
-    if residual is not None:
+    if param.dtype != torch.float32:
         part = state["residual"] if "residual" in state else state["master"]
         master = join_weight(param, part, optimizer.codec(group, "master", param))
         bits = error_bits(master, param, residual)
@@ -132,13 +135,11 @@ def from_flashoptim(flash: Mapping[str, Any], optimizer: PackedOptimizer) -> Sta
         raise UsageError(f"has {len(ids)} parameters, the optimizer {len(params)}")
     state, masters = {}, {}
     for param, (i, group) in zip(params, ids, strict=True):
-        given = flash["state"].get(i)
-        if not given:
-            continue
-        state[i] = {"step": step_of(given, group)} | _plain_moments(given)
-        # The second spelling is pytorch_optimizer's.
-        width = group.get("master_bytewidth", group.get("master_byte_width", 0))
-        masters[i] = master_of(param, given.get("error_bits"), int(width))
+        if given := flash["state"].get(i):
+            state[i] = {"step": step_of(given, group)} | _plain_moments(given)
+            # The second spelling is pytorch_optimizer's.
+            width = group.get("master_bytewidth", group.get("master_byte_width", 0))
+            masters[i] = master_of(param, given.get("error_bits"), int(width))
     return pack({"state": state, "param_groups": flash["param_groups"]}, optimizer, masters)
 
 

@@ -1,169 +1,41 @@
 """What ckpt8 knows of each optimizer: one card each, from which every other package reads. Imports no torch.
 
 A card names the tensors of a parameter's state, the settings of a group, the signs by which saved state is recognised,
-the rule and its kernels, and the published classes with the same state. The facts about published classes are those of
-torch 2.13, torch-optimi 0.3.3, came-pytorch 0.1.3, pytorch-optimizer 4.1.0 and lion-pytorch 0.2.5.
+the rule and its kernels, and the published classes with the same state: see ``card``. The facts about published classes
+are those of torch 2.13, torch-optimi 0.3.3, came-pytorch 0.1.3, pytorch-optimizer 4.1.0 and lion-pytorch 0.2.5.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Role
-
-Shape = tuple[int, ...]
-Slot = Literal["moment1", "moment2", "max_moment2", "statistic"]
-Update = Literal["adam", "stable_adamw", "came", "momentum"]
-
-
-def _same(shape: Shape) -> Shape:
-    return shape
-
-
-@dataclass(frozen=True, slots=True)
-class StateTensor:
-    """A tensor of a parameter's state.
-
-    ``slot`` is the moment that it holds, or ``statistic`` for fp32 sums over rows or columns. ``shape`` gives its shape
-    from the parameter's. ``when`` is the setting that it depends on. ``packable``: presets may compress it.
-    """
-
-    key: str
-    slot: Slot
-    shape: Callable[[Shape], Shape] = _same
-    when: str = ""
-    packable: bool = True
-
-    @property
-    def is_moment(self) -> bool:
-        """Whether it has the shape of the parameter."""
-        return self.slot != "statistic"
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """State and rule of parameters of some number of dimensions.
-
-    ``rule`` locates the function that takes a step (see ``blocks``). ``update`` is how a step follows from the state
-    (see ``checkpoint.meaning.update_rules``); where it is None, no figure in update space is given, nothing replayed.
-    """
-
-    rule: str
-    tensors: tuple[StateTensor, ...]
-    update: Update | None = None
-
-    def present(self, settings: Mapping[str, Any]) -> list[StateTensor]:
-        """The tensors that a parameter has under these settings."""
-        return [each for each in self.tensors if not each.when or settings.get(each.when)]
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A class of another package with the same state.
-
-    ``step``: where it counts, as a 0-d float tensor or an int in the state, or in the group; None: nowhere. ``state``:
-    what else a state holds, where a function computes a number from the group. ``optional``: keys that may be there.
-    ``sign``: the key by which its state differs from that of other optimizers. ``group``: more entries of a new group.
-    ``widened``: the state of a 16-bit parameter may be fp32.
-    """
-
-    package: str
-    name: str
-    step: Literal["tensor", "int", "group"] | None = None
-    state: Mapping[str, Any] = field(default_factory=dict)
-    optional: frozenset[str] = frozenset()
-    sign: str | None = None
-    group: Mapping[str, Any] = field(default_factory=dict)
-    widened: bool = False
-
-    @property
-    def splits_betas(self) -> bool:
-        """Whether groups have ``beta1`` and ``beta2`` in place of ``betas``."""
-        return self.package == "optimi"
-
-    @property
-    def takes_maximize(self) -> bool:
-        """Whether groups have ``maximize``."""
-        return self.package == "torch"
-
-
-_UNPUBLISHED = Published("", "", step="int")
-"""How ``unpack`` writes the state of an optimizer that no package has."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """One optimizer. ``name`` is its class in ``ckpt8.optim``, which ``cls`` locates as ``module:name``.
-
-    ``settings``: the settings that the rule takes from a group, each with how many numbers it is. ``fixed``: arguments
-    of the rule that are no settings. ``nullable``: settings of which a number may be None.
-    ``signs``: a saved state is this optimizer's only with one of these keys in the state or the group. ``needs``: keys
-    that the group must have; ``lacks``: keys that neither may have.
-    ``counts``: the rule depends on the number of the step. ``coupled``: weight decay is part of the gradient, always.
-    ``average``: (a, b) of m = a m + b g from the arguments, where a first moment is all the state.
-    ``kernels``: the module of ``ckpt8.optim.triton``, if any. ``flashoptim``: whether flashoptim has the optimizer.
-    ``published``: the classes with the same state; ``unpack`` writes the state of the first.
-    """
-
-    rule_id: str
-    name: str
-    cls: str
-    settings: Mapping[str, int]
-    matrix: Form
-    vector: Form | None = None
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    nullable: frozenset[str] = frozenset()
-    signs: frozenset[str] = frozenset()
-    needs: tuple[str, ...] = ()
-    lacks: frozenset[str] = frozenset()
-    counts: bool = False
-    coupled: bool = False
-    average: Callable[[Mapping[str, Any]], tuple[float, float]] | None = None
-    kernels: str | None = None
-    flashoptim: bool = False
-    published: tuple[Published, ...] = (_UNPUBLISHED,)
-
-    def form(self, ndim: int) -> Form:
-        """State and rule of a parameter of ``ndim`` dimensions."""
-        return self.matrix if ndim > 1 or self.vector is None else self.vector
-
-    @property
-    def forms(self) -> tuple[Form, ...]:
-        """All forms, each once."""
-        return (self.matrix,) if self.vector is None else (self.matrix, self.vector)
-
-    @property
-    def tensors(self) -> dict[str, StateTensor]:
-        """Every tensor that a state may hold, by key."""
-        return {each.key: each for form in self.forms for each in form.tensors}
-
+from ckpt8.optim.card import Card, Form, Published, Shape, StateTensor
 
 SPELLINGS = {"betas": ("beta1", "beta2"), "eps": ("eps1", "eps2")}
-"""Settings of several numbers, and how some packages spell each number."""
+"""Settings with several numbers, and the names under which some packages store each number."""
 
 CARDS: dict[str, Card] = {}
-"""Every optimizer by its ``rule_id``, in the order in which saved state is compared with them."""
+"""Every optimizer by its ``rule_id``; ``identify`` tries them in this order."""
 
 TENSORS: dict[str, StateTensor] = {}
-"""Every tensor of every optimizer by its key."""
+"""Every tensor of a state by its key."""
 
 MOMENT_SLOTS: dict[str, str] = {}
-"""Keys of the moments that presets may compress, each with its slot."""
+"""Slots of the moments that presets may compress, by key."""
 
 STATE_ROLES: dict[str, Role] = dict.fromkeys(("master_param", "master_params", "master_weight"), Role.WEIGHT)
-"""Roles of the tensors in a parameter's state; any other key is ``other``."""
-
+"""Roles of the tensors in a parameter's state, by key; other keys have the role ``other``."""
 
 SIDE_STATE = {"step"}
-"""Keys of state that no update is made of, or only through the step."""
+"""Keys of a state that no update is computed from, but for the step."""
 
 
 def register(card: Card) -> None:
-    """Make an optimizer known: from now on its saved state is recognised."""
+    """Add a card: from now on ckpt8 recognises the optimizer's saved state."""
     CARDS[card.rule_id] = card
     TENSORS.update(card.tensors)
     SIDE_STATE.update(*({*each.state, *each.optional} for each in card.published))
@@ -173,14 +45,14 @@ def register(card: Card) -> None:
 
 
 def card_of(rule_id: str) -> Card:
-    """The card of a rule. Raises UsageError for an unknown one."""
+    """The card of a rule. Raises UsageError for an unknown rule."""
     if rule_id not in CARDS:
         raise UsageError(f"no optimizer has the rule {rule_id!r}; ckpt8 knows {', '.join(CARDS)}")
     return CARDS[rule_id]
 
 
 def find_published(package: str, name: str) -> tuple[Card, Published] | None:
-    """The card and entry of a class, by its top-level package and name; None for an unknown class."""
+    """The card and the entry of the class ``name`` of a top-level package; None for an unknown class."""
     every = ((card, each) for card in CARDS.values() for each in card.published)
     return next(((card, each) for card, each in every if (each.package, each.name) == (package, name)), None)
 
@@ -191,22 +63,22 @@ def first_moments() -> list[str]:
 
 
 def setting_names() -> set[str]:
-    """Every name of a setting of a known optimizer, but those that all have: ``lr`` and ``weight_decay``."""
+    """Names of the settings of all optimizers, in every spelling, without ``lr`` and ``weight_decay``."""
     names = {name for card in CARDS.values() for name in (*card.settings, *(t.when for t in card.tensors.values()))}
     spelled = {part for name in names for part in SPELLINGS.get(name, ())}
     return (names | spelled) - {"", "lr", "weight_decay"}
 
 
 def setting(group: Mapping[Any, Any], name: str) -> Any:
-    """A setting of a group in any of its spellings; None where it is missing."""
+    """A setting of a group, in any spelling; None where it is missing."""
     parts = SPELLINGS.get(name, ())
     return [group[part] for part in parts] if parts and set(parts) <= group.keys() else group.get(name)
 
 
 def identify(tensors: Collection[str], state: Collection[Any], group: Mapping[Any, Any]) -> tuple[Card, Form] | None:
-    """The optimizer that saved a state, and the form of it.
+    """The optimizer that saved a state, and the form that the state has; None for an unknown optimizer.
 
-    ``tensors`` are the keys of the tensors that an update is made of, ``state`` all keys.
+    ``state`` are the keys of the state, ``tensors`` those of the tensors from which an update is computed.
     """
     keys = {*state, *group}
     for card in CARDS.values():
@@ -256,7 +128,7 @@ _OPTIMI: dict[str, Any] = {
 _KAHAN: dict[str, Any] = {"kahan_comp": None}
 _OPTIMI_KEYS = frozenset({"mean_square", "group", "step"})
 EMPTY_KEYS = frozenset({"kahan_comp", "momentum_buffer"})
-"""State that packages keep as None until it is needed."""
+"""Keys of state that packages keep as None until they need it."""
 
 
 def _optimi(name: str, *, step: Literal["group"] | None = "group") -> Published:
@@ -264,7 +136,7 @@ def _optimi(name: str, *, step: Literal["group"] | None = "group") -> Published:
 
 
 def _rows_and_columns(*names: str, kept: bool = False) -> tuple[StateTensor, ...]:
-    """Averages over rows and columns, by pairs of names; ``kept``: the averaged dimension stays, as 1."""
+    """Averages over rows and columns, in turn; ``kept``: the averaged dimension stays, with size 1."""
     one = (1,) if kept else ()
     shapes: tuple[Callable[[Shape], Shape], ...] = (
         lambda shape: (*shape[:-1], *one),

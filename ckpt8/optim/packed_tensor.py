@@ -13,9 +13,11 @@ from ckpt8.codecs.companded8 import GROUP, Companded8
 from ckpt8.codecs.companded8 import reference as companding
 from ckpt8.core.tensors import Parts
 from ckpt8.optim.blocks import Values
-from ckpt8.optim.contract import Layout
 from ckpt8.optim.master_weights import needs_noise, read_master, write_master
 from ckpt8.optim.rounding import encode_second_moment, groups_of, random_bits
+
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Element type and shape of the tensors of a state, by key."""
 
 
 def moment_layout(name: str, codec: Codec, shape: tuple[int, ...], numel: int) -> Layout:
@@ -34,7 +36,7 @@ class Moment:
     parts: Parts
 
     @classmethod
-    def of(cls, name: str, codec: Codec, state: dict[str, torch.Tensor]) -> Moment:
+    def of(cls, name: str, codec: Codec, state: Mapping[str, torch.Tensor]) -> Moment:
         """The moment ``name`` of a parameter's state: codes of ``codec``, or fp32 where the state has it so."""
         if name in state:
             return cls(None, {"values": state[name].view(-1)})
@@ -56,10 +58,7 @@ class Moment:
         if self.codec is None:
             return parts["values"].clone()
         out = torch.empty(stop - start, dtype=torch.float32, device=parts["codes"].device)
-        if self.codec.signed:
-            companding.decode_signed(parts, out, self.codec.Q)
-        else:
-            companding.decode_unsigned(parts, out, self.codec.Q, self.codec.p != 1)
+        self.codec.kernel("decode", "torch")(parts, out)
         return out
 
     def write(self, start: int, stop: int, values: torch.Tensor, bits: torch.Tensor | None) -> None:
@@ -85,8 +84,8 @@ class PackedTensor:
 
     param: torch.Tensor
     grad: torch.Tensor
-    part: torch.Tensor | None
     codec: Codec
+    part: torch.Tensor | None
     moments: Mapping[str, Moment]
     key: int
     grad_factor: float = 1.0

@@ -17,6 +17,9 @@ from ckpt8.optim.master_weights import master_part
 MOMENT2 = "companded8(signed=False, Q=255, p=0.5)"
 """The second moments of a run from scratch, chosen by the measurements in ``rounding``."""
 
+_LIMITS = {"betas": 1.0, **dict.fromkeys(("lr", "weight_decay", "momentum", "clip_threshold", "d", "eps"), math.inf)}
+"""Settings that are numbers from 0 on, and the numbers that they stay below."""
+
 
 def as_codec(given: Any) -> Codec:
     """A codec from text, as in ``companded8(Q=31)``, or from its stored configuration. Raises UsageError."""
@@ -39,17 +42,14 @@ def check_group(group: dict[str, Any]) -> None:
     master = codec_from_config(group["master"])
     for param in group["params"]:
         master_part(param.dtype, master)
-    for key in ("lr", "weight_decay", "momentum", "clip_threshold", "d"):
-        _check_number(key, group.get(key, 0.0), math.inf)
-    betas = group.get("betas", ())
-    if not isinstance(betas, (tuple, list)):
-        raise UsageError(f"betas must be several numbers, not {betas!r}")
-    for beta in betas:
-        _check_number("betas", beta, 1.0)
-    eps = group.get("eps", ())
-    for each in eps if isinstance(eps, (tuple, list)) else (eps,):
-        if each is not None or "eps" not in card_of(group["rule"]).nullable:
-            _check_number("eps", each, math.inf)
+    card = card_of(group["rule"])
+    for key, limit in _LIMITS.items():
+        given, several = group.get(key, 0.0), card.settings.get(key, 1) > 1
+        if several and not isinstance(given, (tuple, list)):
+            raise UsageError(f"{key} must be several numbers, not {given!r}")
+        for value in given if several else (given,):
+            if value is not None or key not in card.nullable:
+                _check_number(key, value, limit)
     for key, kind in (("maximize", bool), ("seed", int)):
         if not isinstance(group[key], kind):
             raise UsageError(f"{key} must be of the type {kind.__name__}, not {group[key]!r}")

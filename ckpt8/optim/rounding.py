@@ -121,25 +121,20 @@ def encode_second_moment(v: torch.Tensor, out: Parts, levels: int, fourth_root: 
     n = root / divisor.unsqueeze(1)
     t = (square_root(n) if fourth_root else n).mul_(levels)
     low = t.floor().clamp_(1, levels)
-    up = _probability_fourth_root(t, low, levels) if fourth_root else _probability_linear(t, low, levels)
-    chance = as_groups(_shift(bits, 8).float()).mul_(2.0**-24)
-    codes = low.add_(chance < up).clamp_(max=levels).mul_(root.sign_())
+    up = _chance_up(t, low, levels, fourth_root)
+    codes = low.add_(as_groups(_shift(bits, 8).float()).mul_(2.0**-24) < up).clamp_(max=levels).mul_(root.sign_())
     # Through int32, since torch converts float to uint8 element by element.
     out["codes"].copy_(codes.to(torch.int32).view(-1)[: out["codes"].numel()])
     out["scales"].copy_(scale16)
 
 
-def _probability_linear(t: torch.Tensor, low: torch.Tensor, levels: int) -> torch.Tensor:
+def _chance_up(t: torch.Tensor, low: torch.Tensor, levels: int, fourth_root: bool) -> torch.Tensor:
+    """The probability of the code above ``low``: A times the factor that keeps the mean of 1/x or of v."""
     high = low + 1
-    ratio = torch.where(low < levels / NARROW, high / t, (t + low) / (high + low))
-    return ratio.mul_(t - low)
-
-
-def _probability_fourth_root(t: torch.Tensor, low: torch.Tensor, levels: int) -> torch.Tensor:
-    high = low + 1
-    high2, low2, t2 = high * high, low * low, t * t
-    ratio = torch.where(low < levels / NARROW**0.5, high2 / t2, (t2 + low2) / (high2 + low2))
-    return ratio.mul_(t - low).mul_(t + low).div_(high + low)
+    narrow = low < levels / (NARROW**0.5 if fourth_root else NARROW)
+    a, b, c = (high * high, t * t, low * low) if fourth_root else (high, t, low)
+    chance = torch.where(narrow, a / b, (b + c) / (a + c)).mul_(t - low)
+    return chance.mul_(t + low).div_(high + low) if fourth_root else chance
 
 
 def power(base: float, exponent: int) -> float:

@@ -21,7 +21,7 @@ from ckpt8.core.tensors import Parts
 from ckpt8.optim.known_optimizers import CARDS
 from ckpt8.optim.master_weights import read_master, residual_dtype, write_master
 from ckpt8.optim.packed import PackedOptimizer
-from ckpt8.optim.packed_tensor import Moment, moment_layout
+from ckpt8.optim.packed_tensor import Moment
 from ckpt8.optim.published_layouts import packed_group, plain_group, plain_state, step_of
 
 StateDict = dict[str, Any]
@@ -75,34 +75,20 @@ def bf16_from_planes(parts: Parts) -> torch.Tensor:
     return bits.to(torch.int16).view(torch.bfloat16)
 
 
-def _encoded(name: str, codec: Codec, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Packed state of a plain moment, rounded to nearest."""
-    layout = moment_layout(name, codec, tuple(values.shape), values.numel())
-    state = {key: torch.empty(size, dtype=dtype, device=values.device) for key, (dtype, size) in layout.items()}
-    Moment.of(name, codec, state).write(0, values.numel(), values.detach().float().reshape(-1), None)
-    return state
-
-
-def _decoded(name: str, config: Mapping[str, Any], state: Mapping[str, Any]) -> torch.Tensor | None:
-    """The moment ``name`` in fp32, or None where there is none."""
-    if name in state:
-        plain: torch.Tensor = state[name]
-        return plain.clone()
-    if f"{name}_codes" not in state:
-        return None
-    codes = state[f"{name}_codes"]
-    return Moment.of(name, codec_from_config(config), dict(state)).read(0, codes.numel()).view(codes.shape)
-
-
 # --- packed <-> plain ---------------------------------------------------------------------------------------------
 
 
 def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The moments and factored statistics of one packed parameter, in fp32."""
-    tensors = CARDS[group["rule"]].tensors
-    moments = {name: _decoded(name, group[each.slot], state) for name, each in tensors.items() if each.slot in group}
-    statistics = {name: state[name].clone() for name in tensors if name not in moments and name in state}
-    return {name: value for name, value in moments.items() if value is not None} | statistics
+    """The moments and the row and column averages of one packed parameter, in fp32."""
+    found = {}
+    for name, each in CARDS[group["rule"]].tensors.items():
+        if name in state:
+            found[name] = state[name].clone()
+        elif f"{name}_codes" in state:
+            codes = state[f"{name}_codes"]
+            moment = Moment.of(name, codec_from_config(group[each.slot]), state)
+            found[name] = moment.read(0, codes.numel()).view(codes.shape)
+    return found
 
 
 def unpack(
@@ -156,25 +142,23 @@ def _packed_state(
     given: Mapping[str, Any],
     master: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    shape = tuple(param.shape)
-    layout = optimizer.state_layout(group, param)
-    state = {"step": torch.tensor(step_of(plain, given), dtype=torch.int64)}
-    if "residual" in layout:
-        codec = optimizer.codec(group, "master", param)
-        state["residual"] = (
-            torch.zeros(shape, dtype=layout["residual"][0]) if master is None else residual_of(master, param, codec)
-        )
-    if "master" in layout:
-        state["master"] = (param if master is None else master).detach().float().clone()
-    wanted = {**optimizer.moments(group, shape), **dict.fromkeys(optimizer.factored(shape), "")}
-    for name, kind in wanted.items():
+    state, shape = optimizer.initial_state(group, param), tuple(param.shape)
+    codec, _, moments = optimizer.views(group, param, state)
+    factored = optimizer.factored(shape)
+    state["step"].fill_(step_of(plain, given))
+    if master is not None and "residual" in state:
+        state["residual"].copy_(residual_of(master, param, codec))
+    elif master is not None and "master" in state:
+        state["master"].copy_(master.detach())
+    for name in (*moments, *factored):
         values = plain.get(name)
-        size = optimizer.factored(shape).get(name, shape)
-        if not isinstance(values, torch.Tensor) or tuple(values.shape) != size:
+        if not isinstance(values, torch.Tensor) or tuple(values.shape) != factored.get(name, shape):
             raise UsageError(f"{name} of a parameter of shape {shape} is missing or has another shape")
-        moment = _encoded(name, optimizer.codec(group, kind, param), values) if kind else {name: values.float().clone()}
-        state |= moment
-    return {name: state[name] for name in layout}
+        if name in moments:
+            moments[name].write(0, values.numel(), values.detach().float().reshape(-1), None)
+        else:
+            state[name].copy_(values)
+    return state
 
 
 # --- AdamW <-> StableAdamW ------------------------------------------------------------------------------------------

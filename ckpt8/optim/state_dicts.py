@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ckpt8.core.errors import UsageError
-from ckpt8.optim.contract import PackedState
 from ckpt8.optim.master_weights import CHECKS
+from ckpt8.optim.packed_state import PackedState
 from ckpt8.optim.packing_options import check_group
 
 Found = Mapping[str, tuple[torch.dtype, tuple[int, ...]] | None]
@@ -27,33 +27,25 @@ State = defaultdict[torch.Tensor, dict[str, Any]]
 def matched_state(optimizer: PackedState, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], State]:
     """New parameter groups and state for ``optimizer``, in memory of their own. Raises UsageError."""
     saved = state_dict["param_groups"]
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if [len(group["params"]) for group in saved] != sizes:
-        found = [len(group["params"]) for group in saved]
-        raise UsageError(f"parameter groups of {found} parameters do not fit an optimizer with groups of {sizes}")
-    groups = []
-    state: State = defaultdict(dict)
-    known = set()
-    for current, given in zip(optimizer.param_groups, saved, strict=True):
-        group = _matched_group(optimizer, current, given)
-        groups.append(group)
-        for param, identifier in zip(current["params"], given["params"], strict=True):
-            known.add(identifier)
-            if state_dict["state"].get(identifier):
-                found_state = state_dict["state"][identifier]
-                state[param] = _matched_tensors(
-                    optimizer, group, param, found_state, f"state of parameter {identifier}"
-                )
-    extra = state_dict["state"].keys() - known
+    sizes, expected = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
+    if sizes != expected:
+        raise UsageError(f"parameter groups of {sizes} parameters do not fit an optimizer with groups of {expected}")
+    extra = state_dict["state"].keys() - {identifier for group in saved for identifier in group["params"]}
     if extra:
         raise UsageError(f"state of parameters that no group has: {sorted(map(str, extra))[:5]}")
+    groups = [_matched_group(*pair, optimizer.rule_id) for pair in zip(optimizer.param_groups, saved, strict=True)]
+    state: State = defaultdict(dict)
+    for group, given in zip(groups, saved, strict=True):
+        for param, identifier in zip(group["params"], given["params"], strict=True):
+            if found := state_dict["state"].get(identifier):
+                state[param] = _matched_tensors(optimizer, group, param, found, f"state of parameter {identifier}")
     return groups, state
 
 
-def _matched_group(optimizer: PackedState, current: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    if given.get("rule") != optimizer.rule_id:
+def _matched_group(current: Mapping[str, Any], given: Mapping[str, Any], rule_id: str) -> dict[str, Any]:
+    if given.get("rule") != rule_id:
         raise UsageError(
-            f"state of {given.get('rule', 'another optimizer')!r} does not fit {optimizer.rule_id!r}; "
+            f"state of {given.get('rule', 'another optimizer')!r} does not fit {rule_id!r}; "
             "see ckpt8.optim.state_conversion"
         )
     kept = {key: deepcopy(value) for key, value in given.items() if key not in ("params", CHECKS)}

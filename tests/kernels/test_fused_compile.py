@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from ckpt8.optim.triton import blocks as state  # noqa: E402
-from ckpt8.optim.triton import matrices, prologue  # noqa: E402
+from ckpt8.optim.triton import matrices, prologue, steps  # noqa: E402
 
 PACKED = {"first": 127, "second": 255, "fourth_root": True, "aligned": True}
 PLAIN = {"first": 0, "second": 0, "fourth_root": False, "aligned": True}
@@ -38,21 +38,27 @@ LAYOUTS = {
 POINTERS = {"table": "*i64", "scalars": "*fp32", "programs": "*i32", "grad_scale": "*fp32", "found_inf": "*fp32"}
 POINTERS |= {"partials": "*fp64", "runs": "*i64", "matrices": "*i64", "sums": "*fp64", "factors": "*fp32"}
 POINTERS |= {"tiles": "*i32", "lines": "*i32"}
+VECTORS = {"matrices": None, "factors": None}
+ONE_MOMENT = {"second": None}
 KERNELS = {
-    ("adamw", "step_kernel"): {"decoupled": True, "decays": True},
-    ("stable_adamw", "sum_kernel"): {},
-    ("stable_adamw", "step_kernel"): {},
-    ("sgd", "step_kernel"): {"momentum": True, "decays": True, "nesterov": True},
-    ("lion", "step_kernel"): {},
-    ("came", "sum_kernel"): {},
-    ("came", "step_kernel"): {},
+    ("adamw", "step_kernel"): {"rule": "adamw", **VECTORS},
+    ("adam", "step_kernel"): {"rule": "adam", **VECTORS},
+    ("stable_adamw", "sum_kernel"): {"summand": "ratio", **VECTORS},
+    ("stable_adamw", "step_kernel"): {"rule": "stable_adamw", **VECTORS},
+    ("sgd", "step_kernel"): {"rule": "sgd", **VECTORS, **ONE_MOMENT},
+    ("lion", "step_kernel"): {"rule": "lion", **VECTORS, **ONE_MOMENT},
+    ("came", "sum_kernel"): {"summand": "squared_direction", **ONE_MOMENT},
+    ("came", "step_kernel"): {"rule": "came", **ONE_MOMENT},
     ("came", "tile_kernel"): {"pair": 1, "even": True, "tile": matrices.TILE},
     ("came", "average_kernel"): {"pair": 0, "line": matrices.LINE},
     ("came", "factor_kernel"): {"pair": 0, "line": matrices.LINE},
-    ("came_vector", "sum_kernel"): {},
-    ("came_vector", "step_kernel"): {},
+    ("came_vector", "sum_kernel"): {"summand": "squared_direction", **VECTORS},
+    ("came_vector", "step_kernel"): {"rule": "came", **VECTORS},
 }
-"""Every kernel over blocks, and its constants."""
+"""Every kernel over blocks, and its constants; a rule or summand is a function of the module."""
+
+MODULES = {"adam": "adamw", "came_vector": "came"}
+"""Modules whose functions serve more than their own optimizer."""
 
 BYTES = {"bf16": (2, 2, 1), "fp32": (4, 4, 0), "fp16": (2, 2, 4), "linear": (2, 2, 2), "small": (2, 2, 2)}
 """Of a gradient, a parameter and what completes it."""
@@ -84,8 +90,10 @@ class Fused(Compiled):
 
 
 def block_kernel(module, name, layout, masked, capability, folder) -> Fused:
-    kernel = getattr(importlib.import_module(f"ckpt8.optim.triton.{module}"), name)
-    constants = {**KERNELS[module, name], **LAYOUTS[layout], "masked": masked, "block": state.BLOCK}
+    found = importlib.import_module(f"ckpt8.optim.triton.{MODULES.get(module, module)}")
+    kernel = getattr(steps if name in ("step_kernel", "sum_kernel") else found, name)
+    constants = {**LAYOUTS[layout], **KERNELS[module, name], "masked": masked, "block": state.BLOCK}
+    constants |= {key: getattr(found, constants[key]) for key in ("rule", "summand") if key in constants}
     return Fused(kernel, {k: v for k, v in constants.items() if k in kernel.arg_names}, capability, folder)
 
 
@@ -114,7 +122,7 @@ def assert_wide(kernel: Fused, module: str, layout: str) -> None:
     """All by accesses of at least eight elements or 16 bytes, but for one 2-byte scale of each packed moment."""
     grad, param, part = BYTES[layout]
     first = 4 if layout == "small" else 1
-    second = first if module in ("adamw", "stable_adamw", "came_vector") else 0
+    second = first if module in ("adamw", "adam", "stable_adamw", "came_vector") else 0
     loads, stores = kernel.accesses("ld"), kernel.accesses("st")
     moments = [size for size in (first, second) if size]
     scales = 0 if layout == "small" else len(moments)
@@ -171,7 +179,7 @@ def test_prologues(tmp_path, module, scaled):
     found = vars(importlib.import_module(f"ckpt8.optim.triton.{module}"))
     kernels = [found[name] for name in found if name.endswith("_kernel") and (module, name) not in KERNELS]
     for kernel in kernels:
-        constants = {"lr_tensor": None, "maximize": False, "decoupled": True, "chunk": 256}
+        constants = {"lr_tensor": None, "maximize": False, "decoupled": True, "nesterov": True}
         constants |= {} if scaled else {"grad_scale": None, "found_inf": None}
         given = {name: value for name, value in constants.items() if name in kernel.arg_names}
         compiled = Fused(kernel, given, 90, tmp_path, prologue.OPTIONS)

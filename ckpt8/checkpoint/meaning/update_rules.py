@@ -19,7 +19,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, get_args
 
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.optim.known_optimizers import SIDE_STATE, Card, Form, Update, identify, setting
+from ckpt8.optim.card import Card, Form, Update
+from ckpt8.optim.known_optimizers import SIDE_STATE, identify, setting
 
 if TYPE_CHECKING:
     import torch

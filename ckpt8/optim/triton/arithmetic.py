@@ -98,27 +98,20 @@ def compand_unsigned_randomly(v, levels: tl.constexpr, fourth_root: tl.constexpr
     t = (tl.sqrt_rn(n) if fourth_root else n) * levels
     # A value flushed to zero by CUDA's floor is raised to 1 like any below it.
     low = tl.maximum(tl.minimum(tl.floor(t), levels * 1.0), 1.0)
-    up = _chance_fourth_root(t, low, levels) if fourth_root else _chance_linear(t, low, levels)
-    chance = (bits >> 8).to(tl.int32).to(tl.float32) * (2.0**-24)
-    code = tl.minimum(low + (chance < up).to(tl.float32), levels * 1.0)
+    drawn = (bits >> 8).to(tl.int32).to(tl.float32) * (2.0**-24)
+    up = drawn < _chance_up(t, low, levels, fourth_root)
+    code = tl.minimum(low + up.to(tl.float32), levels * 1.0)
     return tl.where(root > 0, code, 0.0).to(tl.int32), scale16
 
 
 @triton.jit
-def _chance_linear(t, low, levels: tl.constexpr):
+def _chance_up(t, low, levels: tl.constexpr, fourth_root: tl.constexpr):
+    """The probability of the code above ``low``: see ``rounding``."""
     high = low + 1.0
-    narrow = low < levels / _NARROW
-    ratio = tl.div_rn(tl.where(narrow, high, t + low), tl.where(narrow, t, high + low))
-    return ratio * (t - low)
-
-
-@triton.jit
-def _chance_fourth_root(t, low, levels: tl.constexpr):
-    high = low + 1.0
-    high2, low2, t2 = high * high, low * low, t * t
-    narrow = low < levels / _NARROW_ROOT
-    ratio = tl.div_rn(tl.where(narrow, high2, t2 + low2), tl.where(narrow, t2, high2 + low2))
-    return tl.div_rn(ratio * (t - low) * (t + low), high + low)
+    narrow = low < levels / (_NARROW_ROOT if fourth_root else _NARROW)
+    a, b, c = (high * high, t * t, low * low) if fourth_root else (high, t, low)
+    chance = tl.div_rn(tl.where(narrow, a, b + c), tl.where(narrow, b, a + c)) * (t - low)
+    return tl.div_rn(chance * (t + low), high + low) if fourth_root else chance
 
 
 @triton.jit

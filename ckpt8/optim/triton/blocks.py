@@ -21,11 +21,11 @@ import triton.language as tl
 
 from ckpt8.codecs.companded8.triton import compand_signed, expand_signed, expand_unsigned
 from ckpt8.codecs.triton_blocks import widen
-from ckpt8.optim.triton.arithmetic import compand_unsigned_randomly, join, random_bits, split24, split32
+from ckpt8.optim.triton.arithmetic import compand_unsigned_randomly, join, split24, split32
 
 PARAM, GRAD, PART = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-FIRST, FIRST_SCALES = tl.constexpr(3), tl.constexpr(4)
-SECOND, SECOND_SCALES = tl.constexpr(5), tl.constexpr(6)
+FIRST, SECOND = tl.constexpr(3), tl.constexpr(5)
+"""Of the moments: fp32 values or codes; the column after it has the scales."""
 
 ABSENT = tl.constexpr(1 << 61)
 """What stands for the address of a gradient where there is none."""
@@ -47,7 +47,13 @@ NOW = tl.constexpr(11)
 COLUMNS = tl.constexpr(12)
 
 SCALARS = tl.constexpr(12)
-"""fp32 numbers for each tensor, written by the prologue; the first multiplies gradients."""
+"""fp32 numbers for each tensor, written by the prologue."""
+
+GRADIENT_FACTOR = tl.constexpr(0)
+"""The first of them: gradients are multiplied by it."""
+
+CHUNK = tl.constexpr(256)
+"""How many partial sums are read at once."""
 
 BLOCK = 1024
 """Elements of a program: 8 for each of its 128 threads."""
@@ -73,29 +79,9 @@ def address(tensor, column: tl.constexpr, kind: tl.constexpr, aligned: tl.conste
 
 
 @triton.jit
-def scalar(scalars, row, which: tl.constexpr):
-    """One of the fp32 numbers of a tensor."""
-    return tl.load(scalars + row * SCALARS + which)
-
-
-@triton.jit
-def work(table, programs, block: tl.constexpr):
-    """The number of the row, the row, and the first element of this program's block."""
-    row = tl.load(programs + tl.program_id(0) * 2).to(tl.int64)
-    start = tl.load(programs + tl.program_id(0) * 2 + 1).to(tl.int64) * block
-    return row, table + row * COLUMNS, start
-
-
-@triton.jit
-def elements(tensor, start):
-    """The number of elements of a short block, as int32."""
-    return (tl.load(tensor + NUMEL) - start).to(tl.int32)
-
-
-@triton.jit
-def bits_of_block(tensor, start, block: tl.constexpr):
-    """The random bits of a block in this step."""
-    return random_bits(tl.load(tensor + KEY).to(tl.uint64, bitcast=True), start, offsets(block))
+def scalar(numbers, which: tl.constexpr):
+    """One of the fp32 scalars of a tensor."""
+    return tl.load(numbers + which)
 
 
 @triton.jit
@@ -187,71 +173,52 @@ def write_weight(
 
 
 @triton.jit
-def read_first(tensor, levels: tl.constexpr, start, count, block: tl.constexpr, aligned: tl.constexpr):
-    """A first moment in fp32."""
-    if levels == 0:
-        m = read(tensor, FIRST, tl.float32, start, count, block, aligned)
-    else:
-        code = read(tensor, FIRST, tl.int8, start, count, block, aligned).to(tl.int32)
-        m = expand_signed(code, _read_scales(tensor, FIRST_SCALES, start, count, block, aligned), levels)
-    return m
-
-
-@triton.jit
-def write_first(tensor, levels: tl.constexpr, start, count, m, block: tl.constexpr, aligned: tl.constexpr):
-    """Store a first moment, its codes rounded to nearest."""
-    if levels == 0:
-        write(tensor, FIRST, tl.float32, start, count, m, block, aligned)
-    else:
-        code, scale16 = compand_signed(without_padding(m, count, block), levels)
-        write(tensor, FIRST, tl.int8, start, count, code, block, aligned)
-        _write_scales(tensor, FIRST_SCALES, start, count, scale16, block, aligned)
-
-
-@triton.jit
-def read_second(
-    tensor, levels: tl.constexpr, fourth_root: tl.constexpr, start, count, block: tl.constexpr, aligned: tl.constexpr
-):
-    """A second moment in fp32."""
-    if levels == 0:
-        v = read(tensor, SECOND, tl.float32, start, count, block, aligned)
-    else:
-        code = read(tensor, SECOND, tl.uint8, start, count, block, aligned).to(tl.int32)
-        scale16 = _read_scales(tensor, SECOND_SCALES, start, count, block, aligned)
-        v = expand_unsigned(code, scale16, levels, fourth_root)
-    return v
-
-
-@triton.jit
-def write_second(
+def read_moment(
     tensor,
+    column: tl.constexpr,
     levels: tl.constexpr,
     fourth_root: tl.constexpr,
     start,
     count,
-    v,
+    block: tl.constexpr,
+    aligned: tl.constexpr,
+):
+    """The moment in ``column``, FIRST or SECOND, in fp32."""
+    if levels == 0:
+        x = read(tensor, column, tl.float32, start, count, block, aligned)
+    else:
+        kind: tl.constexpr = tl.int8 if column == FIRST else tl.uint8
+        code = read(tensor, column, kind, start, count, block, aligned).to(tl.int32)
+        scale16 = _read_scales(tensor, column + 1, start, count, block, aligned)
+        if column == FIRST:
+            x = expand_signed(code, scale16, levels)
+        else:
+            x = expand_unsigned(code, scale16, levels, fourth_root)
+    return x
+
+
+@triton.jit
+def write_moment(
+    tensor,
+    column: tl.constexpr,
+    levels: tl.constexpr,
+    fourth_root: tl.constexpr,
+    start,
+    count,
+    x,
     bits,
     block: tl.constexpr,
     aligned: tl.constexpr,
 ):
-    """Store a second moment, its codes rounded by random ``bits``."""
+    """Store a moment; codes of a first moment are rounded to nearest, those of a second by random ``bits``."""
     if levels == 0:
-        write(tensor, SECOND, tl.float32, start, count, v, block, aligned)
-    else:
-        code, scale16 = compand_unsigned_randomly(without_padding(v, count, block), levels, fourth_root, bits)
-        write(tensor, SECOND, tl.uint8, start, count, code, block, aligned)
-        _write_scales(tensor, SECOND_SCALES, start, count, scale16, block, aligned)
-
-
-@triton.jit
-def total(partials, runs, row, chunk: tl.constexpr):
-    """The float64 sum over the blocks of a tensor, always in the same order: see ``Plan.sums``."""
-    first, whole, short = tl.load(runs + row * 3), tl.load(runs + row * 3 + 1), tl.load(runs + row * 3 + 2)
-    at = tl.arange(0, chunk)
-    gathered = tl.zeros([chunk], tl.float64)
-    # Older interpreters take no bounds of ``range`` that were loaded.
-    begin = 0
-    while begin < whole:
-        gathered += tl.load(partials + first + begin + at, begin + at < whole, 0.0)
-        begin += chunk
-    return tl.sum(gathered) + tl.load(partials + short, short >= 0, 0.0)
+        write(tensor, column, tl.float32, start, count, x, block, aligned)
+    elif levels is not None:
+        kind: tl.constexpr = tl.int8 if column == FIRST else tl.uint8
+        x = without_padding(x, count, block)
+        if column == FIRST:
+            code, scale16 = compand_signed(x, levels)
+        else:
+            code, scale16 = compand_unsigned_randomly(x, levels, fourth_root, bits)
+        write(tensor, column, kind, start, count, code, block, aligned)
+        _write_scales(tensor, column + 1, start, count, scale16, block, aligned)

@@ -1,9 +1,11 @@
-"""CAME, fused: ``ckpt8.optim.came`` for tensors of two dimensions or more; ``came_vector`` has the others.
+"""CAME, fused: ``ckpt8.optim.came`` on blocks in registers.
 
     s  = g^2 + eps1;     R, C = b2-averages of the means of s;     u = g * approx(R, C)
     u /= max(1, RMS(u)/d);     m = b1 m + (1-b1) u
     r  = (u - m)^2 + eps2;     Rr, Cr = b3-averages of its means
     theta = theta (1 - lr wd) - lr m * approx(Rr, Cr)
+
+Below two dimensions V = b2 V + (1-b2) s, u = g * rsqrt(V), and the step is m: a launch for RMS(u), one for the update.
 
 Twelve launches for all matrices of a group, however many: tiles of s give sums of rows and columns, lines average them
 (two launches, since a mean over all rows comes between), blocks give RMS(u), tiles and lines do the same for r, and
@@ -20,64 +22,32 @@ import triton.language as tl
 
 from ckpt8.codecs.companded8.triton import expand_signed_each
 from ckpt8.codecs.triton_blocks import widen
-from ckpt8.optim.triton import came_vector
 from ckpt8.optim.triton.arithmetic import double
-from ckpt8.optim.triton.blocks import (
-    COLUMNS,
-    FIRST,
-    FIRST_SCALES,
-    GRAD,
-    NOW,
-    NUMEL,
-    address,
-    bits_of_block,
-    elements,
-    offsets,
-    read_first,
-    read_gradient,
-    read_weight,
-    scalar,
-    total,
-    without_padding,
-    work,
-    write_first,
-    write_weight,
-)
-from ckpt8.optim.triton.came_rule import (
-    CLIP,
-    DECAY,
-    EPS,
-    FACTOR,
-    KEEP,
-    RATE,
-    RESIDUAL_EPS,
-    SECOND_KEEP,
-    SECOND_RATE,
-    STEP_SIZE,
-    moved,
-)
-from ckpt8.optim.triton.came_tables import Matrices
+from ckpt8.optim.triton.blocks import FIRST, GRAD, GRADIENT_FACTOR, NOW, address, scalar
 from ckpt8.optim.triton.launches import Plan
 from ckpt8.optim.triton.matrices import (
     COLUMN_SUMS,
     HEIGHT,
     LINE,
-    MATRIX,
     ROW_SUMS,
     TILE,
     TILES_ACROSS,
     TILES_DOWN,
     WIDTH,
+    Matrices,
+    approximation,
     average_kernel,
-    column_factor,
     factor_kernel,
-    factors_of,
-    row_factor,
+    inverse_root,
+    locate_piece,
+    read_factors,
 )
-from ckpt8.optim.triton.prologue import advance, bits_of_float, put, put_gradient_factor, rate
+from ckpt8.optim.triton.prologue import advance, bits_of_float, own_numbers, put, rate
+from ckpt8.optim.triton.steps import root_mean
 
-CHUNK = 256
-"""How many partial sums are read at once."""
+_EPS, _KEEP, _RATE, _RESIDUAL_EPS, _DECAY, _STEP_SIZE, _CLIP, _SECOND_KEEP, _SECOND_RATE = map(
+    tl.constexpr, range(1, 10)
+)
 
 
 @triton.jit(do_not_specialize=["lr", "beta1", "beta2", "eps1", "eps2", "weight_decay"])
@@ -96,27 +66,58 @@ def prologue_kernel(
     maximize: tl.constexpr,
 ):
     """The numbers of the rule for one tensor, but for what u is divided by."""
-    row = tl.program_id(0)
-    advance(table, row, found_inf)
-    put_gradient_factor(scalars, row, grad_scale, maximize)
+    numbers, _ = advance(table, scalars, grad_scale, found_inf, maximize)
     eta = rate(lr, lr_tensor)
-    put(scalars, row, EPS, double(eps1))
-    put(scalars, row, KEEP, double(beta1))
-    put(scalars, row, RATE, 1 - double(beta1))
-    put(scalars, row, SECOND_KEEP, double(beta2))
-    put(scalars, row, SECOND_RATE, 1 - double(beta2))
-    put(scalars, row, RESIDUAL_EPS, double(eps2))
-    put(scalars, row, DECAY, 1 - eta * double(weight_decay))
-    put(scalars, row, STEP_SIZE, eta)
+    put(numbers, _EPS, double(eps1))
+    put(numbers, _KEEP, double(beta1))
+    put(numbers, _RATE, 1 - double(beta1))
+    put(numbers, _SECOND_KEEP, double(beta2))
+    put(numbers, _SECOND_RATE, 1 - double(beta2))
+    put(numbers, _RESIDUAL_EPS, double(eps2))
+    put(numbers, _DECAY, 1 - eta * double(weight_decay))
+    put(numbers, _STEP_SIZE, eta)
 
 
 @triton.jit(do_not_specialize=["lr", "threshold"])
-def clip_kernel(table, scalars, lr, lr_tensor, partials, runs, threshold, chunk: tl.constexpr):
+def clip_kernel(table, scalars, lr, lr_tensor, partials, runs, threshold):
     """What the direction of one tensor is divided by: max(1, RMS(u)/d)."""
-    row = tl.program_id(0)
-    count = tl.load(table + row * COLUMNS + NUMEL).to(tl.float64)
-    ratio = tl.sqrt(total(partials, runs, row, chunk) / count) / double(threshold)
-    put(scalars, row, CLIP, tl.where(ratio > 1.0, ratio, 1.0))
+    ratio = root_mean(table, partials, runs) / double(threshold)
+    put(own_numbers(scalars), _CLIP, tl.where(ratio > 1.0, ratio, 1.0))
+
+
+@triton.jit
+def second_moment(g, v, numbers):
+    """The new second moment of a vector."""
+    return v * scalar(numbers, _SECOND_KEEP) + (g * g + scalar(numbers, _EPS)) * scalar(numbers, _SECOND_RATE)
+
+
+@triton.jit
+def direction(g, v, numbers, place):
+    """The direction u before it is clipped; ``v`` is the old second moment, None for a matrix."""
+    return g * (approximation(place, 0) if v is None else inverse_root(second_moment(g, v, numbers)))
+
+
+@triton.jit
+def squared_direction(g, v, numbers, place):
+    """u^2 before it is clipped."""
+    u = direction(g, v, numbers, place)
+    return u * u
+
+
+@triton.jit
+def momentum(u, m, numbers):
+    """The clipped direction and the new momentum."""
+    u = tl.div_rn(u, tl.broadcast_to(scalar(numbers, _CLIP), u.shape))
+    return u, m * scalar(numbers, _KEEP) + u * scalar(numbers, _RATE)
+
+
+@triton.jit
+def came(x, g, m, v, numbers, step, place):
+    """One step of fp32 blocks."""
+    _, m = momentum(direction(g, v, numbers, place), m, numbers)
+    update = m * approximation(place, 1) if v is None else m
+    v = m if v is None else second_moment(g, v, numbers)
+    return x * scalar(numbers, _DECAY) - update * scalar(numbers, _STEP_SIZE), m, v
 
 
 @triton.jit
@@ -135,12 +136,9 @@ def tile_kernel(
     tile: tl.constexpr,
 ):
     """Sums of the rows and columns of one tile of s (pair 0) or r (pair 1)."""
-    program = tiles + tl.program_id(0) * 4
-    row = tl.load(program).to(tl.int64)
-    tensor, matrix = table + row * COLUMNS, matrices + row * MATRIX
+    tensor, numbers, matrix, batch, down, across = locate_piece(table, scalars, tiles, matrices)
     if tl.load(tensor + NOW) == 0:
         return
-    batch, down, across = tl.load(program + 1).to(tl.int64), tl.load(program + 2), tl.load(program + 3)
     height, width = tl.load(matrix + HEIGHT).to(tl.int32), tl.load(matrix + WIDTH).to(tl.int32)
     if even:
         width = tl.multiple_of(width, 16)
@@ -154,20 +152,21 @@ def tile_kernel(
         mask = (line < height)[:, None] & (column < width)[None, :]
         at = begin + line.to(tl.int64)[:, None] * width + column[None, :]
         g = widen(tl.load(address(tensor, GRAD, grad, aligned) + at, mask, 0)).to(tl.float32)
-        g = g * scalar(scalars, row, FACTOR)
+        g = g * scalar(numbers, GRADIENT_FACTOR)
         if pair == 0:
-            x = g * g + scalar(scalars, row, EPS)
+            x = g * g + scalar(numbers, _EPS)
         else:
-            rows = row_factor(matrix, factors, 0, batch * height + line, line < height)
-            u = g * (rows[:, None] * column_factor(matrix, factors, 0, batch * width + column, column < width)[None, :])
+            rows = read_factors(matrix, factors, 0, 0, batch * height + line, line < height)
+            across_rows = read_factors(matrix, factors, 0, 1, batch * width + column, column < width)
+            u = g * (rows[:, None] * across_rows[None, :])
             if first == 0:
                 m = tl.load(address(tensor, FIRST, tl.float32, aligned) + at, mask, 0)
             else:
                 code = tl.load(address(tensor, FIRST, tl.int8, aligned) + at, mask, 0).to(tl.int32)
-                scale16 = tl.load(address(tensor, FIRST_SCALES, tl.uint16, aligned) + at // 32, mask, 0)
+                scale16 = tl.load(address(tensor, FIRST + 1, tl.uint16, aligned) + at // 32, mask, 0)
                 m = expand_signed_each(code, scale16.to(tl.int32), first)
-            u, m = moved(u, m, scalars, row)
-            x = (u - m) * (u - m) + scalar(scalars, row, RESIDUAL_EPS)
+            u, m = momentum(u, m, numbers)
+            x = (u - m) * (u - m) + scalar(numbers, _RESIDUAL_EPS)
         wide = tl.where(mask, x, 0.0).to(tl.float64)
         tl.store(row_sums + line.to(tl.int64) * tl.load(matrix + TILES_ACROSS), tl.sum(wide, axis=1), line < height)
         columns += wide
@@ -176,82 +175,24 @@ def tile_kernel(
     tl.store(sums + place + column, tl.sum(columns, axis=0), column < width)
 
 
-@triton.jit
-def sum_kernel(
-    table,
-    scalars,
-    programs,
-    partials,
-    matrices,
-    factors,
-    grad: tl.constexpr,
-    aligned: tl.constexpr,
-    masked: tl.constexpr,
-    block: tl.constexpr,
-):
-    """The sum of u^2 over one block of one tensor."""
-    row, tensor, start = work(table, programs, block)
-    count = elements(tensor, start) if masked else None
-    if tl.load(tensor + NOW) == 0:
-        return
-    g = read_gradient(tensor, grad, scalar(scalars, row, FACTOR), start, count, block, aligned)
-    u = g * factors_of(matrices + row * MATRIX, factors, 0, start, count, offsets(block))
-    square = without_padding(u * u, count, block).to(tl.float64)
-    tl.store(partials + tl.program_id(0), tl.sum(tl.sum(square, axis=1)))
-
-
-@triton.jit
-def step_kernel(
-    table,
-    scalars,
-    programs,
-    matrices,
-    factors,
-    weight: tl.constexpr,
-    levels: tl.constexpr,
-    grad: tl.constexpr,
-    first: tl.constexpr,
-    aligned: tl.constexpr,
-    masked: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Update one block of one tensor."""
-    row, tensor, start = work(table, programs, block)
-    matrix = matrices + row * MATRIX
-    count = elements(tensor, start) if masked else None
-    if tl.load(tensor + NOW) == 0:
-        return
-    g = read_gradient(tensor, grad, scalar(scalars, row, FACTOR), start, count, block, aligned)
-    x = read_weight(tensor, weight, levels, start, count, block, aligned)
-    m = read_first(tensor, first, start, count, block, aligned)
-    u = g * factors_of(matrix, factors, 0, start, count, offsets(block))
-    m = moved(u, m, scalars, row)[1]
-    update = m * factors_of(matrix, factors, 1, start, count, offsets(block))
-    x = x * scalar(scalars, row, DECAY) - update * scalar(scalars, row, STEP_SIZE)
-    write_weight(tensor, weight, levels, start, count, x, bits_of_block(tensor, start, block), block, aligned)
-    write_first(tensor, first, start, count, m, block, aligned)
-
-
 def step(plan: Plan, group: dict[str, Any], grad_scale: Any, found_inf: Any) -> None:
     """One step of the tensors of a plan."""
-    betas, eps = group["betas"], group["eps"]
-    numbers = map(bits_of_float, (*betas[:2], *eps, group["weight_decay"]))
-    plan.tensors(prologue_kernel, group["lr"], grad_scale, found_inf, *numbers, maximize=group["maximize"])
-    threshold = bits_of_float(group["clip_threshold"])
+    betas, lr, threshold = group["betas"], group["lr"], bits_of_float(group["clip_threshold"])
+    numbers = map(bits_of_float, (*betas[:2], *group["eps"], group["weight_decay"]))
+    plan.tensors(prologue_kernel, lr, grad_scale, found_inf, *numbers, maximize=group["maximize"])
     if not plan.layout.matrix:
-        sums = plan.sums(came_vector.sum_kernel)
-        plan.tensors(clip_kernel, group["lr"], *sums, threshold, chunk=CHUNK)
-        plan.blocks(came_vector.step_kernel)
+        plan.tensors(clip_kernel, lr, *plan.sums(squared_direction), threshold)
+        plan.step(came)
         return
     if plan.extra is None:
-        plan.extra = Matrices(plan)
+        plan.extra = Matrices(plan.rows, plan.device)
     tables: Matrices = plan.extra
+    shared = tables.table, tables.sums, tables.factors
     for pair, beta in enumerate(betas[1:]):
         if pair:
-            sums = plan.sums(sum_kernel, tables.table, tables.factors)
-            plan.tensors(clip_kernel, group["lr"], *sums, threshold, chunk=CHUNK)
-        shared = tables.table, tables.sums, tables.factors
+            sums = plan.sums(squared_direction, tables.table, tables.factors)
+            plan.tensors(clip_kernel, lr, *sums, threshold)
         plan.launch(tile_kernel, tables.tiles, *shared, pair=pair, tile=TILE)
         plan.launch(average_kernel, tables.lines, *shared, bits_of_float(beta), pair=pair, line=LINE)
         plan.launch(factor_kernel, tables.rows, *shared, pair=pair, line=LINE)
-    plan.blocks(step_kernel, tables.table, tables.factors)
+    plan.step(came, tables.table, tables.factors)

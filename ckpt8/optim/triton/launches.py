@@ -1,51 +1,21 @@
-"""Tensors that one launch updates together: their element types, their table, and the blocks of its programs."""
+"""``Plan``: tensors that one launch updates together, their table, and the blocks of its programs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton.language as tl
 
+from ckpt8.codecs.triton_blocks import on_device
 from ckpt8.optim.triton.blocks import ABSENT, BLOCK, COLUMNS, OPTIONS, SCALARS
 from ckpt8.optim.triton.prologue import OPTIONS as PROLOGUE
 from ckpt8.optim.triton.prologue import bits_of_float, write_addresses
+from ckpt8.optim.triton.rows import Layout, Row
+from ckpt8.optim.triton.steps import step_kernel, sum_kernel
 
 _KINDS = {"torch.float32": tl.float32, "torch.float16": tl.float16, "torch.bfloat16": tl.int16}
-
-
-class Layout(NamedTuple):
-    """What kernels are compiled for: see ``state``. ``grad`` is torch's name of the element type.
-
-    ``matrix``: for rules that work row by row, whether it has rows; ``even``: whether those are multiples of 16.
-    """
-
-    weight: str
-    levels: int
-    grad: str
-    first: int
-    second: int
-    fourth_root: bool
-    aligned: bool
-    matrix: bool = False
-    even: bool = False
-
-
-class Row(NamedTuple):
-    """One tensor. ``values``: addresses of parameter, its part, and codes and scales of both moments; 0 for none.
-
-    ``step``: the address of the counter; ``stream``: ``stream_key(seed, index)``; ``factored``: the addresses of state
-    that belongs to the whole tensor, and ``shape`` of tensors that have such.
-    """
-
-    values: tuple[int, ...]
-    step: int
-    numel: int
-    stream: int
-    factored: tuple[int, ...] = ()
-    shape: tuple[int, ...] = ()
 
 
 class Plan:
@@ -87,7 +57,7 @@ class Plan:
         if always:
             self._gradients = None
         if self._gradients is None or new != self._gradients:
-            with self._on_device():
+            with on_device(self.device):
                 write_addresses(self.table, new)
             if self._gradients is not None:
                 self._gradients = new
@@ -96,26 +66,28 @@ class Plan:
         """Run ``kernel`` for each tensor, with a learning rate that is a number, or a tensor on the device."""
         there = isinstance(lr, torch.Tensor) and lr.device == self.device
         bits = 0 if there else bits_of_float(float(lr))
-        with self._on_device():
+        with on_device(self.device):
             kernel[(len(self.rows),)](
                 self.table, self.scalars, bits, lr if there else None, *args, **constants, **PROLOGUE
             )
 
-    def blocks(self, kernel: Any, *args: Any, **constants: Any) -> None:
-        """Run ``kernel`` for each block."""
-        self.launch(kernel, self.whole, *args, masked=False, **constants)
-        self.launch(kernel, self.short, *args, masked=True, **constants)
+    def step(self, rule: Any, matrices: torch.Tensor | None = None, factors: torch.Tensor | None = None) -> None:
+        """Update every block by ``rule``: see ``steps``."""
+        for programs, masked in ((self.whole, False), (self.short, True)):
+            self.launch(step_kernel, programs, matrices, factors, rule=rule, masked=masked)
 
-    def sums(self, kernel: Any, *args: Any, **constants: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run ``kernel`` for each block, of which each gives a float64; gives those, and which are of a tensor.
+    def sums(
+        self, summand: Any, matrices: torch.Tensor | None = None, factors: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum ``summand`` over every block. Returns the float64 sums, and which of them belong to a tensor.
 
         The second result has for each tensor: the first of its whole blocks, their number, its short block or -1.
         """
+        whole, short = len(self.whole), len(self.short)
         if self._partials is None:
-            count = len(self.whole) + len(self.short)
-            self._partials = torch.zeros(count, dtype=torch.float64, device=self.device)
-        self.launch(kernel, self.whole, self._partials, *args, masked=False, **constants)
-        self.launch(kernel, self.short, self._partials[len(self.whole) :], *args, masked=True, **constants)
+            self._partials = torch.zeros(whole + short, dtype=torch.float64, device=self.device)
+        for programs, first, masked in ((self.whole, 0, False), (self.short, whole, True)):
+            self.launch(sum_kernel, programs, self._partials[first:], matrices, factors, summand=summand, masked=masked)
         return self._partials, self._runs
 
     def launch(self, kernel: Any, programs: torch.Tensor, *args: Any, **constants: Any) -> None:
@@ -123,11 +95,8 @@ class Plan:
         if len(programs):
             known = {**self._constants, "block": BLOCK}
             constants |= {name: known[name] for name in kernel.arg_names if name in known}
-            with self._on_device():
+            with on_device(self.device):
                 kernel[(len(programs),)](self.table, self.scalars, programs, *args, **constants, **OPTIONS)
-
-    def _on_device(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
 def _programs(rows: torch.Tensor, blocks: torch.Tensor, device: torch.device) -> torch.Tensor:

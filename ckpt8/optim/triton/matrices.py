@@ -1,4 +1,4 @@
-"""Row and column averages of matrices, and what is made of them: shared by the kernels of CAME.
+"""Row and column averages of matrices, and the factors that CAME's kernels compute from them.
 
 A tensor is (batches, height, width). For each of its two pairs of averages, ``sq`` (pair 0) and ``res`` (pair 1):
 
@@ -6,17 +6,23 @@ A tensor is (batches, height, width). For each of its two pairs of averages, ``s
     lines     256 rows or columns: R = b R + (1-b) mean, and the sum of those R;  C likewise, and C^-1/2
     lines     of rows again: (R / mean(R))^-1/2, when all sums of R are there
 
-``matrices`` has a row of int64 for each tensor, as ``table`` has; everything else lies in two buffers, of float64 for
-sums and of fp32 for factors, at offsets that stand there.
+``matrices`` is a table of int64 with a row for each tensor, like ``table``. Two buffers hold the rest, float64 sums
+and fp32 factors, at the offsets in that row. ``Matrices`` makes them.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
 import triton
 import triton.language as tl
 
 from ckpt8.optim.triton.arithmetic import double
-from ckpt8.optim.triton.blocks import COLUMNS, NOW
+from ckpt8.optim.triton.blocks import COLUMNS, NOW, SCALARS
+from ckpt8.optim.triton.rows import Row
 
 AVERAGES = tl.constexpr(0)
 """Addresses of R, C, Rr and Cr."""
@@ -43,43 +49,40 @@ def inverse_root(x):
 
 
 @triton.jit
-def row_factor(matrix, factors, pair: tl.constexpr, at, mask):
-    """The factors of rows, counted through all batches; 1 where masked."""
-    pointer = factors + tl.load(matrix + FACTORS + 2 * pair) + at
-    return tl.load(pointer) if mask is None else tl.load(pointer, mask, 1.0)
+def read_factors(matrix, factors, pair: tl.constexpr, axis: tl.constexpr, at, mask):
+    """The factors of rows (axis 0) or columns (axis 1), counted through all batches; 1 where masked."""
+    return tl.load(factors + tl.load(matrix + FACTORS + 2 * pair + axis) + at, mask, 1.0)
 
 
 @triton.jit
-def column_factor(matrix, factors, pair: tl.constexpr, at, mask):
-    """As ``row_factor``, of columns."""
-    pointer = factors + tl.load(matrix + FACTORS + 2 * pair + 1) + at
-    return tl.load(pointer) if mask is None else tl.load(pointer, mask, 1.0)
-
-
-@triton.jit
-def factors_of(matrix, factors, pair: tl.constexpr, start, count, at):
-    """approx(R, C) of the elements ``start + at`` of a tensor; 1 beyond ``count``."""
+def approximation(place, pair: tl.constexpr):
+    """approx(R, C) of the elements ``start + at`` of a tensor; 1 where they are not ``inside``."""
+    matrix, factors, start, at, inside = place
     height, width = tl.load(matrix + HEIGHT), tl.load(matrix + WIDTH)
     row, batch = start // width, start // width // height
-    inside = (start - row * width).to(tl.int32) + at
-    down = inside // width.to(tl.int32)
-    across = inside - down * width.to(tl.int32)
+    flat = (start - row * width).to(tl.int32) + at
+    down = flat // width.to(tl.int32)
+    across = flat - down * width.to(tl.int32)
     skipped = ((row - batch * height).to(tl.int32) + down) // height.to(tl.int32)
-    mask = None if count is None else at < count
-    columns = column_factor(matrix, factors, pair, (batch + skipped) * width + across, mask)
-    return row_factor(matrix, factors, pair, row + down, mask) * columns
+    columns = read_factors(matrix, factors, pair, 1, (batch + skipped) * width + across, inside)
+    return read_factors(matrix, factors, pair, 0, row + down, inside) * columns
+
+
+@triton.jit
+def locate_piece(table, scalars, programs, matrices):
+    """The tile or line of this program: table row, scalars, matrix, batch, and two block numbers."""
+    program = programs + tl.program_id(0) * 4
+    row, batch = tl.load(program).to(tl.int64), tl.load(program + 1).to(tl.int64)
+    matrix = matrices + row * MATRIX
+    return table + row * COLUMNS, scalars + row * SCALARS, matrix, batch, tl.load(program + 2), tl.load(program + 3)
 
 
 @triton.jit(do_not_specialize=["beta"])
 def average_kernel(table, scalars, lines, matrices, sums, factors, beta, pair: tl.constexpr, line: tl.constexpr):
     """Move 256 row or column averages towards their means; gives the sum of those of rows, or the columns' factors."""
-    program = lines + tl.program_id(0) * 4
-    number = tl.load(program).to(tl.int64)
-    matrix = matrices + number * MATRIX
-    if tl.load(table + number * COLUMNS + NOW) == 0:
+    tensor, _, matrix, batch, block, of_columns = locate_piece(table, scalars, lines, matrices)
+    if tl.load(tensor + NOW) == 0:
         return
-    batch, block = tl.load(program + 1).to(tl.int64), tl.load(program + 2).to(tl.int64)
-    of_columns = tl.load(program + 3).to(tl.int64)
     height, width = tl.load(matrix + HEIGHT), tl.load(matrix + WIDTH)
     across, down = tl.load(matrix + TILES_ACROSS), tl.load(matrix + TILES_DOWN)
     # Along a line, and from one partial sum of it to the next.
@@ -92,7 +95,7 @@ def average_kernel(table, scalars, lines, matrices, sums, factors, beta, pair: t
         tl.load(matrix + ROW_SUMS) + batch * height * across,
     )
     each, next_part = tl.where(of_columns == 1, 1, across), tl.where(of_columns == 1, width, 1)
-    at = block * line + tl.arange(0, line)
+    at = block.to(tl.int64) * line + tl.arange(0, line)
     inside = at < length
     gathered = tl.zeros([line], tl.float64)
     part = 0
@@ -115,12 +118,9 @@ def average_kernel(table, scalars, lines, matrices, sums, factors, beta, pair: t
 @triton.jit
 def factor_kernel(table, scalars, lines, matrices, sums, factors, pair: tl.constexpr, line: tl.constexpr):
     """The factors of 256 rows, of their averages and the mean of those over the matrix."""
-    program = lines + tl.program_id(0) * 4
-    number = tl.load(program).to(tl.int64)
-    matrix = matrices + number * MATRIX
-    if tl.load(table + number * COLUMNS + NOW) == 0:
+    tensor, _, matrix, batch, block, _ = locate_piece(table, scalars, lines, matrices)
+    if tl.load(tensor + NOW) == 0:
         return
-    batch, block = tl.load(program + 1).to(tl.int64), tl.load(program + 2).to(tl.int64)
     height, blocks = tl.load(matrix + HEIGHT), tl.load(matrix + LINES_DOWN)
     each = tl.arange(0, line)
     gathered = tl.zeros([line], tl.float64)
@@ -130,9 +130,42 @@ def factor_kernel(table, scalars, lines, matrices, sums, factors, pair: tl.const
         gathered += tl.load(sums + offset + each, begin + each < blocks, 0.0)
         begin += line
     mean = (tl.sum(gathered) / height.to(tl.float64)).to(tl.float32)
-    at = block * line + each
+    at = block.to(tl.int64) * line + each
     averages = tl.load(matrix + AVERAGES + 2 * pair).to(tl.pointer_type(tl.float32)) + batch * height
     average = tl.load(averages + at, at < height, 1.0)
     factor = inverse_root(tl.div_rn(average, tl.broadcast_to(mean, average.shape)))
     offset = tl.load(matrix + FACTORS + 2 * pair) + batch * height
     tl.store(factors + offset + at, factor, at < height)
+
+
+class Matrices:
+    """The tables of the matrices in the ``rows`` of a plan: ``table``, two buffers, and the programs of the kernels."""
+
+    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
+        numbers, factors, sums = [], 0, 0
+        tiles, row_lines, column_lines = [], [], []
+        for index, row in enumerate(rows):
+            height, width = row.shape[-2:]
+            batches = math.prod(row.shape[:-2])
+            across, down, blocks = -(-width // TILE), -(-height // TILE), -(-height // LINE)
+            sizes = (batches * size for size in (height, width, height, width))
+            *offsets, factors = accumulate(sizes, initial=factors)
+            sizes = (batches * size for size in (height * across, down * width, blocks))
+            *partials, sums = accumulate(sizes, initial=sums)
+            numbers.append([*row.factored, *offsets, height, width, across, down, blocks, *partials])
+            tiles.append(_pieces(index, batches, down, across))
+            row_lines.append(_pieces(index, batches, blocks, 1))
+            column_lines.append(_pieces(index, batches, -(-width // LINE), 1, axis=1))
+        self.table = torch.tensor(numbers, dtype=torch.int64).to(device)
+        self.factors = torch.zeros(factors, dtype=torch.float32, device=device)
+        self.sums = torch.zeros(sums, dtype=torch.float64, device=device)
+        self.tiles = torch.cat(tiles).to(device)
+        self.rows = torch.cat(row_lines).to(device)
+        self.lines = torch.cat([*row_lines, *column_lines]).to(device)
+
+
+def _pieces(index: int, batches: int, down: int, across: int, axis: int = 0) -> torch.Tensor:
+    """(row of the table, batch, block down, block across or ``axis``) of every program, int32."""
+    ranges = [torch.arange(size, dtype=torch.int32) for size in (batches, down, across)]
+    grid = torch.cartesian_prod(*ranges)
+    return torch.cat((torch.full((len(grid), 1), index, dtype=torch.int32), grid[:, :2], grid[:, 2:] + axis), 1)

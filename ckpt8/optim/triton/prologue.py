@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ckpt8.optim.triton.arithmetic import double, extended_key
-from ckpt8.optim.triton.blocks import ABSENT, COLUMNS, GRAD, KEY, NOW, SCALARS, STEP, STREAM
+from ckpt8.optim.triton.blocks import ABSENT, COLUMNS, GRAD, GRADIENT_FACTOR, KEY, NOW, SCALARS, STEP, STREAM
 
 ADDRESSES = 64
 """How many addresses one launch writes."""
@@ -32,9 +32,24 @@ def bits_of_float(value: float) -> int:
 
 
 @triton.jit
-def advance(table, row, found_inf):
-    """Count the step of a tensor and derive its key; gives the number of the step, also where it is skipped."""
-    tensor = table + row * COLUMNS
+def own_numbers(scalars):
+    """The scalars of this program's tensor."""
+    return scalars + tl.program_id(0) * SCALARS
+
+
+@triton.jit
+def put(numbers, which: tl.constexpr, value):
+    """Store a float64 number, rounded to fp32."""
+    tl.store(numbers + which, value.to(tl.float32))
+
+
+@triton.jit
+def advance(table, scalars, grad_scale, found_inf, maximize: tl.constexpr):
+    """Count the step of this program's tensor; store its random key and the factor of its gradient.
+
+    Returns the scalars of the tensor, and the number of the step, also where it is skipped.
+    """
+    tensor, numbers = table + tl.program_id(0) * COLUMNS, own_numbers(scalars)
     counter = tl.load(tensor + STEP).to(tl.pointer_type(tl.int64))
     given = tl.load(tensor + GRAD) != ABSENT
     step = tl.load(counter, given, 0) + 1
@@ -45,28 +60,18 @@ def advance(table, row, found_inf):
     key = extended_key(tl.load(tensor + STREAM).to(tl.uint64, bitcast=True), step.to(tl.uint64, bitcast=True))
     tl.store(tensor + KEY, key.to(tl.int64, bitcast=True))
     tl.store(tensor + NOW, now)
-    return step
+    # 1/scale of a GradScaler, negated to maximise.
+    factor = tl.full([], -1.0 if maximize else 1.0, tl.float64)
+    if grad_scale is not None:
+        factor = factor / tl.load(grad_scale).to(tl.float64)
+    put(numbers, GRADIENT_FACTOR, factor)
+    return numbers, step
 
 
 @triton.jit
 def rate(lr, lr_tensor):
-    """The learning rate in float64: of a tensor on the device where there is one, else of its bits."""
+    """The learning rate in float64, from a tensor on the device where there is one, else from its bits."""
     return double(lr) if lr_tensor is None else tl.load(lr_tensor).to(tl.float64)
-
-
-@triton.jit
-def put(scalars, row, which: tl.constexpr, value):
-    """Keep a float64 number, rounded to fp32."""
-    tl.store(scalars + row * SCALARS + which, value.to(tl.float32))
-
-
-@triton.jit
-def put_gradient_factor(scalars, row, grad_scale, maximize: tl.constexpr):
-    """1/scale of a GradScaler, negated to maximise."""
-    factor = tl.full([], -1.0 if maximize else 1.0, tl.float64)
-    if grad_scale is not None:
-        factor = factor / tl.load(grad_scale).to(tl.float64)
-    put(scalars, row, 0, factor)
 
 
 @triton.jit(do_not_specialize=["first"])

@@ -12,88 +12,54 @@ import triton
 import triton.language as tl
 
 from ckpt8.optim.triton.arithmetic import double
-from ckpt8.optim.triton.blocks import (
-    NOW,
-    bits_of_block,
-    elements,
-    read_first,
-    read_gradient,
-    read_weight,
-    scalar,
-    work,
-    write_first,
-    write_weight,
-)
+from ckpt8.optim.triton.blocks import scalar
 from ckpt8.optim.triton.launches import Plan
-from ckpt8.optim.triton.prologue import advance, bits_of_float, put, put_gradient_factor, rate
+from ckpt8.optim.triton.prologue import advance, bits_of_float, put, rate
 
-_FACTOR, _DECAY, _KEEP, _RATE, _STEP_SIZE = map(tl.constexpr, range(5))
+_DECAY, _KEEP, _RATE, _STEP_SIZE, _LOOKAHEAD = map(tl.constexpr, range(1, 6))
 
 
 @triton.jit(do_not_specialize=["lr", "momentum", "dampening", "weight_decay"])
 def prologue_kernel(
-    table, scalars, lr, lr_tensor, grad_scale, found_inf, momentum, dampening, weight_decay, maximize: tl.constexpr
-):
-    """The numbers of the rule for one tensor."""
-    row = tl.program_id(0)
-    advance(table, row, found_inf)
-    put_gradient_factor(scalars, row, grad_scale, maximize)
-    put(scalars, row, _DECAY, double(weight_decay))
-    put(scalars, row, _KEEP, double(momentum))
-    put(scalars, row, _RATE, 1 - double(dampening))
-    put(scalars, row, _STEP_SIZE, rate(lr, lr_tensor))
-
-
-@triton.jit
-def sgd(param, grad, buffer, first_step, scalars, row, decays: tl.constexpr, nesterov: tl.constexpr):
-    """One step of fp32 blocks: ``param``, ``momentum_buffer``; ``buffer`` is None without momentum."""
-    if decays:
-        grad = grad + param * scalar(scalars, row, _DECAY)
-    update = grad
-    if buffer is not None:
-        keep = scalar(scalars, row, _KEEP)
-        buffer = tl.where(first_step, grad, buffer * keep + grad * scalar(scalars, row, _RATE))
-        update = grad + buffer * keep if nesterov else buffer
-    return param - update * scalar(scalars, row, _STEP_SIZE), buffer
-
-
-@triton.jit
-def step_kernel(
     table,
     scalars,
-    programs,
-    momentum: tl.constexpr,
-    decays: tl.constexpr,
+    lr,
+    lr_tensor,
+    grad_scale,
+    found_inf,
+    momentum,
+    dampening,
+    weight_decay,
     nesterov: tl.constexpr,
-    weight: tl.constexpr,
-    levels: tl.constexpr,
-    grad: tl.constexpr,
-    first: tl.constexpr,
-    aligned: tl.constexpr,
-    masked: tl.constexpr,
-    block: tl.constexpr,
+    maximize: tl.constexpr,
 ):
-    """Update one block of one tensor."""
-    row, tensor, start = work(table, programs, block)
-    count = elements(tensor, start) if masked else None
-    if tl.load(tensor + NOW) == 0:
-        return
-    g = read_gradient(tensor, grad, scalar(scalars, row, _FACTOR), start, count, block, aligned)
-    x = read_weight(tensor, weight, levels, start, count, block, aligned)
-    buffer = read_first(tensor, first, start, count, block, aligned) if momentum else None
-    x, buffer = sgd(x, g, buffer, tl.load(tensor + NOW) == 1, scalars, row, decays, nesterov)
-    write_weight(tensor, weight, levels, start, count, x, bits_of_block(tensor, start, block), block, aligned)
-    if momentum:
-        write_first(tensor, first, start, count, buffer, block, aligned)
+    """The numbers of the rule for one tensor."""
+    numbers, _ = advance(table, scalars, grad_scale, found_inf, maximize)
+    put(numbers, _DECAY, double(weight_decay))
+    put(numbers, _KEEP, double(momentum))
+    put(numbers, _RATE, 1 - double(dampening))
+    put(numbers, _STEP_SIZE, rate(lr, lr_tensor))
+    put(numbers, _LOOKAHEAD, double(momentum) if nesterov else tl.full([], 0.0, tl.float64))
+
+
+@triton.jit
+def sgd(x, g, m, v, numbers, step, place):
+    """One step of fp32 blocks; ``m`` is None without momentum."""
+    # Where a factor is 0 nothing is added: a product with an infinite weight would be NaN.
+    decay, lookahead = scalar(numbers, _DECAY), scalar(numbers, _LOOKAHEAD)
+    g = tl.where(decay == 0, g, g + x * decay)
+    update = g
+    if m is None:
+        m = g
+    else:
+        m = tl.where(step == 1, g, m * scalar(numbers, _KEEP) + g * scalar(numbers, _RATE))
+        update = tl.where(lookahead == 0, m, g + m * lookahead)
+    return x - update * scalar(numbers, _STEP_SIZE), m, m
 
 
 def step(plan: Plan, group: dict[str, Any], grad_scale: Any, found_inf: Any) -> None:
     """One step of the tensors of a plan."""
     numbers = map(bits_of_float, (group["momentum"], group["dampening"], group["weight_decay"]))
-    plan.tensors(prologue_kernel, group["lr"], grad_scale, found_inf, *numbers, maximize=group["maximize"])
-    plan.blocks(
-        step_kernel,
-        momentum=bool(group["momentum"]),
-        decays=bool(group["weight_decay"]),
-        nesterov=group["nesterov"],
-    )
+    flags = {name: group[name] for name in ("nesterov", "maximize")}
+    plan.tensors(prologue_kernel, group["lr"], grad_scale, found_inf, *numbers, **flags)
+    plan.step(sgd)

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import ResumeError
-from ckpt8.optim.known_optimizers import TENSORS, Card, Published, Shape, find_published
+from ckpt8.optim.card import Card, Published, Shape
+from ckpt8.optim.known_optimizers import TENSORS, find_published
 from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.restoring.resume.live_parameters import Pair
 

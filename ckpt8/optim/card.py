@@ -1,0 +1,135 @@
+"""What a card of ``known_optimizers`` says of an optimizer: its state, its settings, and the published classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Shape = tuple[int, ...]
+Slot = Literal["moment1", "moment2", "max_moment2", "statistic"]
+Update = Literal["adam", "stable_adamw", "came", "momentum"]
+
+
+def _same(shape: Shape) -> Shape:
+    return shape
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A tensor of a parameter's state.
+
+    ``slot`` is the moment that it holds, or ``statistic`` for fp32 averages over rows or columns. ``shape`` computes
+    its shape from the parameter's. ``when`` names the setting without which it is absent. ``packable``: presets may
+    compress it.
+    """
+
+    key: str
+    slot: Slot
+    shape: Callable[[Shape], Shape] = _same
+    when: str = ""
+    packable: bool = True
+
+    @property
+    def is_moment(self) -> bool:
+        """Whether it has the shape of the parameter."""
+        return self.slot != "statistic"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """State and rule of the matrices, or of the vectors, of a model.
+
+    ``rule`` locates the function that takes a step (see ``blocks``). ``update`` says how the state determines a step
+    (see ``checkpoint.meaning.update_rules``); None means that errors are not measured in update space, and that steps
+    are not replayed.
+    """
+
+    rule: str
+    tensors: tuple[StateTensor, ...]
+    update: Update | None = None
+
+    def present(self, settings: Mapping[str, Any]) -> list[StateTensor]:
+        """The tensors that a state has under these settings."""
+        return [each for each in self.tensors if not each.when or settings.get(each.when)]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A class of another package with the same state.
+
+    ``step``: where it counts steps: in the state, as a 0-d float tensor or an int, or in the group; None: nowhere.
+    ``state``: what else a state holds; a function computes the value from the group. ``optional``: keys that a state
+    may hold. ``sign``: the key that only its state has. ``group``: more entries of a new group. ``widened``: the state
+    of a 16-bit parameter may be fp32.
+    """
+
+    package: str
+    name: str
+    step: Literal["tensor", "int", "group"] | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+    sign: str | None = None
+    group: Mapping[str, Any] = field(default_factory=dict)
+    widened: bool = False
+
+    @property
+    def splits_betas(self) -> bool:
+        """Whether groups have ``beta1`` and ``beta2`` in place of ``betas``."""
+        return self.package == "optimi"
+
+    @property
+    def takes_maximize(self) -> bool:
+        """Whether groups have ``maximize``."""
+        return self.package == "torch"
+
+
+_UNPUBLISHED = Published("", "", step="int")
+"""How ``unpack`` writes the state of an optimizer that no package publishes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One optimizer. ``name`` is its class in ``ckpt8.optim``; ``cls`` locates it as ``module:name``.
+
+    ``settings``: the settings that the rule takes from a group, and how many numbers each has. ``fixed``: arguments of
+    the rule that a group does not set. ``nullable``: settings with numbers that may be None.
+    ``signs``: keys of which a saved state or its group must have one. ``needs``: keys that the group must have.
+    ``lacks``: keys that neither may have.
+    ``counts``: the rule depends on the number of the step. ``coupled``: weight decay is always part of the gradient.
+    ``average``: computes (a, b) of m = a m + b g from the arguments, for optimizers with nothing but a first moment.
+    ``kernels``: the module of ``ckpt8.optim.triton``, if any. ``flashoptim``: whether flashoptim has the optimizer.
+    ``published``: the classes with the same state; ``unpack`` writes the state of the first.
+    """
+
+    rule_id: str
+    name: str
+    cls: str
+    settings: Mapping[str, int]
+    matrix: Form
+    vector: Form | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    nullable: frozenset[str] = frozenset()
+    signs: frozenset[str] = frozenset()
+    needs: tuple[str, ...] = ()
+    lacks: frozenset[str] = frozenset()
+    counts: bool = False
+    coupled: bool = False
+    average: Callable[[Mapping[str, Any]], tuple[float, float]] | None = None
+    kernels: str | None = None
+    flashoptim: bool = False
+    published: tuple[Published, ...] = (_UNPUBLISHED,)
+
+    def form(self, ndim: int) -> Form:
+        """State and rule of a parameter of ``ndim`` dimensions."""
+        return self.matrix if ndim > 1 or self.vector is None else self.vector
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """Both forms, or the only one."""
+        return (self.matrix,) if self.vector is None else (self.matrix, self.vector)
+
+    @property
+    def tensors(self) -> dict[str, StateTensor]:
+        """Every tensor that a state may hold, by key."""
+        return {each.key: each for form in self.forms for each in form.tensors}

@@ -1,0 +1,101 @@
+"""The state of a packed optimizer: which tensors it has, of which codecs, and how they are read.
+
+Per parameter: ``step`` (int64), ``residual`` or ``master`` (see ``master_weights``), and for each moment ``NAME_codes``
+of the parameter's shape and ``NAME_scales`` (see ``packed_tensor``), or ``NAME`` in fp32 where the parameter is small.
+Row and column averages are fp32. The parameter group holds the configuration of the codecs under ``master``,
+``moment1`` and ``moment2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, ClassVar
+
+import torch
+
+from ckpt8.codecs import Codec, codec_from_config
+from ckpt8.codecs.lossless import Lossless
+from ckpt8.codecs.split32 import Split32
+from ckpt8.core.tensors import is_small
+from ckpt8.optim.card import Card
+from ckpt8.optim.known_optimizers import card_of
+from ckpt8.optim.master_weights import exact_residual, master_part
+from ckpt8.optim.packed_tensor import Layout, Moment, moment_layout
+
+
+class PackedState(torch.optim.Optimizer):
+    """The part of ``PackedOptimizer`` that describes its state, and takes no step."""
+
+    rule_id: ClassVar[str]
+    fused: bool | None = None
+
+    @property
+    def card(self) -> Card:
+        """What is known of the optimizer."""
+        return card_of(self.rule_id)
+
+    @property
+    def rule_arguments(self) -> tuple[str, ...]:
+        """The settings of a group that the rule takes."""
+        return tuple(self.card.settings)
+
+    def moments(self, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, str]:
+        """Names of the moments of a parameter of this shape, each with its kind: ``moment1`` or ``moment2``."""
+        return {each.key: each.slot for each in self.card.form(len(shape)).present(group) if each.is_moment}
+
+    def factored(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of fp32 state that belongs to the whole tensor."""
+        return {each.key: each.shape(shape) for each in self.card.form(len(shape)).tensors if not each.is_moment}
+
+    def codec(self, group: dict[str, Any], key: str, param: torch.Tensor, exact: Collection[str] = ()) -> Codec:
+        """The codec of ``master``, ``moment1`` or ``moment2`` for a parameter; small tensors stay exact.
+
+        With ``residual`` in ``exact``, so does the master.
+        """
+        if is_small(tuple(param.shape)) or (key == "master" and "residual" in exact):
+            return Split32() if key == "master" else Lossless()
+        return codec_from_config(group[key])
+
+    def state_layout(self, group: dict[str, Any], param: torch.Tensor, exact: Collection[str] = ()) -> Layout:
+        """Element types and shapes of the whole state of a parameter.
+
+        ``exact`` names the moments that stay in fp32, and ``residual`` where it has 16 bits, whatever the group says.
+        """
+        shape = tuple(param.shape)
+        layout: Layout = {"step": (torch.int64, ())}
+        part = master_part(param.dtype, self.codec(group, "master", param, exact))
+        if part is not None:
+            layout[part[0]] = (part[1], shape)
+        for name, kind in self.moments(group, shape).items():
+            codec = Lossless() if name in exact else self.codec(group, kind, param)
+            layout |= moment_layout(name, codec, shape, param.numel())
+        return layout | {name: (torch.float32, size) for name, size in self.factored(shape).items()}
+
+    def initial_state(
+        self, group: dict[str, Any], param: torch.Tensor, exact: Collection[str] = ()
+    ) -> dict[str, torch.Tensor]:
+        """The state before the first step, new tensors: see ``state_layout``."""
+        # Kernels read the step counter beside the parameter, the host reads it in its own memory.
+        on_device = self.fused is not False and param.device.type == "cuda"
+        state = {
+            name: torch.zeros(shape, dtype=dtype, device="cpu" if name == "step" and not on_device else param.device)
+            for name, (dtype, shape) in self.state_layout(group, param, exact).items()
+        }
+        if "master" in state:
+            state["master"].copy_(param.detach())
+        return state
+
+    def views(
+        self, group: dict[str, Any], param: torch.Tensor, state: dict[str, torch.Tensor]
+    ) -> tuple[Codec, torch.Tensor | None, dict[str, Moment]]:
+        """Flat views of a parameter's state: codec of the master weights, residual or fp32 master, moments by name."""
+        codec = self.codec(group, "master", param, exact_residual(state))
+        part = master_part(param.dtype, codec)
+        kinds = self.moments(group, tuple(param.shape)).items()
+        moments = {name: Moment.of(name, self.codec(group, kind, param), state) for name, kind in kinds}
+        return codec, None if part is None else state[part[0]].view(-1), moments
+
+    def numbered(self) -> list[tuple[int, dict[str, Any], torch.Tensor]]:
+        """Every parameter with its group and its index over all groups, which is that of its random bits."""
+        found = [(group, param) for group in self.param_groups for param in group["params"]]
+        return [(index, group, param) for index, (group, param) in enumerate(found)]
