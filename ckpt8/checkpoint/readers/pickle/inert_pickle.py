@@ -11,10 +11,10 @@ walk that follows.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from ckpt8.checkpoint.readers.pickle.pickle_stack import ByteStream, StackMachine
+from ckpt8.checkpoint.readers.pickle.pickle_stack import STACK_OPCODES, ByteStream, StackMachine
 from ckpt8.checkpoint.readers.pickle.rebuild import CONSTRUCTORS, NOT_INTERPRETED, dict_key, is_plain, set_entry
 from ckpt8.checkpoint.readers.pickle.torch_calls import TorchCalls
 from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, TensorRef
@@ -22,6 +22,7 @@ from ckpt8.core.errors import InputError
 
 MAX_GLOBALS = 65_536
 MAX_NAME_CHARACTERS = 1024
+_STOP = ord(".")
 CALL_UNITS = 2
 """An object that is made by a call takes as much memory as that many containers."""
 
@@ -56,10 +57,6 @@ def load_pickle(
     return value
 
 
-class _Stop(Exception):  # noqa: N818
-    """The STOP opcode was reached. A signal, not an error."""
-
-
 def _reason(exc: BaseException) -> str:
     if isinstance(exc, KeyError):
         return "it refers to a memo entry that does not exist"
@@ -88,15 +85,10 @@ class _Machine(StackMachine):
 
     def run(self) -> Any:
         """Execute up to STOP and give the value. Raises InputError."""
-        table: list[Callable[[], None]] = [self._unknown] * 256
-        for code, name in _OPCODES.items():
-            table[code] = getattr(self, f"_{name}")
         read = self.read
         try:
-            while True:
-                table[read(1)[0]]()
-        except _Stop:
-            pass
+            while (code := read(1)[0]) != _STOP:
+                _TABLE[code](self)
         except _DAMAGE as exc:
             # Whatever a wrong byte leads to surfaces here as one of these; only the place has to be added.
             raise InputError(f"{self.label}: damaged pickle near byte {self.tell()}: {_reason(exc)}") from exc
@@ -106,12 +98,6 @@ class _Machine(StackMachine):
 
     def _unknown(self) -> NoReturn:
         raise ValueError("the opcode there is not one that checkpoints use")
-
-    def _stop(self) -> NoReturn:
-        raise _Stop
-
-    def _empty_tuple(self) -> None:
-        self.stack.append(())
 
     def _tuple(self) -> None:
         self.count()
@@ -143,9 +129,6 @@ class _Machine(StackMachine):
         value = self.stack.pop()
         self._extend([value])
 
-    def _appends(self) -> None:
-        self._extend(self._since_mark())
-
     def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is list:
@@ -171,9 +154,6 @@ class _Machine(StackMachine):
         value = self.stack.pop()
         key = self.stack.pop()
         self._update([key, value])
-
-    def _set_items(self) -> None:
-        self._update(self._since_mark())
 
     def _update(self, items: list[Any]) -> None:
         if len(items) % 2:
@@ -272,29 +252,38 @@ class _Machine(StackMachine):
             self.calls.storage(pid, found)
         return found
 
-    def _persistent_text(self) -> None:
-        self.stack.append(self._persistent(self._line().decode("ascii")))
-
     def _persistent_stack(self) -> None:
         self.stack[-1] = self._persistent(self.stack[-1])
 
 
 # Extension codes (EXT1, EXT2, EXT4) and out-of-band buffers name things outside the file: they stay unknown.
-_OPCODES = {
-    ord("."): "stop", ord("("): "mark", ord("0"): "pop", ord("1"): "pop_mark", ord("2"): "duplicate",
-    ord("g"): "get_text", ord("h"): "get_1", ord("j"): "get_4", 0x94: "memoize",
-    ord("p"): "put_text", ord("q"): "put_1", ord("r"): "put_4",
-    ord("N"): "none", 0x88: "true", 0x89: "false", 0x80: "protocol", 0x95: "frame",
-    ord("I"): "integer_text", ord("L"): "integer_text", ord("K"): "integer_1", ord("M"): "integer_2",
-    ord("J"): "integer_4", 0x8A: "long_1", 0x8B: "long_4", ord("F"): "float_text", ord("G"): "float_8",
-    ord("S"): "string_text", ord("U"): "string_1", ord("T"): "string_4",
-    ord("V"): "unicode_text", 0x8C: "unicode_1", ord("X"): "unicode_4", 0x8D: "unicode_8",
-    ord("C"): "bytes_1", ord("B"): "bytes_4", 0x8E: "bytes_8", 0x96: "bytearray_8",
-    ord(")"): "empty_tuple", ord("t"): "tuple", 0x85: "tuple_1", 0x86: "tuple_2", 0x87: "tuple_3",
-    ord("]"): "empty_list", ord("l"): "list", ord("a"): "append", ord("e"): "appends",
-    ord("}"): "empty_dict", ord("d"): "dict", ord("s"): "set_item", ord("u"): "set_items",
-    0x8F: "empty_set", 0x90: "appends", 0x91: "frozen_set",
-    ord("c"): "global_text", 0x93: "global_stack", ord("R"): "reduce", 0x81: "reduce",
-    0x92: "new_object_keywords", ord("o"): "object", ord("i"): "instance", ord("b"): "build",
-    ord("P"): "persistent_text", ord("Q"): "persistent_stack",
-}  # fmt: skip
+_OPCODES: Mapping[int, Callable[[_Machine], object]] = {
+    **STACK_OPCODES,
+    ord(")"): lambda machine: machine.stack.append(()),
+    ord("t"): _Machine._tuple,
+    0x85: _Machine._tuple_1,
+    0x86: _Machine._tuple_2,
+    0x87: _Machine._tuple_3,
+    ord("]"): _Machine._empty_list,
+    ord("l"): _Machine._list,
+    ord("a"): _Machine._append,
+    ord("e"): lambda machine: machine._extend(machine._since_mark()),
+    ord("}"): _Machine._empty_dict,
+    ord("d"): _Machine._dict,
+    ord("s"): _Machine._set_item,
+    ord("u"): lambda machine: machine._update(machine._since_mark()),
+    0x8F: _Machine._empty_set,
+    0x90: lambda machine: machine._extend(machine._since_mark()),
+    0x91: _Machine._frozen_set,
+    ord("c"): _Machine._global_text,
+    0x93: _Machine._global_stack,
+    ord("R"): _Machine._reduce,
+    0x81: _Machine._reduce,
+    0x92: _Machine._new_object_keywords,
+    ord("o"): _Machine._object,
+    ord("i"): _Machine._instance,
+    ord("b"): _Machine._build,
+    ord("P"): lambda machine: machine.stack.append(machine._persistent(machine._line().decode("ascii"))),
+    ord("Q"): _Machine._persistent_stack,
+}
+_TABLE = tuple(_OPCODES.get(code, _Machine._unknown) for code in range(256))

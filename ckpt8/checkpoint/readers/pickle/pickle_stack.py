@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ckpt8.checkpoint.tree import Inert
@@ -127,15 +128,6 @@ class StackMachine:
         if size > self.end - self.tell():
             raise ValueError(f"a frame of {size} bytes is announced, {self.end - self.tell()} are left")
 
-    def _none(self) -> None:
-        self.stack.append(None)
-
-    def _true(self) -> None:
-        self.stack.append(True)
-
-    def _false(self) -> None:
-        self.stack.append(False)
-
     def _integer_text(self) -> None:
         text = self._line()
         if len(text) > MAX_INTEGER_DIGITS:
@@ -143,65 +135,17 @@ class StackMachine:
         flag = {b"00": False, b"01": True}.get(text)
         self.stack.append(int(text.removesuffix(b"L")) if flag is None else flag)
 
-    def _integer_1(self) -> None:
-        self.stack.append(self.read(1)[0])
-
-    def _integer_2(self) -> None:
-        self.stack.append(_u16(self.read(2))[0])
-
-    def _integer_4(self) -> None:
-        self.stack.append(_i32(self.read(4))[0])
-
-    def _long_1(self) -> None:
-        self.stack.append(int.from_bytes(self._take(self.read(1)[0]), "little", signed=True))
-
     def _long_4(self) -> None:
         (size,) = _i32(self.read(4))
         data = self._take(size)
         small = size <= MAX_INTEGER_BYTES
         self.stack.append(int.from_bytes(data, "little", signed=True) if small else Inert("builtins.int", (data,)))
 
-    def _float_text(self) -> None:
-        self.stack.append(float(self._line()))
-
-    def _float_8(self) -> None:
-        self.stack.append(_f64(self.read(8))[0])
-
     def _string_text(self) -> None:
         quoted = self._line().strip()
         if len(quoted) < 2 or quoted[0] != quoted[-1] or quoted[:1] not in (b"'", b'"'):
             raise ValueError("a string is not in quotes")
         self.stack.append(_legacy_text(_BYTE_ESCAPE.sub(_unescape, quoted[1:-1])))
-
-    def _string_1(self) -> None:
-        self.stack.append(_legacy_text(self._take(self.read(1)[0])))
-
-    def _string_4(self) -> None:
-        self.stack.append(_legacy_text(self._take(_i32(self.read(4))[0])))
-
-    def _unicode_text(self) -> None:
-        self.stack.append(self._line().decode("raw-unicode-escape"))
-
-    def _unicode_1(self) -> None:
-        self.stack.append(self._take(self.read(1)[0]).decode("utf-8", "surrogatepass"))
-
-    def _unicode_4(self) -> None:
-        self.stack.append(self._take(_u32(self.read(4))[0]).decode("utf-8", "surrogatepass"))
-
-    def _unicode_8(self) -> None:
-        self.stack.append(self._take(_u64(self.read(8))[0]).decode("utf-8", "surrogatepass"))
-
-    def _bytes_1(self) -> None:
-        self.stack.append(self._take(self.read(1)[0]))
-
-    def _bytes_4(self) -> None:
-        self.stack.append(self._take(_u32(self.read(4))[0]))
-
-    def _bytes_8(self) -> None:
-        self.stack.append(self._take(_u64(self.read(8))[0]))
-
-    def _bytearray_8(self) -> None:
-        self.stack.append(bytearray(self._take(_u64(self.read(8))[0])))
 
     def _mark(self) -> None:
         if len(self.marks) >= MAX_MARKS:
@@ -220,26 +164,11 @@ class StackMachine:
         else:
             self._since_mark()
 
-    def _pop_mark(self) -> None:
-        self._since_mark()
-
-    def _duplicate(self) -> None:
-        self.stack.append(self.stack[-1])
-
     def _index(self) -> int:
         text = self._line()
         if len(text) > MAX_INDEX_DIGITS:
             raise ValueError("a memo index has too many digits")
         return int(text)
-
-    def _get_text(self) -> None:
-        self.stack.append(self.memo[self._index()])
-
-    def _get_1(self) -> None:
-        self.stack.append(self.memo[self.read(1)[0]])
-
-    def _get_4(self) -> None:
-        self.stack.append(self.memo[_u32(self.read(4))[0]])
 
     def _put_text(self) -> None:
         self.memo[self._index()] = self.stack[-1]
@@ -252,3 +181,50 @@ class StackMachine:
 
     def _memoize(self) -> None:
         self.memo[len(self.memo)] = self.stack[-1]
+
+
+STACK_OPCODES: Mapping[int, Callable[[StackMachine], object]] = {
+    ord("N"): lambda machine: machine.stack.append(None),
+    0x88: lambda machine: machine.stack.append(True),
+    0x89: lambda machine: machine.stack.append(False),
+    ord("K"): lambda machine: machine.stack.append(machine.read(1)[0]),
+    ord("M"): lambda machine: machine.stack.append(_u16(machine.read(2))[0]),
+    ord("J"): lambda machine: machine.stack.append(_i32(machine.read(4))[0]),
+    ord("I"): StackMachine._integer_text,
+    ord("L"): StackMachine._integer_text,
+    0x8A: lambda machine: machine.stack.append(
+        int.from_bytes(machine._take(machine.read(1)[0]), "little", signed=True)
+    ),
+    0x8B: StackMachine._long_4,
+    ord("F"): lambda machine: machine.stack.append(float(machine._line())),
+    ord("G"): lambda machine: machine.stack.append(_f64(machine.read(8))[0]),
+    ord("S"): StackMachine._string_text,
+    ord("U"): lambda machine: machine.stack.append(_legacy_text(machine._take(machine.read(1)[0]))),
+    ord("T"): lambda machine: machine.stack.append(_legacy_text(machine._take(_i32(machine.read(4))[0]))),
+    ord("V"): lambda machine: machine.stack.append(machine._line().decode("raw-unicode-escape")),
+    0x8C: lambda machine: machine.stack.append(machine._take(machine.read(1)[0]).decode("utf-8", "surrogatepass")),
+    ord("X"): lambda machine: machine.stack.append(
+        machine._take(_u32(machine.read(4))[0]).decode("utf-8", "surrogatepass")
+    ),
+    0x8D: lambda machine: machine.stack.append(
+        machine._take(_u64(machine.read(8))[0]).decode("utf-8", "surrogatepass")
+    ),
+    ord("C"): lambda machine: machine.stack.append(machine._take(machine.read(1)[0])),
+    ord("B"): lambda machine: machine.stack.append(machine._take(_u32(machine.read(4))[0])),
+    0x8E: lambda machine: machine.stack.append(machine._take(_u64(machine.read(8))[0])),
+    0x96: lambda machine: machine.stack.append(bytearray(machine._take(_u64(machine.read(8))[0]))),
+    0x80: StackMachine._protocol,
+    0x95: StackMachine._frame,
+    ord("("): StackMachine._mark,
+    ord("0"): StackMachine._pop,
+    ord("1"): StackMachine._since_mark,
+    ord("2"): lambda machine: machine.stack.append(machine.stack[-1]),
+    ord("g"): lambda machine: machine.stack.append(machine.memo[machine._index()]),
+    ord("h"): lambda machine: machine.stack.append(machine.memo[machine.read(1)[0]]),
+    ord("j"): lambda machine: machine.stack.append(machine.memo[_u32(machine.read(4))[0]]),
+    ord("p"): StackMachine._put_text,
+    ord("q"): StackMachine._put_1,
+    ord("r"): StackMachine._put_4,
+    0x94: StackMachine._memoize,
+}
+"""What each opcode does that this part of the machine knows."""
