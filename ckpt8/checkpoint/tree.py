@@ -5,10 +5,11 @@ Imports core only.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ckpt8.core.files.source_file import SourceFile
 from ckpt8.core.tensors import DType, Role, Strided
@@ -235,6 +236,21 @@ def gaps(storages: Iterable[StorageInfo], size: int) -> Iterator[tuple[int, int]
         if position < offset:
             yield position, offset - position
         position = offset + nbytes
+
+
+_Run = TypeVar("_Run", bound=tuple[int, ...])
+
+
+def cut_by_runs(runs: Sequence[_Run], offset: int, buffer: memoryview) -> Iterator[tuple[_Run, int, memoryview]]:
+    """The parts of ``buffer``, which begins at ``offset``, run by run: the run, the offset in it, and the part.
+
+    The first number of a run is the offset where it begins. The runs are in this order.
+    """
+    while buffer:
+        after = bisect_right(runs, offset, key=lambda run: run[0])
+        part = buffer if after == len(runs) else buffer[: runs[after][0] - offset]
+        yield runs[after - 1], offset - runs[after - 1][0], part
+        offset, buffer = offset + len(part), buffer[len(part) :]
 
 
 def is_dense(ref: TensorRef) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckpt8.checkpoint.meaning.dcp_states import joint_parameters
 from ckpt8.checkpoint.meaning.deepspeed_universal import Universal
-from ckpt8.checkpoint.meaning.names_beside import NamesBeside
+from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights
 from ckpt8.checkpoint.meaning.roles import Names, short_name
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.compressing.lockstep import set_companions
@@ -20,14 +20,14 @@ def plan_bundle(bundle: Bundle, policy: Policy) -> Plan:
     """The plan of all members, one after the other. Raises UsageError for a rule that does not fit, InputError."""
     names = Names()
     plan = Plan([])
-    weight_names = NamesBeside([(member.path, member.checkpoint) for member in bundle.members])
-    universal = Universal(bundle.members)
+    members = [(member.path, member.checkpoint) for member in bundle.members]
+    weight_names, universal = NamesFromWeights(members), Universal(members)
     for number, member in enumerate(bundle.members):
         names.prefix = "" if bundle.directory is None else f"{member.path}:"
         own = make_plan(member.checkpoint, policy, names, universal.role(member.path))
         named: Mapping[str, str] = {}
         if any(unit.parameter for unit in own.units):
-            found = weight_names.of(member.path).items()
+            found = weight_names.of_member(member.path).items()
             named = {names.prefix + place: short_name(names.prefix + name) for place, name in found}
         plan.units += [_in_bundle(unit, bundle, number, named) for unit in own.units]
         plan.tensors += [(tensor, member.first + index) for tensor, index in own.tensors]
@@ -35,7 +35,7 @@ def plan_bundle(bundle: Bundle, policy: Policy) -> Plan:
     joint += universal.parameters()
     if joint:
         plan_joint(bundle, plan, joint)
-    refer_to_masters(plan, bundle, [(member.path, member.checkpoint.tree) for member in bundle.members], policy)
+    refer_to_masters(plan, bundle, [(path, checkpoint.tree) for path, checkpoint in members], policy)
     set_companions(plan)
     return plan
 

@@ -1,17 +1,17 @@
-"""DeepSpeed's universal checkpoints: one file for each tensor, whose name says what it is for.
+"""DeepSpeed's universal checkpoints: one file for each tensor, whose name states the role.
 
     zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt     the tensor, alone or as ``param`` of a dictionary
-    zero/<parameter>/step.pt                                not from stage 3, which has it in optimizer_state.pt
+    zero/<parameter>/step.pt                                the step; stage 3 has it in optimizer_state.pt
     zero/optimizer_state.pt                                 ``param_groups``, and the rest of the optimizer
 
-The moments of a parameter are so in two members, and what makes a step of them in others.
+So the moments of a parameter are in two members, and the step and the options in others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from ckpt8.checkpoint.meaning.roles import ParameterState, short_name
 from ckpt8.checkpoint.meaning.update_rules import recognise
@@ -24,23 +24,11 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _REST = "optimizer_state.pt"
 
 
-class Member(Protocol):
-    """An open file of a directory."""
-
-    @property
-    def path(self) -> str:
-        """Its path there."""
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """What it holds."""
-
-
 class Universal:
-    """The universal checkpoints among the members of a directory."""
+    """The universal checkpoints among the members of a directory, given by path and content."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
-        self._members = {member.path: (number, member) for number, member in enumerate(members)}
+    def __init__(self, members: Iterable[tuple[str, Checkpoint]]) -> None:
+        self._members = {path: (number, checkpoint) for number, (path, checkpoint) in enumerate(members)}
         self._roots = {
             folder
             for folder, _, name in (path.rpartition("/") for path in self._members)
@@ -48,16 +36,16 @@ class Universal:
         }
 
     def role(self, path: str) -> Role | None:
-        """What the one tensor of a member is for, if its path tells."""
+        """The role of the one tensor of a member; None where the path does not tell."""
         folder, _, name = path.rpartition("/")
         return _ROLES.get(name) if folder.rpartition("/")[0] in self._roots else None
 
     def owner(self, path: str) -> str | None:
-        """The name of the parameter that the tensor of a member is, or is a state of."""
+        """The parameter that the tensor of a member belongs to; None for another member."""
         return path.split("/")[-2] if self.role(path) else None
 
     def parameters(self) -> list[ParameterState]:
-        """The state of every parameter; its tensors have the keys of their storages in the bundle."""
+        """The state of every parameter, with tensors whose keys are those of the bundle."""
         return [
             self._parameter(folder)
             for folder, _, name in (path.rpartition("/") for path in self._members)
@@ -72,29 +60,29 @@ class Universal:
         return ParameterState(short_name(f"{root}:{name}"), {**state, "step": step}, self._group(root, state, step))
 
     def _tensor(self, path: str) -> TensorRef | None:
-        """The one tensor of a member."""
+        """The one tensor of a member; None where there is none."""
         found = param_of(self._tree(path))
         return replace(found, key=f"{self._members[path][0]}/{found.key}") if isinstance(found, TensorRef) else None
 
     def _tree(self, path: str) -> Any:
-        return self._members[path][1].checkpoint.tree if path in self._members else None
+        return self._members[path][1].tree if path in self._members else None
 
     def _group(self, root: str, state: Mapping[str, Any], step: float | None) -> Mapping[Any, Any]:
-        """The settings of a parameter; which group it was in is not told, and must not matter."""
+        """The options of a parameter. The files do not say its group: empty where the groups have different rules."""
         groups = groups_of(self._tree(f"{root}/{_REST}"))
         return groups[0] if len({recognise(state, group, step) for group in groups}) == 1 else {}
 
     def _step(self, folder: str, root: str) -> float | None:
-        """The step of a parameter; from stage 3 that of the whole optimizer."""
+        """The step of a parameter; in stage 3 that of the whole optimizer."""
         own = f"{folder}/step.pt"
         if own in self._members:
-            return _number(self._members[own][1].checkpoint, self._tree(own))
-        step = common_step(self._members[f"{root}/{_REST}"][1].checkpoint)
+            return _number(self._members[own][1], self._tree(own))
+        step = common_step(self._members[f"{root}/{_REST}"][1])
         return None if step is None else step[1]
 
 
 def param_of(tree: Any) -> Any:
-    """What the tree of a member holds of its parameter: the tree itself, or its ``param``."""
+    """The tensor in the tree of a member: the tree itself, or its ``param``."""
     return tree.get("param") if isinstance(tree, dict) else tree
 
 
@@ -105,7 +93,7 @@ def groups_of(tree: Any) -> list[dict[Any, Any]]:
 
 
 def common_step(checkpoint: Checkpoint) -> tuple[Any, float] | None:
-    """The step of all parameters in optimizer_state.pt, as saved and as a number; None where there is not just one."""
+    """The one step of all parameters in optimizer_state.pt, as saved and as a number; None where steps differ."""
     match checkpoint.tree:
         case {"optimizer_state_dict": {"state": dict(states)}}:
             steps = [state["step"] for state in states.values() if isinstance(state, dict) and "step" in state]

@@ -1,13 +1,13 @@
 """Names of the parameters of an optimizer, from the weights in its file or in other members of its directory.
 
 An optimizer without names lists its parameters group by group, each group in the order of the model: so do torch and
-the Trainer of transformers, which puts what decays before what does not. A state dict of torch has that order; a
-safetensors file is sorted by name, and its order follows from ``config.json`` for the models in ``model_order``.
+the Trainer of transformers, which puts parameters that decay before the others. A state dict of torch has the order of
+the model. A safetensors file is sorted by name; for the models in ``transformers_order``, ``config.json`` tells theirs.
 
-All parameters have names where the order of all weights is known and fits: one group, or the two of the Trainer, of as
-many parameters as there are weights, and of their shapes. Otherwise, among parameters of one shape, all in one group
-and as many as there are weights of it, a name is given where the order of these weights is known, be it only that of
-the numbers in names which differ in nothing else, the layers of one stack. All others have no name.
+All parameters get names where the order of all weights is known and fits: one group, or the two of the Trainer, with as
+many parameters as there are weights, and with their shapes. Otherwise the parameters of one shape get names if they are
+all in one group, as many as the weights of that shape, and the order of these weights is known. Numbers tell it for
+names that differ in nothing else, the layers of one stack. All other parameters get no name.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _NUMBER = re.compile(r"[0-9]+")
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 _LAYER_NORMS = frozenset({"ln_1", "ln_2", "ln_f", "ln_q", "norm1", "norm2", "norm_1", "norm_2", "norm_f"})
 _LAYER_NORMS |= {"layer_norm1", "layer_norm2", "pre_layrnorm"}
-"""Further names of a LayerNorm, which the rule of the Trainer does not know; some models call an RMSNorm so."""
+"""Names of a LayerNorm that the rule of the Trainer does not match; some models give them to an RMSNorm."""
 
 
 @dataclass(slots=True)
 class Weights:
-    """The weights of the models in a folder by name, with their shapes; ``names`` are those of tied ones too.
+    """The shapes of the weights of the models in a folder, by name; ``names`` also has the further names of tied ones.
 
-    ``ordered``: in the order of the model. ``unique``: no name was met twice. ``order``: that of the model, if known.
-    ``trainer``: the Trainer of transformers wrote the folder.
+    ``ordered``: the weights are in the order of the model. ``order``: the order of the model, if known. ``unique``: no
+    name occurs twice. ``trainer``: the Trainer of transformers wrote the folder.
     """
 
     shapes: dict[str, Shape] = field(default_factory=dict)
@@ -59,9 +59,9 @@ class Weights:
         self.shapes.update((name, ref.shape) for name, ref in untied(weights).items())
 
     def in_order(self) -> list[str]:
-        """The names whose place among each other is known, in the order of the model.
+        """The names whose order is known, in the order of the model.
 
-        A state dict that is sorted may be what somebody read from a safetensors file.
+        A sorted state dict does not count as ordered: somebody may have read it from a safetensors file.
         """
         if self.ordered and list(self.shapes) != sorted(self.shapes):
             return list(self.shapes)
@@ -69,30 +69,33 @@ class Weights:
         return sorted(places, key=lambda name: places[name])
 
 
-class NamesBeside:
-    """Names for the parameters of optimizers in the members of a directory, from the weights in the same folder."""
+class NamesFromWeights:
+    """Names for the parameters of the optimizers in a directory, from the weights in the same folder.
+
+    ``members`` are path and content.
+    """
 
     def __init__(self, members: Sequence[tuple[str, Checkpoint]]) -> None:
-        self._folders: dict[str, list[tuple[str, Checkpoint]]] = defaultdict(list)
+        self._folders: dict[str, dict[str, Checkpoint]] = defaultdict(dict)
         for path, checkpoint in members:
             folder, _, name = path.rpartition("/")
-            self._folders[folder].append((name, checkpoint))
+            self._folders[folder][name] = checkpoint
         self._weights: dict[str, Weights] = {}
 
-    def of(self, path: str) -> Mapping[str, str]:
+    def of_member(self, path: str) -> Mapping[str, str]:
         """The names of the parameters of a member by the place of their state, as ``state.17``. Raises InputError."""
         folder, _, name = path.rpartition("/")
         if folder not in self._weights:
-            beside = self._folders[folder]
-            weights = collect_weights((each.format, each.tree) for _, each in beside)
-            weights.order = next((_order(each) for file, each in beside if file == _CONFIG), None)
-            weights.trainer = any(file == _TRAINER for file, _ in beside)
+            files = self._folders[folder]
+            weights = collect_weights((checkpoint.format, checkpoint.tree) for checkpoint in files.values())
+            weights.order = _order(files.get(_CONFIG))
+            weights.trainer = _TRAINER in files
             self._weights[folder] = weights
-        return parameter_names(dict(self._folders[folder])[name].tree, self._weights[folder])
+        return parameter_names(self._folders[folder][name].tree, self._weights[folder])
 
 
-def _order(config: Checkpoint) -> ModelOrder | None:
-    if config.format != FILE or config.size > LONGEST_CONFIG:
+def _order(config: Checkpoint | None) -> ModelOrder | None:
+    if config is None or config.format != FILE or config.size > LONGEST_CONFIG:
         return None
     text = bytearray(config.size)
     config.read_into(0, memoryview(text))
@@ -100,7 +103,7 @@ def _order(config: Checkpoint) -> ModelOrder | None:
 
 
 def collect_weights(members: Iterable[tuple[str, object]]) -> Weights:
-    """The weights of all members that are state dicts of models, given by format and tree; tied ones count once."""
+    """The weights of all members, given by format and tree, that are state dicts of models; tied ones count once."""
     weights = Weights()
     found = 0
     for member_format, tree in members:
@@ -111,13 +114,13 @@ def collect_weights(members: Iterable[tuple[str, object]]) -> Weights:
     return weights
 
 
-def parameter_names(tree: object, beside: Weights) -> Mapping[str, str]:
+def parameter_names(tree: object, folder: Weights) -> Mapping[str, str]:
     """The known names of the parameters of the optimizer in ``tree``, by the place of their state.
 
-    ``beside`` are the weights of the other members; they are used where ``tree`` has none.
+    The weights of the ``folder`` serve where ``tree`` itself has none.
     """
     models, optimizers = find(tree)
-    weights = beside
+    weights = folder
     if len(models) == 1:
         weights = Weights()
         weights.add(models[0].node)
@@ -139,7 +142,7 @@ def _by_group(
     weights: Weights,
     order: list[str],
 ) -> Mapping[int | str, str]:
-    """All names, where one way to make the groups fits and no other does."""
+    """All names, if exactly one way to make the groups fits; else none."""
     found: list[dict[int | str, str]] = []
     complete = len(order) == len(weights.shapes)
     for grouping in _groupings(order, groups, weights.trainer) if complete else ():
@@ -157,9 +160,9 @@ def _by_group(
 
 
 def _groupings(order: list[str], groups: Sequence[Mapping[Any, Any]], trainer: bool) -> Iterator[list[list[str]]]:
-    """Ways in which a program makes groups of all parameters: one of all, or the two of the Trainer.
+    """The ways in which programs group all parameters: one group, or the two of the Trainer.
 
-    Whether a norm is a LayerNorm, and so does not decay whatever its name, can be seen in the number of parameters.
+    A LayerNorm does not decay whatever its name. The number of parameters in a group tells whether a norm is one.
     """
     if len(groups) == 1:
         yield [order]
@@ -175,7 +178,7 @@ def _by_shape(
     weights: Weights,
     order: list[str],
 ) -> Mapping[int | str, str]:
-    """Names of parameters whose shape no other group has, where the order of the weights of that shape is known."""
+    """Names of parameters whose shape only one group has, if the order of the weights of that shape is known."""
     alike: dict[Shape, list[str]] = defaultdict(list)
     for name, shape in weights.shapes.items():
         alike[shape].append(name)
@@ -193,12 +196,12 @@ def _by_shape(
 
 
 def _numbers(name: str) -> list[tuple[int, str]]:
-    """The numbers in a name, to be sorted by; as text, since a name may be made of more digits than Python reads."""
+    """The numbers in a name as a sort key; they stay text, since Python refuses to read thousands of digits."""
     return [(len(digits), digits) for digits in (number.lstrip("0") for number in _NUMBER.findall(name))]
 
 
 def _in_order(names: list[str], rank: Mapping[str, int]) -> list[str]:
-    """The names as the model has them; none where that is not known."""
+    """The names in the order of the model; none where it is unknown."""
     if all(name in rank for name in names):
         return sorted(names, key=lambda name: rank[name])
     if len({_NUMBER.sub("#", name) for name in names}) == 1:

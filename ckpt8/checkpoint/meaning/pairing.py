@@ -1,9 +1,8 @@
 """Which weight of a checkpoint belongs to which state of its optimizer, from the file alone.
 
-By name where the file has names. Else the parameters of every group are taken to stand in the order of the model, so
-that among those of one shape the order decides, if all of that shape are in one group and as many as there are weights
-of the shape, ties counted once and buffers left out. Where that does not hold, the weight is unknown, with the reason,
-and never a guess.
+By name where the file has names. Else every group lists its parameters in the order of the model. So the order pairs
+the parameters of one shape with the weights of that shape, if they are all in one group and as many as the weights,
+ties counted once and buffers left out. Otherwise the weight is unknown, with the reason, and never a guess.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import match
+from ckpt8.checkpoint.meaning.roles import listed_parameters
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, untied, weights_of
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.optim.known_optimizers import first_moments
@@ -30,11 +30,10 @@ _SCATTERED = "cannot be told apart: the same shape in several groups"
 
 @dataclass(frozen=True, slots=True)
 class SavedParameter:
-    """State and group of one parameter, and its weight, or why that is not known. ``name`` is for people.
+    """State, group and weight of one parameter. ``unpaired`` says why the weight is unknown. ``name`` is for people.
 
-    ``identifier`` is what its group lists it by.
-
-    ``shape`` is that of the first moment or residual, None without one.
+    ``identifier`` stands for the parameter in its group. ``shape`` is that of the first moment or residual, None
+    without one.
     """
 
     name: str
@@ -81,7 +80,7 @@ def _parameters(optimizer: Candidate, weights: Candidate | str) -> list[SavedPar
 
 
 def _shape(state: Mapping[Any, Any]) -> tuple[int, ...] | None:
-    """The shape of the first moment, or of what completes the weight."""
+    """The shape of the first moment, or of the residual or master of the weight."""
     first = first_moments()
     keys = (*first, *(f"{name}_codes" for name in first), "residual", "master")
     return next((ref.shape for key in keys if isinstance(ref := state.get(key), TensorRef)), None)
@@ -93,23 +92,23 @@ def _weights(
     shapes: Mapping[int | str, tuple[int, ...]],
     weights: Candidate,
 ) -> dict[int | str, TensorRef | str]:
-    """The weight of every parameter of a known shape, or why there is none."""
+    """The weight of every parameter of a known shape, or why it is unknown."""
     if names:
-        live = match(weights.node, names.values())
-        return {each: _named(weights.node, live.get(names[each]), shape) for each, shape in shapes.items()}
+        saved = match(weights.node, names.values())
+        return {each: _named(weights.node, saved.get(names[each]), shape) for each, shape in shapes.items()}
     by_shape: dict[tuple[int, ...], list[TensorRef]] = defaultdict(list)
     for ref in untied(weights_of(weights.node)).values():
         by_shape[ref.shape].append(ref)
     found: dict[int | str, TensorRef | str] = {}
     for shape in set(shapes.values()):
-        homes = [[each for each in group["params"] if shapes.get(each) == shape] for group in groups]
-        homes = [home for home in homes if home]
+        of_shape = [[each for each in group["params"] if shapes.get(each) == shape] for group in groups]
+        of_shape = [identifiers for identifiers in of_shape if identifiers]
         alike = by_shape.get(shape, [])
-        if len(homes) == 1 and len(homes[0]) == len(alike):
-            found.update(zip(homes[0], alike, strict=True))
+        if len(of_shape) == 1 and len(of_shape[0]) == len(alike):
+            found.update(zip(of_shape[0], alike, strict=True))
         else:
-            reason = _NONE_ALIKE if not alike else _SCATTERED if len(homes) > 1 else _UNEQUAL
-            found.update((each, reason) for home in homes for each in home)
+            reason = _NONE_ALIKE if not alike else _SCATTERED if len(of_shape) > 1 else _UNEQUAL
+            found.update((each, reason) for identifiers in of_shape for each in identifiers)
     return found
 
 
@@ -121,20 +120,17 @@ def _named(weights: Mapping[Any, Any], name: str | None, shape: tuple[int, ...])
 
 
 def saved_names(groups: Sequence[Mapping[Any, Any]]) -> dict[int | str, str] | str:
-    """The name of every saved identifier, empty where the file has none, or why its groups make no sense."""
+    """The name of every identifier in ``groups``, empty where not all have one, or why the groups make no sense."""
     names: dict[int | str, str] = {}
     seen: set[int | str] = set()
     for group in groups:
-        identifiers, given = group.get("params"), group.get("param_names")
+        identifiers = group.get("params")
         if not isinstance(identifiers, list) or not all(type(each) in (int, str) for each in identifiers):
             return "its parameter groups do not list parameters"
         if len({*seen, *identifiers}) != len(seen) + len(identifiers):
             return "its parameter groups list a parameter twice"
         seen.update(identifiers)
-        if isinstance(given, list) and len(given) == len(identifiers):
-            names.update(zip(identifiers, map(str, given), strict=True))
-        else:
-            names.update((each, each) for each in identifiers if isinstance(each, str))
+        names.update((each, name) for each, name in listed_parameters(group) if name is not None)
     if len(set(names.values())) != len(names):
         return "it has two parameters of one name"
     return names if len(names) == len(seen) else {}

@@ -1,8 +1,9 @@
-"""State of optimizers that are not torch's, as the objects of a checkpoint hold it: see ``low_bit`` for its names."""
+"""Optimizer state in low precision: of bitsandbytes, torchao, flashoptim and ckpt8.optim."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,10 +15,10 @@ _SUBCLASS = "torch._tensor._rebuild_from_type_v2"
 
 
 def bitsandbytes_moments(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> dict[str, TensorRef]:
-    """The 32-bit moments of one parameter in a state of bitsandbytes, by the names that torch has for them.
+    """The 32-bit moments of one parameter in a state of bitsandbytes, by their names in torch; empty if unclear.
 
-    Two of one shape are those of Adam, and LAMB's before its trust ratio. One alone is Lion's where the second beta and
-    the lack of an epsilon say so; else it might be the second moment of RMSprop or Adagrad, and there is none here.
+    Two of one shape are those of Adam, or of LAMB before its trust ratio. One alone is the moment of Lion where the
+    second beta and the lack of an epsilon say so; else it might be the second moment of RMSprop or Adagrad.
     """
     nested = state.get(_NESTED, state)
     if not isinstance(nested, dict):
@@ -35,24 +36,23 @@ def bitsandbytes_moments(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> 
 
 
 def quantised_weights(node: Mapping[Any, Any]) -> list[str]:
-    """Weights of a dict that are codes for inference: 8 bits each, with a scale, as compressed-tensors writes them."""
+    """The names of weights that are 8-bit codes for inference with a scale, as compressed-tensors writes them."""
     names = [key.removesuffix("_scale") for key in node if isinstance(key, str) and key.endswith("weight_scale")]
     codes = ((name, node.get(name)) for name in names)
     return [name for name, ref in codes if isinstance(ref, TensorRef) and ref.dtype.itemsize == 1]
 
 
-def plain_state(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """The state of one parameter; moments of another program, where they are recognised, get torch's names."""
-    moments = bitsandbytes_moments(state, group)
+def with_moments(state: Mapping[Any, Any], moments: Mapping[str, TensorRef]) -> Mapping[Any, Any]:
+    """The state of one parameter with its ``moments`` of bitsandbytes under the names of torch."""
     if not moments:
         return state
-    nested = state.get(_NESTED, state)
-    rest = {key: value for key, value in {**state, **nested}.items() if key not in (_NESTED, "state1", "state2")}
-    return {**rest, **moments}
+    others = {**state, **state.get(_NESTED, state)}
+    others = {key: value for key, value in others.items() if key not in (_NESTED, "state1", "state2")}
+    return {**others, **moments}
 
 
 def parameter_shape(state: Mapping[Any, Any]) -> tuple[int, ...] | None:
-    """The shape of the parameter that a state belongs to, from whatever has its shape; None where nothing has."""
+    """The shape of the parameter that a state belongs to, from a value that has its shape; None where none has."""
     rows, columns = state.get("exp_avg_sq_row"), state.get("exp_avg_sq_col")
     if isinstance(rows, TensorRef) and isinstance(columns, TensorRef):
         return rows.shape + columns.shape[-1:]
@@ -79,34 +79,30 @@ _PROGRAMS = {
     "flashoptim": re.compile(r"(?P<owner>.*)\.[a-z_]+::(?P<part>quantized|scales)"),
     "ckpt8.optim": re.compile(r"(?P<owner>.*)\.[a-z_]+_(?P<part>codes|scales)"),
 }
-"""By program, the names of what it keeps of a moment."""
+"""The names of a moment's parts, by program."""
 
 _LARGEST_BLOCK = 4096
 
 
 def find_low_bit(parts: Iterable[TensorSpec]) -> list[dict[str, Any]]:
-    """The optimizer state that a checkpoint keeps in low precision: program, bits, block, parameters and bytes.
+    """The optimizer state in low precision, sorted by program and bits: program, bits, block, parameters and bytes.
 
-    ``block`` is the number of values that share a scale, None where that is not known; ``reason`` says why 32 bits are
-    kept. Sorted by program and bits.
+    ``block`` is the number of values that share a scale, None where unknown. ``reason`` says why 32 bits stay 32.
     """
-    owners: dict[tuple[str, str], dict[str, list[TensorSpec]]] = {}
+    owners: dict[tuple[str, str], dict[str, list[TensorSpec]]] = defaultdict(lambda: defaultdict(list))
     for part in parts:
         for program, pattern in _PROGRAMS.items():
             found = pattern.fullmatch(part.name)
             if found is not None and part.role is Role.OTHER:
-                owner = owners.setdefault((program, found["owner"]), {})
-                owner.setdefault(found["part"], []).append(part)
+                owners[program, found["owner"]][found["part"]].append(part)
                 break
     rows: dict[tuple[str, str, int | None], dict[str, Any]] = {}
     for (program, _), owned in owners.items():
         described = _describe(program, owned)
-        if described is None:
-            continue
-        bits, block = described
-        row = rows.setdefault((program, bits, block), {"parameters": 0, "bytes": 0})
-        row["parameters"] += 1
-        row["bytes"] += sum(part.numel * part.dtype.itemsize for each in owned.values() for part in each)
+        if described is not None:
+            row = rows.setdefault((program, *described), {"parameters": 0, "bytes": 0})
+            row["parameters"] += 1
+            row["bytes"] += sum(part.numel * part.dtype.itemsize for each in owned.values() for part in each)
     return [
         {
             "program": program,
@@ -120,16 +116,12 @@ def find_low_bit(parts: Iterable[TensorSpec]) -> list[dict[str, Any]]:
 
 
 def _describe(program: str, owned: Mapping[str, list[TensorSpec]]) -> tuple[str, int | None] | None:
-    """Bits and block of the state of one parameter; None where it is not that of the program."""
-    codes = next(
-        (parts[0] for name, parts in owned.items() if name in ("state2", "state1", "codes", "quantized")), None
-    )
-    if codes is None:
-        return None
+    """Bits and block of the state of one parameter; None where the program does not write such a state."""
     if program == "bitsandbytes":
         return _describe_bitsandbytes(owned)
+    codes = next((owned[name][0] for name in ("codes", "quantized") if name in owned), None)
     scales = next((owned[name][0] for name in ("scale", "scales") if name in owned), None)
-    if scales is None:
+    if codes is None or scales is None:
         return None
     if program != "torchao":
         return ("8-bit", 32) if codes.dtype in (DType.INT8, DType.UINT8) else None
@@ -140,10 +132,10 @@ def _describe(program: str, owned: Mapping[str, list[TensorSpec]]) -> tuple[str,
 
 
 def _describe_bitsandbytes(owned: Mapping[str, list[TensorSpec]]) -> tuple[str, int | None] | None:
-    state = owned["state1"][0] if "state1" in owned else owned["state2"][0]
-    if state.dtype is DType.FLOAT32:
+    state = next((owned[name][0] for name in ("state1", "state2") if name in owned), None)
+    if state is not None and state.dtype is DType.FLOAT32:
         return "32-bit", None
-    if state.dtype is not DType.UINT8 or "qmap1" not in owned:
+    if state is None or state.dtype is not DType.UINT8 or "qmap1" not in owned:
         return None
     scales = owned["absmax1"][0].numel if "absmax1" in owned else 0
     blocks = (1 << k for k in range(_LARGEST_BLOCK.bit_length()))

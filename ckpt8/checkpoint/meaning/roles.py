@@ -1,4 +1,4 @@
-"""What every tensor of a checkpoint is for, read from where it sits in the tree and never from its values.
+"""The role of every tensor of a checkpoint, from its place in the tree and never from its values.
 
 optimizer   a dict with ``state`` and ``param_groups``, anywhere; ``state[id][key]``, id an index or a name
 masters     under a key that names a list of fp32 master weights, anywhere
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt8.checkpoint.meaning.quantised_state import bitsandbytes_moments, plain_state
+from ckpt8.checkpoint.meaning.quantised_state import bitsandbytes_moments, with_moments
 from ckpt8.checkpoint.tree import Labelled, NamedTensor, StorageRef, TensorRef
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS, MODEL_KEYS, STATE_LISTS
 from ckpt8.checkpoint.walk import Components, format_path, iter_nodes
@@ -26,7 +26,7 @@ _LONGEST_NAME = 512
 
 @dataclass(slots=True)
 class Names:
-    """Names given so far in a container, so that each is unique, and what stands before those of one member."""
+    """The names that a container has so far, so that each is unique, and the ``prefix`` of those of one member."""
 
     prefix: str = ""
     tensors: dict[str, int] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class ParameterState:
 
 @dataclass(slots=True)
 class Structure:
-    """``opaque`` are the keys of storages that something other than a tensor refers to."""
+    """Tensors and optimizer states of a tree; ``opaque`` are the storages that not only tensors refer to."""
 
     tensors: list[NamedTensor] = field(default_factory=list)
     parameters: list[ParameterState] = field(default_factory=list)
@@ -57,7 +57,7 @@ def is_optimizer(node: object) -> bool:
 
 
 def is_bare_state_dict(tree: object) -> bool:
-    """Whether the tree is a model state dict itself: names to tensors, extra states aside."""
+    """Whether the tree itself is the state dict of a model: names to tensors, extra states aside."""
     return _holds_tensors_alone(tree) and not is_flat_optimizer(tree)
 
 
@@ -82,7 +82,7 @@ def short_name(name: str) -> str:
 
 
 def unique_name(name: str, taken: dict[str, int]) -> str:
-    """``name``, printable and short, with ``#2``, ``#3``, ... where it was given before."""
+    """``name``, printable and short, with ``#2``, ``#3``, ... where it is taken."""
     name = candidate = short_name(name)
     while candidate in taken:
         taken[name] += 1
@@ -92,7 +92,7 @@ def unique_name(name: str, taken: dict[str, int]) -> str:
 
 
 def classify(tree: object, names: Names | None = None, role: Role | None = None) -> Structure:
-    """Name every tensor of the tree and give it its role, or ``role``. Raises InputError on a tree that is too deep."""
+    """Every tensor of the tree with its name and its role, or ``role``. Raises InputError for one nested too deep."""
     names = names or Names()
     if isinstance(tree, Labelled):
         return _classify_labelled(tree, names)
@@ -102,22 +102,22 @@ def classify(tree: object, names: Names | None = None, role: Role | None = None)
     optimizer: Components | None = None
     moments: dict[int, Role] = {}
     bare = is_bare_state_dict(tree)
-    home = _Home(())
+    container = _Container(())
     for path, node in iter_nodes(tree):
         if isinstance(node, TensorRef):
-            if path[:-1] != home.path:
-                home = _Home(path[:-1])
-            name = unique_name(names.prefix + (home.name(path) or "tensor"), names.tensors)
-            told = moments.get(id(node), Role.OTHER)
-            structure.tensors.append(NamedTensor(name, role or _role(path, home, optimizer, bare, told), node))
+            if path[:-1] != container.path:
+                container = _Container(path[:-1])
+            name = unique_name(names.prefix + (container.name(path) or "tensor"), names.tensors)
+            moment = moments.get(id(node), Role.OTHER)
+            structure.tensors.append(NamedTensor(name, role or _role(path, container, optimizer, bare, moment), node))
         elif isinstance(node, StorageRef):
             structure.opaque.add(node.key)
         elif is_optimizer(node):
             if optimizer is None or path[: len(optimizer)] != optimizer:
                 optimizer = path  # the outermost one that the walk is in, or was in last
-            groups = _groups(node)
-            structure.parameters += _parameter_states(format_path(path), node["state"], groups, names.prefix)
-            moments |= _moments_of_others(node["state"], groups)
+            parameters, renamed = _parameter_states(format_path(path), node, names.prefix)
+            structure.parameters += parameters
+            moments |= renamed
     return structure
 
 
@@ -149,8 +149,8 @@ def _classify_flat(tree: Any, names: Names) -> Structure:
     return structure
 
 
-class _Home:
-    """The container of a tensor: what is the same for all in it, of which there may be many under a long path."""
+class _Container:
+    """The dict or list that holds a tensor. Computed once for all its tensors: paths are long, tensors many."""
 
     def __init__(self, path: Components) -> None:
         self.path = path
@@ -160,60 +160,57 @@ class _Home:
         self._text = format_path(path)
 
     def name(self, path: Components) -> str:
-        """The path of something in it as text."""
+        """The ``path`` of a value in it as text."""
         return f"{self._text}.{path[-1]}" if self.path else format_path(path)
 
 
-def _role(path: Components, home: _Home, optimizer: Components | None, bare: bool, told: Role) -> Role:
-    """The role of the tensor at ``path``; ``optimizer`` is the path of one that it may be in.
+def _role(path: Components, container: _Container, optimizer: Components | None, bare: bool, moment: Role) -> Role:
+    """The role of the tensor at ``path``; ``optimizer`` is the path of an optimizer that it may be in.
 
-    ``told`` is that of a tensor in the state of an optimizer under another name.
+    ``moment`` is the role of a moment under another name than in torch, else OTHER.
     """
-    if home.has_masters or (path[-1:] and path[-1] in MASTER_LISTS):
+    if container.has_masters or (path[-1:] and path[-1] in MASTER_LISTS):
         return Role.WEIGHT
     depth = len(path) if optimizer is None else len(optimizer)
     if depth < len(path) and path[:depth] == optimizer:
         in_state = len(path) == depth + 3 and path[depth] == "state"
-        return STATE_ROLES.get(path[-1], told) if in_state else told
-    if home.has_states:
+        return STATE_ROLES.get(path[-1], moment) if in_state else moment
+    if container.has_states:
         return STATE_ROLES.get(path[-1], Role.OTHER)
-    return Role.WEIGHT if bare or home.is_model else Role.OTHER
+    return Role.WEIGHT if bare or container.is_model else Role.OTHER
 
 
-_Groups = dict[Any, tuple[Mapping[Any, Any], str | None]]
-"""By identifier the group of a parameter, and its name where the checkpoint has one."""
+def listed_parameters(group: Mapping[Any, Any]) -> list[tuple[Any, str | None]]:
+    """The identifiers that a parameter group lists, each with its name, None where the group does not state one."""
+    identifiers, names = group.get("params"), group.get("param_names")
+    if not isinstance(identifiers, list):
+        return []
+    if isinstance(names, list) and len(names) == len(identifiers):
+        return list(zip(identifiers, map(str, names), strict=True))
+    return [(each, each if isinstance(each, str) else None) for each in identifiers]
 
 
-def _groups(optimizer: Mapping[str, Any]) -> _Groups:
-    groups: _Groups = {}
-    for group in optimizer["param_groups"]:
-        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
-            continue
-        names = group.get("param_names")
-        known = isinstance(names, list) and len(names) == len(group["params"])
-        for position, identifier in enumerate(group["params"]):
-            if isinstance(identifier, (int, str)):
-                name = str(names[position]) if known and names else None
-                groups[identifier] = (group, identifier if name is None and isinstance(identifier, str) else name)
-    return groups
+def _parameter_states(
+    path: str, optimizer: Mapping[str, Any], prefix: str
+) -> tuple[list[ParameterState], dict[int, Role]]:
+    """The states of one optimizer at ``path``, named as the checkpoint names its parameters, else by their place.
 
-
-def _parameter_states(path: str, states: Mapping[Any, Any], groups: _Groups, prefix: str) -> list[ParameterState]:
-    """The states of one optimizer, named as the checkpoint names its parameters, else by their place."""
-    found = []
-    for identifier, state in states.items():
+    The second result are the roles of moments that have other names than in torch, by the ``id`` of their reference.
+    """
+    groups = {
+        identifier: (group, name)
+        for group in optimizer["param_groups"]
+        if isinstance(group, dict)
+        for identifier, name in listed_parameters(group)
+        if isinstance(identifier, (int, str))
+    }
+    parameters: list[ParameterState] = []
+    roles: dict[int, Role] = {}
+    for identifier, state in optimizer["state"].items():
         if isinstance(state, dict):
             group, name = groups.get(identifier, ({}, None))
             place = f"{path}.state.{identifier}" if path else f"state.{identifier}"
-            found.append(ParameterState(prefix + (name or place), plain_state(state, group), group))
-    return found
-
-
-def _moments_of_others(states: Mapping[Any, Any], groups: _Groups) -> dict[int, Role]:
-    """Roles of the moments that have other names than in torch, by the ``id`` of their reference."""
-    found: dict[int, Role] = {}
-    for identifier, state in states.items():
-        if isinstance(state, dict) and identifier in groups:
-            moments = bitsandbytes_moments(state, groups[identifier][0])
-            found.update((id(ref), STATE_ROLES[key]) for key, ref in moments.items())
-    return found
+            moments = bitsandbytes_moments(state, group)
+            roles.update((id(ref), STATE_ROLES[key]) for key, ref in moments.items())
+            parameters.append(ParameterState(prefix + (name or place), with_moments(state, moments), group))
+    return parameters, roles

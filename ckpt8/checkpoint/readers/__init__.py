@@ -1,18 +1,18 @@
-"""The readers: one module for each source format, which it recognises by content and never by name.
+"""The readers: one module for each source format. A reader recognises its format by content, never by name.
 
 Imports container, codecs and core, and of checkpoint the tree and the walk over it.
 
 A new reader is a module in this package and a line in ``READERS``. The module has two functions, those of
 ``tree.Reader``:
 
-    sniff(file)     whether the content is of this format; it reads the least that tells
+    sniff(file)     whether the content is of this format; it reads as little as possible
     read(file)      an ``OpenCheckpoint``: the id of the reader, the file, its storages and its tree
 
-``storages`` place every run of tensor bytes in the file, none over another. All other bytes are kept as they are, so
-that the file comes back byte for byte. ``tree`` holds dict, list, tuple, scalars, and ``TensorRef`` where a tensor is.
-State and groups of an optimizer are recognised by their shape, ``{"state": ..., "param_groups": ...}``. ``read`` checks
-every number that it takes from the file: a damaged file is an InputError which names it, and no announced size takes
-memory. ``tests/checkpoint/readers/test_reader_conformance.py`` holds every reader to this.
+``storages`` place every run of tensor bytes in the file; no two overlap. All other bytes are kept as they are, so that
+the file comes back byte for byte. ``tree`` holds dict, list, tuple, scalars, and a ``TensorRef`` for each tensor. A
+dict ``{"state": ..., "param_groups": ...}`` is an optimizer. ``read`` checks every number that it takes from the file:
+it raises an InputError that names a damaged file, and never allocates an announced size.
+``tests/checkpoint/readers/test_reader_conformance.py`` tests every reader for this.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ READERS: dict[str, str] = {
     "torch-legacy": "ckpt8.checkpoint.readers.torch_legacy",
     "safetensors": "ckpt8.checkpoint.readers.safetensors",
 }
-"""The module of every format by its id, in the order in which they are tried. A module is imported when needed."""
+"""The module of every format by its id, in the order of trying. ``get_reader`` imports a module when it is needed."""
 
 _TAR_MAGIC_OFFSET = 257
 _KNOWN_STARTS = (
@@ -49,12 +49,12 @@ _KNOWN_STARTS = (
 
 
 def get_reader(reader_id: str) -> Reader:
-    """The reader of that id. Raises KeyError for an unknown id."""
+    """The reader with an id. Raises KeyError for an unknown id."""
     return cast("Reader", import_module(READERS[reader_id]))
 
 
 def match_reader(file: SourceFile) -> Reader | None:
-    """The reader for the content of ``file``, if there is one. Raises InputError where it cannot be read."""
+    """The reader for the content of ``file``, or None. Raises InputError where the file cannot be read."""
     return next((reader for reader in map(get_reader, READERS) if reader.sniff(file)), None)
 
 
@@ -89,7 +89,7 @@ def _as_source(path: Path) -> ByteRange:
 
 
 def _refusal(file: SourceFile) -> InputError:
-    """The error for a file of no known format: what it is, and what to do."""
+    """The error for a file of no known format. It says what the file is, and what to do."""
     head = file.read(0, min(HEAD_BYTES, file.source.length))
     if head[_TAR_MAGIC_OFFSET : _TAR_MAGIC_OFFSET + 5] == b"ustar":
         return UnsupportedError(f"{file.source}: a tar file; unpack it, or load it and save it again with torch.save")

@@ -1,9 +1,9 @@
-"""A directory as the members that it is made of: checkpoints, other files, links, and directories without anything.
+"""A directory as its members: checkpoints, other files, links, and empty directories.
 
-Files are recognised by content. What no reader knows is kept as it is, and so is a checkpoint in a layout that no
-reader reads; one that is damaged is refused. Nothing outside the directory is read but files that a link in it leads
-to: such a file is a member in place of the link. The files of a distributed checkpoint, at the top or in a folder,
-are opened with the ``.metadata`` that tells what is in them.
+Content decides what a file is. Compressing keeps a file that no reader knows as it is, and a checkpoint in an
+unsupported layout too; a damaged checkpoint is an error. Outside the directory only files are read that a link in it
+leads to: such a file is a member in place of the link. The files of a distributed checkpoint, at the top or in a
+folder, are opened with the ``.metadata`` that describes them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _METADATA_REWRITTEN = "written anew: slices that were compressed with zstd lie e
 def open_directory(root: Path, entries: Sequence[Entry], *, decode: bool) -> Iterator[list[DirectoryMember]]:
     """Open the entries of a directory. Raises InputError for a damaged checkpoint, and where there are no entries.
 
-    ``decode``: slices of distributed checkpoints that are compressed are presented as if they were not.
+    ``decode`` decompresses the slices of distributed checkpoints.
     """
     if not entries:
         raise InputError(f"{root}: an empty directory; give a checkpoint file, or a directory that holds some")
@@ -66,9 +66,9 @@ def _open(root: Path, entry: Entry, pool: FilePool) -> DirectoryMember:
 def open_distributed(
     entries: Sequence[Entry], open_file: Callable[[str], SourceFile], *, decode: bool
 ) -> dict[str, DirectoryMember]:
-    """The members of all distributed checkpoints, by path; ``open_file`` opens that of a path.
+    """The members of all distributed checkpoints, by path; ``open_file`` opens the file at a path.
 
-    Raises InputError for a damaged or hostile one.
+    Raises InputError for a damaged or hostile checkpoint.
     """
     found: dict[str, DirectoryMember] = {}
     by_path = {entry.path: entry for entry in entries}
@@ -82,21 +82,25 @@ def open_distributed(
                 raise InputError(f"{where}: names {shown(path)}, which is not there; the checkpoint is not complete")
             if entry.path in found:
                 raise InputError(f"{where}: names {shown(path)}, which belongs to another .metadata")
-            if entry.format == FILE:
-                found[entry.path] = _open_file(open_file(entry.path), entry, checkpoint, path, decode=decode)
+            if entry.format != FILE:
+                continue
+            shard = open_file(entry.path)
+            try:
+                found[entry.path] = checkpoint.open(path, shard, entry.path, decode=decode)
+            except UnsupportedError as exc:
+                plain, reason = OpenCheckpoint(FILE, shard), kept(exc, shard.source)
+                found[entry.path] = DirectoryMember(entry.path, plain, reason, holds_tensors=True)
         if checkpoint.moved:
-            content = rewritten(checkpoint.metadata, checkpoint.moved, where)
-            found[folder + METADATA] = DirectoryMember(
-                folder + METADATA, Held(content, FILE, file), _METADATA_REWRITTEN
-            )
-        checkpoint.metadata.tree = None  # by far the largest part
+            held = Held(rewritten(checkpoint.metadata, checkpoint.moved, where), FILE, file)
+            found[folder + METADATA] = DirectoryMember(folder + METADATA, held, _METADATA_REWRITTEN)
+        checkpoint.metadata.tree = None  # by far the largest part of it in memory
     return found
 
 
 def _metadata_files(
     entries: Sequence[Entry], open_file: Callable[[str], SourceFile]
 ) -> Iterator[tuple[str, SourceFile]]:
-    """Every ``.metadata`` of a folder, which ends with a slash unless it is the top, that has shards below it."""
+    """Every ``.metadata`` with shards below its folder: the folder with a slash, empty for the top, and the file."""
     shards = [entry.path for entry in entries if is_named_shard(entry.path)]
     for entry in entries:
         folder = entry.path.removesuffix(METADATA)
@@ -108,14 +112,3 @@ def _metadata_files(
             raise InputError(f"{file.source}: has {file.source.length} bytes, more than {MAX_METADATA_BYTES}")
         if file.source.length and file.read(0, 1) == _PICKLE:
             yield folder, file
-
-
-def _open_file(
-    file: SourceFile, entry: Entry, checkpoint: DcpCheckpoint, path: str, *, decode: bool
-) -> DirectoryMember:
-    try:
-        return checkpoint.open(path, file, entry.path, decode=decode)
-    except UnsupportedError as exc:
-        checkpoint.forget(path)
-        plain = OpenCheckpoint(FILE, file)
-        return DirectoryMember(entry.path, plain, kept(exc, file.source), holds_tensors=True)

@@ -1,4 +1,4 @@
-"""What lies in a directory: files, links and empty directories by path, and the same as open members."""
+"""The entries of a directory: files, links and empty directories by path, and the same as open members."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import ByteRange
 
 PACKED_INDEX = "ckpt8-dcp.json"
-"""What makes a directory a checkpoint that ``integrations.dcp`` wrote."""
+"""The file that marks a checkpoint of ``integrations.dcp``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Something in a directory. ``path`` is relative, with slashes; ``target`` that of a link, else empty."""
+    """A file, link or empty directory. ``path`` is relative, with slashes; ``target`` is empty unless it is a link."""
 
     path: str
     format: str
@@ -28,9 +28,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryMember:
-    """An open entry. ``reason`` says why it is kept as it is, where it may be a checkpoint.
+    """An open entry. ``reason`` says why a file that may be a checkpoint is kept as it is.
 
-    ``holds_tensors``: it is kept as it is although it is known to hold tensors.
+    ``holds_tensors``: the file is kept as it is although it holds tensors.
     """
 
     path: str
@@ -40,7 +40,7 @@ class DirectoryMember:
 
 
 def is_directory(path: Path) -> bool:
-    """Whether a path leads to a directory. Raises InputError where the system does not say."""
+    """Whether a path leads to a directory. Raises InputError where it cannot be looked up."""
     try:
         return path.is_dir()
     except OSError as exc:
@@ -48,7 +48,7 @@ def is_directory(path: Path) -> bool:
 
 
 def walk(root: Path) -> list[Entry]:
-    """Everything below ``root``, sorted by path. Raises InputError for what a container cannot hold."""
+    """All entries below ``root``, sorted by path. Raises InputError for an entry that a container cannot hold."""
     found: list[Entry] = []
     waiting = [""]
     while waiting:
@@ -73,7 +73,7 @@ def walk(root: Path) -> list[Entry]:
 
 
 def _entry(root: Path, path: str) -> Entry | None:
-    """What is at ``path``; None for a directory."""
+    """The entry at ``path``; None for a directory. Raises InputError for an entry that a container cannot hold."""
     full = root / path
     try:
         path.encode()
@@ -107,5 +107,5 @@ def size_of(path: Path) -> int:
 
 
 def kept(why: Exception | str, source: ByteRange) -> str:
-    """The reason for keeping a file as it is."""
+    """The text of a member's ``reason``, from the error that ``source`` raised."""
     return f"kept as it is: {str(why).removeprefix(f'{source}: ')}"

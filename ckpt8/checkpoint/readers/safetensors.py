@@ -1,7 +1,7 @@
 """Reader of safetensors: the length of a header, a header of JSON, and the tensors one behind the other.
 
-Every tensor is a storage of its own. The header is checked as strictly as by the safetensors library: entries that
-cover the data without holes and overlaps, no name twice, sizes that follow from type and shape.
+Every tensor is a storage of its own. The reader is as strict as the safetensors library: entries cover the data without
+holes and overlaps, no name occurs twice, sizes follow from type and shape.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from ckpt8.checkpoint.readers.pickle.rebuild import MAX_DIMS
+from ckpt8.checkpoint.readers.pickle.rebuild import MAX_DIMS, is_count
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, TensorRef
 from ckpt8.container.header import HEAD_BYTES, LENGTH_BYTES, MAX_HEADER, METADATA, begins_container, parse_safetensors
 from ckpt8.core.errors import InputError, UnsupportedError
@@ -39,20 +39,18 @@ DTYPES: Mapping[str, DType] = {
     "F8_E8M0": DType.FLOAT8_E8M0FNU,
     "F4": DType.FLOAT4_E2M1FN_X2,
 }
-"""Element types by the name that the format has for them. F4 packs two elements of a row into a byte."""
-
-_INT64_MAX = 2**63 - 1
+"""Element types by their names in the format. F4 packs two elements of a row into a byte."""
 
 
 def sniff(file: SourceFile) -> bool:
-    """Whether it starts as a header does, of a file that is not a container of ckpt8."""
+    """Whether the file starts with the length of a header and ``{``, and is no container of ckpt8."""
     head = file.read(0, min(HEAD_BYTES, file.source.length))
     fits = len(head) >= LENGTH_BYTES + 2 and int.from_bytes(head[:LENGTH_BYTES], "little") <= MAX_HEADER
     return fits and head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and not begins_container(head)
 
 
 def read(file: SourceFile) -> OpenCheckpoint:
-    """Read the header. Raises InputError when it is damaged, UnsupportedError for an unknown element type."""
+    """The structure of the file. Raises InputError for damage, UnsupportedError for an unknown element type."""
     where, size = str(file.source), file.source.length
     if size < LENGTH_BYTES:
         raise InputError(f"{where}: damaged safetensors file: it has {size} bytes")
@@ -65,20 +63,16 @@ def read(file: SourceFile) -> OpenCheckpoint:
     metadata, header = parse_safetensors(file.read(LENGTH_BYTES, length), f"{where}: safetensors header")
     if not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
         raise InputError(f"{where}: damaged safetensors file: {METADATA} does not map names to texts")
-    tree: dict[str, TensorRef] = {}
-    storages = []
-    for name, entry in header.items():
-        tree[name], storage = _tensor(name, entry, start, where)
-        storages.append(storage)
-    storages.sort(key=lambda storage: (storage.offset, storage.nbytes))
+    found = {name: _tensor(name, entry, start, where) for name, entry in header.items()}
+    storages = sorted((storage for _, storage in found.values()), key=lambda each: (each.offset, each.nbytes))
     _check_layout(storages, start, size, where)
-    return OpenCheckpoint("safetensors", file, storages, tree)
+    return OpenCheckpoint("safetensors", file, storages, {name: ref for name, (ref, _) in found.items()})
 
 
 def _tensor(name: str, entry: object, start: int, where: str) -> tuple[TensorRef, StorageInfo]:
     match entry:
         case {"dtype": str(label), "shape": list(counts), "data_offsets": [first, last]}:
-            if not all(_is_count(number) for number in (*counts, first, last)):
+            if not all(map(is_count, (*counts, first, last))):
                 raise InputError(f"{where}: tensor {shown(name)}: its shape or offsets are not counts")
         case _:
             raise InputError(f"{where}: tensor {shown(name)}: its header entry is malformed")
@@ -91,10 +85,6 @@ def _tensor(name: str, entry: object, start: int, where: str) -> tuple[TensorRef
             f"{last - first} bytes that its offsets give it"
         )
     return TensorRef.whole(name, dtype, shape), StorageInfo(name, dtype, start + first, last - first)
-
-
-def _is_count(number: object) -> bool:
-    return type(number) is int and 0 <= number <= _INT64_MAX
 
 
 def _dtype(label: str, shape: list[int], where: str) -> tuple[DType, tuple[int, ...]]:
@@ -110,7 +100,7 @@ def _dtype(label: str, shape: list[int], where: str) -> tuple[DType, tuple[int, 
 
 
 def _check_layout(storages: list[StorageInfo], start: int, size: int, where: str) -> None:
-    """Require that the tensors follow each other from the end of the header to the end of the file."""
+    """Raise InputError unless the tensors follow each other from the end of the header to the end of the file."""
     position = start
     for storage in storages:
         if storage.offset != position:

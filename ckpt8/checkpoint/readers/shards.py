@@ -1,4 +1,4 @@
-"""Checkpoint files that hold the share of one rank: without the files of the other ranks they have no meaning."""
+"""Refuses checkpoint files that hold the share of one rank, which mean nothing without the other ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _COALESCED = "buckets_coalesced"
 def is_named_shard(name: str) -> bool:
     """Whether a file has the name of a shard, which torch.distributed.checkpoint writes next to its ``.metadata``.
 
-    The name must decide: a shard of one slice looks like a file of torch.save, one of several like a damaged file.
+    Content cannot tell: a shard of one slice looks like a file of torch.save, one of several like a damaged file.
     """
     return name.endswith(_SHARD_SUFFIX)
 
 
 def lone_shard(where: str) -> UnsupportedError:
-    """The error for a shard whose ``.metadata`` is missing, or does not list it."""
+    """The error for a shard that no ``.metadata`` lists."""
     return UnsupportedError(
         f"{where}: a file of a distributed checkpoint without the .metadata that tells what is in it; "
         "give the folder of the checkpoint"
@@ -32,7 +32,7 @@ def lone_shard(where: str) -> UnsupportedError:
 
 
 def refuse_shard(tree: Any, names: Collection[str], where: str) -> None:
-    """Raise UnsupportedError, which names the layout, for the pickle of a rank. ``names`` are all that it refers to."""
+    """Raise UnsupportedError, which names the layout, for the pickle of one rank. ``names`` are the globals in it."""
     for name in sorted(names):
         if _SHARDED_CLASS.fullmatch(name):
             kind = name.rpartition(".")[2]
@@ -50,10 +50,8 @@ def _is_megatron_optimizer(tree: Any) -> bool:
     """Whether this is the state of a distributed optimizer: by buffer, then by type of parameter and gradient."""
     if type(tree) is not dict:
         return False
-    if _COALESCED in tree:
-        return True
     buffers = [value for key, value in tree.items() if type(key) is int]
-    return any(type(buffer) is dict and any(map(_is_dtypes, buffer)) for buffer in buffers)
+    return _COALESCED in tree or any(type(buffer) is dict and any(map(_is_dtypes, buffer)) for buffer in buffers)
 
 
 def _is_dtypes(key: Any) -> bool:
@@ -62,4 +60,4 @@ def _is_dtypes(key: Any) -> bool:
 
 
 DTYPE_NAMES = frozenset(f"torch.{dtype.label}" for dtype in DType)
-"""What a pickle calls element types."""
+"""The names of element types in a pickle."""

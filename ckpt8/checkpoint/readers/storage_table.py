@@ -1,33 +1,31 @@
-"""The storages that a pickle of torch names, in either of its two formats."""
+"""The storages that the pickle of a torch file names, in the zip format and in the legacy one."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ckpt8.checkpoint.readers.pickle.rebuild import is_count
 from ckpt8.checkpoint.tree import Global, StorageRef
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import SourceFile
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import shown
 
-_INT64_MAX = 2**63 - 1
-
 MAX_PICKLE_BYTES = 512 * 2**20
 _FREE_PICKLE_BYTES = 16 * 2**20
 _PICKLE_RATIO = 64
-"""A pickle in a container may be so many times as long as the container, and 16 MiB longer: real ones stay below 20."""
+"""A pickle in a container may be 64 times as long as the container, plus 16 MiB. Real ones stay below 20 times."""
 
 
 def longest_pickle(file: SourceFile) -> int:
-    """Bytes that the pickle of a checkpoint may have, by those on the disk."""
+    """The most bytes that the pickle of a checkpoint may have, by the bytes that the file takes on the disk."""
     return min(MAX_PICKLE_BYTES, _FREE_PICKLE_BYTES + _PICKLE_RATIO * file.stored)
 
 
 class StorageTable:
     """Collects the storages that a pickle names. ``load`` is the ``persistent_load`` of the pickle machine.
 
-    ``declared`` maps each key to the forms under which it was named, (dtype, element count), the first one
-    first.
+    ``declared`` maps each key to the forms under which the pickle names it, (dtype, element count), in their order.
     """
 
     def __init__(self, label: str) -> None:
@@ -45,7 +43,7 @@ class StorageTable:
         _, kind, key, location, numel = pid[:5]
         if type(kind) is not Global or type(key) is not str or type(location) is not str:
             raise InputError(f"{self.label}: damaged pickle: a storage has no type, key or location")
-        if type(numel) is not int or not 0 <= numel <= _INT64_MAX:
+        if not is_count(numel):
             raise InputError(f"{self.label}: damaged pickle: storage {shown(key)} has no valid element count")
         dtype = self._dtype(kind.name)
         self.declared.setdefault(key, {})[dtype, numel] = None
@@ -53,7 +51,7 @@ class StorageTable:
         return StorageRef(key, dtype, numel) if view is None else self._view(key, dtype, numel, view)
 
     def _dtype(self, kind: str) -> DType:
-        """Look up the storage class, in whichever module it was (``torch.cuda.FloatStorage``)."""
+        """The element type of a storage class of any module (``torch.cuda.FloatStorage``). Raises UnsupportedError."""
         name = kind.rpartition(".")[2]
         if name == "UntypedStorage":
             return DType.UINT8
@@ -65,7 +63,7 @@ class StorageTable:
             ) from None
 
     def _view(self, key: str, dtype: DType, numel: int, view: Any) -> StorageRef:
-        """Read the ``(view key, offset, length)`` of old files, in elements of the root storage."""
+        """The storage for the ``(view key, offset, length)`` of old files, in elements. Raises InputError."""
         if type(view) is not tuple or len(view) != 3:
             raise InputError(f"{self.label}: damaged pickle: storage {shown(key)} has malformed view metadata")
         name, offset, length = view
@@ -75,9 +73,9 @@ class StorageTable:
         return StorageRef(key, dtype, length, offset)
 
     def dtype_for(self, key: str, nbytes: int) -> DType:
-        """Check a storage of ``nbytes`` bytes against each form it was named under and give its element type.
+        """The element type of a storage of ``nbytes`` bytes; UINT8 where the pickle names it under several.
 
-        UINT8 where the forms differ. Raises InputError when one of them states another size.
+        Raises InputError when the pickle states another size.
         """
         forms = self.declared[key]
         for dtype, numel in forms:

@@ -1,4 +1,4 @@
-"""Reader of what ``torch.save`` wrote before 1.6: five pickles, then each storage as element count and bytes."""
+"""Reader of the files of ``torch.save`` before 1.6: five pickles, then each storage as element count and bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
 from ckpt8.checkpoint.readers.pickle.torch_calls import TorchCalls
-from ckpt8.checkpoint.readers.torch_common import StorageTable, longest_pickle
+from ckpt8.checkpoint.readers.storage_table import StorageTable, longest_pickle
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
 from ckpt8.checkpoint.walk import check_depth
 from ckpt8.core.errors import InputError, UnsupportedError
@@ -55,7 +55,7 @@ class _RawStream(io.RawIOBase):
 
 
 def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
-    """Read the structure. With ``calls``, a file that torch is to load is judged for it.
+    """The structure of the file. ``calls`` judge what ``torch.load`` would do with it.
 
     Raises InputError when it is damaged or cut off, UnsupportedError for big-endian files.
     """
@@ -81,7 +81,7 @@ def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
 
 
 def _storages(file: SourceFile, table: StorageTable, keys: Any, offset: int) -> Sequence[StorageInfo]:
-    """Place the storages, which lie one behind the other from ``offset`` to the end of the file."""
+    """The storages, which lie one behind the other from ``offset`` to the end of the file. Raises InputError."""
     source = file.source
     if type(keys) is not list or not all(type(key) is str for key in keys):
         raise InputError(f"{source}: damaged: its list of storages is malformed")

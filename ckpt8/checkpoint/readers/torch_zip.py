@@ -1,4 +1,4 @@
-"""Reader of what ``torch.save`` writes since 1.6: a zip file of a pickle and one uncompressed record per storage."""
+"""Reader of the files of ``torch.save`` since 1.6: a zip file of a pickle and one uncompressed record per storage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
 from ckpt8.checkpoint.readers.pickle.torch_calls import TorchCalls
 from ckpt8.checkpoint.readers.shards import refuse_shard
-from ckpt8.checkpoint.readers.torch_common import StorageTable, longest_pickle
+from ckpt8.checkpoint.readers.storage_table import StorageTable, longest_pickle
 from ckpt8.checkpoint.readers.zip_directory import LOCAL_SIGNATURE, STORED, ZipEntry, find_prefix, read_directory
 from ckpt8.checkpoint.readers.zip_end import END_BYTES, END_SIGNATURE, NO_COMMENT, read_end_records
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
@@ -20,7 +20,7 @@ from ckpt8.core.files.source_file import SourceFile
 from ckpt8.core.text import shown
 
 MAX_SMALL_RECORD_BYTES = 64 * 2**20
-"""Records that are no storage are checked against their CRC up to this size."""
+"""The longest record besides storages whose CRC is checked."""
 _PICKLE_MARK = b"/data.pkl"
 
 
@@ -36,7 +36,7 @@ def sniff(file: SourceFile) -> bool:
 
 
 def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
-    """Read the structure. With ``calls``, a file that torch is to load is judged for it.
+    """The structure of the file. ``calls`` judge what ``torch.load`` would do with it.
 
     Raises InputError when it is damaged, UnsupportedError for TorchScript or compression.
     """
@@ -58,18 +58,17 @@ def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
     check_depth(tree, table.label)
     if table.declared and calls is None:
         refuse_shard(tree, names, str(file.source))
-    named = {f"data/{key}": key for key in table.declared}
+    known = {"data.pkl", *(f"data/{key}" for key in table.declared)}
     for name, entry in records.items():
-        checked = entry.method == STORED and entry.size <= MAX_SMALL_RECORD_BYTES
-        if checked and name not in named and name != "data.pkl":
+        if name not in known and entry.method == STORED and entry.size <= MAX_SMALL_RECORD_BYTES:
             _read_stored(file, entry, MAX_SMALL_RECORD_BYTES)
     return OpenCheckpoint("torch-zip", file, _storages(file, table, records), tree)
 
 
 def _check_for_torch(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
-    """Raise InputError where torch's own zip library could read another pickle than we do, or inflate a record.
+    """Raise InputError where torch's own zip library could read another pickle than this reader, or inflate a record.
 
-    It does not tell names apart by case, and takes the last signature of an end record, be it in a comment.
+    That library ignores the case of names, and takes the last signature of an end record, be it in a comment.
     """
     end = file.read(file.source.length - END_BYTES, END_BYTES)
     if not (end.startswith(END_SIGNATURE) and end.endswith(NO_COMMENT)):
@@ -82,9 +81,7 @@ def _check_for_torch(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
 
 def _check_byte_order(file: SourceFile, records: Mapping[str, ZipEntry]) -> None:
     record = records.get("byteorder")
-    if record is None:
-        return
-    order = _read_stored(file, record, len("little"))
+    order = b"little" if record is None else _read_stored(file, record, len("little"))
     if order == b"big":
         raise UnsupportedError(f"{file.source}: saved on a big-endian machine; load and save it again with torch")
     if order != b"little":
@@ -92,7 +89,7 @@ def _check_byte_order(file: SourceFile, records: Mapping[str, ZipEntry]) -> None
 
 
 def _read_stored(file: SourceFile, entry: ZipEntry, limit: int) -> bytes:
-    """Read a small record and check its CRC. Raises InputError."""
+    """The content of a small record, with its CRC checked. Raises InputError."""
     _require_stored(file, entry)
     if entry.size > limit:
         raise InputError(f"{file.source}: record {shown(entry.name)} has {entry.size} bytes, more than {limit}")
@@ -112,7 +109,7 @@ def _require_stored(file: SourceFile, entry: ZipEntry) -> None:
 
 
 def _storages(file: SourceFile, table: StorageTable, records: Mapping[str, ZipEntry]) -> Sequence[StorageInfo]:
-    """List the storages that the pickle names, in the order of the file. Other records are left alone."""
+    """The storages that the pickle names, in the order of the file. Raises InputError where one is missing."""
     storages = []
     for key in table.declared:
         entry = records.get(f"data/{key}")

@@ -1,9 +1,9 @@
 """A strict reader for zip directories, with zip64: where each record lies and where its CRC stands.
 
-The directory at the end of a zip file repeats most of what stands before and after each record. All of it is
-compared, and what nothing repeats must have the one value that torch writes, if torch wrote the file: so that
-no flipped bit of the directory or of the end records goes unnoticed, and a restored file can be patched at
-every place that states a CRC.
+The directory at the end of a zip file repeats most of the header before each record and of the descriptor behind it.
+The reader compares all of that. A field that nothing repeats must have the one value that torch writes, if torch wrote
+the file. So no flipped bit of the directory or of the end records goes unnoticed, and restoring can patch every place
+that states a CRC.
 
 Layouts are those of PKWARE's APPNOTE 6.3: 4.3.7 local header, 4.3.9 data descriptor, 4.3.12 central
 directory, 4.3.14 to 4.3.16 end records, 4.5.3 zip64 extra field.
@@ -60,17 +60,17 @@ class ZipEntry:
 
 @dataclass(frozen=True, slots=True)
 class _Central:
-    """A directory entry as it stands, zip64 values put in. ``position`` is its own offset in the source."""
+    """A directory entry with its zip64 values. ``position`` is the offset of the entry itself in the source."""
 
     position: int
     name: bytes
     needed: int
     shared: tuple[int, ...]  # flags, method, time, date: exactly as in the local header
     crc32: int
-    compressed_size: int
     size: int
+    compressed_size: int
     header_offset: int
-    bare: bool  # what no other place repeats is 0, as torch writes it
+    bare: bool  # the fields that no other place repeats are 0, as torch writes them
 
 
 def read_directory(file: SourceFile) -> list[ZipEntry]:
@@ -84,14 +84,13 @@ def read_directory(file: SourceFile) -> list[ZipEntry]:
     odd = any(by_torch and not record.bare for record, (_, by_torch) in zip(central, opened, strict=True))
     if odd or (not end.torch_style and all(by_torch for _, by_torch in opened)):
         raise InputError(f"{file.source}: damaged zip file: its directory holds values that torch never writes")
-    entries = [entry for entry, _ in opened]
-    entries.sort(key=lambda entry: entry.header_offset)
+    entries = sorted((entry for entry, _ in opened), key=lambda entry: entry.header_offset)
     _check_layout(file, entries)
     return entries
 
 
 def find_prefix(file: SourceFile, entries: Sequence[ZipEntry]) -> str:
-    """Find the folder, with its ``/``, of the one ``data.pkl``. Raises InputError unless there is one."""
+    """The folder, with its ``/``, of the one ``data.pkl``. Raises InputError unless there is exactly one."""
     names = [entry.name for entry in entries if entry.name.endswith("/data.pkl")]
     if len(names) != 1:
         found = "no data.pkl" if not names else f"{len(names)} records named data.pkl"
@@ -100,44 +99,41 @@ def find_prefix(file: SourceFile, entries: Sequence[ZipEntry]) -> str:
 
 
 def _parse_directory(file: SourceFile, data: bytes, offset: int) -> list[_Central]:
+    """The entries of a directory that lies at ``offset``. Raises InputError."""
     records: list[_Central] = []
     at = 0
     while at < len(data):
         if at + _CENTRAL.size > len(data) or data[at : at + 4] != b"PK\x01\x02":
             raise InputError(f"{file.source}: damaged zip file: directory entry {len(records)} is unreadable")
-        record, at = _parse_entry(file, data, at, offset)
+        fields = _CENTRAL.unpack_from(data, at)
+        _, made_by, needed, *shared, crc32, compressed, size = fields[:10]
+        name_length, extra_length, comment_length, disk, internal, external, header = fields[10:]
+        name_at = at + _CENTRAL.size
+        extra_at = name_at + name_length
+        end = extra_at + extra_length + comment_length
+        if end > len(data):
+            raise InputError(f"{file.source}: damaged zip file: a directory entry reaches past its end")
+        sizes = _widen(data[extra_at : extra_at + extra_length], (size, compressed, header))
+        if sizes is None or disk:
+            raise InputError(f"{file.source}: damaged zip file: a directory entry has no valid sizes")
+        record = _Central(
+            position=offset + at,
+            name=data[name_at:extra_at],
+            needed=needed,
+            shared=tuple(shared),
+            crc32=crc32,
+            size=sizes[0],
+            compressed_size=sizes[1],
+            header_offset=sizes[2],
+            bare=not (made_by or internal or external or comment_length),
+        )
         records.append(record)
+        at = end
     return records
 
 
-def _parse_entry(file: SourceFile, data: bytes, at: int, offset: int) -> tuple[_Central, int]:
-    fields = _CENTRAL.unpack_from(data, at)
-    _, made_by, needed, flags, method, time, date, crc32, compressed, size = fields[:10]
-    name_length, extra_length, comment_length, disk, internal, external, header = fields[10:]
-    name_at = at + _CENTRAL.size
-    extra_at = name_at + name_length
-    end = extra_at + extra_length + comment_length
-    if end > len(data):
-        raise InputError(f"{file.source}: damaged zip file: a directory entry reaches past its end")
-    sizes = _widen(data[extra_at : extra_at + extra_length], (size, compressed, header))
-    if sizes is None or disk:
-        raise InputError(f"{file.source}: damaged zip file: a directory entry has no valid sizes")
-    record = _Central(
-        position=offset + at,
-        name=data[name_at:extra_at],
-        needed=needed,
-        shared=(flags, method, time, date),
-        crc32=crc32,
-        compressed_size=sizes[1],
-        size=sizes[0],
-        header_offset=sizes[2],
-        bare=not (made_by or internal or external or comment_length),
-    )
-    return record, end
-
-
 def _widen(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Take saturated values from the zip64 extra field, in order; None when it lacks one of them."""
+    """``values``, the saturated ones from the zip64 extra field in order; None when it lacks one of them."""
     needed = sum(value == _SATURATED for value in values)
     if not needed:
         return values
@@ -154,8 +150,7 @@ def _widen(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...] | None:
 def _open_record(file: SourceFile, record: _Central, limit: int) -> tuple[ZipEntry, bool]:
     """Compare a directory entry with its local header and data descriptor, which end before ``limit``.
 
-    The second result tells whether the local header is one that only torch writes: no version, no time, no
-    date.
+    The second result is whether only torch writes such a local header: no version, no time, no date.
     """
     name = record.name.decode("utf-8", "backslashreplace")
     if record.shared[0] & _ENCRYPTED:
@@ -168,12 +163,8 @@ def _open_record(file: SourceFile, record: _Central, limit: int) -> tuple[ZipEnt
     signature, needed, *shared, crc32, compressed, size, name_length, extra_length = _LOCAL.unpack_from(head)
     data_offset = at + span + extra_length
     data_end = data_offset + record.compressed_size
-    same = (
-        signature == LOCAL_SIGNATURE
-        and tuple(shared) == record.shared
-        and name_length == len(record.name)
-        and head[_LOCAL.size :] == record.name
-    )
+    stated = signature, tuple(shared), name_length, head[_LOCAL.size :]
+    same = stated == (LOCAL_SIGNATURE, record.shared, len(record.name), record.name)
     by_torch = needed == 0 and shared[2:] == [0, 0]
     if not same or data_end > limit or (by_torch and needed != record.needed):
         raise _mismatch(file, name)
@@ -182,7 +173,7 @@ def _open_record(file: SourceFile, record: _Central, limit: int) -> tuple[ZipEnt
     if shared[0] & _HAS_DESCRIPTOR:
         field, end = _find_descriptor(file, record, data_end, limit)
         crc_fields.append(field)
-        # With a descriptor the local header may leave its fields empty, but what it states must be true.
+        # With a descriptor the local header may leave its fields empty, but a value that it states must be true.
         if crc32 == record.crc32 and crc32:
             crc_fields.append(at + _LOCAL_CRC_AT)
         true = crc32 in (0, record.crc32) and _are_sizes(sizes, record, (0, _SATURATED))
@@ -216,7 +207,7 @@ def _are_sizes(sizes: tuple[int, ...], record: _Central, empty: tuple[int, ...])
 
 
 def _find_descriptor(file: SourceFile, record: _Central, at: int, limit: int) -> tuple[int, int]:
-    """Find the data descriptor at ``at``: offset of its CRC and of its end. Raises InputError."""
+    """The offsets of the CRC and of the end of the data descriptor at ``at``. Raises InputError."""
     tail = file.read(at, min(_DESCRIPTORS[0][1].size, limit - at))
     wanted = (record.crc32, record.compressed_size, record.size)
     for crc_at, layout in _DESCRIPTORS:
@@ -229,7 +220,7 @@ def _find_descriptor(file: SourceFile, record: _Central, at: int, limit: int) ->
 
 
 def _check_layout(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
-    """No two records may share a name or a byte. ``entries`` are in the order of their offsets."""
+    """Raise InputError for records that share a name or a byte. ``entries`` are in the order of their offsets."""
     names = set()
     end = 0
     for entry in entries:

@@ -51,7 +51,7 @@ def read_end_records(file: SourceFile) -> EndRecords:
 
 
 def _find_end(file: SourceFile) -> tuple[int, int, tuple[int, ...]]:
-    """Find the last end record whose comment ends with the file: position, comment length, numbers."""
+    """The last end record whose comment ends with the file: position, comment length, numbers. Raises InputError."""
     span = min(file.source.length, _END.size + _MAX_COMMENT_BYTES)
     base = file.source.length - span
     tail = file.read(base, span)
@@ -78,7 +78,10 @@ def _zip64_end(file: SourceFile, locator: int, lead: bytes, numbers: tuple[int, 
     if signature != b"PK\x06\x06" or position + _UNCOUNTED_64 + length != locator:
         raise _misplaced(file)
     true_numbers = (0, 0, here, count, size, offset)
-    if disk or start_disk or here != count or not _agree(numbers, true_numbers):
+    # Each field of the old record holds the true number, or says "see the zip64 record".
+    limits = (0xFFFF, 0xFFFF, *_SATURATED)
+    agree = all(got in (true, limit) for got, true, limit in zip(numbers, true_numbers, limits, strict=True))
+    if disk or start_disk or here != count or not agree:
         raise InputError(f"{file.source}: damaged zip file: its two end records do not agree")
     _check_extent(file, offset, size, position)
     saturated = tuple(map(min, true_numbers[2:], _SATURATED))
@@ -91,14 +94,8 @@ def _zip64_end(file: SourceFile, locator: int, lead: bytes, numbers: tuple[int, 
     return EndRecords(offset, size, count, torch_style)
 
 
-def _agree(numbers: tuple[int, ...], true_numbers: tuple[int, ...]) -> bool:
-    """Whether each field of the old end record holds the true number or says "see the zip64 record"."""
-    limits = (0xFFFF, 0xFFFF, *_SATURATED)
-    return all(got in (true, limit) for got, true, limit in zip(numbers, true_numbers, limits, strict=True))
-
-
 def _check_extent(file: SourceFile, offset: int, size: int, end: int) -> None:
-    """Require that the directory ends exactly where the end records start. Raises InputError."""
+    """Raise InputError unless the directory ends exactly where the end records start."""
     if size > MAX_DIRECTORY_BYTES:
         raise InputError(f"{file.source}: its zip directory has {size} bytes, more than {MAX_DIRECTORY_BYTES}")
     if offset + size == end:
@@ -109,7 +106,7 @@ def _check_extent(file: SourceFile, offset: int, size: int, end: int) -> None:
 
 
 def _misplaced(file: SourceFile) -> UnsupportedError:
-    """Name the likely cause of offsets that are too small: several zip files joined, as in a ``.distcp``."""
+    """The error for offsets that are too small: most likely several zip files are joined, as in a ``.distcp``."""
     return UnsupportedError(
         f"{file.source}: its zip directory is not where the end record says; it is damaged, or several zip "
         f"files joined together as in a .distcp shard: give the folder of a distributed checkpoint instead"

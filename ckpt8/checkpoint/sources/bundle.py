@@ -18,7 +18,7 @@ from ckpt8.checkpoint.meaning.dcp_states import StateSlice, state_slices
 from ckpt8.checkpoint.readers import READERS
 from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
 from ckpt8.checkpoint.readers.entries import DirectoryMember
-from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, gaps
+from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, cut_by_runs, gaps
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
@@ -57,13 +57,8 @@ class WithSkeleton:
         if offset < self.size:
             self._checkpoint.read_into(offset, buffer)
             return
-        offset -= self.size
-        while buffer:
-            after = bisect_right(self._runs, offset, key=lambda run: run[0])
-            start, position = self._runs[after - 1]
-            length = min(len(buffer), self._runs[after][0] - offset) if after < len(self._runs) else len(buffer)
-            self._checkpoint.read_into(position + offset - start, buffer[:length])
-            offset, buffer = offset + length, buffer[length:]
+        for (_, position), at, part in cut_by_runs(self._runs, offset - self.size, buffer):
+            self._checkpoint.read_into(position + at, part)
 
     def check_unchanged(self) -> None:
         """Raise InputError when the source changed since it was opened."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt8.checkpoint.meaning.names_beside import NamesBeside, collect_weights
+from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights, collect_weights
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
 from ckpt8.checkpoint.meaning.roles import is_bare_state_dict
 from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
@@ -50,7 +50,7 @@ def assemble(members: Bundle) -> Content:
     shards = _shards(top, data.label)
     data.tree = {"model": _merged(shards, data)}
     weights = collect_weights((member.checkpoint.format, member.checkpoint.tree) for member in shards)
-    names = NamesBeside([(member.path, member.checkpoint) for member in members.found])
+    names = NamesFromWeights([(member.path, member.checkpoint) for member in members.found])
     used = [member.path for member in shards]
     optimizers = [member for member in top.values() if _is_optimizer(member.checkpoint)]
     if len(optimizers) > 1:
@@ -59,7 +59,7 @@ def assemble(members: Bundle) -> Content:
     for member in optimizers:
         data.adopt(member.checkpoint)
         check_optimizer(data.label, Candidate(member.path, member.checkpoint.tree))
-        data.tree["optimizer"] = _named(member.checkpoint.tree, names.of(member.path))
+        data.tree["optimizer"] = _named(member.checkpoint.tree, names.of_member(member.path))
         used.append(member.path)
     unused = [member for member in members.found if member.path not in used and not _is_index(member.path)]
     others = [member for member in unused if member.path not in _MODEL_FILES]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt8.checkpoint.meaning.names_beside import Weights, parameter_names
+from ckpt8.checkpoint.meaning.names_from_weights import Weights, parameter_names
 from ckpt8.checkpoint.meaning.pairing import saved_names, saved_parameters
 from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.state_dicts import Candidate

@@ -84,7 +84,7 @@ def collect(side: Side, naming: Naming, *, param_names: bool) -> Found:
     own: dict[str, int] = {}
     taken: dict[str, int] = {}
     ties: dict[tuple[object, ...], str] = {}
-    universal = Universal(side.parts)
+    universal = Universal((part.path, part.checkpoint) for part in side.parts)
     for part in side.parts:
         classified = classify(part.data.tree, role=universal.role(part.path))
         roles = {id(tensor.ref): tensor.role for tensor in reversed(classified.tensors)}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ckpt8.checkpoint.meaning.names_beside import NamesBeside
+from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights
 from ckpt8.checkpoint.meaning.pairing import saved_names
 from ckpt8.checkpoint.meaning.parameter_names import match, plain_names
 from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
@@ -79,11 +79,11 @@ def join(base: str, name: object) -> str:
 def naming(side: Side) -> Naming:
     """Find the models and optimizers of a source, and the names of their parameters. Raises InputError."""
     members = [(part.path, part.checkpoint) for part in side.parts] + list(side.files.items())
-    names_beside = NamesBeside(members)
+    weight_names = NamesFromWeights(members)
     candidates = [(part, *find(part.data.tree)) for part in side.parts]
     found = Naming(
         _models([(part, model) for part, models, _ in candidates for model in models]),
-        [_optimizer(part, each, names_beside) for part, _, optimizers in candidates for each in optimizers],
+        [_optimizer(part, each, weight_names) for part, _, optimizers in candidates for each in optimizers],
     )
     for optimizer in found.optimizers:
         plain = plain_names(optimizer.names.values())
@@ -130,13 +130,13 @@ def _base(part: Part, candidate: Candidate) -> str:
     return part.prefix if candidate.path == TOP_LEVEL else join(part.prefix, candidate.path)
 
 
-def _optimizer(part: Part, candidate: Candidate, names_beside: NamesBeside) -> Optimizer:
+def _optimizer(part: Part, candidate: Candidate, weight_names: NamesFromWeights) -> Optimizer:
     groups = [group for group in candidate.node["param_groups"] if isinstance(group, dict)]
     known = saved_names(groups)
     names: dict[Any, str] = {} if isinstance(known, str) else dict(known)
     if not names:
         place = "state" if candidate.path == TOP_LEVEL else f"{candidate.path}.state"
-        found = names_beside.of(part.path)
+        found = weight_names.of_member(part.path)
         names = {each: found[f"{place}.{each}"] for each in candidate.node["state"] if f"{place}.{each}" in found}
     return Optimizer(join(part.prefix, candidate.path), _base(part, candidate), candidate.node, names)
 

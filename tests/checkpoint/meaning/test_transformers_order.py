@@ -11,7 +11,7 @@ import json
 import pytest
 import torch
 
-from ckpt8.checkpoint.meaning.names_beside import collect_weights, parameter_names
+from ckpt8.checkpoint.meaning.names_from_weights import collect_weights, parameter_names
 from ckpt8.checkpoint.meaning.transformers_order import NEWEST, OLDEST, known_types, of_config
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType

@@ -12,7 +12,7 @@ import pytest
 
 from ckpt8.checkpoint.readers.pickle import inert_pickle, pickle_stack, rebuild
 from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
-from ckpt8.checkpoint.readers.torch_common import StorageTable
+from ckpt8.checkpoint.readers.storage_table import StorageTable
 from ckpt8.checkpoint.tree import StorageRef
 from ckpt8.checkpoint.walk import check_depth
 from ckpt8.core.errors import InputError

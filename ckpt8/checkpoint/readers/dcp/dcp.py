@@ -1,8 +1,8 @@
 """The files of torch.distributed.checkpoint, each as a checkpoint of all the slices in it.
 
-A slice is a complete small file of ``torch.save`` that holds one tensor; they lie one behind the other. Their storages
-are those of the file, everything else in it is its skeleton, so that a slice comes back in its place and as long as it
-was, and ``.metadata`` need not change. Values that are no tensors stay in the skeleton.
+A slice is a complete small file of ``torch.save`` that holds one tensor; the slices lie one behind the other. Their
+storages are the storages of the file, and all other bytes its skeleton. So a slice comes back in its place and as long
+as it was, and ``.metadata`` need not change. Values that are no tensors stay in the skeleton.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from ckpt8.core.files.source_file import SourceFile, Window
 from ckpt8.core.text import shown
 
 MAX_VALUE_BYTES = 64 * 2**20
-"""A longer value that is no tensor is not read, neither as an option of an optimizer nor to convert it."""
+"""The longest value besides tensors that the reader takes, as an option of an optimizer or to convert it."""
 
 _MAX_DECODED_VALUE = 2**30
-"""The longest such value that is decoded: nothing but its compressed form says how long it may be."""
+"""The longest such value that the reader decodes: only its compressed form says how long it may be."""
 
 _ZSTD_KEPT = "its slices are compressed with zstd, and are encoded with any preset but lossless"
 _ZSTD_DECODED = "its slices were compressed with zstd; they come back as they were before that"
 
 _KNOWN_BYTES = 4096
-"""Options are the same for every parameter: most of these small files are equal, byte for byte, and read once."""
+"""Options are the same for every parameter: most of these small files are equal byte for byte, and parsed once."""
 
 
 @dataclass(frozen=True, slots=True)
 class DcpMember(DirectoryMember):
-    """A file of the distributed checkpoint ``home``; ``parts`` are its slices that are no more than a tensor."""
+    """A file of the distributed checkpoint ``home``; ``parts`` are its slices that hold nothing but a tensor."""
 
     home: DcpCheckpoint = field(kw_only=True)
     parts: Sequence[tuple[Slice, TensorRef]] = field(kw_only=True)
 
 
 class DcpCheckpoint:
-    """What one ``.metadata`` knows. Its ``files`` are opened one by one.
+    """A distributed checkpoint, from its ``.metadata``. ``files`` are the slices of each file, which ``open`` opens.
 
-    ``moved`` are offset and length of the slices that are decoded, in the file as it is read.
+    ``moved`` are the offset and length of decoded slices in their decoded file.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -78,16 +78,17 @@ class DcpCheckpoint:
             raise UnsupportedError(_ZSTD_KEPT)
         _check_layout(pieces, file)
         decoded = None
+        places: dict[Slice, tuple[int, int]] = {}
         if transforms:
             compressed = [(each.offset, each.length, bool(each.transforms)) for each in pieces]
             decoded = file = DecodedFile(file, compressed, {each.offset: self._limit(each) for each in pieces})
-            self.moved.update(zip(pieces, decoded.places, strict=True))
+            places = dict(zip(pieces, decoded.places, strict=True))
         storages: list[StorageInfo] = []
         tensors: list[NamedTensor] = []
         parts: list[tuple[Slice, TensorRef]] = []
         opaque: set[str] = set()
         for number, piece in enumerate(pieces):
-            offset, length = self.moved.get(piece, (piece.offset, piece.length))
+            offset, length = places.get(piece, (piece.offset, piece.length))
             window = Window(file, offset, length, f"slice {shown(piece.name)}")
             found = None if piece.place is None else self._open_slice(piece, window)
             if decoded is not None:
@@ -104,13 +105,9 @@ class DcpCheckpoint:
             role = self.roles.role(piece.name)
             tensors.append(NamedTensor(piece.name + suffix, role, ref, piece.name if suffix else None))
             parts.append((piece, ref))
+        self.moved |= places
         checkpoint = OpenCheckpoint(DCP, file, storages, Labelled(tuple(tensors), frozenset(opaque)))
         return DcpMember(member, checkpoint, _ZSTD_DECODED if decoded else None, home=self, parts=parts)
-
-    def forget(self, path: str) -> None:
-        """Leave the slices of a file where they are, since it could not be opened."""
-        for piece in self.files[path]:
-            self.moved.pop(piece, None)
 
     def _limit(self, piece: Slice) -> int:
         """The most bytes that a slice can have: those of its tensor, or of a value, and a pickle around them."""
@@ -119,7 +116,7 @@ class DcpCheckpoint:
         return 2 * prod(piece.place[1]) * self.metadata.tensors[piece.name].dtype.itemsize + 2**20
 
     def _open_slice(self, piece: Slice, window: Window) -> OpenCheckpoint:
-        """Read one slice and hold it against the metadata. Raises InputError."""
+        """One slice as a checkpoint. Raises InputError where the metadata says otherwise."""
         found = torch_zip.read(window)
         tree = found.tree
         expected = self.metadata.tensors[piece.name].dtype, piece.place[1] if piece.place else ()
@@ -128,16 +125,16 @@ class DcpCheckpoint:
         return found
 
     def value(self, name: str) -> Any:
-        """A value that is no tensor, as the inert pickle machine returns it; None where it is damaged or missing."""
+        """A value that is no tensor, as an inert tree; None where it is damaged or missing."""
         try:
             return None if name not in self._values else self.open_value(name).tree
         except InputError:
             return None
 
     def open_value(self, name: str) -> OpenCheckpoint:
-        """A value that is no tensor, of a file that was opened, as a checkpoint of its own.
+        """A value that is no tensor, as a checkpoint of its own.
 
-        Raises InputError where it is damaged or too long, KeyError for another name.
+        Raises InputError where it is damaged or too long, KeyError for a name that no open file has.
         """
         window = self._values[name]
         if window.source.length > MAX_VALUE_BYTES:
@@ -151,11 +148,11 @@ class DcpCheckpoint:
         return known
 
     def group(self, key: StateKey) -> Mapping[str, Any]:
-        """The options of the parameter's group that tell the update rule."""
+        """The options of a parameter's group that tell the update rule."""
         return self.roles.group(key, self.value)
 
     def state_values(self, key: StateKey) -> dict[str, Any]:
-        """The values in the state of a parameter that are no tensors, such as a step that is a number."""
+        """The values in the state of a parameter that are no tensors, such as a number as the step."""
         names = self.roles.values[key.optimizer, key.parameter]
         return {other: self.value(name) for other, name in names.items() if name in self._values}
 

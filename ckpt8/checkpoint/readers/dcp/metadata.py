@@ -1,7 +1,7 @@
 """The ``.metadata`` of torch.distributed.checkpoint: the file, offset and length of every part of every tensor.
 
-It is a plain pickle, which torch loads with all the powers of one. Here it is read without any: every class that it
-refers to must be on a short list, and everything taken from it is checked before it is used.
+It is a plain pickle, which torch loads with the power to run any code. This reader runs none: every class in it must be
+on a short list, and every value is checked before use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
-from ckpt8.checkpoint.readers.pickle.rebuild import MAX_DIMS
+from ckpt8.checkpoint.readers.pickle.rebuild import MAX_DIMS, is_count
 from ckpt8.checkpoint.readers.shards import DTYPE_NAMES
 from ckpt8.checkpoint.tree import Global, Inert
 from ckpt8.checkpoint.walk import check_depth
@@ -30,7 +30,7 @@ MAX_METADATA_BYTES = 256 * 2**20
 """Room for about a million slices."""
 
 ZSTD = "stream.zstd/1"
-"""The one transformation of slices that torch brings along."""
+"""The one transformation of slices that torch itself can apply."""
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -90,16 +90,16 @@ class StoredTensor:
 
 @dataclass(slots=True)
 class Metadata:
-    """``paths`` lead to a value in the state dict that was saved, where that is known; numbers are places in lists.
+    """What a ``.metadata`` says; ``tree`` is its inert pickle, of ``nbytes`` bytes.
 
-    ``tree`` is the inert pickle, of ``nbytes`` bytes.
+    ``paths`` lead to a value in the state dict that was saved, where the file has them; numbers are places in lists.
     """
 
+    tree: Any
+    nbytes: int
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     slices: list[Slice] = field(default_factory=list)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
-    tree: Any = None
-    nbytes: int = 0
 
     @property
     def names(self) -> list[str]:
@@ -107,7 +107,7 @@ class Metadata:
         return list(dict.fromkeys(piece.name for piece in self.slices))
 
     def suffix(self, piece: Slice) -> str:
-        """What tells a part of a tensor from the others: ``[0:64,:]``; empty for a whole one."""
+        """The place of a part in its tensor, ``[0:64,:]``, to append to the name; empty for a whole tensor."""
         if piece.place is None or self.is_whole(piece):
             return ""
         parts = zip(*piece.place, self.tensors[piece.name].shape, strict=True)
@@ -119,10 +119,10 @@ class Metadata:
 
 
 def read_metadata(data: bytes, where: str, stored: int | None = None) -> Metadata:
-    """Read the file, of which ``stored`` bytes are on the disk.
+    """The content of a ``.metadata``, of which ``stored`` bytes are on the disk.
 
-    Raises InputError for anything but what torch writes, naming a class that is not allowed, and UnsupportedError for
-    the buckets of Megatron, in which parameters cannot be told apart.
+    Raises InputError for damage and for a class that is not allowed, and UnsupportedError for the buckets of Megatron,
+    which hide where a parameter begins.
     """
     names: set[str] = set()
     tree = load_pickle(io.BytesIO(data), len(data), where, names=names, stored=stored)
@@ -132,25 +132,24 @@ def read_metadata(data: bytes, where: str, stored: int | None = None) -> Metadat
             f"{where}: refers to {shown(foreign[0])}, which no distributed checkpoint needs; do not load it"
         )
     check_depth(tree, where)
-    found = _Parser(where).parse(tree)
-    found.nbytes = len(data)
-    return found
+    return _Parser(where, Metadata(tree, len(data))).parse()
 
 
 class _Parser:
-    def __init__(self, where: str) -> None:
+    """Fills ``found`` with the values of its tree. Raises InputError for damage."""
+
+    def __init__(self, where: str, found: Metadata) -> None:
         self._where = where
-        self._found = Metadata()
+        self._found = found
         self._chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
         self._seen: set[tuple[str, tuple[int, ...] | None]] = set()
 
     def _fail(self, what: str) -> InputError:
         return InputError(f"{self._where}: damaged metadata of a distributed checkpoint: {what}")
 
-    def parse(self, tree: Any) -> Metadata:
-        """The metadata in the tree of its pickle."""
-        self._found.tree = tree
-        top = self._fields(tree, f"{_MODULE}.Metadata")
+    def parse(self) -> Metadata:
+        """The metadata with all its values."""
+        top = self._fields(self._found.tree, f"{_MODULE}.Metadata")
         tensors, slices = top.get("state_dict_metadata"), top.get("storage_data")
         if type(tensors) is not dict or type(slices) is not dict:
             raise self._fail("it has no table of values and slices")
@@ -166,14 +165,14 @@ class _Parser:
         return node.state
 
     def _counts(self, value: Any, what: str) -> tuple[int, ...]:
-        if type(value) is not tuple or len(value) > MAX_DIMS or not all(is_count(number) for number in value):
+        if type(value) is not tuple or len(value) > MAX_DIMS or not all(map(is_count, value)):
             raise self._fail(f"{what}: offsets or sizes that are no counts")
         if prod(value) >= _LARGEST:
             raise self._fail(f"{what}: more elements than can be counted")
         return value
 
     def _value(self, name: Any, value: Any) -> None:
-        """A tensor by its chunks; any other value is known by its class alone."""
+        """Note a tensor with its chunks. Other values say nothing but their class."""
         if type(name) is not str:
             raise self._fail("a name that is no text")
         if _MEGATRON_BUCKET.fullmatch(name):
@@ -236,7 +235,7 @@ class _Parser:
         return Slice(name, path, offset, length, place, tuple(transforms))
 
     def _paths(self, data: Any) -> dict[str, tuple[str | int, ...]]:
-        """The paths that the default planner keeps; what another planner keeps is left alone."""
+        """The paths that the default planner keeps; none from other planners."""
         if type(data) is not dict:
             return {}
         return {
@@ -245,8 +244,3 @@ class _Parser:
             if type(name) is str and type(path) is tuple
             if all(type(part) is str or is_count(part) for part in path) and ".".join(map(str, path)) == name
         }
-
-
-def is_count(value: Any) -> bool:
-    """Whether a value is a number of bytes or elements, or a place among them."""
-    return type(value) is int and 0 <= value < _LARGEST

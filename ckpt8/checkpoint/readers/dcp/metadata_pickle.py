@@ -1,7 +1,7 @@
-"""A ``.metadata`` written anew: the same values, with other places for the slices.
+"""Writes a ``.metadata`` anew: the same values, with other places for the slices.
 
-The inert pickle that was read is written back opcode by opcode. No class is imported, so that it does not matter which
-of them this torch knows.
+The writer turns the inert pickle that was read into opcodes again. It imports no class, so this torch need not know
+them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _CONSTANTS: Mapping[Any, bytes] = {None: b"N", True: b"\x88", False: b"\x89"}
 _SIZE = Global("torch.Size")
 
 _GROWTH, _ALLOWANCE = 16, 1 << 16
-"""Texts are written in full each time: a real pickle grows about threefold."""
+"""The writer repeats every text in full: a real pickle grows about threefold."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Code:
-    """Opcodes as they are, among values that are still to be written."""
+    """Opcodes, among values that wait to be written."""
 
     bytes: bytes
 
@@ -37,7 +37,7 @@ class _Size(tuple[int, ...]):
 
 
 def rewritten(metadata: Metadata, places: Mapping[Slice, tuple[int, int]], where: str) -> bytes:
-    """The pickle with slices at other ``places`` (offset, length), where they are no longer transformed.
+    """The pickle with slices at other ``places`` (offset, length) and without their transformations.
 
     Raises InputError for a value that torch does not put there.
     """
@@ -59,7 +59,7 @@ def rewritten(metadata: Metadata, places: Mapping[Slice, tuple[int, int]], where
 
 
 def _sized(node: Inert, *keys: str) -> Inert:
-    """``node`` with the tuples under ``keys`` as the sizes that they were."""
+    """``node`` with every tuple under ``keys`` as the ``torch.Size`` that it was in the file."""
     sizes = {key: _Size(node.state[key]) for key in keys if node.state.get(key) is not None}
     return replace(node, state=node.state | sizes)
 
@@ -71,7 +71,7 @@ def _sized_tensor(node: Inert) -> Inert:
 
 
 class _Writer:
-    """Writes without recursion: ``_pending`` is what is still to come, the next one last."""
+    """Writes one pickle, without recursion: ``_pending`` are the values to come, the next one last."""
 
     def __init__(self, where: str, limit: int) -> None:
         self._where = where
@@ -134,7 +134,7 @@ class _Writer:
         self._put(f"c{module}\n{name}\n".encode() + b"r" + struct.pack("<I", self._memo[value.name]))
 
     def _object(self, value: Inert) -> None:
-        """An object without a state was made by a call; one with a state, by ``__new__``, gets it afterwards."""
+        """An object without a state comes from a call, one with a state from ``__new__`` and BUILD."""
         made = (_Code(b"R"),) if value.state is None else (_Code(b"\x81"), value.state, _Code(b"b"))
         self._later(Global(value.name), value.args, *made)
 

@@ -1,12 +1,12 @@
-"""What the values of a distributed checkpoint are for, by their names.
+"""The roles of the values of a distributed checkpoint, by their names.
 
     <optimizer>.state.<parameter>.<key>             state of a parameter: get_state_dict, nested or flat; torchtitan
     <optimizer>.state.<key>.<parameter>             the same as Megatron writes it
     <optimizer>.param_groups.<number>.<option>      with the parameters under ``params``
     <optimizer>.param_groups.<parameter>.<option>   flattened: a group for every parameter
 
-All else is a weight where it lies under a key that names a model, at the top of the state dict under the dotted name
-of a parameter (torchtitan), or where an optimizer has state for it.
+Another value is a weight if it lies under a key that names a model, or at the top of the state dict under the dotted
+name of a parameter (torchtitan), or if an optimizer has state for it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt8.checkpoint.readers.dcp.metadata import Metadata, is_count
+from ckpt8.checkpoint.readers.dcp.metadata import Metadata
+from ckpt8.checkpoint.readers.pickle.rebuild import is_count
 from ckpt8.checkpoint.vocabulary import MODEL_KEYS
 from ckpt8.core.tensors import Role
 from ckpt8.optim.known_optimizers import STATE_ROLES
 
 STATE, GROUPS, PARAMETERS = "state", "param_groups", "params"
-"""What the names of an optimizer's values have after its path; ``params`` is an option of a group."""
+"""Parts of the names of an optimizer's values; ``params`` is an option of a group."""
 
 _MASTERS = {"fp32_param": Role.WEIGHT}
 _KEY_ROLES: Mapping[str, Role] = ChainMap(STATE_ROLES, _MASTERS)
@@ -41,10 +42,10 @@ _OPTIONS = frozenset(
         "step",
     ]
 )
-"""What an update rule is recognised by."""
+"""The options of a group that tell the update rule."""
 
 _MAX_COMPONENTS = 64
-"""Names of modules have a few; what follows is taken for one."""
+"""Names of modules have a few components; all behind the 64th count as one."""
 
 Components = tuple[str, ...]
 Value = Callable[[str], Any]
@@ -63,9 +64,9 @@ class StateKey:
 class DcpRoles:
     """Roles of all values of one checkpoint.
 
-    ``states`` are the values that are state of a parameter, by name; ``values`` the names of these by optimizer and
-    parameter, then by key. ``options`` are those of groups by name: ``parameter`` is the number of a group, or the
-    parameter that has its own.
+    ``states`` are the values that are state of a parameter, by name; ``values`` are their names by optimizer and
+    parameter, then by key. ``options`` are the options of groups by name, with the number of the group for a parameter,
+    or the parameter that has a group of its own.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -73,11 +74,11 @@ class DcpRoles:
         self._names = {name: tuple(name.split(".", _MAX_COMPONENTS)) for name in metadata.names}
         self._inside: dict[str, tuple[Components, Components]] = {}
         self._find_optimizers()
-        # By optimizer, what it has moments of, or a group for.
+        # The parameters that an optimizer has moments of, or a group for, by the path of the optimizer.
         self._owners: dict[Components, set[Components]] = defaultdict(set)
-        for home, rest in self._inside.values():
-            if len(rest) > 2 and (rest[0] == GROUPS or rest[-1] in STATE_ROLES):
-                self._owners[home].add(rest[1:-1])
+        for home, path in self._inside.values():
+            if len(path) > 2 and (path[0] == GROUPS or path[-1] in STATE_ROLES):
+                self._owners[home].add(path[1:-1])
         self.states = {name: key for name in self._inside if (key := self._state_key(name)) is not None}
         self._trained = {key.parameter for key in self.states.values()}
         self.values: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
@@ -87,17 +88,14 @@ class DcpRoles:
         alone = all(name in metadata.tensors or "_extra_state" in name for name in self._names)
         self._is_bare = alone and not self._inside and all(len(path) == 1 for path in metadata.paths.values())
         self.options = {
-            name: StateKey(".".join(home), ".".join(rest[1:-1]), rest[-1])
-            for name, (home, rest) in self._inside.items()
-            if rest[0] == GROUPS and len(rest) > 2
+            name: StateKey(".".join(home), ".".join(path[1:-1]), path[-1])
+            for name, (home, path) in self._inside.items()
+            if path[0] == GROUPS and len(path) > 2
         }
-        self._settings: dict[str, list[str]] = defaultdict(list)
-        for name, key in self.options.items():
-            self._settings[key.optimizer].append(name)
-        self._groups: dict[str, dict[str, Mapping[str, str]]] = {}
+        self._groups: dict[tuple[str, str], Mapping[str, str]] | None = None
 
     def _find_optimizers(self) -> None:
-        """Note of every value inside an optimizer where that is, and the path behind ``state`` or ``param_groups``."""
+        """Split the name of every value inside an optimizer before ``state`` or ``param_groups``."""
         found: set[Components] = set()
         for parts in self._names.values():
             if GROUPS in parts:
@@ -113,14 +111,15 @@ class DcpRoles:
                     break
 
     def _state_key(self, name: str) -> StateKey | None:
-        home, (kind, *rest) = self._inside[name]
+        """The place of a value in an optimizer's state; None for an option of a group, and for other values."""
+        home, (kind, *path) = self._inside[name]
         if kind != STATE:
             return None
-        for end in range(len(rest) - 1, 0, -1):
-            if tuple(rest[:end]) in self._owners[home]:
-                return StateKey(".".join(home), ".".join(rest[:end]), ".".join(rest[end:]))
-        if len(rest) > 1 and rest[0] in _KEY_ROLES:
-            return StateKey(".".join(home), ".".join(rest[1:]), rest[0])
+        for end in range(len(path) - 1, 0, -1):
+            if tuple(path[:end]) in self._owners[home]:
+                return StateKey(".".join(home), ".".join(path[:end]), ".".join(path[end:]))
+        if len(path) > 1 and path[0] in _KEY_ROLES:
+            return StateKey(".".join(home), ".".join(path[1:]), path[0])
         return None
 
     def role(self, name: str) -> Role:
@@ -137,20 +136,20 @@ class DcpRoles:
 
     def group(self, key: StateKey, value: Value) -> Mapping[str, Any]:
         """The options of the group that a parameter is in, as far as they tell the update rule."""
-        if key.optimizer not in self._groups:
-            self._groups[key.optimizer] = self._read_groups(key.optimizer, value)
-        options = self._groups[key.optimizer].get(key.parameter, {})
+        if self._groups is None:
+            self._groups = self._read_groups(value)
+        options = self._groups.get((key.optimizer, key.parameter), {})
         return {option: value(name) for option, name in options.items() if option in _OPTIONS}
 
-    def _read_groups(self, optimizer: str, value: Value) -> dict[str, Mapping[str, str]]:
-        """By parameter, the names of the options of its group."""
-        options: dict[str, dict[str, str]] = defaultdict(dict)
-        for name in self._settings[optimizer]:
-            key = self.options[name]
-            options[key.parameter][key.key] = name
-        groups: dict[str, Mapping[str, str]] = {}
-        for owner, names in options.items():
+    def _read_groups(self, value: Value) -> dict[tuple[str, str], Mapping[str, str]]:
+        """The names of the options of its group, by optimizer and parameter."""
+        options: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+        for name, key in self.options.items():
+            options[key.optimizer, key.parameter][key.key] = name
+        groups: dict[tuple[str, str], Mapping[str, str]] = {}
+        for (optimizer, owner), names in options.items():
             listed = value(names[PARAMETERS]) if PARAMETERS in names else None
             members = listed if isinstance(listed, list) else [owner]
-            groups.update({str(member): names for member in members if type(member) is str or is_count(member)})
+            known = (str(member) for member in members if type(member) is str or is_count(member))
+            groups.update({(optimizer, member): names for member in known})
         return groups

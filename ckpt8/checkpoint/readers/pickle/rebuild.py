@@ -1,11 +1,11 @@
-"""The few constructors of a pickle that are understood: of plain values and of tensor references.
+"""The few constructors that the inert pickle machine understands: of plain values and of tensor references.
 
-A constructor takes the pickled arguments and gives a value, or NOT_INTERPRETED when the arguments are none of
-the forms that torch and Python write: the object then stays an ``Inert`` whose arguments remain visible.
-Arguments that can only be damage raise ValueError, to which the pickle machine adds where it happened.
+A constructor takes the pickled arguments and returns a value, or NOT_INTERPRETED for arguments of a form that torch
+and Python do not write: the object then stays an ``Inert`` whose arguments remain visible. Arguments that can only be
+damage raise ValueError, to which the pickle machine adds the place.
 
-Nothing that a tensor reference drops (hooks, attributes) may hide another tensor or storage: whoever asks
-which storages are used by what must find them all in the tree. So everything dropped is checked to be plain.
+A tensor reference drops hooks and attributes. No other tensor or storage may hide in them: the tree must show every
+use of a storage. So the constructors check that all they drop is plain.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeGuard
 
 from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, StorageRef, TensorRef
 from ckpt8.core.tensors import DType
 
 MAX_DIMS = 64
-"""torch's own kernels stop at 64 dimensions."""
+"""The kernels of torch stop at 64 dimensions."""
 MAX_PLAIN_ENTRIES = 64
 _INT64_MAX = 2**63 - 1
 _SCALARS = frozenset({str, int, float, bool, type(None), bytes, complex, Global})
@@ -28,7 +29,7 @@ _LATIN1 = frozenset({"latin1", "latin-1"})
 
 NOT_INTERPRETED: Any = object()
 Spend = Callable[[int], None]
-"""Called with the size of a copy before it is made; raises ValueError when copies get out of proportion."""
+"""Takes the size of a copy before it is made; raises ValueError when copies get out of proportion."""
 Constructor = Callable[[tuple[Any, ...], Spend], Any]
 
 
@@ -51,14 +52,19 @@ def is_plain(value: Any) -> bool:
     return all(_is_trivial(part) for part in value)
 
 
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value can be a number of bytes or elements, or a place among them."""
+    return type(value) is int and 0 <= value <= _INT64_MAX
+
+
 def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _INT64_MAX:
+    if not is_count(value):
         raise ValueError("a tensor's offset, shape or stride is not a count")
     return value
 
 
 def make_tensor(storage: StorageRef, dtype: DType, offset: Any, shape: Any, stride: Any) -> TensorRef:
-    """Make a tensor of ``dtype`` over ``storage``. Raises ValueError unless every element lies inside it.
+    """A tensor of ``dtype`` over ``storage``. Raises ValueError unless every element lies inside it.
 
     ``offset`` and ``stride`` are in elements of ``dtype``, relative to the start of ``storage`` (which may be
     a view).
@@ -83,33 +89,31 @@ def make_tensor(storage: StorageRef, dtype: DType, offset: Any, shape: Any, stri
     return TensorRef(storage.key, dtype, start + offset, shape, stride)
 
 
-def _tensor_v2(args: tuple[Any, ...], _spend: Spend) -> Any:
-    """Both ``_rebuild_tensor`` (4 arguments) and ``_rebuild_tensor_v2`` (6, or 7 with metadata)."""
-    if len(args) not in (4, 6, 7) or type(args[0]) is not StorageRef:
+def _tensor(args: tuple[Any, ...], dtype: DType | None, metadata: tuple[Any, ...]) -> Any:
+    """The tensor of ``args``: storage, offset, shape, stride, and plain values. ``metadata`` may state conj and neg."""
+    if type(args[0]) is not StorageRef or not all(is_plain(arg) for arg in args[4:]):
         return NOT_INTERPRETED
-    if not all(is_plain(arg) for arg in args[4:]):
-        return NOT_INTERPRETED
-    return _flagged(make_tensor(args[0], args[0].dtype, args[1], args[2], args[3]), args[6:])
-
-
-def _flagged(tensor: TensorRef, metadata: tuple[Any, ...]) -> TensorRef:
-    """``tensor``, marked as a conjugate or negative view where torch's metadata says so."""
+    tensor = make_tensor(args[0], dtype or args[0].dtype, args[1], args[2], args[3])
     flags = metadata[0] if metadata and isinstance(metadata[0], dict) else {}
     conj, neg = bool(flags.get("conj")), bool(flags.get("neg"))
     return replace(tensor, conj=conj, neg=neg) if conj or neg else tensor
 
 
+def _tensor_v2(args: tuple[Any, ...], _spend: Spend) -> Any:
+    """Both ``_rebuild_tensor`` (4 arguments) and ``_rebuild_tensor_v2`` (6, or 7 with metadata)."""
+    return _tensor(args, None, args[6:]) if len(args) in (4, 6, 7) else NOT_INTERPRETED
+
+
 def _tensor_v3(args: tuple[Any, ...], _spend: Spend) -> Any:
-    if len(args) not in (7, 8) or type(args[0]) is not StorageRef or type(args[6]) is not Global:
-        return NOT_INTERPRETED
-    if not all(is_plain(arg) for arg in args[4:]):
+    """``_rebuild_tensor_v3``: as ``_v2``, with an element type behind the sixth argument."""
+    if len(args) not in (7, 8) or type(args[6]) is not Global:
         return NOT_INTERPRETED
     try:
         dtype = DType.from_label(args[6].name)
     except KeyError:
         # A dtype of a later torch: its storage is then opaque, and kept byte for byte.
         return NOT_INTERPRETED
-    return _flagged(make_tensor(args[0], dtype, args[1], args[2], args[3]), args[7:])
+    return _tensor(args, dtype, args[7:])
 
 
 def _wrapped(args: tuple[Any, ...], _spend: Spend) -> Any:
@@ -122,7 +126,7 @@ def _wrapped(args: tuple[Any, ...], _spend: Spend) -> Any:
 def _from_type(args: tuple[Any, ...], spend: Spend) -> Any:
     """``_rebuild_from_type_v2(function, type, args, state)``: a tensor with attributes, or of a subclass.
 
-    A subclass gives its bytes a meaning of its own, so only the plain types are read as tensors.
+    A subclass gives its bytes a meaning of its own, so only the plain types become tensors.
     """
     if len(args) != 4 or type(args[0]) is not Global or type(args[2]) is not tuple:
         return NOT_INTERPRETED
@@ -157,19 +161,15 @@ def _default_dict(args: tuple[Any, ...], _spend: Spend) -> Any:
     return StatefulDict() if not args or (len(args) == 1 and is_plain(args[0])) else NOT_INTERPRETED
 
 
-def _set_of(name: str) -> Constructor:
-    """Keep a set in the order of the pickle and hash nothing: it stays an ``Inert`` with ``items``."""
-
-    def build(args: tuple[Any, ...], _spend: Spend) -> Any:
-        if not args:
-            return Inert(name)
-        return Inert(name, items=args[0]) if len(args) == 1 and type(args[0]) is list else NOT_INTERPRETED
-
-    return build
+def _set(name: str, args: tuple[Any, ...], _spend: Spend) -> Any:
+    """A set in the order of the pickle. Nothing hashes its items: it stays an ``Inert`` with ``items``."""
+    if not args:
+        return Inert(name)
+    return Inert(name, items=args[0]) if len(args) == 1 and type(args[0]) is list else NOT_INTERPRETED
 
 
 def _bytes(args: tuple[Any, ...], spend: Spend) -> Any:
-    """``bytes()``, and the ``_codecs.encode(text, "latin1")`` by which protocols below 3 write bytes."""
+    """``bytes()``, and ``_codecs.encode(text, "latin1")``, with which protocols below 3 write bytes."""
     if not args:
         return b""
     if len(args) != 2 or type(args[0]) is not str or type(args[1]) is not str or args[1] not in _LATIN1:
@@ -206,14 +206,13 @@ MAX_KEY_NODES = 64
 MAX_KEY_BITS = 4096
 MAX_SAME_HASH = 64
 _CHECKED_FROM = 1 << 10
-"""Keys in a dictionary when their hashes are first looked at, and again whenever they have doubled."""
+"""Keys in a dictionary at the first check of their hashes; the next check comes when there are twice as many."""
 
 
 def dict_key(key: Any) -> Any:
-    """``key``, checked to hash and compare in constant time. Raises ValueError otherwise.
+    """``key``. Raises ValueError unless it hashes and compares in constant time.
 
-    Hashing a tuple recurses without end or depth check in the interpreter, so tuples are small and hold
-    scalars.
+    The interpreter hashes a tuple recursively, without a limit of depth, so tuples must be small and hold scalars.
     """
     pending = [key]
     seen = 0
@@ -264,8 +263,8 @@ CONSTRUCTORS: dict[str, Constructor] = {
     "torch.Size": _size,
     "collections.OrderedDict": _ordered_dict,
     "collections.defaultdict": _default_dict,
-    "builtins.set": _set_of("builtins.set"),
-    "builtins.frozenset": _set_of("builtins.frozenset"),
+    "builtins.set": partial(_set, "builtins.set"),
+    "builtins.frozenset": partial(_set, "builtins.frozenset"),
     "builtins.bytes": _bytes,
     "_codecs.encode": _bytes,
     "builtins.bytearray": _bytearray,

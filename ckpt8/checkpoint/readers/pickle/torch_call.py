@@ -1,4 +1,4 @@
-"""One call that torch's ``weights_only`` unpickler would make, and what a rule may ask about its arguments."""
+"""One call that torch's ``weights_only`` unpickler would make, and the checks that rules share."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any, Protocol
 from ckpt8.checkpoint.tree import StatefulDict, TensorRef
 
 _PROPERTIES = frozenset({"data", "real", "imag", "grad", "names", "__class__", "__dict__"})
-"""Attributes of a tensor that are no values kept beside it: to set them does something."""
+"""Attributes of a tensor that do something when they are set."""
 
 
 class Budget(Protocol):
-    """What a pickle machine counts."""
+    """The limits of a pickle machine. Both methods raise ValueError where one is exceeded."""
 
     def count(self, units: int = 1) -> None:
-        """Objects that are about to be made."""
+        """Count objects that are about to be made."""
 
     def spend(self, size: int) -> None:
-        """Parts that are about to be copied."""
+        """Count parts that are about to be copied."""
 
 
 class Calls(Protocol):
-    """The calls of one file: see ``torch_calls``."""
+    """The judge of all calls of one file: see ``torch_calls``."""
 
     def call(self, function: Any, args: tuple[Any, ...], made: Any, budget: Budget) -> None:
-        """Judge a call that this one makes."""
+        """Judge a call. Raises ValueError."""
 
     def spend_data(self, nbytes: int) -> None:
-        """Take note of bytes of tensors that are computed or copied."""
+        """Count bytes of tensors that are computed or copied. Raises ValueError when they are too many."""
 
     def is_tensor(self, value: Any) -> bool:
         """Whether torch has a tensor for ``value``."""
@@ -38,7 +38,7 @@ class Calls(Protocol):
 
 
 class Call:
-    """One call that is judged. Rules are functions of it; what they ask for is a method of its own."""
+    """One call, for a rule to judge. The methods are checks: they raise ValueError."""
 
     __slots__ = ("args", "budget", "calls", "made", "name")
 
@@ -50,16 +50,16 @@ class Call:
         self.budget = budget
 
     def require(self, holds: object) -> None:
-        """Raise ValueError unless it holds."""
+        """Raise ValueError unless ``holds`` is true."""
         if not holds:
             raise ValueError(f"the arguments of {self.name} are not those that torch.save writes")
 
     def is_made(self, kind: type) -> None:
-        """Require that our own machine understood the call."""
+        """Require that the inert machine made a ``kind`` of the call."""
         self.require(type(self.made) is kind)
 
     def dense(self, value: Any, itemsize: int | None = None) -> None:
-        """Require a tensor whose elements are all there, and take note of its bytes, as elements of ``itemsize``."""
+        """Require a tensor that repeats no element, and count its bytes, with elements of ``itemsize`` bytes."""
         self.require(type(value) is TensorRef)
         span = 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride, strict=True))
         numel = prod(value.shape)

@@ -1,8 +1,8 @@
-"""What torch's ``weights_only`` unpickler would call, judged by the arguments, in front of it.
+"""Judges the calls that torch's ``weights_only`` unpickler would make, by their arguments, before torch sees the file.
 
-torch allows some names and calls them with whatever a pickle says. Each of them has a rule in ``torch_rules``. What
-these let through takes no more memory and time than the file has bytes for. Classes that the user allowed are called
-as the user wishes. Nothing is called here, and torch is not imported.
+torch allows some names and calls them with whatever arguments a pickle has. Each name has a rule in ``torch_rules``.
+Calls that pass take memory and time in proportion to the bytes of the file. Calls of classes that the user allowed
+pass unjudged. This module calls nothing and does not import torch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _META = "meta"
 
 
 class TorchCalls:
-    """The rules for one file of ``size`` bytes. All refusals are a ValueError.
+    """The judge of one file of ``size`` bytes. It raises ValueError for a call that torch must not make.
 
-    ``allowed`` are the names that torch allows, ``trusted`` those that the user added. ``foreign`` are those of the
-    file that are neither: torch refuses a file that has one, and so nothing else is judged once there is any.
+    ``allowed`` are the names that torch allows, ``trusted`` those that the user added. ``foreign`` are the names in the
+    file that are neither. torch refuses a file that has one, so the first one ends all judging.
     """
 
     def __init__(self, size: int, allowed: Collection[str], trusted: Collection[str]) -> None:
@@ -37,12 +37,12 @@ class TorchCalls:
         self._tensors = TENSOR_MAKERS | frozenset(trusted)
 
     def name(self, name: str) -> None:
-        """Take note of a class or function that the pickle refers to."""
+        """Note a class or function that the pickle refers to."""
         if name not in self._allowed and name not in self._trusted:
             self.foreign[name] = None
 
     def call(self, function: Any, args: tuple[Any, ...], made: Any, budget: Budget) -> None:
-        """Judge a call. ``made`` is what our own machine makes of it, or NOT_INTERPRETED."""
+        """Judge a call. ``made`` is the value that the inert machine makes of it, or NOT_INTERPRETED."""
         if self.foreign:
             return
         if type(function) is not Global:
@@ -56,7 +56,7 @@ class TorchCalls:
             raise ValueError(f"{why} ({function.name})")
 
     def build(self, target: Any, state: Any, budget: Budget) -> None:
-        """Judge a state that is given to an object."""
+        """Judge a state for an object."""
         if self.foreign or (type(target) is Inert and target.name in self._trusted):
             return
         if type(target) is not StatefulDict and not (type(target) is Inert and target.name == COUNTER):
@@ -67,17 +67,17 @@ class TorchCalls:
         budget.spend(len(state))
 
     def fill(self, target: Inert) -> None:
-        """Judge items that are added to an object: torch adds them to lists and dictionaries alone."""
+        """Refuse items for an object: torch adds them to lists and dictionaries alone."""
         if not self.foreign:
             raise ValueError(f"items are added to a {target.name}")
 
     def storage(self, pid: Any, found: Any) -> None:
-        """Judge a reference to a storage. torch reads one without a device again each time that it is referred to."""
+        """Judge a reference to a storage. torch makes one of the device ``meta`` anew for every reference."""
         if type(found) is StorageRef and pid[3] == _META:
             self.spend_data(found.numel * found.dtype.itemsize)
 
     def spend_data(self, nbytes: int) -> None:
-        """Take note of bytes of tensors that are computed or copied."""
+        """Count bytes of tensors that are computed or copied. Raises ValueError when they are too many."""
         self._room -= nbytes
         if self._room < 0:
             raise ValueError("it has the same data copied over and over")

@@ -1,11 +1,12 @@
-"""The arguments that ``torch.save`` writes for each name that torch's ``weights_only`` unpickler calls, and no others.
+"""For each name that torch's ``weights_only`` unpickler calls, the rule for its arguments.
 
-A rule is a function of a ``Call``; it raises ValueError for any other arguments.
+A rule is a function of a ``Call``. It raises ValueError for arguments that ``torch.save`` does not write.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -39,21 +40,15 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def _tensor(call: Call) -> None:
-    call.is_made(TensorRef)
-    call.budget.count(TENSOR_UNITS)
-
-
 def _parameter(call: Call) -> None:
     call.require(call.args and call.calls.is_tensor(call.args[0]))
     call.require(all(is_plain(arg) for arg in call.args[1:3]) and len(call.args) <= 4)
     if len(call.args) == 4:
         call.state(call.args[3])
-    call.budget.count(TENSOR_UNITS)
 
 
 def _typed(call: Call) -> None:
-    """``_rebuild_from_type_v2(function, type, args, state)``: the function is called as any other."""
+    """``_rebuild_from_type_v2(function, type, args, state)`` calls the function, which has a rule of its own."""
     call.require(len(call.args) == 4)
     function, kind, arguments, state = call.args
     call.require(type(function) is Global and type(kind) is Global and type(arguments) is tuple)
@@ -66,7 +61,7 @@ def _typed(call: Call) -> None:
 
 
 def _quantized(call: Call) -> None:
-    """A quantized tensor is made anew before it is given its storage: it is no larger than that."""
+    """Torch makes a quantized tensor anew before it sets its storage, so it may be no larger than the storage."""
     call.require(len(call.args) == 7 and type(call.args[0]) is StorageRef)
     storage, offset, size, stride, how = call.args[:5]
     call.require(_is_shape(size) and _is_shape(stride) and len(size) == len(stride))
@@ -82,7 +77,6 @@ def _quantized(call: Call) -> None:
         call.require(type(how[3]) is int and 0 <= how[3] < len(size))
         for each in how[1:3]:
             _per_channel(call, each, size[how[3]])
-    call.budget.count(TENSOR_UNITS)
 
 
 def _per_channel(call: Call, value: Any, count: int) -> None:
@@ -102,26 +96,22 @@ def _sparse(call: Call) -> None:
             call.dense(part)
         else:
             call.require(_is_shape(part) or part is None or type(part) is bool)
-    call.budget.count(TENSOR_UNITS)
 
 
 def _nested(call: Call) -> None:
     call.require(len(call.args) == 4)
     for part in call.args:
         call.dense(part)
-    call.budget.count(TENSOR_UNITS)
 
 
 def _meta(call: Call) -> None:
     call.require(len(call.args) == 4 and type(call.args[0]) is Global and all(map(_is_shape, call.args[1:3])))
-    call.budget.count(TENSOR_UNITS)
 
 
 def _wrapper(call: Call) -> None:
     """A tensor without a storage, of a class that the user allowed."""
     call.require(len(call.args) == 8 and call.calls.is_trusted(call.args[0]))
     call.require(_is_shape(call.args[2]) and _is_shape(call.args[3]))
-    call.budget.count(TENSOR_UNITS)
 
 
 def _converted(call: Call) -> None:
@@ -136,7 +126,6 @@ def _converted(call: Call) -> None:
         dtype = call.args[1]
         known = type(dtype) is Global and dtype.name.removeprefix("torch.") in _ITEMSIZES
         call.dense(data, _ITEMSIZES[dtype.name.removeprefix("torch.")] if known else _LARGEST_ITEM)
-    call.budget.count(TENSOR_UNITS)
 
 
 def _size(call: Call) -> None:
@@ -146,7 +135,7 @@ def _size(call: Call) -> None:
 
 
 def _set(call: Call) -> None:
-    """A set of items that are hashed in constant time, and are not made to collide."""
+    """A set of items that hash in constant time, and that nobody made to collide."""
     call.require(not call.args or (len(call.args) == 1 and type(call.args[0]) is list))
     seen: dict[Any, None] = {}
     call.budget.spend(sum(map(len, call.args)))
@@ -172,12 +161,18 @@ def _never(call: Call) -> None:
     raise ValueError(f"it asks for memory of a stated size ({call.name})")
 
 
+def _judge_tensor(rule: Callable[[Call], None], call: Call) -> None:
+    """Judge a call that makes a tensor, and count the tensor."""
+    rule(call)
+    call.budget.count(TENSOR_UNITS)
+
+
 _ITEMSIZES = {dtype.label: dtype.itemsize for dtype in DType}
 _ARRAYS = frozenset({"numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct"})
 _TENSOR_RULES: Mapping[str, Callable[[Call], None]] = {
-    f"{_UTILS}tensor": _tensor,
-    f"{_UTILS}tensor_v2": _tensor,
-    f"{_UTILS}tensor_v3": _tensor,
+    **dict.fromkeys(
+        (f"{_UTILS}tensor{version}" for version in ("", "_v2", "_v3")), lambda call: call.is_made(TensorRef)
+    ),
     f"{_UTILS}parameter": _parameter,
     f"{_UTILS}parameter_with_state": _parameter,
     "torch.nn.parameter.Parameter": _parameter,
@@ -188,11 +183,11 @@ _TENSOR_RULES: Mapping[str, Callable[[Call], None]] = {
     f"{_UTILS}wrapper_subclass": _wrapper,
     f"{_UTILS}device_tensor_from_cpu_tensor": _converted,
     f"{_UTILS}device_tensor_from_numpy": _converted,
-    _TYPED: _typed,
 }
-TENSOR_MAKERS = frozenset(_TENSOR_RULES)
+TENSOR_MAKERS = frozenset({*_TENSOR_RULES, _TYPED})
 RULES: Mapping[str, Callable[[Call], None]] = {
-    **_TENSOR_RULES,
+    **{name: partial(_judge_tensor, rule) for name, rule in _TENSOR_RULES.items()},
+    _TYPED: _typed,
     **dict.fromkeys(_ARRAYS, _array),
     "collections.OrderedDict": lambda call: call.is_made(StatefulDict),
     COUNTER: _counter,
@@ -206,4 +201,4 @@ RULES: Mapping[str, Callable[[Call], None]] = {
     "numpy.dtype": _scalars,
     "numpy.ndarray": _never,
 }
-"""By the name that torch calls: the rule."""
+"""The rule of each name that torch calls."""
