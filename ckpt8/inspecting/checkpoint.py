@@ -1,4 +1,4 @@
-"""Facts about a raw checkpoint: structure, roles, sizes, and from a sample what each preset would make of it."""
+"""Facts about a raw checkpoint: structure, roles, sizes, and its size under each preset, predicted from a sample."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from ckpt8.inspecting.opening import describe, read_elements, with_tensors
 from ckpt8.inspecting.sampling import PER_TENSOR
 from ckpt8.inspecting.survey.layers import layers_of
 from ckpt8.inspecting.survey.origin import origin_of
-from ckpt8.inspecting.survey.subject import subject_of
+from ckpt8.inspecting.survey.pieces import subject_of
 from ckpt8.inspecting.survey.survey import Progress, survey
 
 _STRUCTURE_LEFT = 0.1
-"""The part of a pickle and a zip directory that is left when they are compressed."""
+"""Stored bytes for each byte of a pickle or a zip directory."""
 
 _ENTRY_BYTES = 160
-"""Header, manifest and seal take about this much for every entry."""
+"""Bytes of header, manifest and seal for every entry, about."""
 
 
 def inspect_checkpoint(
     path: Path, *, tensors: bool = False, full: bool = False, progress: Progress = lambda _: None
 ) -> dict[str, Any]:
-    """What a file or directory holds and what it would become. Raises InputError for damage or no checkpoint.
+    """The content of a file or directory, and its predicted sizes. Raises InputError for damage or no checkpoint.
 
     ``flags`` and ``sample`` come from ``survey``, ``layers`` from ``layers_of``. ``full`` reads every element for the
     flags, calls ``progress`` with the bytes that it has read, and checks the checksums that the source states.
@@ -80,7 +80,7 @@ def inspect_checkpoint(
 
 
 def _roles(manifest: Manifest) -> list[dict[str, Any]]:
-    """Sizes by role and type; last what is outside the storages, which is in none."""
+    """Sizes by role and type; the bytes outside the storages come last."""
     columns = ("role", "dtype", "storages", "elements", "bytes")
     rows = [{column: row[column] for column in columns} for row in sizes_by("dtype", manifest)]
     outside = [{**row, "storages": 0} for row in rows if row["role"] in (SKELETON_ROLE, FILE_ROLE)]
@@ -88,7 +88,7 @@ def _roles(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _optimizers(manifest: Manifest) -> list[dict[str, Any]]:
-    """Parameters by update rule, with the step where the rule counts it."""
+    """Parameters by update rule, with the step if the rule counts it."""
     rules = [each.rule or {"kind": f"unknown: {each.reason}", "step": None} for each in manifest.parameters]
     rows = Counter((rule["kind"], rule["step"] or None) for rule in rules)
     return [{"rule": kind, "step": step, "parameters": count} for (kind, step), count in rows.items()]

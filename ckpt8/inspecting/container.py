@@ -1,4 +1,4 @@
-"""Facts about a ``.ckpt8`` from its manifest: by default no tensor is read, and torch is not imported."""
+"""Facts about a ``.ckpt8`` from its manifest: without options this reads no tensor and does not import torch."""
 
 from __future__ import annotations
 
@@ -35,16 +35,21 @@ def inspect_container(
 ) -> dict[str, Any]:
     """Totals, roles, errors and the worst tensors; with ``tensors`` every tensor.
 
-    With ``original``, the checkpoint that the container was made from, errors are measured again and replace the stored
-    ones; ``measured_from`` then has its ``path`` and the names of lossless storages ``differing`` from it. ``visit`` is
-    called with the reader, whose manifest has the errors that are shown. ``full`` decodes every element and looks for
-    ``flags``; without it no element is read. Raises InputError for damage.
+    With ``original``, the checkpoint that the container was made from, measured errors replace the stored ones;
+    ``measured_from`` then has its ``path`` and the names of lossless storages ``differing`` from it. ``visit`` gets the
+    reader, whose manifest then has these errors. ``full`` decodes every element and looks for ``flags``. Raises
+    InputError for damage.
     """
     with ContainerReader(path) as reader:
         manifest = reader.manifest
         differing = [] if original is None else _measure_again(reader, original)
         if visit is not None:
             visit(reader)
+        found = _not_surveyed(manifest)
+        if full:
+            from ckpt8.inspecting.survey.survey import survey_decoded
+
+            found = survey_decoded(path)
         return {
             "path": str(path),
             "kind": "ckpt8",
@@ -52,19 +57,13 @@ def inspect_container(
             "measured_from": None if original is None else {"path": str(original), "differing": differing},
             "framework": framework_of_files(member.path for member in manifest.members),
             "layers": layers_of(manifest),
-            **(_survey_decoded(path) if full else _unread(manifest)),
+            **found,
             **_lists(manifest, tensors),
         }
 
 
-def _survey_decoded(path: Path) -> dict[str, Any]:
-    from ckpt8.inspecting.survey.survey import survey_decoded
-
-    return survey_decoded(path)
-
-
-def _unread(manifest: Manifest) -> dict[str, Any]:
-    """What ``survey`` gives where no element is read."""
+def _not_surveyed(manifest: Manifest) -> dict[str, Any]:
+    """The keys of ``survey``, when nobody reads an element."""
     seen: Counter[int] = Counter()
     for tensor in manifest.tensors:
         if tensor.dtype.is_floating:
@@ -74,7 +73,7 @@ def _unread(manifest: Manifest) -> dict[str, Any]:
 
 
 def _measure_again(reader: ContainerReader, original: Path) -> list[str]:
-    """Replace the stored errors by measured ones. Returns the names of lossless storages that differ."""
+    """Replace the stored errors by measured ones; return the names of lossless storages that differ."""
     from ckpt8.core.workers import Workers
     from ckpt8.inspecting.verify import measure
 
@@ -139,7 +138,7 @@ def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:
 
 
 def lossless_reasons(manifest: Manifest) -> list[dict[str, Any]]:
-    """Storages that are lossless although their role asks for another codec: counted by reason, with a few names."""
+    """Storages that are lossless although their role asks for another codec: the number by reason, and a few names."""
     names: dict[str, list[str]] = defaultdict(list)
     for record in manifest.storages:
         if record.reason is not None:

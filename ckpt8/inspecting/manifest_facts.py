@@ -1,4 +1,4 @@
-"""What a manifest says, in the words of ``inspect``: of a container, and of a raw checkpoint that was described as one.
+"""Facts of a manifest in the words of ``inspect``: of a container, or of a raw checkpoint, see ``opening.describe``.
 
 Nothing here needs torch.
 """
@@ -13,9 +13,19 @@ from typing import Any
 from ckpt8.checkpoint.meaning.parameter_names import display_names
 from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
 from ckpt8.checkpoint.meaning.update_rules import read_rule
-from ckpt8.container.facts import codec_name, skeleton_role
+from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name, skeleton_role
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.tensors import DType, TensorSpec
+
+ROLE_WORDS = {
+    "weight": "weights",
+    "moment1": "first moments",
+    "moment2": "second moments",
+    "other": "other tensors",
+    SKELETON_ROLE: "structure of the files",
+    FILE_ROLE: "files without tensors",
+}
+"""Every role in words, in the order of reports."""
 
 _BY_FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("Hugging Face Trainer", re.compile(r"(?:.*/)?trainer_state\.json")),
@@ -26,7 +36,7 @@ _BY_FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
 
 
 def framework_of_files(paths: Iterable[str]) -> str | None:
-    """The program that wrote the files of a directory; None where no name tells it."""
+    """The program that wrote the files of a directory; None if no name tells."""
     given = list(paths)
     return next((name for name, pattern in _BY_FILES if any(pattern.fullmatch(path) for path in given)), None)
 
@@ -37,13 +47,13 @@ def skeleton_roles(manifest: Manifest) -> dict[int, str]:
 
 
 def dtypes(manifest: Manifest) -> dict[int, DType]:
-    """The element type of every storage, as its first tensor has it: some are stored as plain bytes."""
+    """The element type of every storage, from its first tensor: the container stores some as plain bytes."""
     stored = {index: record.dtype for index, record in enumerate(manifest.storages)}
     return stored | {tensor.storage: tensor.dtype for tensor in reversed(manifest.tensors)}
 
 
 def sizes_by(column: str, manifest: Manifest) -> list[dict[str, Any]]:
-    """Storages, elements and bytes by role and ``column``, which is ``dtype`` or ``codec``; sorted by these."""
+    """Storages, elements and bytes by role and ``column``, ``dtype`` or ``codec``; sorted by both."""
     rows: dict[tuple[str, str], Counter[str]] = {}
     types, skeletons = dtypes(manifest), skeleton_roles(manifest)
     for index, record in enumerate(manifest.storages):
@@ -55,7 +65,7 @@ def sizes_by(column: str, manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def low_bit_state(manifest: Manifest) -> list[dict[str, Any]]:
-    """Optimizer state that another program quantised, see ``find_low_bit``."""
+    """Quantised optimizer state of another program, see ``find_low_bit``."""
     return find_low_bit(
         TensorSpec(tensor.name, manifest.storages[tensor.storage].role, tensor.dtype, tuple(tensor.shape))
         for tensor in manifest.tensors
@@ -63,7 +73,7 @@ def low_bit_state(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def moment_names(manifest: Manifest) -> list[dict[str, str]]:
-    """By slot the storages of the moments of every parameter."""
+    """For every parameter the names of its moments' storages by slot."""
     storages = manifest.storages
     return [{slot: storages[index].name for slot, index in each.moments.items()} for each in manifest.parameters]
 
@@ -78,7 +88,7 @@ def shown_names(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def parameter_facts(manifest: Manifest) -> list[dict[str, Any]]:
-    """Of every parameter that has moments: its name, their names, its update rule, or the reason why it has none."""
+    """For every parameter with moments its name, their names, its update rule, or the reason why it has none."""
     rows = zip(shown_names(manifest), moment_names(manifest), manifest.parameters, strict=True)
     return [
         {**shown, "moments": names, "rule": read_rule(parameter.rule), "reason": parameter.reason}

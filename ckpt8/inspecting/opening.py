@@ -1,7 +1,7 @@
-"""Any source as one kind of thing: a bundle to read from, and a manifest that describes it.
+"""Opens any source in one form: a bundle to read from, and a manifest that describes it.
 
-A ``.ckpt8`` is opened as the members that it was made from, with the values that it gives back. A raw checkpoint is
-described by the manifest that its container would have.
+A ``.ckpt8`` opens as the members that it was made from, with the values that it gives back. The manifest of a raw
+checkpoint is the one that its container would have.
 """
 
 from __future__ import annotations

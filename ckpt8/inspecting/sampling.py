@@ -1,4 +1,4 @@
-"""Which elements of a tensor are looked at when not all are: windows spread over it, always the same."""
+"""Samples of a tensor: windows spread over it, always the same."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ WINDOWS = 8
 """Windows of a sample, at least."""
 
 CHUNK = 1 << 18
-"""Elements that are looked at together: their temporaries are what a survey needs of memory."""
+"""Elements that a survey reads at once: it needs memory for their temporaries."""
 
 EVERY_ELEMENT = "every element"
-"""What is looked at where nothing is left out, in words."""
+"""The sample that leaves nothing out, in words."""
 
 _WINDOW = 4096
 _IN_ALL = 1 << 25
@@ -37,11 +37,11 @@ def budget(tensors: int) -> int:
 
 
 def windows(numel: int, most: int | None, row: int = 0) -> Iterator[tuple[int, int]]:
-    """Start and length of what is looked at of ``numel`` elements, in order and without overlap.
+    """Start and length of the windows of ``numel`` elements, in order and without overlap.
 
     ``most`` bounds a sample; None takes all. The first and the last element belong to every sample. Windows begin where
-    a group of 32 moments begins. With ``row``, and where two rows fit into the sample, they begin where a row of
-    ``row`` elements begins, and hold whole rows.
+    a group of 32 moments begins. With ``row``, and if two rows fit into the sample, they begin where a row of ``row``
+    elements begins, and hold whole rows.
     """
     if most is None or numel <= most:
         yield from ((start, min(CHUNK, numel - start)) for start in range(0, numel, CHUNK))
@@ -52,14 +52,14 @@ def windows(numel: int, most: int | None, row: int = 0) -> Iterator[tuple[int, i
         length, step = max(length // row, 1) * row, row
     *starts, last = _spread(numel - length, most // length)
     yield from ((start // step * step, length) for start in starts)
-    # Rounded up, since rounding down would make the last window longer.
+    # Round up: rounding down would make the last window longer.
     start = -(-last // step) * step
     yield start, numel - start
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkSampling:
-    """``most`` elements of each tensor, None for all, from at most ``chunks`` of the chunks that it is stored in."""
+    """Samples of ``most`` elements of each tensor, None for all, from at most ``chunks`` of its stored chunks."""
 
     most: int | None
     chunks: int
@@ -82,7 +82,7 @@ class ChunkSampling:
 
     @property
     def text(self) -> str:
-        """What is looked at, in words."""
+        """The sample in words."""
         return EVERY_ELEMENT if self.most is None else f"up to {self.most:,} elements of each tensor, evenly spread"
 
 

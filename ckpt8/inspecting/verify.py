@@ -1,14 +1,14 @@
-"""``verify``: every byte of a container, and every figure it states, against the original.
+"""``verify``: checks every byte of a container, and every figure that it states against the original.
 
-Opening a container checks its seal; ``check_frames`` reads and decodes everything else. ``measure`` takes the original
-and the stored planes, and repeats what compression measured; it trusts no stored figure.
+Opening a container checks its seal; ``check_frames`` reads and decodes all other bytes. ``measure`` takes the original
+and the stored planes, and repeats the measurements of ``compress``; it trusts no stored figure.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, read_error
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.chunk_encoder import ChunkMeters, check_source, read_chunk
@@ -29,17 +28,19 @@ from ckpt8.container.manifest import ParameterRecord, StorageRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.files.crc import combine
+from ckpt8.core.tensors import Parts
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.inspecting.replay.replay import replay_files
 
 _GIVE = "give the checkpoint that it was made from"
+_OTHER_KIND = "the stored figures are of another kind"
 
 
 @dataclass(slots=True)
 class Measured:
     """Errors measured against an original: by storage index, and by parameter index.
 
-    ``differing`` are names of lossless storages whose bytes are not those of the original.
+    ``differing`` names the lossless storages whose bytes differ from the original.
     """
 
     storages: dict[int, ErrorStats] = field(default_factory=dict)
@@ -58,8 +59,8 @@ def measure(reader: ContainerReader, original: Path, workers: Workers, progress:
         plan = plan_bundle(source, Policy.of("lossless"))
         units = [_as_stored(reader, unit) for unit in plan.units]
         measured = Measured()
-        comparison = _Comparison(reader, source)
-        results = workers.map(comparison.compare, ((u, c) for u in units for c in range(layout.chunk_count(u.numel))))
+        compare = partial(_compare, reader, source, ChunkMeters(source))
+        results = workers.map(compare, ((u, c) for u in units for c in range(layout.chunk_count(u.numel))))
         parameter_of = {
             frozenset(parameter.moments.values()): index for index, parameter in enumerate(reader.manifest.parameters)
         }
@@ -116,46 +117,42 @@ def _as_stored(reader: ContainerReader, unit: Unit) -> Unit:
     return replace(unit, streams=tuple(streams))
 
 
-class _Comparison:
-    """Compares chunks of a container with those of the original."""
+def _compare(
+    reader: ContainerReader, source: Bundle, meters: ChunkMeters, work: tuple[Unit, int]
+) -> tuple[list[str], UnitErrors, list[int]]:
+    """For one chunk: names of lossless streams that differ, errors of lossy ones, and crc32s of the original."""
+    unit, chunk = work
+    read = [read_chunk(source, stream, chunk, slot) for slot, stream in enumerate(unit.streams)]
+    originals, crcs = [x for x, _ in read], [crc for _, crc in read]
+    parts = [reader.read_parts(stream.index, chunk) for stream in unit.streams]
+    differing = [
+        stream.spec.name
+        for stream, x, part in zip(unit.streams, originals, parts, strict=True)
+        if not stream.lossy and not _equal(reader, stream, chunk, x, part)
+    ]
+    if not any(stream.lossy for stream in unit.streams):
+        return differing, UnitErrors.of(unit), crcs
+    return differing, meters.of(unit).measure(chunk * frames.FRAME, originals, parts), crcs
 
-    def __init__(self, reader: ContainerReader, checkpoint: Checkpoint) -> None:
-        self._reader = reader
-        self._checkpoint = checkpoint
-        self._meters = ChunkMeters(checkpoint)
 
-    def compare(self, work: tuple[Unit, int]) -> tuple[list[str], UnitErrors, list[int]]:
-        """For one chunk: names of lossless streams that differ, errors of lossy ones, and crc32s of the original."""
-        unit, chunk = work
-        read = [read_chunk(self._checkpoint, s, chunk, slot) for slot, s in enumerate(unit.streams)]
-        originals, crcs = [x for x, _ in read], [crc for _, crc in read]
-        parts = [self._reader.read_parts(stream.index, chunk) for stream in unit.streams]
-        differing = [
-            stream.spec.name
-            for stream, x, part in zip(unit.streams, originals, parts, strict=True)
-            if not stream.lossy and not self._equal(stream, chunk, x, part)
-        ]
-        if not any(stream.lossy for stream in unit.streams):
-            return differing, UnitErrors.of(unit), crcs
-        return differing, self._meters.of(unit).measure(chunk * frames.FRAME, originals, parts), crcs
-
-    def _equal(self, stream: Stream, chunk: int, x: torch.Tensor, parts: dict[str, torch.Tensor]) -> bool:
-        out = scratch_tensor(self._reader, stream.index, chunk)
-        first, companions = chunk * frames.FRAME, self._reader.companions(stream.index, chunk)
-        stream.codec.decode(parts, stream.chunk_spec(chunk), out=out, first=first, companions=companions)
-        return torch.equal(out.view(torch.uint8), x.view(torch.uint8))
+def _equal(reader: ContainerReader, stream: Stream, chunk: int, x: torch.Tensor, parts: Parts) -> bool:
+    out = scratch_tensor(reader, stream.index, chunk)
+    first, companions = chunk * frames.FRAME, reader.companions(stream.index, chunk)
+    stream.codec.decode(parts, stream.chunk_spec(chunk), out=out, first=first, companions=companions)
+    return torch.equal(out.view(torch.uint8), x.view(torch.uint8))
 
 
 def check_statistics(reader: ContainerReader, measured: Measured) -> list[str]:
     """A line for every stored figure that does not hold. Maxima must agree exactly, sums to 1e-9."""
     failures = [f"{name}: differs from the original" for name in measured.differing]
-    storages = ((reader.manifest.storages[index], "", error) for index, error in measured.storages.items())
-    updates = ((reader.manifest.parameters[index], " (update)", error) for index, error in measured.parameters.items())
-    for record, suffix, error in chain[tuple[StorageRecord | ParameterRecord, str, ErrorStats]](storages, updates):
+    storages, parameters = reader.manifest.storages, reader.manifest.parameters
+    found: list[tuple[StorageRecord | ParameterRecord, str, ErrorStats]] = [
+        *((storages[index], "", error) for index, error in measured.storages.items()),
+        *((parameters[index], " (update)", error) for index, error in measured.parameters.items()),
+    ]
+    for record, suffix, error in found:
         known = read_error(record.error)
-        difference: str | None = "the stored figures are of another kind"
-        if isinstance(known, type(error)):
-            difference = error.disagreement(known)
+        difference = error.disagreement(known) if isinstance(known, type(error)) else _OTHER_KIND
         if record.error is not None and difference:
             failures.append(f"{record.name}{suffix}: {difference}")
     return failures
@@ -163,7 +160,7 @@ def check_statistics(reader: ContainerReader, measured: Measured) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What ``verify`` found. ``failures`` is empty where everything holds; ``against`` tells whether it compared.
+    """The result of ``verify``. ``failures`` is empty if all holds; ``against`` says whether there was an original.
 
     ``resume`` holds the figures of the replayed steps, see ``Drift.to_json``.
     """
@@ -208,10 +205,10 @@ def verify(
             measured = measure(reader, Path(original), workers, progress)
             statistics = sum(record.error is not None for record in storages)
             statistics += sum(parameter.error is not None for parameter in reader.manifest.parameters)
-            unmeasured = sum(reader.manifest.storages[index].error is None for index in measured.storages)
+            unmeasured = sum(storages[index].error is None for index in measured.storages)
             failures = check_statistics(reader, measured)
-        if original is not None and resume_steps:
-            drift = replay_files(reader, Path(original), resume_steps, workers)
-            failures += drift.failures(max_drift)
-            resume = drift.to_json()
+            if resume_steps:
+                drift = replay_files(reader, Path(original), resume_steps, workers)
+                failures += drift.failures(max_drift)
+                resume = drift.to_json()
         return Verification(count, reader.size, original is not None, statistics, unmeasured, tuple(failures), resume)

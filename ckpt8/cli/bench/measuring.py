@@ -1,4 +1,4 @@
-"""One bench: its operations are run in processes of their own, round after round, and their figures put together."""
+"""One bench: runs operations in processes of their own, round after round, and sums up their figures."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from ckpt8.core.errors import Ckpt8Error, OutputError
 PROBE, SOURCE, TRAINING = (f"ckpt8.cli.bench.{name}" for name in ("probe", "source", "training"))
 
 _ROOM, _TRAINED_ROOM = 2.0, 2.4
-"""What is on the disk at once, in sizes of the checkpoint: a copy, and a container, which can be as large where nothing
-can be packed; of one that was trained it takes less, and the checkpoint itself is there too."""
+"""Files that are on the disk at once, in sizes of the checkpoint: a copy, and a container, which can be as large if
+nothing packs. A trained checkpoint packs, but is on the disk itself."""
 
 _SLACK = 1 << 26
 
 
 @dataclass(slots=True)
 class Bench:
-    """Where and how to measure: what is written goes to ``work``, ``run`` does jobs, ``say`` is told of each.
+    """Where and how to measure: ``work`` is the folder for files, ``run`` does jobs, ``say`` shows each of them.
 
-    ``trained`` says what was trained last, ``failed`` which peers failed, and how: they are left out from then on.
+    ``trained`` describes the last trained checkpoint. ``failed`` are peers that failed, with the reason: they take no
+    further part.
     """
 
     work: Path
@@ -41,12 +42,11 @@ class Bench:
 
     def survey(self, checkpoint: Path) -> Source:
         """Look at a checkpoint. Raises InputError."""
-        found = self.run(SOURCE, {"path": str(checkpoint)}, False)
-        return Source(**{**found, "loaded": tuple(found["loaded"])})
+        return Source(**self.run(SOURCE, {"path": str(checkpoint)}, False))
 
     @contextmanager
     def training(self, nbytes: int) -> Iterator[Source]:
-        """A checkpoint of about so many bytes, for as long as the context lasts. Raises UsageError, OutputError."""
+        """Train a checkpoint of about so many bytes; the context removes it. Raises UsageError, OutputError."""
         check_space(self.work, nbytes, f"a checkpoint of {in_gigabytes(nbytes)} and its copies", trained=True)
         target = self.work / "trained.pt"
         self.say(f"training a checkpoint of {in_gigabytes(nbytes)}")
@@ -57,7 +57,7 @@ class Bench:
             target.unlink(missing_ok=True)
 
     def measure(self, source: Source, operations: Sequence[str], threads: int | None = None) -> list[dict[str, Any]]:
-        """One row for each operation: times, sizes and memory. Raises what the operations raise, with their name."""
+        """One row for each operation: times, sizes and memory. Raises errors of the operations, with their name."""
         container, target = self.work / "container.ckpt8", self.work / "output"
         job = {"source": asdict(source), "container": str(container), "threads": threads or self.threads, "keep": False}
         rows: dict[str, dict[str, Any]] = {name: {"times": []} for name in operations}
@@ -71,7 +71,7 @@ class Bench:
         return [_row(name, source, row) for name, row in rows.items() if name not in self.failed]
 
     def _round(self, number: int, rows: dict[str, dict[str, Any]], job: dict[str, Any]) -> None:
-        """Every operation once; round 0 is the one that measures memory."""
+        """Do every operation once; round 0 measures memory."""
         where = f"round {number} of {self.repeat}" if number else "memory"
         for name in [name for name in rows if name not in self.failed]:
             try:
@@ -114,7 +114,7 @@ def _row(name: str, source: Source, done: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_space(folder: Path, nbytes: int, what: str, *, trained: bool) -> None:
-    """Raise OutputError where there is no room for what is made of a checkpoint of ``nbytes`` bytes."""
+    """Raise OutputError if there is no room for the files made from a checkpoint of ``nbytes`` bytes."""
     needed, free = int(nbytes * (_TRAINED_ROOM if trained else _ROOM)) + _SLACK, free_bytes(folder)
     if free < needed:
         raise OutputError(

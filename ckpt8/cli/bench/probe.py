@@ -1,4 +1,4 @@
-"""The operations that are measured. One job is one of them: prepare what it needs, then do it against the clock."""
+"""The operations of ``bench``. A job is one of them: it prepares, then works against the clock."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -38,7 +38,7 @@ START = "start of Python, torch, numba"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """``container`` holds ``source`` already; what an operation writes is at ``target`` afterwards."""
+    """``container`` holds ``source`` already; an operation writes to ``target``."""
 
     source: Source
     container: Path
@@ -49,12 +49,10 @@ class Job:
 def work(job: dict[str, Any]) -> dict[str, Any]:
     """Do the operation ``name``: seconds of wall time, without imports and preparation, and peak memory in bytes.
 
-    ``output_bytes`` is the size of what was written, which is removed again; None where nothing was.
+    ``output_bytes`` is the size of the output, which is removed unless the job says ``keep``; None without output.
     """
-    known = {field.name: job["source"][field.name] for field in fields(Source)}
-    source = Source(**{**known, "loaded": tuple(known["loaded"])})
     target = Path(job["target"])
-    run = OPERATIONS[job["name"]](Job(source, Path(job["container"]), target, job["threads"]))
+    run = OPERATIONS[job["name"]](Job(Source(**job["source"]), Path(job["container"]), target, job["threads"]))
     start = time.perf_counter()
     kept = run()
     seconds = time.perf_counter() - start
@@ -74,17 +72,14 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _files(path: Path) -> Iterator[Path]:
+def _files(path: Path) -> list[Path]:
     """A file, or all files below a directory, in order."""
-    if path.is_dir():
-        yield from sorted(file for file in path.rglob("*") if file.is_file())
-    else:
-        yield path
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
 def _flush(path: Path) -> None:
-    """Have the disk hold everything below ``path``."""
-    for file in [*_files(path), *([path, *filter(Path.is_dir, path.rglob("*"))] if path.is_dir() else [])]:
+    """Flush ``path`` and all files and directories below it to the disk."""
+    for file in (path, *filter(Path.exists, path.rglob("*"))):
         descriptor = os.open(file, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -93,10 +88,11 @@ def _flush(path: Path) -> None:
 
 
 Operation = Callable[[Job], Callable[[], object]]
+"""Prepares a job, and returns the function to time."""
 
 
 def _copy(job: Job) -> Callable[[], object]:
-    """``cp`` and fsync: what everything else is compared with."""
+    """``cp`` and fsync, the yardstick of all others."""
 
     def run() -> None:
         subprocess.run(["cp", "-R", "--", job.source.path, str(job.target)], check=True)  # noqa: S603, S607
@@ -105,22 +101,19 @@ def _copy(job: Job) -> Callable[[], object]:
     return run
 
 
-def _zstd(level: int) -> Operation:
+def _zstd(level: int, job: Job) -> Callable[[], object]:
     """As ``zstd -LEVEL -T`` and fsync; the files of a directory one after another."""
 
-    def prepare(job: Job) -> Callable[[], object]:
-        def run() -> None:
-            compressor = zstandard.ZstdCompressor(level=level, threads=job.threads)
-            with job.target.open("wb") as writer:
-                for file in _files(Path(job.source.path)):
-                    with file.open("rb") as reader:
-                        size = file.stat().st_size
-                        compressor.copy_stream(reader, writer, size=size, read_size=_CHUNK, write_size=_CHUNK)
-            _flush(job.target)
+    def run() -> None:
+        compressor = zstandard.ZstdCompressor(level=level, threads=job.threads)
+        with job.target.open("wb") as writer:
+            for file in _files(Path(job.source.path)):
+                with file.open("rb") as reader:
+                    size = file.stat().st_size
+                    compressor.copy_stream(reader, writer, size=size, read_size=_CHUNK, write_size=_CHUNK)
+        _flush(job.target)
 
-        return run
-
-    return prepare
+    return run
 
 
 def _zipnn(job: Job) -> Callable[[], object]:
@@ -132,7 +125,7 @@ def _zipnn(job: Job) -> Callable[[], object]:
             for file in _files(Path(job.source.path)):
                 with file.open("rb") as reader:
                     while piece := bytearray(reader.read(_PIECE)):
-                        # ZipNN 0.5.4 writes beyond its buffers where this is no multiple of the size of an element.
+                        # ZipNN 0.5.4 writes beyond its buffers unless this is a multiple of the size of an element.
                         piece += bytes(-len(piece) % _ELEMENT)
                         packed = zipnn.ZipNN(bytearray_dtype=job.source.layout, threads=job.threads).compress(piece)
                         writer.write(len(packed).to_bytes(_LENGTH_BYTES, "little"))
@@ -143,77 +136,75 @@ def _zipnn(job: Job) -> Callable[[], object]:
 
 
 def _start(job: Job) -> Callable[[], object]:  # noqa: ARG001
-    """What each command on tensors does before its work: Python, torch and numba."""
+    """The start of each command on tensors: Python, torch and numba."""
     command = python("from ckpt8.core.startup import settle; settle(kernels=True)")
     return lambda: subprocess.run(command, check=True)  # noqa: S603
 
 
-def _ours(call: Callable[[Job], object], *, kernels: bool = True) -> Operation:
-    """An operation of ckpt8, after all that its first call would import."""
-
-    def prepare(job: Job) -> Callable[[], object]:
-        settle(kernels=kernels)
-        return partial(call, job)
-
-    return prepare
+def _ours(call: Callable[[Job], object], job: Job, *, kernels: bool = True) -> Callable[[], object]:
+    """An operation of ckpt8, after all imports of its first call."""
+    settle(kernels=kernels)
+    return partial(call, job)
 
 
 def _compress(job: Job, **options: Any) -> object:
     return ckpt8.compress(job.source.path, job.target, threads=job.threads, force=True, **options)
 
 
-def _torch_load(job: Job) -> Callable[[], object]:
-    return lambda: [load_file(file) for file in job.source.files]
+def _objects(job: Job) -> Any:
+    """The checkpoint in memory: one object, or a list of those of several files."""
+    objects = [load_file(file) for file in job.source.files]
+    return objects[0] if len(objects) == 1 else objects
+
+
+def _save(job: Job) -> Callable[[], object]:
+    settle(kernels=True)
+    objects = _objects(job)
+    return lambda: ckpt8.save(objects, job.target, threads=job.threads)
 
 
 def _torch_save(job: Job) -> Callable[[], object]:
-    """``torch.save`` and fsync of what is in memory."""
-    objects = [load_file(file) for file in job.source.files]
+    """``torch.save`` and fsync of the objects in memory."""
+    objects = _objects(job)
 
     def run() -> None:
-        torch.save(objects[0] if len(objects) == 1 else objects, job.target)
+        torch.save(objects, job.target)
         _flush(job.target)
 
     return run
 
 
-def _save(job: Job) -> Callable[[], object]:
-    settle(kernels=True)
-    objects = [load_file(file) for file in job.source.files]
-    return lambda: ckpt8.save(objects[0] if len(objects) == 1 else objects, job.target, threads=job.threads)
-
-
 OPERATIONS: dict[str, Operation] = {
     "cp": _copy,
-    "zstd -1": _zstd(1),
-    "zstd -3": _zstd(3),
+    "zstd -1": partial(_zstd, 1),
+    "zstd -3": partial(_zstd, 3),
     ZIPNN: _zipnn,
     START: _start,
-    "compress": _ours(_compress),
-    "compress --no-stats": _ours(partial(_compress, stats=False)),
-    "compress --preset compact": _ours(partial(_compress, preset="compact")),
-    "restore": _ours(lambda job: ckpt8.restore(job.container, job.target, threads=job.threads, force=True)),
-    "verify": _ours(lambda job: ckpt8.verify(job.container, threads=job.threads)),
-    "load": _ours(
+    "compress": partial(_ours, _compress),
+    "compress --no-stats": partial(_ours, partial(_compress, stats=False)),
+    "compress --preset compact": partial(_ours, partial(_compress, preset="compact")),
+    "restore": partial(_ours, lambda job: ckpt8.restore(job.container, job.target, threads=job.threads, force=True)),
+    "verify": partial(_ours, lambda job: ckpt8.verify(job.container, threads=job.threads)),
+    "load": partial(
+        _ours,
         lambda job: [ckpt8.load(job.container, member=each or None, threads=job.threads) for each in job.source.loaded],
         kernels=False,
     ),
-    "torch.load": _torch_load,
+    "torch.load": lambda job: lambda: [load_file(file) for file in job.source.files],
     "save": _save,
     "torch.save": _torch_save,
 }
-"""Every operation by the name under which it is reported. Each prepares, and gives what is to be timed."""
+"""Every operation by its name in the report."""
 
 IN_MEMORY = ("load", "torch.load", "save", "torch.save")
-"""Those that hold all tensors at once, as every script that trains does."""
-
+"""Operations that hold all tensors at once, as every training script does."""
 
 PEERS = frozenset({ZIPNN})
-"""Those that are packages of others, which may fail where ckpt8 does not."""
+"""Packages of others, which may fail on a checkpoint that ckpt8 handles."""
 
 
 def left_out(source: Source, available: int | None) -> dict[str, str]:
-    """Operations that cannot be measured here, each with the reason."""
+    """Operations that ``bench`` cannot measure here, each with the reason."""
     found = {}
     if find_spec("zipnn") is None:
         found[ZIPNN] = "is not installed"

@@ -1,8 +1,9 @@
-"""What is measured: a checkpoint, what of it ``load`` and ``torch.load`` are given, and the layout that ZipNN takes."""
+"""The checkpoint to measure: its size, the files that ``load`` and ``torch.load`` open, the layout for ZipNN."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,18 +26,18 @@ class Source:
     """A checkpoint. ``nbytes`` is the size of its files.
 
     ``loaded`` are the members with tensors that ``torch.load(weights_only=True)`` or safetensors open, relative to the
-    path; the path itself is the empty one. ``layout`` is the floating type that most of its bytes have.
+    path; an empty one is the path itself. ``layout`` is the floating type of most of its bytes.
     """
 
     path: str
     nbytes: int
     directory: bool
-    loaded: tuple[str, ...]
+    loaded: Sequence[str]
     layout: str
 
     @property
     def files(self) -> list[Path]:
-        """What is loaded."""
+        """The paths of ``loaded``."""
         return [Path(self.path) / member if member else Path(self.path) for member in self.loaded]
 
 
@@ -46,7 +47,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def survey(path: Path) -> Source:
-    """Look at a checkpoint without reading its tensors. Raises InputError where it holds none."""
+    """Look at a checkpoint without reading its tensors. Raises InputError if it holds none."""
     sizes: Counter[str] = Counter()
     loaded = []
     with open_source(path, containers=False) as bundle:
@@ -64,12 +65,12 @@ def survey(path: Path) -> Source:
 
 
 def load_file(path: Path) -> Any:
-    """The object in a file that ``survey`` let through, as torch or safetensors give it, read and not mapped."""
+    """The object in a file of ``Source.loaded``, from torch or safetensors, read and not mapped."""
     with closing(SourceFile(ByteRange.of(path))) as file:
         is_safetensors = safetensors.sniff(file)
     return load(path) if is_safetensors else torch.load(path, weights_only=True, mmap=False)
 
 
 def _opens(path: Path, kind: str) -> bool:
-    """Whether ``load_file`` gives what is in a file of this format. Files in the older one are read for it."""
+    """Whether ``load_file`` opens a file of this format. This reads files in the older format of torch."""
     return kind == "safetensors" or (kind in TORCH_FORMATS and is_loadable(path))

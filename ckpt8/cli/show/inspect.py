@@ -1,4 +1,4 @@
-"""Shows the facts of ``inspect`` and the results of the other commands in a terminal."""
+"""Shows the facts of ``inspect`` in a terminal, and the summary of ``compress``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,25 @@ from rich.markup import escape
 
 from ckpt8.checkpoint.meaning import quantised_state as low_bit
 from ckpt8.checkpoint.meaning.parameter_names import shown
-from ckpt8.cli.show.overview import say, show_flags, show_hyperparameters, show_layers, show_origin, show_roles
+from ckpt8.cli.show.overview import (
+    optimizer_line,
+    say,
+    show_flags,
+    show_hyperparameters,
+    show_layers,
+    show_origin,
+    show_roles,
+)
 from ckpt8.cli.show.tables import make_table, number, shape_text, show_table
 from ckpt8.container.manifest import DIRECTORY
 from ckpt8.core.text import counted, differing_line, printable, printable_tree, size
 
 _ALARMING = 0.5
-"""max |Δu| of max |u| above which a report says so."""
+"""A report warns of a max |Δu| above this part of max |u|."""
 
 
 def show(console: Console, facts: dict[str, Any]) -> None:
-    """Print what ``inspect`` found. Names come from files: what in them is not printable is escaped."""
+    """Print the facts of ``inspect``; escape unprintable characters of names."""
     facts = printable_tree(facts)
     if facts["kind"] == "ckpt8":
         _show_container(console, facts)
@@ -84,7 +92,7 @@ def _origin(facts: dict[str, Any]) -> str:
 
 
 def _show_errors(console: Console, errors: dict[str, Any], source: dict[str, Any] | None = None) -> None:
-    """``source`` is what they were measured from, where it was not the compression that measured."""
+    """Print the errors; ``source`` is the original of ``--against``, if there is one."""
     lines = []
     if weight := errors["weight"]:
         lines.append(
@@ -145,7 +153,7 @@ def _show_parameters(console: Console, parameters: Sequence[dict[str, Any]]) -> 
 
 
 def _codec(name: str) -> str:
-    """The role stands beside it and tells whether codes are signed."""
+    """A codec without the sign of its codes, which follows from the role in the same row."""
     return name.replace("signed=False, ", "")
 
 
@@ -166,8 +174,7 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
     )
     show_origin(console, facts)
     for row in facts["optimizer"]:
-        step = f" at step {row['step']:,}" if row["step"] else ""
-        say(console, f"optimizer state of {counted(row['parameters'], 'parameter')}, update rule {row['rule']}{step}")
+        say(console, optimizer_line(row))
     show_hyperparameters(console, facts["hyperparameters"])
     _show_low_bit(console, facts["low_bit"])
     show_roles(console, facts["roles"], facts["bytes"])
@@ -190,7 +197,7 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
 
 
 def summary(console: Console, facts: dict[str, Any], target: str, seconds: float) -> None:
-    """Print what ``compress`` did: sizes, speed, the errors it made and what it left lossless."""
+    """Print the result of ``compress``: sizes, speed, errors, and the reasons for lossless tensors."""
     facts, target = printable_tree(facts), printable(target)
     rate = facts["bytes"] / max(seconds, 1e-9)
     console.print(f"[bold]{escape(target)}[/]", soft_wrap=True)

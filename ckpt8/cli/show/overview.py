@@ -1,4 +1,4 @@
-"""Shows a checkpoint's origin, sizes, settings and red flags in a terminal of any width."""
+"""Shows the origin, sizes, settings and red flags of a checkpoint in a terminal of any width."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAG_TITLES = {
     "moment2_fp16_zero": "second moments that fp16 would flush to zero",
     "fp16_scales": "moments that FlashOptim's fp16 scales would lose",
 }
-_LOST_ELSEWHERE = ("moment2_fp16_zero", "fp16_scales")
+_LOST_IN_FP16 = ("moment2_fp16_zero", "fp16_scales")
 """Kinds that only hurt if somebody stores the checkpoint in fp16."""
 
 _SHOWN_OPTIONS = ("lr", "betas", "momentum", "dampening", "nesterov", "eps", "weight_decay", "amsgrad")
@@ -36,21 +36,29 @@ _NUMBER = re.compile(r"(.*?)(\d+)")
 
 
 def say(console: Console, text: str, style: str = "", *, indent: str = "") -> None:
-    """Print a line of text, broken between words where it must be; nothing in it is markup."""
+    """Print text without markup, broken between words at the width of the terminal."""
     lines = wrap(text, console.width, first=indent, more=f"{indent}  ")
     console.print(Text("\n".join(lines), style=style), soft_wrap=True)
 
 
 def show_origin(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print the framework, step, epoch and number of parameters, as far as they are known."""
+    """Print the framework, step, epoch and number of parameters, if known."""
     version = f" {facts['version']}" if facts["version"] else ""
-    told = [f"{facts['framework']}{version}"] if facts["framework"] else []
-    told += [f"step {facts['step']:,}"] if facts["step"] is not None else []
-    told += [f"epoch {facts['epoch']:.4g}"] if facts["epoch"] is not None else []
     parameters = sum(group["parameters"] for group in facts["layers"])
-    told += [counted(parameters, "parameter")] if parameters else []
-    if told:
-        say(console, ", ".join(told))
+    words = [
+        f"{facts['framework']}{version}" if facts["framework"] else "",
+        f"step {facts['step']:,}" if facts["step"] is not None else "",
+        f"epoch {facts['epoch']:.4g}" if facts["epoch"] is not None else "",
+        counted(parameters, "parameter") if parameters else "",
+    ]
+    if any(words):
+        say(console, ", ".join(filter(None, words)))
+
+
+def optimizer_line(row: Mapping[str, Any]) -> str:
+    """The parameters of one update rule, and its step."""
+    step = f" at step {row['step']:,}" if row["step"] else ""
+    return f"optimizer state of {counted(row['parameters'], 'parameter')}, update rule {row['rule']}{step}"
 
 
 def show_hyperparameters(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -153,32 +161,40 @@ def show_flags(console: Console, flags: Sequence[Mapping[str, Any]], sample: Map
     console.print()
     say(console, "Red flags", "bold")
     say(console, looked_at(sample, bool(flags)))
+    for kind, title, extent, lines in flags_by_kind(flags, _EXAMPLES):
+        say(console, f"{title}: {extent}", "yellow" if kind in _LOST_IN_FP16 else "red", indent="  ")
+        for line in lines:
+            say(console, line, indent="    ")
+
+
+def flags_by_kind(flags: Sequence[Mapping[str, Any]], most: int) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Every kind that occurs, its title, its extent, and lines about its first flags, at most ``most``."""
     for kind, title in FLAG_TITLES.items():
-        found = [each for each in flags if each["kind"] == kind]
-        if found:
-            style = "yellow" if kind in _LOST_ELSEWHERE else "red"
-            say(console, f"{title}: {flag_extent(kind, found)}", style, indent="  ")
-            for each in found[:_EXAMPLES]:
-                names = each.get("tensors") or [each["tensor"]]
-                more = f" and {len(names) - _EXAMPLES:,} more" if len(names) > _EXAMPLES else ""
-                say(console, f"{' = '.join(names[:_EXAMPLES])}{more}: {each['message']}", indent="    ")
-            if len(found) > _EXAMPLES:
-                say(console, f"and {len(found) - _EXAMPLES:,} more", indent="    ")
+        if found := [flag for flag in flags if flag["kind"] == kind]:
+            lines = [f"{_listed_names(flag, most)}: {flag['message']}" for flag in found[:most]]
+            more = [f"and {len(found) - most:,} more"] if len(found) > most else []
+            yield kind, title, _extent(kind, found), lines + more
 
 
-def flag_extent(kind: str, found: Sequence[Mapping[str, Any]]) -> str:
-    """How many tensors have flags of this kind, and for lost values their share."""
+def _listed_names(flag: Mapping[str, Any], most: int) -> str:
+    names = flag.get("tensors") or [flag["tensor"]]
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return f"{' = '.join(names[:most])}{more}"
+
+
+def _extent(kind: str, found: Sequence[Mapping[str, Any]]) -> str:
+    """The number of tensors with flags of this kind, and the share of lost values."""
     if kind == "stored_twice":
         return counted(len(found), "time")
     where = counted(len(found), "parameter" if kind == "dead_rows" else "tensor")
-    if kind not in _LOST_ELSEWHERE:
+    if kind not in _LOST_IN_FP16:
         return where
     share = percent(sum(each["count"] for each in found) / sum(each["of"] for each in found))
     return f"{share} of the {'groups' if kind == 'fp16_scales' else 'values'} in {where}"
 
 
 def looked_at(sample: Mapping[str, Any], found: bool) -> str:
-    """Say how much was read to find flags, and unless ``found``, that there are none."""
+    """A sentence on how much ``inspect`` read to find flags and, unless ``found``, that there are none."""
     count, total = sample["elements"], sample["of"]
     if not total:
         return "the checkpoint has no floating-point tensors to look at"

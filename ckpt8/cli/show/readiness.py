@@ -1,4 +1,4 @@
-"""Shows ``inspect --readiness``: a verdict for each format, and the figures behind it, to the width of the terminal."""
+"""Shows ``inspect --readiness`` in a terminal: a verdict for each format, and the figures behind it."""
 
 from __future__ import annotations
 
@@ -8,35 +8,30 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from ckpt8.cli.show.tables import make_table, show_table
 from ckpt8.core.text import percent
+from ckpt8.inspecting.manifest_facts import ROLE_WORDS
 from ckpt8.inspecting.readiness.casting import RAW, SCALED
-from ckpt8.inspecting.readiness.verdicts import PLURALS, snr, snr_text
+from ckpt8.inspecting.readiness.verdicts import snr, snr_text
 
-_WIDE = 100
-"""Columns of a terminal that shows raw and scaled figures side by side."""
+_COLUMNS = ("format", "ideal", "role", "raw SNR", "over", "under", "sub", "scaled SNR", "over", "under", "sub")
 
 
 def show_readiness(console: Console, readiness: dict[str, Any], *, tensors: bool = False) -> None:
-    """Print ``facts["readiness"]``; ``tensors`` lists every tensor with its SNR. Its text must be printable already."""
+    """Print ``facts["readiness"]``, of which all text is printable; ``tensors`` lists every tensor with its SNR."""
     console.print("\n[bold]Low-precision readiness[/]")
-    console.print(_what_was_read(readiness))
+    console.print(_coverage(readiness))
     for each in readiness["formats"]:
         console.print(f"[bold]{escape(each['label'])}[/]{escape(each['line'].removeprefix(each['label']))}")
-    console.print()
-    if console.width >= _WIDE:
-        console.print(_wide_table(readiness["formats"]))
-    else:
-        _show_narrow(console, readiness["formats"])
+    show_table(console, _COLUMNS, _rows(readiness["formats"]))
     if "against" in readiness:
         _show_measured(console, readiness["against"])
     if tensors:
-        console.print()
         _show_tensors(console, readiness)
 
 
-def _what_was_read(readiness: dict[str, Any]) -> str:
+def _coverage(readiness: dict[str, Any]) -> str:
     count, total = readiness["looked_at"], readiness["elements"]
     if count == total:
         lines = [f"all {total:,} elements of {len(readiness['tensors']):,} weights and moments"]
@@ -52,32 +47,12 @@ def _what_was_read(readiness: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _wide_table(formats: Sequence[dict[str, Any]]) -> Table:
-    table = _table("format", "ideal", "", "raw SNR", "over", "under", "sub", "scaled SNR", "over", "under", "sub")
+def _rows(formats: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
     for each in formats:
         name, ideal = each["label"], f"{each['ideal_snr_db']:.1f}"
         for role, report in each["roles"].items():
-            table.add_row(name, ideal, PLURALS[role], *_cells(report[RAW]), *_cells(report[SCALED]))
+            yield name, ideal, ROLE_WORDS[role], *_cells(report[RAW]), *_cells(report[SCALED])
             name = ideal = ""
-    return table
-
-
-def _show_narrow(console: Console, formats: Sequence[dict[str, Any]]) -> None:
-    for each in formats:
-        console.print(f"{each['label']}, ideal SNR {each['ideal_snr_db']:.1f} dB")
-        table = _table("", "SNR", "over", "under", "sub", gap=1)
-        for role, report in each["roles"].items():
-            table.add_row(role, *_cells(report[RAW]))
-            table.add_row(f"  {each['scaling']}", *_cells(report[SCALED]))
-        console.print(table)
-
-
-def _table(*columns: str, gap: int = 2) -> Table:
-    """A table without lines; words to the left, numbers to the right."""
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("", "format", "tensor", "dtype") else "right")
-    return table
 
 
 def _cells(figures: dict[str, Any]) -> Iterator[str]:
@@ -89,30 +64,20 @@ def _cells(figures: dict[str, Any]) -> Iterator[str]:
 def _show_measured(console: Console, against: dict[str, Any]) -> None:
     console.print(f"\n[bold]Measured[/] against {escape(against['path'])}", soft_wrap=True)
     for role, total in against["roles"].items():
-        console.print(f"{PLURALS[role]}, {total['tensors']:,} tensors: {escape(snr_text(total))}")
+        console.print(f"{ROLE_WORDS[role]}, {total['tensors']:,} tensors: {escape(snr_text(total))}")
     if against["unpaired"]:
         console.print(f"{against['unpaired']:,} tensors have no counterpart of their name and shape in it")
 
 
 def _show_tensors(console: Console, readiness: dict[str, Any]) -> None:
-    """SNR of every tensor by format, ``raw > scaled``, with the name above it where the terminal is narrow."""
-    formats = [(each["format"], each["label"]) for each in readiness["formats"]]
-    if console.width >= _WIDE:
-        table = _table("tensor", "RMS", "unit", *(label for _, label in formats), "measured")
-        table.columns[0].overflow = "fold"
-        for tensor in readiness["tensors"]:
-            cells = [_pair(tensor, name) for name, _ in formats]
-            table.add_row(escape(tensor["label"]), *_scale(tensor), *cells, _measured(tensor))
-        console.print("[bold]SNR in dB, raw and scaled[/]")
-        console.print(table)
-        return
-    for tensor in readiness["tensors"]:
-        rms, unit = _scale(tensor)
-        console.print(f"[bold]{escape(tensor['label'])}[/] RMS {rms}, unit {unit}")
-        lines = [f"  {label:<11}{_pair(tensor, name)}" for name, label in formats]
-        if tensor["measured"] is not None:
-            lines.append(f"  {'measured':<11}{_measured(tensor)}")
-        console.print("\n".join(lines))
+    """Print the SNR of every tensor by format, raw and scaled."""
+    console.print("\n[bold]SNR in dB, raw and scaled[/]")
+    formats = {each["format"]: each["label"] for each in readiness["formats"]}
+    rows = [
+        (tensor["label"], *_scale(tensor), *(_pair(tensor, name) for name in formats), _measured(tensor))
+        for tensor in readiness["tensors"]
+    ]
+    console.print(make_table(("tensor", "RMS", "unit", *formats.values(), "measured"), rows))
 
 
 def _scale(tensor: dict[str, Any]) -> tuple[str, str]:

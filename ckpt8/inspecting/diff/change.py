@@ -1,7 +1,7 @@
-"""How far apart two tensors are: figures in float64 that add up over tiles, in the order of the elements.
+"""The difference between two tensors: figures in float64 that add up over tiles, in the order of the elements.
 
-Elements differ where their bits do; of two element types, where their values do. Elements that are NaN or Inf on either
-side are counted, and left out of all other figures.
+Elements of one type differ if their bits do; elements of two types, if their values do. Elements that are NaN or Inf on
+either side are counted, and left out of all other figures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckpt8.codecs.error_stats import ErrorStats
 
 _TILE = 1 << 16
 _EXACT = 2.0**62
-"""Differences of 64-bit integers below this are computed as integers: float64 has too few bits for their values."""
+"""Smaller differences of 64-bit integers are computed as integers: float64 has too few bits for their values."""
 
 
 @dataclass(slots=True)
@@ -48,43 +48,38 @@ class Change(ErrorStats):
 
     @property
     def is_known(self) -> bool:
-        """Whether there are figures: differing elements alone give none where none is a finite number."""
+        """Whether there are figures: elements that differ give none if all are NaN or Inf."""
         return not self.differ or self.elements > self.excluded
 
     @property
     def relative(self) -> float | None:
-        """||b - a|| / ||a||; None where it is unknown, where only a is zero, or beyond float64."""
+        """||b - a|| / ||a||; None if it is unknown, if only a is zero, or beyond float64."""
         if not self.change:
             return 0.0 if self.is_known else None
         return _finite(math.sqrt(self.change / self.square)) if self.square else None
 
     @property
     def largest(self) -> float | None:
-        """Largest |b - a|; None where it is unknown, or beyond float64."""
+        """Largest |b - a|; None if it is unknown, or beyond float64."""
         return _finite(self.max_change) if self.is_known else None
 
     @property
     def rms(self) -> float | None:
         """Root mean square of a, over the elements that count; None without any."""
-        return self._root(self.square)
+        return self._root_mean(self.square)
 
-    @property
-    def rms_change(self) -> float | None:
-        """Root mean square of b - a, as ``rms``."""
-        return self._root(self.change)
-
-    def _root(self, total: float) -> float | None:
+    def _root_mean(self, total: float) -> float | None:
         counted = self.elements - self.excluded
         return _finite(math.sqrt(total / counted)) if counted else None
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``; ``nan`` and ``infinite`` count those of either side. None is what is unknown."""
+        """For ``--json``; ``nan`` and ``infinite`` count those of either side. What is unknown is None."""
         return {
             "elements": self.elements,
             "differ": self.differ,
             "max_change": self.largest,
             "relative": self.relative,
-            "rms_change": self.rms_change,
+            "rms_change": self._root_mean(self.change),
             "rms": self.rms,
             "nan": [self.nan_a, self.nan_b],
             "infinite": [self.infinite_a, self.infinite_b],
@@ -97,7 +92,7 @@ def _finite(value: float) -> float | None:
 
 
 def measure(a: Tensor, b: Tensor) -> Change:
-    """Compare two flat tensors of as many elements, on the CPU, both of types that have numbers."""
+    """Compare two flat tensors of one length, on the CPU, both of types that have numbers."""
     total = Change()
     for start in range(0, len(a), _TILE):
         total.merge(_tile(a[start : start + _TILE], b[start : start + _TILE]))
@@ -105,7 +100,7 @@ def measure(a: Tensor, b: Tensor) -> Change:
 
 
 def count_differing(a: Tensor, b: Tensor) -> int:
-    """How many elements differ in their bits, of two flat contiguous tensors of one type."""
+    """How many elements of two flat contiguous tensors of one type differ in their bits."""
     size = a.element_size()
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     x, y = (each.view(integers[min(size, 8)]) for each in (a, b))

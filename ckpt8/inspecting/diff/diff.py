@@ -1,10 +1,11 @@
-"""``diff``: opens both sources, matches what is in them, and compares it."""
+"""``diff``: opens two sources, matches their tensors, values and files, and compares them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt8.checkpoint.meaning.roles import unique_name
 from ckpt8.checkpoint.scalars import read_scalar
@@ -13,7 +14,7 @@ from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.checkpoint.walk import format_path, iter_nodes
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.inspecting.diff.change import Change
-from ckpt8.inspecting.diff.leaves import Found, Tensor, Value, collect
+from ckpt8.inspecting.diff.leaves import Found, Tensor, collect
 from ckpt8.inspecting.diff.naming import align, naming
 from ckpt8.inspecting.diff.pairs import OPAQUE, compare, make_pair
 from ckpt8.inspecting.diff.result import Difference, TensorDifference, ValueDifference
@@ -21,6 +22,7 @@ from ckpt8.inspecting.diff.sides import Side, make_sides
 from ckpt8.inspecting.diff.values import Equality, Leaves
 from ckpt8.inspecting.survey.origin import read_json
 
+V = TypeVar("V")
 _BLOCK = 8 << 20
 
 
@@ -34,10 +36,10 @@ def diff(
     """Compare two checkpoints: files or directories of any format that ckpt8 reads, or ``.ckpt8`` of them.
 
     Tensors and other values are matched by their paths. Models and optimizers at different paths, or with other names
-    of parameters, are matched by the names that the readers establish. All elements that both have are read, a block
-    at a time. Links, empty directories and the metadata in a safetensors header are not compared. ``progress`` is
-    called with numbers of bytes that were read. Raises InputError for a source that is damaged, holds no checkpoint, or
-    cannot be put together as the other one is.
+    of parameters, are matched by the names that the readers establish. ``diff`` reads all elements that both have, a
+    block at a time. It does not compare links, empty directories and the metadata in a safetensors header. It calls
+    ``progress`` with numbers of bytes that it has read. Raises InputError for a source that is damaged, holds no
+    checkpoint, or cannot be assembled as the other one is.
 
     >>> ckpt8.diff("run.pt", "run.ckpt8").identical
     False
@@ -51,7 +53,7 @@ def diff(
         names = naming(sides[0]), naming(sides[1])
         found = Difference(sides[0].facts(), sides[1].facts(), notes=align(*names))
         found.notes += [f"{which}: {note}" for which, side in zip("AB", sides, strict=True) for note in side.notes]
-        # A tree that was put together always has param_names, also where its files do not.
+        # An assembled tree always has param_names, also where its files do not.
         listed = not any(part.is_assembled for side in sides for part in side.parts)
         mine, theirs = (collect(*each, param_names=listed) for each in zip(sides, names, strict=True))
         _match_values(found, mine, theirs)
@@ -64,21 +66,22 @@ def diff(
 
 def _match_values(found: Difference, mine: Found, theirs: Found) -> None:
     same = Equality()
-    for name, value in mine.values.items():
-        other = theirs.values.get(name)
-        if other is None:
-            found.values_only_a.append((value.name, value.value))
-        elif same(value.value, other.value):
-            found.equal_values += 1
-        else:
-            found.values.append(ValueDifference(value.name, value.value, other.value))
-    found.values_only_b += [(each.name, each.value) for name, each in theirs.values.items() if name not in mine.values]
+    both, only_a, only_b = _split(mine.values, theirs.values)
+    found.values_only_a += only_a
+    found.values_only_b += only_b
+    changed = [ValueDifference(name, a, b) for (name, a), (_, b) in both if not same(a, b)]
+    found.values += changed
+    found.equal_values += len(both) - len(changed)
+
+
+def _split(a: Mapping[str, V], b: Mapping[str, V]) -> tuple[list[tuple[V, V]], list[V], list[V]]:
+    """The pairs of equal names, and the values of names that only ``a`` or only ``b`` has."""
+    both = [(each, b[name]) for name, each in a.items() if name in b]
+    return both, [a[name] for name in a if name not in b], [b[name] for name in b if name not in a]
 
 
 def _compare_tensors(found: Difference, mine: Found, theirs: Found, workers: Workers, progress: Progress) -> None:
-    both = [(tensor, theirs.tensors[name]) for name, tensor in mine.tensors.items() if name in theirs.tensors]
-    found.tensors_only_a = [each for name, each in mine.tensors.items() if name not in theirs.tensors]
-    found.tensors_only_b = [each for name, each in theirs.tensors.items() if name not in mine.tensors]
+    both, found.tensors_only_a, found.tensors_only_b = _split(mine.tensors, theirs.tensors)
     pairs = {k: make_pair(a, b) for k, (a, b) in enumerate(both) if _comparable(a, b)}
     changes: dict[int, Change] = dict(zip(pairs, compare(list(pairs.values()), workers, progress), strict=True))
     for k, (a, b) in enumerate(both):
@@ -98,10 +101,9 @@ def _comparable(a: Tensor, b: Tensor) -> bool:
 
 
 def _numbers(a: Tensor, b: Tensor) -> tuple[float, float] | None:
-    """The values of two tensors of one element, such as steps."""
-    data = a.part.data, b.part.data
-    first = read_scalar(data[0], data[0].storage(a.ref.key), a.ref)
-    second = read_scalar(data[1], data[1].storage(b.ref.key), b.ref)
+    """The values of two tensors of one element, such as steps; None if one of them is no number."""
+    data = ((each.part.data, each.ref) for each in (a, b))
+    first, second = (read_scalar(source, source.storage(ref.key), ref) for source, ref in data)
     return None if first is None or second is None else (first, second)
 
 
@@ -117,7 +119,7 @@ def _compare_files(found: Difference, a: Side, b: Side, progress: Progress) -> N
             if None in trees:
                 found.files.append(path)
             else:
-                _compare_json(found, path, *trees)
+                _match_values(found, *(_json_values(path, tree) for tree in trees))
     found.files_only_b = [path for path in b.files if path not in a.files]
 
 
@@ -134,14 +136,13 @@ def _same_bytes(a: Checkpoint, b: Checkpoint, progress: Progress) -> bool:
     return True
 
 
-def _compare_json(found: Difference, path: str, a: Any, b: Any) -> None:
-    """Add the values of two files of JSON as those of trees."""
-    sides = (Found(), Found())
-    for side, tree in zip(sides, (a, b), strict=True):
-        is_leaf = Leaves()
-        taken: dict[str, int] = {}
-        for place, node in iter_nodes(tree, path, is_leaf):
-            if is_leaf(node):
-                name = unique_name(f"{path}:{format_path(place)}", taken)
-                side.values[name] = Value(name, node)
-    _match_values(found, *sides)
+def _json_values(path: str, tree: Any) -> Found:
+    """The values of a JSON file, with paths below that of the file."""
+    found = Found()
+    is_leaf = Leaves()
+    taken: dict[str, int] = {}
+    for place, node in iter_nodes(tree, path, is_leaf):
+        if is_leaf(node):
+            name = unique_name(f"{path}:{format_path(place)}", taken)
+            found.values[name] = name, node
+    return found

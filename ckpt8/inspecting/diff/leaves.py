@@ -1,4 +1,4 @@
-"""All tensors and values of a source, by the paths that match them."""
+"""Collects the tensors and values of a source by the paths that match them with those of the other source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt8.inspecting.diff.values import Leaves
 K = TypeVar("K")
 _PARAM_NAMES = "param_names"
 _ALONE = "\0"
-"""Put before the path of what has no counterpart; no other name begins with it."""
+"""Stands before the path of what has no counterpart; no other name begins with it."""
 
 _LONGEST = 600
 """Paths are cut to this many characters while they are made; names are shorter."""
@@ -39,25 +39,20 @@ class Tensor:
     tied: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A value that is not a tensor, and its path."""
-
-    name: str
-    value: Any
-
-
 @dataclass(slots=True)
 class Found:
-    """Tensors and values by the path that they have in the first source, or by one that nothing has there."""
+    """Tensors and values by their path in the first source, or by one that nothing has there.
+
+    A value comes with its path in its own source.
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    values: dict[str, Value] = field(default_factory=dict)
+    values: dict[str, tuple[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The path of a node, its path in the first source or None, and the parameter that it belongs to or None."""
+    """The path of a node; its path in the first source and its parameter, or None."""
 
     own: str
     name: str | None
@@ -92,24 +87,20 @@ def collect(side: Side, naming: Naming, *, param_names: bool) -> Found:
             called = unique_name(place.own, own)
             name = f"{_ALONE}{called}" if place.name is None else unique_name(place.name, taken)
             if isinstance(leaf, (TensorRef, StorageRef)):
-                ref = leaf if isinstance(leaf, TensorRef) else _whole(leaf)
+                ref = leaf if isinstance(leaf, TensorRef) else _flat(leaf)
+                elements = (id(part), ref.key, ref.dtype, ref.offset, ref.shape, ref.stride, ref.conj, ref.neg)
                 # An empty tensor shares its place with nothing.
-                first = ties.setdefault((id(part), *_identity(ref)), called) if ref.numel else called
+                first = ties.setdefault(elements, called) if ref.numel else called
                 role = roles.get(id(leaf), Role.OTHER)
                 parameter = universal.owner(part.path) or place.parameter
-                tied = None if first == called else first
-                found.tensors[name] = Tensor(called, ref, part, role, parameter, tied)
+                found.tensors[name] = Tensor(called, ref, part, role, parameter, None if first == called else first)
             else:
-                found.values[name] = Value(called, leaf)
+                found.values[name] = called, leaf
     return found
 
 
-def _whole(storage: StorageRef) -> TensorRef:
+def _flat(storage: StorageRef) -> TensorRef:
     return TensorRef(storage.key, storage.dtype, storage.offset, (storage.numel,), (1,))
-
-
-def _identity(ref: TensorRef) -> tuple[object, ...]:
-    return ref.key, ref.dtype, ref.offset, ref.shape, ref.stride, ref.conj, ref.neg
 
 
 def _walk(part: Part, naming: Naming, *, param_names: bool) -> Iterator[tuple[_Place, Any]]:

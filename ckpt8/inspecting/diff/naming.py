@@ -1,7 +1,7 @@
-"""Which model, optimizer and parameter of one source is which of the other.
+"""Matches the models, optimizers and parameters of one source with those of the other.
 
-Tensors are matched by their paths. Where models or optimizers lie at different paths, or name parameters differently
-(wrappers, numbers for names), they are matched by the names that the readers establish. What has no name has no match.
+``diff`` matches tensors by their paths. Models or optimizers at different paths, or with other names of parameters
+(wrappers, numbers for names), match by the names that the readers establish. Without a name there is no match.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Entry = tuple[int, str]
 class Model:
     """The weights of a model, with all its shards: by name their full paths, and the entries that hold them.
 
-    ``homes`` are the paths of the dictionaries that hold them, by their ``id``.
+    ``homes`` are the paths of the dictionaries with these entries, by their ``id``.
     """
 
     label: str
@@ -57,10 +57,10 @@ class Optimizer:
 
 @dataclass(slots=True)
 class Naming:
-    """The names in one source. ``places`` and ``entries`` say what has another path in the other source.
+    """The names in one source. ``places`` and ``entries`` have the paths that differ in the other source.
 
-    ``places`` are new paths of dictionaries by their ``id``, ``entries`` those of tensors; None for what has no
-    counterpart. ``owners`` and ``owned`` give the name of the parameter that a state or a weight is of.
+    ``places`` are these paths of dictionaries by their ``id``, ``entries`` those of tensors; None stands for no
+    counterpart. ``owners`` and ``owned`` give the name of the parameter of a state or a weight.
     """
 
     models: list[Model]
@@ -72,7 +72,7 @@ class Naming:
 
 
 def join(base: str, name: object) -> str:
-    """The path of something called ``name`` below ``base``, which is empty or ends with a colon for a whole tree."""
+    """The path of ``name`` below ``base``, which is empty or ends with a colon for a whole tree."""
     return f"{base}{name}" if not base or base.endswith(":") else f"{base}.{name}"
 
 
@@ -91,27 +91,25 @@ def naming(side: Side) -> Naming:
             if each in optimizer.names:
                 found.owners[id(state)] = plain[optimizer.names[each]]
     for model in found.models:
-        plain = plain_names(model.names)
         # With several models, a name alone does not say which one is meant.
-        known = plain if len(found.models) == 1 else {name: model.names[name] for name in plain}
-        found.owned.update((model.entries[name], known[name]) for name in plain)
+        known = plain_names(model.names) if len(found.models) == 1 else model.names
+        found.owned.update((model.entries[name], known[name]) for name in known)
     return found
 
 
 def _models(candidates: Sequence[tuple[Part, Candidate]]) -> list[Model]:
     models: dict[str, list[tuple[Part, Candidate]]] = defaultdict(list)
     for part, candidate in candidates:
-        shard = candidate.path == TOP_LEVEL
-        models[f"{part.path.rpartition('/')[0]}:" if shard else join(part.prefix, candidate.path)].append(
-            (part, candidate)
-        )
+        is_shard = candidate.path == TOP_LEVEL
+        label = f"{part.path.rpartition('/')[0]}:" if is_shard else join(part.prefix, candidate.path)
+        models[label].append((part, candidate))
     found = []
     for label, parts in models.items():
         counts = Counter(name for _, candidate in parts for name in candidate.node)
-        groups = [(label, parts)]
         if any(count > 1 for count in counts.values()):
-            groups = [(join(part.prefix, candidate.path), [(part, candidate)]) for part, candidate in parts]
-        found += [_model(own, each) for own, each in groups]
+            found += [_model(join(part.prefix, each.path), [(part, each)]) for part, each in parts]
+        else:
+            found.append(_model(label, parts))
     return found
 
 
@@ -142,7 +140,7 @@ def _optimizer(part: Part, candidate: Candidate, weight_names: NamesFromWeights)
 
 
 def align(a: Naming, b: Naming) -> list[str]:
-    """Fill in what in ``b`` has another path in ``a``. Returns notes on what was matched by name, or has no match."""
+    """Set the paths of ``b`` that differ in ``a``. Returns notes on matches by name, and on states without a match."""
     notes = []
     for model, other in _pairs(a.models, b.models):
         if model.label != other.label:
@@ -175,7 +173,7 @@ T = TypeVar("T", Model, Optimizer)
 
 
 def _pairs(a: Sequence[T], b: Sequence[T]) -> list[tuple[T, T]]:
-    """Those with equal labels; then those left, where each side has exactly one."""
+    """Those with equal labels; then the last ones, if each side has exactly one left."""
     by_label = {each.label: each for each in a}
     pairs = [(by_label[each.label], each) for each in b if each.label in by_label]
     taken = {id(each) for pair in pairs for each in pair}

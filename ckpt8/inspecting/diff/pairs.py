@@ -18,17 +18,17 @@ from ckpt8.inspecting.diff.change import Change, measure
 from ckpt8.inspecting.diff.leaves import Tensor
 
 _READ = 4 * FRAME
-"""Elements that are read at once: enough that a container decodes on several threads."""
+"""Elements of one read: enough for a container to decode on several threads."""
 
 OPAQUE = frozenset({DType.FLOAT4_E2M1FN_X2, DType.QINT8, DType.QUINT8, DType.QINT32, DType.QUINT4X2, DType.QUINT2X4})
-"""Types whose elements torch does not give as numbers: only their bits are compared."""
+"""Types whose elements torch does not give as numbers: ``diff`` compares only their bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
     """Two tensors of one shape; ``first`` and ``second`` have their dimensions in the order that suits the first.
 
-    Every element counts ``repeat`` times: what both only repeat, as expanded tensors do, is read once.
+    Every element counts ``repeat`` times: elements that both only repeat, as expanded tensors do, are read once.
     """
 
     a: Tensor
@@ -37,31 +37,20 @@ class Pair:
     second: TensorRef
     repeat: int = 1
 
-    @property
-    def numel(self) -> int:
-        """Elements to read of each."""
-        return self.first.numel
 
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """The same elements of pair ``number``. Opaque ones are ``itemsize`` bytes each; it is 0 for numbers."""
-
-    number: int
-    a: torch.Tensor
-    b: torch.Tensor
-    itemsize: int
+_Piece = tuple[int, int, torch.Tensor, torch.Tensor]
+"""The number of a pair, the bytes of each opaque element (0 for numbers), and the same elements of both."""
 
 
 def make_pair(a: Tensor, b: Tensor) -> Pair:
-    """Two tensors of one shape. Raises InputError where both repeat more elements than are stored, and differently."""
+    """Pair two tensors of one shape. Raises InputError if both repeat more elements than they store, in two ways."""
     first, second, repeat = _collapsed(a.ref, b.ref)
     order = sorted(range(len(first.shape)), key=lambda dim: -first.stride[dim])
     first, second = _permuted(first, order), _permuted(second, order)
     if _is_expanded(a, first) and _is_expanded(b, second):
         if first.stride != second.stride:
             a.part.data.check_extent(a.name, first)
-        # Windows that overlap: the run of elements under them is compared in their place.
+        # Windows that overlap: compare the run of elements under them instead.
         first, second = (replace(ref, shape=(ref.span,), stride=(1,)) for ref in (first, second))
     if a.ref.dtype in OPAQUE or b.ref.dtype in OPAQUE:
         first, second = _as_bytes(first), _as_bytes(second)
@@ -69,7 +58,7 @@ def make_pair(a: Tensor, b: Tensor) -> Pair:
 
 
 def _collapsed(a: TensorRef, b: TensorRef) -> tuple[TensorRef, TensorRef, int]:
-    """Both with size 1 in the dimensions that both only repeat, and how often that repeats every element."""
+    """Both with size 1 in dimensions that both only repeat, and how often these repeat every element."""
     dims = range(len(a.shape))
     repeated = {dim for dim in dims if a.shape[dim] > 1 and a.stride[dim] == b.stride[dim] == 0}
     shape = tuple(1 if dim in repeated else a.shape[dim] for dim in dims)
@@ -93,7 +82,7 @@ def _as_bytes(ref: TensorRef) -> TensorRef:
 
 
 def compare(pairs: Sequence[Pair], workers: Workers, progress: Progress) -> list[Change]:
-    """Measure all pairs; ``progress`` is called with bytes that were read. Raises InputError for damage."""
+    """Measure all pairs; calls ``progress`` with numbers of bytes that it has read. Raises InputError for damage."""
     changes = [Change() for _ in pairs]
     for number, found in workers.map(_measure, _pieces(pairs, progress), ahead=0):
         changes[number].merge(found)
@@ -101,11 +90,11 @@ def compare(pairs: Sequence[Pair], workers: Workers, progress: Progress) -> list
 
 
 def _measure(piece: _Piece) -> tuple[int, Change]:
-    if piece.itemsize == 0:
-        return piece.number, measure(piece.a, piece.b)
-    count = len(piece.a) // piece.itemsize
-    unequal = piece.a.ne(piece.b).view(count, piece.itemsize).any(1)
-    return piece.number, Change(count, int(unequal.count_nonzero()), excluded=count)
+    number, itemsize, a, b = piece
+    if itemsize == 0:
+        return number, measure(a, b)
+    unequal = a.ne(b).view(-1, itemsize).any(1)
+    return number, Change(len(unequal), int(unequal.count_nonzero()), excluded=len(unequal))
 
 
 def _pieces(pairs: Sequence[Pair], progress: Progress) -> Iterator[_Piece]:
@@ -122,16 +111,17 @@ def _pieces(pairs: Sequence[Pair], progress: Progress) -> Iterator[_Piece]:
         views = _View(pair.a, pair.first, progress), _View(pair.b, pair.second, progress)
         opaque = pair.first.dtype is DType.UINT8 and pair.a.ref.dtype in OPAQUE
         itemsize = pair.a.ref.dtype.itemsize if opaque else 0
-        for start in range(0, pair.numel, _READ):
-            blocks = [view.read(start, min(start + _READ, pair.numel)) for view in views]
-            for at in range(0, len(blocks[0]), FRAME):
-                yield _Piece(number, blocks[0][at : at + FRAME], blocks[1][at : at + FRAME], itemsize)
+        numel = pair.first.numel
+        for start in range(0, numel, _READ):
+            a, b = (view.read(start, min(start + _READ, numel)) for view in views)
+            for at in range(0, len(a), FRAME):
+                yield number, itemsize, a[at : at + FRAME], b[at : at + FRAME]
         for view in views:
             view.finish()
 
 
 class _View:
-    """Reads a tensor block by block, and checks its bytes where the source states a checksum for exactly these."""
+    """Reads a tensor block by block, and checks its bytes if the source states a checksum for exactly these."""
 
     def __init__(self, tensor: Tensor, ref: TensorRef, progress: Progress) -> None:
         self._tensor, self._ref, self._progress = tensor, ref, progress
@@ -142,7 +132,7 @@ class _View:
         self._crc = 0
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements ``start`` to ``stop``. Every block is read once, in order. Raises InputError."""
+        """Elements ``start`` to ``stop``. The caller reads every block once, in order. Raises InputError."""
         block = self._tensor.part.data.elements(self._ref, start, stop)
         if self._expected is not None:
             self._crc = crc32(bytes_of(block), self._crc)

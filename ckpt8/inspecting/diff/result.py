@@ -1,4 +1,4 @@
-"""What ``diff`` found, and its sums by role and by layer."""
+"""The result of ``diff``, and its sums by role and by layer."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LONGEST_TEXT = 1000
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """Two tensors that match. ``change`` is None where their shapes or their types cannot be compared.
+    """Two tensors that match. ``change`` is None if their shapes or types cannot be compared.
 
-    ``values`` are those of two numbers that differ, where a tensor has one element.
+    ``values`` are two numbers that differ, if each tensor has one element.
     """
 
     a: Tensor
@@ -38,17 +38,17 @@ class TensorDifference:
 
     @property
     def is_tied(self) -> bool:
-        """Whether both are the same elements as another tensor, which counts in sums in their place."""
+        """Whether both share their elements with another tensor, which sums count in their place."""
         return self.a.tied is not None and self.b.tied is not None
 
     @property
     def role(self) -> Role:
-        """What the tensor is for."""
+        """The role of the tensor in the checkpoint."""
         return self.b.role if self.a.role is Role.OTHER else self.a.role
 
     @property
     def layer(self) -> str | None:
-        """The layer of its parameter; None where it belongs to no parameter, or to one without a name."""
+        """The layer of its parameter; None if it belongs to no parameter, or to one without a name."""
         name = self.a.parameter or self.b.parameter
         if name is None and self.role is Role.WEIGHT:
             name = self.a.name
@@ -80,12 +80,9 @@ class ValueDifference:
     a: Any
     b: Any
 
-    def to_json(self) -> dict[str, Any]:
-        """For ``--json``: short plain values as they are, all others as text."""
-        return {"name": self.name, "a": _plain(self.a), "b": _plain(self.b)}
-
 
 def _plain(value: Any) -> Any:
+    """For ``--json``: short plain values as they are, all others as text."""
     if isinstance(value, str):
         return value if len(value) <= _LONGEST_TEXT else value[:_LONGEST_TEXT] + "…"
     if isinstance(value, int):
@@ -106,7 +103,7 @@ def _facts(tensor: Tensor) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Sums over the tensors of one role or layer. ``worst`` is the one that changed most."""
+    """Sums over the tensors of one role or layer. ``worst`` names the one that changed most."""
 
     tensors: int
     identical: int
@@ -121,9 +118,9 @@ class Total:
 
 @dataclass(slots=True)
 class Difference:
-    """How two checkpoints differ. ``a`` and ``b`` describe each of them.
+    """The differences between two checkpoints. ``a`` and ``b`` describe each of them.
 
-    ``tensors`` are those that both have, equal or not. ``values`` are the other values that both have and that differ;
+    ``tensors`` are those that both have, equal or not. ``values`` are other values that both have and that differ;
     ``equal_values`` counts the equal ones. ``files`` are members without tensors whose bytes differ.
     """
 
@@ -145,11 +142,10 @@ class Difference:
     @property
     def identical(self) -> bool:
         """Whether both hold the same: every tensor bit for bit, every value, every file."""
-        one_sided = (
-            *(self.tensors_only_a, self.tensors_only_b, self.values_only_a, self.values_only_b),
-            *(self.files_only_a, self.files_only_b),
-        )
-        return not (self.values or self.files or any(one_sided)) and all(each.identical for each in self.tensors)
+        only_a = self.tensors_only_a or self.values_only_a or self.files_only_a
+        only_b = self.tensors_only_b or self.values_only_b or self.files_only_b
+        changed = self.values or self.files
+        return not (only_a or only_b or changed) and all(each.identical for each in self.tensors)
 
     @property
     def changed(self) -> list[TensorDifference]:
@@ -170,13 +166,12 @@ class Difference:
         return dict(sorted(found.items(), key=lambda item: -size_of_change(item[1].change)))
 
     def to_json(self) -> dict[str, Any]:
-        """All of it in plain values.
+        """Plain values.
 
         ``a``, ``b``: path, layout, whether it is a ``.ckpt8``, bytes. ``roles`` and ``layers``: sums over the tensors
-        of a role, or of a role and a layer, with the name of the ``worst``. ``tensors``, ``values`` and ``files`` have
-        what only one side has under ``only_a`` and ``only_b``. Tensors of both sides are under ``both``; values and
-        files of both are under ``changed`` where they differ, else counted under ``equal``. See ``Change`` for its
-        figures.
+        of a role, or of a role and a layer, with the name of the ``worst``. ``tensors``, ``values`` and ``files`` list
+        those of one side under ``only_a`` and ``only_b``. Tensors of both sides are under ``both``; values and files of
+        both are under ``changed`` if they differ, else ``equal`` counts them. See ``Change`` for its figures.
         """
         return {
             "a": self.a,
@@ -194,7 +189,7 @@ class Difference:
             },
             "values": {
                 "equal": self.equal_values,
-                "changed": [each.to_json() for each in self.values],
+                "changed": [{"name": each.name, "a": _plain(each.a), "b": _plain(each.b)} for each in self.values],
                 "only_a": [{"name": name, "a": _plain(value)} for name, value in self.values_only_a],
                 "only_b": [{"name": name, "b": _plain(value)} for name, value in self.values_only_b],
             },
@@ -209,7 +204,7 @@ class Difference:
 
 
 def size_of_change(change: Change | None) -> float:
-    """The relative change, which tensors are sorted by; infinite where it is unknown."""
+    """The relative change, by which tensors are sorted; infinite if it is unknown."""
     return math.inf if change is None or change.relative is None else change.relative
 
 
@@ -225,9 +220,8 @@ def _totals(tensors: Iterable[TensorDifference], key: Callable[[TensorDifference
 
 def _total(group: list[TensorDifference]) -> Total:
     total = Change()
-    for each in group:
-        if each.change is not None:
-            total.merge(each.change)
+    for change in (each.change for each in group if each.change is not None):
+        total.merge(change)
     worst = max(group, key=lambda each: size_of_change(each.change))
     identical = sum(each.identical for each in group)
     return Total(len(group), identical, total, None if worst.identical else worst.a.name)

@@ -1,7 +1,7 @@
-"""The two sides of a comparison: a source as trees of objects, and as files without tensors.
+"""The two sides of a comparison: each source as trees of objects, and as files without tensors.
 
-Two sources of one layout are compared member by member, so that nothing is left out. Where the layouts differ, each
-becomes one tree, as ``convert`` makes it of the slices of a distributed checkpoint or the shards of a model.
+``diff`` compares two sources of one layout member by member, so that nothing is left out. If the layouts differ, each
+source becomes one tree, as ``convert`` makes it of the slices of a distributed checkpoint or the shards of a model.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _OF_SEVERAL = "directory"
 class Part:
     """One tree. ``path`` is its place in a directory, empty for the whole source; ``data`` holds its tensors.
 
-    ``checkpoint`` is its file, or ``data`` where it was put together of several. ``crcs`` are the checksums that the
-    source states, by the keys of ``data``.
+    ``checkpoint`` is its file, or ``data`` if several files make it up. ``crcs`` are the checksums that the source
+    states, by the keys of ``data``.
     """
 
     path: str
@@ -56,7 +56,7 @@ class Part:
 
 @dataclass(slots=True)
 class Side:
-    """One source. ``files`` are members that hold no tensors, by path; ``notes`` say what is not compared."""
+    """One source. ``files`` are members without tensors, by path; ``notes`` say what ``diff`` does not compare."""
 
     path: Path
     layout: str
@@ -67,7 +67,7 @@ class Side:
     notes: list[str] = field(default_factory=list)
 
     def check_unchanged(self) -> None:
-        """Raise InputError when a file that was read changed since it was opened."""
+        """Raise InputError if a file changed since it was opened."""
         for each in (*(part.data for part in self.parts), *self.files.values()):
             each.check_unchanged()
 
@@ -136,6 +136,6 @@ def _add_each(side: Side, members: Iterable[DirectoryMember], *, in_directory: b
 
 
 def _crcs(side: Side, checkpoint: Checkpoint, prefix: str = "") -> dict[str, int]:
-    """Stated checksums by key; none of a ``.ckpt8``, which may give back other bytes than it was made from."""
+    """Stated checksums by key; none of a ``.ckpt8``, which may give back other bytes than those of its original."""
     storages = () if side.is_container else checkpoint.storages
     return {prefix + storage.key: storage.crc32 for storage in storages if storage.crc32 is not None}

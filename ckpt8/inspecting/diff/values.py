@@ -1,4 +1,4 @@
-"""Values that are not tensors: what counts as one value, when two are equal, and how one is shown."""
+"""Values that are not tensors: which nodes are values, when two are equal, and how reports show one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _DICTIONARIES = (dict, StatefulDict)
 _LONGEST = 60
 _FEW = 8
 _MOST_BITS = 1024
-"""Longer integers are not written out: Python refuses thousands of digits."""
+"""Longer integers are shown by their length: Python does not print thousands of digits."""
 
 
 class Leaves:
     """Tells which nodes of a tree are values: scalars, lists, tuples and sets of scalars, and empty containers."""
 
     def __init__(self) -> None:
-        # A tree may hold one list a million times; it is looked at once.
+        # A tree may hold one list a million times; each list is checked once.
         self._flat: dict[int, bool] = {}
 
     def __call__(self, value: Any) -> bool:

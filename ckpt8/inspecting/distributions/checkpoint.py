@@ -5,6 +5,8 @@ Both, and the errors between them, come from the same sample of every tensor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,11 @@ from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.container.frames import FRAME
+from ckpt8.core.backend import Backend
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.workers import Workers
-from ckpt8.inspecting.distributions.drawing import Piece, draw, is_counted
+from ckpt8.inspecting.distributions.counts import Piece, draw, is_counted
 from ckpt8.inspecting.distributions.gathering import Gathered, Seen, Work, look_at
-from ckpt8.inspecting.distributions.layer_sizes import LayerSizes
 from ckpt8.inspecting.opening import describe, read_elements
 from ckpt8.inspecting.sampling import ChunkSampling
 
@@ -37,19 +39,20 @@ def checkpoint_distributions(path: Path, *, full: bool = False) -> dict[str, Any
     """
     with open_source(path, containers=False) as source, Workers() as workers:
         plan = plan_bundle(source, Policy.of(PRESET))
-        manifest = describe(source, plan)
         counted = {each.index for each in plan.streams if is_counted(each.spec, each.codec)}
         units = [unit for unit in plan.units if any(each.index in counted for each in unit.streams)]
         gathered = Gathered(
-            manifest,
+            describe(source, plan),
+            counted,
             sampling=ChunkSampling.of(sum(len(unit.streams) for unit in units), full=full),
-            layers=LayerSizes.of(manifest, counted, stored=False),
+            stored=False,
             before="the checkpoint",
             after=f"as preset {PRESET} would give it back",
             errors_from=f"preset {PRESET} on the sample",
             total=sum(unit.numel * len(unit.streams) for unit in units),
         )
-        for unit, seen in look_at(units, gathered.sampling, _Look(source).at, workers):
+        look = partial(_look, source, ChunkMeters(source))
+        for unit, seen in look_at(units, gathered.sampling, look, workers):
             _add(gathered, unit, seen)
         source.check_unchanged()
         return gathered.to_json()
@@ -58,9 +61,9 @@ def checkpoint_distributions(path: Path, *, full: bool = False) -> dict[str, Any
 def _add(gathered: Gathered, unit: Unit, seen: Seen) -> None:
     if seen.refused is not None:
         gathered.refused[unit.parameter.name if unit.parameter else unit.streams[0].spec.name] = seen.refused
-        # A unit that is refused is stored lossless: it comes back as it was, and has no codes.
-        for pair in seen.drawn.pairs.values():
-            pair.after = pair.before or pair.after
+        # A refused unit is stored lossless: it comes back as it was, and has no codes.
+        found = seen.drawn.histograms
+        found |= {(what, "after"): before for (what, side), before in found.items() if side == "before"}
         seen.drawn.codes.clear()
         seen.errors = UnitErrors()
     for each in unit.streams:
@@ -73,40 +76,32 @@ def _add(gathered: Gathered, unit: Unit, seen: Seen) -> None:
     gathered.add(unit, seen)
 
 
-class _Look:
-    """Encodes and decodes samples of a checkpoint."""
+def _look(source: Bundle, meters: ChunkMeters, work: Work) -> Seen:
+    """Read windows of one chunk of a unit, encode, decode, count and measure them. Thread-safe."""
+    unit, chunk, windows = work
+    seen = Seen(UnitErrors.of(unit))
+    for window in windows:
+        start, count = chunk * FRAME + window.start, window.stop - window.start
+        originals = [read_elements(source, s.storage.offset, s.spec.dtype, start, count) for s in unit.streams]
+        pieces, refused = _encode(unit.streams, originals, start, meters.backend)
+        seen.refused = seen.refused or refused
+        seen.drawn.merge(draw(pieces, unit.parameter))
+        if refused is None and any(stream.lossy for stream in unit.streams):
+            seen.errors.merge(meters.of(unit).measure(start, originals, [each.parts for each in pieces]))
+    return seen
 
-    def __init__(self, source: Bundle) -> None:
-        self._source = source
-        self._meters = ChunkMeters(source)
 
-    def at(self, work: Work) -> Seen:
-        """Read windows of one chunk of a unit, encode, decode, count and measure them. Thread-safe."""
-        unit, chunk, windows = work
-        seen = Seen(UnitErrors.of(unit))
-        for window in windows:
-            start = chunk * FRAME + window.start
-            originals = [self._read(stream, start, window.stop - window.start) for stream in unit.streams]
-            pieces, refused = self._encode(unit, originals, start)
-            seen.refused = seen.refused or refused
-            seen.drawn.merge(draw(pieces, unit.parameter))
-            if refused is None and any(stream.lossy for stream in unit.streams):
-                seen.errors.merge(self._meters.of(unit).measure(start, originals, [each.parts for each in pieces]))
-        return seen
-
-    def _read(self, stream: Stream, start: int, length: int) -> torch.Tensor:
-        return read_elements(self._source, stream.storage.offset, stream.spec.dtype, start, length)
-
-    def _encode(self, unit: Unit, originals: list[torch.Tensor], start: int) -> tuple[list[Piece], str | None]:
-        """The pieces of a unit, as they come back; and why a codec refuses them, where one does."""
-        backend, streams = self._meters.backend, unit.streams
-        try:
-            parts = lockstep.encode(streams, originals, start, backend)
-        except RefusedError as exc:
-            pairs = zip(streams, originals, strict=True)
-            return [Piece(each.index, each.spec.role, LOSSLESS, x, x, {}) for each, x in pairs], str(exc)
-        decoded = lockstep.decode(streams, parts, originals, start, backend)
-        return [
-            Piece(stream.index, stream.spec.role, stream.codec, x, after, part)
-            for stream, x, after, part in zip(streams, originals, decoded, parts, strict=True)
-        ], None
+def _encode(
+    streams: Sequence[Stream], originals: Sequence[torch.Tensor], start: int, backend: Backend | None
+) -> tuple[list[Piece], str | None]:
+    """The decoded pieces of a unit, and the reason if a codec refuses them."""
+    try:
+        parts = lockstep.encode(streams, originals, start, backend)
+    except RefusedError as exc:
+        pairs = zip(streams, originals, strict=True)
+        return [Piece(each.index, each.spec.role, LOSSLESS, x, x, {}) for each, x in pairs], str(exc)
+    decoded = lockstep.decode(streams, parts, originals, start, backend)
+    return [
+        Piece(stream.index, stream.spec.role, stream.codec, x, after, part)
+        for stream, x, after, part in zip(streams, originals, decoded, parts, strict=True)
+    ], None

@@ -1,11 +1,12 @@
-"""Distributions of a ``.ckpt8``: after is what it decodes to, before the original where that is at hand.
+"""Distributions of a ``.ckpt8``: after is what it decodes to, before the original, if it is given.
 
-Errors are those that the manifest states. They cover every element, also where the histograms cover a sample.
+Errors come from the manifest. They cover every element, also where the histograms cover a sample.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,8 @@ from ckpt8.container.manifest import ParameterRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
 from ckpt8.core.workers import Workers
-from ckpt8.inspecting.distributions.drawing import Piece, draw, is_counted
+from ckpt8.inspecting.distributions.counts import Piece, draw, is_counted
 from ckpt8.inspecting.distributions.gathering import Gathered, Seen, Work, look_at
-from ckpt8.inspecting.distributions.layer_sizes import LayerSizes
 from ckpt8.inspecting.opening import read_elements
 from ckpt8.inspecting.sampling import ChunkSampling
 from ckpt8.optim.known_optimizers import MOMENT_SLOTS
@@ -37,16 +37,17 @@ def container_distributions(
 ) -> dict[str, Any]:
     """The ``distributions`` of an open container, see ``Gathered``. Raises InputError for damage.
 
-    ``original`` is the checkpoint that it was made from, whose structure was compared. ``full`` decodes every element,
-    else a sample of every tensor.
+    ``original`` is the checkpoint that it was made from; the caller compared their structures. ``full`` decodes every
+    element, else a sample of every tensor.
     """
     manifest = reader.manifest
     counted = {index for index in range(len(manifest.storages)) if is_counted(reader.spec(index), reader.codec(index))}
     made = "when it was made" if original is None else "against the original"
     gathered = Gathered(
         manifest,
+        counted,
         sampling=ChunkSampling.of(len(counted), full=full),
-        layers=LayerSizes.of(manifest, counted, stored=True),
+        stored=True,
         before=None if original is None else "the original",
         after="as decoded from the container",
         errors_from=f"every element, {made}",
@@ -58,8 +59,8 @@ def container_distributions(
         if original is not None:
             decode = not Policy(manifest.preset).keeps_compressed
             source = stack.enter_context(open_source(original, containers=False, decode=decode))
-        workers, look = stack.enter_context(Workers()), _Look(reader, source)
-        for unit, seen in look_at(_units(reader, counted), gathered.sampling, look.at, workers):
+        workers, look = stack.enter_context(Workers()), partial(_look, reader, source)
+        for unit, seen in look_at(_units(reader, counted), gathered.sampling, look, workers):
             weight = read_error(manifest.storages[unit.streams[0].index].error)
             update = updates[unit.parameter.name] if unit.parameter else None
             seen.errors = UnitErrors(
@@ -89,7 +90,7 @@ def _units(reader: ContainerReader, counted: set[int]) -> list[Unit]:
 
 
 def _parameter(record: ParameterRecord) -> Parameter:
-    """The parameter, with its rule where an update can be made of its moments."""
+    """The parameter, with its rule if its moments determine an update."""
     stored = read_rule(record.rule)
     known = "moment1" in record.moments and record.moments.keys() <= set(MOMENT_SLOTS.values())
     rule = UpdateRule(**stored) if stored is not None and known else None
@@ -98,37 +99,29 @@ def _parameter(record: ParameterRecord) -> Parameter:
     return Parameter(record.name, record.moments, rule, record.reason, ())
 
 
-class _Look:
-    """Decodes samples of a container, and reads the same elements of the original."""
+def _look(reader: ContainerReader, source: Bundle | None, work: Work) -> Seen:
+    """Decode one chunk of a unit, read the same elements of the original, count windows of both. Thread-safe."""
+    unit, chunk, windows = work
+    pieces = [_piece(reader, source, stream, chunk, windows) for stream in unit.streams]
+    return Seen(UnitErrors(), draw(pieces, unit.parameter))
 
-    def __init__(self, reader: ContainerReader, source: Bundle | None) -> None:
-        self._reader = reader
-        self._source = source
 
-    def at(self, work: Work) -> Seen:
-        """Decode one chunk of a unit and count windows of it. Thread-safe."""
-        unit, chunk, windows = work
-        pieces = [self._piece(stream, chunk, windows) for stream in unit.streams]
-        return Seen(UnitErrors(), draw(pieces, unit.parameter))
+def _piece(reader: ContainerReader, source: Bundle | None, stream: Stream, chunk: int, windows: list[slice]) -> Piece:
+    spec = stream.chunk_spec(chunk)
+    decoded = torch.empty(spec.numel, dtype=spec.dtype.torch, device="cpu")
+    parts = reader.decode_chunk(stream.index, chunk, decoded)
+    before = None
+    if source is not None:
+        before = torch.cat([_original(source, stream, chunk, window) for window in windows])
+    by_element = {name: part for name, part in parts.items() if len(part) == spec.numel}
+    seen = {name: torch.cat([part[window] for window in windows]) for name, part in by_element.items()}
+    after = torch.cat([decoded[window] for window in windows])
+    return Piece(stream.index, spec.role, stream.codec, before, after, seen)
 
-    def _piece(self, stream: Stream, chunk: int, windows: list[slice]) -> Piece:
-        spec = stream.chunk_spec(chunk)
-        decoded = torch.empty(spec.numel, dtype=spec.dtype.torch, device="cpu")
-        parts = self._reader.decode_chunk(stream.index, chunk, decoded)
-        before = None
-        if self._source is not None:
-            before = torch.cat([self._original(self._source, stream, chunk, window) for window in windows])
-        seen = {
-            name: torch.cat([part[window] for window in windows])
-            for name, part in parts.items()
-            if len(part) == spec.numel
-        }
-        after = torch.cat([decoded[window] for window in windows])
-        return Piece(stream.index, spec.role, stream.codec, before, after, seen)
 
-    def _original(self, source: Bundle, stream: Stream, chunk: int, window: slice) -> torch.Tensor:
-        storage = source.storages[stream.index]
-        if storage.nbytes != stream.storage.nbytes:
-            raise InputError(f"{source.label}: changed while it was read; nothing was written")
-        start = chunk * FRAME + window.start
-        return read_elements(source, storage.offset, stream.spec.dtype, start, window.stop - window.start)
+def _original(source: Bundle, stream: Stream, chunk: int, window: slice) -> torch.Tensor:
+    storage = source.storages[stream.index]
+    if storage.nbytes != stream.storage.nbytes:
+        raise InputError(f"{source.label}: changed while it was read; nothing was written")
+    start = chunk * FRAME + window.start
+    return read_elements(source, storage.offset, stream.spec.dtype, start, window.stop - window.start)

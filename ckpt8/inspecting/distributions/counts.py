@@ -1,4 +1,4 @@
-"""How values and codes are distributed: counts that add up in any order, so that every machine finds the same ones.
+"""Histograms of values and usage of codes: counts add up in any order, so that every machine finds the same ones.
 
 A histogram has one bin for every factor of two of the magnitude, which is exact and needs no range in advance.
 """
@@ -6,26 +6,42 @@ A histogram has one bin for every factor of two of the magnitude, which is exact
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-LOWEST = -149
-"""The exponent of the first bin: the smallest subnormal of fp32. It also counts what is smaller, as fp64 may be."""
+from ckpt8.checkpoint.meaning.update_rules import UpdateRule
+from ckpt8.codecs import Codec, config_of
+from ckpt8.codecs.error_measures import root
+from ckpt8.codecs.error_stats import ErrorStats
+from ckpt8.compressing.plan import Parameter
+from ckpt8.container.facts import codec_name
+from ckpt8.core.tensors import Parts, Role, TensorSpec
 
-OCTAVES = 277
-"""Bins up to the exponent 127. The last one also counts what is larger."""
+LOWEST = -149
+"""The exponent of the first bin: the smallest subnormal of fp32. Smaller fp64 values count here, too."""
+
+HIGHEST = 127
+"""The exponent of the last bin. Larger fp64 values count here, too."""
+
+CHARTED = ("weight", "moment1", "moment2", "update")
+"""What has histograms, in the order in which the report shows them."""
+
+_SIDES = ("before", "after")
+_COUNTED = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
 
 
 @dataclass(slots=True)
-class Histogram:
-    """Magnitudes by octave: ``counts[k]`` values lie in [2^(k-149), 2^(k-148)). ``negative`` of them are below zero."""
+class Histogram(ErrorStats):
+    """Magnitudes by octave: ``counts[e]`` values lie in [2^e, 2^(e+1)); ``negative`` of all values are below zero."""
 
     zero: int = 0
     not_finite: int = 0
     negative: int = 0
-    counts: list[int] = field(default_factory=lambda: [0] * OCTAVES)
+    counts: Counter[int] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Histogram:
@@ -33,62 +49,31 @@ class Histogram:
         wide = x if x.dtype is torch.float64 else x.float()
         finite = wide[wide.isfinite()]
         values = finite[finite != 0]
-        octaves = torch.frexp(values).exponent.sub_(1 + LOWEST).clamp_(0, OCTAVES - 1)
-        counts = torch.bincount(octaves, minlength=OCTAVES).tolist()
+        bins = torch.frexp(values).exponent.sub_(1).clamp_(LOWEST, HIGHEST).sub_(LOWEST)
+        counts = Counter({LOWEST + k: count for k, count in enumerate(torch.bincount(bins).tolist()) if count})
         return cls(len(finite) - len(values), len(wide) - len(finite), int((values < 0).sum()), counts)
-
-    def merge(self, other: Histogram) -> None:
-        """Add what was counted elsewhere."""
-        self.zero += other.zero
-        self.not_finite += other.not_finite
-        self.negative += other.negative
-        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
 
     @property
     def total(self) -> int:
         """How many values were counted, with zeros, NaN and Inf."""
-        return sum(self.counts) + self.zero + self.not_finite
+        return self.counts.total() + self.zero + self.not_finite
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; ``counts`` are those from the octave ``first`` on, without empty bins at the ends."""
-        used = [k for k, count in enumerate(self.counts) if count]
-        first, stop = (used[0], used[-1] + 1) if used else (0, 0)
+        """Plain values; ``counts`` begins with the octave ``first`` and ends with the last one in use."""
+        octaves = range(min(self.counts), max(self.counts) + 1) if self.counts else range(0)
         return {
             "total": self.total,
             "zero": self.zero,
             "negative": self.negative,
             "not_finite": self.not_finite,
-            "first": first + LOWEST if used else None,
-            "counts": self.counts[first:stop],
+            "first": octaves.start if octaves else None,
+            "counts": [self.counts[octave] for octave in octaves],
         }
 
 
 @dataclass(slots=True)
-class Pair:
-    """Histograms of the same elements: in the original, if that is at hand, and as they come back."""
-
-    before: Histogram | None
-    after: Histogram
-
-    @classmethod
-    def of(cls, before: torch.Tensor | None, after: torch.Tensor) -> Pair:
-        """Count both."""
-        return cls(None if before is None else Histogram.of(before), Histogram.of(after))
-
-    def merge(self, other: Pair) -> None:
-        """Add other elements."""
-        if self.before is not None and other.before is not None:
-            self.before.merge(other.before)
-        self.after.merge(other.after)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {"before": None if self.before is None else self.before.to_json(), "after": self.after.to_json()}
-
-
-@dataclass(slots=True)
 class Codes:
-    """How often each code from ``first`` on was used."""
+    """How often each code from ``first`` on is used."""
 
     first: int
     counts: list[int]
@@ -122,34 +107,33 @@ class Codes:
         }
 
 
-CodesKey = tuple[str, str, str]
-"""Role, codec and part."""
-
-
 @dataclass(slots=True)
 class Drawn:
-    """Histograms and codes of some tensors. ``pairs`` has the keys of CHARTED."""
+    """Counts of ``elements`` elements: histograms by name in CHARTED and side, codes by role, codec and part."""
 
     elements: int = 0
-    pairs: dict[str, Pair] = field(default_factory=dict)
-    codes: dict[CodesKey, Codes] = field(default_factory=dict)
+    histograms: dict[tuple[str, str], Histogram] = field(default_factory=dict)
+    codes: dict[tuple[str, str, str], Codes] = field(default_factory=dict)
 
     def merge(self, other: Drawn) -> None:
         """Add what was counted elsewhere; ``other`` stays as it is."""
         self.elements += other.elements
-        for what, pair in other.pairs.items():
-            self.add(what, pair)
+        for what, histogram in other.histograms.items():
+            self.histograms.setdefault(what, Histogram()).merge(histogram)
         for key, codes in other.codes.items():
             self.codes.setdefault(key, Codes(codes.first, [0] * len(codes.counts))).merge(codes)
 
-    def add(self, what: str, pair: Pair) -> None:
-        """Add a pair of histograms of ``weight``, ``moment1``, ``moment2`` or ``update``."""
-        empty = Pair(None if pair.before is None else Histogram(), Histogram())
-        self.pairs.setdefault(what, empty).merge(pair)
+    def add(self, what: str, before: torch.Tensor | None, after: torch.Tensor) -> None:
+        """Count values of ``what``, a name in CHARTED: the original ones, where known, and the decoded ones."""
+        sides = zip(_SIDES, (before, after), strict=True)
+        self.merge(Drawn(0, {(what, side): Histogram.of(values) for side, values in sides if values is not None}))
 
     def pairs_json(self) -> dict[str, Any]:
-        """The pairs as plain values, in one order."""
-        return {what: self.pairs[what].to_json() for what in CHARTED if what in self.pairs}
+        """By name {before, after} as plain values, in the order of CHARTED; ``before`` is None where it is unknown."""
+        found = {key: histogram.to_json() for key, histogram in self.histograms.items()}
+        return {
+            what: {side: found.get((what, side)) for side in _SIDES} for what in CHARTED if (what, "after") in found
+        }
 
     def codes_json(self) -> list[dict[str, Any]]:
         """The codes as plain values."""
@@ -159,5 +143,41 @@ class Drawn:
         ]
 
 
-CHARTED = ("weight", "moment1", "moment2", "update")
-"""What there are histograms of, in the order in which they are shown."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of one storage: the original ones, where known, the decoded ones, and the parts that hold them."""
+
+    index: int
+    role: Role
+    codec: Codec
+    before: torch.Tensor | None
+    after: torch.Tensor
+    parts: Parts
+
+
+def is_counted(spec: TensorSpec, codec: Codec) -> bool:
+    """Whether the report counts a storage: floating weights and moments, without rounded copies."""
+    return spec.role in _COUNTED and spec.dtype.is_plane_float and spec.numel > 0 and codec.copied is None
+
+
+def draw(pieces: Sequence[Piece], parameter: Parameter | None) -> Drawn:
+    """Count one unit: a weight, or the moments of ``parameter`` together with the update that they make."""
+    drawn = Drawn(sum(piece.after.numel() for piece in pieces))
+    for piece in pieces:
+        drawn.add(piece.role.value, piece.before, piece.after)
+        if codes := piece.codec.codes:
+            key = piece.role.value, codec_name(config_of(piece.codec)), codes.part
+            drawn.merge(Drawn(codes={key: Codes.of(piece.parts[codes.part], codes.lowest, codes.highest)}))
+    # The update of an element follows from its own moments alone, but for CAME's factored statistics.
+    if parameter is not None and parameter.rule is not None and parameter.rule.kind != "came":
+        originals = {piece.index: piece.before for piece in pieces if piece.before is not None}
+        before = _update(parameter, parameter.rule, originals) if len(originals) == len(pieces) else None
+        drawn.add("update", before, _update(parameter, parameter.rule, {piece.index: piece.after for piece in pieces}))
+    return drawn
+
+
+def _update(parameter: Parameter, rule: UpdateRule, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    moment = values[parameter.moments["moment1"]].float()
+    slot = parameter.denominator
+    divisor = None if slot is None else root(values[parameter.moments[slot]].float())
+    return rule.apply(moment, divisor, None) * rule.factor

@@ -1,34 +1,39 @@
-"""Sums over a checkpoint for the report: distributions, of the worst tensors too, and sizes and errors by layer."""
+"""Sums over a checkpoint for the report: distributions, also of the worst tensors; sizes and errors by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt8.checkpoint.meaning.layer_names import in_model_order, layer_of, plain_path
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, WeightError
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Unit
 from ckpt8.container.facts import error_facts
 from ckpt8.container.manifest import Manifest
+from ckpt8.core.tensors import Role
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.distributions.counts import CHARTED, Drawn
-from ckpt8.inspecting.distributions.layer_sizes import LayerSizes
-from ckpt8.inspecting.manifest_facts import shown_names
+from ckpt8.inspecting.manifest_facts import shown_names, skeleton_roles
 from ckpt8.inspecting.sampling import EVERY_ELEMENT, ChunkSampling
 
 WORST = 5
-"""How many of the worst tensors have distributions of their own; as many as ``inspect`` lists."""
+"""How many of the worst tensors have histograms of their own; as many as ``inspect`` lists."""
+
+OUTSIDE_LAYERS = "everything else"
+"""Steps, random states and the structure of files: these bytes belong to no layer."""
 
 _REFUSED = 20
 
 Work = tuple[Unit, int, list[slice]]
-"""A unit, one of its chunks, and the windows of that chunk to look at."""
+"""A unit, the number of one of its chunks, and the windows of that chunk to look at."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """What was counted and measured of some elements of a unit; ``refused`` is why a codec does not take them."""
+    """Counts and errors of some elements of a unit; ``refused`` is the reason why a codec does not take them."""
 
     errors: UnitErrors
     drawn: Drawn = field(default_factory=Drawn)
@@ -44,7 +49,7 @@ class Seen:
 def look_at(
     units: Sequence[Unit], sampling: ChunkSampling, look: Callable[[Work], Seen], workers: Workers
 ) -> Iterator[tuple[Unit, Seen]]:
-    """Every unit with what ``look`` found in its sample."""
+    """Every unit with what ``look`` finds in its sample."""
     places = [(unit, sampling(unit.numel)) for unit in units]
     results = workers.map(look, ((unit, *place) for unit, chosen in places for place in chosen))
     for unit, chosen in places:
@@ -55,44 +60,54 @@ def look_at(
 
 
 @dataclass(slots=True)
-class Worst:
-    """The rows of the largest figure, largest first; of equal ones the earlier."""
-
-    figure: str
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def offer(self, name: Mapping[str, Any], error: ErrorStats, drawn: Drawn) -> None:
-        """Keep a row if it is among the worst; ``name`` goes into it."""
-        facts = error_facts(error.to_json())
-        if facts is not None:
-            self.rows.append({**name, **facts, "elements": drawn.elements, "histograms": drawn.pairs_json()})
-            self.rows.sort(key=lambda row: -row[self.figure])
-            del self.rows[WORST:]
+class _Layer:
+    weights: int = 0
+    bytes: Counter[str] = field(default_factory=Counter)
+    stored_bytes: Counter[str] = field(default_factory=Counter)
+    parameters: int = 0
+    update: UpdateError = field(default_factory=UpdateError)
 
 
 @dataclass(slots=True)
 class Gathered:
-    """What all units add to. ``before`` and ``after`` say in words what the two sides of a histogram are."""
+    """Sums over all units, which ``add`` adds. ``counted`` are the storages whose values are counted.
+
+    ``before`` and ``after`` say in words what the two sides of a histogram are; ``stored`` says whether the manifest
+    knows sizes in a container.
+    """
 
     manifest: Manifest
+    counted: Collection[int]
     sampling: ChunkSampling
-    layers: LayerSizes
+    stored: bool
     before: str | None
     after: str
     errors_from: str
     total: int = 0
     drawn: Drawn = field(default_factory=Drawn)
-    update: Worst = field(default_factory=lambda: Worst("max_error"))
-    weight: Worst = field(default_factory=lambda: Worst("mean_relative"))
+    worst: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"update": [], "weight": []})
     refused: dict[str, str] = field(default_factory=dict)
     totals: dict[str, ErrorStats] = field(default_factory=dict)
     measured: int = 0
     unknown: int = 0
     _shown: dict[str, dict[str, Any]] = field(init=False)
+    _layers: dict[str, _Layer] = field(default_factory=lambda: defaultdict(_Layer))
 
     def __post_init__(self) -> None:
-        names = (parameter.name for parameter in self.manifest.parameters)
-        self._shown = dict(zip(names, shown_names(self.manifest), strict=True))
+        manifest, owners = self.manifest, dict[int, str]()
+        shown = list(zip(manifest.parameters, shown_names(manifest), strict=True))
+        self._shown = {parameter.name: row for parameter, row in shown}
+        for parameter, row in shown:
+            owners.update(dict.fromkeys(parameter.moments.values(), row["name"]))
+        skeletons = skeleton_roles(manifest)
+        for index, record in enumerate(manifest.storages):
+            has_layer = index not in skeletons and record.role is not Role.OTHER
+            name = owners.get(index, record.name if has_layer else None)
+            layer = self._layers[OUTSIDE_LAYERS if name is None else layer_of(plain_path(name))]
+            role = skeletons.get(index, record.role.value)
+            layer.weights += record.numel if index in self.counted and record.role is Role.WEIGHT else 0
+            layer.bytes[role] += record.nbytes
+            layer.stored_bytes[role] += record.stored_bytes
 
     def measure(self, what: str, error: ErrorStats) -> None:
         """Add an error to the total of ``weight``, ``moment1``, ``moment2`` or ``update``."""
@@ -100,16 +115,26 @@ class Gathered:
         self.measured += isinstance(error, UpdateError)
 
     def add(self, unit: Unit, seen: Seen) -> None:
-        """Add what was seen of a unit; ``seen.errors`` decide whether it is among the worst."""
+        """Add the sample of a unit; ``seen.errors`` decide whether it is among the worst."""
         self.drawn.merge(seen.drawn)
-        stream = unit.streams[0]
+        stream, update = unit.streams[0], seen.errors.update
         error = seen.errors.streams.get(stream.index)
         if unit.parameter is None and isinstance(error, WeightError):
-            self.weight.offer({"name": stream.spec.name}, error, seen.drawn)
-        if unit.parameter is not None and seen.errors.update is not None:
-            name = self._shown[unit.parameter.name]
-            self.layers.add_error(name["name"], seen.errors.update)
-            self.update.offer(name, seen.errors.update, seen.drawn)
+            self._keep_worst("weight", "mean_relative", {"name": stream.spec.name}, error, seen.drawn)
+        if unit.parameter is not None and update is not None:
+            shown = self._shown[unit.parameter.name]
+            layer = self._layers[layer_of(plain_path(shown["name"]))]
+            layer.parameters += 1
+            layer.update.merge(update)
+            self._keep_worst("update", "max_error", shown, update, seen.drawn)
+
+    def _keep_worst(self, kind: str, figure: str, name: Mapping[str, Any], error: ErrorStats, drawn: Drawn) -> None:
+        """Keep the tensors of the largest figure, largest first; of equal ones the earlier."""
+        rows, facts = self.worst[kind], error_facts(error.to_json())
+        if facts is not None:
+            rows.append({**name, **facts, "elements": drawn.elements, "histograms": drawn.pairs_json()})
+            rows.sort(key=lambda row: -row[figure])
+            del rows[WORST:]
 
     def to_json(self) -> dict[str, Any]:
         """The ``distributions`` of the report: plain values. ``errors`` has the keys that ``inspect`` gives it."""
@@ -117,12 +142,13 @@ class Gathered:
         if errors["update"] is not None:
             errors["update"]["parameters"] = self.measured
         refused = [{"name": name, "reason": reason} for name, reason in self.refused.items()]
+        full = self.drawn.elements == self.total
         return {
             "sample": {
                 "elements": self.drawn.elements,
                 "of": self.total,
-                "full": self.drawn.elements == self.total,
-                "rule": EVERY_ELEMENT if self.drawn.elements == self.total else self.sampling.text,
+                "full": full,
+                "rule": EVERY_ELEMENT if full else self.sampling.text,
             },
             "before": self.before,
             "after": self.after,
@@ -130,7 +156,21 @@ class Gathered:
             "errors": {**errors, "update_unknown": self.unknown},
             "histograms": self.drawn.pairs_json(),
             "codes": self.drawn.codes_json(),
-            "layers": self.layers.to_json(),
-            "worst": {"update": self.update.rows, "weight": self.weight.rows},
+            "layers": [
+                self._layer_json(name)
+                for name in sorted(in_model_order(self._layers), key=lambda name: name == OUTSIDE_LAYERS)
+            ],
+            "worst": self.worst,
             "refused": {"count": len(refused), "first": refused[:_REFUSED]},
+        }
+
+    def _layer_json(self, name: str) -> dict[str, Any]:
+        layer = self._layers[name]
+        update = error_facts(layer.update.to_json()) if layer.parameters else None
+        return {
+            "layer": name,
+            "weights": layer.weights,
+            "bytes": dict(sorted(layer.bytes.items())),
+            "stored_bytes": dict(sorted(layer.stored_bytes.items())) if self.stored else None,
+            "update": None if update is None else {**update, "parameters": layer.parameters},
         }

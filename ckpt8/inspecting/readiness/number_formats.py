@@ -11,14 +11,14 @@ is to nearest, ties to even. The rounded value of x is x^, and over the elements
 An overflow is stored as the largest number, as casts that saturate do; a plain cast gives infinity or NaN there.
 
 The *ideal* SNR is that of a normal distribution. A step D makes the noise D^2 / 12, and a float of m stored bits of
-mantissa has D = 2^(e - m) for 2^e <= |x| < 2^(e+1), so that at a standard deviation of 1, with all exponents there are,
+mantissa has D = 2^(e - m) for 2^e <= |x| < 2^(e+1). So at a standard deviation of 1, with an unbounded exponent,
 
     SNR = -10 log10( sum over e of P(2^e <= |x| < 2^(e+1)) 4^(e - m) / 12 ) = 13.4 + 6.02 m  dB
 
 int8 is scaled so that the largest magnitude is 127, and its ideal is that of a largest magnitude of 4.5 standard
-deviations: D = 4.5 / 127. The *floor* lies 7.4 dB lower. Any values whatever reach it in a float format where they are
-normal, for the error is at most half a step, |x| 2^-(m+1) at most: SNR >= 6.02 (m + 1) dB. Below it the range is at
-fault, not luck. For int8 the same 7.4 dB are a largest magnitude of 10.6 standard deviations.
+deviations: D = 4.5 / 127. The *floor* lies 7.4 dB lower. Any normal numbers of a float format reach it, for the error
+is at most half a step, |x| 2^-(m+1) at most: SNR >= 6.02 (m + 1) dB. An SNR below it is the fault of the range, not
+bad luck. For int8 the same 7.4 dB are a largest magnitude of 10.6 standard deviations.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ CREST = 4.5
 
 _BIT_DB = 20 * math.log10(2)
 _EXPONENTS = range(-60, 8)
-"""The exponents of normally distributed values that matter to a sum in float64."""
+"""Exponents of normally distributed values: others change no sum in float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """A format. ``mantissa`` are its stored bits, None for integers; ``step`` is that of the largest numbers."""
+    """A format. ``mantissa`` counts its stored bits, None for integers; ``step`` separates the largest numbers."""
 
     id: str
     label: str
@@ -52,7 +52,7 @@ class NumberFormat:
 
     @property
     def scaling(self) -> str:
-        """What its numbers are scaled by: ``unit`` brings the RMS of a tensor near 1, ``absmax`` its largest to 127."""
+        """How to scale a tensor for it: ``unit`` brings the RMS near 1, ``absmax`` the largest magnitude to 127."""
         return "unit" if self.mantissa is not None else "absmax"
 
     @property
@@ -76,7 +76,7 @@ class NumberFormat:
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """The numbers that finite ``x``, float32 or float64, become: float32, saturated where they overflow.
 
-        float8 is rounded by torch. What its casts make of an overflow depends on the version, so none reaches them.
+        torch rounds to float8. Its versions cast an overflow differently, so that none reaches the cast.
         """
         if self.mantissa is None:
             return x.round().clamp_(-self.largest, self.largest).float()
@@ -91,7 +91,7 @@ FORMATS: tuple[NumberFormat, ...] = (
     NumberFormat("float8_e5m2", "fp8 e5m2", DType.FLOAT8_E5M2, 2, 57344.0, 8192.0, 2.0**-14),
     NumberFormat("int8", "int8", DType.INT8, None, 127.0, 1.0, 1.0),
 )
-"""Every format, in the order in which they are shown. int8 is symmetric: -128 is not used."""
+"""Every format, in the order of the report. int8 is symmetric: it has no -128."""
 
 
 def _normal_snr() -> float:
@@ -103,7 +103,7 @@ def _normal_snr() -> float:
 def round_to_odd(x: torch.Tensor) -> torch.Tensor:
     """``x``, float64, as float32 that any shorter format rounds as it would round ``x`` itself.
 
-    What float32 does not hold is cut off, and its last bit set: so no value moves onto a tie, or off one.
+    Bits that float32 does not hold are cut off, and its last bit is set: so no value moves onto a tie, or off one.
     """
     nearest = x.float()
     bits = nearest.view(torch.int32)

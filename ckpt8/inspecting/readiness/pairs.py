@@ -1,14 +1,15 @@
-"""Finds for each tensor of a checkpoint the same one in another: in a compressed, restored or converted copy.
+"""Pairs each tensor of a checkpoint with its counterpart in a compressed, restored or converted copy.
 
-Equal names are paired first. But a conversion moves tensors: files of a directory become one file, a nested state dict
-a flat one, and moments by number become moments by name. So the others are paired where the label of one is the end,
-by whole components, of exactly one label of the other, and of no second one. Shapes must be equal, those of slices too.
+Tensors of equal names are pairs. But a conversion moves tensors: files of a directory become one file, a nested state
+dict a flat one, and moments by number become moments by name. So two other tensors are a pair if the label of one is
+the end, by whole components, of the label of the other, and of no second label. Shapes must be equal, those of slices
+too.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ckpt8.inspecting.readiness.tensor_source import SourceTensor
 
@@ -30,14 +31,13 @@ def pair_tensors(
 
 
 def _shapes(tensor: SourceTensor) -> list[tuple[int, ...]]:
-    """The shapes of its slices: where two tensors have the same, their elements are in the same order."""
+    """The shapes of its slices: if two tensors have the same, their elements are in the same order."""
     return [ref.shape for ref in tensor.pieces]
 
 
-def _by_end(mine: Iterable[SourceTensor], theirs: Iterable[SourceTensor]) -> dict[str, SourceTensor]:
-    """By name of mine the only one of theirs where the label of one is the end of the label of the other."""
-    here, there = list(mine), list(theirs)
-    forward, backward = _longer(here, there), _longer(there, here)
+def _by_end(mine: Sequence[SourceTensor], theirs: Sequence[SourceTensor]) -> dict[str, SourceTensor]:
+    """By name of mine, the only one of theirs such that the label of one is the end of the label of the other."""
+    forward, backward = _longer(mine, theirs), _longer(theirs, mine)
     found: dict[str, list[SourceTensor]] = defaultdict(list)
     owners: dict[str, set[str]] = defaultdict(set)
     for one, other in [*forward, *((long, short) for short, long in backward)]:
@@ -47,8 +47,8 @@ def _by_end(mine: Iterable[SourceTensor], theirs: Iterable[SourceTensor]) -> dic
     return {name: others[0] for name, others in found.items() if len(others) == 1 and len(owners[others[0].name]) == 1}
 
 
-def _longer(short: Iterable[SourceTensor], long: Iterable[SourceTensor]) -> list[tuple[SourceTensor, SourceTensor]]:
-    """Pairs where the label of the first is the end of the label of the second."""
+def _longer(short: Sequence[SourceTensor], long: Sequence[SourceTensor]) -> list[tuple[SourceTensor, SourceTensor]]:
+    """Pairs such that the label of the first is the end of the label of the second."""
     ends: dict[tuple[Components, object], list[SourceTensor]] = defaultdict(list)
     for each in long:
         parts = _components(each.label)

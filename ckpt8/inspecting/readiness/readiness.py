@@ -53,7 +53,7 @@ def inspect_readiness(path: Path, *, full: bool = False, original: Path | None =
                 source.tensors, workers.map(lambda t: _tensor_facts(source, t, full=full), source.tensors), strict=True
             )
         ]
-        source.check_unchanged()
+        source.bundle.check_unchanged()
         report = {
             "full": full,
             "sample": None if full else {"elements": PER_TENSOR, "windows": WINDOWS},
@@ -115,7 +115,7 @@ def _measure_all(
             )
         errors = workers.map(lambda pair: _measure(source, pair[0], other, pair[1], full=full), pairs)
         found = {mine: error for (mine, _), error in zip(pairs, errors, strict=True)}
-        other.check_unchanged()
+        other.bundle.check_unchanged()
     return found
 
 

@@ -1,8 +1,8 @@
 """Weights and moments of any source, read in bounded memory, whole or sampled.
 
-Slices of a distributed tensor are one tensor here. Of tensors that share their elements, as tied weights do, only the
-first is listed. A tensor of 8-bit elements comes with its scales, which have its name and ``_scale``: x = q * scale,
-with one scale for the tensor, or one for every row.
+Slices of a distributed tensor are one tensor here. Of tensors that share their elements, as tied weights do, the list
+has the first. A tensor of 8-bit elements comes with its scales, which have its name and ``_scale``: x = q * scale, with
+one scale for the tensor, or one for every row.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from ckpt8.inspecting.opening import describe, open_any
 from ckpt8.inspecting.sampling import PER_TENSOR, windows
 
 ROLES = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
-"""Roles of the tensors that are listed."""
+"""The roles of the tensors in the list."""
 
 BLOCK = 1 << 20
-"""Elements that are read at once."""
-
+"""Elements of one read."""
 
 _QUANTISED = frozenset({DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.INT8})
 _SCALE = "_scale"
@@ -44,8 +43,8 @@ _SCALE = "_scale"
 class SourceTensor:
     """A tensor. ``pieces`` are its slices in the order of the checkpoint: one, unless it is distributed.
 
-    ``shape`` is None of one in several slices. ``scale`` is set for 8-bit elements. ``label`` is the name for people:
-    that of a moment begins with its parameter, where that is known.
+    ``shape`` is None if there are several slices. ``scale`` is set for 8-bit elements. ``label`` is the name for
+    people: that of a moment begins with its parameter, if that is known.
     """
 
     name: str
@@ -71,22 +70,22 @@ class SourceTensor:
 
 
 class TensorSource:
-    """The tensors of an open source. ``left_out`` counts those that are not listed, by reason."""
+    """The tensors of an open source. ``left_out`` counts the others by reason."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.left_out: Counter[str] = Counter()
-        self._bundle = bundle
+        self.bundle = bundle
         self._data = Composite(bundle.label)
         self._lock = threading.Lock()
         self.tensors = self._find()
 
     def _find(self) -> list[SourceTensor]:
-        plan = plan_bundle(self._bundle, Policy.of("lossless"))
-        parameters = _parameter_names(describe(self._bundle, plan))
+        plan = plan_bundle(self.bundle, Policy.of("lossless"))
+        parameters = _parameter_names(describe(self.bundle, plan))
         groups: dict[tuple[str, Role, DType], tuple[str, list[TensorRef]]] = {}
         spread = {
             index
-            for member in self._bundle.members
+            for member in self.bundle.members
             if member.checkpoint.format == DCP
             for index in range(member.first, member.skeleton)
         }
@@ -97,12 +96,12 @@ class TensorSource:
             if tensor.role not in ROLES or identity in seen or not ref.numel:
                 continue
             seen.add(identity)
-            if ref.nbytes > self._bundle.storages[index].nbytes:
+            if ref.nbytes > self.bundle.storages[index].nbytes:
                 self.left_out["with more elements than are stored"] += 1
                 continue
             if ref.key not in self._data:
-                storage = self._bundle.storages[index]
-                self._data.add(Stretch(self._bundle, storage.offset, storage.nbytes), storage.dtype, ref.key)
+                storage = self.bundle.storages[index]
+                self._data.add(Stretch(self.bundle, storage.offset, storage.nbytes), storage.dtype, ref.key)
             name = tensor.whole or tensor.name
             parameter = parameters.get(index)
             label = name if parameter is None else f"{parameter}.{name.rpartition('.')[2]}"
@@ -116,13 +115,10 @@ class TensorSource:
         return [each for each in self._with_scales(found) if self._is_listed(each)]
 
     def _with_scales(self, found: list[SourceTensor]) -> list[SourceTensor]:
-        """8-bit tensors with their scales, which are then not listed."""
-        by_name = {each.name: each for each in found}
-        scales: dict[str, TensorRef] = {}
-        for each in found:
-            scale = by_name.get(each.name + _SCALE)
-            if each.dtype in _QUANTISED and scale is not None and _scale_fits(each, scale):
-                scales[each.name] = scale.pieces[0]
+        """The tensors; those of 8 bits with their scales, which leave the list."""
+        by_name = {each.name + _SCALE: each for each in found if each.dtype in _QUANTISED}
+        owners = ((by_name.get(scale.name), scale) for scale in found)
+        scales = {each.name: scale.pieces[0] for each, scale in owners if each is not None and _scale_fits(each, scale)}
         taken = {name + _SCALE for name in scales}
         return [replace(each, scale=scales.get(each.name)) for each in found if each.name not in taken]
 
@@ -133,7 +129,7 @@ class TensorSource:
         return False
 
     def read(self, tensor: SourceTensor, start: int, stop: int) -> torch.Tensor:
-        """Elements ``start`` to ``stop``, flat: float32, or float64 where they are that. Raises InputError."""
+        """Elements ``start`` to ``stop``, flat: float64 as they are, all others as float32. Raises InputError."""
         parts = []
         with self._lock:
             for piece in tensor.pieces:
@@ -154,7 +150,7 @@ class TensorSource:
         return found.float() * scales[start - first * row : stop - first * row]
 
     def blocks(self, tensor: SourceTensor, *, full: bool) -> Iterator[torch.Tensor]:
-        """The elements, BLOCK at a time, or those of a sample at once. Raises InputError."""
+        """All elements, BLOCK at a time, or those of a sample at once. Raises InputError."""
         count = tensor.numel
         if full or count <= PER_TENSOR:
             for start in range(0, count, BLOCK):
@@ -163,13 +159,9 @@ class TensorSource:
             # Rows of one element: windows may begin anywhere.
             yield torch.cat([self.read(tensor, at, at + n) for at, n in windows(count, PER_TENSOR, row=1)])
 
-    def check_unchanged(self) -> None:
-        """Raise InputError when a file changed since it was opened."""
-        self._bundle.check_unchanged()
-
 
 def _parameter_names(manifest: Manifest) -> dict[int, str]:
-    """The name of the parameter of every storage with its moments, where that is more than a number."""
+    """The name of its parameter for every storage of a moment, if that is more than a number."""
     rows = zip(manifest.parameters, shown_names(manifest), strict=True)
     return {index: row["name"] for record, row in rows if row["named"] for index in record.moments.values()}
 
@@ -183,6 +175,6 @@ def _scale_fits(tensor: SourceTensor, scale: SourceTensor) -> bool:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[TensorSource]:
-    """Open a checkpoint, a directory or a ``.ckpt8`` of either. Raises InputError for damage and where it has none."""
+    """Open a checkpoint, a directory or a ``.ckpt8`` of either. Raises InputError for damage or no tensors."""
     with open_any(path) as bundle:
         yield TensorSource(bundle)

@@ -1,15 +1,15 @@
-"""From the figures of every tensor to one verdict for each number format and role, and one line for each format.
+"""Turns the figures of all tensors into a verdict for each number format and role, and a line for each format.
 
-A format suits a tensor, raw or scaled, where
+A format suits a tensor, raw or scaled, if
 
-    overflow    nothing does
+    overflow    is zero
     SNR         is no lower than the floor of the format, see ``number_formats``: rounding alone cannot do worse
-    underflow   of a weight or a first moment at most 5 % of what is not zero: an int8 whose SNR is at its floor loses
-                3.3 % of a normal distribution, so more means that small elements have no place in the format;
-                of a second moment nothing, since an update divides by its root
+    underflow   is at most 5 % of the nonzero elements of a weight or a first moment: an int8 whose SNR is at its floor
+                loses 3.3 % of a normal distribution, so more means that small elements have no place in the format;
+                is zero for a second moment, since an update divides by its root
 
-A role is *ready* where the format suits all its tensors raw, *ready with scaling* where it suits all scaled, *ready but
-for a few* where those that it does not suit scaled have at most 1 % of the elements: a few biases and norms, which cost
+A role is *ready* if the format suits all its tensors raw, *ready with scaling* if it suits all scaled, *ready but for a
+few* if the tensors that it does not suit scaled have at most 1 % of the elements: a few biases and norms, which cost
 next to nothing in 16 bits. Else it is *not ready*. Over several tensors, noise counts in units of the RMS of each, and
 every element the same:
 
@@ -23,6 +23,7 @@ from typing import Any
 
 from ckpt8.core.tensors import Role
 from ckpt8.core.text import percent
+from ckpt8.inspecting.manifest_facts import ROLE_WORDS
 from ckpt8.inspecting.readiness.casting import RAW, SCALED, decibels
 from ckpt8.inspecting.readiness.number_formats import FORMATS, NumberFormat
 
@@ -35,24 +36,21 @@ FEW = 0.01
 READY, READY_SCALED, READY_MOSTLY, NOT_READY = "ready", "ready with scaling", "ready but for a few", "not ready"
 
 _FRACTIONS = ("overflow", "underflow", "subnormal")
-PLURALS = {"weight": "weights", "moment1": "first moments", "moment2": "second moments"}
-"""Each role in words, in the order in which they are shown."""
-
 _REASONS = ("underflow", "snr_db", "overflow")
-"""Why a format does not suit a tensor, the worst last."""
+"""Figures that make a format unsuitable for a tensor, the worst last."""
 
 _BECOME = {"overflow": "overflow", "underflow": "become zero"}
 
 
 def format_reports(tensors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For every format its bounds, by role what rounding does and the verdict, and all verdicts in one line."""
+    """For every format its bounds, the losses and the verdict by role, and all verdicts in one line."""
     return [_format_report(each, [t for t in tensors if t["formats"] is not None]) for each in FORMATS]
 
 
 def _format_report(each: NumberFormat, tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    by_role = {role: [tensor for tensor in tensors if tensor["role"] == role] for role in PLURALS}
+    by_role = {role: [tensor for tensor in tensors if tensor["role"] == role] for role in ROLE_WORDS}
     roles = {role: _role_report(each, found) for role, found in by_role.items() if found}
-    parts = [f"{PLURALS[role]} {report['text']}" for role, report in roles.items()]
+    parts = [f"{ROLE_WORDS[role]} {report['text']}" for role, report in roles.items()]
     return {
         "format": each.id,
         "label": each.label,
@@ -84,7 +82,7 @@ def _verdict(tensors: Sequence[dict[str, Any]], failing: dict[str, list[dict[str
 
 
 def fails(each: NumberFormat, tensor: dict[str, Any], kind: str) -> str | None:
-    """Which figure of a tensor is out of bounds, ``overflow``, ``snr_db`` or ``underflow``; None where all hold."""
+    """The figure of a tensor that is out of bounds, ``overflow``, ``snr_db`` or ``underflow``; None if all hold."""
     figures = tensor["formats"][each.id][kind]
     if figures["overflow"]:
         return "overflow"
@@ -95,7 +93,7 @@ def fails(each: NumberFormat, tensor: dict[str, Any], kind: str) -> str | None:
 
 
 def _total(each: NumberFormat, tensors: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """Figures over several tensors; ``worst`` is the one of the lowest SNR, None where none has noise."""
+    """Figures over several tensors; ``worst`` is the one of the lowest SNR, None if none has noise."""
     figures = [(tensor, tensor["formats"][each.id][kind]) for tensor in tensors]
     # Elements that are not zero, as far as the sample tells.
     counts = [tensor["elements"] * tensor["nonzero"] for tensor in tensors]
@@ -119,7 +117,7 @@ def _snr(snrs: Iterable[tuple[dict[str, Any], float | None]]) -> dict[str, Any]:
 
 
 def measured_total(tensors: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By role the measured error against an original, over the tensors that it was measured for."""
+    """By role the measured error against an original, over the tensors that have one."""
     by_role: dict[str, list[dict[str, Any]]] = {}
     for tensor in tensors:
         if tensor["measured"] is not None:
@@ -148,7 +146,7 @@ def snr_text(total: dict[str, Any]) -> str:
 
 
 def snr(value: float | None) -> str:
-    """An SNR with one decimal; where no error is made there is none."""
+    """An SNR with one decimal, or ``exact`` for None."""
     return "exact" if value is None else f"{round(value, 1) + 0.0:.1f}"
 
 

@@ -1,4 +1,4 @@
-"""Figures of replayed steps: sums over parameters, and lines about them."""
+"""Figures of replayed steps: sums over parameters, and lines of text about them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class StepDrift(ErrorStats):
 
     @property
     def nmse(self) -> float:
-        """Sum (du)^2 / sum u^2; 0 where nothing moves and nothing differs."""
+        """Sum (du)^2 / sum u^2; 0 if nothing moves and nothing differs."""
         return self.update_error / self.update if self.update else (math.inf if self.update_error else 0.0)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain figures; None for weights that were not found, and for an error where there is no update."""
+        """Plain figures; None for unknown weights, and for an error without any update."""
         known = self.weight > 0
         return {
             "update_nmse": self.nmse if math.isfinite(self.nmse) else None,
@@ -40,7 +40,7 @@ class StepDrift(ErrorStats):
 
 @dataclass(slots=True)
 class Drift:
-    """Figures by step, numbers of parameters, and by name why others, or their weights, were not replayed."""
+    """Figures by step, numbers of parameters, and by name the reason why others, or their weights, are left out."""
 
     steps: list[StepDrift]
     parameters: int = 0
@@ -50,15 +50,16 @@ class Drift:
     broken: list[str] = field(default_factory=list)
 
     def add(self, name: str, steps: list[StepDrift] | str, unpaired: str | None) -> None:
-        """Add a parameter: its figures by step, or why it was not replayed; ``unpaired`` says why it has no weight."""
+        """Add a parameter: its figures by step, or why there are none; ``unpaired`` says why it has no weight."""
         if isinstance(steps, str):
             self.skipped[name] = steps
         elif not all(step.finite for step in steps):
             self.broken.append(name)
         else:
             self.parameters += 1
-            self.with_weights += unpaired is None
-            if unpaired is not None:
+            if unpaired is None:
+                self.with_weights += 1
+            else:
                 self.without_weights[name] = unpaired
             for total, step in zip(self.steps, steps, strict=True):
                 total.merge(step)
@@ -90,7 +91,7 @@ class Drift:
 
 
 def left_out(resume: Mapping[str, Any]) -> list[str]:
-    """Lines on what the figures of ``Drift.to_json`` leave out: weights, and parameters that were skipped."""
+    """Lines about weights and parameters that the figures of ``Drift.to_json`` leave out."""
     lines = []
     weights, skipped = (sorted(Counter(resume[key].values()).items()) for key in ("without_weights", "skipped"))
     if weights:

@@ -1,8 +1,8 @@
 """``verify --resume-steps``: the next N steps of the optimizer, on the original and on the compressed state.
 
-Steps are calls of the rules of ``ckpt8.optim``. Both sides take the same gradients, normal noise at the scale that the
-moments of the original give, drawn from a seed, the place of the parameter and the step alone. One parameter at a time
-is in memory, per thread. After every step
+Steps are calls of the rules of ``ckpt8.optim``. Both sides take the same gradients: normal noise at the scale of the
+moments of the original, a function of a seed, the place of the parameter and the step alone. Memory holds one parameter
+for each thread. After every step
 
     update   NMSE = sum (du)^2 / sum u^2 over all parameters, and max |du|
     weights  sqrt(sum (dw)^2 / sum w^2), and the largest |dw| in units of the RMS of its tensor
@@ -40,9 +40,9 @@ _SPREAD = "the files of a distributed checkpoint are not replayed"
 
 
 def replay(original: Checkpoint, compressed: Checkpoint, drift: Drift, workers: Workers, prefix: str = "") -> None:
-    """Replay as many steps as ``drift`` has of every parameter whose rule is known, and add them to it.
+    """Replay every parameter of a known rule for as many steps as ``drift`` has, and add the figures to it.
 
-    ``prefix`` comes before names. Raises InputError for damage, CheckFailedError where the two trees are not alike.
+    ``prefix`` comes before names. Raises InputError for damage, CheckFailedError if the two trees are not alike.
     """
     both = _Sides(original, compressed, len(drift.steps))
     mine, theirs = saved_parameters(original.tree), saved_parameters(compressed.tree)
@@ -50,13 +50,13 @@ def replay(original: Checkpoint, compressed: Checkpoint, drift: Drift, workers: 
         raise CheckFailedError(
             "the original and the compressed file have different parameters, so no step can be replayed"
         )
-    jobs = zip(range(len(mine)), mine, theirs, strict=True)
+    jobs = enumerate(zip(mine, theirs, strict=True))
     for saved, found in zip(mine, workers.map(both.replay, jobs), strict=True):
         drift.add(prefix + saved.name, found, saved.unpaired)
 
 
 def replay_files(reader: ContainerReader, original: Path, steps: int, workers: Workers) -> Drift:
-    """Replay every member. ``workers`` compute; the container is decoded by threads of its own."""
+    """Replay every member with ``workers``; threads of its own decode the container."""
     drift = Drift([StepDrift() for _ in range(steps)])
     whole = reader.manifest.directory is None
     for record in reader.manifest.members:
@@ -68,10 +68,6 @@ def replay_files(reader: ContainerReader, original: Path, steps: int, workers: W
             with open_checkpoint(path) as first, open_member(reader.path, member=record.path) as second:
                 replay(first, second.checkpoint, drift, workers, prefix)
     return drift
-
-
-_Job = tuple[int, SavedParameter, SavedParameter]
-"""The number of a parameter, and what both sides have of it."""
 
 
 @dataclass(slots=True)
@@ -90,24 +86,25 @@ class _Sides:
         self._storages = {storage.key: storage for storage in original.storages}
         self._lock = threading.Lock()
 
-    def replay(self, job: _Job) -> list[StepDrift] | str:
-        """The drift of one parameter, step by step, or why it cannot be replayed. Thread-safe."""
-        number, saved, theirs = job
+    def replay(self, job: tuple[int, tuple[SavedParameter, SavedParameter]]) -> list[StepDrift] | str:
+        """The drift of one parameter, step by step, or why it cannot be replayed. Thread-safe.
+
+        ``job`` is the number of the parameter, and its state on both sides.
+        """
+        number, (saved, theirs) = job
         with self._lock:
             rule = self._rule(saved)
             if isinstance(rule, str):
                 return rule
             shape = saved.shape or ()
-            problem = _unfit(saved, shape)
-            if problem is not None:
+            if problem := _find_misfit(saved, shape):
                 return problem
             original, compressed = _read(self._original, saved), _read(self._compressed, theirs)
         if rule.coupled and rule.weight_decay and original.weight is None:
             return "its weight, which an L2 penalty needs, was not found"
-        broken = _not_finite(original)
-        if broken is not None:
+        if broken := _find_not_finite(original):
             return f"{broken} of the original is not finite"
-        if _not_finite(compressed) is not None:
+        if _find_not_finite(compressed):
             return [StepDrift(update_error=math.inf)] * self._steps
         found = []
         scale = rule.gradient_scale(original.state)
@@ -130,8 +127,8 @@ def _refs(saved: SavedParameter) -> dict[str, TensorRef]:
     return {key: ref for key in TENSORS if isinstance(ref := saved.state.get(key), TensorRef)}
 
 
-def _unfit(saved: SavedParameter, shape: tuple[int, ...]) -> str | None:
-    """Why the state cannot be that of one parameter of this shape."""
+def _find_misfit(saved: SavedParameter, shape: tuple[int, ...]) -> str | None:
+    """Why the state cannot belong to one parameter of this shape, or None."""
     if not math.prod(shape):
         return "it has no elements"
     for key, ref in _refs(saved).items():
@@ -154,7 +151,7 @@ def _load(streamer: Streamer, ref: TensorRef) -> Tensor:
     return values.float()
 
 
-def _not_finite(side: _Side) -> str | None:
+def _find_not_finite(side: _Side) -> str | None:
     return next((key for key, values in side.state.items() if not torch.isfinite(values).all()), None)
 
 
@@ -165,7 +162,7 @@ def _noise(scale: Tensor, number: int, step: int) -> Tensor:
 
 def _measure(u: Tensor, v: Tensor, original: _Side, compressed: _Side) -> StepDrift:
     update = measure(u, v)
-    # ``measure`` leaves NaN and Inf out; a step with any is broken.
+    # ``measure`` leaves NaN and Inf out; a step with any of them is broken.
     drift = StepDrift(math.inf if update.excluded else update.change, update.square, update.max_change)
     if original.weight is not None and compressed.weight is not None:
         weight = measure(original.weight, compressed.weight)

@@ -1,4 +1,4 @@
-"""Which rule of ``ckpt8.optim`` the parameter of a checkpoint follows, and steps of it on tensors in memory."""
+"""Finds the rule of ``ckpt8.optim`` that a parameter of a checkpoint follows, and takes steps of it in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INCOMPLETE = "hyperparameters are missing from the parameter group, or out of r
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A rule, the steps taken so far, and the hyperparameters. ``coupled``: weight decay is part of the gradient."""
+    """A rule, the number of steps so far, the hyperparameters. ``coupled``: weight decay is part of the gradient."""
 
     card: Card
     form: Form
@@ -35,8 +35,8 @@ class Replayed:
     def gradient_scale(self, state: Values) -> Tensor:
         """The RMS of recent gradients, flat: by element from the second moment, else one number for the tensor.
 
-        That number is the RMS that independent gradients must have for the momentum m = a m + b g to have the RMS that
-        it has: rms(m) sqrt(1-a^2)/b.
+        That number is the RMS of independent gradients that would give the momentum m = a m + b g its RMS:
+        rms(m) sqrt(1-a^2)/b.
         """
         if "exp_avg_sq_row" in state:
             rows, columns = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
@@ -54,11 +54,11 @@ class Replayed:
     def advance(
         self, state: dict[str, Tensor], weight: Tensor | None, grad: Tensor, shape: tuple[int, ...], step: int
     ) -> Tensor:
-        """Step number ``step``, in place; gives the update u for each unit of learning rate, flat.
+        """Take step number ``step`` in place; return the update u per unit of learning rate, flat.
 
-        All tensors are flat fp32 of a parameter of ``shape``, but for the row and column statistics. u is what the
-        rule takes from a weight of zero at a learning rate of one without decay; where the weight is unknown, that
-        call alone makes the new state.
+        All tensors are flat fp32 of a parameter of ``shape``, but for the row and column statistics. The rule subtracts
+        u from a weight of zero at a learning rate of one without decay; if the weight is unknown, this call alone makes
+        the new state.
         """
         if self.coupled and self.weight_decay and weight is not None:
             grad = grad + weight * self.weight_decay
@@ -81,7 +81,7 @@ class Replayed:
         lr: float,
         weight_decay: float,
     ) -> None:
-        """Call the rule on ``inputs`` and store what it yields where ``outputs`` has a place for it."""
+        """Call the rule on ``inputs`` and copy its results into those tensors that ``outputs`` has."""
 
         def load(start: int, stop: int, view: tuple[int, ...], names: tuple[str, ...]) -> list[Tensor]:
             return [inputs[name][start:stop].clone().view(view) for name in names]
@@ -102,7 +102,7 @@ class Replayed:
 
 
 def find_rule(state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) -> Replayed | str:
-    """The rule of one parameter from its saved state and group, or why it cannot be replayed."""
+    """The rule of one parameter from its saved state and group, or why there is no replay."""
     if not any(isinstance(state.get(key), TensorRef) for key in first_moments()):
         reason = "its state has no first moment"
         return reason if STATE_ROLES.keys() & state.keys() else f"{reason}; the presets keep all of it lossless"
@@ -126,7 +126,7 @@ def find_rule(state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) 
 
 
 def _steps_taken(card: Card, state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) -> int | str:
-    """The number of the last step, or why it is unknown; 1 where the rule needs none, since a momentum is there."""
+    """The number of the last step, or why it is unknown; 1 if the rule needs none, since there is a momentum."""
     if not card.counts:
         return 1
     number = float(step) if isinstance(step, (int, float)) and abs(step) <= _LARGEST_STEP else None
@@ -146,7 +146,7 @@ _RANGES: dict[str, Callable[[float], bool]] = {
 
 
 def _read(name: str, card: Card, state: Mapping[Any, Any], group: Mapping[Any, Any]) -> Any:
-    """An argument of the rule from the group, else what the card fixes; None where it is missing or out of range."""
+    """An argument of the rule from the group, else the fixed one of the card; None if missing or out of range."""
     if name == "clip_threshold" and "beta1" in group and "eps_sq" not in state:
         return math.inf  # optimi's AdamW has StableAdamW's averages, but does not clip.
     if name not in card.settings and name not in group:
@@ -162,7 +162,7 @@ def _read(name: str, card: Card, state: Mapping[Any, Any], group: Mapping[Any, A
 
 
 def _is_coupled(group: Mapping[Any, Any]) -> bool:
-    """Whether weight decay is an L2 penalty, as in Adam. Files of old versions do not say: then it is AdamW's."""
+    """Whether weight decay is an L2 penalty, as in Adam. Files of old versions do not say: they count as AdamW."""
     keys = ("decoupled_weight_decay", "decouple_wd", "weight_decouple")
     return next((group[key] for key in keys if key in group), True) is False
 

@@ -1,8 +1,8 @@
 """Bytes by layer: storages grouped by the part of the model that their parameter belongs to.
 
-A layer is what the first number in the name of a parameter counts (``transformer.h.0``); what comes before the layers
-and after them is grouped by module (``transformer.wte``, ``lm_head``). Moments and other state of an optimizer
-belong to the layer of their parameter where its name is known.
+The first number in the name of a parameter counts layers (``transformer.h.0``); parameters before and after the layers
+are grouped by module (``transformer.wte``, ``lm_head``). Moments and other state of an optimizer belong to the layer of
+their parameter if its name is known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckpt8.inspecting.manifest_facts import dtypes, parameter_facts, skeleton_ro
 
 UNNAMED = "optimizer state without names"
 MASTERS = "flat master weights"
-REST = "other"
+OUTSIDE_LAYERS = "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ def layers(storages: Iterable[Stored], parameters: Iterable[Mapping[str, Any]]) 
     """Groups in the order of the source: {group, parameters, bytes, roles}, ``roles`` with the bytes of each.
 
     ``parameters`` of a group are the elements of its weights; copies of a weight, as an average or masters, count once.
-    Given are the parameters of optimizers, each a {name, named, moments}, moments by slot with the name of a storage.
+    The argument ``parameters`` are those of optimizers: {name, named, moments}, moments by slot with the name of a
+    storage.
     """
     owners: dict[str, str] = {}
     for parameter in parameters:
@@ -63,12 +64,12 @@ def layers(storages: Iterable[Stored], parameters: Iterable[Mapping[str, Any]]) 
             "bytes": sum(sizes[group].values()),
             "roles": dict(sizes[group]),
         }
-        for group in sorted(in_model_order(sizes), key=lambda group: group in (UNNAMED, MASTERS, REST))
+        for group in sorted(in_model_order(sizes), key=lambda group: group in (UNNAMED, MASTERS, OUTSIDE_LAYERS))
     ]
 
 
 def _is_parameter(stored: Stored, names: Set[str]) -> bool:
-    """Whether these are weights, or codes of 8 bits with a scale, and not that scale."""
+    """Whether a storage holds weights, or codes of 8 bits with a scale; not so that scale."""
     if stored.name.endswith("weight_scale") and stored.name.removesuffix("_scale") in names:
         return False
     return stored.dtype.is_floating or f"{stored.name}_scale" in names
@@ -83,16 +84,13 @@ def _group(stored: Stored, path: str | None) -> str:
     if path is not None:
         return layer_of(path) if path else UNNAMED
     if stored.role is Role.WEIGHT:
-        return (
-            MASTERS
-            if not MASTER_LISTS.isdisjoint(re.split(r"[.:]", stored.name))
-            else layer_of(plain_path(stored.name))
-        )
-    return UNNAMED if stored.role in (Role.MOMENT1, Role.MOMENT2) else REST
+        is_master = not MASTER_LISTS.isdisjoint(re.split(r"[.:]", stored.name))
+        return MASTERS if is_master else layer_of(plain_path(stored.name))
+    return UNNAMED if stored.role in (Role.MOMENT1, Role.MOMENT2) else OUTSIDE_LAYERS
 
 
 def layers_of(manifest: Manifest) -> list[dict[str, Any]]:
-    """The layers of a checkpoint, with the bytes that it has before it is compressed."""
+    """The layers of a checkpoint, with their uncompressed bytes."""
     types, skeletons = dtypes(manifest), skeleton_roles(manifest)
     storages = [
         Stored(record.name, record.role, types[index], record.nbytes)

@@ -1,13 +1,14 @@
-"""What wrote a checkpoint, how far its run had come, and with which options its optimizers ran.
+"""Which program wrote a checkpoint, at which step, and with which options of its optimizers.
 
-The keys that programs write tell it, and the names of the files in a directory.
+The answers come from keys that only one program writes, and from the names of the files in a directory.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt8.checkpoint.meaning.roles import is_optimizer
@@ -45,14 +46,10 @@ def origin_of(source: Bundle) -> dict[str, Any]:
     from its others: the path of its state, the number of parameters, and the options with plain values.
     """
     trees = [tree for member in source.members if isinstance(tree := member.checkpoint.tree, dict)]
-    framework = framework_of_files(member.path for member in source.members)
-    version = None
-    numbers: list[Mapping[Any, Any]] = []
-    for tree in trees:
-        framework = framework or next((name for name, keys in _BY_KEYS if keys <= tree.keys()), None)
-        version = version or next((tree[key] for key in _VERSIONS if isinstance(tree.get(key), str)), None)
-        # In a directory, the files of schedulers and random generators count steps of their own.
-        numbers += [tree] if source.directory is None else []
+    by_keys = (name for tree in trees for name, keys in _BY_KEYS if keys <= tree.keys())
+    version = next((tree[key] for tree in trees for key in _VERSIONS if isinstance(tree.get(key), str)), None)
+    # In a directory, the files of schedulers and random generators count steps of their own.
+    numbers = [*trees] if source.directory is None else []
     for member in source.members:
         name = member.path.rpartition("/")[2]
         if name in ("trainer_state.json", "config.json") and member.checkpoint.format == FILE:
@@ -61,7 +58,7 @@ def origin_of(source: Bundle) -> dict[str, Any]:
             numbers += [found] if name == "trainer_state.json" else []
             version = version or _text(found.get("transformers_version"))
     return {
-        "framework": framework,
+        "framework": framework_of_files(member.path for member in source.members) or next(by_keys, None),
         "version": _text(version),
         "step": _first(numbers, _STEP_KEYS, whole=True),
         "epoch": _first(numbers, _EPOCH_KEYS, whole=False),
@@ -70,7 +67,7 @@ def origin_of(source: Bundle) -> dict[str, Any]:
 
 
 def read_json(file: Checkpoint) -> Any:
-    """What a file of JSON holds; None where it is too long or not JSON. Raises InputError."""
+    """The tree in a file of JSON; None if it is too long or not JSON. Raises InputError."""
     content = bytearray(file.size if file.size <= _LONGEST_JSON else 0)
     file.read_into(0, memoryview(content))
     try:
@@ -83,11 +80,10 @@ def _text(value: object) -> str | None:
     return value[:_LONGEST_TEXT] if isinstance(value, str) else None
 
 
-def _first(trees: Iterable[Mapping[Any, Any]], keys: Iterable[str], *, whole: bool) -> int | float | None:
+def _first(trees: Sequence[Mapping[Any, Any]], keys: Iterable[str], *, whole: bool) -> int | float | None:
     """The first number under one of the keys, in their order."""
     kinds = (int,) if whole else (int, float)
-    given = list(trees)
-    values: Iterator[Any] = (tree.get(key) for key in keys for tree in given)
+    values: Iterator[Any] = (tree.get(key) for key in keys for tree in trees)
     return next((value for value in values if type(value) in kinds and 0 <= value < _LARGEST), None)
 
 
@@ -99,37 +95,28 @@ def _of_trees(source: Bundle) -> Iterator[dict[str, Any]]:
         for path, node in iter_nodes(member.checkpoint.tree):
             if is_optimizer(node):
                 groups = [group for group in node["param_groups"] if isinstance(group, dict)]
-                counted = [(_options(g), len(g["params"]) if isinstance(g.get("params"), list) else 0) for g in groups]
-                yield from _merged(before + format_path(path), counted)
+                yield from _merged(before + format_path(path), groups, 0)
 
 
 def _of_distributed(source: Bundle) -> Iterator[dict[str, Any]]:
     homes = {id(state.home): state.home for member in source.members for state in member.states}
     for home in homes.values():
-        options: dict[tuple[str, str], dict[str, Any]] = {}
+        options: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
         for name, key in home.roles.options.items():
-            options.setdefault((key.optimizer, key.parameter), {})[key.key] = home.value(name)
-        counted: dict[str, list[tuple[dict[str, Any], int]]] = {}
-        for (optimizer, _), group in options.items():
+            options[key.optimizer][key.parameter][key.key] = home.value(name)
+        for optimizer, groups in options.items():
             # In a flattened state every parameter has a group of its own, which does not list it.
-            count = len(group["params"]) if isinstance(group.get("params"), list) else 1
-            counted.setdefault(optimizer, []).append((_options(group), count))
-        for optimizer, groups in counted.items():
-            yield from _merged(optimizer, groups)
+            yield from _merged(optimizer, groups.values(), 1)
 
 
-def _merged(optimizer: str, groups: Iterable[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:
-    """One row for all groups of the same options."""
-    rows: list[dict[str, Any]] = []
-    known: dict[str, dict[str, Any]] = {}
-    for options, count in groups:
-        text = json.dumps(options)
-        if text in known:
-            known[text]["parameters"] += count
-        else:
-            known[text] = {"optimizer": optimizer, "parameters": count, "options": options}
-            rows.append(known[text])
-    return rows
+def _merged(optimizer: str, groups: Iterable[Mapping[Any, Any]], unlisted: int) -> Iterable[dict[str, Any]]:
+    """One row for all groups of the same options; ``unlisted`` counts the parameters of a group without a list."""
+    rows: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        options, params = _options(group), group.get("params")
+        row = rows.setdefault(json.dumps(options), {"optimizer": optimizer, "parameters": 0, "options": options})
+        row["parameters"] += len(params) if isinstance(params, list) else unlisted
+    return rows.values()
 
 
 def _options(group: Mapping[Any, Any]) -> dict[str, Any]:

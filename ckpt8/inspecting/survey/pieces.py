@@ -1,29 +1,38 @@
-"""The tensors of a checkpoint as runs of elements to look at, each element of a storage once.
+"""What a survey reads: the floating tensors of a checkpoint as runs of elements, each element of a storage once.
 
-A strided view is read over its whole span, and a mask picks its elements. A view inside another one adds nothing.
+Of a strided view the survey reads the whole span, and a mask picks its elements. A view inside another one adds
+nothing.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 
 from ckpt8.checkpoint.meaning.layer_names import whole_name
+from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import TensorRef, is_dense
+from ckpt8.compressing.plan import Plan
+from ckpt8.container.manifest import Manifest
 from ckpt8.core.tensors import DType, Role
+from ckpt8.inspecting.manifest_facts import shown_names
+
+ReadBytes = Callable[[int, int, memoryview], None]
+"""Fills a buffer with bytes of the storage of that index, from that byte on."""
 
 _MOST_STRIDED = 16
-"""Strided views of one storage are read up to this many times its length; further ones count as dense."""
+"""The survey reads strided views of one storage up to this many times its length; it takes further ones for dense."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor over storage number ``storage``; ``whole`` is the name of what it is a slice of."""
+    """A tensor over storage number ``storage``; of a slice, ``whole`` is the name of the whole tensor."""
 
     name: str
     role: Role
@@ -34,7 +43,7 @@ class View:
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor that is looked at. Elements are counted from its first one, over ``span`` elements of its storage.
+    """A tensor to read. Elements count from its first one, over ``span`` elements of its storage.
 
     ``numel`` of them are its own: a strided view leaves some of the span out.
     """
@@ -103,7 +112,7 @@ def _is_nested(ref: TensorRef) -> bool:
 
 
 def make_pieces(views: Iterable[View]) -> list[Piece]:
-    """The views that add elements, in the order given."""
+    """The views that add elements, in their given order."""
     by_storage: dict[tuple[int, DType], list[tuple[int, Piece]]] = defaultdict(list)
     for number, view in enumerate(views):
         if view.ref.dtype.is_floating and 0 not in view.ref.shape:
@@ -120,7 +129,7 @@ def _piece(view: View) -> Piece:
 
 
 def _without_inner(pieces: Sequence[tuple[int, Piece]]) -> Iterator[tuple[int, Piece]]:
-    """The pieces of one storage, without elements that a dense piece before them has."""
+    """The pieces of one storage, without elements that an earlier dense piece has."""
     reached = strided = 0
     most = _MOST_STRIDED * max(piece.stop for _, piece in pieces)
     for number, piece in sorted(pieces, key=lambda each: (each[1].view.ref.offset, -each[1].span, each[0])):
@@ -141,3 +150,50 @@ def _from(piece: Piece, start: int) -> Piece:
     count = piece.stop - start
     ref = replace(piece.view.ref, offset=start, shape=(count,), stride=(1,))
     return Piece(replace(piece.view, ref=ref), count, count)
+
+
+class Subject:
+    """The pieces of a checkpoint; ``owners`` are the parameters whose moments are storages of their own.
+
+    ``parameters`` are rows of ``shown_names``, each with the indices of the storages of its moments; ``owners`` are
+    such rows, each with the pieces of its moments.
+    """
+
+    def __init__(
+        self, views: Iterable[View], parameters: Iterable[tuple[dict[str, Any], Iterable[int]]], read: ReadBytes
+    ) -> None:
+        self.pieces = make_pieces(views)
+        self._read = read
+        by_storage: dict[int, list[Piece]] = defaultdict(list)
+        for piece in self.pieces:
+            by_storage[piece.view.storage].append(piece)
+        found = [(row, [by_storage[index] for index in moments]) for row, moments in parameters]
+        self.owners = [
+            (row, [pieces[0] for pieces in moments])
+            for row, moments in found
+            if all(len(pieces) == 1 for pieces in moments)
+        ]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all pieces."""
+        return sum(piece.numel for piece in self.pieces)
+
+    def read(self, piece: Piece, start: int, count: int) -> torch.Tensor:
+        """Elements of a piece, flat, in their own type, from ``count`` elements of its span. Raises InputError."""
+        size = piece.dtype.itemsize
+        buffer = bytearray(count * size)
+        self._read(piece.view.storage, (piece.view.ref.offset + start) * size, memoryview(buffer))
+        x = torch.frombuffer(buffer, dtype=torch.uint8).view(piece.dtype.torch)
+        return x if piece.is_dense else x[piece.own(start, count)]
+
+
+def subject_of(source: Bundle, plan: Plan, manifest: Manifest) -> Subject:
+    """All tensors of a source; ``manifest`` describes it."""
+
+    def read(storage: int, start: int, buffer: memoryview) -> None:
+        source.read_into(source.storages[storage].offset + start, buffer)
+
+    views = (View(tensor.name, tensor.role, index, tensor.ref, tensor.whole) for tensor, index in plan.tensors)
+    moments = (parameter.moments.values() for parameter in manifest.parameters)
+    return Subject(views, zip(shown_names(manifest), moments, strict=True), read)

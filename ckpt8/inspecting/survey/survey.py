@@ -21,23 +21,22 @@ from ckpt8.core.tensors import Role
 from ckpt8.inspecting import sampling
 from ckpt8.inspecting.opening import describe, open_any
 from ckpt8.inspecting.survey.flags import KINDS, row_flags, tensor_flags, twin_flag
-from ckpt8.inspecting.survey.pieces import Piece
-from ckpt8.inspecting.survey.subject import Subject, subject_of
+from ckpt8.inspecting.survey.pieces import Piece, Subject, subject_of
 from ckpt8.inspecting.survey.tally import Rows, Tally
 
 _MOST_ROWS = 1 << 24
-"""A parameter with more rows than this has no rows of a layer; then dead rows are not looked for."""
+"""A parameter with more rows than this has no rows of a layer; the survey then looks for no dead ones."""
 
 _SMALLEST_TWIN = 32
 
 Progress = Callable[[int], None]
-"""Called with the bytes that were looked at."""
+"""Called with numbers of bytes that the survey has read."""
 
 
 def survey(subject: Subject, *, full: bool, progress: Progress = lambda _: None) -> dict[str, Any]:
     """``flags``, sorted by kind and size, and ``sample``: {elements, of, full}, in elements of floating tensors.
 
-    ``full`` reads every element; the ``full`` of ``sample`` says whether every one was read. Raises InputError.
+    ``full`` reads every element; the ``full`` of ``sample`` says whether the survey read every one. Raises InputError.
     """
     found = _Survey(subject, full, progress)
     seen = sum(tally.seen for tally in found.tallies.values())
@@ -53,48 +52,43 @@ def survey_decoded(path: Path) -> dict[str, Any]:
 
 class _Survey:
     def __init__(self, subject: Subject, full: bool, progress: Progress) -> None:
-        self._subject = subject
+        self._read = subject.read
         self._most = None if full else sampling.budget(len(subject.pieces))
         self._progress = progress
         self.tallies: dict[str, Tally] = {}
         self._owners: dict[str, str] = {}
         self._rows: dict[str, Counter[str]] = defaultdict(Counter)
         self._alike: dict[tuple[Any, ...], list[Piece]] = defaultdict(list)
-        # The moments of a parameter come one after the other: a row is dead where all of them are zero.
+        # The moments of a parameter come one after the other: a row is dead if all of them are zero.
         done: set[int] = set()
-        for owner in self._subject.owners:
-            rows = _rows_of(owner.moments)
-            for piece in owner.moments:
+        for owner, moments in subject.owners:
+            name, rows = whole_name(owner["name"]), _rows_of(moments)
+            for piece in moments:
                 self._look(piece, rows)
                 done.add(id(piece))
-                if owner.named:
-                    self._owners[piece.tensor] = whole_name(owner.name)
+                if owner["named"]:
+                    self._owners[piece.tensor] = name
             if rows is not None:
-                self._rows[whole_name(owner.name)].update(count=rows.count, seen=rows.seen, dead=rows.dead)
-        for piece in self._subject.pieces:
+                self._rows[name].update(count=rows.count, seen=rows.seen, dead=rows.dead)
+        for piece in subject.pieces:
             if id(piece) not in done:
                 self._look(piece, None)
 
     def _look(self, piece: Piece, rows: Rows | None) -> None:
         tally = Tally(piece.view.role, piece.dtype, piece.numel)
-        # Weights of one length are looked at in the same places, whatever their shape, so that twins are found.
+        # Weights of one length are looked at in the same places, whatever their shape, to find twins.
         row = 0 if tally.role is Role.WEIGHT else piece.row
+        whole = self._most is None or piece.numel <= self._most
         for start, count in sampling.windows(piece.span, self._most, row):
-            x = self._read(piece, start, count)
-            whole = self._most is None or piece.numel <= self._most
-            tally.add(x, start, rows, whole=whole)
+            tally.add(self._read(piece, start, count), start, rows, whole=whole)
             self._progress(count * piece.dtype.itemsize)
         if _can_be_twin(piece) and tally.varied:
             self._alike[piece.dtype, piece.numel, tally.digest.digest()].append(piece)
         if self.tallies.setdefault(piece.tensor, tally) is not tally:
             self.tallies[piece.tensor].merge(tally)
 
-    def _read(self, piece: Piece, start: int, count: int) -> torch.Tensor:
-        x = self._subject.read(piece, start, count)
-        return x if piece.is_dense else x[piece.own(start, count)]
-
     def flags(self) -> list[dict[str, Any]]:
-        """All of them; within a kind those with the largest fraction first."""
+        """All flags, by kind; within a kind those with the largest fraction first."""
         found = [
             each for name, tally in self.tallies.items() for each in tensor_flags(name, tally, self._owners.get(name))
         ]
@@ -103,7 +97,7 @@ class _Survey:
         return sorted(found, key=lambda each: (KINDS.index(each["kind"]), -each["fraction"], -each["count"]))
 
     def _twins(self) -> Iterator[dict[str, Any]]:
-        """Weights that agree in all that was looked at; a full survey compares them byte by byte."""
+        """Weights that agree in all elements of their samples; a full survey compares them byte by byte."""
         counts: dict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
         for alike in self._alike.values():
             for twins in self._confirmed(alike) if self._most is None else [alike]:
@@ -121,23 +115,23 @@ class _Survey:
         """Pieces of one hash, in lists of equal ones."""
         found: list[list[Piece]] = []
         for piece in alike:
-            for twins in found:
-                # As bytes, since a NaN equals no other value.
-                if all(
-                    torch.equal(
-                        self._read(twins[0], *place).view(torch.uint8), self._read(piece, *place).view(torch.uint8)
-                    )
-                    for place in sampling.windows(piece.span, None)
-                ):
-                    twins.append(piece)
-                    break
-            else:
+            same = next((twins for twins in found if self._equal(twins[0], piece)), None)
+            if same is None:
                 found.append([piece])
+            else:
+                same.append(piece)
         return found
+
+    def _equal(self, one: Piece, other: Piece) -> bool:
+        # As bytes, since a NaN equals no other value.
+        return all(
+            torch.equal(*(self._read(piece, *place).view(torch.uint8) for piece in (one, other)))
+            for place in sampling.windows(one.span, None)
+        )
 
 
 def _rows_of(moments: list[Piece]) -> Rows | None:
-    """Counts the rows that all moments of a parameter share; None where they share none."""
+    """A count of the rows that all moments of a parameter share; None if they share none."""
     shape, row = moments[0].view.ref.shape, moments[0].row
     if not row or not 1 < shape[0] <= _MOST_ROWS or any(piece.row != row for piece in moments):
         return None
@@ -145,6 +139,6 @@ def _rows_of(moments: list[Piece]) -> Rows | None:
 
 
 def _can_be_twin(piece: Piece) -> bool:
-    """Whether a piece may be a tied weight: buffers are alike in every layer and do not count."""
+    """Whether a piece may be a tied weight: buffers do not count, they are alike in every layer."""
     name = piece.view.name.replace(":", ".").rpartition(".")[2]
     return piece.view.role is Role.WEIGHT and piece.is_dense and piece.numel >= _SMALLEST_TWIN and name not in BUFFERS

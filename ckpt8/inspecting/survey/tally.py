@@ -1,4 +1,4 @@
-"""Counts one tensor, window by window."""
+"""What a survey counts in one tensor, window by window."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ FP16_ZERO = 2.0**-25
 
 _FP16_NORMAL = 2.0**-14
 _VARIETY = 16
-"""With fewer different values a tensor is a mask or a constant, not numbers."""
+"""A tensor with fewer different values is a mask or a constant."""
 
 _VARIED_IN = 4096
-"""Elements of every window that are searched for different values."""
+"""Elements of every window in which the tally looks for different values."""
 
 _BITS = {1: DType.UINT8, 2: DType.INT16, 4: DType.INT32, 8: DType.INT64}
 _MOMENTS = (Role.MOMENT1, Role.MOMENT2)
 
 
 class Rows:
-    """Which of ``count`` rows of ``row`` elements were seen, and which are not zero in some moment."""
+    """Which of ``count`` rows of ``row`` elements the survey has seen, and which have a moment that is not zero."""
 
     def __init__(self, count: int, row: int) -> None:
-        self.count = count
-        self._row = row
-        self._alive = torch.zeros(count, dtype=torch.bool, device="cpu")
-        self._seen = torch.zeros(count, dtype=torch.bool, device="cpu")
+        self.count, self._row = count, row
+        self._alive, self._seen = torch.zeros(2, count, dtype=torch.bool, device="cpu")
 
     def add(self, present: torch.Tensor, start: int, *, whole: bool) -> None:
-        """Take in elements from ``start`` on, as whether they are not zero. ``whole``: all others are added, too."""
+        """Add elements from ``start`` on: ``present`` says which are not zero.
+
+        ``whole`` says that the caller adds all elements, in several calls.
+        """
         stop = start + len(present)
         first, last = -(-start // self._row), stop // self._row
         if first > last:  # within one row
@@ -54,7 +55,7 @@ class Rows:
 
     @property
     def seen(self) -> int:
-        """How many rows were seen whole."""
+        """How many rows the survey has seen whole."""
         return int(self._seen.sum())
 
     @property
@@ -65,7 +66,7 @@ class Rows:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of the elements that were seen of a tensor.
+    """Counts of the elements of a tensor, of which the survey has ``seen`` some.
 
     ``present`` are not zero. ``negative`` are second moments below zero. ``wide`` says that an fp32 value has bits that
     bf16 does not hold. ``flushed`` are second moments that fp16 rounds to zero. Of ``groups`` of 32 moments that are
@@ -117,18 +118,18 @@ class Tally:
 
     @property
     def varied(self) -> bool:
-        """Whether the elements are numbers, and no mask and no constant."""
+        """Whether the tensor is neither a mask nor a constant."""
         return len(self.values) >= _VARIETY
 
     def merge(self, other: Tally) -> None:
-        """Add what was counted of another slice of the same tensor."""
+        """Add the counts of another slice of the same tensor."""
         for name in ("numel", "seen", "nan", "inf", "present", "negative", "flushed", "groups", "lost", "coarse"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.wide |= other.wide
         self.values |= other.values
 
     def _moments(self, magnitude: torch.Tensor, start: int) -> None:
-        """Count the groups that lie in a window as a whole; the last one of the tensor may be short."""
+        """Count the groups that lie whole in a window; the last one of the tensor may be short."""
         if self.role is Role.MOMENT2 and self.dtype is not DType.FLOAT16:
             self.flushed += int(((magnitude > 0) & (magnitude <= FP16_ZERO)).sum())
         skip = min(-start % GROUP, len(magnitude))

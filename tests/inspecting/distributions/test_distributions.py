@@ -188,14 +188,13 @@ def test_what_a_preset_would_do_is_what_it_does(packed):
 
 
 def test_a_sample_reads_no_more_than_it_says(inputs, monkeypatch):
-    read = []
+    read, read_elements = [], of_checkpoint.read_elements
 
-    class Counting(of_checkpoint._Look):
-        def _read(self, stream, start, length):
-            read.append(length)
-            return super()._read(stream, start, length)
+    def counting(source, offset, dtype, start, count):
+        read.append(count)
+        return read_elements(source, offset, dtype, start, count)
 
-    monkeypatch.setattr(of_checkpoint, "_Look", Counting)
+    monkeypatch.setattr(of_checkpoint, "read_elements", counting)
     monkeypatch.setattr(sampling, "PER_CHART", 1024)
     found = checkpoint_distributions(inputs / "gpt_adamw.pt")
     tensors = len(torch.load(inputs / "gpt_adamw.pt")["optimizer"]["state"]) * 3

@@ -24,8 +24,7 @@ from ckpt8.inspecting import sampling
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 from ckpt8.inspecting.survey.layers import Stored, layers
-from ckpt8.inspecting.survey.pieces import View
-from ckpt8.inspecting.survey.subject import Subject
+from ckpt8.inspecting.survey.pieces import Subject, View
 from ckpt8.inspecting.survey.survey import survey
 from ckpt8.inspecting.survey.tally import Rows, Tally
 

@@ -1,17 +1,16 @@
-"""Rows of a name, a bar and a figure. Bars are SVG in per cent of the width there is, so that text keeps its size."""
+"""Rows of a name, a bar and a figure. Bars are SVG in per cent of the available width, so that text keeps its size."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 
-from ckpt8.cli.show.html.scales import decades
-from ckpt8.cli.show.html.text import power, text
+from ckpt8.cli.show.html.text import decades, power, text
 
 _BAR, _GAP = 11, 3
 
 Stack = Sequence[tuple[str, float, str]]
-"""Parts of a bar: style, share of the whole width from 0 to 1, and what it stands for."""
+"""Parts of a bar: style, share of the whole width from 0 to 1, and a description."""
 
 
 def row(name: str, bar: str, value: str) -> str:
@@ -23,7 +22,7 @@ def row(name: str, bar: str, value: str) -> str:
 
 
 def stacks(bars: Iterable[Stack], *, faint_first: bool = False) -> str:
-    """Bars below each other. ``faint_first``: the first is what the second was made from."""
+    """Bars below each other. ``faint_first`` makes the first one faint: the original of the second."""
     bars = list(bars)
     parts = []
     for line, stack in enumerate(bars):
@@ -50,7 +49,7 @@ class LogAxis:
         return f"{2 + 96 * (exponent - self._low) / (self._high - self._low):.3f}%"
 
     def dots(self, dots: Iterable[tuple[str, float, str]]) -> str:
-        """Dots on one line: style, value, what it stands for. A value of 0 has none."""
+        """Dots on one line: style, value, description. A value of 0 has no dot."""
         parts = [
             f'<line class="grid" x1="{self._place(each)}" x2="{self._place(each)}" y1="-6" y2="24"/>'
             for each in self._ticks
@@ -73,7 +72,7 @@ class LogAxis:
 
 
 def key(entries: Iterable[tuple[str, str]]) -> str:
-    """What the colours mean: style and words."""
+    """The key of the colours: style and words."""
     items = "".join(
         f'<span><svg width="11" height="11" aria-hidden="true">{_swatch(css)}</svg>{text(words)}</span>'
         for css, words in entries

@@ -6,10 +6,10 @@ from typing import Any
 
 from ckpt8.cli.show.html.bars import key
 from ckpt8.cli.show.html.plots import code_usage, magnitudes
-from ckpt8.cli.show.html.sizes import role_words
 from ckpt8.cli.show.html.text import text
 from ckpt8.cli.show.tables import number
 from ckpt8.core.text import percent
+from ckpt8.inspecting.manifest_facts import ROLE_WORDS
 
 _CHARTS = {
     "weight": ("Weights", "magnitude of a weight"),
@@ -20,7 +20,7 @@ _CHARTS = {
 
 
 def value_section(distributions: dict[str, Any]) -> str:
-    """Histograms of weights, moments and updates; empty where there are none of them."""
+    """Histograms of weights, moments and updates; empty if there are none."""
     charts = histograms(distributions["histograms"])
     if not charts:
         return ""
@@ -36,12 +36,12 @@ def value_section(distributions: dict[str, Any]) -> str:
 
 
 def sides_key(distributions: dict[str, Any]) -> str:
-    """What the two sides of a histogram look like, where there are two."""
+    """The colours of the two sides of a histogram, if there are two."""
     return key([("was", "before"), ("curve", "after")]) if distributions["before"] else ""
 
 
 def _without_updates(pairs: dict[str, Any]) -> str:
-    """A word on parameters whose updates are not drawn."""
+    """A sentence on parameters whose updates are not drawn."""
     moments, updates = (pairs[what]["after"]["total"] if what in pairs else 0 for what in ("moment1", "update"))
     if moments <= updates:
         return ""
@@ -58,7 +58,7 @@ def _refused(refused: dict[str, Any]) -> str:
 
 
 def histograms(pairs: dict[str, Any]) -> str:
-    """The figures of all pairs there are."""
+    """A figure for every pair of histograms."""
     return "".join(_figure(what, pair) for what, pair in pairs.items())
 
 
@@ -72,7 +72,7 @@ def _figure(what: str, pair: dict[str, Any]) -> str:
 
 
 def _outside(pair: dict[str, Any]) -> str:
-    """What the histogram cannot show, in words."""
+    """In words, the values that a histogram cannot show."""
     found = []
     for side, name in ((pair["before"], "before"), (pair["after"], "after")):
         if side is not None:
@@ -86,7 +86,7 @@ def _outside(pair: dict[str, Any]) -> str:
 
 
 def code_section(distributions: dict[str, Any]) -> str:
-    """Which codes are used; empty where nothing is stored in codes."""
+    """How often each code is used; empty if nothing is stored in codes."""
     rows = distributions["codes"]
     if not rows:
         return ""
@@ -108,5 +108,4 @@ def code_section(distributions: dict[str, Any]) -> str:
 
 
 def _part_words(row: dict[str, Any]) -> str:
-    words = role_words(row["role"])
-    return f"Residuals of {words}" if row["part"] == "rho" else f"Codes of {words}"
+    return f"{'Residuals' if row['part'] == 'rho' else 'Codes'} of {ROLE_WORDS[row['role']]}"

@@ -1,7 +1,7 @@
-"""The page: one HTML document that loads nothing, runs nothing and says the same whenever it is made.
+"""The page: one HTML document that loads nothing, runs nothing and is the same for the same facts.
 
-What it shows is also in it as JSON, in the element ``ckpt8-report``: ``facts`` as ``inspect --json`` prints them,
-``distributions`` (see ``ckpt8.inspecting.distributions.gathering.Gathered``) and, where it was given, ``drift``.
+It also holds its facts as JSON, in the element ``ckpt8-report``: ``facts`` as ``inspect --json`` prints them,
+``distributions`` (see ``ckpt8.inspecting.distributions.gathering.Gathered``) and the ``drift``, if given.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ckpt8.cli.show.html.errors import error_section, worst_section
 from ckpt8.cli.show.html.sizes import size_sections
 from ckpt8.cli.show.html.style import STYLE
 from ckpt8.cli.show.html.text import text
-from ckpt8.cli.show.overview import FLAG_TITLES, flag_extent, looked_at
+from ckpt8.cli.show.overview import flags_by_kind, looked_at, optimizer_line
 from ckpt8.cli.show.tables import number
 from ckpt8.core.text import percent, size
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""Should a name ever be taken for markup, the browser still neither runs nor loads anything."""
+"""Even if a name got through as markup, the browser would neither run nor load anything."""
 
 _FLAGS = 10
-"""Tensors that are named under one red flag; the JSON has all."""
+"""So many tensors are listed under one red flag; the JSON has all."""
 
 
 def page(facts: dict[str, Any], distributions: dict[str, Any], drift: dict[str, Any] | None) -> str:
@@ -66,9 +66,7 @@ def _heading(facts: dict[str, Any], name: str) -> str:
         lines = [f"ckpt8 {facts['format']}, preset {facts['preset']}, written by {facts['writer']}", f"from {origin}"]
     else:
         lines = [f"{facts['format']}, {facts['tensor_count']:,} tensors in {facts['storages']:,} storages"]
-        for row in facts["optimizer"]:
-            step = f" at step {row['step']:,}" if row["step"] else ""
-            lines.append(f"optimizer state of {row['parameters']:,} parameters, update rule {row['rule']}{step}")
+        lines += map(optimizer_line, facts["optimizer"])
     words = "".join(f'<p class="soft name">{text(line)}</p>' for line in lines)
     return f"<header><h1>{text(name)}</h1>{words}</header>"
 
@@ -97,24 +95,16 @@ def _tiles(facts: dict[str, Any], errors: dict[str, Any]) -> str:
 
 
 def _flags(facts: dict[str, Any]) -> str:
-    """What ``inspect`` found to be wrong, where it looked for it."""
+    """The red flags; empty if ``facts`` have none of that key."""
     if "flags" not in facts:
         return ""
-    items = "".join(_flags_of_kind(kind, title, facts["flags"]) for kind, title in FLAG_TITLES.items())
+    items = "".join(
+        f"<li><b>{text(title)}</b>: {text(extent)}<ul>{''.join(f'<li>{text(line)}</li>' for line in lines)}</ul></li>"
+        for _, title, extent, lines in flags_by_kind(facts["flags"], _FLAGS)
+    )
     seen = text(looked_at(facts["sample"], bool(items)))
     alarm = ' class="alarm"' if items else ""
     return f'<section id="flags"><h2{alarm}>Red flags</h2><p>{seen}</p>{items and f"<ul>{items}</ul>"}</section>'
-
-
-def _flags_of_kind(kind: str, title: str, flags: list[dict[str, Any]]) -> str:
-    found = [flag for flag in flags if flag["kind"] == kind]
-    if not found:
-        return ""
-    shown = [f"{' = '.join(flag.get('tensors') or [flag['tensor']])}: {flag['message']}" for flag in found[:_FLAGS]]
-    if len(found) > _FLAGS:
-        shown.append(f"and {len(found) - _FLAGS:,} more")
-    items = "".join(f"<li>{text(line)}</li>" for line in shown)
-    return f"<li><b>{text(title)}</b>: {text(flag_extent(kind, found))}<ul>{items}</ul></li>"
 
 
 def _footer(sample: dict[str, Any]) -> str:

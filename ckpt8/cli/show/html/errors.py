@@ -1,4 +1,4 @@
-"""The sections about the error of lossy storage: in all, by layer, and the worst tensors with their histograms."""
+"""The sections about the error of lossy storage: totals, errors by layer, the worst tensors with their histograms."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any
 from ckpt8.checkpoint.meaning.parameter_names import shown
 from ckpt8.cli.show.html.bars import LogAxis, key, row
 from ckpt8.cli.show.html.distributions import histograms, sides_key
-from ckpt8.cli.show.html.sizes import largest, role_words
+from ckpt8.cli.show.html.sizes import largest
 from ckpt8.cli.show.html.text import text
 from ckpt8.cli.show.tables import number
 from ckpt8.core.text import differing_line
+from ckpt8.inspecting.manifest_facts import ROLE_WORDS
 
 
 def error_section(errors: dict[str, Any], distributions: dict[str, Any], source: dict[str, Any] | None = None) -> str:
-    """What storing loses, as measured on what ``errors_from`` says; ``source`` is ``measured_from`` of ``inspect``."""
+    """The measured errors; ``errors_from`` says on which elements. ``source`` is ``measured_from`` of ``inspect``."""
     lines = _totals(errors)
     body = f"<table><tbody>{lines}</tbody></table>" if lines else "<p>No error was measured.</p>"
     where = f", {source['path']}" if source else ""
@@ -33,7 +34,7 @@ def _totals(errors: dict[str, Any]) -> str:
     if weight := errors["weight"]:
         mean = f"mean {number(weight['mean_relative'])}"
         rows.append(("weights", (f"max relative {number(weight['max_relative'])}", mean)))
-    noise = {"moment1": role_words("moment1"), "moment2": role_words("moment2"), "update": "update space"}
+    noise = {"moment1": ROLE_WORDS["moment1"], "moment2": ROLE_WORDS["moment2"], "update": "update space"}
     for what, name in noise.items():
         if error := errors[what]:
             rows += [(name, (f"NMSE {number(error['nmse'])}", _decibels(error)))]
@@ -46,7 +47,7 @@ def _totals(errors: dict[str, Any]) -> str:
 
 
 def _phrases(figures: tuple[str, ...]) -> str:
-    """Phrases that are not broken across lines."""
+    """Phrases that no line break splits."""
     return ", ".join(f"<span>{text(each)}</span>" for each in figures)
 
 
@@ -78,7 +79,7 @@ def _by_layer(layers: list[dict[str, Any]]) -> str:
 
 
 def worst_section(distributions: dict[str, Any]) -> str:
-    """The worst parameters and weights; empty where nothing was measured."""
+    """The worst parameters and weights; empty without any measured error."""
     worst = distributions["worst"]
     if not worst["update"] and not worst["weight"]:
         return ""

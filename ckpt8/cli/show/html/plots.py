@@ -1,4 +1,4 @@
-"""Histograms and lines as SVG: axes with ticks and units, and what a bar stands for when pointed at."""
+"""Histograms and lines as SVG: axes with ticks and units, and the figures of a bar under the pointer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckpt8.cli.show.html.scales import LOG10_OF_2, decades, linear_ticks
-from ckpt8.cli.show.html.text import power, text
+from ckpt8.cli.show.html.text import LOG10_OF_2, decades, linear_ticks, power, text
 from ckpt8.cli.show.tables import number
 from ckpt8.core.text import percent
 
@@ -24,7 +23,7 @@ Place = Callable[[float], float]
 def magnitudes(pair: dict[str, Any], css: str, axis: str) -> str:
     """The histogram of magnitudes of both sides of a pair; ``axis`` names the quantity.
 
-    Shares are on a logarithmic axis, since what storage changes lies in the tail.
+    Shares are on a logarithmic axis, since storage changes the tail.
     """
     sides = [None if side is None else _shares(side) for side in (pair["before"], pair["after"])]
     drawn = [octave for side in sides if side for octave, share in side.items() if share >= 10.0**_FAINTEST]
@@ -60,7 +59,7 @@ def magnitudes(pair: dict[str, Any], css: str, axis: str) -> str:
 
 
 def code_usage(row: dict[str, Any], css: str, axis: str) -> str:
-    """How often every code was used."""
+    """How often the tensors use every code."""
     counts, first, total = row["counts"], row["first"], max(row["total"], 1)
     shares = [100 * count / total for count in counts]
     ticks = linear_ticks(max(shares))
@@ -84,7 +83,7 @@ def code_usage(row: dict[str, Any], css: str, axis: str) -> str:
 
 
 def by_step(values: Sequence[float | None], css: str, axis: str) -> str:
-    """A figure after every step, the first being step 1, on a logarithmic axis. What is not positive has no point."""
+    """A figure after every step, from step 1 on, on a logarithmic axis. Only positive figures have a point."""
     known = [(step, value) for step, value in enumerate(values, 1) if value is not None and value > 0]
     if not known:
         return _frame(axis, _words("zero after every step"))
@@ -126,14 +125,14 @@ def _linear(low: float, high: float, start: float, stop: float) -> Place:
 
 
 def _steps(heights: Sequence[float], first: float, x: Place, y: Place, floor: float = 0) -> str:
-    """The outline of bars from the axis, which is at ``floor``, and back to it."""
+    """The outline of bars from the axis, at the height ``floor``, and back to it."""
     path = [f"M{x(first):.1f} {y(floor):.1f}"]
     path += [f"V{y(height):.1f}H{x(first + k + 1):.1f}" for k, height in enumerate(heights)]
     return "".join(path) + f"V{y(floor):.1f}"
 
 
 def _hit(left: float, right: float, words: str) -> str:
-    """An invisible bar that tells what it stands for."""
+    """An invisible bar that shows ``words`` under the pointer."""
     place = f'x="{left:.1f}" y="{_TOP}" width="{right - left:.1f}" height="{_BOTTOM - _TOP}"'
     return f'<rect class="hit" {place}><title>{text(words)}</title></rect>'
 

@@ -1,4 +1,4 @@
-"""The sections about bytes: what the checkpoint takes, by role and by layer, and what is made of it."""
+"""The sections about bytes: original and stored sizes of the checkpoint, by role and by layer."""
 
 from __future__ import annotations
 
@@ -9,30 +9,17 @@ from typing import Any
 from ckpt8.cli.show.html.bars import Stack, key, row, stacks
 from ckpt8.cli.show.html.text import text
 from ckpt8.core.text import percent, size
+from ckpt8.inspecting.manifest_facts import ROLE_WORDS
 
-ROLES = ("weight", "moment1", "moment2", "other", "structure", "file")
-_WORDS = {
-    "weight": "weights",
-    "moment1": "first moments",
-    "moment2": "second moments",
-    "other": "other tensors",
-    "structure": "structure of the files",
-    "file": "files without tensors",
-}
 MOST_LAYERS = 80
-"""Layers that get a row of their own."""
-
-
-def role_words(role: str) -> str:
-    """A role in words."""
-    return _WORDS.get(role, role)
+"""So many layers have a row of their own."""
 
 
 def size_sections(facts: dict[str, Any], layers: list[dict[str, Any]]) -> str:
-    """All of them."""
+    """The sections about bytes, as markup."""
     stored = facts["kind"] == "ckpt8"
     present = {each["role"] for each in facts["roles"]}
-    colours = key([(role, role_words(role)) for role in ROLES if role in present])
+    colours = key([(role, words) for role, words in ROLE_WORDS.items() if role in present])
     both = '<p class="soft">Of two bars the faint one is the original, the other what is stored.</p>' if stored else ""
     return (
         f'<section id="sizes"><h2>Where the bytes are</h2>{both}{colours}{_whole(facts)}'
@@ -43,14 +30,14 @@ def size_sections(facts: dict[str, Any], layers: list[dict[str, Any]]) -> str:
 
 def _stack(sizes: Mapping[str, int], whole: int) -> Stack:
     return [
-        (role, sizes[role] / max(whole, 1), f"{role_words(role)}: {size(sizes[role])}")
-        for role in ROLES
+        (role, sizes[role] / max(whole, 1), f"{words}: {size(sizes[role])}")
+        for role, words in ROLE_WORDS.items()
         if sizes.get(role)
     ]
 
 
 def _whole(facts: dict[str, Any]) -> str:
-    """The checkpoint as a bar, and what it is or would be when compressed."""
+    """The checkpoint as a bar, and its compressed or predicted sizes."""
     original, stored = Counter[str](), Counter[str]()
     for each in facts["roles"]:
         original[each["role"]] += each["bytes"]
@@ -73,10 +60,10 @@ def _whole(facts: dict[str, Any]) -> str:
 def _by_role(facts: dict[str, Any]) -> str:
     whole = max((each["bytes"] for each in facts["roles"]), default=1)
     rows = []
-    for each in sorted(facts["roles"], key=lambda each: ROLES.index(each["role"])):
+    for each in sorted(facts["roles"], key=lambda each: list(ROLE_WORDS).index(each["role"])):
         role = each["role"]
         what = (each.get("codec") or each["dtype"]).replace("signed=False, ", "")
-        name = f'{text(role_words(role))} <span class="soft">{text(what)}</span>'
+        name = f'{text(ROLE_WORDS[role])} <span class="soft">{text(what)}</span>'
         bars = [_stack({role: each["bytes"]}, whole)]
         value = f"{size(each['bytes'])} <small>{percent(each['bytes'], facts['bytes'])}</small>"
         if "stored_bytes" in each:
