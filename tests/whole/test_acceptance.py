@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from gpt_kit import SIZES, train
 
 import ckpt8
-from ckpt8.cli.bench.gpt import SIZES, train
 from ckpt8.core.tensors import is_small
 
 pytestmark = pytest.mark.slow

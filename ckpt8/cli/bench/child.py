@@ -1,8 +1,8 @@
-"""Work in a process of its own, so that neither memory nor caches of one measurement are there in the next.
+"""Does a job in a process of its own, so that the next measurement starts without its memory and caches.
 
-``main(MODULE, JOB)`` in it imports the module and prints, as JSON, what its ``work(job)`` returns.
-The process begins a session. Whatever ends the wait for it, an interrupt say, ends all processes of that session first.
-It imports from where its parent does: with ``-m`` it would take a ``torch.py`` in the working directory for torch.
+There, ``main(MODULE, JOB)`` imports the module and prints the result of its ``work(job)`` as JSON. The process begins a
+session. Whatever ends the wait for it, an interrupt say, first ends all processes of that session. It imports from
+where its parent does: with ``-m`` it would take a ``torch.py`` in the working directory for torch.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _INTERVAL = 0.01
 """Seconds between samples of memory."""
 
 _PATIENCE = 5.0
-"""Seconds that a process has to end when asked to."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 _ERRORS: dict[int, type[Ckpt8Error]] = {error.exit_code: error for error in (UsageError, InputError, OutputError)}
 
 Run = Callable[[str, dict[str, Any], bool], dict[str, Any]]
-"""Does the job of a module; True has ``session_pss`` and ``processes`` measured as well, which takes time from it."""
+"""Does the job of a module; True also measures ``session_pss`` and ``processes``, which slows it down."""
 
 
 def run_child(folder: Path) -> Run:
-    """How to do jobs in processes whose temporary files are in ``folder``.
+    """A function that does jobs in processes, with temporary files in ``folder``.
 
-    Errors of ckpt8 arrive as what they are, all others as Ckpt8Error with their last line.
+    It raises errors of ckpt8 again, all others as Ckpt8Error with their last line.
     """
     return partial(_run, folder)
 
@@ -81,7 +81,7 @@ def _text(file: IO[bytes]) -> str:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Leave no process of the session behind."""
+    """End all processes of the session."""
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGTERM)

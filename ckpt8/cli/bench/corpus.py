@@ -1,6 +1,6 @@
-"""The text that the benchmark's networks learn: the source of Python's own standard library.
+"""The text that the GPT of ``bench`` learns: the source of Python's standard library.
 
-Nothing has to be downloaded, and it is real text. Which text exactly depends on the Python version.
+It is real text, and needs no download. It differs between Python versions.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "encoding
 
 @cache
 def corpus() -> Tensor:
-    """Read the library's modules as indices into ``VOCABULARY`` (uint8).
+    """The modules of the library as indices into ``VOCABULARY`` (uint8).
 
-    They are shuffled, by a hash of their path, so that the held-out end is like the rest.
+    They come in the order of a hash of their path, so that the held-out end is like the rest.
     """
     root = Path(sysconfig.get_path("stdlib"))
     paths = (path.relative_to(root).as_posix() for path in root.rglob("*.py"))
@@ -41,7 +41,7 @@ def corpus() -> Tensor:
 def batch(step: int, *, seed: int, batch_size: int, block_size: int, held_out: bool = False) -> tuple[Tensor, Tensor]:
     """Draw inputs and targets: a pure function of the arguments.
 
-    They come from the first nine tenths of the text, or from the held-out rest.
+    They come from the first nine tenths of the text, or from the held-out tenth.
     """
     text = corpus()
     border = len(text) * 9 // 10

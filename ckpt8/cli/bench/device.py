@@ -1,8 +1,8 @@
 """``ckpt8 bench --device cuda``: kernels, optimizer steps, save and resume on one device, in one run.
 
-Kernels are held against a copy from the device to itself: the fraction of its bandwidth (bytes read plus bytes
-written) that each reaches. Steps are held against torch's AdamW on fp32 parameters. Times are medians, after a warm-up,
-by events on a CUDA device. The tensors should be several times the last cache.
+The yardstick of kernels is a copy from the device to itself: each reaches a fraction of its bandwidth (bytes read plus
+bytes written). The yardstick of steps is torch's AdamW on fp32 parameters. Times are medians, after a warm-up, by
+events on a CUDA device. The tensors should be several times as large as the last cache.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Clock:
             return time.perf_counter() - start
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.device(self.device):
-            # The device is kept busy while the host queues the work, so that the host's own time is not counted.
+            # Keep the device busy while the host queues the work: the host's own time does not count.
             torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
             first.record()
             work()
@@ -72,7 +72,7 @@ class Clock:
 
 
 def bench_device(where: torch.device, *, parameters: int, elements: int = ELEMENTS, repeat: int = 20) -> dict[str, Any]:
-    """Everything, as plain values: kernels on ``elements``, steps and files of ``parameters``."""
+    """All figures as plain values: kernels on ``elements``, steps and files of ``parameters``."""
     clock = Clock(where, repeat)
     copied, kernels = _kernels(elements, clock)
     return {
@@ -107,16 +107,8 @@ def _kernel_rows(name: str, source: torch.Tensor, clock: Clock, copied: float) -
     rows = []
     for direction, run in work.items():
         seconds = clock.seconds(run)
-        speed = moved / seconds
-        rows.append(
-            {
-                "kernel": f"{name} {direction}",
-                "bytes": moved,
-                "seconds": seconds,
-                "bytes_per_second": speed,
-                "of_copy": speed / copied,
-            }
-        )
+        row = {"kernel": f"{name} {direction}", "bytes": moved, "seconds": seconds}
+        rows.append({**row, "bytes_per_second": moved / seconds, "of_copy": moved / seconds / copied})
     return rows
 
 
@@ -159,20 +151,16 @@ def _step_rows(count: int, clock: Clock) -> list[dict[str, Any]]:
                 "seconds": seconds,
                 "seconds_per_parameter": seconds / total,
                 "to_torch": seconds / reference,
-                "bytes_per_parameter": sum(map(_size, params)) / total + _state_size(optimizer) / total,
+                "bytes_per_parameter": (sum(param.nbytes for param in params) + _state_size(optimizer)) / total,
             }
         )
         del params, optimizer
     return rows
 
 
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _state_size(optimizer: torch.optim.Optimizer) -> int:
     tensors = (value for state in optimizer.state.values() for value in state.values())
-    return sum(_size(value) for value in tensors if isinstance(value, torch.Tensor))
+    return sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))
 
 
 def _file_rows(count: int, device: torch.device) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""A small character-level GPT that really trains: the source of the benchmark's and the tests' checkpoints.
+"""A small character-level GPT that really trains: it makes the checkpoint that ``bench`` measures.
 
-Module names, parameter groups and checkpoint layout are nanoGPT's. Initial weights and batches are functions
-of the seed and the step alone, so a resumed run can be compared with the uninterrupted one.
+Module names, parameter groups and checkpoint layout are nanoGPT's. Initial weights and batches are functions of the
+seed and the step alone: a resumed run equals an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -65,18 +65,11 @@ class RunConfig:
         return self.lr * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
-SIZES = {
-    "mini": GPTConfig(n_layer=2, n_head=4, n_embd=88, block_size=64),
-    "tiny": GPTConfig(n_layer=2, n_head=4, n_embd=112),
-    "10m": GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=256),
-}
-
-
 def config_for_bytes(nbytes: int) -> GPTConfig:
     """Choose layers and width so that a fp32 AdamW checkpoint has about ``nbytes`` bytes.
 
-    That is 12 bytes per parameter. Of the shapes within 3 % (else the nearest) it takes the one whose width
-    is nearest 64 per layer. Raises ValueError if none is within 5 %.
+    That is 12 bytes per parameter. Of the shapes within 3 % (else the nearest) take the one whose width is nearest 64
+    per layer. Raises ValueError if none is within 5 %.
     """
     shapes = [
         GPTConfig(n_layer=layers, n_head=max(1, width // 64), n_embd=width)
@@ -161,10 +154,7 @@ def build_model(config: GPTConfig, *, seed: int, dtype: str = "float32", device:
 
 
 class Run:
-    """A model and its optimizer in training.
-
-    State may also be loaded into ``model`` and ``optimizer`` from outside; then set ``step``.
-    """
+    """A model and its optimizer in training. Whoever loads state into both sets ``step``."""
 
     def __init__(self, config: GPTConfig, run: RunConfig, optimizer_factory: OptimizerFactory) -> None:
         self.config, self.run, self.step = config, run, 0
@@ -178,33 +168,20 @@ class Run:
         self.optimizer = optimizer_factory(groups, run.lr_at(0))
 
     def loss(self, step: int, *, held_out: bool = False) -> Tensor:
-        """Run the model on the batch of ``step``."""
-        run = self.run
-        size, block = run.batch_size, self.config.block_size
-        x, y = batch(step, seed=run.seed, batch_size=size, block_size=block, held_out=held_out)
+        """The loss on the batch of ``step``."""
+        run, block = self.run, self.config.block_size
+        x, y = batch(step, seed=run.seed, batch_size=run.batch_size, block_size=block, held_out=held_out)
         return cast(Tensor, self.model(x.to(run.device), y.to(run.device)))
-
-    def advance(self) -> float:
-        """One update; returns the loss before it."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.run.lr_at(self.step)
-        loss = self.loss(self.step)
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.run.grad_clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.step += 1
-        return loss.item()
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss on fixed held-out batches; remembers the best."""
+        """Mean loss on fixed held-out batches; keeps the best."""
         mean = torch.stack([self.loss(i, held_out=True) for i in range(self.run.eval_batches)]).mean().cpu()
         self.best_val_loss = torch.minimum(self.best_val_loss, mean)
         return mean.item()
 
     def checkpoint(self) -> dict[str, Any]:
-        """NanoGPT's checkpoint; its tensors are the live ones, so save or copy it before the next update."""
+        """NanoGPT's checkpoint; the next update changes its tensors, so save or copy it first."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -213,34 +190,3 @@ class Run:
             "best_val_loss": self.best_val_loss,
             "config": asdict(self.run),
         }
-
-    def load(self, checkpoint: dict[str, Any]) -> None:
-        """Continue from a checkpoint, through the model's and the optimizer's own ``load_state_dict``."""
-        self.model.load_state_dict(checkpoint["model"])
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
-        self.step, self.best_val_loss = checkpoint["iter_num"], checkpoint["best_val_loss"]
-
-
-def train(
-    config: GPTConfig,
-    optimizer_factory: OptimizerFactory,
-    steps: int,
-    seed: int = 0,
-    *,
-    start: dict[str, Any] | None = None,
-    on_step: Callable[[int, float], None] | None = None,
-    **settings: Any,
-) -> dict[str, Any]:
-    """Train until ``steps`` updates are done, from nothing or from ``start``; returns the checkpoint.
-
-    ``settings`` are fields of RunConfig. For a run in two parts, give both calls the same ``horizon``.
-    """
-    run = Run(config, RunConfig(**{"horizon": steps, "seed": seed, **settings}), optimizer_factory)
-    if start is not None:
-        run.load(start)
-    while run.step < steps:
-        loss = run.advance()
-        if on_step is not None:
-            on_step(run.step, loss)
-    run.validate()
-    return run.checkpoint()

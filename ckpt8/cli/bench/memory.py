@@ -1,8 +1,8 @@
-"""Peak memory: of this process, as the kernel remembers it, and of a session of processes, from samples.
+"""Peak memory: of this process, from the kernel's record, and of a session of processes, from samples.
 
-A process that works through others needs what all of them need. Pages that several share, such as those a fork has not
-written to, count once: the kernel's proportional set size (PSS) divides each by the number of its users. The kernel
-keeps no peak of it, so that it is sampled. Mapped pages of files that are in memory are counted, in both.
+The memory of a session is that of all its processes. Pages that several share, such as those a fork has not written to,
+count once: the kernel's proportional set size (PSS) divides each by the number of its users. The kernel keeps no peak
+of PSS, hence the samples. Both figures include mapped pages of files that are in memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def peak_memory() -> int:
 
 @dataclass(slots=True)
 class SessionPeak:
-    """The most that the processes of a session held at once, of the samples that were taken.
+    """The largest memory of all processes of a session in any sample.
 
-    ``session`` is the process that began it. ``nbytes`` stays 0 where the system has no PSS.
+    ``session`` is the process that began it. ``nbytes`` stays 0 if the system has no PSS.
     """
 
     session: int
@@ -41,19 +41,19 @@ class SessionPeak:
     processes: int = 0
 
     def sample(self) -> None:
-        """Look once."""
+        """Take one sample."""
         sizes = [size for pid in _members(self.session) if (size := _pss(pid))]
         self.nbytes = max(self.nbytes, sum(sizes))
         self.processes = max(self.processes, len(sizes))
 
 
 def _members(session: int) -> list[int]:
-    """Processes of a session: these are all that its first one started and that did not begin one of their own."""
+    """Processes of a session: all descendants of its first one that did not begin a session of their own."""
     found = []
     for folder in _PROC.glob("[0-9]*"):
-        # A process may end while it is looked at.
+        # A process may end in between.
         with contextlib.suppress(OSError):
-            # The name of the command, in brackets, may hold anything.
+            # The name of the command, in brackets, may have any characters.
             fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
             if int(fields[3]) == session:
                 found.append(int(folder.name))

@@ -1,4 +1,4 @@
-"""Sizes as people write them, and whether there is room for them."""
+"""Reads sizes as people write them, and finds free room on disks and in memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def in_gigabytes(count: float) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Room on the disk of a folder; in memory, half of what is available. Raises OutputError where it is no folder."""
+    """Room on the disk of a folder; of a disk in memory, half of the free memory. Raises OutputError for no folder."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError as exc:
@@ -48,7 +48,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def _is_memory(folder: Path) -> bool:
-    """Whether the files of a folder take memory, as far as the system tells."""
+    """Whether the files of a folder take memory, if the system tells."""
     if not MOUNTS.exists():
         return False
     mounts = [line.split()[1:3] for line in MOUNTS.read_text().splitlines()]
@@ -57,7 +57,7 @@ def _is_memory(folder: Path) -> bool:
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that processes can still have, or None where the system does not say."""
+    """Free bytes of memory, or None if the system does not say."""
     table = Path("/proc/meminfo")
     if not table.exists():
         return None

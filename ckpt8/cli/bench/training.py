@@ -1,10 +1,10 @@
-"""The checkpoint that is measured where none is given: a GPT of the size asked for, trained on real text.
+"""Trains the checkpoint to measure, if the user gives none: a GPT of the given size, on real text.
 
-It has its full width and depth and takes real steps of AdamW; nothing in it is grown, tiled or drawn. So that it fits
-into memory, each parameter is updated as soon as its gradient is known, and the gradient let go: training takes
-the 12 bytes per parameter that the checkpoint has, not 16. Only clipping, which needs all gradients at once, is left
-out. Larger networks take fewer steps: their weights are then still close to their initial values, while moments are
-those of real gradients from the first step on.
+It has its full width and depth and takes real steps of AdamW; no tensor is tiled or drawn at random. To save memory,
+each parameter takes its step as soon as its gradient is known, and frees the gradient: training takes 12 bytes per
+parameter, as the checkpoint does, not 16. There is no clipping, which needs all gradients at once. Larger networks take
+fewer steps: their weights are then still close to their initial values, while moments are those of real gradients from
+the first step on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckpt8.core.errors import UsageError
 
 MIN_STEPS, MAX_STEPS = 4, 100
 _STEP_BYTES = 4e9
-"""So many bytes of checkpoint are updated in all, where the numbers of steps above allow it."""
+"""Bytes of checkpoint that all steps together update, within the numbers of steps above."""
 
 _BATCH, _RATE, _WARMUP = 2, 5e-5, 2
 _WORKING_MEMORY = 1 << 30
@@ -29,17 +29,17 @@ _WORKING_MEMORY = 1 << 30
 
 
 def steps_for(nbytes: int) -> int:
-    """How many steps a checkpoint of this size is trained."""
+    """The number of training steps of a checkpoint of this size."""
     return int(min(MAX_STEPS, max(MIN_STEPS, _STEP_BYTES / nbytes)))
 
 
 def work(job: dict[str, Any]) -> dict[str, Any]:
-    """Train a checkpoint of ``size`` bytes, write it to ``target`` and say what it is. Raises UsageError."""
+    """Train a checkpoint of ``size`` bytes, write it to ``target`` and describe it. Raises UsageError."""
     return train_checkpoint(Path(job["target"]), int(job["size"]))
 
 
 def train_checkpoint(target: Path, nbytes: int) -> dict[str, Any]:
-    """Write a checkpoint of about ``nbytes`` bytes and say what it is. Raises UsageError."""
+    """Write a checkpoint of about ``nbytes`` bytes and describe it. Raises UsageError."""
     try:
         config = config_for_bytes(nbytes)
     except ValueError as exc:
@@ -65,14 +65,14 @@ def train_checkpoint(target: Path, nbytes: int) -> dict[str, Any]:
 
 
 def update_in_backward(run: Any) -> None:
-    """Have every parameter of a ``Run`` updated by an optimizer of its own while gradients are computed.
+    """Update every parameter of a ``Run`` with an optimizer of its own, during the backward pass.
 
-    The states of these are the state of ``run.optimizer``, whose groups say how the next steps are made.
+    ``run.optimizer`` shares the states of these optimizers; its groups have the settings of the next steps.
     """
     for group in run.optimizer.param_groups:
         for param in group["params"]:
             alone = torch.optim.AdamW([{**group, "params": [param]}])
-            # The groups stay two objects: what is set in the run's is read before each step.
+            # The groups are two objects: the hook reads the run's learning rate before each step.
             run.optimizer.state[param] = alone.state[param]
 
             def update(_: torch.Tensor, alone: Any = alone, group: dict[str, Any] = group) -> None:

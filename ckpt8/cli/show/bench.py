@@ -1,4 +1,4 @@
-"""Shows in a terminal what ``bench`` measured."""
+"""Shows the figures of ``bench`` in a terminal."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from ckpt8.core.text import counted, printable_tree, size
 
 
 def show_bench(console: Console, result: dict[str, Any]) -> None:
-    """Print what ``bench`` measured. Names come from files: what in them is not printable is escaped."""
+    """Print the figures of ``bench``; escape unprintable characters of names."""
     result = printable_tree(result)
+    rounds = "one round" if result["repeat"] == 1 else f"medians of {result['repeat']:,} rounds"
     console.print(
         f"{escape(result['checkpoint'])}, {size(result['bytes'])}, {counted(result['threads'], 'thread')}, "
-        f"{_rounds(result['repeat'])}, bytes of the checkpoint per second",
+        f"{rounds}, bytes of the checkpoint per second",
         soft_wrap=True,
     )
     if trained := result["trained"]:
@@ -57,10 +58,6 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
         )
     if scaling := result.get("scaling"):
         _show_scaling(console, scaling)
-
-
-def _rounds(count: int) -> str:
-    return "one round" if count == 1 else f"medians of {count:,} rounds"
 
 
 def _range(spread: list[float]) -> str:
@@ -108,7 +105,7 @@ def _show_scaling(console: Console, scaling: dict[str, Any]) -> None:
 
 
 def show_device_bench(console: Console, result: dict[str, Any]) -> None:
-    """Print what ``bench --device`` measured."""
+    """Print the figures of ``bench --device``."""
     console.print(
         f"{escape(result['device'])}: a copy moves {size(result['copy_bytes_per_second'])}/s; "
         f"kernels on {result['elements']:,} elements, steps of {result['parameters']:,} parameters",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -132,28 +133,21 @@ def _show_bars(console: Console, title: str, shares: Sequence[Share]) -> None:
 
 def _joined(groups: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Rows {label, bytes}. Neighbours with consecutive numbers and equal sizes become one."""
-    run: list[Mapping[str, Any]] = []
-    for group in groups:
-        if run and not _continues(run[-1], group):
-            yield _row(run)
-            run = []
-        run.append(group)
-    if run:
-        yield _row(run)
+    for _, items in groupby(enumerate(groups), key=_stack):
+        run = [group for _, group in items]
+        label, last = run[0]["group"], _NUMBER.fullmatch(run[-1]["group"])
+        if len(run) > 1 and last is not None:
+            label = f"{label}-{last[2]} ({len(run)} alike)"
+        yield {"label": label, "bytes": sum(group["bytes"] for group in run)}
 
 
-def _continues(before: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-    one, other = (_NUMBER.fullmatch(each["group"]) for each in (before, group))
-    if one is None or other is None or one[1] != other[1] or len(one[2]) > 9 or len(other[2]) > 9:
-        return False
-    return int(other[2]) == int(one[2]) + 1 and before["roles"] == group["roles"]
-
-
-def _row(run: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    first, last = run[0]["group"], run[-1]["group"]
-    last_number = _NUMBER.fullmatch(last)
-    label = first if len(run) == 1 or last_number is None else f"{first}-{last_number[2]} ({len(run)} alike)"
-    return {"label": label, "bytes": sum(group["bytes"] for group in run)}
+def _stack(item: tuple[int, Mapping[str, Any]]) -> object:
+    """A key that a numbered group shares with the next number of equal sizes in the next place."""
+    place, group = item
+    name = _NUMBER.fullmatch(group["group"])
+    if name is None or len(name[2]) > 9:
+        return place
+    return name[1], int(name[2]) - place, group["roles"]
 
 
 def show_flags(console: Console, flags: Sequence[Mapping[str, Any]], sample: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""A table for any width: if its columns do not fit, each row becomes a paragraph.
+"""Tables for any width: if the columns do not fit, each row becomes a paragraph.
 
-It cuts nothing and breaks long names after a component.
+They keep every cell whole and break long names after a component.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def shape_text(shape: Sequence[int]) -> str:
 def make_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, fold: bool = False) -> Table:
     """A table without lines: the first column and those of words to the left, numbers to the right.
 
-    Its cells are shown as they are, without markup. ``fold`` breaks long cells, all to the left.
+    Nothing in its cells is markup. ``fold`` breaks long cells and moves all to the left.
     """
     table = Sheet(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for k, column in enumerate(columns):
@@ -55,19 +55,16 @@ class Sheet(Table):
     """A ``rich`` table; the first column names the rows."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The table, or its rows as paragraphs."""
-        if self._natural_width() <= options.max_width:
+        """Render the table, or its rows as paragraphs."""
+        widths = [max(map(cell_len, cells)) for cells in self._cells()]
+        if sum(widths) + len(_GAP) * (len(widths) - 1) <= options.max_width:
             yield from super().__rich_console__(console, options)
         else:
             yield Text("\n".join(self._paragraphs(options.max_width)))
 
     def _cells(self) -> list[list[str]]:
-        """Plain text by column, the header first."""
-        return [[_plain(column.header), *(_plain(cell) for cell in column.cells)] for column in self.columns]
-
-    def _natural_width(self) -> int:
-        columns = [max(map(cell_len, cells)) for cells in self._cells()]
-        return sum(columns) + len(_GAP) * (len(columns) - 1)
+        """Text by column, the header first."""
+        return [[str(column.header), *map(str, column.cells)] for column in self.columns]
 
     def _paragraphs(self, width: int) -> Iterator[str]:
         columns = self._cells()
@@ -81,10 +78,6 @@ class Sheet(Table):
                 if column[row]
             ]
             yield from pack(pairs, width, indent=_GAP * 2)
-
-
-def _plain(cell: object) -> str:
-    return Text.from_markup(cell, emoji=False).plain if isinstance(cell, str) else str(cell)
 
 
 def wrap(text: str, width: int, *, first: str = "", more: str = _GAP) -> Iterator[str]:

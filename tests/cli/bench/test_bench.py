@@ -27,8 +27,7 @@ from ckpt8.cli.bench import probe, sizes
 from ckpt8.cli.bench.child import run_child
 from ckpt8.cli.bench.measuring import PROBE
 from ckpt8.cli.bench.probe import IN_MEMORY, OPERATIONS, PEERS, START, ZIPNN
-from ckpt8.cli.bench.run import bench
-from ckpt8.cli.bench.scaling import law, thread_counts
+from ckpt8.cli.bench.run import bench, law, thread_counts
 from ckpt8.cli.bench.sizes import free_bytes, parse_size
 from ckpt8.cli.bench.source import survey
 from ckpt8.cli.show.bench import show_bench

@@ -6,9 +6,10 @@ import io
 
 import pytest
 import torch
+from gpt_kit import SIZES, Run, train
 
 from ckpt8.cli.bench.corpus import VOCABULARY, batch, corpus
-from ckpt8.cli.bench.gpt import SIZES, GPTConfig, Run, RunConfig, build_model, config_for_bytes, train
+from ckpt8.cli.bench.gpt import GPTConfig, RunConfig, build_model, config_for_bytes
 
 TINY = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=32)
 

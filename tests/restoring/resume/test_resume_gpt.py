@@ -6,10 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from gpt_kit import SIZES, Run
 from resume_kit import OPTIMIZERS
 
 import ckpt8
-from ckpt8.cli.bench.gpt import SIZES, Run, RunConfig
+from ckpt8.cli.bench.gpt import RunConfig
 
 FILES = {
     "gpt_adamw.pt": ("torch-adamw", "tiny"),
