@@ -41,7 +41,7 @@ def beside_copy(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def beside_torch(rows: list[dict[str, Any]], nbytes: int) -> dict[str, Any] | None:
-    """Ratios of ``load`` to ``torch.load(mmap=False)`` in time and memory, and their memory beyond the bytes of the files."""
+    """Ratios of ``load`` to ``torch.load(mmap=False)``, and the memory of both beyond the bytes of the files."""
     found = {row["operation"]: row for row in rows}
     if not {"load", "torch.load"} <= set(found):
         return None
