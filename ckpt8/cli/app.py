@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -18,15 +20,6 @@ from ckpt8.cli.output import console, present, print_json, print_lines
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.text import size
 
-app = typer.Typer(
-    name="ckpt8",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Make training checkpoints about three times smaller. A run that resumes from one trains on as before.",
-)
-
 
 def _version(value: bool) -> None:
     if value:
@@ -34,7 +27,6 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _global(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
@@ -43,7 +35,6 @@ def _global(
     pass
 
 
-@app.command()
 def compress(
     src: Annotated[Path, typer.Argument(readable=False, help="A checkpoint file, or a directory of them.")],
     output: Output = None,
@@ -95,7 +86,6 @@ def compress(
     )
 
 
-@app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(readable=False, help="A .ckpt8, a checkpoint file or a directory.")],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
@@ -170,7 +160,6 @@ def inspect(
         show(console(), facts)
 
 
-@app.command()
 def restore(
     src: Container,
     output: Output = None,
@@ -188,11 +177,10 @@ def restore(
     """
     from ckpt8.cli.progress_bar import progress_bar
     from ckpt8.container.reader import ContainerReader
-    from ckpt8.restoring.restore import restore as run
-    from ckpt8.restoring.restore import restore_original
+    from ckpt8.restoring import restore as api
 
     if salvage:
-        found = run(src, output, salvage=True, force=force, threads=threads)
+        found = api.restore(src, output, salvage=True, force=force, threads=threads)
         present(found.to_json(), lambda console: print_lines(console, found.lines()), as_json=as_json)
         if not found.complete:
             raise CheckFailedError(f"{src}: is damaged; not everything in it was recovered for certain")
@@ -201,7 +189,7 @@ def restore(
         total = sum(member.size for member in reader.manifest.members)
     start = clock()
     with progress_bar(f"restore {src.name}", total, enabled=not as_json) as progress:
-        restored = restore_original(src, output, force=force, threads=threads, progress=progress)
+        restored = api.restore_original(src, output, force=force, threads=threads, progress=progress)
     seconds = time.perf_counter() - start
     facts = {"original": restored.original, "replaced": restored.replaced}
     lines = [f"{restored.path}: {size(total)} in {seconds:.2f} s", *restored.lines()]
@@ -212,7 +200,6 @@ def restore(
     )
 
 
-@app.command()
 def verify(
     src: Container,
     against: Annotated[
@@ -254,11 +241,31 @@ def verify(
         raise CheckFailedError(f"{src}: {result.failures[0]}{more}")
 
 
-app.command()(convert)
-app.command()(diff)
-app.command()(bench)
+COMMANDS: tuple[Callable[..., None], ...] = (compress, inspect, restore, verify, convert, diff, bench)
+"""The functions of all commands, in the order of ``--help``."""
+
+
+def make_app(commands: Iterable[Callable[..., None]]) -> typer.Typer:
+    """The command line with these commands."""
+    made = typer.Typer(
+        name="ckpt8",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help="Make training checkpoints about three times smaller. A run that resumes from one trains on as before.",
+    )
+    made.callback()(_global)
+    for command in commands:
+        made.command()(command)
+    return made
+
+
+app = make_app(COMMANDS)
 
 
 def main() -> None:
     """Run the command that ``sys.argv`` asks for, see ``guarded``."""
-    guarded(app)
+    # typer reads the signatures of all its commands, and takes long for each: it gets only the one that runs.
+    asked = [command for command in COMMANDS if [command.__name__] == sys.argv[1:2]]
+    guarded(make_app(asked or COMMANDS))

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ckpt8.cli.bench.probe import START
-from ckpt8.cli.show.tables import make_table, show_table
+from ckpt8.cli.show.tables import Table, show_table
 from ckpt8.core.text import counted, printable_tree, size
 
 
@@ -41,7 +41,7 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
         )
         for row in result["results"]
     ]
-    console.print(make_table(columns, rows))
+    console.print(Table(columns, rows))
     for name, reason in result["left_out"].items():
         console.print(f"{name}: {reason}", markup=False, soft_wrap=True)
     console.print(
@@ -120,7 +120,7 @@ def show_device_bench(console: Console, result: dict[str, Any]) -> None:
         )
         for row in result["kernels"]
     ]
-    console.print(make_table(("kernel", "ms", "throughput", "of copy"), moved))
+    console.print(Table(("kernel", "ms", "throughput", "of copy"), moved))
     stepped = [
         (
             row["step"],
@@ -131,6 +131,6 @@ def show_device_bench(console: Console, result: dict[str, Any]) -> None:
         )
         for row in result["steps"]
     ]
-    console.print(make_table(("step", "ms", "ps per parameter", "of torch", "bytes per parameter"), stepped))
+    console.print(Table(("step", "ms", "ps per parameter", "of torch", "bytes per parameter"), stepped))
     ended = [(row["operation"], f"{row['seconds']:.2f}", size(row["bytes"] or 0)) for row in result["files"]]
-    console.print(make_table(("operation", "seconds", "size"), ended))
+    console.print(Table(("operation", "seconds", "size"), ended))

@@ -153,7 +153,7 @@ def _show_values(console: Console, facts: dict[str, Any]) -> None:
         for (pattern, a, b), names in alike.items()
     ]
     if rows:
-        show_table(console, ("value", "A", "B"), rows[:_VALUES], fold=True)
+        show_table(console, ("value", "A", "B"), rows[:_VALUES], left=True)
         _show_more(console, len(rows) - _VALUES)
 
 

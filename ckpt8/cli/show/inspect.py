@@ -19,7 +19,7 @@ from ckpt8.cli.show.overview import (
     show_origin,
     show_roles,
 )
-from ckpt8.cli.show.tables import make_table, number, shape_text, show_table
+from ckpt8.cli.show.tables import Table, number, shape_text, show_table
 from ckpt8.container.manifest import DIRECTORY
 from ckpt8.core.text import counted, differing_line, printable, printable_tree, size
 
@@ -183,7 +183,7 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
     console.print()
     say(console, "What ckpt8 compress would make of it, from a sample", "bold")
     predicted = [(name, size(p["bytes"]), f"{p['ratio']:.2f}x") for name, p in facts["predicted"].items()]
-    console.print(make_table(("--preset", "predicted", "ratio"), predicted))
+    console.print(Table(("--preset", "predicted", "ratio"), predicted))
     if facts["format"] == DIRECTORY:
         members = [(m["path"], m["format"], size(m["bytes"]), m["reason"] or "") for m in facts["members"]]
         show_table(console, ("member", "format", "original", "reason"), members)

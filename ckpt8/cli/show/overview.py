@@ -10,8 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ckpt8.cli.show.bars import Share, bars
-from ckpt8.cli.show.tables import wrap
+from ckpt8.cli.show.tables import Share, bars, wrap
 from ckpt8.core.text import counted, percent, size
 
 _MOST_GROUPS = 16

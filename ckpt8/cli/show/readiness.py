@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from ckpt8.cli.show.tables import make_table, show_table
+from ckpt8.cli.show.tables import Table, show_table
 from ckpt8.core.text import percent
 from ckpt8.inspecting.manifest_facts import ROLE_WORDS
 from ckpt8.inspecting.readiness.casting import RAW, SCALED
@@ -77,7 +77,7 @@ def _show_tensors(console: Console, readiness: dict[str, Any]) -> None:
         (tensor["label"], *_scale(tensor), *(_pair(tensor, name) for name in formats), _measured(tensor))
         for tensor in readiness["tensors"]
     ]
-    console.print(make_table(("tensor", "RMS", "unit", *formats.values(), "measured"), rows))
+    console.print(Table(("tensor", "RMS", "unit", *formats.values(), "measured"), rows))
 
 
 def _scale(tensor: dict[str, Any]) -> tuple[str, str]:

@@ -1,16 +1,16 @@
-"""Tables for any width: if the columns do not fit, each row becomes a paragraph.
+"""Tables and bars for any width: if the columns of a table do not fit, each row becomes a paragraph.
 
-They keep every cell whole and break long names after a component.
+Both keep every cell whole and break long names after a component.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 _GAP = "  "
@@ -19,6 +19,10 @@ _WORDS = ("codec", "dtype", "shape", "reason", "role", "rule", "format", "such a
 
 _BREAKS = re.compile(r"[^.:/_]*[.:/_]?")
 """A piece of a name, up to the next separator."""
+
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_LONGEST, _SHORTEST = 40, 8
+"""Columns of a bar."""
 
 
 def number(value: float | None) -> str:
@@ -31,53 +35,45 @@ def shape_text(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def make_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, fold: bool = False) -> Table:
-    """A table without lines: the first column and those of words to the left, numbers to the right.
+class Table:
+    """A table without lines for a console: the first column and those of words to the left, numbers to the right.
 
-    Nothing in its cells is markup. ``fold`` breaks long cells and moves all to the left.
+    Nothing in its cells is markup. ``left`` moves all columns to the left.
     """
-    table = Sheet(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for k, column in enumerate(columns):
-        justify: JustifyMethod = "left" if fold or k == 0 or column in _WORDS else "right"
-        table.add_column(column, justify=justify, no_wrap=not fold, overflow="fold" if fold else "ellipsis")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
 
+    def __init__(self, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: bool = False) -> None:
+        self._rows = [columns, *rows]
+        self._left = [left or k == 0 or column in _WORDS for k, column in enumerate(columns)]
 
-def show_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], *, fold: bool = False) -> None:
-    """Print an empty line and a table, see ``make_table``."""
-    console.print()
-    console.print(make_table(columns, rows, fold=fold))
-
-
-class Sheet(Table):
-    """A ``rich`` table; the first column names the rows."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
         """Render the table, or its rows as paragraphs."""
-        widths = [max(map(cell_len, cells)) for cells in self._cells()]
-        if sum(widths) + len(_GAP) * (len(widths) - 1) <= options.max_width:
-            yield from super().__rich_console__(console, options)
-        else:
+        widths = [max(map(cell_len, column)) for column in zip(*self._rows, strict=True)]
+        if sum(widths) + len(_GAP) * (len(widths) - 1) > options.max_width:
             yield Text("\n".join(self._paragraphs(options.max_width)))
-
-    def _cells(self) -> list[list[str]]:
-        """Text by column, the header first."""
-        return [[str(column.header), *map(str, column.cells)] for column in self.columns]
+            return
+        header, *lines = (_GAP.join(map(_pad, row, widths, self._left)) for row in self._rows)
+        yield Text(header, style="bold")
+        if lines:
+            yield Text("\n".join(lines))
 
     def _paragraphs(self, width: int) -> Iterator[str]:
-        columns = self._cells()
-        headers = [column[0] for column in columns]
-        yield from wrap(headers[0], width)
-        for row in range(1, len(columns[0])):
-            yield from wrap(columns[0][row], width, first=_GAP, more=_GAP * 2)
-            pairs = [
-                f"{header} {column[row]}"
-                for header, column in zip(headers[1:], columns[1:], strict=True)
-                if column[row]
-            ]
+        (title, *headers), *rows = self._rows
+        yield from wrap(title, width)
+        for name, *cells in rows:
+            yield from wrap(name, width, first=_GAP, more=_GAP * 2)
+            pairs = [f"{header} {cell}" for header, cell in zip(headers, cells, strict=True) if cell]
             yield from pack(pairs, width, indent=_GAP * 2)
+
+
+def _pad(cell: str, width: int, left: bool) -> str:
+    blanks = " " * (width - cell_len(cell))
+    return cell + blanks if left else blanks + cell
+
+
+def show_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: bool = False) -> None:
+    """Print an empty line and a table, see ``Table``."""
+    console.print()
+    console.print(Table(columns, rows, left=left))
 
 
 def wrap(text: str, width: int, *, first: str = "", more: str = _GAP) -> Iterator[str]:
@@ -123,3 +119,43 @@ def pack(items: list[str], width: int, *, indent: str = "") -> Iterator[str]:
         line = line + _GAP + item if line else indent + item
     if line:
         yield line
+
+
+class Share(NamedTuple):
+    """One bar: its label, its fraction of the whole (0 to 1), and the figures behind it, a column each."""
+
+    label: str
+    fraction: float
+    figures: tuple[str, ...]
+
+
+def bar(fraction: float, width: int, *, ascii_only: bool = False) -> str:
+    """A bar of ``fraction`` of ``width`` columns, to an eighth of a column. Above zero it is never empty."""
+    eighths = min(round(fraction * width * 8), width * 8)
+    if fraction > 0:
+        eighths = max(eighths, 1)
+    if ascii_only:
+        return "#" * (-(-eighths // 8) if eighths < 8 else round(eighths / 8))
+    whole, part = divmod(eighths, 8)
+    return _EIGHTHS[8] * whole + (_EIGHTHS[part] if part else "")
+
+
+def bars(shares: Sequence[Share], width: int, *, ascii_only: bool = False) -> Iterator[str]:
+    """Lines of at most ``width`` columns; a full bar is the largest share."""
+    if not shares:
+        return
+    largest = max(share.fraction for share in shares) or 1.0
+    sizes = [max(cell_len(share.figures[k]) for share in shares) for k in range(len(shares[0].figures))]
+    behind = sum(sizes) + len(_GAP) * len(sizes)
+    label = max(cell_len(share.label) for share in shares)
+    room = width - label - len(_GAP) - behind
+    one_line = room >= _SHORTEST
+    length = min(_LONGEST, room if one_line else width - len(_GAP) - behind)
+    for share in shares:
+        drawn = bar(share.fraction / largest, max(length, 1), ascii_only=ascii_only) if length >= 4 else ""
+        figures = "".join(_GAP + _pad(text, size, False) for text, size in zip(share.figures, sizes, strict=True))
+        if one_line:
+            yield _pad(share.label, label, True) + _GAP + drawn.ljust(length) + figures
+        else:
+            yield from wrap(share.label, width)
+            yield _GAP + drawn.ljust(max(length, 0)) + figures

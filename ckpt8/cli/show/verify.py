@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from ckpt8.cli.output import print_lines
-from ckpt8.cli.show.tables import make_table, number
+from ckpt8.cli.show.tables import Table, number
 from ckpt8.core.text import counted, size
 from ckpt8.inspecting.replay.drift import left_out
 from ckpt8.inspecting.verify import Verification
@@ -36,7 +36,7 @@ def _show_drift(console: Console, resume: dict[str, Any]) -> None:
         columns = ("step", "update NMSE", "max |Δu|", "weights RMS", "weights max")
         keys = ("update_nmse", "update_max", "weight_rms", "weight_max")
         rows = [(str(k), *(number(step[key]) for key in keys)) for k, step in enumerate(resume["steps"], 1)]
-        console.print(make_table(columns, rows))
+        console.print(Table(columns, rows))
     else:
         console.print("nothing could be replayed: the drift is unknown")
     print_lines(console, left_out(resume))

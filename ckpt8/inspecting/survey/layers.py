@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt8.checkpoint.meaning.layer_names import SLICE, in_model_order, layer_of, plain_path, whole_tensor
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS
@@ -24,8 +23,7 @@ MASTERS = "flat master weights"
 OUTSIDE_LAYERS = "other"
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """One storage, or slice of a tensor: ``nbytes`` of ``dtype`` under the name of its first tensor."""
 
     name: str

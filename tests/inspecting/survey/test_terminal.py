@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 import ckpt8
 from ckpt8.cli.app import app
-from ckpt8.cli.show.bars import Share, bar, bars
-from ckpt8.cli.show.tables import make_table, pack, wrap
+from ckpt8.cli.show.tables import Share, Table, bar, bars, pack, wrap
 from ckpt8.core.text import percent
 
 WIDTHS = [40, 60, 80, 120]
@@ -124,7 +123,7 @@ NAMES = st.text(st.sampled_from("ab.:_/[]漢 "), min_size=1, max_size=60)
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(NAMES, NAMES, st.integers(0, 10**12)), min_size=1, max_size=4), st.sampled_from([24, 40, 80]))
 def test_a_table_keeps_every_cell(rows, width):
-    out = render(make_table(("name", "codec", "count"), [(a, b, str(n)) for a, b, n in rows]), width)
+    out = render(Table(("name", "codec", "count"), [(a, b, str(n)) for a, b, n in rows]), width)
     assert all(cell_len(line.rstrip()) <= width for line in out.splitlines())
     for cells in rows:
         for cell in cells:
@@ -138,12 +137,12 @@ def test_a_name_is_no_emoji(tmp_path):
 
 
 def test_a_paragraph_leaves_out_what_is_empty():
-    table = make_table(("name", "reason", "count"), [("a" * 20, "", "1")])
+    table = Table(("name", "reason", "count"), [("a" * 20, "", "1")])
     assert render(table, 20).split() == ["name", "a" * 16, "a" * 4, "count", "1"]
 
 
 def test_a_table_that_fits_is_one():
-    out = render(make_table(("name", "count"), [("a", "1"), ("bb", "22")]), 40)
+    out = render(Table(("name", "count"), [("a", "1"), ("bb", "22")]), 40)
     assert out.splitlines()[0].split() == ["name", "count"]
     assert out.splitlines()[2].split() == ["bb", "22"]
 
