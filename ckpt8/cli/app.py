@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
@@ -15,8 +14,8 @@ from ckpt8.cli.bench_command import bench
 from ckpt8.cli.convert_command import convert
 from ckpt8.cli.diff_command import diff
 from ckpt8.cli.guard import guarded
-from ckpt8.cli.options import Container, Force, Json, Output, Threads, clock
-from ckpt8.cli.output import console, present, print_json, print_lines
+from ckpt8.cli.options import Container, Force, Json, Output, Threads, stopwatch
+from ckpt8.cli.output import console, present, print_json, print_lines, progress_bar
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.text import size
 
@@ -56,15 +55,13 @@ def compress(
     as_json: Json = False,
 ) -> None:
     """Compress SRC into a .ckpt8, then show its size and its error."""
-    from ckpt8.checkpoint.readers.entries import size_of
-    from ckpt8.cli.progress_bar import progress_bar
     from ckpt8.cli.show.inspect import summary
     from ckpt8.compressing import compress as api
     from ckpt8.inspecting.container import inspect_container
 
     target = output or api.default_target(src)
-    start = clock()
-    with progress_bar(f"compress {src.name}", size_of(src), enabled=not as_json) as progress:
+    elapsed = stopwatch()
+    with progress_bar(f"compress {src.name}", src, enabled=not as_json) as progress:
         api.compress(
             src,
             output,
@@ -77,7 +74,7 @@ def compress(
             force=force,
             progress=progress,
         )
-    seconds = time.perf_counter() - start
+    seconds = elapsed()
     facts = inspect_container(target)
     present(
         {"target": str(target), "seconds": seconds, **facts},
@@ -139,12 +136,9 @@ def inspect(
     elif against is not None and not readiness:
         raise UsageError(f"{path}: is not a .ckpt8; --against compares a .ckpt8 with its original")
     else:
-        from ckpt8.checkpoint.readers.entries import size_of
-        from ckpt8.cli.progress_bar import progress_bar
         from ckpt8.inspecting.checkpoint import inspect_checkpoint
 
-        shown = full and not as_json
-        with progress_bar(f"inspect {path.name}", size_of(path) if shown else 0, enabled=shown) as progress:
+        with progress_bar(f"inspect {path.name}", path, enabled=full and not as_json) as progress:
             facts = inspect_checkpoint(path, tensors=tensors, full=full, progress=progress)
     if readiness:
         from ckpt8.inspecting.readiness.readiness import inspect_readiness
@@ -175,7 +169,6 @@ def restore(
     best.ckpt8 becomes best.pt, best.safetensors, ... or the directory best/. restore also shows the original's name.
     --force replaces checkpoints: a directory only if it holds nothing else, another file only if -o names it.
     """
-    from ckpt8.cli.progress_bar import progress_bar
     from ckpt8.container.reader import ContainerReader
     from ckpt8.restoring import restore as api
 
@@ -187,10 +180,10 @@ def restore(
         return
     with ContainerReader(src) as reader:
         total = sum(member.size for member in reader.manifest.members)
-    start = clock()
-    with progress_bar(f"restore {src.name}", total, enabled=not as_json) as progress:
+    elapsed = stopwatch()
+    with progress_bar(f"restore {src.name}", total=total, enabled=not as_json) as progress:
         restored = api.restore_original(src, output, force=force, threads=threads, progress=progress)
-    seconds = time.perf_counter() - start
+    seconds = elapsed()
     facts = {"original": restored.original, "replaced": restored.replaced}
     lines = [f"{restored.path}: {size(total)} in {seconds:.2f} s", *restored.lines()]
     present(
@@ -221,15 +214,14 @@ def verify(
     """Check every byte of SRC, and with --against every error figure that it states."""
     from dataclasses import asdict
 
-    from ckpt8.checkpoint.readers.entries import size_of
-    from ckpt8.cli.progress_bar import progress_bar
     from ckpt8.cli.show.verify import show_verified
     from ckpt8.core.startup import settle
     from ckpt8.inspecting.verify import verify as run
 
     settle()
-    total = size_of(src) if against is None else 2 * size_of(against)
-    with progress_bar(f"verify {src.name}", total, enabled=not as_json) as progress:
+    # With an original, verify decodes the container and then reads the original.
+    sources = [src] if against is None else [against, against]
+    with progress_bar(f"verify {src.name}", *sources, enabled=not as_json) as progress:
         result = run(src, against, resume_steps=resume_steps, max_drift=max_drift, threads=threads, progress=progress)
     present(
         {"path": str(src), **asdict(result)},

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ckpt8.cli.options import Force, Json, Threads, clock
-from ckpt8.cli.output import present
+from ckpt8.cli.options import Force, Json, Threads, stopwatch
+from ckpt8.cli.output import present, progress_bar
 
 _FORMATS = "torch, safetensors, trainer, dcp, flashoptim, compressed-tensors or ckpt8"
 """The keys of ``converting.writers.WRITERS``, which ``--help`` need not import."""
@@ -60,13 +59,11 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Write SRC in another format: a .pt, safetensors that transformers loads, a Trainer or DCP directory, a .ckpt8."""
-    from ckpt8.checkpoint.readers.entries import size_of
-    from ckpt8.cli.progress_bar import progress_bar
     from ckpt8.cli.show.convert import show
     from ckpt8.converting.convert import convert as run
 
-    start = clock()
-    with progress_bar(f"convert {src.name}", size_of(src), enabled=not as_json) as progress:
+    elapsed = stopwatch()
+    with progress_bar(f"convert {src.name}", src, enabled=not as_json) as progress:
         report = run(
             src,
             dst,
@@ -82,6 +79,6 @@ def convert(
             threads=threads,
             progress=progress,
         )
-    seconds = time.perf_counter() - start
+    seconds = elapsed()
     facts = {**report.to_json(), "seconds": seconds}
     present(facts, lambda console: show(console, report, seconds), as_json=as_json)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ckpt8.cli.options import Json, Threads
-from ckpt8.cli.output import present
+from ckpt8.cli.output import present, progress_bar
 from ckpt8.core.errors import CheckFailedError
 
 
@@ -22,13 +22,10 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Show what differs between A and B, and by how much. Exit code 0: they are identical. 1: they differ."""
-    from ckpt8.checkpoint.readers.entries import size_of
-    from ckpt8.cli.progress_bar import progress_bar
     from ckpt8.cli.show.diff import show
     from ckpt8.inspecting.diff.diff import diff as run
 
-    total = size_of(a) + size_of(b)
-    with progress_bar(f"diff {a.name} {b.name}", total, enabled=not as_json) as progress:
+    with progress_bar(f"diff {a.name} {b.name}", a, b, enabled=not as_json) as progress:
         found = run(a, b, threads=threads, progress=progress)
     facts = found.to_json()
     present(facts, lambda console: show(console, facts, tensors=tensors), as_json=as_json)

@@ -1,8 +1,9 @@
-"""The options that several commands share, and the clock."""
+"""The options that several commands share, and their stopwatch."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -15,9 +16,10 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to wr
 Container = Annotated[Path, typer.Argument(readable=False, metavar="SRC.ckpt8", help="A compressed checkpoint.")]
 
 
-def clock() -> float:
-    """Import torch, then read the clock: what a command measures does not include the import."""
+def stopwatch() -> Callable[[], float]:
+    """Import torch, then start: the seconds since then, without the import, are the result of the function."""
     from ckpt8.core.startup import settle
 
     settle()
-    return time.perf_counter()
+    start = time.perf_counter()
+    return lambda: time.perf_counter() - start

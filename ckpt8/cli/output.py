@@ -1,11 +1,13 @@
-"""How commands print their results. Nothing here imports typer, and JSON does not import rich."""
+"""How commands print their progress and results. Nothing here imports typer, and JSON does not import rich."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt8.core.text import printable
@@ -17,10 +19,9 @@ _UNWRAPPED = 500
 
 
 SCHEMA = 1
-"""Which keys ``--json`` prints, in all commands: 2 when one of them is renamed, removed or means something else.
+"""The version of the keys of ``--json``, in all commands: 2 when one of them changes its name or meaning, or goes.
 
-A new key leaves the number as it is. A program that reads the output checks ``schema`` and ignores keys that it does
-not know.
+A new key leaves the number as it is. A program that reads the output checks ``schema`` and ignores unknown keys.
 """
 
 
@@ -49,6 +50,33 @@ def present(facts: Mapping[str, Any], show: Callable[[Console], object], *, as_j
 
 
 def print_lines(console: Console, lines: Iterable[str]) -> None:
-    """Print lines that may hold names from files: nothing in them is markup or moves the cursor."""
+    """Print lines without markup; escape unprintable characters of names."""
     for line in lines:
         console.print(printable(line), markup=False, soft_wrap=True)
+
+
+@contextmanager
+def progress_bar(label: str, *sources: Path, total: int = 0, enabled: bool = True) -> Iterator[Callable[[int], None]]:
+    """Show throughput and time left; yield the function that takes numbers of bytes as they are done.
+
+    A full bar is ``total`` bytes, or those of ``sources``. Silent unless stderr is a terminal.
+    """
+    if not enabled or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from ckpt8.checkpoint.readers.entries import size_of
+
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+        task = bar.add_task(printable(label), total=total or sum(map(size_of, sources)))
+        yield lambda done: bar.advance(task, done)

@@ -26,7 +26,7 @@ import torch
 import zstandard
 
 import ckpt8
-from ckpt8.cli.progress_bar import progress_bar
+from ckpt8.cli.output import progress_bar
 from ckpt8.core.errors import UnsupportedError
 from ckpt8.inspecting.container import inspect_container
 
@@ -571,7 +571,7 @@ def test_a_progress_bar_shows_its_label_escaped(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with progress_bar("compress [b]a\x1b[2K\n.pt", 10) as progress:
+    with progress_bar("compress [b]a\x1b[2K\n.pt", total=10) as progress:
         progress(10)
     assert r"compress [b]a\x1b[2K\x0a.pt" in sys.stderr.getvalue()
 

@@ -29,7 +29,6 @@ import ckpt8
 import ckpt8.__main__ as entry
 import ckpt8.checkpoint.sources.live_object
 import ckpt8.cli.app
-import ckpt8.cli.progress_bar
 import ckpt8.cli.show.inspect
 import ckpt8.compressing.gpu_encoder
 import ckpt8.core.files.atomic_directory

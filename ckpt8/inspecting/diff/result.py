@@ -101,21 +101,6 @@ def _facts(tensor: Tensor) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Total:
-    """Sums over the tensors of one role or layer. ``worst`` names the one that changed most."""
-
-    tensors: int
-    identical: int
-    change: Change
-    worst: str | None
-
-    def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
-        counts = {"tensors": self.tensors, "identical": self.identical, "worst": self.worst}
-        return {**counts, **self.change.to_json()}
-
-
 @dataclass(slots=True)
 class Difference:
     """The differences between two checkpoints. ``a`` and ``b`` describe each of them.
@@ -151,19 +136,22 @@ class Difference:
     def changed(self) -> list[TensorDifference]:
         """Tensors that both have and that are not identical, the largest relative change first."""
         found = [each for each in self.tensors if not each.identical]
-        return sorted(found, key=lambda each: -size_of_change(each.change))
+        return sorted(found, key=lambda each: -_relative(each))
 
-    def roles(self) -> dict[Role, Total]:
-        """Sums over the tensors that both have, by role; of tied ones only the first counts."""
+    def roles(self) -> dict[Role, dict[str, Any]]:
+        """Sums over the tensors that both have, by role; of tied ones only the first counts.
+
+        Beside the figures of ``Change`` these are ``tensors``, ``identical`` ones, and the name of the ``worst``.
+        """
         found = _totals((each for each in self.tensors if not each.is_tied), lambda each: each.role)
         return {role: found[role] for role in Role if role in found}
 
-    def layers(self, role: Role) -> dict[str | None, Total]:
-        """Sums by layer, the largest change first; None stands for parameters without names."""
+    def layers(self, role: Role) -> dict[str | None, dict[str, Any]]:
+        """Such sums by layer, the largest change first; None stands for parameters without names."""
         found = _totals(
             (each for each in self.tensors if each.role is role and not each.is_tied), lambda each: each.layer
         )
-        return dict(sorted(found.items(), key=lambda item: -size_of_change(item[1].change)))
+        return dict(sorted(found.items(), key=lambda item: -_or_infinite(item[1]["relative"])))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values.
@@ -177,9 +165,9 @@ class Difference:
             "a": self.a,
             "b": self.b,
             "identical": self.identical,
-            "roles": {role.value: total.to_json() for role, total in self.roles().items()},
+            "roles": {role.value: total for role, total in self.roles().items()},
             "layers": {
-                role.value: [{"layer": layer, **total.to_json()} for layer, total in self.layers(role).items()]
+                role.value: [{"layer": layer, **total} for layer, total in self.layers(role).items()]
                 for role in (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
             },
             "tensors": {
@@ -203,25 +191,30 @@ class Difference:
         }
 
 
-def size_of_change(change: Change | None) -> float:
+def _relative(each: TensorDifference) -> float:
     """The relative change, by which tensors are sorted; infinite if it is unknown."""
-    return math.inf if change is None or change.relative is None else change.relative
+    return math.inf if each.change is None else _or_infinite(each.change.relative)
+
+
+def _or_infinite(relative: float | None) -> float:
+    return math.inf if relative is None else relative
 
 
 K = TypeVar("K", bound=Hashable)
 
 
-def _totals(tensors: Iterable[TensorDifference], key: Callable[[TensorDifference], K]) -> dict[K, Total]:
+def _totals(tensors: Iterable[TensorDifference], key: Callable[[TensorDifference], K]) -> dict[K, dict[str, Any]]:
     groups: dict[K, list[TensorDifference]] = defaultdict(list)
     for each in tensors:
         groups[key(each)].append(each)
     return {name: _total(group) for name, group in groups.items()}
 
 
-def _total(group: list[TensorDifference]) -> Total:
+def _total(group: list[TensorDifference]) -> dict[str, Any]:
     total = Change()
     for change in (each.change for each in group if each.change is not None):
         total.merge(change)
-    worst = max(group, key=lambda each: size_of_change(each.change))
+    worst = max(group, key=_relative)
     identical = sum(each.identical for each in group)
-    return Total(len(group), identical, total, None if worst.identical else worst.a.name)
+    name = None if worst.identical else worst.a.name
+    return {"tensors": len(group), "identical": identical, "worst": name, **total.to_json()}

@@ -43,12 +43,11 @@ def _totals(errors: dict[str, Any]) -> str:
         rows.append(("largest of an update", largest))
     if errors["update_unknown"]:
         rows.append(("update space", (f"not measured for {errors['update_unknown']:,} parameters",)))
-    return "".join(f"<tr><th>{text(name)}</th><td>{_phrases(figures)}</td></tr>" for name, figures in rows)
-
-
-def _phrases(figures: tuple[str, ...]) -> str:
-    """Phrases that no line break splits."""
-    return ", ".join(f"<span>{text(each)}</span>" for each in figures)
+    # No line break splits a phrase in a span.
+    return "".join(
+        f"<tr><th>{text(name)}</th><td>{', '.join(f'<span>{text(each)}</span>' for each in figures)}</td></tr>"
+        for name, figures in rows
+    )
 
 
 def _decibels(error: dict[str, Any]) -> str:

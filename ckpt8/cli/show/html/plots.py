@@ -40,7 +40,13 @@ def magnitudes(pair: dict[str, Any], css: str, axis: str) -> str:
     paths = [
         None
         if side is None
-        else _steps([max(floor, _log10(side.get(each, 0.0))) for each in range(low, high)], low, x, y, floor)
+        else _steps(
+            [max(floor, math.log10(side[each])) if each in side else floor for each in range(low, high)],
+            low,
+            x,
+            y,
+            floor,
+        )
         for side in sides
     ]
     if paths[0] is not None:
@@ -114,10 +120,6 @@ def by_step(values: Sequence[float | None], css: str, axis: str) -> str:
 def _shares(side: dict[str, Any]) -> dict[int, float]:
     """Per cent of all values, zeros among them, by octave."""
     return {side["first"] + k: 100 * count / side["total"] for k, count in enumerate(side["counts"]) if count}
-
-
-def _log10(share: float) -> float:
-    return math.log10(share) if share > 0 else -math.inf
 
 
 def _linear(low: float, high: float, start: float, stop: float) -> Place:
