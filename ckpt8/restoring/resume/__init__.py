@@ -10,9 +10,7 @@ optimizer        what becomes of the state of an optimizer; it asks one of
   packed_state     for ``ckpt8.optim``: packed state, taken as stored or encoded on the way
 live_parameters  which saved parameter is which live one
 groups           the hyperparameters of parameter groups
-published_state  the state that each known class keeps
 live_values      values that may stand in live objects
-plans            what is going to happen to an optimizer
-fills            how a live tensor takes its values
+fills            how a live tensor takes its values, and the plan for an optimizer
 gpu_copy         copies to a GPU that upload packed parts
 """

@@ -1,17 +1,19 @@
 """How live tensors take what a checkpoint holds: copied, taken packed as it is stored, or encoded on the way.
 
-What is encoded here is rounded to nearest, on the device of the parameter, in pieces of bounded size.
+Encoding rounds to nearest, on the device of the parameter, in pieces of bounded size. ``OptimizerPlan`` collects what
+resume is going to do to an optimizer, before anything changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ckpt8.checkpoint.sources.stored_parts import StoredParts
-from ckpt8.checkpoint.sources.values import Streamer, assign
+from ckpt8.checkpoint.sources.values import Fill, Streamer, assign
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs import Codec
 from ckpt8.codecs.companded8 import GROUP
@@ -22,6 +24,29 @@ from ckpt8.optim.state_conversion import bf16_from_planes
 
 _ENCODED_AT_ONCE = 1 << 20
 """Elements."""
+
+
+NewState = tuple[dict[str, Any], list[Fill]]
+"""The new state of one parameter, its tensors still empty, and what fills them."""
+
+
+@dataclass(slots=True)
+class OptimizerPlan:
+    """New states, and new values for each live group.
+
+    ``states`` has for each parameter a function that allocates its state, or None where the checkpoint has none, as for
+    a parameter that never had a gradient. ``wrong`` says why nothing of the checkpoint fits; ``problems`` are those of
+    single parameters. ``rounded`` fills live parameters that take only the upper half of their saved weights, by
+    ``id``. An optimizer that loads its state itself has ``build`` in place of states and groups: it makes the state
+    dict.
+    """
+
+    states: list[tuple[torch.Tensor, Callable[[], NewState] | None]] = field(default_factory=list)
+    groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    wrong: str | None = None
+    rounded: dict[int, Fill] = field(default_factory=dict)
+    build: Callable[[], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,8 @@ def length_problem(saved: Mapping[Any, Any], live: Mapping[str, Any]) -> str | N
     return None
 
 
-def of_another(saved: Mapping[Any, Any], arguments: Collection[str]) -> str | None:
-    """Why a group that has ``arguments`` is one of an optimizer that has more settings of weight, or None."""
+def foreign_settings(saved: Mapping[Any, Any], arguments: Collection[str]) -> str | None:
+    """Why a group is not of an optimizer with these ``arguments``: it has settings beyond them; or None."""
     found = (saved.keys() & _hyperparameters()) - set(arguments) - _FORMS
     return f"its parameter groups have {listed(sorted(found))}" if found else None
 
@@ -85,8 +85,8 @@ def _length(value: object) -> int:
     return len(value) if isinstance(value, (tuple, list)) else 1
 
 
-def added_by_others(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What a scheduler or the user keeps in a group, beside the settings of the optimizer."""
+def added_entries(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a group that a scheduler or the user added to the settings of the optimizer."""
     known = STRUCTURE | IMPLEMENTATION | _hyperparameters() | _BOOKKEEPING
     return {key: value for key, value in saved.items() if key not in known and value is not None}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
+from ckpt8.checkpoint.sources.values import Streamer
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType
 from ckpt8.restoring.resume.fills import Copy
+from ckpt8.restoring.resume.live_values import ValueBuilder
+from ckpt8.restoring.resume.state_checks import object_problem
 
 EXTRA_STATE = "_extra_state"
 
@@ -21,7 +24,7 @@ EXTRA_STATE = "_extra_state"
 class ModelPlan:
     """What to copy into a model, and what does not fit.
 
-    ``extra`` are the extra states of modules, by their names in the model; ``filled`` the saved tensor of each live
+    ``extra`` has the extra states of modules, by their names in the model; ``filled`` the saved tensor of each live
     one, by ``id``.
     """
 
@@ -49,9 +52,9 @@ def fitting(candidates: list[Candidate], model: nn.Module) -> list[Candidate]:
 
 
 def plan_model(
-    candidate: Candidate, model: nn.Module, same_values: Callable[[TensorRef, TensorRef], bool], halves: Collection[int]
+    candidate: Candidate, model: nn.Module, streamer: Streamer, builder: ValueBuilder, halves: Collection[int]
 ) -> ModelPlan:
-    """Match names, shapes and element types.
+    """Match names, shapes and element types, and build the extra states of modules.
 
     ``halves``: the ``id`` of 16-bit parameters that may take fp32 weights, since an optimizer keeps the other half.
     """
@@ -65,7 +68,11 @@ def plan_model(
             continue
         value = candidate.node[saved_name[name]]
         if name.endswith(EXTRA_STATE):
-            plan.extra[name] = value
+            problem = object_problem(value, builder, "its extra state")
+            if problem is None:
+                plan.extra[name] = builder.build(value)
+            else:
+                plan.problems.append(f"{name}: {problem}")
         elif id(tensor) not in owned or not isinstance(value, TensorRef):
             plan.problems.append(f"{name}: is not a tensor that can be filled in place")
         elif problem := _mismatch(value, tensor, is_half=id(tensor) in halves):
@@ -73,7 +80,7 @@ def plan_model(
         elif id(tensor) not in filled:
             filled[id(tensor)] = value
             plan.copies.append(Copy(name, value, tensor))
-        elif not same_values(filled[id(tensor)], value):
+        elif not streamer.equal(filled[id(tensor)], value):
             plan.problems.append(f"{name}: is tied in the model, but was saved with other values than its twin")
     plan.problems += _unmatched(candidate, live, saved_name)
     return plan

@@ -16,25 +16,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, is_packed_group
-from ckpt8.checkpoint.sources.values import Fill
-from ckpt8.checkpoint.tree import TensorRef, is_dense
+from ckpt8.checkpoint.sources.values import Fill, Streamer
+from ckpt8.checkpoint.tree import Checkpoint, TensorRef, is_dense
 from ckpt8.core.errors import ResumeError
 from ckpt8.core.text import listed
-from ckpt8.restoring.resume.fills import Copy
+from ckpt8.restoring.resume.fills import Copy, NewState, OptimizerPlan
 from ckpt8.restoring.resume.groups import STRUCTURE, class_problem, restored
 from ckpt8.restoring.resume.live_parameters import Pair, ParameterMap, map_parameters
 from ckpt8.restoring.resume.live_values import ValueBuilder
-from ckpt8.restoring.resume.own_loading import OwnState, load, loads_itself
+from ckpt8.restoring.resume.own_loading import load, loads_itself, plan_own_state
 from ckpt8.restoring.resume.packed_state import PackedPlanner
-from ckpt8.restoring.resume.plans import NewState, OptimizerPlan, StatePlan
-from ckpt8.restoring.resume.published_state import (
+from ckpt8.restoring.resume.state_checks import (
+    WHOLE_GROUP,
     exact_step,
     group_step_problem,
     layout_of,
+    object_problem,
     packed_optimizer,
+    state_problem,
     unwrapped,
 )
-from ckpt8.restoring.resume.state_checks import WHOLE_GROUP, object_problem, state_problem
 
 
 def plan_optimizer(
@@ -66,7 +67,7 @@ def plan_optimizer(
         raise ResumeError(problem)
     mapped = map_parameters(saved, optimizer, model)
     if packed is None and loads_itself(optimizer, node):
-        return OwnState(node, mapped, builder).plan()
+        return plan_own_state(node, mapped, builder)
     listed_ids = {identifier for group in saved for identifier in group["params"]}
     if unlisted := [str(identifier) for identifier in node["state"] if identifier not in listed_ids]:
         mapped.problems.append(f"state of {listed(unlisted)}: belongs to no parameter of its groups")
@@ -96,7 +97,7 @@ def _plan_states(
             if problem is not None:
                 plan.problems.append(f"{pair.name}: {problem}")
             elif saved is None:
-                plan.states.append(StatePlan(pair))
+                plan.states.append((pair.parameter, None))
             else:
                 values = {
                     key: value if isinstance(value, TensorRef) else builder.build(value)
@@ -105,7 +106,7 @@ def _plan_states(
                 }
                 if "step" in values and layout is not None:
                     values["step"] = exact_step(builder.build(saved["step"]), layout, group.live, pair)
-                plan.states.append(StatePlan(pair, partial(_new_state, values, pair)))
+                plan.states.append((pair.parameter, partial(_new_state, values, pair)))
     return plan
 
 
@@ -125,36 +126,29 @@ def _empty(ref: TensorRef, device: torch.device | None) -> Tensor:
     return torch.empty(ref.shape, dtype=ref.dtype.torch, device=device)
 
 
-def allocate(plan: OptimizerPlan) -> list[Fill]:
-    """Make the tensors of the new state, on the devices of their parameters; return what fills them.
+def apply(plan: OptimizerPlan, optimizer: Optimizer, checkpoint: Checkpoint, streamer: Streamer) -> None:
+    """Make the new state on the devices of the parameters, fill it, and replace state and hyperparameters by the new.
 
-    Raises ResumeError when there is not enough memory. The optimizer is unchanged then.
+    Raises ResumeError when there is not enough memory, and the optimizer is unchanged then, or where the class does not
+    take the state; InputError for damage.
     """
-    fills: list[Fill] = []
     try:
-        if plan.build is not None:
-            plan.loaded = plan.build()
-        for state in plan.states:
-            if state.allocate is not None:
-                state.values, added = state.allocate()
-                fills += added
+        loaded = plan.build() if plan.build is not None else None
+        made = [(parameter, allocate() if allocate else None) for parameter, allocate in plan.states]
     except RuntimeError as exc:
         raise ResumeError(f"the optimizer state cannot be allocated: {str(exc).splitlines()[0]}") from exc
-    return fills
-
-
-def assign(plan: OptimizerPlan, optimizer: Optimizer) -> None:
-    """Replace state and hyperparameters by the new ones. Raises ResumeError where the class does not take them."""
-    if plan.loaded is not None:
-        load(optimizer, partial(optimizer.load_state_dict, plan.loaded))
+    streamer.run(fill for _, new in made if new is not None for fill in new[1])
+    checkpoint.check_unchanged()
+    if loaded is not None:
+        load(optimizer, partial(optimizer.load_state_dict, loaded))
         return
     # Fused steps keep tables of the tensors that are replaced here.
     optimizer.__dict__.pop("_fused", None)
-    for state in plan.states:
-        old = optimizer.state.pop(state.pair.parameter, None) or {}
-        if state.values is not None or WHOLE_GROUP in old:
-            kept = {WHOLE_GROUP: old[WHOLE_GROUP]} if WHOLE_GROUP in old else {}
-            optimizer.state[state.pair.parameter] = kept | (state.values or {})
+    for parameter, new in made:
+        old = optimizer.state.pop(parameter, None) or {}
+        kept = {WHOLE_GROUP: old[WHOLE_GROUP]} if WHOLE_GROUP in old else {}
+        if new is not None or kept:
+            optimizer.state[parameter] = kept | (new[0] if new is not None else {})
     for group, values in plan.groups:
         group.update(values)
     if packed_optimizer(optimizer) is None and layout_of(optimizer) is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,17 @@ from torch.optim import Optimizer
 
 from ckpt8.core.errors import ResumeError
 from ckpt8.core.text import listed
+from ckpt8.restoring.resume.fills import OptimizerPlan
 from ckpt8.restoring.resume.groups import STRUCTURE, restored
 from ckpt8.restoring.resume.live_parameters import ParameterMap
 from ckpt8.restoring.resume.live_values import ValueBuilder, is_plain
-from ckpt8.restoring.resume.plans import OptimizerPlan
-from ckpt8.restoring.resume.published_state import layout_of, packed_optimizer, unwrapped
-from ckpt8.restoring.resume.state_checks import foreign_state_problem, object_problem
+from ckpt8.restoring.resume.state_checks import (
+    foreign_state_problem,
+    layout_of,
+    object_problem,
+    packed_optimizer,
+    unwrapped,
+)
 
 _FORM = {"state", "param_groups"}
 _OTHERWISE = "restore the checkpoint and give its state to load_state_dict"
@@ -48,58 +54,45 @@ def loads_itself(optimizer: Optimizer, node: Mapping[str, Any]) -> bool:
     return not all(is_plain(value) for state in states for value in state.values())
 
 
-class OwnState:
-    """The state dict that an optimizer loads itself, from the saved one ``node``."""
+def plan_own_state(node: Mapping[str, Any], mapped: ParameterMap, builder: ValueBuilder) -> OptimizerPlan:
+    """The plan for an optimizer that loads the saved state ``node`` itself, as a whole or not at all."""
+    states, pairs = node["state"], mapped.pairs
+    known = {each for group in node["param_groups"] for each in group["params"]}
+    has_names = any(isinstance(each, str) for each in known)
+    # Some classes keep sums over all parameters among the states, under a name, or next to them.
+    sums = {key: value for key, value in states.items() if key not in known}
+    shared = sums | {key: value for key, value in node.items() if key not in _FORM}
+    found = [(pair.name, foreign_state_problem(states.get(pair.identifier), pair, builder)) for pair in pairs]
+    problems = [*mapped.problems, *(f"{name}: {problem}" for name, problem in found if problem)]
+    if unlisted := [key for key in sums if has_names or not isinstance(key, str)]:
+        problems.append(f"state of {listed(unlisted)}: belongs to no parameter of its groups")
+    if shared and [pair.identifier for pair in pairs] != list(range(len(pairs))):
+        problems.append(f"{listed(shared)}: may count parameters, which are in another order here")
+    if problem := object_problem(shared, builder, "its state dict"):
+        problems.append(problem)
+    wrong = "its state is taken as a whole or not at all" if problems else None
+    return OptimizerPlan(problems=problems, wrong=wrong, build=partial(_build, node, sums, mapped, builder))
 
-    def __init__(self, node: Mapping[str, Any], mapped: ParameterMap, builder: ValueBuilder) -> None:
-        self._states = node["state"]
-        self._mapped = mapped
-        self._builder = builder
-        known = {each for group in node["param_groups"] for each in group["params"]}
-        self._has_names = any(isinstance(each, str) for each in known)
-        # Some classes keep sums over all parameters among the states, under a name, or next to them.
-        self._shared_states = {key: value for key, value in self._states.items() if key not in known}
-        self._shared = {key: value for key, value in node.items() if key not in _FORM}
 
-    def plan(self) -> OptimizerPlan:
-        """The plan that builds this state dict; it takes all of the state or nothing."""
-        problems = list(self._problems())
-        wrong = "its state is taken as a whole or not at all" if problems else None
-        return OptimizerPlan(problems=problems, wrong=wrong, build=self._build)
-
-    def _problems(self) -> Iterator[str]:
-        yield from self._mapped.problems
-        for pair in self._mapped.pairs:
-            problem = foreign_state_problem(self._states.get(pair.identifier), pair, self._builder)
-            if problem is not None:
-                yield f"{pair.name}: {problem}"
-        unlisted = [key for key in self._shared_states if self._has_names or not isinstance(key, str)]
-        if unlisted:
-            yield f"state of {listed(unlisted)}: belongs to no parameter of its groups"
-        shared = self._shared_states | self._shared
-        if shared and [pair.identifier for pair in self._mapped.pairs] != list(range(len(self._mapped.pairs))):
-            yield f"{listed(shared)}: may count parameters, which are in another order here"
-        problem = object_problem(shared, self._builder, "its state dict")
-        if problem is not None:
-            yield problem
-
-    def _build(self) -> dict[str, Any]:
-        """Read all of it. Raises InputError for damage, ResumeError for parts that do not make a tensor."""
-        number_of = {id(pair): number for number, pair in enumerate(self._mapped.pairs)}
-        state = {
-            number_of[id(pair)]: self._builder.build(self._states[pair.identifier])
-            for pair in self._mapped.pairs
-            if pair.identifier in self._states
-        }
-        groups = []
-        for group in self._mapped.groups:
-            plain = {k: self._builder.build(value) for k, value in (group.saved or {}).items() if k not in STRUCTURE}
-            groups.append(
-                {**group.live, **restored(plain, group.live), "params": [number_of[id(p)] for p in group.pairs]}
-            )
-        state |= {key: self._builder.build(value) for key, value in self._shared_states.items()}
-        shared = {key: self._builder.build(value) for key, value in self._shared.items()}
-        return {**shared, "state": state, "param_groups": groups}
+def _build(
+    node: Mapping[str, Any], sums: Mapping[Any, Any], mapped: ParameterMap, builder: ValueBuilder
+) -> dict[str, Any]:
+    """The state dict. Raises InputError for damage, ResumeError for parts that do not make a tensor."""
+    states = node["state"]
+    number_of = {id(pair): number for number, pair in enumerate(mapped.pairs)}
+    state = {
+        number_of[id(pair)]: builder.build(states[pair.identifier])
+        for pair in mapped.pairs
+        if pair.identifier in states
+    }
+    groups = []
+    for group in mapped.groups:
+        plain = {key: builder.build(value) for key, value in (group.saved or {}).items() if key not in STRUCTURE}
+        numbers = [number_of[id(pair)] for pair in group.pairs]
+        groups.append({**group.live, **restored(plain, group.live), "params": numbers})
+    state |= {key: builder.build(value) for key, value in sums.items()}
+    others = {key: builder.build(value) for key, value in node.items() if key not in _FORM}
+    return {**others, "state": state, "param_groups": groups}
 
 
 def load(optimizer: Optimizer, take_state: Callable[[], object]) -> None:

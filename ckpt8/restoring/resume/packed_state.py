@@ -13,7 +13,7 @@ parameters and their masters.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,11 +32,10 @@ from ckpt8.optim.master_weights import weight_check
 from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.optim.packing_options import check_group
 from ckpt8.optim.state_dicts import exact_names, layout_problem
-from ckpt8.restoring.resume.fills import Copy, MomentFill, ResidualFill, RoundedFill
-from ckpt8.restoring.resume.groups import added_by_others, length_problem, of_another, restored
-from ckpt8.restoring.resume.live_parameters import Pair, ParameterMap
+from ckpt8.restoring.resume.fills import Copy, MomentFill, NewState, OptimizerPlan, ResidualFill, RoundedFill
+from ckpt8.restoring.resume.groups import added_entries, foreign_settings, length_problem, restored
+from ckpt8.restoring.resume.live_parameters import ParameterMap
 from ckpt8.restoring.resume.live_values import ValueBuilder
-from ckpt8.restoring.resume.plans import NewState, OptimizerPlan, StatePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class PackedPlanner:
         if is_packed_group(saved):
             return None if saved["rule"] == rule else f"it was saved by the rule {saved['rule']!r}, here it is {rule!r}"
         arguments = self.optimizer.rule_arguments
-        problem = of_another(saved, arguments) or foreign.class_problem(saved, rule, arguments)
+        problem = foreign_settings(saved, arguments) or foreign.class_problem(saved, rule, arguments)
         return problem or length_problem(foreign.packed_group(saved, rule, arguments), self.optimizer.defaults)
 
     def plan(self, node: Mapping[str, Any], mapped: ParameterMap) -> OptimizerPlan:
@@ -79,8 +78,8 @@ class PackedPlanner:
             plan.groups.append((live, {key: value for key, value in group.items() if key != "params"}))
             for pair, state in zip(mapped_group.pairs, states, strict=True):
                 try:
-                    self._check_weights(pair, state, checks.get(pair.identifier))
-                    plan.states.append(self._state(pair, state, group, hyper))
+                    self._check_weight(pair.parameter, state, checks.get(pair.identifier))
+                    plan.states.append((pair.parameter, self._plan_state(pair.parameter, state, group, hyper)))
                 except UsageError as exc:
                     plan.problems.append(f"{pair.name}: {exc}")
                 if (rounded := self._round_weight(pair.parameter, group)) is not None:
@@ -93,13 +92,13 @@ class PackedPlanner:
 
     def _mixes(self, live: dict[str, Any], group: dict[str, Any], plan: OptimizerPlan) -> bool:
         """Whether a group would change its codecs while some of its parameters keep state of the old ones."""
-        replaced = {id(state.pair.parameter) for state in plan.states}
+        replaced = {id(parameter) for parameter, _ in plan.states}
         kept = [p for p in live["params"] if id(p) not in replaced and self.optimizer.state.get(p)]
         return bool(kept) and any(group[key] != live[key] for key in ("master", "moment1", "moment2"))
 
-    def _check_weights(self, pair: Pair, state: Any, expected: Any) -> None:
+    def _check_weight(self, param: torch.Tensor, state: Any, expected: Any) -> None:
         """Raise UsageError where a state completes another 16-bit weight than the one that this parameter takes."""
-        ref = self.weights.get(id(pair.parameter))
+        ref = self.weights.get(id(param))
         if not state or ref is None or expected is None or ref.dtype.itemsize != 2:
             return
         weight = torch.empty(ref.shape, dtype=ref.dtype.torch, device="cpu")
@@ -115,7 +114,7 @@ class PackedPlanner:
             group = {**live, **restored(hyper, live)}
         else:
             taken = foreign.packed_group(hyper, self.optimizer.rule_id, self.optimizer.rule_arguments)
-            group = {**live, **restored({**added_by_others(hyper), **taken}, live)}
+            group = {**live, **restored({**added_entries(hyper), **taken}, live)}
             kinds: tuple[StateKey, ...] = ("moment1", "moment2")
             for kind in kinds:
                 group[kind] = self._common_codec(group, kind, states)
@@ -145,30 +144,32 @@ class PackedPlanner:
         ref = self.weights.get(id(param))
         return ref if ref is not None and ref.dtype.torch == torch.float32 and param.element_size() == 2 else None
 
-    def _state(self, pair: Pair, saved: Any, group: dict[str, Any], hyper: Mapping[str, Any]) -> StatePlan:
-        """The plan for the state of one parameter. Raises UsageError where ``saved`` does not fit."""
+    def _plan_state(
+        self, param: torch.Tensor, saved: Any, group: dict[str, Any], hyper: Mapping[str, Any]
+    ) -> Callable[[], NewState] | None:
+        """A function that allocates the state of one parameter. Raises UsageError where ``saved`` does not fit."""
         if saved is not None and not isinstance(saved, dict):
             raise UsageError("its optimizer state is malformed")
         saved = {key: value for key, value in (saved or {}).items() if value is not None or key == "kahan_comp"}
         for key, value in saved.items():
             if isinstance(value, TensorRef) and (value.conj or value.neg):
                 raise UsageError(f"{key} was saved as a conjugate or negative view, which resume does not support")
-        if not saved and self._weight_to_halve(pair.parameter) is None:
-            return StatePlan(pair)
+        if not saved and self._weight_to_halve(param) is None:
+            return None
         if saved and is_packed_group(hyper):
             found = _types_and_shapes(saved)
-            if id(pair.parameter) in self.weights and not {"residual", "master"} & found.keys():
-                layout = self.optimizer.state_layout(group, pair.parameter, exact_names(found))
+            if id(param) in self.weights and not {"residual", "master"} & found.keys():
+                layout = self.optimizer.state_layout(group, param, exact_names(found))
                 found |= {key: what for key, what in layout.items() if key in ("residual", "master")}
-            problem = layout_problem(self.optimizer, group, pair.parameter, found)
+            problem = layout_problem(self.optimizer, group, param, found)
             if problem is not None:
                 raise UsageError(problem)
-            return StatePlan(pair, partial(self._copy_state, pair.parameter, saved, group))
+            return partial(self._copy_state, param, saved, group)
         step = 0
         if saved:
-            self._check_published(pair.parameter, saved, group, hyper)
+            self._check_published(param, saved, group, hyper)
             step = foreign.step_of({k: self.builder.build(v) for k, v in saved.items() if k == "step"}, hyper)
-        return StatePlan(pair, partial(self._pack_state, pair.parameter, saved, group, step))
+        return partial(self._pack_state, param, saved, group, step)
 
     def _check_published(
         self, param: torch.Tensor, saved: Mapping[str, Any], group: dict[str, Any], hyper: Mapping[str, Any]

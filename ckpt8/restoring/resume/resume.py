@@ -21,12 +21,11 @@ from ckpt8.core.text import listed
 from ckpt8.restoring.resume import model as models
 from ckpt8.restoring.resume import optimizer as optimizers
 from ckpt8.restoring.resume import own_loading
+from ckpt8.restoring.resume.fills import OptimizerPlan
 from ckpt8.restoring.resume.gpu_copy import DeviceCopy
 from ckpt8.restoring.resume.live_values import ValueBuilder
 from ckpt8.restoring.resume.packed_state import PackedPlanner
-from ckpt8.restoring.resume.plans import OptimizerPlan
-from ckpt8.restoring.resume.published_state import packed_optimizer
-from ckpt8.restoring.resume.state_checks import object_problem
+from ckpt8.restoring.resume.state_checks import packed_optimizer
 
 
 def resume(
@@ -66,54 +65,53 @@ def resume(
     """
     path = Path(path)
     with open_member(path, member=member, threads=threads) as source:
-        resuming = _Resume(source, model, optimizer)
-        resuming.plan(model_at, optimizer_at)
-        problems = resuming.problems
+        plan = _Plan(source, model, optimizer)
+        plan.decide(model_at, optimizer_at)
+        problems = plan.problems
         if problems and strict:
             more = f" (and {len(problems) - 1} more: {listed(problems[1:], 2)})" if len(problems) > 1 else ""
             raise ResumeError(f"{path}: {problems[0]}{more}; nothing was changed", tuple(problems))
         source.check()
-        rest = resuming.rest()
-        resuming.apply()
+        rest = RestBuilder(source.checkpoint, plan.consumed).tree()
+        plan.apply()
     if problems:
         warnings.warn(f"{path}: left as it was: {'; '.join(problems)}", ResumeWarning, stacklevel=2)
     return rest
 
 
-class _Resume:
-    """One call of ``resume``: ``plan`` decides what goes where and changes nothing, ``apply`` does it.
+class _Plan:
+    """What one call of ``resume`` does: ``decide`` says what goes where and changes nothing, ``apply`` does it.
 
-    ``problems`` are the reasons why something does not fit.
+    ``problems`` are the reasons why something does not fit; ``consumed`` are the entries that are used.
     """
 
     def __init__(self, source: OpenMember, model: nn.Module | None, optimizer: Optimizer | None) -> None:
         self.problems: list[str] = []
+        self.consumed: list[Any] = []
         self._source = source
         self._model = model
         self._optimizer = optimizer
-        self._tree = source.checkpoint.tree
-        self._models, self._optimizers = find(self._tree)
+        self._candidates = find(source.checkpoint.tree)
         self._values = ValueBuilder(source.checkpoint)
         self._streamer = Streamer(source.checkpoint)
         self._packed = packed_optimizer(optimizer)
         groups = self._packed.param_groups if self._packed is not None else []
         # The upper halves of weights whose residuals or masters the optimizer keeps, by ``id``.
         self._halves = {id(param) for group in groups for param in group["params"] if param.element_size() == 2}
-        self._consumed: list[Any] = []
-        self._weights: models.ModelPlan | None = None
+        self._weights = models.ModelPlan()
         self._fills: list[Fill] = []
         self._state: OptimizerPlan | None = None
 
-    def plan(self, model_at: str | None, optimizer_at: str | None) -> None:
+    def decide(self, model_at: str | None, optimizer_at: str | None) -> None:
         """Choose the entries and check that they fit.
 
         Raises UsageError where the choice is not clear, ResumeError for an optimizer without state of its own.
         """
         if self._model is not None:
             chosen = self._choose_model(self._model, model_at)
-            weights = self._weights = models.plan_model(chosen, self._model, self._streamer.equal, self._halves)
-            self.problems += [f"model {problem}" for problem in (*weights.problems, *self._build_extra(weights))]
-            self._consumed.append(chosen.node)
+            self._weights = models.plan_model(chosen, self._model, self._streamer, self._values, self._halves)
+            self.problems += [f"model {problem}" for problem in self._weights.problems]
+            self.consumed.append(chosen.node)
         if self._optimizer is not None:
             chosen, state = self._choose_optimizer(self._optimizer, optimizer_at)
             self.problems += [f"optimizer {problem}" for problem in state.problems]
@@ -121,39 +119,27 @@ class _Resume:
                 self._state = state
             else:
                 self.problems.append(f"optimizer at {chosen.path}: {state.wrong}")
-            self._consumed.append(chosen.node)
-        if self._weights is not None:
-            self._plan_fills(self._weights, self._state or OptimizerPlan())
+            self.consumed.append(chosen.node)
+        self._plan_fills(self._state or OptimizerPlan())
 
-    def rest(self) -> Any:
-        """The tree without the entries that are consumed."""
-        return RestBuilder(self._source.checkpoint, self._consumed).tree()
-
-    def _build_extra(self, weights: models.ModelPlan) -> list[str]:
-        """Make the extra states of modules; return the problems of those that cannot be made."""
-        found = {name: object_problem(value, self._values, "its extra state") for name, value in weights.extra.items()}
-        fitting = {name: value for name, value in weights.extra.items() if found[name] is None}
-        weights.extra = {name: self._values.build(value) for name, value in fitting.items()}
-        return [f"{name}: {problem}" for name, problem in found.items() if problem is not None]
-
-    def _plan_fills(self, weights: models.ModelPlan, state: OptimizerPlan) -> None:
+    def _plan_fills(self, state: OptimizerPlan) -> None:
         """Decide what fills each weight. Half of a weight does not change alone while the optimizer keeps the other."""
-        replaced = {id(each.pair.parameter) for each in state.states}
-        for copy in weights.copies:
-            is_alone = id(copy.target) in self._halves - replaced
-            if (
-                is_alone
-                and self._packed is not None
-                and (self._packed.state.get(copy.target) or copy.ref.dtype.itemsize > 2)
-            ):
+        alone = self._halves - {id(parameter) for parameter, _ in state.states}
+        live = self._packed.state if self._packed is not None else {}
+        for copy in self._weights.copies:
+            if id(copy.target) in alone and (live.get(copy.target) or copy.ref.dtype.itemsize > 2):
                 self.problems.append(f"model {copy.name}: cannot change alone: the optimizer keeps its other half")
             else:
                 self._fills.append(state.rounded.get(id(copy.target), copy))
 
     def _choose_model(self, model: nn.Module, at: str | None) -> Candidate:
-        candidates = _candidates_at(self._source.path, self._models, at, "model_at")
+        candidates = _candidates_at(self._source.path, self._candidates[0], at, "model_at")
         if not candidates:
-            why = "a pickled module; save its state_dict()" if holds_module(self._tree) else "no model state dict"
+            why = (
+                "a pickled module; save its state_dict()"
+                if holds_module(self._source.checkpoint.tree)
+                else "no model state dict"
+            )
             raise UsageError(f"{self._source.path}: holds {why}")
         fitting = models.fitting(candidates, model)
         if len(fitting) != 1:
@@ -169,13 +155,13 @@ class _Resume:
         problem = own_loading.form_problem(optimizer)
         if problem is not None:
             raise ResumeError(f"{path}: {problem}; nothing was changed", (problem,))
-        candidates = _candidates_at(path, self._optimizers, at, "optimizer_at")
+        candidates = _candidates_at(path, self._candidates[1], at, "optimizer_at")
         if not candidates:
             raise UsageError(f"{path}: holds no optimizer state")
         packed = None
         if self._packed is not None:
-            filled = self._weights.filled if self._weights is not None else {}
-            packed = PackedPlanner(self._packed, self._values, self._streamer, filled, self._source.stored)
+            filled, stored = self._weights.filled, self._source.stored
+            packed = PackedPlanner(self._packed, self._values, self._streamer, filled, stored)
         plans = [(each, self._plan_optimizer(each, optimizer, packed)) for each in candidates]
         fitting = [(each, plan) for each, plan in plans if plan.wrong is None and not plan.problems]
         for found in (plans, fitting):
@@ -202,14 +188,12 @@ class _Resume:
         with torch.no_grad(), own_loading.undone_on_error(optimizer):
             if self._state is not None and optimizer is not None:
                 try:
-                    streamer.run(optimizers.allocate(self._state))
-                    source.checkpoint.check_unchanged()
-                    optimizers.assign(self._state, optimizer)
+                    optimizers.apply(self._state, optimizer, source.checkpoint, streamer)
                 except ResumeError as exc:
                     raise ResumeError(f"{source.path}: optimizer: {exc}; nothing was changed", (str(exc),)) from exc
             source.checkpoint.check_unchanged()
             _copy_model(source, streamer, self._fills)
-        if self._weights is not None and self._model is not None:
+        if self._model is not None:
             for name, value in self._weights.extra.items():
                 self._model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 

@@ -1,9 +1,13 @@
-"""Checks that the saved state of a parameter is what the live optimizer keeps for it."""
+"""What each optimizer class keeps for a parameter, and whether a saved state is that.
+
+A fresh optimizer has no state from which to tell what it expects, and a state of another class under the same
+hyperparameters would be taken without complaint: what the cards of known classes say catches a wrong class.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,14 +15,99 @@ from torch.optim import Optimizer
 
 from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
 from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.core.errors import ResumeError
 from ckpt8.core.text import listed
-from ckpt8.optim.known_optimizers import EMPTY_KEYS
+from ckpt8.optim.known_optimizers import EMPTY_KEYS, TENSORS, Card, Published, Shape, find_published
+from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.restoring.resume.live_parameters import Pair
 from ckpt8.restoring.resume.live_values import ValueBuilder
-from ckpt8.restoring.resume.published_state import Layout, expected_shape
 
 WHOLE_GROUP = "group"
 """optimi with gradient release keeps a reference to the parameter group in the state of each parameter."""
+
+_LARGEST_STEP = 2**53
+"""float64 holds every whole number up to here."""
+
+_MALFORMED = "its optimizer state is malformed"
+
+
+class Layout(NamedTuple):
+    """What a known class keeps for a parameter."""
+
+    card: Card
+    published: Published
+
+    def keys(self, ndim: int, hyper: Mapping[Any, Any], defaults: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+        """Keys that a state must have, and those that it may have.
+
+        ``hyper`` are the settings of the saved group, ``defaults`` those that the class takes.
+        """
+        form, more = self.card.form(ndim), set(self.published.state)
+        more |= {"step"} if self.published.step in ("tensor", "int") else set()
+        possible = {each.key for each in form.tensors if not each.when or each.when in defaults}
+        present = {each.key for each in form.present(hyper)}
+        return (possible & present) | more, possible | more | self.published.optional
+
+
+def layout_of(optimizer: Optimizer) -> Layout | None:
+    """The layout of the first known class that ``optimizer`` is made of; None for an unknown class."""
+    for kind in type(unwrapped(optimizer)).__mro__:
+        found = find_published(kind.__module__.partition(".")[0], kind.__name__)
+        if found is not None:
+            return Layout(*found)
+    return None
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside a wrapper such as accelerate's, which passes its state off as its own; else itself."""
+    inner = getattr(optimizer, "optimizer", None)
+    shared = getattr(inner, "state", None)
+    return inner if shared is not None and shared is getattr(optimizer, "state", None) else optimizer
+
+
+def packed_optimizer(optimizer: Optimizer | None) -> PackedOptimizer | None:
+    """The optimizer of ``ckpt8.optim`` that ``optimizer`` is or wraps; None for any other."""
+    inner = None if optimizer is None else unwrapped(optimizer)
+    return inner if isinstance(inner, PackedOptimizer) else None
+
+
+def _expected_shape(key: str, shape: Shape) -> Shape | None:
+    """The shape that state tensor ``key`` has for a parameter of ``shape``; None for an unknown key or one element."""
+    if key == "kahan_comp":
+        return shape
+    tensor = TENSORS.get(key)
+    return tensor.shape(shape) if tensor is not None and (tensor.is_moment or len(shape) >= 2) else None
+
+
+def group_step_problem(group: Mapping[Any, Any]) -> str | None:
+    """Why ``group``, which should keep the step, has none that can be used; or None."""
+    step = group.get("step")
+    if isinstance(step, TensorRef) or (isinstance(step, int) and not isinstance(step, bool)):
+        return None
+    return "its parameter groups lack the step that this optimizer keeps there"
+
+
+def exact_step(step: Any, layout: Layout, group: Mapping[str, Any], pair: Pair) -> Tensor | int | Any:
+    """The step of one parameter as its optimizer keeps it: a 0-d float tensor or an int, whatever was saved.
+
+    A tensor is on the CPU, as in torch, unless ``group`` is stepped on the device. Raises ResumeError where the step is
+    not a whole number, or float32 does not hold it.
+    """
+    value = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST_STEP
+    if not is_number or value != int(value):
+        raise ResumeError(f"{pair.name}: its step is not a whole number")
+    if layout.published.step == "int":
+        return int(value)
+    if layout.published.step != "tensor":
+        return step.clone() if isinstance(step, torch.Tensor) else step
+    wide = isinstance(step, torch.Tensor) and step.dtype == torch.float64
+    on_device = bool(group.get("capturable") or group.get("fused"))
+    device = pair.parameter.device if on_device else "cpu"
+    made = torch.tensor(float(value), dtype=torch.float64 if wide else torch.float32, device=device)
+    if made.item() != value:
+        raise ResumeError(f"{pair.name}: step {value} cannot be held exactly by a float32")
+    return made
 
 
 def object_problem(value: Any, builder: ValueBuilder, what: str) -> str | None:
@@ -36,18 +125,17 @@ def state_problem(
     builder: ValueBuilder,
 ) -> str | None:
     """Why a saved state does not fit a parameter of ``optimizer``, or None. ``hyper`` is its saved group."""
-    if saved is None or saved == {}:
-        return None
-    if not isinstance(saved, dict):
-        return "its optimizer state is malformed"
+    if not saved or not isinstance(saved, dict):
+        return None if saved is None or saved == {} else _MALFORMED
     live = optimizer.state.get(pair.parameter)
     kept = {key: value for key, value in saved.items() if key != WHOLE_GROUP}
-    problem = _keys_problem(kept, pair, layout, live, optimizer, hyper) or object_problem(
-        kept, builder, "its optimizer state"
-    )
     tensors = {key: value for key, value in kept.items() if isinstance(value, TensorRef)}
-    problems = (_tensor_problem(key, ref, pair.parameter, layout, live) for key, ref in tensors.items())
-    return problem or next((problem for problem in problems if problem is not None), None)
+    problems = (_tensor_problem(key, tensors[key], pair.parameter, layout, live) for key in tensors)
+    return (
+        _keys_problem(kept, pair, layout, live, optimizer, hyper)
+        or object_problem(kept, builder, "its optimizer state")
+        or next(filter(None, problems), None)
+    )
 
 
 def _keys_problem(
@@ -72,7 +160,7 @@ def _keys_problem(
         return f"its optimizer state has {listed(sorted(saved.keys() - allowed))}, which {name} has not"
     if layout is None:
         return None
-    tensors = {key for key in required if expected_shape(key, shape) is not None} - EMPTY_KEYS
+    tensors = {key for key in required if _expected_shape(key, shape) is not None} - EMPTY_KEYS
     others = sorted(key for key in tensors if not isinstance(saved[key], TensorRef))
     return f"its optimizer state has {listed(others)} in another form than {name} keeps it" if others else None
 
@@ -85,31 +173,25 @@ def _tensor_problem(
     if key == "step" or (key == "kahan_comp" and ref.shape == (1,)):
         return None
     twin = live.get(key) if live and layout is None else None
+    whole = tuple(parameter.shape)
+    shape, dtypes = _expected_shape(key, whole), {parameter.dtype}
     if isinstance(twin, torch.Tensor):
-        shape: tuple[int, ...] | None = tuple(twin.shape)
-        dtypes = {twin.dtype}
+        shape, dtypes = tuple(twin.shape), {twin.dtype}
     elif layout is None:
-        whole = tuple(parameter.shape)
-        return _shape_problem(key, ref.shape, whole) if expected_shape(key, whole) == whole else None
-    else:
-        shape = expected_shape(key, tuple(parameter.shape))
-        dtypes = set() if shape is None else {parameter.dtype}
-        if layout.published.widened and dtypes and parameter.element_size() == 2:
-            dtypes.add(torch.float32)
+        return _shape_problem(key, ref.shape, whole) if shape == whole else None
+    elif layout.published.widened and parameter.element_size() == 2:
+        dtypes.add(torch.float32)
     if shape is not None and ref.shape != shape:
         return f"{key} was saved with shape {list(ref.shape)}, here it has {list(shape)}"
-    if dtypes and ref.dtype.torch not in dtypes:
-        here = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        return f"{key} was saved as {ref.dtype.label}, here it is {here}"
-    return None
+    here = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    fits = shape is None or ref.dtype.torch in dtypes
+    return None if fits else f"{key} was saved as {ref.dtype.label}, here it is {here}"
 
 
 def foreign_state_problem(saved: Any, pair: Pair, builder: ValueBuilder) -> str | None:
     """As ``state_problem``, for an optimizer that loads the state itself."""
-    if saved is None or saved == {}:
-        return None
-    if not isinstance(saved, dict):
-        return "its optimizer state is malformed"
+    if not saved or not isinstance(saved, dict):
+        return None if saved is None or saved == {} else _MALFORMED
     shape, here = parameter_shape(saved), tuple(pair.parameter.shape)
     # State of fewer dimensions holds sums, or a part of the elements.
     alike = shape is not None and len(shape) == len(here)
