@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -85,30 +86,7 @@ class MemberWriter:
         return crcs
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The path to write. ``named``: the user gave it. ``original`` is the name that the container states."""
-
-    path: Path
-    named: bool
-    original: str
-
-    @classmethod
-    def choose(cls, source: Path, given: str | os.PathLike[str] | None, reader: ContainerReader) -> Target:
-        """The path that was given, or the default. Raises OutputError for the source itself."""
-        path = restored_path(source, reader.manifest) if given is None else Path(given)
-        refuse_same_file(path, source)
-        return cls(path, given is not None, original_name(reader.manifest))
-
-    @property
-    def check_file(self) -> Check:
-        """Raises unless ``force`` may replace the file: any file that the user named, else only a checkpoint."""
-        return any_file if self.named else checkpoint_file
-
-    @property
-    def other_name(self) -> str | None:
-        """The original name where the default path has another one, else None."""
-        return None if self.named or self.path.name == self.original else self.original
+R = TypeVar("R", bound="Restored")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,13 +101,27 @@ class Restored:
     other_name: str | None
     replaced: str | None = None
 
+    @classmethod
+    def at(cls: type[R], source: Path, given: str | os.PathLike[str] | None, reader: ContainerReader) -> R:
+        """A new result at the path that was given, or the default. Raises OutputError for the source itself."""
+        path = restored_path(source, reader.manifest) if given is None else Path(given)
+        original = original_name(reader.manifest)
+        refuse_same_file(path, source)
+        has_other = given is None and path.name != original
+        return cls(path=path, original=original, other_name=original if has_other else None)
+
     def lines(self) -> list[str]:
         """What to tell the user about these names, as lines of text."""
         lines = [] if self.other_name is None else [f"the original was called {self.other_name[:80]!r}"]
         return lines if self.replaced is None else [*lines, f"replaced {self.replaced}"]
 
 
-def new_directory(target: Target, reader: ContainerReader, *, force: bool) -> AtomicDirectory:
+def new_directory(path: Path, reader: ContainerReader, *, force: bool) -> AtomicDirectory:
     """The directory for all members. With ``force`` it replaces a checkpoint, and files that are written again."""
     check = checkpoint_directory([member.path for member in reader.manifest.members])
-    return AtomicDirectory(target.path, force=force, keep=reader.path, check=check)
+    return AtomicDirectory(path, force=force, keep=reader.path, check=check)
+
+
+def file_check(given: str | os.PathLike[str] | None) -> Check:
+    """Raises unless ``force`` may replace a file: any file that the user named, else only a checkpoint."""
+    return checkpoint_file if given is None else any_file

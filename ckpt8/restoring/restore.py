@@ -12,7 +12,7 @@ from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.restoring.member_output import MemberWriter, Restored, Target, new_directory
+from ckpt8.restoring.member_output import MemberWriter, Restored, file_check, new_directory
 from ckpt8.restoring.salvage import Salvage
 from ckpt8.restoring.salvage import salvage as run
 
@@ -80,18 +80,17 @@ def restore_original(
     """As ``restore`` without ``salvage``; also says which names the container states and what was replaced."""
     source = Path(source)
     with ContainerReader(source, kernels=True) as reader, Workers(threads) as workers:
-        chosen = Target.choose(source, target, reader)
+        result = Restored.at(source, target, reader)
         writer = MemberWriter(reader, workers, progress, partial(MemberFile, reader))
-        result = Restored(path=chosen.path, original=chosen.original, other_name=chosen.other_name)
         if reader.manifest.directory is not None:
-            with new_directory(chosen, reader, force=force) as directory:
+            with new_directory(result.path, reader, force=force) as directory:
                 # Links first: one that leads out of the directory is refused before gigabytes are written.
                 for index, _ in sorted(enumerate(reader.manifest.members), key=lambda each: each[1].format != SYMLINK):
                     writer.add(index, directory)
                 directory.publish()
             result.replaced = directory.replaced
         else:
-            with AtomicFile(chosen.path, force=force, check=chosen.check_file) as output:
+            with AtomicFile(result.path, force=force, check=file_check(target)) as output:
                 writer.write(0, output.file.fileno(), output.guard)
                 output.publish()
             result.replaced = output.replaced

@@ -24,10 +24,10 @@ from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, MemberRecord, Ten
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.target_names import SAFETENSORS, default_path
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.atomic import AtomicFile, refuse_same_file
+from ckpt8.core.files.atomic import AtomicFile, Check, refuse_same_file
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.restoring.member_output import MemberWriter, Restored, Target, new_directory
+from ckpt8.restoring.member_output import MemberWriter, Restored, file_check, new_directory
 from ckpt8.restoring.salvaged_tensors import TensorFile
 
 WHOLE, DAMAGED, TENSORS, LOST = "whole", "damaged", "tensors", "lost"
@@ -64,7 +64,7 @@ class Salvage(Restored):
     shapes and places that the manifest states.
     """
 
-    damage: str | None
+    damage: str | None = None
     tensors: int = 0
     members: list[SalvagedMember] = field(default_factory=list)
     lost: list[LostTensor] = field(default_factory=list)
@@ -111,16 +111,16 @@ def salvage(
         raise type(exc)(f"{exc}; nothing can be recovered") from exc
     with reader, Workers(threads) as workers:
         _find_lost(reader, workers)
-        chosen = Target.choose(source, target, reader)
+        result = Salvage.at(source, target, reader)
+        result.damage = reader.damage
         work = _Salvaging(reader, workers, progress)
-        result = Salvage(path=chosen.path, original=chosen.original, other_name=chosen.other_name, damage=reader.damage)
         if reader.manifest.directory is not None:
-            with new_directory(chosen, reader, force=force) as directory:
+            with new_directory(result.path, reader, force=force) as directory:
                 work.write_directory(directory, result)
                 directory.publish()
             result.replaced = directory.replaced
         else:
-            work.write_file(chosen, result, force=force)
+            work.write_file(result, file_check(target), force=force)
         work.list_tensors(result)
         return result
 
@@ -165,26 +165,25 @@ class _Salvaging:
             return LOST if member.format in (FILE, SYMLINK, DIRECTORY) else TENSORS
         return DAMAGED if any(storage in lost for _, storage in member.segments) else WHOLE
 
-    def write_file(self, target: Target, result: Salvage, *, force: bool) -> None:
+    def write_file(self, result: Salvage, check: Check, *, force: bool) -> None:
         """Write the only member."""
         (member,) = self._manifest.members
-        path, check = target.path, target.check_file
         if self._states[0] in (TENSORS, LOST):
             tensors = self._tensor_file(0, "")
             if self._states[0] == LOST or not tensors.names:
                 raise InputError(f"{self._reader.path}: no tensor is whole; nothing can be recovered")
             # The user did not give this name, so it replaces checkpoints only.
-            result.path = path = default_path(path.with_name(path.name + SAFETENSORS))
+            result.path = default_path(result.path.with_name(result.path.name + SAFETENSORS))
             check = checkpoint_file
-            refuse_same_file(path, self._reader.path)
-        with AtomicFile(path, force=force, check=check) as output:
+            refuse_same_file(result.path, self._reader.path)
+        with AtomicFile(result.path, force=force, check=check) as output:
             if self._states[0] == TENSORS:
                 tensors.write(output.file.fileno(), output.guard)
             else:
                 self._writer.write(0, output.file.fileno(), output.guard)
             output.publish()
         result.replaced = output.replaced
-        result.members.append(SalvagedMember(member.path, self._states[0], str(path)))
+        result.members.append(SalvagedMember(member.path, self._states[0], str(result.path)))
 
     def write_directory(self, output: AtomicDirectory, result: Salvage) -> None:
         """Write every member of which something is whole."""
