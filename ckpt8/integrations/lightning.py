@@ -101,7 +101,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
         if storage_options is not None:
             raise UsageError("Ckpt8CheckpointIO has no storage_options; leave them out")
         target = local_path(path, _ADVICE)
-        self._finish()
+        self.teardown()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
@@ -150,9 +150,6 @@ class Ckpt8CheckpointIO(CheckpointIO):
 
     def teardown(self) -> None:
         """Wait for a save in the background. Raises its error."""
-        self._finish()
-
-    def _finish(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()

@@ -89,7 +89,10 @@ class Ckpt8Callback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Compress the checkpoint of this step."""
-        _wait_for_all_ranks()
+        if (
+            _is_distributed()
+        ):  # every rank writes files of its own into a checkpoint, and Trainer does not wait for them
+            dist.barrier()
         if not state.is_world_process_zero:
             return
         self._harvest(state)
@@ -160,10 +163,8 @@ class Ckpt8Callback(TrainerCallback):
         warnings.warn(f"{what}{error}", RuntimeWarning, stacklevel=2)
 
 
-def _wait_for_all_ranks() -> None:
-    """Wait until every rank has written its own files into a checkpoint; Trainer does not."""
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _best(state: Any) -> Path | None:
@@ -262,7 +263,7 @@ def _restore_newest(
 
 def _on_first_rank(restore: Callable[[], str | None]) -> str | None:
     """Restore on rank 0. Returns its result, or raises its error, on every rank."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not _is_distributed() or dist.get_world_size() == 1:
         return restore()
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:

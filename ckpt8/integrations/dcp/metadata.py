@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -138,13 +139,10 @@ def read_metadata(directory: Path) -> Metadata:
     path = directory / FILE_NAME
     if not path.exists():
         raise InputError(_explain_missing(directory))
-    file = SourceFile(ByteRange.of(path))
-    try:
+    with closing(SourceFile(ByteRange.of(path))) as file:
         if file.source.length > _LONGEST:
             raise InputError(f"{path}: has {file.source.length} bytes, more than {_LONGEST}")
         tree = parse_json(file.read(0, file.source.length), str(path))
-    finally:
-        file.close()
     fields = Fields(tree, f"{path}:")
     if fields.get("format", str) != FORMAT:
         raise InputError(f"{path}: is not the metadata of a checkpoint of ckpt8")

@@ -7,7 +7,6 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -47,11 +46,6 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
         self._stored: Mapping[MetadataIndex, Stored] = {}
         self._values: Mapping[str, Any] = {}
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load, from another directory if one is given."""
-        super().reset(checkpoint_id)
-        self._stored = {}
-
     def read_metadata(self) -> Metadata:
         """The metadata of the whole checkpoint; no rank has one of its own. Raises InputError."""
         metadata = read_metadata(self.path)
@@ -81,7 +75,8 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
             files[stored.file].append((item, stored))
         with Workers(self._threads) as workers:
             for name, items in files.items():
-                with _RankFile(self.path / name, items[0][1].seal, workers) as file:
+                with ContainerReader(self.path / name) as reader:
+                    file = _RankFile(reader, items[0][1].seal, workers)
                     for item, stored in items:
                         self._read_item(file, item, stored, planner)
         done: Future[None] = Future()
@@ -120,24 +115,15 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
 
 
 class _RankFile:
-    """One file of the checkpoint; a context manager."""
+    """One file of the checkpoint, open as ``reader``. Raises InputError unless it ends with ``seal``."""
 
-    def __init__(self, path: Path, seal: str, workers: Workers) -> None:
-        self.path = path
-        self._reader = ContainerReader(path)
-        if self._reader.seal.hex() != seal:
-            self._reader.close()
-            raise InputError(f"{path}: belongs to another save than the {FILE_NAME} beside it")
-        self._tensors = {record.name: record for record in self._reader.manifest.tensors}
-        self._slices = SliceReader(self._reader, workers)
-
-    def __enter__(self) -> _RankFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._reader.close()
+    def __init__(self, reader: ContainerReader, seal: str, workers: Workers) -> None:
+        if reader.seal.hex() != seal:
+            raise InputError(f"{reader.path}: belongs to another save than the {FILE_NAME} beside it")
+        self.path = reader.path
+        self._storages = reader.manifest.storages
+        self._tensors = {record.name: record for record in reader.manifest.tensors}
+        self._slices = SliceReader(reader, workers)
 
     def _find(
         self, name: str, dtype: DType | None, shape: tuple[int, ...] | None
@@ -146,7 +132,7 @@ class _RankFile:
         record = self._tensors.get(name)
         if record is None:
             raise InputError(f"{self.path}: has no tensor {name[:80]!r}, which {FILE_NAME} names")
-        storage = self._reader.manifest.storages[record.storage]
+        storage = self._storages[record.storage]
         fits = shape is None or tuple(record.shape) == shape
         whole = record.nbytes == storage.nbytes and not record.offset and not record.flags
         if not fits or not whole or (dtype is not None and record.dtype is not dtype):

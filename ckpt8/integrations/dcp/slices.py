@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple
 
 import torch
 
@@ -15,6 +14,9 @@ from ckpt8.core.workers import Workers
 
 _BLOCK = 1 << 20
 """Elements to decode at once where a part is no run of its tensor."""
+
+_Piece = tuple[int, slice, slice]
+"""A chunk, the elements to take from it, and their place in the target."""
 
 
 class ExactStorages:
@@ -35,15 +37,6 @@ class ExactStorages:
             start = value.storage_offset() * value.element_size()
             self._known[key] = whole[start : start + nbytes]
         return torch.empty(0, dtype=value.dtype, device=value.device).set_(self._known[key]).view(value.shape)
-
-
-class _Piece(NamedTuple):
-    """Elements ``first`` to ``last`` of a chunk. They go to position ``at`` of the target."""
-
-    chunk: int
-    first: int
-    last: int
-    at: int
 
 
 class SliceReader:
@@ -98,18 +91,16 @@ class SliceReader:
         dtype = self._reader.manifest.storages[storage].dtype.torch
 
         def decode(piece: _Piece) -> None:
-            out = target[piece.at : piece.at + piece.last - piece.first]
+            chunk, inside, place = piece
+            out = target[place]
             direct = out.dtype == dtype and out.device.type == "cpu"
-            if direct and len(out) == self._reader.chunk_spec(storage, piece.chunk).numel:
-                self._reader.decode_chunk(storage, piece.chunk, out)
+            if direct and len(out) == self._reader.chunk_spec(storage, chunk).numel:
+                self._reader.decode_chunk(storage, chunk, out)
             else:
-                out.copy_(self._chunk(storage, piece.chunk)[piece.first : piece.last])
+                out.copy_(decode_chunk(self._reader, storage, chunk)[inside])
 
         for _ in self._workers.map(decode, _pieces(start, target.numel())):
             pass
-
-    def _chunk(self, storage: int, chunk: int) -> torch.Tensor:
-        return decode_chunk(self._reader, storage, chunk)
 
     def _copy_box(
         self,
@@ -138,20 +129,21 @@ class SliceReader:
     def _flat(self, storage: int, start: int, length: int) -> torch.Tensor:
         """A run of a storage. Keeps the last chunk, since the next run begins in it."""
         out = torch.empty(length, dtype=self._reader.manifest.storages[storage].dtype.torch, device="cpu")
-        for piece in _pieces(start, length):
-            if self._last is None or self._last[:2] != (storage, piece.chunk):
-                self._last = storage, piece.chunk, self._chunk(storage, piece.chunk)
-            out[piece.at : piece.at + piece.last - piece.first] = self._last[2][piece.first : piece.last]
+        for chunk, inside, place in _pieces(start, length):
+            if self._last is None or self._last[:2] != (storage, chunk):
+                self._last = storage, chunk, decode_chunk(self._reader, storage, chunk)
+            out[place] = self._last[2][inside]
         return out
 
 
 def _pieces(start: int, length: int) -> Iterator[_Piece]:
+    """The chunks that hold ``length`` elements of a storage from ``start`` on."""
     at = 0
     while at < length:
         chunk, first = divmod(start + at, frames.FRAME)
-        last = min(frames.FRAME, first + length - at)
-        yield _Piece(chunk, first, last, at)
-        at += last - first
+        count = min(frames.FRAME - first, length - at)
+        yield chunk, slice(first, first + count), slice(at, at + count)
+        at += count
 
 
 def _is_run(shape: Sequence[int], lengths: Sequence[int]) -> bool:
