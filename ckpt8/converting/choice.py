@@ -60,7 +60,6 @@ def check_optimizer(label: str, optimizer: Candidate) -> None:
         raise InputError(f"{label}: {optimizer.path}: {names}")
 
 
-def tensors_of(model: Candidate) -> tuple[dict[str, TensorRef], list[str]]:
-    """The tensors of a state dict by name, and the names of its other values."""
-    tensors = {name: value for name, value in model.node.items() if isinstance(value, TensorRef)}
-    return tensors, [str(name) for name in model.node if name not in tensors]
+def model_tensors(model: Candidate) -> dict[str, TensorRef]:
+    """The tensors of a state dict by name."""
+    return {name: value for name, value in model.node.items() if isinstance(value, TensorRef)}

@@ -9,7 +9,8 @@ from math import prod
 import torch
 
 from ckpt8.checkpoint.sources.composite import BLOCK, Composite, cut, put
-from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.tree import Held, TensorRef
+from ckpt8.container.frames import bytes_of
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType
 
@@ -46,6 +47,12 @@ def computed(
 ) -> TensorRef:
     """A contiguous tensor of ``data`` whose elements ``start`` to ``stop`` are ``compute(start, stop)``, flat."""
     return data.tensor(Computed(prod(shape), dtype, compute, block), dtype, shape)
+
+
+def hold(data: Composite, values: torch.Tensor) -> TensorRef:
+    """A tensor of ``data`` with the values of one in memory, such as a step."""
+    content = Held(bytes(bytes_of(values.contiguous())))
+    return data.tensor(content, DType.from_label(str(values.dtype)), tuple(values.shape))
 
 
 class Caster:

@@ -1,11 +1,16 @@
-"""An opened source: one tree over one address space, and the files that are not in it."""
+"""An opened source: one tree over one address space, and the files that are not in it.
+
+The address space is a Composite. It takes over the storages of members with a prefix before their keys.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.tree import StorageRef, TensorRef
 
 SINGLE_FILE = "file"
 """The layout of a source that is no directory."""
@@ -26,3 +31,23 @@ class Content:
     others: list[DirectoryMember] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     ordered: bool = True
+
+
+def adopt_member(data: Composite, member: DirectoryMember, node: Any) -> Any:
+    """A part of a member's tree with the keys of ``data``, which takes over the member's storages the first time."""
+    prefix = f"{member.path}/"
+    storages = member.checkpoint.storages
+    if not storages or prefix + storages[0].key not in data:
+        data.adopt(member.checkpoint, prefix)
+    return add_prefix(node, prefix)
+
+
+def add_prefix(node: Any, prefix: str) -> Any:
+    """A copy of plain containers with ``prefix`` before the keys of all storages. Other objects stay as they are."""
+    if isinstance(node, (TensorRef, StorageRef)):
+        return replace(node, key=prefix + node.key)
+    if isinstance(node, dict):
+        return {key: add_prefix(value, prefix) for key, value in node.items()}
+    if isinstance(node, (list, tuple)):
+        return type(node)(add_prefix(value, prefix) for value in node)
+    return node

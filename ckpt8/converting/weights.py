@@ -9,7 +9,7 @@ from ckpt8.checkpoint.meaning.state_dicts import Candidate
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.vocabulary import BUFFERS
-from ckpt8.converting.choice import tensors_of
+from ckpt8.converting.choice import model_tensors
 from ckpt8.converting.computed import FLOATS, Caster
 from ckpt8.converting.request import Report
 from ckpt8.converting.ties import HEADS, module_of
@@ -44,8 +44,8 @@ def model_weights(data: Composite, model: Candidate, types: WeightTypes, report:
 
     Notes in ``report`` the names that it changes or leaves out. Raises UsageError for a state dict without tensors.
     """
-    tensors, others = tensors_of(model)
-    report.dropped += [f"{name}: not a tensor" for name in others]
+    tensors = model_tensors(model)
+    report.dropped += [f"{name}: not a tensor" for name in model.node if name not in tensors]
     if not tensors:
         raise UsageError(f"{data.label}: {model.path} holds no tensors")
     plain = strip_wrappers(tensors, report)

@@ -4,15 +4,13 @@ optimizer    codes and scales become fp32 moments, in the layout of torch, optim
 model        a 16-bit weight and the residual or master that its optimizer keeps become the fp32 weight
 
 ``converting.unpacked`` does the same for values that are computed when they are read. Both join weights by the rules
-in ``CompletedWeights``.
+of ``join_weights``.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,70 +33,59 @@ def is_packed(optimizer: Candidate) -> bool:
     return any(is_packed_group(group) for group in optimizer.node["param_groups"] if isinstance(group, dict))
 
 
-class CompletedWeights(ABC, Generic[Weight]):
-    """Joins the 16-bit weights of the state dict ``saved`` with what packed optimizers keep of them."""
+def join_weights(
+    saved: Mapping[str, Any],
+    parameters: Iterable[SavedParameter],
+    join: Callable[[SavedParameter, str, Codec], tuple[str, Weight]],
+    is_copy: Callable[[str, str], bool],
+) -> dict[str, Weight]:
+    """The fp32 weights by name, tied names included, of the model ``saved`` and of packed optimizers' parameters.
 
-    def __init__(self, saved: Mapping[str, Any]) -> None:
-        self.saved = saved
+    ``join`` gives the name of a parameter's weight, and that weight in fp32: the state has a residual of the codec or
+    a master under the key. It raises UsageError where the name is not certain. ``is_copy`` says of two weights of one
+    shape and type whether they are equal bit for bit, and not all zero.
+    """
+    full: dict[str, Weight] = {}
+    for parameter in parameters:
+        key = "residual" if "residual" in parameter.state else "master"
+        part = parameter.state.get(key)
+        if isinstance(part, TensorRef) and is_packed_group(parameter.group):
+            codec = Split32() if part.dtype is DType.INT16 else codec_from_config(parameter.group["master"])
+            name, weight = join(parameter, key, codec)
+            full[name] = weight
 
-    def join_all(self, parameters: Iterable[SavedParameter]) -> dict[str, Weight]:
-        """The fp32 weights by name, tied names included. Raises UsageError where a weight is not certain."""
-        full: dict[str, Weight] = {}
-        for parameter in parameters:
-            key = "residual" if "residual" in parameter.state else "master"
-            part = parameter.state.get(key)
-            if isinstance(part, TensorRef) and is_packed_group(parameter.group):
-                config = parameter.group["master"]
-                codec = Split32() if part.dtype is DType.INT16 else codec_from_config(config)
-                name = self.weight_of(parameter, part)
-                full[name] = self.join(name, parameter, key, codec)
-        others = [name for name in self.saved if name not in full]
-        tied = {other: joined for name, joined in full.items() for other in others if self._is_tied(name, other)}
-        return full | tied
+    def is_tied(mine: Any, theirs: Any) -> bool:
+        return (theirs.key, theirs.offset, theirs.stride) == (mine.key, mine.offset, mine.stride)
 
-    def _is_tied(self, name: str, other: str) -> bool:
-        """Whether ``other`` is the same tensor as ``name``, or a matrix that was copied from it bit for bit."""
-        mine, theirs = self.saved[name], self.saved[other]
-        if not isinstance(theirs, TensorRef) or (theirs.shape, theirs.dtype) != (mine.shape, mine.dtype):
-            return False
-        same = (theirs.key, theirs.offset, theirs.stride) == (mine.key, mine.offset, mine.stride)
-        return same or (len(mine.shape) > 1 and self.is_copy(name, other))
-
-    @abstractmethod
-    def weight_of(self, parameter: SavedParameter, part: TensorRef) -> str:
-        """The name of the weight that ``part`` completes. Raises UsageError where that is not certain."""
-
-    @abstractmethod
-    def join(self, name: str, parameter: SavedParameter, key: str, codec: Codec) -> Weight:
-        """The weight ``name`` in fp32. ``key`` in the parameter's state is a residual of ``codec``, or the master."""
-
-    @abstractmethod
-    def is_copy(self, name: str, other: str) -> bool:
-        """Whether two weights of one shape are equal bit for bit, and not all zero."""
+    others = {name: ref for name, ref in saved.items() if name not in full and isinstance(ref, TensorRef)}
+    tied = {
+        other: weight
+        for name, weight in full.items()
+        for other, ref in others.items()
+        if (ref.shape, ref.dtype) == (saved[name].shape, saved[name].dtype)
+        and (is_tied(ref, saved[name]) or (len(ref.shape) > 1 and is_copy(name, other)))
+    }
+    return full | tied
 
 
-class _LoadedWeights(CompletedWeights[torch.Tensor]):
-    """Weights of the loaded ``model``. ``states`` are the loaded states, by the ``id`` of the saved ones."""
+def _join_loaded(
+    saved: Mapping[str, Any],
+    model: Mapping[str, torch.Tensor],
+    states: Mapping[int, Mapping[str, torch.Tensor]],
+    parameters: Iterable[SavedParameter],
+    label: str,
+) -> dict[str, torch.Tensor]:
+    """The fp32 weights of the loaded ``model``. ``states`` are the loaded states, by the ``id`` of the saved ones.
 
-    def __init__(
-        self,
-        saved: Mapping[str, Any],
-        model: Mapping[str, torch.Tensor],
-        states: Mapping[int, Mapping[str, torch.Tensor]],
-        where: str,
-    ) -> None:
-        super().__init__(saved)
-        self._model = model
-        self._states = states
-        self._where = where
+    Names or order propose the weight of a parameter; the check in its group must agree.
+    """
 
-    def weight_of(self, parameter: SavedParameter, part: TensorRef) -> str:  # noqa: ARG002
-        """Names or order propose the weight; the check in the parameter's group must agree."""
-        where = f"{self._where}: {parameter.name}"
+    def join(parameter: SavedParameter, key: str, codec: Codec) -> tuple[str, torch.Tensor]:
+        where = f"{label}: {parameter.name}"
         if parameter.weight is None:
             raise UsageError(f"{where}: which weight it completes is unknown: {parameter.unpaired}; leave out unpack")
-        name = next(key for key, value in self.saved.items() if value is parameter.weight)
-        weight = self._model[name]
+        name = next(each for each, ref in saved.items() if ref is parameter.weight)
+        weight = model[name]
         if weight.is_meta:
             raise UsageError(f"{where}: cannot be unpacked on the meta device")
         expected = weight_checks(parameter.group).get(parameter.identifier)
@@ -106,25 +93,17 @@ class _LoadedWeights(CompletedWeights[torch.Tensor]):
             raise UsageError(
                 f"{where}: its state belongs to another weight than {name}, which has its place; leave out unpack"
             )
-        return name
+        return name, join_weight(weight, states[id(parameter.state)][key], codec)
 
-    def join(self, name: str, parameter: SavedParameter, key: str, codec: Codec) -> torch.Tensor:
-        """In memory of its own, on the device of the weight."""
-        return join_weight(self._model[name], self._states[id(parameter.state)][key], codec)
+    def is_copy(name: str, other: str) -> bool:
+        mine, theirs = (model[key].contiguous().view(torch.int16) for key in (name, other))
+        return bool(model[name].any()) and torch.equal(mine, theirs)
 
-    def is_copy(self, name: str, other: str) -> bool:
-        """Compares the bits."""
-        mine, theirs = (self._model[key].contiguous().view(torch.int16) for key in (name, other))
-        return bool(self._model[name].any()) and torch.equal(mine, theirs)
+    return join_weights(saved, parameters, join, is_copy)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A value of the loaded object and where it is: ``parent[key]``, or the object itself where ``parent`` is None."""
-
-    value: Any
-    parent: Any
-    key: Any
+_Place = tuple[Any, Any, Any]
+"""A value of the loaded object, and where it is: ``(value, parent, key)``. ``parent`` is None for the object itself."""
 
 
 def unpack_tree(obj: Any, tree: object, where: str) -> Any:
@@ -141,24 +120,24 @@ def unpack_tree(obj: Any, tree: object, where: str) -> Any:
     places = _places(tree, obj, {id(each.node) for each in (*models, *packed)})
     states: dict[int, Mapping[str, torch.Tensor]] = {}
     for candidate in packed:
-        loaded = places[id(candidate.node)][0].value["state"]
+        loaded = places[id(candidate.node)][0][0]["state"]
         pairs = zip(candidate.node["state"].values(), loaded.values(), strict=True)
         states.update((id(saved), state) for saved, state in pairs)
     # Of several models none is the one that a state completes, and ``saved_parameters`` says so.
     saved: dict[str, Any] = models[0].node if models else {}
-    model: dict[str, Any] = places[id(saved)][0].value if id(saved) in places else {}
-    model.update(_LoadedWeights(saved, model, states, where).join_all(saved_parameters(tree)))
+    model: dict[str, Any] = places[id(saved)][0][0] if id(saved) in places else {}
+    model.update(_join_loaded(saved, model, states, saved_parameters(tree), where))
     for candidate in packed:
         found = places[id(candidate.node)]
-        plain = unpack(found[0].value)
-        for place in found:
-            if place.parent is None:
+        plain = unpack(found[0][0])
+        for _, parent, key in found:
+            if parent is None:
                 return plain
-            if isinstance(place.parent, tuple):
+            if isinstance(parent, tuple):
                 raise UsageError(
                     f"{where}: {candidate.path} lies in a tuple, which cannot be changed; leave out unpack"
                 )
-            place.parent[place.key] = plain
+            parent[key] = plain
     return obj
 
 
@@ -166,7 +145,7 @@ def _places(tree: object, obj: Any, wanted: Collection[int]) -> dict[int, list[_
     """The places in ``obj`` of the nodes of ``tree`` that are ``wanted`` by their ``id``; walks both side by side."""
     places: dict[int, list[_Place]] = {}
     seen = set()
-    stack: list[tuple[Any, _Place]] = [(tree, _Place(obj, None, None))]
+    stack: list[tuple[Any, _Place]] = [(tree, (obj, None, None))]
     while stack:
         node, place = stack.pop()
         if id(node) in wanted:
@@ -174,10 +153,10 @@ def _places(tree: object, obj: Any, wanted: Collection[int]) -> dict[int, list[_
         if id(node) in seen:
             continue
         seen.add(id(node))
-        value = place.value
+        value = place[0]
         if isinstance(node, dict) and isinstance(value, dict):
             pairs = zip(node.values(), value.items(), strict=True)
-            stack += [(child, _Place(item, value, key)) for child, (key, item) in pairs]
+            stack += [(child, (item, value, key)) for child, (key, item) in pairs]
         elif isinstance(node, (list, tuple)) and isinstance(value, (list, tuple)):
-            stack += [(child, _Place(item, value, k)) for k, (child, item) in enumerate(zip(node, value, strict=True))]
+            stack += [(child, (item, value, at)) for at, (child, item) in enumerate(zip(node, value, strict=True))]
     return places

@@ -80,19 +80,29 @@ class RestBuilder:
         made += self._items(node)
         return made
 
+    def _child(self, name: Any, node: Any) -> Any:  # noqa: ARG002
+        """The value of ``node``, which has the key or the position ``name``; CONSUMED leaves it out."""
+        return self._build(node)
+
+    def _key(self, key: Any) -> Any:
+        """The key of an entry; CONSUMED leaves the entry out."""
+        return self._build(key)
+
     def _items(self, nodes: Iterable[Any]) -> list[Any]:
-        built = [self._build(node) for node in nodes]
+        built = [self._child(place, node) for place, node in enumerate(nodes)]
         return [None if value is CONSUMED else value for value in built]
 
     def _dict(self, node: Mapping[Any, Any]) -> dict[Any, Any]:
         made: dict[Any, Any] = OrderedDict() if isinstance(node, StatefulDict) else {}
         self._built[id(node)] = (node, made)
         for key, value in node.items():
-            built = self._build(value)
-            if built is not CONSUMED:
-                made[self._build(key)] = built
+            name = self._key(key)
+            if name is not CONSUMED and (built := self._child(key, value)) is not CONSUMED:
+                made[name] = built
         if isinstance(node, StatefulDict) and isinstance(node.state, dict) and "_metadata" in node.state:
-            made._metadata = self._build(node.state["_metadata"])  # type: ignore[attr-defined]
+            metadata = self._child("_metadata", node.state["_metadata"])
+            if metadata is not CONSUMED:
+                made._metadata = metadata  # type: ignore[attr-defined]
         return made
 
     def _load(self, key: str) -> torch.Tensor:

@@ -15,8 +15,7 @@ from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.walk import iter_leaves, iter_nodes
-from ckpt8.converting.content import Content
-from ckpt8.converting.layouts.adopting import add_prefix
+from ckpt8.converting.content import Content, add_prefix
 from ckpt8.converting.layouts.dcp_nesting import build_tree
 from ckpt8.converting.layouts.slices import Part, gather
 from ckpt8.converting.ties import tie_again

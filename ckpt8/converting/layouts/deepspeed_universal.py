@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -20,8 +20,7 @@ from ckpt8.checkpoint.scalars import is_setting
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.converting.content import Content
-from ckpt8.converting.layouts.adopting import adopt_member
+from ckpt8.converting.content import Content, adopt_member
 from ckpt8.core.errors import InputError
 from ckpt8.core.text import listed
 
@@ -31,19 +30,8 @@ _MODEL_FILE = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
 _SECOND_RANK = re.compile(r"(?:.*/)?(?:zero_pp_rank_\d+_)?mp_rank_01_model_states\.pt")
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Members of a universal checkpoint; ``states`` by parameter, then by key."""
-
-    states: Mapping[str, Mapping[str, DirectoryMember]]
-    optimizer: DirectoryMember | None
-    model: DirectoryMember | None
-
-    @property
-    def members(self) -> list[DirectoryMember]:
-        """All of them."""
-        states = [member for state in self.states.values() for member in state.values()]
-        return [*states, *(member for member in (self.optimizer, self.model) if member is not None)]
+States = Mapping[str, Mapping[str, DirectoryMember]]
+"""Files by parameter, then by key."""
 
 
 def matches(members: Bundle) -> bool:
@@ -53,32 +41,33 @@ def matches(members: Bundle) -> bool:
 
 def assemble(members: Bundle) -> Content:
     """``{"model": {name: fp32}, "optimizer": {"state": {name: ...}, "param_groups": ...}}``. Raises InputError."""
-    found = _search(members)
+    files, optimizer_file, model_file = _search(members)
     data = Composite(str(members.path))
-    groups = _shape_groups(found)
+    groups = _shape_groups(model_file, files)
     shapes = {name: shape for group in groups for name, shape in group.items()}
     shared = {}
-    if found.optimizer is not None and (step := common_step(found.optimizer.checkpoint)) is not None:
-        shared["step"] = adopt_member(data, found.optimizer, step[0])
+    if optimizer_file is not None and (step := common_step(optimizer_file.checkpoint)) is not None:
+        shared["step"] = adopt_member(data, optimizer_file, step[0])
     weights, states = {}, {}
-    for name, files in found.states.items():
-        values = {key: _value(data, member, shapes.get(name)) for key, member in files.items()}
+    for name, state in files.items():
+        values = {key: _value(data, member, shapes.get(name)) for key, member in state.items()}
         if not isinstance(values.get(_WEIGHT), TensorRef):
             raise InputError(f"{data.label}: zero/{name} has no {_WEIGHT}.pt with a tensor")
         weights[name] = values.pop(_WEIGHT)
         if values:
             states[name] = values if "step" in values else shared | values
-    optimizer = {"state": states, "param_groups": _param_groups(found, groups, list(weights))}
-    data.tree = {"model": _model(data, found, weights), "optimizer": optimizer}
-    used = {member.path for member in found.members}
-    unused = [each.path for each in members.found if each.path not in used]
+    optimizer = {"state": states, "param_groups": _param_groups(optimizer_file, groups, list(weights))}
+    data.tree = {"model": _model(data, model_file, weights), "optimizer": optimizer}
+    used = {id(member) for state in files.values() for member in state.values()} | {id(optimizer_file), id(model_file)}
+    unused = [each.path for each in members.found if id(each) not in used]
     notes = [f"not used: {listed(unused)}"] if unused else []
     if any(_SECOND_RANK.fullmatch(each.path) for each in members.found):
         notes.append("buffers and frozen weights are those of the first tensor-parallel rank")
     return Content(data, notes=notes)
 
 
-def _search(members: Bundle) -> _Found:
+def _search(members: Bundle) -> tuple[States, DirectoryMember | None, DirectoryMember | None]:
+    """The files of the parameters, of the optimizer, and of the model. Raises InputError for several checkpoints."""
     roots: dict[str, dict[str, dict[str, DirectoryMember]]] = defaultdict(lambda: defaultdict(dict))
     for member in members.checkpoints:
         if match := _STATE.fullmatch(member.path):
@@ -90,7 +79,7 @@ def _search(members: Bundle) -> _Found:
     root = complete[0]
     inside = {each.path.removeprefix(root): each for each in members.checkpoints if each.path.startswith(root)}
     models = [member for name, member in inside.items() if _MODEL_FILE.fullmatch(name)]
-    return _Found(roots[root], inside.get("zero/optimizer_state.pt"), models[-1] if models else None)
+    return roots[root], inside.get("zero/optimizer_state.pt"), models[-1] if models else None
 
 
 def _value(data: Composite, member: DirectoryMember, shape: tuple[int, ...] | None) -> Any:
@@ -109,15 +98,13 @@ def _value(data: Composite, member: DirectoryMember, shape: tuple[int, ...] | No
     return replace(ref, shape=shape, stride=tuple(prod(shape[axis + 1 :]) for axis in range(len(shape))))
 
 
-def _shape_groups(found: _Found) -> list[Mapping[str, tuple[int, ...]]]:
+def _shape_groups(model: DirectoryMember | None, files: States) -> list[Mapping[str, tuple[int, ...]]]:
     """Names and shapes of the parameters of each group, as the engine listed them; empty where it did not."""
-    given = _entries(found.model).get("param_shapes")
+    given = _entries(model).get("param_shapes")
     groups = [given] if isinstance(given, dict) else given
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return []
-    return [
-        {name: shape for name, shape in group.items() if name in found.states and _is_shape(shape)} for group in groups
-    ]
+    return [{name: shape for name, shape in group.items() if name in files and _is_shape(shape)} for group in groups]
 
 
 def _entries(member: DirectoryMember | None) -> dict[Any, Any]:
@@ -130,9 +117,11 @@ def _is_shape(value: object) -> bool:
     return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
 
 
-def _param_groups(found: _Found, by_group: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+def _param_groups(
+    optimizer: DirectoryMember | None, by_group: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> list[dict[str, Any]]:
     """The groups with the names of their parameters; where these are unknown one group of the settings all share."""
-    groups = groups_of(_entries(found.optimizer))
+    groups = groups_of(_entries(optimizer))
     plain = [{key: value for key, value in group.items() if key != "params" and is_setting(value)} for group in groups]
     if len(plain) == len(by_group) and {name for group in by_group for name in group} == set(names):
         return [{**group, "params": list(shapes)} for group, shapes in zip(plain, by_group, strict=True)]
@@ -141,11 +130,11 @@ def _param_groups(found: _Found, by_group: Sequence[Mapping[str, Any]], names: S
     return [{**agreed, "params": list(names)}]
 
 
-def _model(data: Composite, found: _Found, weights: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
+def _model(data: Composite, file: DirectoryMember | None, weights: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
     """All tensors of the model: fp32 weights, and what only the model file has, in its order."""
-    entries = _entries(found.model)
+    entries = _entries(file)
     module, shared = entries.get("module"), entries.get("shared_params")
-    if found.model is None or not isinstance(module, dict):
+    if file is None or not isinstance(module, dict):
         return dict(weights)
     places = {_place(module[name]): name for name in weights if isinstance(module.get(name), TensorRef)}
     model: dict[str, TensorRef] = {}
@@ -158,7 +147,7 @@ def _model(data: Composite, found: _Found, weights: Mapping[str, TensorRef]) -> 
         if source is not None:
             model[name] = weights[source]
         elif value.numel:  # stage 3 leaves an empty tensor in place of a weight that it partitioned
-            model[name] = adopt_member(data, found.model, value)
+            model[name] = adopt_member(data, file, value)
     return {**model, **{name: ref for name, ref in weights.items() if name not in model}}
 
 

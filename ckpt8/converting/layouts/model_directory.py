@@ -14,8 +14,7 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.converting.choice import check_optimizer
-from ckpt8.converting.content import Content
-from ckpt8.converting.layouts.adopting import adopt_member
+from ckpt8.converting.content import Content, adopt_member
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.json_text import parse_any_json
 from ckpt8.core.text import listed

@@ -10,8 +10,9 @@ from math import prod
 
 import torch
 
-from ckpt8.checkpoint.sources.composite import Composite, cut
+from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import Held, TensorRef
+from ckpt8.converting.computed import computed
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 
@@ -42,7 +43,17 @@ def gather(data: Composite, name: str, dtype: DType, shape: tuple[int, ...], par
     _check_cover(f"{data.label}: {name}", shape, [(part.offsets, part.ref.shape) for part in filled])
     if len(filled) == 1:
         return filled[0].ref
-    return data.tensor(_Gathered(data, dtype, shape, tuple(filled)), dtype, shape)
+    kind = getattr(torch, _INTEGERS[dtype.itemsize])
+
+    def assemble(start: int, stop: int) -> torch.Tensor:
+        flat = torch.empty(stop - start, dtype=kind, device="cpu")
+        for at, box in _boxes(shape, start, stop):
+            target = flat[at - start : at - start + prod(box[1])].view(box[1])
+            for part in filled:
+                _copy_part(data, part, box, target)
+        return flat
+
+    return computed(data, dtype, shape, assemble)
 
 
 def _check_cover(where: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
@@ -74,43 +85,19 @@ def _add_corners(corners: Counter[tuple[int, ...]], box: Box, dims: Sequence[int
         corners[tuple(place for place, _ in corner)] += weight * prod(sign for _, sign in corner)
 
 
-@dataclass(frozen=True, slots=True)
-class _Gathered:
-    """The elements of a tensor of ``shape`` in the order of its dimensions. Each is in exactly one part."""
-
-    source: Composite
-    dtype: DType
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer``. Raises InputError."""
-        kind = getattr(torch, _INTEGERS[self.dtype.itemsize])
-        for start, stop, place in cut(offset, buffer, self.dtype.itemsize):
-            flat = torch.frombuffer(place, dtype=torch.uint8).view(kind)
-            for at, (offsets, sizes) in _boxes(self.shape, start, stop):
-                target = flat[at - start : at - start + prod(sizes)].view(sizes)
-                for part in self.parts:
-                    self._fill(part, (offsets, sizes), target)
-
-    def _fill(self, part: Part, box: Box, target: torch.Tensor) -> None:
-        """Copy the elements of a box that ``part`` holds into ``target``, which has the shape of the box."""
-        ref, first = part.ref, part.ref.offset
-        sizes = []
-        for dim, (mine, theirs) in enumerate(zip(part.offsets, box[0], strict=True)):
-            start, stop = max(mine, theirs), min(mine + ref.shape[dim], theirs + box[1][dim])
-            if start >= stop:
-                return
-            target = target.narrow(dim, start - theirs, stop - start)
-            first += (start - mine) * ref.stride[dim]
-            sizes.append(stop - start)
-        found = self.source.elements(replace(ref, offset=first, shape=tuple(sizes)), 0, prod(sizes))
-        target.copy_(found.view(target.dtype).view(sizes))
+def _copy_part(data: Composite, part: Part, box: Box, target: torch.Tensor) -> None:
+    """Copy the elements of a box that ``part`` holds into ``target``, which has the shape of the box."""
+    ref, first = part.ref, part.ref.offset
+    sizes = []
+    for dim, (mine, theirs) in enumerate(zip(part.offsets, box[0], strict=True)):
+        start, stop = max(mine, theirs), min(mine + ref.shape[dim], theirs + box[1][dim])
+        if start >= stop:
+            return
+        target = target.narrow(dim, start - theirs, stop - start)
+        first += (start - mine) * ref.stride[dim]
+        sizes.append(stop - start)
+    found = data.elements(replace(ref, offset=first, shape=tuple(sizes)), 0, prod(sizes))
+    target.copy_(found.view(target.dtype).view(sizes))
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Box]]:

@@ -1,20 +1,80 @@
-"""Computes the codes of a matrix when they are read, and measures their error."""
+"""The maths of quantised weights: scales from one pass over a matrix, then codes and their error as they are read.
+
+    absmax   s = bf16(max|w| / Q)
+    unit     s = 2^e, e = max(round(log2(rms(w))), ceil(log2(max|w| / Q))): what is stored has an rms near 1 (Unit
+             Scaling, arXiv 2303.11257), and nothing overflows
+
+No level is lost where max|w| / Q is rounded down to bf16: max|w| / s is then below Q * (1 + 2^-8), and that still
+rounds to Q. Rows of zeros have the scale 1; no other scale is below 2^-126.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ckpt8.checkpoint.sources.composite import Composite, cut, put
+from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.error_stats import SMALLEST_NORMAL, NoiseError
 from ckpt8.container.frames import FRAME
-from ckpt8.converting.quantizing.scales import row_parts
-from ckpt8.converting.quantizing.scheme import Scheme
+from ckpt8.converting.computed import computed
+from ckpt8.converting.quantizing.scheme import TENSOR, UNIT, Scheme
 from ckpt8.core.tensors import DType
+
+_BEYOND = 2.0**127
+"""Magnitudes from here on are refused, as are NaN and Inf: their codes times the scale could overflow."""
+
+
+def find_scales(
+    data: Composite, ref: TensorRef, scheme: Scheme, progress: Callable[[int], None]
+) -> torch.Tensor | None:
+    """The fp32 scales of a matrix, of the shape (rows, 1), or (1,) for one scale of the whole matrix.
+
+    None where an element is NaN, Inf or beyond 2^127. Reads the matrix once, and calls ``progress`` with the number of
+    bytes read. Raises InputError.
+    """
+    rows, columns = scheme.groups(ref.shape)
+    largest = torch.zeros(rows, device="cpu")
+    squares = torch.zeros(rows if scheme.scale == UNIT else 0, dtype=torch.float64, device="cpu")
+    start = 0
+    for block in data.blocks(ref):
+        for at in range(0, len(block), FRAME):
+            values = block[at : at + FRAME].float()
+            for row, count, begin, end in row_parts(start, start + len(values), columns):
+                part, place = values[begin - start : end - start].view(count, -1), slice(row, row + count)
+                largest[place] = torch.maximum(largest[place], part.abs().amax(1))
+                if scheme.scale == UNIT:
+                    squares[place] += torch.linalg.vector_norm(part, dim=1, dtype=torch.float64).square_()
+            start += len(values)
+        progress(len(block) * ref.dtype.itemsize)
+    # Compared this way round, since NaN is below nothing.
+    if not bool((largest < _BEYOND).all()):
+        return None
+    found = (largest / scheme.largest).bfloat16().float()
+    if scheme.scale == UNIT:
+        needed = torch.log2(largest.double() / scheme.largest).ceil()
+        wanted = (torch.log2(squares / columns) / 2).round()
+        exponent = torch.maximum(needed, wanted).clamp_(-126, 127).int()
+        found = ((exponent + 127) << 23).view(torch.float32)
+    found = found.clamp_min(SMALLEST_NORMAL).masked_fill(largest == 0, 1.0)
+    return found if scheme.per == TENSOR else found.view(-1, 1)
+
+
+def row_parts(start: int, stop: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
+    """Elements ``start`` to ``stop`` of a matrix as (first row, rows, first element, end): whole rows, parts of one.
+
+    No more than three.
+    """
+    while start < stop:
+        row, into = divmod(start, columns)
+        rows = (stop - start) // columns if into == 0 else 0
+        end = start + rows * columns if rows else min(stop, start + columns - into)
+        yield row, rows or 1, start, end
+        start = end
 
 
 @dataclass(slots=True)
@@ -66,38 +126,27 @@ def quantize(values: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torc
     return (found.round_() if scheme.dtype is DType.INT8 else found).to(scheme.dtype.torch)
 
 
-@dataclass(frozen=True, slots=True)
-class Codes:
-    """The codes of the matrix ``ref``, one byte each; ``scales`` are those of ``Extent``.
+def encode_matrix(
+    data: Composite, ref: TensorRef, scales: torch.Tensor, scheme: Scheme
+) -> tuple[TensorRef, QuantizationError]:
+    """The codes of a matrix as a tensor that is computed when it is read, and their error.
 
-    Every read adds the error of what was read to ``error``: read a matrix once to know its error.
+    Every read adds the error of what was read: read the codes once to know it.
     """
+    error = QuantizationError()
+    _, columns = scheme.groups(ref.shape)
 
-    source: Composite
-    ref: TensorRef
-    scales: torch.Tensor
-    scheme: Scheme
-    error: QuantizationError = field(default_factory=QuantizationError)
-
-    @property
-    def nbytes(self) -> int:
-        """One byte for each element."""
-        return self.ref.numel
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer``. Raises InputError."""
-        for start, stop, place in cut(offset, buffer, self.scheme.dtype.itemsize, FRAME):
-            put(self._encode(start, self.source.elements(self.ref, start, stop).float()), place)
-
-    def _encode(self, first: int, values: torch.Tensor) -> torch.Tensor:
-        codes = torch.empty_like(values, dtype=self.scheme.dtype.torch)
+    def encode(start: int, stop: int) -> torch.Tensor:
+        values = data.elements(ref, start, stop).float()
+        codes = torch.empty_like(values, dtype=scheme.dtype.torch)
         decoded = torch.empty_like(values)
-        _, columns = self.scheme.groups(self.ref.shape)
-        for row, count, begin, end in row_parts(first, first + len(values), columns):
-            place = slice(begin - first, end - first)
-            scales = self.scales[row : row + count]
-            found = quantize(values[place].view(count, -1), scales, self.scheme)
+        for row, count, begin, end in row_parts(start, stop, columns):
+            place = slice(begin - start, end - start)
+            shared = scales[row : row + count]
+            found = quantize(values[place].view(count, -1), shared, scheme)
             codes[place] = found.view(-1)
-            decoded[place] = (found.float() * scales).view(-1)
-        self.error.merge(measured(values, decoded))
+            decoded[place] = (found.float() * shared).view(-1)
+        error.merge(measured(values, decoded))
         return codes
+
+    return computed(data, scheme.dtype, ref.shape, encode, FRAME), error

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.checkpoint.meaning.transformers_order import LONGEST_CONFIG
-from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.converting.content import Content
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.json_text import parse_any_json
@@ -27,17 +26,15 @@ def read_config(content: Content, given: Path | None) -> dict[str, Any] | None:
     Raises InputError where it cannot be read, UsageError where it says that the model is quantised already.
     """
     if given is not None:
-        where = str(given)
-        text = _of_file(given)
+        where, text = str(given), _read_file(given)
     else:
         member = next((each for each in content.others if each.path == CONFIG), None)
         if member is None:
             return None
         where = f"{content.data.label}: {CONFIG}"
         _check_size(where, member.checkpoint.size)
-        held = host_bytes(member.checkpoint.size)
-        member.checkpoint.read_into(0, bytes_of(held))
-        text = bytes(bytes_of(held))
+        text = bytearray(member.checkpoint.size)
+        member.checkpoint.read_into(0, memoryview(text))
     try:
         config = parse_any_json(text, where)
         if not isinstance(config, dict):
@@ -50,10 +47,10 @@ def read_config(content: Content, given: Path | None) -> dict[str, Any] | None:
     return config
 
 
-def _of_file(path: Path) -> bytes:
+def _read_file(path: Path) -> bytearray:
     try:
         _check_size(str(path), path.stat().st_size)
-        return path.read_bytes()
+        return bytearray(path.read_bytes())
     except OSError as exc:
         raise InputError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
 

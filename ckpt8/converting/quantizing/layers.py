@@ -15,7 +15,6 @@ These stay bf16, and the configuration tells loaders to leave them alone.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -63,14 +62,6 @@ class Layers:
         """All modules with a matrix."""
         return [*(name.removesuffix(_WEIGHT) for name in self.quantized), *self.kept]
 
-    def unmatched(self, patterns: Iterable[str]) -> list[str]:
-        """Those of the patterns that no module with a matrix matches."""
-        return [pattern for pattern in patterns if not any(_matches(pattern, module) for module in self.modules)]
-
-    def reasons(self) -> Counter[str]:
-        """How many modules stay for each reason."""
-        return Counter(self.kept.values())
-
 
 def choose_layers(
     weights: Mapping[str, TensorRef],
@@ -87,7 +78,7 @@ def choose_layers(
         module = name.removesuffix(_WEIGHT)
         if module == name or len(ref.shape) != 2 or 0 in ref.shape:
             continue
-        if any(_matches(pattern, module) for pattern in keep):
+        if any(matches(pattern, module) for pattern in keep):
             reason: str | None = ASKED
         elif ref.dtype not in FLOATS:
             reason = TYPE
@@ -102,7 +93,8 @@ def choose_layers(
     return Layers(quantized, kept)
 
 
-def _matches(pattern: str, module: str) -> bool:
+def matches(pattern: str, module: str) -> bool:
+    """Whether a pattern of ``keep`` means a module, by its name or by that of its weight."""
     return fnmatchcase(module, pattern) or fnmatchcase(module + _WEIGHT, pattern)
 
 

@@ -7,8 +7,8 @@ Of every quantised layer ``model.safetensors`` holds ``weight`` in eight bits an
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 import torch
@@ -16,20 +16,19 @@ import torch
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
 from ckpt8.checkpoint.sources.composite import Composite
-from ckpt8.checkpoint.tree import Held, TensorRef
-from ckpt8.container.frames import bytes_of
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.manifest import FILE
-from ckpt8.converting.choice import choose_model, tensors_of
+from ckpt8.converting.choice import choose_model, model_tensors
+from ckpt8.converting.computed import hold
 from ckpt8.converting.content import Content
-from ckpt8.converting.quantizing.codes import Codes, QuantizationError
+from ckpt8.converting.quantizing.codes import QuantizationError, encode_matrix, find_scales
 from ckpt8.converting.quantizing.config import CONFIG, read_config, with_quantization
-from ckpt8.converting.quantizing.layers import Layers, choose_layers
+from ckpt8.converting.quantizing.layers import Layers, choose_layers, matches
 from ckpt8.converting.quantizing.report import summary
-from ckpt8.converting.quantizing.scales import measure_extent
 from ckpt8.converting.quantizing.scheme import Scheme, make_scheme
 from ckpt8.converting.request import Report, Request, new_file
 from ckpt8.converting.weights import WeightTypes, model_weights
-from ckpt8.converting.writers.safetensors import nbytes, total_bytes, with_masters, write_safetensors
+from ckpt8.converting.writers.safetensors import total_bytes, with_masters, write_safetensors
 from ckpt8.converting.writers.trainer import WEIGHTS, copy_member
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic_directory import AtomicDirectory
@@ -58,79 +57,67 @@ def write(request: Request, report: Report) -> None:
         config = read_config(content, settings.config)
         model = choose_model(data, request.key)
         weights = model_weights(data, model, WeightTypes(data, None, report), report)
-        layers = choose_layers(weights, _tied(weights, model, report), config, settings.keep)
-        for pattern in layers.unmatched(settings.keep):  # a typo would quantise what was to be kept
-            modules = listed(layers.modules, _LISTED)
-            raise UsageError(f"{data.label}: --keep {pattern!r} matches no layer: {modules}")
-        job = _Job(data, scheme, layers, _masters(data, model, weights, report))
+        named = _by_plain_name(model)
+        tied = [named[name] for name in report.aliases if 0 not in named[name].shape]
+        layers = choose_layers(weights, tied, config, settings.keep)
+        for pattern in settings.keep:  # a typo would quantise what was to be kept
+            if not any(matches(pattern, module) for module in layers.modules):
+                modules = listed(layers.modules, _LISTED)
+                raise UsageError(f"{data.label}: --keep {pattern!r} matches no layer: {modules}")
+        masters = _masters(data, model, weights, report)
         with request.new_directory(data, report, [each.path for each in content.others]) as output:
-            job.measure_scales(request.progress_to(2 * job.nbytes))
-            if not job.scales:
-                kept = listed((f"{count} {reason}" for reason, count in layers.reasons().items()), _LISTED)
+            progress = request.progress_to(2 * sum(masters[name].nbytes for name in layers.quantized))
+            scales = _find_scales(data, masters, layers, scheme, progress)
+            if not scales:
+                reasons = Counter(layers.kept.values())
+                kept = listed((f"{count} {reason}" for reason, count in reasons.items()), _LISTED)
                 raise UsageError(f"{data.label}: {model.path}: no linear layer to quantise ({kept or 'no matrix'})")
-            written = job.make_tensors(weights, WeightTypes(data, DType.BFLOAT16, report))
+            types = WeightTypes(data, DType.BFLOAT16, report)
+            written, errors = _make_tensors(data, weights, masters, scales, scheme, types)
             with new_file(output, WEIGHTS, request.progress_to(2 * total_bytes(written))) as out:
                 write_safetensors(data, written, out)
             with new_file(output, CONFIG) as out:
                 out.write(with_quantization(config, scheme.to_config(layers.ignore(report.aliases))), 0)
             _copy_texts(content, output, report)
     report.tensors = len(written)
-    report.quantized = summary(scheme, job.errors, layers)
-    report.notes += _notes(scheme, job.scales, weights, has_config=config is not None)
+    report.quantized = summary(scheme, errors, layers)
+    report.notes += _notes(scheme, scales, weights, has_config=config is not None)
 
 
-@dataclass(slots=True)
-class _Job:
-    """Quantises the matrices. ``scales`` and ``errors`` are by name; ``layers`` keeps what cannot be quantised.
-
-    Holds the scales in memory, 4 bytes each, and streams the rest.
-    """
-
-    data: Composite
-    scheme: Scheme
-    layers: Layers
-    masters: Mapping[str, TensorRef]
-    scales: dict[str, torch.Tensor] = field(default_factory=dict)
-    errors: dict[str, QuantizationError] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to read for the scales."""
-        return sum(nbytes(self.masters[name]) for name in self.layers.quantized)
-
-    def measure_scales(self, progress: Progress) -> None:
-        """Find the scales. Raises InputError."""
-        for name in list(self.layers.quantized):
-            extent = measure_extent(self.data, self.masters[name], self.scheme, progress)
-            if extent.usable:
-                self.scales[name] = extent.scales()
-            else:
-                self.layers.keep(name, _NOT_FINITE)
-
-    def make_tensors(self, weights: Mapping[str, TensorRef], types: WeightTypes) -> dict[str, TensorRef]:
-        """All tensors of the target. Errors are added up as codes are read."""
-        found: dict[str, TensorRef] = {}
-        for name, ref in weights.items():
-            if name not in self.scales:
-                found[name] = types(name, ref)
-                continue
-            scales = self.scales[name]
-            codes = Codes(self.data, self.masters[name], scales, self.scheme)
-            self.errors[name] = codes.error
-            found[name] = self.data.tensor(codes, self.scheme.dtype, ref.shape)
-            held = Held(bytes(bytes_of(scales.contiguous())))
-            scale = f"{name}_scale"
-            if scale in weights:
-                raise UsageError(f"{self.data.label}: {scale} is there already; the model is quantised")
-            found[scale] = self.data.tensor(held, DType.FLOAT32, tuple(scales.shape))
-        return found
+def _find_scales(
+    data: Composite, masters: Mapping[str, TensorRef], layers: Layers, scheme: Scheme, progress: Progress
+) -> dict[str, torch.Tensor]:
+    """The scales of the matrices by name, 4 bytes each; ``layers`` keeps what has none. Raises InputError."""
+    found = {}
+    for name in list(layers.quantized):
+        scales = find_scales(data, masters[name], scheme, progress)
+        if scales is None:
+            layers.keep(name, _NOT_FINITE)
+        else:
+            found[name] = scales
+    return found
 
 
-def _tied(weights: Mapping[str, TensorRef], model: Candidate, report: Report) -> list[TensorRef]:
-    """The weights that have a second name, which the file does not hold."""
-    named = _by_plain_name(model)
-    places = {(ref.key, ref.offset) for name in report.aliases if 0 not in (ref := named[name]).shape}
-    return [ref for ref in weights.values() if (ref.key, ref.offset) in places]
+def _make_tensors(
+    data: Composite,
+    weights: Mapping[str, TensorRef],
+    masters: Mapping[str, TensorRef],
+    scales: Mapping[str, torch.Tensor],
+    scheme: Scheme,
+    types: WeightTypes,
+) -> tuple[dict[str, TensorRef], dict[str, QuantizationError]]:
+    """All tensors of the target, and the errors of the quantised ones, complete once their codes are read."""
+    found, errors = {}, {}
+    for name, ref in weights.items():
+        if name not in scales:
+            found[name] = types(name, ref)
+            continue
+        found[name], errors[name] = encode_matrix(data, masters[name], scales[name], scheme)
+        scale = f"{name}_scale"
+        if scale in weights:
+            raise UsageError(f"{data.label}: {scale} is there already; the model is quantised")
+        found[scale] = hold(data, scales[name])
+    return found, errors
 
 
 def _masters(
@@ -148,7 +135,7 @@ def _masters(
 
 def _by_plain_name(model: Candidate) -> dict[str, TensorRef]:
     """The tensors of a model by the names that they are written under."""
-    tensors, _ = tensors_of(model)
+    tensors = model_tensors(model)
     return {plain: tensors[name] for name, plain in plain_names(tensors).items()}
 
 

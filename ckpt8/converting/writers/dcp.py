@@ -7,6 +7,7 @@ each value with holes, into which the content is streamed.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from ckpt8.checkpoint.readers import open_checkpoint
@@ -29,7 +31,7 @@ from ckpt8.converting.request import OpenFile, Report, Request, new_file
 from ckpt8.converting.unpacked import unpack_tree
 from ckpt8.converting.weights import WeightTypes
 from ckpt8.converting.writers.dcp_names import distributed_tree
-from ckpt8.converting.writers.hollow import build_hollow
+from ckpt8.converting.writers.hollow import Hollow, build_hollow
 from ckpt8.converting.writers.torch_zip import fill_storages, save_hollow
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.temporary import temporary_directory
@@ -52,84 +54,82 @@ def write(request: Request, report: Report) -> None:
         data = content.data
         unpack_tree(data)
         tree = distributed_tree(data, request.key, WeightTypes(data, request.dtype, report), report)
-        plan = _Plan(data, tree, report)
-        with request.new_directory(data, report) as output:
-            with new_file(output, _FILE, request.progress_to(plan.nbytes)) as out:
-                plan.write(out)
-            with new_file(output, METADATA) as out:
-                out.write(pickle.dumps(plan.metadata), 0)
-
-
-class _Plan:
-    """The values to write, in the order of the file. Raises InputError, UsageError, UnsupportedError."""
-
-    def __init__(self, data: Composite, tree: dict[str, Any], report: Report) -> None:
         for path, leaf in iter_leaves(tree, data.label):
             if isinstance(leaf, TensorRef):
                 data.check_extent(format_path(path), leaf)
-        self._data = data
-        self._hollow = build_hollow(data, tree, report, self._alone)
-        planner = DefaultSavePlanner()
-        try:
-            planner.set_up_planner(self._hollow.built, is_coordinator=True)
-            plans, self.metadata = planner.create_global_plan([planner.create_local_plan()])
-        except RecursionError as exc:
-            raise UsageError(f"{data.label}: refers to itself, or is nested too deep for this format") from exc
-        except ValueError as exc:
-            raise UsageError(f"{data.label}: cannot be a distributed checkpoint: {exc}") from exc
-        items = sorted(plans[0].items, key=lambda item: item.type is not WriteItemType.BYTE_IO)
-        self._values = [(item.index, planner.state_dict[item.index.fqn]) for item in items]
+        hollow = build_hollow(data, tree, report, partial(_alone, data))
+        values, metadata = _plan(hollow)
+        nbytes = sum(value.nbytes for _, value in values if isinstance(value, torch.Tensor))
+        with request.new_directory(data, report) as output:
+            with new_file(output, _FILE, request.progress_to(nbytes)) as out:
+                metadata.storage_data = _write_values(hollow, values, out)
+            if hasattr(metadata, "version"):
+                metadata.version = _VERSION
+            with new_file(output, METADATA) as out:
+                out.write(pickle.dumps(metadata), 0)
 
-    def _alone(self, ref: TensorRef) -> TensorRef:
-        """A tensor in a storage that holds nothing else."""
-        storage = self._data.storage(ref.key)
-        whole = not ref.offset and storage.nbytes == ref.nbytes
-        if whole and ref.is_contiguous and not (ref.conj or ref.neg):
-            return ref
-        return computed(self._data, ref.dtype, ref.shape, partial(self._data.elements, ref))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors that are values of their own."""
-        return sum(value.nbytes for _, value in self._values if isinstance(value, torch.Tensor))
+def _plan(hollow: Hollow) -> tuple[list[tuple[MetadataIndex, Any]], Metadata]:
+    """The values to write, in the order of the file, and the metadata without their places. Raises UsageError."""
+    label = hollow.data.label
+    planner = DefaultSavePlanner()
+    try:
+        planner.set_up_planner(hollow.built, is_coordinator=True)
+        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    except RecursionError as exc:
+        raise UsageError(f"{label}: refers to itself, or is nested too deep for this format") from exc
+    except ValueError as exc:
+        raise UsageError(f"{label}: cannot be a distributed checkpoint: {exc}") from exc
+    items = sorted(plans[0].items, key=lambda item: item.type is not WriteItemType.BYTE_IO)
+    return [(item.index, planner.state_dict[item.index.fqn]) for item in items], metadata
 
-    def write(self, out: OpenFile) -> None:
-        """Write the values from the start of an empty file, and complete the metadata.
 
-        Reports progress for tensors that are values of their own. Raises InputError, OutputError, and UnsupportedError
-        for what torch does not save.
-        """
-        found, position = {}, 0
-        with ExitStack() as stack:
-            with out.guard():
-                folder = stack.enter_context(temporary_directory("ckpt8-"))
-            for index, value in self._values:
-                counting = out if isinstance(value, torch.Tensor) else out._replace(progress=lambda _: None)
-                length = self._write_value(value, folder / _RECORDS, position, counting)
-                found[index] = _StorageInfo(_FILE, position, length)
-                position += length
-        self.metadata.storage_data = found
-        if hasattr(self.metadata, "version"):
-            self.metadata.version = _VERSION
+def _alone(data: Composite, ref: TensorRef) -> TensorRef:
+    """A tensor in a storage that holds nothing else."""
+    whole = not ref.offset and data.storage(ref.key).nbytes == ref.nbytes
+    if whole and ref.is_contiguous and not (ref.conj or ref.neg):
+        return ref
+    return computed(data, ref.dtype, ref.shape, partial(data.elements, ref))
 
-    def _write_value(self, value: object, path: Path, base: int, out: OpenFile) -> int:
-        """Write one value at ``base``, by way of a file at ``path`` with holes. Returns its length."""
+
+def _write_values(
+    hollow: Hollow, values: Iterable[tuple[MetadataIndex, Any]], out: OpenFile
+) -> dict[MetadataIndex, _StorageInfo]:
+    """Write the values from the start of an empty file. Returns the place of each.
+
+    Reports progress for tensors that are values of their own. Raises InputError, OutputError, and UnsupportedError for
+    what torch does not save.
+    """
+    found, position = {}, 0
+    with ExitStack() as stack:
         with out.guard():
-            path.unlink(missing_ok=True)
-            saved = save_hollow(value, path, self._data.label)
-            length = path.stat().st_size
-        with open_checkpoint(path) as skeleton:
-            places = with_crc_fields(skeleton)
-            position = 0
-            for start, stop in [*sorted((each.offset, each.offset + each.nbytes) for each in places), (length, length)]:
-                # Copy what lies between two storages, which is short.
-                content = bytearray(max(start - position, 0))
-                skeleton.read_into(position, memoryview(content))
-                out.write(content, base + position)
-                position = max(position, stop)
-        moved = [
-            replace(place, offset=base + place.offset, crc_fields=tuple(base + field for field in place.crc_fields))
-            for place in places
-        ]
-        fill_storages(self._data, self._hollow, saved, moved, out)
-        return length
+            folder = stack.enter_context(temporary_directory("ckpt8-"))
+        for index, value in values:
+            counting = out if isinstance(value, torch.Tensor) else out._replace(progress=lambda _: None)
+            length = _write_value(hollow, value, folder / _RECORDS, position, counting)
+            found[index] = _StorageInfo(_FILE, position, length)
+            position += length
+    return found
+
+
+def _write_value(hollow: Hollow, value: object, path: Path, base: int, out: OpenFile) -> int:
+    """Write one value at ``base``, by way of a file at ``path`` with holes. Returns its length."""
+    with out.guard():
+        path.unlink(missing_ok=True)
+        saved = save_hollow(value, path, hollow.data.label)
+        length = path.stat().st_size
+    with open_checkpoint(path) as skeleton:
+        places = with_crc_fields(skeleton)
+        position = 0
+        for start, stop in [*sorted((each.offset, each.offset + each.nbytes) for each in places), (length, length)]:
+            # Copy what lies between two storages, which is short.
+            content = bytearray(max(start - position, 0))
+            skeleton.read_into(position, memoryview(content))
+            out.write(content, base + position)
+            position = max(position, stop)
+    moved = [
+        replace(place, offset=base + place.offset, crc_fields=tuple(base + field for field in place.crc_fields))
+        for place in places
+    ]
+    fill_storages(hollow, saved, moved, out)
+    return length

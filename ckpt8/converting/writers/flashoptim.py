@@ -19,7 +19,7 @@ from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.container.frames import FRAME
-from ckpt8.converting.choice import choose_model, choose_optimizer, tensors_of
+from ckpt8.converting.choice import choose_model, choose_optimizer, model_tensors
 from ckpt8.converting.computed import FLOATS, Caster, computed
 from ckpt8.converting.request import Report, Request
 from ckpt8.converting.unpacked import step_number, unpack_tree
@@ -56,7 +56,7 @@ def write(request: Request, report: Report) -> None:
             raise UsageError(f"{data.label}: holds no optimizer, whose layout flashoptim's is")
         unpack_tree(data)
         model = choose_model(data, request.key)
-        tensors, _ = tensors_of(model)
+        tensors = model_tensors(model)
         ordered = (content.ordered and not _is_sorted(tensors)) or saved_names(optimizer.node["param_groups"]) != {}
         state = _Flash(data, tensors, dtype, ordered=ordered).make_state_dict(optimizer)
         types = WeightTypes(data, dtype, report)
@@ -112,17 +112,23 @@ class _Flash:
         fp32 = self._fp32.cast(name, ref, DType.FLOAT32)
         data.check_extent(name, fp32)
 
-        def codes(start: int, stop: int) -> torch.Tensor:
-            return quantize(name, data.elements(fp32, start, stop))[0]
-
-        def scales(first: int, last: int) -> torch.Tensor:
-            return quantize(name, data.elements(fp32, first * GROUP, min(last * GROUP, numel)))[1]
-
         # The bits are fp16. torch casts state to the type of the parameter when it loads, and bf16 to bf16 keeps them.
         kind = DType.BFLOAT16 if self._dtype is DType.BFLOAT16 else DType.FLOAT16
         return (
-            computed(data, DType.UINT8 if name == "exp_avg_sq" else DType.INT8, ref.shape, codes, _BLOCK),
-            computed(data, kind, (-(-numel // GROUP),), scales, _BLOCK // GROUP),
+            computed(
+                data,
+                DType.UINT8 if name == "exp_avg_sq" else DType.INT8,
+                ref.shape,
+                lambda start, stop: quantize(name, data.elements(fp32, start, stop))[0],
+                _BLOCK,
+            ),
+            computed(
+                data,
+                kind,
+                (-(-numel // GROUP),),
+                lambda first, last: quantize(name, data.elements(fp32, first * GROUP, min(last * GROUP, numel)))[1],
+                _BLOCK // GROUP,
+            ),
         )
 
     def _error_bits(self, weight: TensorRef) -> TensorRef:

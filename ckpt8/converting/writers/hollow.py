@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import mmap
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.objects import CONSUMED, RestBuilder
-from ckpt8.checkpoint.tree import Global, Held, Inert, StatefulDict, TensorRef
-from ckpt8.container.frames import bytes_of
+from ckpt8.checkpoint.tree import Global, Inert, TensorRef
+from ckpt8.converting.computed import hold
 from ckpt8.converting.request import Report
 from ckpt8.core.errors import InputError, UnsupportedError
-from ckpt8.core.tensors import DType
 
-_PLAIN = frozenset({type(None), bool, int, float, str, bytes, dict, OrderedDict, list, tuple, set})
+_BUILT = frozenset(
+    {
+        *(type(None), bool, int, float, str, bytes, dict, OrderedDict, list, tuple, set),
+        *(torch.Tensor, torch.UntypedStorage, torch.dtype, torch.device),
+    }
+)
+"""The types of the objects that are built; anything else is left out."""
+
 _KEYS = frozenset({type(None), bool, int, float, str, bytes, tuple})
 _RESERVE = getattr(mmap, "MAP_NORESERVE", 0)
 _SHOWN = 80
@@ -29,13 +35,19 @@ NOTHING = "holds no tensors that torch.load reads with weights_only; there is no
 
 
 class Hollow(NamedTuple):
-    """The objects of a tree. ``keys`` are the storages of the source by the address of each hollow storage.
+    """The objects of a tree. ``keys`` are the storages of ``data`` by the address of each hollow storage.
 
     The addresses are valid as long as ``built`` lives.
     """
 
+    data: Composite
     built: Any
     keys: dict[int, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages."""
+        return sum(self.data.storage(key).nbytes for key in self.keys.values())
 
 
 def build_hollow(
@@ -55,7 +67,7 @@ def build_hollow(
     report.tensors += builder.tensors
     if built is CONSUMED or not builder.keys:
         raise InputError(f"{data.label}: {NOTHING}")
-    return Hollow(built, builder.keys)
+    return Hollow(data, built, builder.keys)
 
 
 class _HollowBuilder(RestBuilder):
@@ -63,7 +75,7 @@ class _HollowBuilder(RestBuilder):
 
     def __init__(self, data: Composite, retype: Callable[[TensorRef], TensorRef]) -> None:
         super().__init__(data)
-        self._makers[torch.Tensor] = self._held
+        self._makers[torch.Tensor] = lambda tensor: self._tensor(hold(data, tensor))
         self.dropped: dict[str, None] = {}
         self.keys: dict[int, str] = {}
         self.tensors = 0
@@ -73,7 +85,7 @@ class _HollowBuilder(RestBuilder):
 
     def _build(self, node: Any) -> Any:
         built = super()._build(node)
-        if built is CONSUMED or type(built) in _PLAIN or _is_torch(built):
+        if built is CONSUMED or type(built) in _BUILT:
             return built
         number = _numpy_number(built)
         if number is not None:
@@ -86,27 +98,15 @@ class _HollowBuilder(RestBuilder):
         kind = built.name if has_name else f"{type(built).__module__}.{type(built).__qualname__}"
         self.dropped[f"{'.'.join(self._path)[:_SHOWN] or 'the whole'}: {kind[:_SHOWN]}"] = None
 
-    def _items(self, nodes: Iterable[Any]) -> list[Any]:
-        found = [self._below(k, node) for k, node in enumerate(nodes)]
-        return [None if value is CONSUMED else value for value in found]
+    def _key(self, key: Any) -> Any:
+        if type(key) in _KEYS and (type(key) is not tuple or all(type(part) in _KEYS for part in key)):
+            return key
+        self._path.append("(key)")
+        self._drop(key)
+        self._path.pop()
+        return CONSUMED
 
-    def _dict(self, node: Mapping[Any, Any]) -> dict[Any, Any]:
-        made: dict[Any, Any] = OrderedDict() if isinstance(node, StatefulDict) else {}
-        self._built[id(node)] = (node, made)
-        for key, value in node.items():
-            if type(key) not in _KEYS or (type(key) is tuple and not all(type(part) in _KEYS for part in key)):
-                self._path.append("(key)")
-                self._drop(key)
-                self._path.pop()
-            elif (built := self._below(key, value)) is not CONSUMED:
-                made[key] = built
-        if isinstance(node, StatefulDict) and isinstance(node.state, dict) and "_metadata" in node.state:
-            metadata = self._below("_metadata", node.state["_metadata"])
-            if metadata is not CONSUMED:
-                made._metadata = metadata  # type: ignore[attr-defined]
-        return made
-
-    def _below(self, name: object, node: Any) -> Any:
+    def _child(self, name: Any, node: Any) -> Any:
         self._path.append(str(name))
         built = self._build(node)
         self._path.pop()
@@ -122,16 +122,6 @@ class _HollowBuilder(RestBuilder):
     def _tensor(self, ref: TensorRef) -> torch.Tensor:
         self.tensors += 1
         return super()._tensor(self._retype(ref))
-
-    def _held(self, small: torch.Tensor) -> torch.Tensor:
-        """A tensor that is in memory already, such as a step."""
-        small = small.contiguous()
-        held = Held(bytes(bytes_of(small)))
-        return self._tensor(self._data.tensor(held, DType.from_label(str(small.dtype)), tuple(small.shape)))
-
-
-def _is_torch(value: Any) -> bool:
-    return type(value) in (torch.Tensor, torch.UntypedStorage, torch.dtype, torch.device)
 
 
 def _numpy_number(value: Any) -> bool | int | float | None:

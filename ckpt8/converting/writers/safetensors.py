@@ -50,12 +50,7 @@ def with_masters(data: Composite, model: Candidate) -> Candidate:
 
 def total_bytes(weights: Mapping[str, TensorRef]) -> int:
     """Bytes of all weights."""
-    return sum(nbytes(ref) for ref in weights.values())
-
-
-def nbytes(ref: TensorRef) -> int:
-    """Size of a contiguous copy of a tensor."""
-    return ref.nbytes
+    return sum(ref.nbytes for ref in weights.values())
 
 
 def write_safetensors(data: Composite, weights: Mapping[str, TensorRef], out: OpenFile) -> None:
@@ -84,7 +79,7 @@ def _make_header(weights: Mapping[str, TensorRef], order: list[str]) -> bytes:
         shape = list(ref.shape)
         if ref.dtype is DType.FLOAT4_E2M1FN_X2:
             shape[-1] *= 2
-        end = position + nbytes(ref)
+        end = position + ref.nbytes
         header[name] = tensor_entry(_NAMES[ref.dtype], shape, position, end)
         position = end
     try:

@@ -19,7 +19,7 @@ from ckpt8.checkpoint.sources.live_object import recording_pickle, with_crc_fiel
 from ckpt8.checkpoint.tree import StorageInfo, TensorRef
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.member_layout import CRC_BYTES
-from ckpt8.converting.choice import choose_model, tensors_of
+from ckpt8.converting.choice import choose_model, model_tensors
 from ckpt8.converting.request import OpenFile, Report, Request
 from ckpt8.converting.unpacked import unpack_tree
 from ckpt8.converting.weights import WeightTypes
@@ -44,7 +44,7 @@ def write(request: Request, report: Report) -> None:
             unpack_tree(data)
         models = find(data.tree)[0] if key is None else [choose_model(data, key)]
         types = WeightTypes(data, request.dtype, report)
-        retyped = {id(ref): types(name, ref) for model in models for name, ref in tensors_of(model)[0].items()}
+        retyped = {id(ref): types(name, ref) for model in models for name, ref in model_tensors(model).items()}
         tree = data.tree if key is None else models[0].node
         write_torch(request, report, data, tree, lambda ref: retyped.get(id(ref), ref))
 
@@ -57,43 +57,30 @@ def write_torch(
     retype: Callable[[TensorRef], TensorRef] = lambda ref: ref,
 ) -> None:
     """Write ``tree`` to the target, a file of torch. Raises Ckpt8Error."""
-    pt = TorchFile(data, tree, report, retype)
-    with request.new_file(data, report, pt.nbytes) as out:
-        pt.write(out, request.target.name)
+    hollow = build_hollow(data, tree, report, retype)
+    with request.new_file(data, report, hollow.nbytes) as out:
+        write_zip(hollow, out, request.target.name)
 
 
-class TorchFile:
-    """A file of torch that is to be written. Making it raises InputError for a tree without tensors."""
+def write_zip(hollow: Hollow, out: OpenFile, name: str) -> None:
+    """Write a file of torch, which will have the name ``name``.
 
-    def __init__(
-        self, data: Composite, tree: Any, report: Report, retype: Callable[[TensorRef], TensorRef] = lambda ref: ref
-    ) -> None:
-        self._data = data
-        self._hollow = build_hollow(data, tree, report, retype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all storages."""
-        return sum(self._data.storage(key).nbytes for key in self._hollow.keys.values())
-
-    def write(self, out: OpenFile, name: str) -> None:
-        """Write the file, which will have the name ``name``.
-
-        Raises InputError, OutputError, and UnsupportedError for what torch does not save.
-        """
-        with out.guard(), temporary_directory("ckpt8-") as folder:
-            # torch names the records in the file after the file.
-            link = folder / name
-            link.symlink_to(out.path)
-            storages = save_hollow(self._hollow.built, link, self._data.label)
-            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(out.path)
-        if not storages:
-            raise InputError(f"{self._data.label}: {NOTHING}")
-        if unsafe:
-            raise UnsupportedError(f"{self._data.label}: holds {unsafe[0]}, which this torch does not load")
-        with open_checkpoint(out.path) as skeleton:
-            places = with_crc_fields(skeleton)
-        fill_storages(self._data, self._hollow, storages, places, out)
+    Raises InputError where there is no storage, OutputError, and UnsupportedError for what torch does not save.
+    """
+    label = hollow.data.label
+    with out.guard(), temporary_directory("ckpt8-") as folder:
+        # torch names the records in the file after the file.
+        link = folder / name
+        link.symlink_to(out.path)
+        storages = save_hollow(hollow.built, link, label)
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(out.path)
+    if not storages:
+        raise InputError(f"{label}: {NOTHING}")
+    if unsafe:
+        raise UnsupportedError(f"{label}: holds {unsafe[0]}, which this torch does not load")
+    with open_checkpoint(out.path) as skeleton:
+        places = with_crc_fields(skeleton)
+    fill_storages(hollow, storages, places, out)
 
 
 def save_hollow(obj: object, path: Path, label: str) -> dict[str, torch.UntypedStorage]:
@@ -111,7 +98,6 @@ def save_hollow(obj: object, path: Path, label: str) -> dict[str, torch.UntypedS
 
 
 def fill_storages(
-    data: Composite,
     hollow: Hollow,
     saved: Mapping[str, torch.UntypedStorage],
     places: Iterable[StorageInfo],
@@ -122,12 +108,12 @@ def fill_storages(
     Raises InputError, OutputError.
     """
     for place in places:
-        source = data.storage(hollow.keys[saved[place.key]._cdata])
+        source = hollow.data.storage(hollow.keys[saved[place.key]._cdata])
         crc = 0
         for start in range(0, source.nbytes, _BLOCK_BYTES):
             content = host_bytes(min(_BLOCK_BYTES, source.nbytes - start))
             view = bytes_of(content)
-            data.read_into(source.offset + start, view)
+            hollow.data.read_into(source.offset + start, view)
             out.write(view, place.offset + start)
             crc = combine(crc, crc32(view), len(view))
             out.progress(len(view))

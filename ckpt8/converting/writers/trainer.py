@@ -10,8 +10,9 @@ from ckpt8.converting.content import Content
 from ckpt8.converting.request import Report, Request, new_file
 from ckpt8.converting.unpacked import unpack_tree
 from ckpt8.converting.weights import WeightTypes, model_weights
+from ckpt8.converting.writers.hollow import build_hollow
 from ckpt8.converting.writers.safetensors import total_bytes, write_safetensors
-from ckpt8.converting.writers.torch_zip import TorchFile
+from ckpt8.converting.writers.torch_zip import write_zip
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 
@@ -34,13 +35,13 @@ def write(request: Request, report: Report) -> None:
         unpack_tree(data)
         model = choose_model(data, request.key)
         weights = model_weights(data, model, WeightTypes(data, request.dtype, report), report)
-        state = TorchFile(data, optimizer.node, report)
+        state = build_hollow(data, optimizer.node, report)
         with request.new_directory(data, report, [each.path for each in content.others]) as output:
             progress = request.progress_to(total_bytes(weights) + state.nbytes)
             with new_file(output, WEIGHTS, progress) as out:
                 write_safetensors(data, weights, out)
             with new_file(output, _OPTIMIZER, progress) as out:
-                state.write(out, _OPTIMIZER)
+                write_zip(state, out, _OPTIMIZER)
             _copy_others(content, output, report)
     report.tensors += len(weights)
 

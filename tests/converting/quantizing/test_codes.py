@@ -9,8 +9,14 @@ import torch
 
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import Held, TensorRef
-from ckpt8.converting.quantizing.codes import Codes, QuantizationError, measured, quantize
-from ckpt8.converting.quantizing.scales import measure_extent, row_parts
+from ckpt8.converting.quantizing.codes import (
+    QuantizationError,
+    encode_matrix,
+    find_scales,
+    measured,
+    quantize,
+    row_parts,
+)
 from ckpt8.converting.quantizing.scheme import Scheme, make_scheme
 from ckpt8.core.tensors import DType
 
@@ -42,11 +48,10 @@ def composite(x, dtype=DType.FLOAT32, transposed=False):
 
 
 def encoded(data, ref, scheme):
-    scales = measure_extent(data, ref, scheme, lambda _: None).scales()
-    codes = Codes(data, ref, scales, scheme)
-    content = bytearray(codes.nbytes)
-    codes.read_into(0, memoryview(content))
-    return torch.frombuffer(content, dtype=torch.uint8).view(scheme.dtype.torch).view(ref.shape), scales, codes.error
+    scales = find_scales(data, ref, scheme, lambda _: None)
+    codes, error = encode_matrix(data, ref, scales, scheme)
+    assert codes.dtype is scheme.dtype
+    return data.elements(codes, 0, ref.numel).view(ref.shape), scales, error
 
 
 def test_codes_of_float8_are_the_nearest():
@@ -72,8 +77,7 @@ def test_codes_of_int8_are_the_nearest():
 @pytest.mark.parametrize("transposed", [False, True])
 def test_definition(scheme, transposed, monkeypatch):
     """Also where a tile ends inside a row: the tiles are small here."""
-    for module in ("scales", "codes"):
-        monkeypatch.setattr(f"ckpt8.converting.quantizing.{module}.FRAME", 50)
+    monkeypatch.setattr("ckpt8.converting.quantizing.codes.FRAME", 50)
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(37, 23, generator=generator) * torch.logspace(-6, 3, 37).view(-1, 1)
     codes, scales, error = encoded(*composite(x, transposed=transposed), scheme)
@@ -134,10 +138,10 @@ def test_what_has_no_scale(value):
     x = torch.ones(5, 7)
     x[3, 2] = value
     for scheme in SCHEMES:
-        assert not measure_extent(*composite(x), scheme, lambda _: None).usable
+        assert find_scales(*composite(x), scheme, lambda _: None) is None
     x[3, 2] = 2.0**126
     for scheme in SCHEMES:
-        assert measure_extent(*composite(x), scheme, lambda _: None).usable
+        assert find_scales(*composite(x), scheme, lambda _: None) is not None
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT64, DType.BFLOAT16, DType.FLOAT16])
