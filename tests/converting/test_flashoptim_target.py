@@ -118,6 +118,19 @@ def test_other_rules_that_it_has(make, options, keys, tmp_path):
     assert set(found["optimizer"]["state"][0]) == expected
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, ckpt8.optim.SGD])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_sgd_keeps_every_setting(make, nesterov, tmp_path):
+    model, optimizer = trained(make, lr=0.1, momentum=0.9, nesterov=nesterov)
+    (found,) = converted(checkpoint(model, optimizer), tmp_path)["optimizer"]["param_groups"]
+    (expected,) = to_flashoptim(ckpt8.optim.SGD(trained()[0].parameters(), 0.1, momentum=0.9, nesterov=nesterov))[
+        "param_groups"
+    ]
+    settings = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+    assert {key: found.get(key) for key in settings} == {key: expected[key] for key in settings}
+    assert found["nesterov"] is nesterov
+
+
 @pytest.mark.parametrize(
     ("make", "options"),
     [

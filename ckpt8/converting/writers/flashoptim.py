@@ -28,18 +28,12 @@ from ckpt8.converting.writers.torch_zip import write_torch
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.optim.flashoptim_layout import error_bits, quantize
+from ckpt8.optim.known_optimizers import CARDS
 
 _BLOCK = 2 * FRAME
 """Elements that are quantized at once; that takes several times their size."""
 
 _UNORDERED = "neither the optimizer has names, nor are the weights in the order of the model"
-_RULES: Mapping[frozenset[str], tuple[str, ...]] = {
-    frozenset({"exp_avg", "exp_avg_sq"}): ("lr", "betas", "eps", "weight_decay"),
-    frozenset({"momentum_buffer"}): ("lr", "momentum", "dampening", "weight_decay"),
-    frozenset({"exp_avg"}): ("lr", "betas", "weight_decay"),
-}
-"""The settings of flashoptim's optimizers, by the moments that each keeps of a parameter."""
-
 _KEPT = ("params", "param_names", "initial_lr")
 _REFUSED = ("amsgrad", "maximize", "decouple_lr")
 _MASTER_BYTES = 3
@@ -171,9 +165,12 @@ def _settings(group: Mapping[str, Any], states: Mapping[Any, Mapping[str, Any]],
     """The settings of a group that flashoptim has. Raises UsageError for a group of another optimizer."""
     kinds = {frozenset(_moments(state)) for state in states.values()}
     found = [
-        names
-        for keys, names in _RULES.items()
-        if kinds <= {keys} and all(name in group for name in names) and ("eps" in group) == ("eps" in names)
+        card.settings
+        for card in CARDS.values()
+        if card.flashoptim
+        and kinds <= {frozenset(each.key for each in card.matrix.present(group))}
+        and card.settings.keys() <= group.keys()
+        and ("eps" in group) == ("eps" in card.settings)
     ]
     refused = [name for name in _REFUSED if group.get(name)]
     if not found or refused:
