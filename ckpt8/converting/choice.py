@@ -55,8 +55,7 @@ def check_optimizer(label: str, optimizer: Candidate) -> None:
     groups, states = optimizer.node["param_groups"], optimizer.node["state"]
     if not all(isinstance(each, dict) for each in (*groups, *states.values())):
         raise InputError(f"{label}: {optimizer.path}: a group or a state of its optimizer is not a dictionary")
-    names = saved_names(groups)
-    if isinstance(names, str):
+    if isinstance(names := saved_names(groups), str):
         raise InputError(f"{label}: {optimizer.path}: {names}")
 
 

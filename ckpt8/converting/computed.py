@@ -55,34 +55,22 @@ def hold(data: Composite, values: torch.Tensor) -> TensorRef:
     return data.tensor(content, DType.from_label(str(values.dtype)), tuple(values.shape))
 
 
-class Caster:
-    """Casts tensors, each once: tensors that were one stay one."""
+def cast(data: Composite, name: str, ref: TensorRef, dtype: DType) -> TensorRef:
+    """``ref`` in ``dtype``, contiguous: rounded to nearest, halves to even, float64 by way of float32.
 
-    def __init__(self, source: Composite) -> None:
-        self._source = source
-        self._made: dict[tuple[object, ...], TensorRef] = {}
+    Raises InputError for a tensor that was expanded. Reading it raises InputError, and UsageError, opened by ``name``,
+    where a finite value would become infinite in fp16.
+    """
+    if ref.dtype is dtype:
+        return ref
+    data.check_extent(name, ref)
 
-    def cast(self, name: str, ref: TensorRef, dtype: DType) -> TensorRef:
-        """``ref`` in ``dtype``, contiguous: rounded to nearest, halves to even, float64 by way of float32.
+    def convert(start: int, stop: int) -> torch.Tensor:
+        values = data.elements(ref, start, stop)
+        found = values.to(dtype.torch)
+        if dtype is DType.FLOAT16 and bool((found.isinf() & values.isfinite()).any()):
+            largest = float(values[values.isfinite()].abs().max())
+            raise UsageError(f"{data.label}: {name}: {largest:.6g} is beyond the range of float16; use bfloat16")
+        return found
 
-        Raises InputError for a tensor that was expanded. Reading it raises InputError, and UsageError, opened by
-        ``name``, where a finite value would become infinite in fp16.
-        """
-        if ref.dtype is dtype:
-            return ref
-        identity = (ref.key, ref.offset, ref.shape, ref.stride, ref.neg, ref.dtype, dtype)
-        if identity not in self._made:
-            self._source.check_extent(name, ref)
-
-            def convert(start: int, stop: int) -> torch.Tensor:
-                values = self._source.elements(ref, start, stop)
-                found = values.to(dtype.torch)
-                if dtype is DType.FLOAT16 and bool((found.isinf() & values.isfinite()).any()):
-                    largest = float(values[values.isfinite()].abs().max())
-                    raise UsageError(
-                        f"{self._source.label}: {name}: {largest:.6g} is beyond the range of float16; use bfloat16"
-                    )
-                return found
-
-            self._made[identity] = computed(self._source, dtype, ref.shape, convert)
-        return self._made[identity]
+    return computed(data, dtype, ref.shape, convert)

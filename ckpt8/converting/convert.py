@@ -10,7 +10,7 @@ from pathlib import Path
 from ckpt8.checkpoint.readers.entries import is_directory
 from ckpt8.converting import writers
 from ckpt8.converting.quantizing.scheme import LARGEST
-from ckpt8.converting.request import Quantization, Report, Request, parse_dtype
+from ckpt8.converting.request import Report, Request, parse_dtype
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import refuse_inside, refuse_same_file
 from ckpt8.core.workers import Progress
@@ -57,9 +57,20 @@ def convert(
     Counter({'float32 -> bfloat16': 2})
     """
     path, wanted = Path(source), Path(target)
-    kept = (keep,) if isinstance(keep, str) else tuple(keep)
-    quantization = Quantization(scale, per, kept, None if config is None else Path(config))
-    request = Request(path, wanted, parse_dtype(dtype), key, member, force, threads, progress, quantization)
+    request = Request(
+        path,
+        wanted,
+        parse_dtype(dtype),
+        key,
+        member,
+        force,
+        threads,
+        progress,
+        scale,
+        per,
+        (keep,) if isinstance(keep, str) else tuple(keep),
+        None if config is None else Path(config),
+    )
     refuse_same_file(wanted, path)
     refuse_inside(wanted, path)
     in_directory = os.fspath(target).endswith((os.sep, "/")) or is_directory(wanted)
@@ -81,6 +92,6 @@ def _choose_format(request: Request, to: str | None, *, in_directory: bool) -> s
     if dtype in LARGEST or found == _QUANTIZING:
         what = "quantised weights" if dtype is None else f"{dtype.label} weights"
         raise UsageError(f"{target}: {what} need a config.json beside them that says so; give a directory, DST/")
-    if request.quantization != Quantization():
+    if (request.scale, request.per, request.keep, request.config) != (None, None, (), None):
         raise UsageError("--scale, --per, --keep and --config are for quantised weights: --dtype float8_e4m3fn or int8")
     return found

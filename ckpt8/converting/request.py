@@ -50,16 +50,6 @@ class Report:
         return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"casts": dict(self.casts)}
 
 
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """Settings of a target with quantised weights. See ``ckpt8.convert``."""
-
-    scale: str | None = None
-    per: str | None = None
-    keep: tuple[str, ...] = ()
-    config: Path | None = None
-
-
 class OpenFile(NamedTuple):
     """A new file. ``path`` is where it is until the target takes its name. ``progress`` takes the bytes of tensors."""
 
@@ -83,7 +73,7 @@ def new_file(output: AtomicDirectory, path: str, progress: Progress = lambda _: 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to convert, and into what. See ``ckpt8.convert``."""
+    """What to convert, and into what: the arguments of ``ckpt8.convert``. The last four are for quantised weights."""
 
     source: Path
     target: Path
@@ -93,7 +83,10 @@ class Request:
     force: bool
     threads: int | None
     progress: Progress
-    quantization: Quantization = Quantization()
+    scale: str | None
+    per: str | None
+    keep: tuple[str, ...]
+    config: Path | None
 
     @contextmanager
     def open(self, report: Report) -> Iterator[Content]:
@@ -119,8 +112,10 @@ class Request:
     @contextmanager
     def new_directory(self, data: Composite, report: Report, written: Iterable[str] = ()) -> Iterator[AtomicDirectory]:
         """As ``new_file``, for a target that is a directory. ``written`` are files of the source that it may hold."""
-        check = checkpoint_directory([*written])
-        with AtomicDirectory(self.target, force=self.force, keep=self.source, check=check) as output:
+        output = AtomicDirectory(
+            self.target, force=self.force, keep=self.source, check=checkpoint_directory([*written])
+        )
+        with output:
             yield output
             data.check_unchanged()
             report.bytes = sum(path.stat().st_size for path in output.path.rglob("*") if path.is_file())
@@ -145,7 +140,6 @@ def parse_dtype(text: str | None) -> DType | None:
     if text is None:
         return None
     name = text.removeprefix("torch.")
-    found = _TYPES.get(_SHORT.get(name, name))
-    if found is None:
+    if (found := _TYPES.get(_SHORT.get(name, name))) is None:
         raise UsageError(f"--dtype {text}: expected one of {', '.join(_TYPES)}")
     return found

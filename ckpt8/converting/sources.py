@@ -78,8 +78,7 @@ def layout_of(members: Bundle) -> str | None:
 
 def content_of(members: Bundle) -> Content:
     """Open members as one tree. Raises InputError, and UsageError for a directory of no known layout."""
-    layout = layout_of(members)
-    if layout is None:
+    if (layout := layout_of(members)) is None:
         known = listed((member.path for member in members.checkpoints), _LISTED)
         if not known:
             raise InputError(f"{members.path}: a directory without a checkpoint that can be read")

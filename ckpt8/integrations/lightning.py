@@ -138,8 +138,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
         wait_for(target)
         try:
             is_link = target.is_symlink()
-            problem = problem_of(target) if target.exists() and not is_link else None
-            if problem is not None:
+            if target.exists() and not is_link and (problem := problem_of(target)):
                 raise OutputError(f"{target}: is not removed: {problem}")
             if target.is_dir() and not is_link:
                 shutil.rmtree(target)

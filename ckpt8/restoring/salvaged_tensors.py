@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ckpt8.container.layout import chunk_spec
 from ckpt8.container.manifest import TensorRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.files.atomic import Guard
+from ckpt8.core.files.write_at import write_at
 from ckpt8.core.tensors import DType
 
 _LABELS: dict[DType, str] = {dtype: label for label, dtype in DTYPES.items() if dtype is not DType.FLOAT4_E2M1FN_X2}
@@ -47,15 +48,12 @@ class TensorFile:
             stop = position + tensor.nbytes
             entries[tensor.name] = header.tensor_entry(_LABELS[tensor.dtype], tensor.shape, position, stop)
             position = stop
-        self._append(descriptor, guard, memoryview(header.render_safetensors(entries)))
-        for tensor in self._tensors:
-            for content in self._content(tensor):
-                self._append(descriptor, guard, bytes_of(content))
-
-    def _append(self, descriptor: int, guard: Guard, view: memoryview) -> None:
-        with guard():
-            while view:
-                view = view[os.write(descriptor, view) :]
+        contents = (bytes_of(content) for tensor in self._tensors for content in self._content(tensor))
+        position = 0
+        for view in chain([memoryview(header.render_safetensors(entries))], contents):
+            with guard():
+                write_at(descriptor, view, position)
+            position += len(view)
 
     def _content(self, tensor: TensorRecord) -> Iterator[torch.Tensor]:
         """The elements in the order of the dimensions: chunk by chunk where they are stored so, else at once."""
@@ -65,14 +63,12 @@ class TensorFile:
             flat = decode_storage(self._reader, tensor.storage).view(tensor.dtype.torch)
             yield flat.as_strided(tensor.shape, tensor.stride, tensor.offset).contiguous()
             return
+        record = self._reader.manifest.storages[tensor.storage]
         start = tensor.offset * tensor.dtype.itemsize
-        yield from self._bytes(tensor.storage, start, start + tensor.nbytes)
-
-    def _bytes(self, storage: int, start: int, stop: int) -> Iterator[torch.Tensor]:
-        record = self._reader.manifest.storages[storage]
+        stop = start + tensor.nbytes
         step = frames.FRAME * record.dtype.itemsize
         for chunk in range(start // step, -(-stop // step)):
             spec = chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
             content = host_bytes(spec.numel * spec.dtype.itemsize)
-            self._reader.decode_chunk(storage, chunk, content.view(spec.dtype.torch))
+            self._reader.decode_chunk(tensor.storage, chunk, content.view(spec.dtype.torch))
             yield content[max(start - chunk * step, 0) : stop - chunk * step]

@@ -67,20 +67,16 @@ class _Places:
 
     def __init__(self, home: DcpCheckpoint) -> None:
         self._metadata, self._roles = home.metadata, home.roles
-        self._options = home.roles.options
         self.optimizers: dict[str, Path] = {}
         paths = self._metadata.paths
-        weights = [name for name, path in paths.items() if len(path) == 1 and self._is_weight(name)]
+        flat = [name for name, path in paths.items() if len(path) == 1]
+        weights = [name for name in flat if name in home.metadata.tensors and self._roles.role(name) is Role.WEIGHT]
         elsewhere = any(path[0] == _MODEL for path in paths.values())
-        everything = all(len(path) == 1 for path in paths.values())
-        self._model_at_top = bool(weights) and not elsewhere and not everything
-
-    def _is_weight(self, name: str) -> bool:
-        return name in self._metadata.tensors and self._roles.role(name) is Role.WEIGHT
+        self._model_at_top = bool(weights) and not elsewhere and len(flat) < len(paths)
 
     def find_path(self, name: str) -> Path:
         """The keys that lead to a value."""
-        state, option = self._roles.states.get(name), self._options.get(name)
+        state, option = self._roles.states.get(name), self._roles.options.get(name)
         path = self._metadata.paths.get(name)
         key = state or option
         if key is not None:
@@ -141,5 +137,4 @@ def _plain(value: Any, data: Composite) -> Any:
     """What identifies a setting: of a tensor with one number, such as a learning rate, its content."""
     if not isinstance(value, TensorRef) or value.numel != 1:
         return value
-    number = data.elements(value, 0, 1)
-    return value.dtype, value.shape, bytes(bytes_of(number))
+    return value.dtype, value.shape, bytes(bytes_of(data.elements(value, 0, 1)))

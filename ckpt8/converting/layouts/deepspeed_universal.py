@@ -121,8 +121,10 @@ def _param_groups(
     optimizer: DirectoryMember | None, by_group: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> list[dict[str, Any]]:
     """The groups with the names of their parameters; where these are unknown one group of the settings all share."""
-    groups = groups_of(_entries(optimizer))
-    plain = [{key: value for key, value in group.items() if key != "params" and is_setting(value)} for group in groups]
+    plain = [
+        {key: value for key, value in group.items() if key != "params" and is_setting(value)}
+        for group in groups_of(_entries(optimizer))
+    ]
     if len(plain) == len(by_group) and {name for group in by_group for name in group} == set(names):
         return [{**group, "params": list(shapes)} for group, shapes in zip(plain, by_group, strict=True)]
     first = plain[0] if plain else {}

@@ -50,17 +50,16 @@ def write(request: Request, report: Report) -> None:
     Quantises linear layers to float8_e4m3fn, or as ``--dtype`` says, from their fp32 master weights where the source
     has them. ``quantizing.layers`` says which layers, ``quantizing.scheme`` how.
     """
-    settings = request.quantization
-    scheme = make_scheme(request.dtype, settings.scale, settings.per)
+    scheme = make_scheme(request.dtype, request.scale, request.per)
     with request.open(report) as content:
         data = content.data
-        config = read_config(content, settings.config)
+        config = read_config(content, request.config)
         model = choose_model(data, request.key)
         weights = model_weights(data, model, WeightTypes(data, None, report), report)
         named = _by_plain_name(model)
         tied = [named[name] for name in report.aliases if 0 not in named[name].shape]
-        layers = choose_layers(weights, tied, config, settings.keep)
-        for pattern in settings.keep:  # a typo would quantise what was to be kept
+        layers = choose_layers(weights, tied, config, request.keep)
+        for pattern in request.keep:  # a typo would quantise what was to be kept
             if not any(matches(pattern, module) for module in layers.modules):
                 modules = listed(layers.modules, _LISTED)
                 raise UsageError(f"{data.label}: --keep {pattern!r} matches no layer: {modules}")

@@ -88,8 +88,9 @@ def _named(
             if state:
                 states[name] = state
         groups.append({**group, "params": listed, "param_names": list(listed)})
-    other = {key: value for key, value in optimizer.node.items() if key not in ("state", "param_groups")}
-    return {"state": states, "param_groups": groups, **other}
+    return {"state": states, "param_groups": groups} | {
+        key: value for key, value in optimizer.node.items() if key not in ("state", "param_groups")
+    }
 
 
 def _names(model: Candidate, optimizer: Candidate, plain: Mapping[str, str]) -> dict[int | str, str]:

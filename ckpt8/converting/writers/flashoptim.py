@@ -20,7 +20,7 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.container.frames import FRAME
 from ckpt8.converting.choice import choose_model, choose_optimizer, model_tensors
-from ckpt8.converting.computed import FLOATS, Caster, computed
+from ckpt8.converting.computed import FLOATS, cast, computed
 from ckpt8.converting.request import Report, Request
 from ckpt8.converting.unpacked import step_number, unpack_tree
 from ckpt8.converting.weights import WeightTypes
@@ -66,7 +66,6 @@ class _Flash:
         self._data = data
         self._dtype = dtype
         self._ordered = ordered
-        self._fp32 = Caster(data)
         self._saved = {id(saved.state): saved for saved in saved_parameters(data.tree)}
         self._weights = {id(ref) for ref in tensors.values()}
         places = {(ref.key, ref.offset, ref.shape) for ref in tensors.values()}
@@ -103,7 +102,7 @@ class _Flash:
     def _quantize(self, name: str, ref: TensorRef) -> tuple[TensorRef, TensorRef]:
         """The int8 or uint8 codes of the moment ``name``, and its 16-bit scales, one for each group."""
         data, numel = self._data, ref.numel
-        fp32 = self._fp32.cast(name, ref, DType.FLOAT32)
+        fp32 = cast(data, name, ref, DType.FLOAT32)
         data.check_extent(name, fp32)
 
         # The bits are fp16. torch casts state to the type of the parameter when it loads, and bf16 to bf16 keeps them.
@@ -176,5 +175,5 @@ def _settings(group: Mapping[str, Any], states: Mapping[Any, Mapping[str, Any]],
     if not found or refused:
         what = f"with {refused[0]}" if refused else "of this kind"
         raise UsageError(f"{where}: flashoptim has no optimizer {what}; it has AdamW, Adam, SGD and Lion")
-    settings = {key: group[key] for key in (*_KEPT, *found[0]) if key in group}
-    return {**settings, "initial_lr": group.get("initial_lr", group["lr"])}
+    initial = {"initial_lr": group.get("initial_lr", group["lr"])}
+    return {key: group[key] for key in (*_KEPT, *found[0]) if key in group} | initial

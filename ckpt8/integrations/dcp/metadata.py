@@ -1,4 +1,6 @@
-"""``ckpt8-dcp.json``: what a checkpoint of ``integrations.dcp`` holds, and where. It is JSON; torch writes a pickle.
+"""A directory with a checkpoint of ``integrations.dcp``, and its ``ckpt8-dcp.json``: what it holds, and where.
+
+The file is JSON; torch writes a pickle.
 
     format      "ckpt8-dcp";  version: "MAJOR.MINOR"
     dcp         version of torch's planner data;  save_id: text or null
@@ -14,7 +16,9 @@ the tensor ``objects``, for what torch.save wrote.
 from __future__ import annotations
 
 import json
+import os
 import re
+import uuid
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -40,6 +44,7 @@ from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.json_text import parse_json
 from ckpt8.core.tensors import DType
+from ckpt8.integrations import local_path
 
 OBJECTS = "objects"
 """The tensor of bytes with what torch.save made of the values that are no plain tensors."""
@@ -49,6 +54,26 @@ VERSION = "1.0"
 _LONGEST = 512 << 20
 """Bytes: room for three million slices."""
 _SEAL = re.compile(r"[0-9a-f]{64}")
+_ADVICE = "give a directory that every rank can reach"
+
+
+class InDirectory:
+    """A storage in the directory ``path``. Raises UsageError for a path that is not local."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.path = local_path(path, _ADVICE)
+        self._run_id = uuid.uuid4().hex
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The directory."""
+        return self.path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save or load, in another directory if one is given."""
+        self.path = self.path if checkpoint_id is None else local_path(checkpoint_id, _ADVICE)
+        self._run_id = uuid.uuid4().hex
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,7 @@ from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers
 from ckpt8.integrations import is_local
-from ckpt8.integrations.dcp.directory import InDirectory
-from ckpt8.integrations.dcp.metadata import OBJECTS, Stored, read_metadata
+from ckpt8.integrations.dcp.metadata import OBJECTS, InDirectory, Stored, read_metadata
 from ckpt8.integrations.dcp.slices import SliceReader
 
 
@@ -69,8 +68,7 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
         """Read everything in ``plan``. Raises InputError for damage, UnsupportedError for what cannot be unpickled."""
         files: dict[str, list[tuple[ReadItem, Stored]]] = defaultdict(list)
         for item in plan.items:
-            stored = self._stored.get(item.storage_index)
-            if stored is None:
+            if (stored := self._stored.get(item.storage_index)) is None:
                 raise InputError(f"{self.path}: {item.storage_index.fqn}: is not stored")
             files[stored.file].append((item, stored))
         with Workers(self._threads) as workers:
@@ -129,8 +127,7 @@ class _RankFile:
         self, name: str, dtype: DType | None, shape: tuple[int, ...] | None
     ) -> tuple[TensorRecord, StorageRecord]:
         """A tensor that fills its storage in order. Raises InputError where it is missing, or not as stated."""
-        record = self._tensors.get(name)
-        if record is None:
+        if (record := self._tensors.get(name)) is None:
             raise InputError(f"{self.path}: has no tensor {name[:80]!r}, which {FILE_NAME} names")
         storage = self._storages[record.storage]
         fits = shape is None or tuple(record.shape) == shape

@@ -65,16 +65,12 @@ class Naming:
         return match["prefix"] or OPTIMIZER, match["owner"], match["key"]
 
     def place(self, name: str) -> Path:
-        """The path of a tensor."""
+        """The path of a tensor. Joined by dots it is its name in the file, unless names collide or are too long."""
         state = self.state(name)
         if state is not None:
             optimizer, parameter, key = state
             return optimizer, STATE, parameter, key
         return model_path(name) or (WEIGHTS if self._bare or name in self._trained else OTHER, name)
-
-    def text(self, name: str) -> str:
-        """The name of a tensor in its file, except where names collide or are too long."""
-        return format_path(self.place(name))
 
 
 def build(naming: Naming, items: Sequence[tuple[str, tuple[int, ...]]], known: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch.futures import Future
 from ckpt8.checkpoint.readers.entries import PACKED_INDEX as FILE_NAME
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
+from ckpt8.checkpoint.walk import format_path
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.compressor import Compressor, Options
 from ckpt8.compressing.gpu_encoder import choose_encoder
@@ -28,8 +29,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.integrations import is_local
-from ckpt8.integrations.dcp.directory import InDirectory
-from ckpt8.integrations.dcp.metadata import OBJECTS, Stored, write_metadata
+from ckpt8.integrations.dcp.metadata import OBJECTS, InDirectory, Stored, write_metadata
 from ckpt8.integrations.dcp.slices import ExactStorages
 from ckpt8.integrations.dcp.tree import Naming, build, fill_slots, tensor_names
 
@@ -89,7 +89,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
             items = [item for plan in plans for item in plan.items]
             tensors = {item.index.fqn for item in items if item.type is not WriteItemType.BYTE_IO}
             naming = Naming(tensors, {item.index.fqn for item in items} - tensors)
-            self._policy.check_rules([naming.text(name) for name in tensors])
+            self._policy.check_rules([format_path(naming.place(name)) for name in tensors])
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -130,8 +130,12 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
 
     @staticmethod
     def _tree(slices: list[tuple[str, tuple[int, ...]]], plan: SavePlan, known: Mapping[str, Any]) -> dict[str, Any]:
-        objects = {item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO}
-        objects |= {name for name, value in known.items() if not _has_slices(value)}
+        objects = [item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO]
+        objects += [
+            name
+            for name, value in known.items()
+            if not isinstance(value, torch.Tensor) and not hasattr(value, "local_shards")  # one piece, or many
+        ]
         tree = build(Naming([*known, *(name for name, _ in slices)], objects), slices, known)
         if OBJECTS in tree:
             # The bytes need the key: a value of that name gets another one.
@@ -184,11 +188,6 @@ def _is_plain(value: torch.Tensor) -> bool:
     """Whether a tensor is nothing but its elements: no subclass, dense, of a known type."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
     return plain and not value.is_quantized and str(value.dtype).removeprefix("torch.") in _DTYPES
-
-
-def _has_slices(value: object) -> bool:
-    """Whether a value of a state dict is a tensor, in one piece or in many."""
-    return isinstance(value, torch.Tensor) or hasattr(value, "local_shards")
 
 
 def _as_bytes(value: torch.Tensor | io.BytesIO) -> bytes:

@@ -34,11 +34,6 @@ class ModelPlan:
     filled: dict[int, TensorRef] = field(default_factory=dict)
 
 
-def _live_state(model: nn.Module) -> dict[str, Any]:
-    """The live tensors and extra states of a model by name, aliases included."""
-    return dict(model.state_dict(keep_vars=True))
-
-
 def fitting(candidates: list[Candidate], model: nn.Module) -> list[Candidate]:
     """The state dicts with exactly the names of ``model``, else those with its names but for prefixes of wrappers.
 
@@ -46,7 +41,7 @@ def fitting(candidates: list[Candidate], model: nn.Module) -> list[Candidate]:
     """
     if len(candidates) == 1:
         return candidates
-    live = _live_state(model)
+    live = model.state_dict()
     same = [each for each in candidates if each.node.keys() == live.keys()]
     return same or [each for each in candidates if len(match(each.node, live)) == len(live) == len(each.node)]
 
@@ -58,7 +53,7 @@ def plan_model(
 
     ``halves``: the ``id`` of 16-bit parameters that may take fp32 weights, since an optimizer keeps the other half.
     """
-    live = _live_state(model)
+    live = model.state_dict(keep_vars=True)
     owned = {id(t) for _, t in (*model.named_parameters(), *model.named_buffers())}
     saved_name = match(candidate.node, live)
     plan = ModelPlan()
@@ -68,11 +63,10 @@ def plan_model(
             continue
         value = candidate.node[saved_name[name]]
         if name.endswith(EXTRA_STATE):
-            problem = object_problem(value, builder, "its extra state")
-            if problem is None:
-                plan.extra[name] = builder.build(value)
-            else:
+            if problem := object_problem(value, builder, "its extra state"):
                 plan.problems.append(f"{name}: {problem}")
+            else:
+                plan.extra[name] = builder.build(value)
         elif id(tensor) not in owned or not isinstance(value, TensorRef):
             plan.problems.append(f"{name}: is not a tensor that can be filled in place")
         elif problem := _mismatch(value, tensor, is_half=id(tensor) in halves):
@@ -92,8 +86,10 @@ def _unmatched(candidate: Candidate, live: dict[str, Any], saved_name: dict[str,
     missing = [name for name, tensor in live.items() if name not in saved_name and id(tensor) not in present]
     taken = set(saved_name.values())
     extra = [name for name in candidate.node if name not in taken]
-    problems = [f"{name}: is missing from the checkpoint" for name in missing]
-    return problems + [f"{name}: is in the checkpoint but not in the model" for name in extra]
+    return [
+        *(f"{name}: is missing from the checkpoint" for name in missing),
+        *(f"{name}: is in the checkpoint but not in the model" for name in extra),
+    ]
 
 
 def _mismatch(ref: TensorRef, tensor: Tensor, *, is_half: bool) -> str | None:

@@ -93,8 +93,7 @@ def _plan_states(
         plan.groups.append((group.live, restored(plain, group.live)))
         for pair in group.pairs:
             saved = states.get(pair.identifier)
-            problem = state_problem(saved, pair, layout, optimizer, group.saved, builder)
-            if problem is not None:
+            if problem := state_problem(saved, pair, layout, optimizer, group.saved, builder):
                 plan.problems.append(f"{pair.name}: {problem}")
             elif saved is None:
                 plan.states.append((pair.parameter, None))

@@ -50,7 +50,7 @@ def loads_itself(optimizer: Optimizer, node: Mapping[str, Any]) -> bool:
         return False
     if type(unwrapped(optimizer)).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return True
-    states = [state for state in node["state"].values() if isinstance(state, dict)]
+    states = (state for state in node["state"].values() if isinstance(state, dict))
     return not all(is_plain(value) for state in states for value in state.values())
 
 
@@ -113,8 +113,8 @@ def undone_on_error(optimizer: Optimizer | None) -> Iterator[None]:
         yield
         return
     inner = unwrapped(optimizer)
-    entries = [entry for entry in optimizer.state.values() if isinstance(entry, dict)]
-    changing = [optimizer.__dict__, inner.__dict__, *optimizer.param_groups, optimizer.state, *entries]
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    changing = [optimizer.__dict__, inner.__dict__, *optimizer.param_groups, optimizer.state, *states]
     backups = [(live, dict(live)) for live in changing]
     try:
         yield

@@ -161,8 +161,7 @@ class PackedPlanner:
             if id(param) in self.weights and not {"residual", "master"} & found.keys():
                 layout = self.optimizer.state_layout(group, param, exact_names(found))
                 found |= {key: what for key, what in layout.items() if key in ("residual", "master")}
-            problem = layout_problem(self.optimizer, group, param, found)
-            if problem is not None:
+            if problem := layout_problem(self.optimizer, group, param, found):
                 raise UsageError(problem)
             return partial(self._copy_state, param, saved, group)
         step = 0
@@ -176,8 +175,7 @@ class PackedPlanner:
     ) -> None:
         shape = tuple(param.shape)
         shapes = {**dict.fromkeys(self.optimizer.moments(group, shape), shape), **self.optimizer.factored(shape)}
-        problem = foreign.state_problem(saved.keys(), shapes.keys(), self.optimizer.rule_id, hyper)
-        if problem is not None:
+        if problem := foreign.state_problem(saved.keys(), shapes.keys(), self.optimizer.rule_id, hyper):
             raise UsageError(problem)
         for key, expected in shapes.items():
             ref = saved[key]

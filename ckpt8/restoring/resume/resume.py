@@ -152,8 +152,7 @@ class _Plan:
 
     def _choose_optimizer(self, optimizer: Optimizer, at: str | None) -> tuple[Candidate, OptimizerPlan]:
         path = self._source.path
-        problem = own_loading.form_problem(optimizer)
-        if problem is not None:
+        if problem := own_loading.form_problem(optimizer):
             raise ResumeError(f"{path}: {problem}; nothing was changed", (problem,))
         candidates = _candidates_at(path, self._candidates[1], at, "optimizer_at")
         if not candidates:
