@@ -1,4 +1,5 @@
-"""One checkpoint becomes another format. Imports restoring, compressing and what they import.
+"""Converts a checkpoint into another format. Imports restoring, compressing and what they import.
 
-``sources.LAYOUTS`` lists the directories that it reads, ``writers.WRITERS`` the formats that it writes, a module each.
+``sources.LAYOUTS`` lists the layouts of directories that it reads, ``writers.WRITERS`` the formats that it writes. Each
+is a module.
 """

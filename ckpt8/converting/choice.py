@@ -1,4 +1,4 @@
-"""Chooses the entries of a source that are converted: a model, and its optimizer."""
+"""Chooses what to convert of a source: a model, and its optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LISTED = 20
 
 
 def choose_model(data: Composite, key: str | None) -> Candidate:
-    """The state dict of the model, or with a ``key`` the dictionary of tensors at that path of the tree.
+    """The state dict of the model, or with a ``key`` the dictionary of tensors at that path.
 
     Raises UsageError that lists the models.
     """

@@ -1,4 +1,4 @@
-"""Tensors whose elements are computed when they are read: casts, codes, scales."""
+"""Tensors that compute their elements when somebody reads them: casts, codes, scales."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16}
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A region of ``numel`` elements. ``compute(start, stop)`` gives them, flat and contiguous, a block at a time."""
+    """A region of ``numel`` elements. ``compute(start, stop)`` returns a block of them, flat and contiguous."""
 
     numel: int
     dtype: DType
@@ -45,7 +45,7 @@ def computed(
     compute: Callable[[int, int], torch.Tensor],
     block: int = BLOCK,
 ) -> TensorRef:
-    """A contiguous tensor of ``data`` whose elements ``start`` to ``stop`` are ``compute(start, stop)``, flat."""
+    """A contiguous tensor of ``data``. ``compute(start, stop)`` returns its elements ``start`` to ``stop``, flat."""
     return data.tensor(Computed(prod(shape), dtype, compute, block), dtype, shape)
 
 

@@ -1,6 +1,6 @@
 """An opened source: one tree over one address space, and the files that are not in it.
 
-The address space is a Composite. It takes over the storages of members with a prefix before their keys.
+The address space is a Composite. It takes over the storages of members, with a prefix before their keys.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Content:
 
     ``data`` is the checkpoint with its tree; ``layout`` is an id of ``sources.LAYOUTS``, or ``file``. ``others`` are
     members that the tree does not hold; a writer of directories may copy them. ``notes`` are lines for the report about
-    what else the tree does not hold. ``ordered``: the weights stand in the order of the model, so that their places
-    tell apart those of one shape.
+    anything else that the tree does not hold. ``ordered``: the weights have the order of the model, so that order tells
+    weights of one shape apart.
     """
 
     data: Composite
@@ -34,7 +34,7 @@ class Content:
 
 
 def adopt_member(data: Composite, member: DirectoryMember, node: Any) -> Any:
-    """A part of a member's tree with the keys of ``data``, which takes over the member's storages the first time."""
+    """A part of a member's tree, with keys of ``data``. The first call for a member gives its storages to ``data``."""
     prefix = f"{member.path}/"
     storages = member.checkpoint.storages
     if not storages or prefix + storages[0].key not in data:

@@ -1,4 +1,4 @@
-"""The public ``convert``: checks the arguments, chooses the format, and has its module write."""
+"""The public ``convert``: checks the arguments, chooses the format, and calls the module that writes it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def convert(
 
 
 def _choose_format(request: Request, to: str | None, *, in_directory: bool) -> str:
-    """The format of the target: for an element type that needs scales the one that holds them. Raises UsageError."""
+    """The format of the target. An element type with scales needs the format that holds them. Raises UsageError."""
     target, dtype = request.target, request.dtype
     to_file = not in_directory and target.suffix.lower() in writers.SUFFIXES
     if to is None and dtype in LARGEST and not to_file:

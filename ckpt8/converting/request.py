@@ -1,4 +1,4 @@
-"""What a conversion is asked for, the target that a writer fills, and the report of what was written."""
+"""The arguments of a conversion, the target that a writer fills, and the report."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Report:
 
 
 class OpenFile(NamedTuple):
-    """A new file. ``path`` is where it is until the target takes its name. ``progress`` takes the bytes of tensors."""
+    """A new file, at ``path`` until the target takes its name. ``progress`` takes the number of bytes of tensors."""
 
     path: Path
     descriptor: int
@@ -112,10 +112,9 @@ class Request:
     @contextmanager
     def new_directory(self, data: Composite, report: Report, written: Iterable[str] = ()) -> Iterator[AtomicDirectory]:
         """As ``new_file``, for a target that is a directory. ``written`` are files of the source that it may hold."""
-        output = AtomicDirectory(
+        with AtomicDirectory(
             self.target, force=self.force, keep=self.source, check=checkpoint_directory([*written])
-        )
-        with output:
+        ) as output:
             yield output
             data.check_unchanged()
             report.bytes = sum(path.stat().st_size for path in output.path.rglob("*") if path.is_file())
@@ -123,7 +122,7 @@ class Request:
         report.replaced = output.replaced
 
     def progress_to(self, target_bytes: int) -> Progress:
-        """A function that takes numbers of bytes that add up to ``target_bytes``, and reports as much of the source."""
+        """A function that turns numbers of bytes that add up to ``target_bytes`` into progress through the source."""
         scale = size_of(self.source) / max(target_bytes, 1)
         done = 0.0
 

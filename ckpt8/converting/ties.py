@@ -24,9 +24,9 @@ def module_of(name: str) -> str:
 
 
 def tie_again(data: Composite) -> None:
-    """Replace in the tree the matrix of an output layer by another one of its model with the same bits.
+    """Replace the matrix of an output layer by another matrix of its model with the same bits, in the tree.
 
-    Mostly reads only the first elements of a matrix without such a twin. Raises InputError.
+    Of a matrix without such a twin it mostly reads only the first elements. Raises InputError.
     """
     streamer = Streamer(data)
     for model in find(data.tree)[0]:

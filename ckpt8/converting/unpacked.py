@@ -1,7 +1,7 @@
-"""A run of ``ckpt8.optim`` as the published optimizers would have saved it, computed when it is read.
+"""A run of ``ckpt8.optim`` as the published optimizers would have saved it; reading it computes it.
 
-The streaming form of ``restoring.unpack``: moments and weights are references to tensors whose values are decoded, or
-joined from 16-bit weights and residuals, block by block.
+The streaming form of ``restoring.unpack``: moments and weights are references to tensors. Reading one decodes a moment,
+or joins a 16-bit weight and its residual, block by block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MASK63 = (1 << 63) - 1
 def unpack_tree(data: Composite) -> None:
     """Unpack all state of ``ckpt8.optim`` in the tree, in place: optimizers, and the weights that they complete.
 
-    Raises UsageError and InputError as ``unpack_optimizer`` and ``joined_weights`` do; the tree is unchanged then.
+    Raises UsageError and InputError as ``unpack_optimizer`` and ``joined_weights`` do, before it changes the tree.
     """
     models, optimizers = find(data.tree)
     packed = [each for each in optimizers if is_packed(each)]
@@ -53,7 +53,7 @@ def unpack_tree(data: Composite) -> None:
 def unpack_optimizer(data: Composite, optimizer: Candidate) -> dict[str, Any]:
     """A packed state dict in the layout of torch, optimi, came-pytorch or lion-pytorch, its moments computed.
 
-    Raises UsageError where the published optimizer cannot express it, InputError for one that is malformed.
+    Raises UsageError where the published optimizer cannot express it, InputError for a malformed one.
     """
     try:
         return unpack(optimizer.node, partial(step_number, data), partial(_moments, data))

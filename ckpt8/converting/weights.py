@@ -1,4 +1,4 @@
-"""The weights that writers write: their names, their element types, and which of tied ones stays."""
+"""The weights to write: their names, their element types, and the one name that tied weights keep."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def model_weights(data: Composite, model: Candidate, types: WeightTypes, report:
 
 
 def strip_wrappers(names: Iterable[str], report: Report) -> dict[str, str]:
-    """The names without those of wrappers, by what they were. Notes an example in ``report``."""
+    """The names without wrappers, by the old names. Notes an example in ``report``."""
     plain = plain_names(names)
     changed = [f"{name} -> {short}" for name, short in plain.items() if name != short]
     if changed:

@@ -81,7 +81,7 @@ class Ckpt8Callback(TrainerCallback):
         self._verified: list[Path] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Remove what a run left behind that was killed while it removed a directory."""
+        """Remove the directories that a killed run did not finish removing."""
         if state.is_world_process_zero and not self._keep:
             for path in _entries(Path(args.output_dir)):
                 if _DISCARDED.fullmatch(path.name):
@@ -118,7 +118,7 @@ class Ckpt8Callback(TrainerCallback):
             self._harvest(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Wait for a checkpoint that is being read before Trainer rotates it away, between this and ``on_save``."""
+        """Wait for the running compression before Trainer rotates its checkpoint away, between this and ``on_save``."""
         # With the strategy "best", Trainer decides after the evaluation whether it saves.
         if self._job and (self._job[1].done() or control.should_save or args.save_strategy == "best"):
             self._harvest(state)
@@ -143,8 +143,7 @@ class Ckpt8Callback(TrainerCallback):
         if self._job is None:
             return
         (compressed, job), self._job = self._job, None
-        error = job.exception()
-        if error is not None:
+        if (error := job.exception()) is not None:
             self._fail(error, compressed)
         elif not self._keep:
             self._verified.append(compressed)
@@ -193,7 +192,7 @@ def _rotate(folder: Path, limit: int | None, best: Path | None) -> None:
 
 
 def _discard(source: Path) -> None:
-    """Remove a directory so that it never looks like a checkpoint with some files missing."""
+    """Remove a directory. At no moment it looks like a checkpoint with files missing."""
     aside = source.with_name(f".{source.name}.ckpt8-discarded")
     shutil.rmtree(aside, ignore_errors=True)
     source.rename(aside)

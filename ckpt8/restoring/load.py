@@ -1,4 +1,4 @@
-"""``ckpt8.load``: gives one member of a container as the object that its own library would load."""
+"""``ckpt8.load``: loads one member of a container, as the object that its own library would load."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from ckpt8.core.workers import Progress, Workers
 
 @dataclass(frozen=True, slots=True)
 class MemberWriter:
-    """Writes members of ``reader``, which ``open_member`` opens by their index."""
+    """Writes members of ``reader``. ``open_member`` opens the member with an index."""
 
     reader: ContainerReader
     workers: Workers
@@ -117,7 +117,7 @@ class Restored:
 
 
 def new_directory(path: Path, reader: ContainerReader, *, force: bool) -> AtomicDirectory:
-    """The directory for all members. With ``force`` it replaces a checkpoint, and files that are written again."""
+    """The directory for all members. With ``force`` it replaces a checkpoint, and files of the same names."""
     check = checkpoint_directory([member.path for member in reader.manifest.members])
     return AtomicDirectory(path, force=force, keep=reader.path, check=check)
 

@@ -1,11 +1,11 @@
-"""``restore --salvage``: writes what is whole in a damaged container and lists what is not.
+"""``restore --salvage``: writes the whole parts of a damaged container and lists the others.
 
 The state of a member says what became of it:
 
     whole      written as it was
 damaged    written, but the listed elements are NaN (integers: zero) and the checksums of their records are wrong
 tensors    the bytes around its tensors are lost; a safetensors file next to its place holds the whole tensors
-lost       not written: nothing of it is whole, or it is damaged and no checkpoint
+lost       not written: no part of it is whole, or it is damaged and no checkpoint
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def salvage(
     threads: int | None,
     progress: Progress,
 ) -> Salvage:
-    """Write what is whole, as ``restore`` does. Raises InputError where nothing is."""
+    """Write the whole parts, as ``restore`` does. Raises InputError where there are none."""
     source = Path(source)
     try:
         reader = DamagedContainer(source)
@@ -186,7 +186,7 @@ class _Salvaging:
         result.members.append(SalvagedMember(member.path, self._states[0], str(result.path)))
 
     def write_directory(self, output: AtomicDirectory, result: Salvage) -> None:
-        """Write every member of which something is whole."""
+        """Write every member that is whole, or whole in part."""
         taken = {member.path for member in self._manifest.members}
         for index, member in enumerate(self._manifest.members):
             state, written = self._states[index], member.path
@@ -204,7 +204,7 @@ class _Salvaging:
             result.members.append(SalvagedMember(member.path, state, None if state == LOST else written))
 
     def _tensor_file(self, index: int, prefix: str) -> TensorFile:
-        """The file for the whole tensors of a member; those that it cannot hold are added to ``_unwritten``."""
+        """The file for the whole tensors of a member. Adds the names of those that it cannot hold to ``_unwritten``."""
         own = {storage for _, storage in self._manifest.members[index].segments}
         whole = [t for t in self._manifest.tensors if t.storage in own and not self._lost_elements(t)]
         file = TensorFile(self._reader, [replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in whole])

@@ -25,7 +25,7 @@ _LABELS: dict[DType, str] = {dtype: label for label, dtype in DTYPES.items() if 
 class TensorFile:
     """A safetensors file of those ``tensors`` that the format can hold and that lie inside their storage.
 
-    ``names`` are theirs.
+    ``names`` are the names of these tensors.
     """
 
     def __init__(self, reader: ContainerReader, tensors: Sequence[TensorRecord]) -> None:
@@ -56,7 +56,7 @@ class TensorFile:
             position += len(view)
 
     def _content(self, tensor: TensorRecord) -> Iterator[torch.Tensor]:
-        """The elements in the order of the dimensions: chunk by chunk where they are stored so, else at once."""
+        """The elements in the order of the dimensions: chunk by chunk if stored in this order, else at once."""
         if not tensor.nbytes:
             return
         if not tensor.is_contiguous:

@@ -39,11 +39,12 @@ def join_weights(
     join: Callable[[SavedParameter, str, Codec], tuple[str, Weight]],
     is_copy: Callable[[str, str], bool],
 ) -> dict[str, Weight]:
-    """The fp32 weights by name, tied names included, of the model ``saved`` and of packed optimizers' parameters.
+    """The fp32 weights by name, tied names included, that ``parameters`` of packed optimizers complete.
 
-    ``join`` gives the name of a parameter's weight, and that weight in fp32: the state has a residual of the codec or
-    a master under the key. It raises UsageError where the name is not certain. ``is_copy`` says of two weights of one
-    shape and type whether they are equal bit for bit, and not all zero.
+    ``saved`` is the state dict of the model. ``join(parameter, key, codec)`` returns the name of its weight, and that
+    weight in fp32: the state holds under ``key`` a residual of ``codec``, or the master. It raises UsageError where the
+    name is not certain. ``is_copy`` compares two weights of one shape and type: whether they are equal bit for bit,
+    and not all zero.
     """
     full: dict[str, Weight] = {}
     for parameter in parameters:
@@ -107,7 +108,7 @@ _Place = tuple[Any, Any, Any]
 
 
 def unpack_tree(obj: Any, tree: object, where: str) -> Any:
-    """Unpack all state of ``ckpt8.optim`` in ``obj``, which was loaded from ``tree``; return ``obj``, changed in place.
+    """Unpack all state of ``ckpt8.optim`` in ``obj``, loaded from ``tree``; return ``obj``, changed in place.
 
     Where ``obj`` is itself a packed state, returns the plain one. Raises UsageError where it is not certain which
     weight a residual completes, where the published optimizer cannot express a state, and for a state in a tuple.
@@ -123,7 +124,7 @@ def unpack_tree(obj: Any, tree: object, where: str) -> Any:
         loaded = places[id(candidate.node)][0][0]["state"]
         pairs = zip(candidate.node["state"].values(), loaded.values(), strict=True)
         states.update((id(saved), state) for saved, state in pairs)
-    # Of several models none is the one that a state completes, and ``saved_parameters`` says so.
+    # With several models ``saved_parameters`` pairs no state with a weight, and joining refuses it.
     saved: dict[str, Any] = models[0].node if models else {}
     model: dict[str, Any] = places[id(saved)][0][0] if id(saved) in places else {}
     model.update(_join_loaded(saved, model, states, saved_parameters(tree), where))
@@ -142,7 +143,7 @@ def unpack_tree(obj: Any, tree: object, where: str) -> Any:
 
 
 def _places(tree: object, obj: Any, wanted: Collection[int]) -> dict[int, list[_Place]]:
-    """The places in ``obj`` of the nodes of ``tree`` that are ``wanted`` by their ``id``; walks both side by side."""
+    """The places in ``obj`` of the nodes of ``tree`` with a ``wanted`` ``id``. Walks both trees in step."""
     places: dict[int, list[_Place]] = {}
     seen = set()
     stack: list[tuple[Any, _Place]] = [(tree, (obj, None, None))]

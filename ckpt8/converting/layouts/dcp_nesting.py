@@ -31,10 +31,10 @@ class _Branch(dict[Any, Any]):
 
 
 def build_tree(home: DcpCheckpoint, values: Mapping[str, Any], data: Composite) -> dict[str, Any]:
-    """The state dict of ``values``, which are given by name, in the order of the state dict that was saved.
+    """The state dict of ``values``, given by name, in the order of the saved state dict.
 
-    Its tensors are those of ``data``. Optimizers have the layout of torch: numbers for parameters, and the names that
-    are known in ``param_names``. Raises InputError for names that contradict each other.
+    Its tensors are those of ``data``. Optimizers have the layout of torch: numbers for parameters, and known names in
+    ``param_names``. Raises InputError for names that contradict each other.
     """
     known = home.metadata.paths
     order = [name for name in known if name in values] + [name for name in values if name not in known]
@@ -109,8 +109,7 @@ def _rebuild(optimizer: Any, data: Composite) -> None:
     numbers: dict[Any, int] = {}
     for group in groups:
         listed = group[PARAMETERS]
-        named = [isinstance(each, str) for each in listed]
-        if all(named) and listed:
+        if listed and all(isinstance(each, str) for each in listed):
             group.setdefault(_NAMES, list(listed))
             group[PARAMETERS] = [numbers.setdefault(name, len(numbers)) for name in listed]
         elif all(type(each) is int for each in listed):
@@ -120,7 +119,7 @@ def _rebuild(optimizer: Any, data: Composite) -> None:
 
 
 def _groups(found: Mapping[str, Mapping[str, Any]], parameters: list[str], data: Composite) -> Iterator[dict[str, Any]]:
-    """The groups of an optimizer: numbered ones as they are, those of one parameter each merged by equal settings."""
+    """The groups of an optimizer: numbered groups as they are; groups of one parameter, merged where settings agree."""
     numbered = {owner: group for owner, group in found.items() if isinstance(group.get(PARAMETERS), list)}
     for owner in sorted(numbered, key=lambda owner: (len(str(owner)), str(owner))):
         yield {**numbered[owner], PARAMETERS: list(numbered[owner][PARAMETERS])}
@@ -134,7 +133,7 @@ def _groups(found: Mapping[str, Mapping[str, Any]], parameters: list[str], data:
 
 
 def _plain(value: Any, data: Composite) -> Any:
-    """What identifies a setting: of a tensor with one number, such as a learning rate, its content."""
+    """A setting to compare: its content where it is a tensor of one number, such as a learning rate."""
     if not isinstance(value, TensorRef) or value.numel != 1:
         return value
     return value.dtype, value.shape, bytes(bytes_of(data.elements(value, 0, 1)))

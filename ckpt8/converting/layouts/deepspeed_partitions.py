@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO checkpoints: flat partitions of the optimizer by rank. Only DeepSpeed puts them together."""
+"""DeepSpeed's ZeRO checkpoints: flat partitions of the optimizer by rank. Only DeepSpeed can put them together."""
 
 from __future__ import annotations
 

@@ -50,7 +50,6 @@ def assemble(members: Bundle) -> Content:
     data.tree = {"model": _merged(shards, data)}
     weights = collect_weights((member.checkpoint.format, member.checkpoint.tree) for member in shards)
     names = NamesFromWeights([(member.path, member.checkpoint) for member in members.found])
-    used = [member.path for member in shards]
     optimizers = [member for member in top.values() if _is_optimizer(member.checkpoint)]
     if len(optimizers) > 1:
         found = listed((member.path for member in optimizers), _LISTED)
@@ -59,7 +58,7 @@ def assemble(members: Bundle) -> Content:
         data.adopt(member.checkpoint)
         check_optimizer(data.label, Candidate(member.path, member.checkpoint.tree))
         data.tree["optimizer"] = _named(member.checkpoint.tree, names.of_member(member.path))
-        used.append(member.path)
+    used = {member.path for member in (*shards, *optimizers)}
     unused = [member for member in members.found if member.path not in used and not _is_index(member.path)]
     others = [member for member in unused if member.path not in _MODEL_FILES]
     notes = [f"{member.path}: the same weights again, not used" for member in unused if member not in others]

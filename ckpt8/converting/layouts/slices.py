@@ -1,4 +1,4 @@
-"""Puts a tensor together, when it is read, from boxes of it that lie in different places."""
+"""Puts a tensor together from boxes of it in different places, when somebody reads it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 
 _MAX_SHARDED = 6
-"""The most dimensions along which a tensor may be cut; a mesh of processes has three or four."""
+"""A tensor may be cut along so many dimensions; a mesh of processes has three or four."""
 
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
@@ -103,7 +103,7 @@ def _copy_part(data: Composite, part: Part, box: Box, target: torch.Tensor) -> N
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Box]]:
     """Boxes that make up elements ``start`` to ``stop`` of a tensor, each with the position of its first element.
 
-    They are whole rows and parts of rows, at most two for each dimension.
+    Whole rows and parts of rows: at most two boxes for each dimension.
     """
     if not shape:
         yield start, ((), ())

@@ -41,7 +41,7 @@ def read_config(content: Content, given: Path | None) -> dict[str, Any] | None:
             raise InputError(f"{where}: is not the configuration of a model")
         with_quantization(config, {})
     except (ValueError, RecursionError) as exc:
-        raise InputError(f"{where}: is not the JSON of a configuration that can be written again: {exc}") from exc
+        raise InputError(f"{where}: is no JSON, or none that can be written again: {exc}") from exc
     if _QUANTIZATION in config:
         raise UsageError(f"{where}: the model is quantised already; convert the checkpoint that it was made of")
     return config
@@ -61,7 +61,7 @@ def _check_size(where: str, size: int) -> None:
 
 
 def with_quantization(config: Mapping[str, Any] | None, quantization: Mapping[str, Any]) -> bytes:
-    """The text of a configuration, completed by that of the quantisation, whose other floats are bf16."""
+    """The text of a configuration with that of the quantisation, and bf16 as the type of everything else."""
     found = _as_bf16(config or {})
     if not any(key in found for key in _TYPES):
         found["torch_dtype"] = _BF16

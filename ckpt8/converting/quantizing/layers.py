@@ -33,7 +33,7 @@ _CONV1D = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
 _CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
 
 ASKED, EMBEDDING, HEAD, TIED = "kept on request", "embedding", "output layer", "tied"
-ROUTER, TRANSPOSED, TYPE = "router", "Conv1D, which stands transposed", "not a float of 16 to 64 bits"
+ROUTER, TRANSPOSED, TYPE = "router", "Conv1D, stored transposed", "not a float of 16 to 64 bits"
 
 UNSAVED_HEADS = rf"re:(?:[A-Za-z_]\w*\.)*(?:{'|'.join(sorted(HEADS))})$"
 """Modules to ignore where the file has no output layer, because that is tied to a weight that it has."""
@@ -52,7 +52,7 @@ class Layers:
         self.kept[name.removesuffix(_WEIGHT)] = reason
 
     def ignore(self, aliases: Iterable[str]) -> list[str]:
-        """What loaders leave alone: kept modules, and those of ``aliases``, tied weights that the file leaves out."""
+        """The modules that loaders leave alone: kept ones, and those of ``aliases``, tied weights without an entry."""
         tied = [name.removesuffix(_WEIGHT) for name in aliases if name.endswith(_WEIGHT)]
         heads = [] if HEAD in self.kept.values() or tied else ["lm_head", UNSAVED_HEADS]
         return [*dict.fromkeys([*self.kept, *tied, *heads])]
@@ -131,9 +131,7 @@ def _is_transposed(ref: TensorRef, bias: TensorRef | None) -> bool:
 
 def _holds_conv1d(weights: Mapping[str, TensorRef], config: Mapping[str, Any]) -> bool:
     """Whether matrices with GPT-2's names are transposed. A square one does not tell: it follows the others."""
-    if config.get("model_type") in _CONV1D_MODELS:
-        return True
-    return any(
+    return config.get("model_type") in _CONV1D_MODELS or any(
         module.rpartition(".")[2] in _CONV1D
         and len(ref.shape) == 2
         and _is_transposed(ref, weights.get(f"{module}.bias"))

@@ -1,6 +1,6 @@
 """A directory of a model with quantised linear layers, in the layout of compressed-tensors.
 
-Of every quantised layer ``model.safetensors`` holds ``weight`` in eight bits and ``weight_scale`` in fp32, of the shape
+For every quantised layer ``model.safetensors`` holds ``weight`` in eight bits and ``weight_scale`` in fp32 of shape
 (rows, 1) or (1,). Buffers stay as they are, everything else is bf16. ``config.json`` tells loaders how to read it.
 """
 
@@ -15,12 +15,12 @@ import torch
 
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
+from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.manifest import FILE
 from ckpt8.converting.choice import choose_model, model_tensors
 from ckpt8.converting.computed import hold
-from ckpt8.converting.content import Content
 from ckpt8.converting.quantizing.codes import QuantizationError, encode_matrix, find_scales
 from ckpt8.converting.quantizing.config import CONFIG, read_config, with_quantization
 from ckpt8.converting.quantizing.layers import Layers, choose_layers, matches
@@ -29,9 +29,8 @@ from ckpt8.converting.quantizing.scheme import Scheme, make_scheme
 from ckpt8.converting.request import Report, Request, new_file
 from ckpt8.converting.weights import WeightTypes, model_weights
 from ckpt8.converting.writers.safetensors import total_bytes, with_masters, write_safetensors
-from ckpt8.converting.writers.trainer import WEIGHTS, copy_member
+from ckpt8.converting.writers.trainer import WEIGHTS, copy_others
 from ckpt8.core.errors import UsageError
-from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress
@@ -59,7 +58,7 @@ def write(request: Request, report: Report) -> None:
         named = _by_plain_name(model)
         tied = [named[name] for name in report.aliases if 0 not in named[name].shape]
         layers = choose_layers(weights, tied, config, request.keep)
-        for pattern in request.keep:  # a typo would quantise what was to be kept
+        for pattern in request.keep:  # a typo would quantise a layer that should stay
             if not any(matches(pattern, module) for module in layers.modules):
                 modules = listed(layers.modules, _LISTED)
                 raise UsageError(f"{data.label}: --keep {pattern!r} matches no layer: {modules}")
@@ -77,7 +76,9 @@ def write(request: Request, report: Report) -> None:
                 write_safetensors(data, written, out)
             with new_file(output, CONFIG) as out:
                 out.write(with_quantization(config, scheme.to_config(layers.ignore(report.aliases))), 0)
-            _copy_texts(content, output, report)
+            left = [path for path in copy_others(content, output, _is_text) if path != CONFIG]
+    if left:
+        report.notes.append(f"not copied, since inference does not need them: {listed(left, _LISTED)}")
     report.tensors = len(written)
     report.quantized = summary(scheme, errors, layers)
     report.notes += _notes(scheme, scales, weights, has_config=config is not None)
@@ -86,7 +87,7 @@ def write(request: Request, report: Report) -> None:
 def _find_scales(
     data: Composite, masters: Mapping[str, TensorRef], layers: Layers, scheme: Scheme, progress: Progress
 ) -> dict[str, torch.Tensor]:
-    """The scales of the matrices by name, 4 bytes each; ``layers`` keeps what has none. Raises InputError."""
+    """The scales of the matrices by name, 4 bytes each. ``layers`` keeps matrices without any. Raises InputError."""
     found = {}
     for name in list(layers.quantized):
         scales = find_scales(data, masters[name], scheme, progress)
@@ -133,23 +134,16 @@ def _masters(
 
 
 def _by_plain_name(model: Candidate) -> dict[str, TensorRef]:
-    """The tensors of a model by the names that they are written under."""
+    """The tensors of a model by their names in the file."""
     tensors = model_tensors(model)
     return {plain: tensors[name] for name, plain in plain_names(tensors).items()}
 
 
-def _copy_texts(content: Content, output: AtomicDirectory, report: Report) -> None:
-    """Copy what inference reads beside the weights: tokenizers, settings of generation, code."""
-    left = []
-    for member in content.others:
-        path = PurePosixPath(member.path)
-        is_text = member.checkpoint.format == FILE and path.suffix.lower() in _TEXTS and len(path.parts) == 1
-        if is_text and path.name not in _NOT_COPIED:
-            copy_member(member, output)
-        elif member.path != CONFIG:
-            left.append(member.path)
-    if left:
-        report.notes.append(f"not copied, as inference does without: {listed(left, _LISTED)}")
+def _is_text(member: DirectoryMember) -> bool:
+    """Whether inference reads a file: tokenizers, settings of generation, code."""
+    path = PurePosixPath(member.path)
+    is_text = member.checkpoint.format == FILE and path.suffix.lower() in _TEXTS and len(path.parts) == 1
+    return is_text and path.name not in _NOT_COPIED
 
 
 def _notes(
@@ -158,12 +152,12 @@ def _notes(
     notes = []
     if not has_config:
         notes.append(
-            f"the source has no {CONFIG}: what is written says nothing but how the weights are quantised; "
-            "give that of the model with --config"
+            f"the source has no {CONFIG}: the new one only says how the weights are quantised; "
+            "give the model's with --config"
         )
     odd = sum(any(size % _ALIGNED for size in weights[name].shape) for name in scales)
     if odd:
-        notes.append(f"{odd} quantised matrices have a size that is no multiple of {_ALIGNED}, as GPUs want it")
+        notes.append(f"{odd} quantised matrices have a size that is no multiple of {_ALIGNED}; GPUs want multiples")
     if scheme.dtype is DType.INT8 and any(_EXPERT.search(name) for name in weights):
-        notes.append("holds experts, with which transformers loads float8_e4m3fn but not int8")
+        notes.append("holds experts, which transformers loads as float8_e4m3fn but not as int8")
     return notes

@@ -1,7 +1,7 @@
 """A directory of torch.distributed.checkpoint as one process writes it; any number of processes can load it.
 
 Its one file is a row of files of ``torch.save``, one for each value. torch plans them, makes the metadata, and saves
-each value with holes, into which the content is streamed.
+each value with holes; this module streams the content into the holes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.live_object import with_crc_fields
-from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.tree import TensorRef, gaps
 from ckpt8.checkpoint.walk import format_path, iter_leaves
 from ckpt8.converting.computed import computed
 from ckpt8.converting.request import OpenFile, Report, Request, new_file
@@ -46,9 +46,9 @@ _VERSION = "1.0.0"
 def write(request: Request, report: Report) -> None:
     """Write the directory. Raises Ckpt8Error.
 
-    ``model`` and ``optimizer`` are keyed by names of parameters, as torch's get_state_dict keys them; the rest of the
-    tree stays as it is. Weights keep their element type unless ``--dtype`` says otherwise; packed optimizers of ckpt8
-    are unpacked.
+    ``model`` and ``optimizer`` have names of parameters for keys, as in torch's get_state_dict; the rest of the
+    tree stays as it is. Weights keep their element type unless ``--dtype`` says otherwise; a packed optimizer of
+    ckpt8 is unpacked.
     """
     with request.open(report) as content:
         data = content.data
@@ -120,13 +120,10 @@ def _write_value(hollow: Hollow, value: object, path: Path, base: int, out: Open
         length = path.stat().st_size
     with open_checkpoint(path) as skeleton:
         places = with_crc_fields(skeleton)
-        position = 0
-        for start, stop in [*sorted((each.offset, each.offset + each.nbytes) for each in places), (length, length)]:
-            # Copy what lies between two storages, which is short.
-            content = bytearray(max(start - position, 0))
-            skeleton.read_into(position, memoryview(content))
-            out.write(content, base + position)
-            position = max(position, stop)
+        for start, size in gaps(places, length):
+            content = bytearray(size)  # what lies between two storages is short
+            skeleton.read_into(start, memoryview(content))
+            out.write(content, base + start)
     moved = [
         replace(place, offset=base + place.offset, crc_fields=tuple(base + field for field in place.crc_fields))
         for place in places

@@ -1,6 +1,6 @@
 """Makes the state dict for a distributed checkpoint, with the names of torch's get_state_dict.
 
-model.<name>, optimizer.state.<name>.<key>, optimizer.param_groups.<number>.<option>, and the rest of the tree as it is
+model.<name>, optimizer.state.<name>.<key>, optimizer.param_groups.<number>.<option>, and all else in the tree as it is
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ckpt8.converting.weights import WeightTypes, strip_wrappers
 from ckpt8.core.errors import UsageError
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
-_UNKNOWN = "the optimizer has no names, and the order of the model does not tell them"
+_UNKNOWN = "the optimizer has no names, and they do not follow from the order of the model"
 
 
 def distributed_tree(data: Composite, key: str | None, types: WeightTypes, report: Report) -> dict[str, Any]:
     """The state dict; with a ``key`` only the model at that path.
 
-    Raises UsageError for several models or optimizers, and for a parameter whose name is not known.
+    Raises UsageError for several models or optimizers, and for a parameter without a known name.
     """
     model = choose_model(data, key)
     plain = strip_wrappers((str(name) for name in model.node), report)
@@ -45,14 +45,14 @@ def distributed_tree(data: Composite, key: str | None, types: WeightTypes, repor
     others = _without(data.tree, [path for path, node in iter_nodes(data.tree, data.label) if id(node) in used])
     for name, value in (others or {}).items():
         if name in tree:
-            report.dropped.append(f"{name}: its name is taken by what is written under it")
+            report.dropped.append(f"{name}: the format needs this name for the model or the optimizer")
         else:
             tree[str(name)] = value
     return tree
 
 
 def _without(node: Any, paths: Sequence[Components]) -> Any:
-    """A copy of a dictionary or list without the values at ``paths`` and what that leaves empty; None for others."""
+    """A copy of a dictionary or list without the values at ``paths``, and without what becomes empty; else None."""
     if () in paths or not isinstance(node, (dict, list)):
         return None
     kept = []
@@ -67,7 +67,7 @@ def _without(node: Any, paths: Sequence[Components]) -> Any:
 def _named(
     data: Composite, model: Candidate, optimizer: Candidate, plain: Mapping[str, str], report: Report
 ) -> dict[str, Any]:
-    """The optimizer with names of parameters for numbers."""
+    """The optimizer with names of parameters in place of numbers."""
     names = _names(model, optimizer, plain)
     before = optimizer.node["state"]
     states: dict[str, Any] = {}

@@ -31,9 +31,9 @@ from ckpt8.optim.flashoptim_layout import error_bits, quantize
 from ckpt8.optim.known_optimizers import CARDS
 
 _BLOCK = 2 * FRAME
-"""Elements that are quantized at once; that takes several times their size."""
+"""Elements to quantize at once, which takes several times their size."""
 
-_UNORDERED = "neither the optimizer has names, nor are the weights in the order of the model"
+_UNORDERED = "the optimizer has no names, and the weights are not in the order of the model"
 _KEPT = ("params", "param_names", "initial_lr")
 _REFUSED = ("amsgrad", "maximize", "decouple_lr")
 _MASTER_BYTES = 3
@@ -47,7 +47,7 @@ def write(request: Request, report: Report) -> None:
         data = content.data
         optimizer = choose_optimizer(data)
         if optimizer is None:
-            raise UsageError(f"{data.label}: holds no optimizer, whose layout flashoptim's is")
+            raise UsageError(f"{data.label}: holds no optimizer, and flashoptim's layout is that of its state")
         unpack_tree(data)
         model = choose_model(data, request.key)
         tensors = model_tensors(model)
@@ -144,8 +144,7 @@ class _Flash:
                 why = _UNORDERED
         if saved.weight is None or why is not None:
             raise UsageError(
-                f"{self._data.label}: {saved.name}: its weight cannot be told, since {why}; "
-                "with --dtype float32 it need not be known"
+                f"{self._data.label}: {saved.name}: its weight is unknown: {why}; --dtype float32 does not need it"
             )
         return saved.weight
 

@@ -1,7 +1,7 @@
-"""Builds the tree of a source as Python objects whose tensors are hollow: reserved addresses that nothing touches.
+"""Builds the tree of a source as Python objects with hollow tensors: reserved addresses that nothing touches.
 
-torch saves these objects, and the content of the tensors is written afterwards. Builds only what
-``torch.load(weights_only=True)`` reads, and leaves out the rest with a line that says where it was and what it is.
+torch saves these objects, and a writer fills in the content of the tensors afterwards. Builds only what
+``torch.load(weights_only=True)`` reads. For anything else that it leaves out, a line says where it was and what it is.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def build_hollow(
 
 
 class _HollowBuilder(RestBuilder):
-    """Builds the objects. ``dropped`` are lines about what it left out; ``keys`` are those of ``Hollow``."""
+    """Builds the objects. ``dropped`` has a line for each object that it left out; ``keys`` are those of ``Hollow``."""
 
     def __init__(self, data: Composite, retype: Callable[[TensorRef], TensorRef]) -> None:
         super().__init__(data)
@@ -87,8 +87,7 @@ class _HollowBuilder(RestBuilder):
         built = super()._build(node)
         if built is CONSUMED or type(built) in _BUILT:
             return built
-        number = _numpy_number(built)
-        if number is not None:
+        if (number := _numpy_number(built)) is not None:
             return number
         self._drop(built)
         return CONSUMED

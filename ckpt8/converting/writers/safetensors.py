@@ -41,7 +41,7 @@ def write(request: Request, report: Report) -> None:
 
 
 def with_masters(data: Composite, model: Candidate) -> Candidate:
-    """A model with fp32 weights wherever a packed optimizer holds what completes its 16-bit ones.
+    """The model, in fp32 wherever a packed optimizer holds the residuals or masters of its 16-bit weights.
 
     Raises UsageError where it is not clear which weight a residual completes.
     """
@@ -75,7 +75,7 @@ def _make_header(weights: Mapping[str, TensorRef], order: list[str]) -> bytes:
         ref = weights[name]
         if ref.dtype not in _NAMES or name == METADATA:
             what = f"its element type {ref.dtype.label}" if name != METADATA else "its name"
-            raise UsageError(f"{name}: {what} cannot be held by a safetensors file")
+            raise UsageError(f"{name}: a safetensors file cannot hold {what}")
         shape = list(ref.shape)
         if ref.dtype is DType.FLOAT4_E2M1FN_X2:
             shape[-1] *= 2

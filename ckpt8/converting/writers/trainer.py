@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
@@ -25,7 +27,7 @@ _BLOCK_BYTES = 8 << 20
 def write(request: Request, report: Report) -> None:
     """Write the directory. Raises Ckpt8Error.
 
-    Weights keep their element type unless ``--dtype`` says otherwise; packed optimizers of ckpt8 are unpacked.
+    Weights keep their element type unless ``--dtype`` says otherwise; a packed optimizer of ckpt8 is unpacked.
     """
     with request.open(report) as content:
         data = content.data
@@ -42,22 +44,32 @@ def write(request: Request, report: Report) -> None:
                 write_safetensors(data, weights, out)
             with new_file(output, _OPTIMIZER, progress) as out:
                 write_zip(state, out, _OPTIMIZER)
-            _copy_others(content, output, report)
+            left = copy_others(content, output, _is_wanted)
+            if not (output.path / _STATE).is_file():
+                report.notes.append(f"the source has no {_STATE}, without which Trainer does not resume")
+    report.dropped += [f"{path}: not copied" for path in left]
     report.tensors += len(weights)
 
 
-def _copy_others(content: Content, output: AtomicDirectory, report: Report) -> None:
-    """Copy the other files of the source, byte for byte."""
+def _is_wanted(member: DirectoryMember) -> bool:
+    return member.checkpoint.format not in (SYMLINK, DIRECTORY) and member.path not in (WEIGHTS, _OPTIMIZER)
+
+
+def copy_others(content: Content, output: AtomicDirectory, is_wanted: Callable[[DirectoryMember], bool]) -> list[str]:
+    """Copy those of the other files of the source that are wanted. Returns the paths that are left.
+
+    Raises InputError, OutputError.
+    """
+    left = []
     for member in content.others:
-        if member.checkpoint.format in (SYMLINK, DIRECTORY) or member.path in (WEIGHTS, _OPTIMIZER):
-            report.dropped.append(f"{member.path}: not copied")
+        if is_wanted(member):
+            _copy_member(member, output)
         else:
-            copy_member(member, output)
-    if not (output.path / _STATE).is_file():
-        report.notes.append(f"the source has no {_STATE}, without which Trainer does not resume")
+            left.append(member.path)
+    return left
 
 
-def copy_member(member: DirectoryMember, output: AtomicDirectory) -> None:
+def _copy_member(member: DirectoryMember, output: AtomicDirectory) -> None:
     """Copy a file of the source, byte for byte. Raises InputError, OutputError."""
     size = member.checkpoint.size
     with new_file(output, member.path) as out:

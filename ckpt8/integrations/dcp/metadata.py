@@ -6,11 +6,11 @@ The file is JSON; torch writes a pickle.
     dcp         version of torch's planner data;  save_id: text or null
     files       {name: seal}: the files of this checkpoint beside this one, and the SHA-256 that each ends with
     tensors     {name: {"dtype", "shape", "chunks": [{"offsets", "sizes", and where it is}, ...]}}
-    objects     {name: where it is}: what is no tensor, as torch.save writes it
+    objects     {name: where it is}: values that are no tensors, as torch.save writes them
     paths       {name: [key, ...]}: the keys that lead to a value in the state dict that was saved; null if unknown
 
 Where something is: ``file``, and either ``tensor``, the name of a tensor in it, or ``start`` and ``length`` in bytes of
-the tensor ``objects``, for what torch.save wrote.
+the tensor ``objects``, for values that torch.save wrote.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from ckpt8.core.tensors import DType
 from ckpt8.integrations import local_path
 
 OBJECTS = "objects"
-"""The tensor of bytes with what torch.save made of the values that are no plain tensors."""
+"""The tensor of bytes with the values that are no plain tensors, as torch.save writes them."""
 
 FORMAT = "ckpt8-dcp"
 VERSION = "1.0"
@@ -90,7 +90,7 @@ class Stored:
     length: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Without the seal: ``files`` has that once for each file."""
+        """The fields without the seal, which ``files`` has once for each file."""
         if self.tensor is not None:
             return {"file": self.file, "tensor": self.tensor}
         return {"file": self.file, "start": self.start, "length": self.length}
@@ -209,7 +209,7 @@ def _read_tree(fields: Fields) -> Metadata:
 def _read_tensor(
     name: str, fields: Fields, seals: Mapping[str, str], stored: dict[MetadataIndex, Stored]
 ) -> TensorStorageMetadata:
-    """What torch knows of a tensor. Adds its chunks to ``stored``."""
+    """A tensor in torch's terms. Adds its chunks to ``stored``."""
     shape = fields.counts("shape")
     try:
         dtype = fields.choice("dtype", DType.from_label).torch

@@ -52,7 +52,7 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Note where everything is."""
+        """Keep the places of all values."""
         self._stored = metadata.storage_data
         self._values = metadata.state_dict_metadata
 

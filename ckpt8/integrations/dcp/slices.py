@@ -1,4 +1,4 @@
-"""Takes parts of tensors: from live memory without a copy, from a container without decoding more than they need."""
+"""Takes parts of tensors: from live memory without a copy, from a container with only the chunks that they need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.workers import Workers
 
 _BLOCK = 1 << 20
-"""Elements to decode at once where a part is no run of its tensor."""
+"""Elements to decode at once where the elements of a part do not follow each other in the tensor."""
 
 _Piece = tuple[int, slice, slice]
 """A chunk, the elements to take from it, and their place in the target."""

@@ -1,4 +1,4 @@
-"""Builds the object of a rank's file: the slices of a distributed state dict as a model and an optimizer.
+"""Builds the object for a rank's file: the slices of a distributed state dict as a model and an optimizer.
 
 A state dict has flat names: ``model.layers.0.weight``, ``optimizer.state.layers.0.weight.exp_avg``,
 ``optimizer.param_groups.0.lr``. The object nests the slices again and adds settings and steps, so that compression
@@ -26,29 +26,28 @@ from ckpt8.optim.known_optimizers import STATE_ROLES
 _STATE = re.compile(r"(?:(?P<prefix>.*?)\.)?state\.(?P<owner>.+)\.(?P<key>[^.]+)", re.DOTALL)
 _GROUP = re.compile(r"(?:(?P<prefix>.*?)\.)?param_groups\.(?P<owner>.+)\.(?P<key>[^.]+)", re.DOTALL)
 WEIGHTS, OPTIMIZER, OTHER = "weights", "optimizer", "other"
-"""Keys for values whose name has none: weights at the top level of a state dict, the state of an optimizer that is the
-state dict itself, and everything else."""
+"""Keys for values without one in their names: weights at the top level of a state dict, the state of an optimizer that
+is the state dict itself, and everything else."""
 
 Path = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Stands for the value of that number until ``fill_slots``."""
+    """A placeholder for the value of that number; ``fill_slots`` puts the value there."""
 
     number: int
 
 
 class Naming:
-    """Finds the place of a value in the object of a file. ``names`` are those of all values, ``objects`` no tensors."""
+    """Finds the place of a value in the object of a file. ``names`` are of all values, ``objects`` of non-tensors."""
 
     def __init__(self, names: Iterable[str], objects: Iterable[str] = ()) -> None:
         names = list(names)
         found = [match for match in map(_STATE.fullmatch, names) if match and match["key"] in STATE_ROLES]
         self._prefixes = {match["prefix"] for match in found}
         self._trained = {match["owner"] for match in found}
-        has_model = any(model_path(name) is not None for name in names)
-        self._bare = not found and not has_model and not any(True for _ in objects)
+        self._bare = not (found or any(True for _ in objects) or any(model_path(name) for name in names))
 
     def state(self, name: str) -> tuple[str, str, str] | None:
         """Optimizer, parameter and key of a value that is part of an optimizer's state."""
@@ -74,10 +73,10 @@ class Naming:
 
 
 def build(naming: Naming, items: Sequence[tuple[str, tuple[int, ...]]], known: Mapping[str, Any]) -> dict[str, Any]:
-    """The object of a file with a Slot for each of ``items``: name, and offset in the tensor that it is a slice of.
+    """The object of a file with a Slot for each of ``items``: the name of a tensor, and the offset of a slice of it.
 
-    ``known`` are the values of the state dict that this rank has, by name. Settings and steps of the optimizer come
-    from there, whichever rank stores them.
+    ``known`` are the values that the state dict of this rank has, by name. They give the settings and steps of the
+    optimizer, whichever rank stores them.
     """
     tree: dict[str, Any] = {}
     for number, (name, offset) in enumerate(items):
@@ -115,10 +114,10 @@ def _add_settings(tree: dict[str, Any], naming: Naming, known: Mapping[str, Any]
             continue
         whole = []
         for name, own in node[STATE].items():
-            of_all_ranks = states.get((optimizer, _base(name)), {})
-            if "step" in of_all_ranks:
-                own.setdefault("step", _number(of_all_ranks["step"]))
-            if of_all_ranks.keys() <= own.keys():
+            complete = states.get((optimizer, _base(name)), {})
+            if "step" in complete:
+                own.setdefault("step", _number(complete["step"]))
+            if complete.keys() <= own.keys():
                 whole.append(name)
         node[GROUPS] = _groups(whole, settings.get(optimizer, {}))
 
@@ -129,7 +128,7 @@ def _base(parameter: str) -> str:
 
 
 def _groups(parameters: Sequence[str], settings: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of ``parameters``, whose whole state is here: the step of any other is unknown."""
+    """Groups of ``parameters``, which have their whole state here. The step of any other is unknown."""
     groups = []
     for owner, values in settings.items():
         listed = values.get(PARAMETERS)

@@ -67,12 +67,12 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         self._overwrite = overwrite
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Raise UsageError for a save whose ranks do not agree on one checkpoint."""
+        """Raise UsageError for a save without one checkpoint of all ranks."""
         if not kwargs.get("use_collectives", True):
             raise UsageError("Ckpt8StorageWriter writes one checkpoint for all ranks; leave out use_collectives=False")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the directory. Raises OutputError where it holds a checkpoint that is not to be replaced."""
+        """Make the directory. Raises OutputError where it holds a checkpoint that must stay."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
@@ -138,7 +138,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         ]
         tree = build(Naming([*known, *(name for name, _ in slices)], objects), slices, known)
         if OBJECTS in tree:
-            # The bytes need the key: a value of that name gets another one.
+            # The bytes need this key, so a value of that name gets another one.
             tree[f"{OBJECTS}#"] = tree.pop(OBJECTS)
         return tree
 
@@ -185,13 +185,13 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
 
 
 def _is_plain(value: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but its elements: no subclass, dense, of a known type."""
+    """Whether the elements are all there is to a tensor: no subclass, dense, of a known type."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
     return plain and not value.is_quantized and str(value.dtype).removeprefix("torch.") in _DTYPES
 
 
 def _as_bytes(value: torch.Tensor | io.BytesIO) -> bytes:
-    """What torch.save makes of a value; the planner already gives that of values that are no tensors."""
+    """A value as torch.save writes it. The planner has done that for values that are no tensors."""
     if isinstance(value, io.BytesIO):
         return value.getvalue()
     content = io.BytesIO()

@@ -107,7 +107,7 @@ class MomentFill(_PackedFill):
 
 @dataclass(frozen=True, slots=True)
 class ResidualFill(_PackedFill):
-    """Fills ``residual``, flat: what a bf16 parameter lacks of its fp32 weights."""
+    """Fills ``residual``, flat: the difference between fp32 weights and a bf16 parameter."""
 
     residual: torch.Tensor
 
@@ -125,7 +125,7 @@ class ResidualFill(_PackedFill):
 
 @dataclass(frozen=True, slots=True)
 class RoundedFill(_PackedFill):
-    """Fills a bf16 parameter of any strides: the upper half of the weights whose residual ``ResidualFill`` takes."""
+    """Fills a bf16 parameter of any strides with the upper half of fp32 weights. See ``ResidualFill``."""
 
     param: torch.Tensor
 

@@ -18,7 +18,7 @@ _BUFFERS = 2
 
 
 class DeviceCopy:
-    """Fills tensors on devices of the kind of ``make`` from the lossy storages of ``stored``."""
+    """Fills tensors on devices of the kind of ``make`` from the storages that ``stored`` keeps lossy."""
 
     def __init__(self, stored: StoredParts, make: type[Transfer] = CudaTransfer) -> None:
         self._stored = stored
@@ -26,9 +26,10 @@ class DeviceCopy:
         self._lanes: dict[torch.device, _Lane] = {}
 
     def copy(self, ref: TensorRef, target: torch.Tensor) -> bool:
-        """Fill ``target`` with the values of ``ref``; return False where it must be filled otherwise.
+        """Fill ``target`` with the values of ``ref``.
 
-        That is where it is on another device, or ``ref`` is not stored lossy. Raises InputError for damage.
+        Returns False, and fills nothing, on another device, or if ``ref`` is not stored lossy. Raises InputError for
+        damage.
         """
         if target.device.type != self._make.kind or ref.conj or ref.neg:
             return False
@@ -55,7 +56,7 @@ class _Lane:
         self._busy: deque[tuple[torch.Tensor, Mark]] = deque()
 
     def send(self, parts: Parts) -> Parts:
-        """Upload the parts; what the device computes from now on can use them."""
+        """Upload the parts. The device can use them in everything that it computes from now on."""
         if len(self._busy) == _BUFFERS:
             buffer, mark = self._busy.popleft()
             mark.synchronize()

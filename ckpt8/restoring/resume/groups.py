@@ -1,4 +1,4 @@
-"""Parameter groups: what is restored of their hyperparameters, and whether they are those of the same optimizer."""
+"""Parameter groups: which hyperparameters resume restores, and whether the groups are of the same optimizer."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ckpt8.core.text import listed
 from ckpt8.optim.known_optimizers import setting_names
 
 STRUCTURE = frozenset({"params", "param_names", CHECKS})
-"""Keys that speak of the parameters, not of how they are stepped."""
+"""Keys about the parameters themselves, not about how to step them."""
 
 IMPLEMENTATION = frozenset({"foreach", "fused", "triton", "capturable", "differentiable"})
-"""How a step is computed: a matter of the machine, so the live setting stays where one was made."""
+"""Keys for how to compute a step. This depends on the machine, so the live setting stays where there is one."""
 
 _ADDED_BY_TORCH = IMPLEMENTATION | {"maximize", "amsgrad", "decoupled_weight_decay"}
-"""Keys that files of older versions do not have; the live setting stays."""
+"""Keys that files of older versions lack; the live setting stays."""
 
 _CLASS_MARKERS = ("decoupled_weight_decay", "decouple_wd", "gradient_release")
-"""Settings that make another class of an optimizer, such as Adam of AdamW."""
+"""Settings that turn an optimizer into another, such as AdamW into Adam."""
 
 _OTHER_SETTINGS = frozenset(
     {
@@ -36,7 +36,7 @@ _OTHER_SETTINGS = frozenset(
 
 
 def _hyperparameters() -> set[str]:
-    """The settings of all optimizers. Any other key was added by a scheduler or by the user."""
+    """The settings of all optimizers. A scheduler or the user added any other key."""
     return setting_names() | _OTHER_SETTINGS
 
 
@@ -46,10 +46,10 @@ _FORMS = frozenset(
         *("decouple_lr", "weight_decouple", "fixed_decay", "kahan_sum", "gradient_release"),
     }
 )
-"""Settings in which packages spell one and the same optimizer differently, or which are looked at one by one."""
+"""Settings that packages spell differently for one and the same optimizer, or that have checks of their own."""
 
 _BOOKKEEPING = frozenset({"step", "setup", "master", "moment1", "moment2", "seed", "rule"})
-"""What optimizers of packages keep in a group for themselves, and what ours do."""
+"""Keys that optimizers, of packages and ours, keep in a group for themselves."""
 
 
 def class_problem(saved: Mapping[Any, Any], live: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:
@@ -100,7 +100,7 @@ def look_permuted(saved: Sequence[Mapping[Any, Any]], live: Sequence[Mapping[str
 
 
 def restored(saved: Mapping[Any, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a live group takes from ``saved``, whose values are plain or tensors."""
+    """The values that a live group takes from ``saved``, which holds plain values and tensors."""
     values = {}
     for key, value in saved.items():
         if key in STRUCTURE or (key in IMPLEMENTATION and live.get(key) is not None):

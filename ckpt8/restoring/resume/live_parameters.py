@@ -29,7 +29,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class GroupPair:
-    """A live parameter group, the saved one (None where the checkpoint has none of its parameters), and its pairs."""
+    """A live parameter group, the saved one (None if the checkpoint has none of its parameters), and its pairs."""
 
     live: dict[str, Any]
     saved: Saved | None
@@ -38,7 +38,7 @@ class GroupPair:
 
 @dataclass(slots=True)
 class ParameterMap:
-    """The live groups in their order, each with its saved group; ``problems`` lists parameters that have no partner."""
+    """The live groups in their order, each with its saved group; ``problems`` lists parameters without a partner."""
 
     groups: list[GroupPair] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

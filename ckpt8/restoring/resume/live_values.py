@@ -1,7 +1,7 @@
 """Builds values for live objects: plain ones, tensors, and tensors of classes that torch calls safe.
 
-``RestBuilder`` gives an ``Inert`` for an object whose class it does not import. In a model or an optimizer that would
-break a training step much later. ``unmade`` finds such objects beforehand and reads no tensor for it.
+``RestBuilder`` makes an ``Inert`` of an object whose class it does not import. In a model or an optimizer that would
+break a training step much later. ``unmade`` finds such objects beforehand and reads no tensor.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ValueBuilder(RestBuilder):
         return super()._object(node)
 
     def _subclass(self, kind: type[torch.Tensor], node: Inert) -> torch.Tensor:
-        """A tensor that class ``kind`` makes of the parts in the file. Raises ResumeError where it does not."""
+        """A tensor that class ``kind`` makes of the parts in the file. Raises ResumeError where it cannot."""
         _, _, (_, dtype, shape, stride, *_), state = node.args
         parts = {key: self._build(value) for key, value in state.items()}
         try:
@@ -73,8 +73,7 @@ class ValueBuilder(RestBuilder):
             if isinstance(each, Global) and dtype_of(each) is each:
                 return each.name
             if isinstance(each, Inert):
-                parts = _parts(each)
-                if parts is None:
+                if (parts := _parts(each)) is None:
                     return _class_name(each)
                 pending += parts
             elif isinstance(each, dict):
@@ -90,7 +89,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _parts(node: Inert) -> list[Any] | None:
-    """The parts that an object is made of, or None where it is not made."""
+    """The parts of an object to make, or None for one that resume does not make."""
     if _registered_class(node) is not None:
         return list(node.args[3].values())
     if node.name == _DEQUE and _is_deque(node):

@@ -51,7 +51,7 @@ def plan_model(
 ) -> ModelPlan:
     """Match names, shapes and element types, and build the extra states of modules.
 
-    ``halves``: the ``id`` of 16-bit parameters that may take fp32 weights, since an optimizer keeps the other half.
+    ``halves``: the ``id`` of 16-bit parameters that may take fp32 weights; an optimizer keeps their other half.
     """
     live = model.state_dict(keep_vars=True)
     owned = {id(t) for _, t in (*model.named_parameters(), *model.named_buffers())}

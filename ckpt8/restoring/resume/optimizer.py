@@ -1,8 +1,8 @@
-"""From a saved optimizer to the state of a live one: what is checked, what is allocated, what is assigned.
+"""Plans the state of a live optimizer from a saved one, and later allocates, fills and assigns it.
 
-State is assigned to ``optimizer.state`` directly, as fresh tensors of the saved element type and strides.
-``Optimizer.load_state_dict`` would cast them all to the type of the parameter. Optimizers of ``ckpt8.optim`` are
-planned in ``packed_state``; classes that load their state themselves in ``own_loading``.
+The state goes to ``optimizer.state`` directly, as fresh tensors of the saved element type and strides.
+``Optimizer.load_state_dict`` would cast them all to the type of the parameter. ``packed_state`` plans optimizers of
+``ckpt8.optim``; ``own_loading`` plans classes that load their state themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from ckpt8.restoring.resume.packed_state import PackedPlanner
 from ckpt8.restoring.resume.state_checks import (
     WHOLE_GROUP,
     exact_step,
-    group_step_problem,
     layout_of,
     object_problem,
     packed_optimizer,
@@ -77,18 +76,16 @@ def plan_optimizer(
 def _plan_states(
     states: Mapping[Any, Any], mapped: ParameterMap, optimizer: Optimizer, builder: ValueBuilder
 ) -> OptimizerPlan:
-    """The plan of an optimizer of another package, which takes its state as it was saved."""
+    """The plan of an optimizer of another package: it takes its state as saved."""
     plan = OptimizerPlan(problems=list(mapped.problems))
     layout = layout_of(optimizer)
     for group in mapped.groups:
         if group.saved is None:
             continue
-        if (
-            layout is not None
-            and layout.published.step == "group"
-            and any(pair.identifier in states for pair in group.pairs)
-        ):
-            plan.wrong = plan.wrong or group_step_problem(group.saved)
+        keeps_step = layout is not None and layout.published.step == "group"
+        has_state = any(pair.identifier in states for pair in group.pairs)
+        if keeps_step and has_state and type(group.saved.get("step")) not in (int, TensorRef):
+            plan.wrong = plan.wrong or "its parameter groups lack the step that this optimizer keeps there"
         plain = {key: builder.build(value) for key, value in group.saved.items() if key != "params"}
         plan.groups.append((group.live, restored(plain, group.live)))
         for pair in group.pairs:
@@ -126,10 +123,10 @@ def _empty(ref: TensorRef, device: torch.device | None) -> Tensor:
 
 
 def apply(plan: OptimizerPlan, optimizer: Optimizer, checkpoint: Checkpoint, streamer: Streamer) -> None:
-    """Make the new state on the devices of the parameters, fill it, and replace state and hyperparameters by the new.
+    """Make the new state on the devices of the parameters, fill it, and replace the old state and hyperparameters.
 
-    Raises ResumeError when there is not enough memory, and the optimizer is unchanged then, or where the class does not
-    take the state; InputError for damage.
+    Raises ResumeError for lack of memory, before anything changes, and where the class does not take the state;
+    InputError for damage.
     """
     try:
         loaded = plan.build() if plan.build is not None else None

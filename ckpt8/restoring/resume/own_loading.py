@@ -1,8 +1,8 @@
 """Optimizers that take their state through their own ``load_state_dict``.
 
-They are of unknown classes and have a ``load_state_dict`` of their own, as bitsandbytes' do, or keep more than tensors
-and numbers, as torchao's do. They get what ``torch.load`` would give them, in the order of their parameters. When their
-code fails, resume raises ResumeError and the optimizer is as it was.
+Their class is unknown, and has a ``load_state_dict`` of its own, as in bitsandbytes, or keeps more than tensors and
+numbers, as in torchao. They get what ``torch.load`` would give them, in the order of their parameters. When their code
+fails, resume raises ResumeError and gives the optimizer its old state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OTHERWISE = "restore the checkpoint and give its state to load_state_dict"
 
 
 def form_problem(optimizer: Optimizer) -> str | None:
-    """Why no checkpoint can be matched with the state of ``optimizer``, or None."""
+    """Why resume cannot match the state of ``optimizer`` with a checkpoint, or None."""
     name = type(optimizer).__name__
     if not hasattr(optimizer, "state") or not hasattr(optimizer, "param_groups"):
         return f"{name} has no state or parameter groups of its own; {_OTHERWISE}"

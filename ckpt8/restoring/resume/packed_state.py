@@ -1,13 +1,13 @@
 """From a saved optimizer to the packed state of one of ``ckpt8.optim``.
 
-    saved by the same packed optimizer    every tensor is copied
-    saved by the published optimizer      from a ``.ckpt8`` codes, scales and residuals are taken as they are stored,
-                                          where they have at least as many levels as the optimizer's; all others, and
-                                          those of a raw checkpoint, are encoded on the way
+    saved by the same packed optimizer    copies every tensor
+    saved by the published optimizer      takes codes, scales and residuals of a ``.ckpt8`` as they are stored, where
+                                          they have at least as many levels as the optimizer's; encodes all others, and
+                                          those of a raw checkpoint, on the way
 
-A group takes the codecs of the stored codes that go straight into it. What the file keeps exact for a reason stays
-exact: as fp32 moments, or as a 16-bit residual. fp32 weights go into bf16 parameters and their residuals, or fp16
-parameters and their masters.
+A group takes the codecs of the stored codes that go straight into it. A tensor that the file keeps exact for a reason
+stays exact: as fp32 moments, or as a 16-bit residual. fp32 weights go into bf16 parameters and their residuals, or into
+fp16 parameters and their masters.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PackedPlanner:
         return problem or length_problem(foreign.packed_group(saved, rule, arguments), self.optimizer.defaults)
 
     def plan(self, node: Mapping[str, Any], mapped: ParameterMap) -> OptimizerPlan:
-        """The plan for the saved optimizer ``node`` whose parameters are paired in ``mapped``."""
+        """The plan for the saved optimizer ``node``; ``mapped`` pairs its parameters."""
         plan = OptimizerPlan(problems=list(mapped.problems))
         checks = {key: check for group in node["param_groups"] for key, check in weight_checks(group).items()}
         for mapped_group in mapped.groups:
@@ -97,7 +97,7 @@ class PackedPlanner:
         return bool(kept) and any(group[key] != live[key] for key in ("master", "moment1", "moment2"))
 
     def _check_weight(self, param: torch.Tensor, state: Any, expected: Any) -> None:
-        """Raise UsageError where a state completes another 16-bit weight than the one that this parameter takes."""
+        """Raise UsageError where a state belongs to another 16-bit weight than the one that this parameter takes."""
         ref = self.weights.get(id(param))
         if not state or ref is None or expected is None or ref.dtype.itemsize != 2:
             return
@@ -122,7 +122,7 @@ class PackedPlanner:
         return group
 
     def _common_codec(self, group: dict[str, Any], kind: StateKey, states: Sequence[Any]) -> dict[str, Any]:
-        """The codec that most stored codes have, of those that are no coarser than the group's own; else its own."""
+        """The most frequent codec of stored codes that is no coarser than the group's own; else the group's own."""
         mine = codec_from_config(group[kind]).codes
         refs = (ref for state in states if isinstance(state, dict) for ref in state.values())
         found = Counter(
@@ -136,7 +136,7 @@ class PackedPlanner:
         return self.stored.codec(ref) if self.stored is not None and isinstance(ref, TensorRef) else None
 
     def _if_stored(self, ref: TensorRef, codec: Codec) -> StoredParts | None:
-        """Where the parts of ``ref`` are, if ``codec`` made them."""
+        """The stored parts, if ``codec`` made those of ``ref``; else None."""
         return self.stored if self._codec(ref) == codec else None
 
     def _weight_to_halve(self, param: torch.Tensor) -> TensorRef | None:
@@ -190,11 +190,11 @@ class PackedPlanner:
             )
         if param.element_size() == 2 and id(param) not in self.weights:
             raise UsageError(
-                "its residual or master is made from its weight, which is not in model=; give the model that has it"
+                "its residual or master comes from its weight, which is not in model=; give the model that has it"
             )
 
     def _copy_state(self, param: torch.Tensor, saved: Mapping[str, TensorRef], group: dict[str, Any]) -> NewState:
-        """State of the same layout, copied."""
+        """New state, to be copied from saved state of the same layout."""
         exact = exact_names(_types_and_shapes(saved))
         state = self.optimizer.initial_state(group, param, exact)
         fills: list[Fill] = [Copy(key, ref, state[key]) for key, ref in saved.items()]
@@ -203,7 +203,7 @@ class PackedPlanner:
         return state, fills
 
     def _pack_state(self, param: torch.Tensor, saved: Mapping[str, Any], group: dict[str, Any], step: int) -> NewState:
-        """State packed from plain moments and weights; zero moments where none were saved."""
+        """New state, to be packed from plain moments and weights; without saved moments they are zero."""
         shape = tuple(param.shape)
         moments = self.optimizer.moments(group, shape)
         exact = {name for name in moments if self._is_exact(saved.get(name))}
@@ -224,7 +224,7 @@ class PackedPlanner:
     def _complete_weight(
         self, param: torch.Tensor, group: dict[str, Any], state: dict[str, torch.Tensor], exact: set[str]
     ) -> list[Fill]:
-        """What fills the master of a parameter, or the residual of one that takes half of its fp32 weights."""
+        """The fill for the master of a parameter, or for the residual of one that takes half of its fp32 weights."""
         weight = self.weights.get(id(param))
         if weight is not None and "master" in state:
             return [Copy("master", weight, state["master"])]
@@ -246,5 +246,5 @@ class PackedPlanner:
 
 
 def _types_and_shapes(saved: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]] | None]:
-    """Element type and shape of saved state; None for what is no tensor."""
+    """Element type and shape of saved state; None for anything but a tensor."""
     return {key: (ref.dtype.torch, ref.shape) if isinstance(ref, TensorRef) else None for key, ref in saved.items()}

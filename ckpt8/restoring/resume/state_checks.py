@@ -1,7 +1,7 @@
-"""What each optimizer class keeps for a parameter, and whether a saved state is that.
+"""The state that each optimizer class keeps for a parameter, and whether a saved state is that.
 
 A fresh optimizer has no state from which to tell what it expects, and a state of another class under the same
-hyperparameters would be taken without complaint: what the cards of known classes say catches a wrong class.
+hyperparameters would go in without complaint. The cards of known classes tell the two apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckpt8.restoring.resume.live_parameters import Pair
 from ckpt8.restoring.resume.live_values import ValueBuilder
 
 WHOLE_GROUP = "group"
-"""optimi with gradient release keeps a reference to the parameter group in the state of each parameter."""
+"""Key of a reference to the parameter group, which optimi with gradient release keeps in each state."""
 
 _LARGEST_STEP = 2**53
 """float64 holds every whole number up to here."""
@@ -59,7 +59,7 @@ def layout_of(optimizer: Optimizer) -> Layout | None:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside a wrapper such as accelerate's, which passes its state off as its own; else itself."""
+    """The optimizer inside a wrapper such as accelerate's, which shares its state; else the optimizer itself."""
     inner = getattr(optimizer, "optimizer", None)
     shared = getattr(inner, "state", None)
     return inner if shared is not None and shared is getattr(optimizer, "state", None) else optimizer
@@ -77,14 +77,6 @@ def _expected_shape(key: str, shape: Shape) -> Shape | None:
         return shape
     tensor = TENSORS.get(key)
     return tensor.shape(shape) if tensor is not None and (tensor.is_moment or len(shape) >= 2) else None
-
-
-def group_step_problem(group: Mapping[Any, Any]) -> str | None:
-    """Why ``group``, which should keep the step, has none that can be used; or None."""
-    step = group.get("step")
-    if isinstance(step, TensorRef) or (isinstance(step, int) and not isinstance(step, bool)):
-        return None
-    return "its parameter groups lack the step that this optimizer keeps there"
 
 
 def exact_step(step: Any, layout: Layout, group: Mapping[str, Any], pair: Pair) -> Tensor | int | Any:
