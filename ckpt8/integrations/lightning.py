@@ -160,7 +160,7 @@ for _other in _FOUND[1:]:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """The bytes that torch.save would have written, decoded as they are read; for a plain ``.ckpt`` its own bytes.
+    """A file with the bytes that torch.save would have written, decoded on reading; a plain ``.ckpt`` as it is.
 
     Raises InputError for damage and for a container that was not made of one checkpoint of torch.
 

@@ -89,10 +89,8 @@ class Ckpt8Callback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Compress the checkpoint of this step."""
-        if (
-            _is_distributed()
-        ):  # every rank writes files of its own into a checkpoint, and Trainer does not wait for them
-            dist.barrier()
+        if _is_distributed():
+            dist.barrier()  # every rank writes files of its own into a checkpoint; Trainer does not wait for them
         if not state.is_world_process_zero:
             return
         self._harvest(state)
@@ -192,7 +190,7 @@ def _rotate(folder: Path, limit: int | None, best: Path | None) -> None:
 
 
 def _discard(source: Path) -> None:
-    """Remove a directory. At no moment it looks like a checkpoint with files missing."""
+    """Remove a directory, and first rename it: it never looks like a checkpoint with files missing."""
     aside = source.with_name(f".{source.name}.ckpt8-discarded")
     shutil.rmtree(aside, ignore_errors=True)
     source.rename(aside)
@@ -217,7 +215,7 @@ def restored_checkpoint(
 
 @contextlib.contextmanager
 def temporary_checkpoint(output_dir: str | os.PathLike[str], *, threads: int | None = None) -> Iterator[str | None]:
-    """As ``restored_checkpoint``, for a ``with`` block, which removes at its end the directory that it made.
+    """As ``restored_checkpoint``, for a ``with`` block. Its end removes the directory that it made.
 
     >>> from ckpt8.integrations.transformers import temporary_checkpoint
     >>> with temporary_checkpoint("outputs") as path:

@@ -65,7 +65,7 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read everything in ``plan``. Raises InputError for damage, UnsupportedError for what cannot be unpickled."""
+        """Read all of ``plan``. Raises InputError for damage, UnsupportedError for a class that torch does not allow."""
         files: dict[str, list[tuple[ReadItem, Stored]]] = defaultdict(list)
         for item in plan.items:
             if (stored := self._stored.get(item.storage_index)) is None:
@@ -85,7 +85,7 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
         name = item.storage_index.fqn
         if item.type is LoadItemType.BYTE_IO:
             clean = io.BytesIO()
-            # The planner unpickles without a limit. So it gets what was loaded within the limit, saved anew.
+            # The planner unpickles any class. So it gets a new file of the value that was loaded within our limits.
             torch.save(file.load(stored, f"{self.path}: {name}"), clean)
             clean.seek(0)
             planner.load_bytes(item, clean)
