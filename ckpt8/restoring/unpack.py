@@ -54,19 +54,19 @@ def join_weights(
             codec = Split32() if part.dtype is DType.INT16 else codec_from_config(parameter.group["master"])
             name, weight = join(parameter, key, codec)
             full[name] = weight
-
-    def is_tied(mine: Any, theirs: Any) -> bool:
-        return (theirs.key, theirs.offset, theirs.stride) == (mine.key, mine.offset, mine.stride)
-
     others = {name: ref for name, ref in saved.items() if name not in full and isinstance(ref, TensorRef)}
     tied = {
         other: weight
         for name, weight in full.items()
         for other, ref in others.items()
         if (ref.shape, ref.dtype) == (saved[name].shape, saved[name].dtype)
-        and (is_tied(ref, saved[name]) or (len(ref.shape) > 1 and is_copy(name, other)))
+        and (_place(ref) == _place(saved[name]) or (len(ref.shape) > 1 and is_copy(name, other)))
     }
     return full | tied
+
+
+def _place(ref: TensorRef) -> tuple[object, ...]:
+    return ref.key, ref.offset, ref.stride
 
 
 def _join_loaded(
@@ -103,7 +103,7 @@ def _join_loaded(
     return join_weights(saved, parameters, join, is_copy)
 
 
-_Place = tuple[Any, Any, Any]
+_Found = tuple[Any, Any, Any]
 """A value of the loaded object, and where it is: ``(value, parent, key)``. ``parent`` is None for the object itself."""
 
 
@@ -142,11 +142,11 @@ def unpack_tree(obj: Any, tree: object, where: str) -> Any:
     return obj
 
 
-def _places(tree: object, obj: Any, wanted: Collection[int]) -> dict[int, list[_Place]]:
+def _places(tree: object, obj: Any, wanted: Collection[int]) -> dict[int, list[_Found]]:
     """The places in ``obj`` of the nodes of ``tree`` with a ``wanted`` ``id``. Walks both trees in step."""
-    places: dict[int, list[_Place]] = {}
+    places: dict[int, list[_Found]] = {}
     seen = set()
-    stack: list[tuple[Any, _Place]] = [(tree, (obj, None, None))]
+    stack: list[tuple[Any, _Found]] = [(tree, (obj, None, None))]
     while stack:
         node, place = stack.pop()
         if id(node) in wanted:

@@ -65,7 +65,7 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all of ``plan``. Raises InputError for damage, UnsupportedError for a class that torch does not allow."""
+        """Read all of ``plan``. Raises InputError for damage, UnsupportedError for a class that it may not load."""
         files: dict[str, list[tuple[ReadItem, Stored]]] = defaultdict(list)
         for item in plan.items:
             if (stored := self._stored.get(item.storage_index)) is None:
