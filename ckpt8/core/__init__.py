@@ -1,1 +1,1 @@
-"""What every package needs: errors, element types, text, threads, devices and files. Imports no other package."""
+"""Errors, element types, text, threads, devices and files, for every other package. Imports no other package."""

@@ -31,8 +31,6 @@ class CheckFailedError(Ckpt8Error):
     1
     """
 
-    exit_code = 1
-
 
 class UsageError(Ckpt8Error):
     """An argument cannot be used: an unknown codec, a malformed rule, an unknown tensor name (exit code 2).

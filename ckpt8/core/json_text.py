@@ -1,7 +1,7 @@
-"""JSON of an untrusted file: what its values would take is counted in the text, before any of them is built.
+"""Parses JSON of untrusted files: bounds the memory of the values from the text, before it builds any of them.
 
 A text of JSON becomes up to fifty times as large as a tree of Python's objects. ``cost`` is an upper bound of that in
-bytes, measured for each kind of value. It needs no more than a count of a few characters outside of strings.
+bytes, measured for each kind of value. It only counts a few characters outside of strings.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 from ckpt8.core.errors import InputError
 
 FREE = 1 << 27
-"""What any text may cost, however short."""
+"""The cost that every text may have, however short."""
 
 HEADER_COST = 32
-"""What each byte of a safetensors header may cost beyond that: the shortest entries cost 28."""
+"""The cost that each byte of a safetensors header may add: the shortest entries cost 28."""
 
 MANIFEST_COST = 96
-"""What a manifest may cost for each byte of its container: see FORMAT.md."""
+"""The cost that a manifest may have for each byte of its container: see FORMAT.md."""
 
 MAX_DEPTH = 128
-"""Real ones are nested ten deep."""
+"""The deepest nesting; that of real files is ten."""
 
 _BYTE, _BRACKET, _COMMA, _QUOTE, _COLON = 10, 68, 8, 8, 160
 _ESCAPED = re.compile(rb'\\[\\"]')
@@ -46,7 +46,7 @@ def check_json(text: bytes, where: str, allowed: int) -> None:
     for _ in range(MAX_DEPTH):
         inner = brackets.replace(b"[]", b"")
         if len(inner) == len(brackets):
-            return  # nothing is left, or the parser will find out what is wrong
+            return  # nothing is left, or the parser finds the error
         brackets = inner
     if brackets:
         raise InputError(f"{where}: its JSON is nested deeper than {MAX_DEPTH}")
@@ -65,7 +65,7 @@ def _measured(text: bytes) -> tuple[int, bytes]:
 def parse_json(text: bytes, where: str, allowed: int | None = None) -> Any:
     """Strict JSON: UTF-8, no duplicate keys, no NaN. Raises InputError, also as ``check_json``.
 
-    By default each byte may cost what one of a header may.
+    By default the text may cost as much as a header.
     """
     check_json(text, where, FREE + HEADER_COST * len(text) if allowed is None else allowed)
     try:
@@ -77,7 +77,7 @@ def parse_json(text: bytes, where: str, allowed: int | None = None) -> Any:
 
 
 def parse_any_json(text: bytes | bytearray, where: str) -> Any:
-    """What Python takes for JSON, as other programs write it. Raises InputError, also as ``check_json``."""
+    """JSON as Python accepts it, since other programs write NaN too. Raises InputError, also as ``check_json``."""
     try:
         content = text.decode(json.detect_encoding(text))
         plain = content.encode()

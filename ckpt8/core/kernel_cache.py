@@ -75,9 +75,9 @@ class KernelCache(NullCache):
                 _write(path, origin, dumps(compiled._reduce()))
 
     def _file(self, folder: Path, signature: Any, target_context: Any) -> tuple[Path, bytes]:
-        """Where the kernel for ``signature`` is kept, and all that it is made from.
+        """The file for the kernel of a ``signature``, and a digest of everything that the kernel is made from.
 
-        Its name does not tell the source and the version of numba: newer code takes the place of the older.
+        The name leaves out the source and the version of numba, so newer code replaces older code.
         """
         name = self._function.__qualname__
         python = sys.implementation.cache_tag, getattr(sys, "abiflags", "")
@@ -88,7 +88,7 @@ class KernelCache(NullCache):
 
 @cache
 def _folder() -> Path | None:
-    """The folder of this user for kernels; None, and a warning, where nothing can be kept."""
+    """The folder of this user for kernels; None, with a warning, if it cannot be used."""
     try:
         folder = _chosen()
         make_private(folder)
@@ -102,9 +102,7 @@ def _chosen() -> Path:
     """Below ``NUMBA_CACHE_DIR``, or in the cache of the user. Raises RuntimeError where there is no home directory."""
     if named := vars(numba.config)["CACHE_DIR"]:
         return Path(named) / "ckpt8"
-    if sys.platform == "win32":
-        named, usual = os.environ.get("LOCALAPPDATA", ""), Path("AppData", "Local")
-    elif sys.platform == "darwin":
+    if sys.platform == "darwin":
         named, usual = "", Path("Library", "Caches")
     else:
         named, usual = os.environ.get("XDG_CACHE_HOME", ""), Path(".cache")
@@ -113,7 +111,7 @@ def _chosen() -> Path:
 
 @cache
 def _source() -> bytes:
-    """A digest of all of this package, of which constants and called kernels go into a kernel, and of the compiler."""
+    """A digest of this whole package, since a kernel contains constants and kernels of it, and of the compiler."""
     digest = hashlib.sha256(f"{__version__} {numba.__version__} {llvmlite.__version__}".encode())
     for path in sorted(_PACKAGE.rglob("*.py")):
         digest.update(hashlib.sha256(path.read_bytes()).digest())
@@ -136,7 +134,7 @@ def _read(path: Path, origin: bytes) -> bytes | None:
 
 
 def _write(path: Path, origin: bytes, code: bytes) -> None:
-    """Put a file into its place, whole. Warns where that is not possible, and leaves nothing behind."""
+    """Write a file whole or not at all. Warns where that is not possible."""
     content = hashlib.sha256(origin + code).digest() + code
     try:
         with deferred():
@@ -153,7 +151,7 @@ def _write(path: Path, origin: bytes, code: bytes) -> None:
 
 
 def _warn(text: str, error: OSError | RuntimeError) -> None:
-    """Warn of it the first time."""
+    """Give the warning ``text`` the first time that it applies."""
     if text not in _warned:
         _warned.add(text)
         why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)

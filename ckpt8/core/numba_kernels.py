@@ -2,7 +2,7 @@
 
 A kernel lets go of the GIL, does IEEE arithmetic in the order written (nothing is contracted or reordered) and is kept
 on disk, so that a machine compiles it once. It takes numpy views of flat CPU tensors, and may call other kernels.
-Integers are wrapped in ``i4`` at every step: two int32 make an int64 otherwise, of which a vector holds half as many.
+Wrap integers in ``i4`` at every step: otherwise two int32 make an int64, and a vector holds half as many of those.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAGNITUDE = 0x7FFFFFFF
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile ``function`` at its first call, or take it from the cache of this machine."""
     compiled = numba.njit(nogil=True, error_model="numpy")(function)
-    # With cache=True numba would keep its own files, which it executes whoever wrote them.
+    # With cache=True numba would keep files of its own, and execute them whoever wrote them.
     with suppress(ImportError):
         # A numba with other internals keeps nothing.
         from ckpt8.core.kernel_cache import KernelCache

@@ -56,7 +56,7 @@ def percent(part: float, whole: float = 1) -> str:
 
 
 def differing_line(source: dict[str, Any]) -> str:
-    """Says that the container was not made from ``source``, the ``measured_from`` of ``inspect``, and what differs."""
+    """The line that a container was not made from ``source``, the ``measured_from`` of ``inspect``; names a storage."""
     names, path = source["differing"], source["path"]
     what = f"{names[0]} differs" if len(names) == 1 else f"{len(names):,} lossless storages differ, such as {names[0]}"
     return f"not made from {path}: {what}"

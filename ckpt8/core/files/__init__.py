@@ -1,1 +1,1 @@
-"""Files: read at a place, written whole or not at all, temporary files that nothing leaves behind."""
+"""Reads files at a position, writes them whole or not at all, and removes temporary files under all circumstances."""

@@ -1,4 +1,4 @@
-"""Temporary files and directories beside their targets, and the removal of those that killed processes left.
+"""Makes temporary files and directories next to their targets, and removes those that killed processes left.
 
 A temporary is named ``.NAME.MACHINExxxxxxxx.ckpt8-partial``, and its process holds a lock on it. A later write to the
 same target removes the temporaries that nobody locks. Where locks say nothing (the file system has none, or another
@@ -29,8 +29,8 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 unfinished: dict[Path, int] = {}
-"""Temporary files and directories and their processes: a signal may strike before the ``with`` that would remove one
-is entered."""
+"""Temporary files and directories with the process of each, removed at exit: a signal may strike before the ``with``
+that would remove one."""
 
 
 @atexit.register
@@ -50,7 +50,7 @@ def remove(path: Path) -> None:
 
 
 class Partial:
-    """A new temporary beside ``final``, a file or a directory with ``mode``; ``descriptor`` is open and holds its lock.
+    """A new file or directory with ``mode`` next to ``final``; ``descriptor`` is open and holds its lock.
 
     Its owner calls ``close`` in the end, which removes whatever still has its name. Raises OSError.
     """
@@ -62,7 +62,10 @@ class Partial:
             unfinished[self.path] = os.getpid()
             self.descriptor = -1
             try:
-                self.descriptor = _make_directory(self.path, mode) if directory else _make_file(self.path, mode)
+                if directory:
+                    self.descriptor = _make_directory(self.path, mode)
+                else:
+                    self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, mode)
                 # Another run may have taken it for abandoned before it was locked.
                 if _hold(self.descriptor, self.path) or attempt == _ATTEMPTS:
                     return
@@ -72,7 +75,7 @@ class Partial:
                 raise
 
     def close(self) -> None:
-        """Remove what has the name of the temporary, and let go of the lock."""
+        """Remove whatever has the name of the temporary, and release the lock."""
         if self.path in unfinished:
             remove(self.path)
             unfinished.pop(self.path, None)
@@ -82,7 +85,7 @@ class Partial:
 
 
 def partial_path(final: Path) -> Path:
-    """A name for a temporary beside ``final``."""
+    """A name for a temporary next to ``final``."""
     return final.with_name(f".{final.name[:_NAME_KEPT]}.{_machine()}{secrets.token_hex(4)}{SUFFIX}")
 
 
@@ -96,16 +99,12 @@ def _machine() -> str:
     return f"{zlib.crc32(name):08x}"
 
 
-def _make_file(path: Path, mode: int) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, mode)
-
-
 def _make_directory(path: Path, mode: int) -> int:
     path.mkdir(mode)
     try:
         return os.open(path, os.O_RDONLY | _NO_LINK)
     except FileNotFoundError:
-        return -1  # taken for abandoned, as in ``_hold``
+        return -1  # another run took it for abandoned, as in ``_hold``
 
 
 @contextlib.contextmanager
@@ -129,7 +128,7 @@ def _hold(descriptor: int, path: Path) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        return True  # without locks age tells
+        return True  # the file system has no locks: only the age counts
     return path.exists()
 
 
@@ -145,7 +144,10 @@ def remove_abandoned(final: Path) -> None:
 
 def _remove_if_abandoned(path: Path, *, ours: bool) -> None:
     with contextlib.suppress(OSError):
-        descriptor = _open_any(path)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | _NO_LINK)
+        except (IsADirectoryError, PermissionError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _NO_LINK)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,18 +155,8 @@ def _remove_if_abandoned(path: Path, *, ours: bool) -> None:
                 return
             except OSError:
                 ours = False
-            if ours or time.time() - _last_change(path) > IDLE_SECONDS:
+            last_change = max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
+            if ours or time.time() - last_change > IDLE_SECONDS:
                 remove(path)
         finally:
             os.close(descriptor)
-
-
-def _open_any(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_NONBLOCK | _NO_LINK)
-    except (IsADirectoryError, PermissionError):
-        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | _NO_LINK)
-
-
-def _last_change(path: Path) -> float:
-    return max(each.lstat().st_mtime for each in (path, *path.rglob("*")))

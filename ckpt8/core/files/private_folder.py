@@ -1,7 +1,4 @@
-"""Folders in which only their user can have put anything: what lies there may be executed.
-
-POSIX alone has an owner and a mode to go by. Elsewhere a folder is taken as it is.
-"""
+"""Makes folders that only their user can write to: the code in them may be executed."""
 
 from __future__ import annotations
 
@@ -13,56 +10,45 @@ from pathlib import Path
 
 _PRIVATE = 0o700
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_OPEN = "other users can write to it"
 _MOST_LINKS = 40
-"""Links on the way to one folder, as Linux counts them: more go in a circle."""
+"""Links that lead to a link, as many as Linux follows: more go in a circle."""
 
 
 def make_private(folder: Path) -> None:
     """Make ``folder`` and those above it, for this user alone, as far as they are missing.
 
-    Raises OSError where that is not possible, and PermissionError where another user could put files into ``folder``,
-    or another folder into its place.
+    Raises OSError where that is not possible, and PermissionError where another user could put files into ``folder``
+    or replace it.
     """
-    if os.name != "posix":
-        folder.mkdir(parents=True, exist_ok=True)
-        return
-    found, rest, links = Path("/"), _names(folder.absolute()), 0
-    _check_above(found, found.lstat())
-    while rest:
-        name = rest.pop()
-        if name == "..":
-            found = found.parent
-            continue
-        entry = found / name
-        status = _status_of_made(entry)
-        _check_above(entry, status)
+    _check_way(folder.absolute(), 0)
+    final = folder.resolve()
+    check_private(final, final.lstat())
+
+
+def _check_way(path: Path, links: int) -> None:
+    """Check every folder and link on the way to ``path``, and make missing folders. Raises OSError."""
+    for each in (*reversed(path.parents), path):
+        status = _status_of_made(each)
+        check_private(each, status, on_the_way=True)
         if stat.S_ISLNK(status.st_mode):
-            links += 1
-            if links > _MOST_LINKS:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
-            target = entry.readlink()
-            rest += _names(target)
-            found = Path("/") if target.is_absolute() else found
-        elif stat.S_ISDIR(status.st_mode):
-            found = entry
-        else:
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(entry))
-    check_private(found, found.lstat())
+            if links == _MOST_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(each))
+            _check_way(each.parent / each.readlink(), links + 1)
+        elif not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(each))
 
 
-def check_private(path: Path, status: os.stat_result) -> None:
-    """Raise PermissionError unless ``path``, with this status, belongs to this user and nobody else can write it."""
-    if os.name != "posix":
-        return
-    _check_owner(path, status, os.geteuid())
-    if status.st_mode & _OTHERS_WRITE:
-        raise _refusal(path, _OPEN)
+def check_private(path: Path, status: os.stat_result, *, on_the_way: bool = False) -> None:
+    """Raise PermissionError unless ``path``, with this status, belongs to this user and nobody else can write it.
 
-
-def _names(path: Path) -> list[str]:
-    """The components of ``path`` without its root, in reverse order."""
-    return [name for name in reversed(path.parts) if name != path.anchor]
+    A path that is only ``on_the_way`` may also belong to root, and be a link or a sticky folder: in one such as /tmp
+    everybody can make entries, but only the owner of an entry can move it away.
+    """
+    kept = stat.S_ISLNK(status.st_mode) or (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX)
+    if status.st_uid != os.geteuid() and not (on_the_way and status.st_uid == 0):
+        raise PermissionError(errno.EPERM, f"it belongs to another user, {status.st_uid}", str(path))
+    if status.st_mode & _OTHERS_WRITE and not (on_the_way and kept):
+        raise PermissionError(errno.EPERM, "other users can write to it", str(path))
 
 
 def _status_of_made(entry: Path) -> os.stat_result:
@@ -73,23 +59,3 @@ def _status_of_made(entry: Path) -> os.stat_result:
         with contextlib.suppress(FileExistsError):
             entry.mkdir(_PRIVATE)
         return entry.lstat()
-
-
-def _check_above(path: Path, status: os.stat_result) -> None:
-    """Whether nobody but this user and root can put another thing into the place of what lies in ``path``.
-
-    In a sticky folder, as /tmp is, everybody can make entries, but only the owner of one can move it away.
-    """
-    _check_owner(path, status, os.geteuid(), 0)
-    sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
-    if status.st_mode & _OTHERS_WRITE and not sticky and not stat.S_ISLNK(status.st_mode):
-        raise _refusal(path, _OPEN)
-
-
-def _check_owner(path: Path, status: os.stat_result, *trusted: int) -> None:
-    if status.st_uid not in trusted:
-        raise _refusal(path, f"it belongs to another user, {status.st_uid}")
-
-
-def _refusal(path: Path, why: str) -> PermissionError:
-    return PermissionError(errno.EPERM, why, str(path))

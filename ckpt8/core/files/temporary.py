@@ -9,32 +9,29 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
     """Deliver SIGINT and SIGTERM at the end of the block instead of inside it.
 
-    Protects code that creates something and then records it: an exception between the two would leave it behind.
+    Protects code that creates a file and then records it: an exception between the two would leave the file.
     Signals reach the main thread only; in another thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []
-    before: dict[int, Any] = {}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # None: Python did not install the handler and could not restore it.
+    before = {number: handler for number, handler in handlers.items() if handler is not None}
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            handler = signal.getsignal(number)
-            # None: Python did not install the handler and could not restore it.
-            if handler is not None:
-                before[number] = handler
-                signal.signal(number, lambda number, _: came.append(number))
+        for number in before:
+            signal.signal(number, lambda number, _: came.append(number))
         yield
     finally:
-        for struck, handler in before.items():
-            signal.signal(struck, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         for struck in came:
             signal.raise_signal(struck)
 
