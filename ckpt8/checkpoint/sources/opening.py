@@ -16,13 +16,13 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.stored_member import MemberSource, member_index, read_member
 from ckpt8.checkpoint.sources.stored_parts import StoredParts
 from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint
-from ckpt8.container.checking import check_frames
+from ckpt8.container.decoding import check_frames
 from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
-from ckpt8.core.files.source_file import NamedRange
+from ckpt8.core.files.source_file import ByteRange
 from ckpt8.core.workers import Workers
 
 _OPEN_FILES = 4
@@ -72,7 +72,7 @@ def _stored_members(reader: ContainerReader, workers: Workers) -> list[Directory
 
     def open_file(path: str) -> MemberSource:
         size = reader.manifest.members[stored[path]].size
-        return MemberSource(reader, NamedRange(reader.path, 0, size, path), partial(member_file, stored[path]))
+        return MemberSource(reader, ByteRange(reader.path, 0, size, path), partial(member_file, stored[path]))
 
     def open_stored(path: str, index: int) -> DirectoryMember:
         plain = reader.manifest.members[index].format in (FILE, DCP)

@@ -13,11 +13,15 @@ from ckpt8.core.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """A readable stretch of a file: a whole ``.pt``, or a slice inside a larger file. Offsets in bytes."""
+    """A readable stretch of a file: a whole ``.pt``, or a slice inside a larger file. Offsets in bytes.
+
+    Messages show the ``name``, where there is one, after the path.
+    """
 
     path: Path
     offset: int
     length: int
+    name: str = ""
 
     @classmethod
     def of(cls, path: Path) -> ByteRange:
@@ -30,7 +34,7 @@ class ByteRange:
             raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
 
     def __str__(self) -> str:
-        return str(self.path)
+        return f"{self.path}: {self.name}" if self.name else str(self.path)
 
 
 class SourceFile:
@@ -42,15 +46,19 @@ class SourceFile:
             self._fd = os.open(source.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError as exc:
             raise InputError(f"{source}: cannot be read: {exc.strerror}") from exc
-        self._stamp = self._now()
+        self._place: Path | int = self._fd
+        self._identity = self._identify(self._place)
 
-    def _now(self) -> tuple[int, int]:
-        status = os.fstat(self._fd)
-        return status.st_size, status.st_mtime_ns
+    def _identify(self, file: Path | int) -> tuple[int, int, int, int]:
+        try:
+            status = os.stat(file)  # noqa: PTH116 - of a path or a descriptor
+        except OSError as exc:
+            raise InputError(f"{self.source}: cannot be read: {exc.strerror}") from exc
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
     @property
     def stored(self) -> int:
-        """Bytes on the disk that all of the source comes from: fewer than it has where it is decompressed."""
+        """Bytes that the source takes on the disk: fewer than its length where it is compressed."""
         return self.source.length
 
     def close(self) -> None:
@@ -87,34 +95,24 @@ class SourceFile:
             raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + length}")
 
     def check_unchanged(self) -> None:
-        """Raise InputError when the file's size or modification time changed since it was opened."""
-        if self._now() != self._stamp:
+        """Raise InputError when another file has taken the path, or its size or modification time changed."""
+        if self._identify(self._place) != self._identity:
             raise self._changed()
 
     def _changed(self) -> InputError:
         return InputError(f"{self.source}: changed while it was read; nothing was written")
 
 
-@dataclass(frozen=True, slots=True)
-class NamedRange(ByteRange):
-    """A ByteRange with a ``name``, which messages show after the path."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.name}"
-
-
 class Window(SourceFile):
     """``length`` bytes of ``base`` from ``offset`` on; messages call them ``name``. Closing it leaves ``base`` open."""
 
     def __init__(self, base: SourceFile, offset: int, length: int, name: str) -> None:
-        self.source = NamedRange(base.source.path, offset, length, name)
+        self.source = ByteRange(base.source.path, offset, length, name)
         self._base = base
 
     @property
     def stored(self) -> int:
-        """Bytes on the disk: no more than those of ``base``."""
+        """Bytes that the window takes on the disk: no more than its base."""
         return min(self.source.length, self._base.stored)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -172,22 +170,16 @@ class FilePool:
 
 
 class PooledFile(SourceFile):
-    """A SourceFile whose descriptor comes from a pool. A file is unchanged while inode, size and time are."""
+    """A SourceFile whose descriptor comes from a pool. It is unchanged as long as its inode, size and time are."""
 
     def __init__(self, source: ByteRange, pool: FilePool) -> None:
         self.source = source
         self._pool = pool
-        self._identity = self._identify(source.path)
-
-    def _identify(self, file: Path | int) -> tuple[int, int, int, int]:
-        try:
-            status = os.stat(file)  # noqa: PTH116 - of a path or a descriptor
-        except OSError as exc:
-            raise InputError(f"{self.source}: cannot be read: {exc.strerror}") from exc
-        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        self._place = source.path
+        self._identity = self._identify(self._place)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """As SourceFile. Raises InputError, also where the path has become another file."""
+        """As ``SourceFile.read_into``. Raises InputError also where another file has taken the path."""
         self._check_extent(offset, len(buffer))
         try:
             handle, opened = self._pool.get(self.source.path)
@@ -196,11 +188,6 @@ class PooledFile(SourceFile):
         if opened and self._identify(handle.descriptor) != self._identity:
             raise self._changed()
         self._read_at(handle.descriptor, offset, buffer)
-
-    def check_unchanged(self) -> None:
-        """Raise InputError when the path leads to another file, or one of another size or time."""
-        if self._identify(self.source.path) != self._identity:
-            raise self._changed()
 
     def close(self) -> None:
         """Nothing to do: the pool closes files."""
