@@ -30,7 +30,7 @@ from ckpt8.compressing.chunk_encoder import (
     store,
 )
 from ckpt8.container import frames
-from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, Transfer, padded, row_bytes
+from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, cut_row, padded, row_bytes
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers
 
@@ -71,7 +71,7 @@ class DeviceEncoder(ChunkEncoder):
         raise NotImplementedError
 
     def _launch(
-        self, work: Work, transfer: Transfer, originals: list[torch.Tensor], crcs: list[int]
+        self, work: Work, transfer: CudaTransfer, originals: list[torch.Tensor], crcs: list[int]
     ) -> Work | _Landing:
         try:
             with transfer.active():
@@ -102,7 +102,7 @@ class LiveEncoder(DeviceEncoder):
         live: Mapping[str, torch.UntypedStorage],
         *,
         measure: bool,
-        make: type[Transfer],
+        make: type[CudaTransfer],
     ) -> None:
         self._live = live
         devices = {storage.device for storage in live.values() if storage.device.type == make.kind}
@@ -154,7 +154,7 @@ class _Arrival:
 class UploadEncoder(DeviceEncoder):
     """Reads chunks of units with lossy streams into pinned memory and packs them on one device."""
 
-    def __init__(self, checkpoint: Checkpoint, transfer: Transfer, *, measure: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, transfer: CudaTransfer, *, measure: bool) -> None:
         super().__init__(checkpoint, measure=measure, pinned=transfer.pinned)
         self._transfer = transfer
 
@@ -193,12 +193,8 @@ class UploadEncoder(DeviceEncoder):
     def _cut(work: Work, row: torch.Tensor) -> list[torch.Tensor]:
         """The streams of a chunk in its ``row``."""
         unit, chunk = work
-        tensors, start = [], 0
-        for spec in (stream.chunk_spec(chunk) for stream in unit.streams):
-            length = spec.numel * spec.dtype.itemsize
-            tensors.append(row[start : start + length].view(spec.dtype.torch))
-            start += padded(length)
-        return tensors
+        specs = [stream.chunk_spec(chunk) for stream in unit.streams]
+        return list(cut_row(row, [(spec.dtype.torch, spec.numel) for spec in specs]))
 
 
 def choose_encoder(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,63 +16,37 @@ DEVICES = ("auto", "cpu", "cuda")
 _SMALLEST_BUFFER = 1 << 20
 
 
-class Mark(Protocol):
-    """A point in a queue of copies."""
-
-    def synchronize(self) -> None:
-        """Wait until everything queued before the mark is done."""
-
-
-class Transfer(Protocol):
-    """Copies to and from one device. ``kind`` is the device type that a class serves.
-
-    Copies overlap with computation on the device; the methods order one against the other.
-    """
-
-    kind: ClassVar[str]
-
-    def __init__(self, device: torch.device) -> None: ...
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """Flat uint8 host memory that the device reads and writes directly."""
-
-    def active(self) -> AbstractContextManager[Any]:
-        """A context in which this is the current device."""
-
-    def download(self, parts: list[Parts], row: torch.Tensor) -> tuple[list[Parts], Mark]:
-        """Queue a copy of ``parts`` into a ``row`` of pinned memory, after what the device is computing."""
-
-    def upload(self, row: torch.Tensor) -> tuple[torch.Tensor, Mark]:
-        """Queue the copy of a ``row`` of pinned memory to the device. Thread-safe."""
-
-    def receive(self, row: torch.Tensor, mark: Mark) -> None:
-        """Make later computation on the device wait for an upload."""
+Mark = torch.cuda.Event
+"""A point in a queue of copies: ``synchronize`` waits until everything queued before it is done."""
 
 
 class CudaTransfer:
-    """A CUDA device with one stream for each direction. Waits first for what its current stream has queued."""
+    """Copies to and from one CUDA device, with a stream for each direction.
+
+    Copies overlap with computation on the device; the methods order one against the other. A new transfer first waits
+    for what the current stream of the device has queued. ``kind`` is the type of the devices.
+    """
 
     kind: ClassVar[str] = "cuda"
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = torch.cuda
         self._device = device
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         torch.cuda.current_stream(device).synchronize()
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """As ``Transfer``."""
+        """Flat uint8 host memory that the device reads and writes directly."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def active(self) -> AbstractContextManager[Any]:
-        """As ``Transfer``."""
-        return self._cuda.device(self._device)
+        """A context in which this is the current device."""
+        return torch.cuda.device(self._device)
 
     def download(self, parts: list[Parts], row: torch.Tensor) -> tuple[list[Parts], Mark]:
-        """As ``Transfer``."""
-        self._down.wait_stream(self._cuda.current_stream(self._device))
-        with self._cuda.stream(self._down):
+        """Queue a copy of ``parts`` into a ``row`` of pinned memory, after what the device is computing."""
+        self._down.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._down):
             copies = copy_to_row(parts, row, wait=False)
         for each in parts:
             for part in each.values():
@@ -80,19 +54,19 @@ class CudaTransfer:
         return copies, self._mark(self._down)
 
     def upload(self, row: torch.Tensor) -> tuple[torch.Tensor, Mark]:
-        """As ``Transfer``."""
-        with self._cuda.stream(self._up):
+        """Queue the copy of a ``row`` of pinned memory to the device. Thread-safe."""
+        with torch.cuda.stream(self._up):
             there = row.to(self._device, non_blocking=True)
         return there, self._mark(self._up)
 
     def receive(self, row: torch.Tensor, mark: Mark) -> None:
-        """As ``Transfer``."""
-        compute = self._cuda.current_stream(self._device)
-        compute.wait_event(cast("torch.cuda.Event", mark))
+        """Make later computation on the device wait for an upload."""
+        compute = torch.cuda.current_stream(self._device)
+        compute.wait_event(mark)
         row.record_stream(compute)
 
-    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = self._cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    def _mark(self, stream: torch.cuda.Stream) -> Mark:
+        event = Mark(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
@@ -125,7 +99,6 @@ def requested(device: str) -> torch.device | None:
         raise UsageError(f"device {device!r}: expected one of {', '.join(DEVICES)}")
     if device != "cuda":
         return None
-
     if not torch.cuda.is_available():
         raise UsageError("device 'cuda': torch finds no CUDA device here; use cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -136,7 +109,7 @@ ALIGNMENT = 64
 
 
 def padded(nbytes: int) -> int:
-    """Bytes that a part of ``nbytes`` takes in a row, padding included."""
+    """Bytes that a part of ``nbytes`` takes in a row, with its padding."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -145,17 +118,19 @@ def row_bytes(parts: Sequence[Parts]) -> int:
     return sum(padded(part.numel() * part.element_size()) for each in parts for part in each.values())
 
 
-def row_views(parts: Sequence[Parts], row: torch.Tensor) -> list[Parts]:
-    """Views of ``row`` (flat uint8, any device) with the element types and lengths of ``parts``."""
-    views: list[Parts] = []
+def cut_row(row: torch.Tensor, specs: Iterable[tuple[torch.dtype, int]]) -> Iterator[torch.Tensor]:
+    """Views of ``row`` (flat uint8, any device), one for each element type and count."""
     start = 0
-    for each in parts:
-        views.append({})
-        for name, part in each.items():
-            length = part.numel() * part.element_size()
-            views[-1][name] = row[start : start + length].view(part.dtype)
-            start += padded(length)
-    return views
+    for dtype, numel in specs:
+        length = numel * dtype.itemsize
+        yield row[start : start + length].view(dtype)
+        start += padded(length)
+
+
+def row_views(parts: Sequence[Parts], row: torch.Tensor) -> list[Parts]:
+    """Views of ``row`` with the element types and lengths of ``parts``."""
+    views = cut_row(row, ((part.dtype, part.numel()) for each in parts for part in each.values()))
+    return [{name: next(views) for name in each} for each in parts]
 
 
 def copy_to_row(parts: Sequence[Parts], row: torch.Tensor, *, wait: bool = True) -> list[Parts]:

@@ -10,7 +10,7 @@ from ckpt8.checkpoint.sources.stored_parts import StoredParts
 from ckpt8.checkpoint.sources.values import assign
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.frames import FRAME
-from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, Transfer, copy_to_row, row_bytes, row_views
+from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, copy_to_row, row_bytes, row_views
 from ckpt8.core.tensors import Parts, Role, TensorSpec
 
 _BUFFERS = 2
@@ -20,7 +20,7 @@ _BUFFERS = 2
 class DeviceCopy:
     """Fills tensors on devices of the kind of ``make`` from the storages that ``stored`` keeps lossy."""
 
-    def __init__(self, stored: StoredParts, make: type[Transfer] = CudaTransfer) -> None:
+    def __init__(self, stored: StoredParts, make: type[CudaTransfer] = CudaTransfer) -> None:
         self._stored = stored
         self._make = make
         self._lanes: dict[torch.device, _Lane] = {}
@@ -50,7 +50,7 @@ class DeviceCopy:
 class _Lane:
     """Uploads to one device through a few buffers."""
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: CudaTransfer) -> None:
         self.transfer = transfer
         self._buffers = PinnedBuffers(transfer.pinned)
         self._busy: deque[tuple[torch.Tensor, Mark]] = deque()
