@@ -3,13 +3,13 @@
 To add a codec:
 
 1. Write its module: a frozen dataclass that derives from ``base.Codec``, with ``id``, ``accepts`` and ``layout``, and
-   ``reference.py`` beside it with ``encode(x, parts)`` and ``decode(parts, out)`` in plain torch. ``base.Codec`` lists
-   what else a codec may say of itself: what its error is measured as, which part holds codes, that it counts elements
-   or needs other moments. The module itself does not import torch.
+   ``reference.py`` next to it with ``encode(x, parts)`` and ``decode(parts, out)`` in plain torch. ``base.Codec`` lists
+   the other facts that a codec may state: the statistics of its error, the part that holds codes, that it counts
+   elements or needs other moments. The module itself does not import torch.
 2. Add its line to ``CODECS``. The class is imported when it is first needed.
 3. Describe its bytes in a section of ``container/FORMAT.md``, and let ``fixtures/golden/make_golden.py`` write a file.
 
-``tests/codecs/test_conformance.py`` then tests that it keeps the contract.
+``tests/codecs/test_conformance.py`` then tests the codec against the contract.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CODECS: tuple[tuple[str, str], ...] = (
 """(id, "module:Class") of every codec that a rule may name."""
 
 RELATIONS: tuple[tuple[str, str], ...] = (("reference/1", "ckpt8.codecs.rounded_copy:Reference"),)
-"""The same of codecs that only the compressor chooses: copies of other storages."""
+"""The same for codecs that only the compressor chooses: copies of other storages."""
 
 _SHOWN = 200
 

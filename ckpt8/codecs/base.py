@@ -1,15 +1,18 @@
-"""The contract that every codec keeps: how it stores a tensor, and what the other packages ask it about that."""
+"""The contract of every codec: how it stores a tensor, and what other packages may ask about that."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from functools import partial
+from functools import cache, cached_property
 from importlib import import_module
+from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
 
+from ckpt8.codecs.cutting import TILE, pieces, take
 from ckpt8.core import backend as backends
 from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 Direction = Literal["encode", "decode"]
 StateKey = Literal["master", "moment1", "moment2"]
 Companions = Mapping[str, "torch.Tensor"]
-"""Decoded elements of other storages in fp32, by the name of the field that gives the storage."""
+"""Decoded elements of other storages in fp32, by the name of the codec's field that holds the storage's index."""
 
 NO_COMPANIONS: Mapping[str, Any] = MappingProxyType({})
 
@@ -35,19 +38,29 @@ class Run(NamedTuple):
     length: int
 
 
-class Copied(Protocol):
-    """The runs that a copy consists of, one after the other; ``numel`` elements in all."""
+class Copied:
+    """Elements copied from other storages: ``runs`` in the order of the copy."""
 
-    @property
-    def runs(self) -> tuple[Run, ...]:
-        """All runs, in the order of the copy."""
+    runs: tuple[Run, ...]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The first element of every run, then the number of all elements."""
+        return list(accumulate((run.length for run in self.runs), initial=0))
 
     @property
     def numel(self) -> int:
         """Elements of the copy."""
+        return self._starts[-1]
 
     def cut(self, first: int, count: int) -> Iterator[Run]:
         """The runs of ``count`` elements from ``first`` on."""
+        at = bisect_right(self._starts, first) - 1
+        while count:
+            run, skipped = self.runs[at], first - self._starts[at]
+            length = min(count, run.length - skipped)
+            yield Run(run.storage, run.start if run.storage is None else run.start + skipped, length)
+            at, first, count = at + 1, first + length, count - length
 
 
 class CodeRange(NamedTuple):
@@ -61,8 +74,8 @@ class CodeRange(NamedTuple):
 class Codec(ABC):
     """Base of all codecs: frozen dataclasses whose fields are the stored configuration.
 
-    A codec defines ``id``, ``accepts``, ``layout`` and ``kernel``. All else has a default, which fits a codec that
-    loses nothing. ``id`` names one byte layout for ever: a change of layout is a new id.
+    A codec defines ``id``, ``accepts`` and ``layout``. All else has a default, which fits a codec that loses nothing.
+    ``id`` names one byte layout for ever: a change of layout is a new id.
     """
 
     __slots__ = ()
@@ -76,7 +89,7 @@ class Codec(ABC):
     """Whether ``error_stats_numba`` decodes and measures its parts."""
 
     has_kernels: ClassVar[bool] = False
-    """Whether there are Triton and numba kernels beside the reference in torch."""
+    """Whether there are Triton and numba kernels, too, and not only the reference in torch."""
 
     keeps_masters: ClassVar[bool] = False
     """Whether fp32 elements come back so that they round to the same bf16 as before."""
@@ -90,8 +103,8 @@ class Codec(ABC):
     companions: ClassVar[Mapping[str, tuple[str, ...]]] = NO_COMPANIONS
     """Other moments of the same parameter that encoding and decoding need, as they come back from the container.
 
-    By the name of a field, which holds the index of their storage in the container and is None before the plan sets
-    it: the slots that it may be taken from (``moment2``, ...), the first that the parameter has.
+    Maps a field of the codec to slots (``moment2``, ...). The plan takes the first slot that the parameter has, and
+    sets the field, which is None before, to the index of its storage.
     """
 
     counts_elements: ClassVar[bool] = False
@@ -112,14 +125,13 @@ class Codec(ABC):
     def kernel(self, direction: Direction, backend: backends.Backend) -> Callable[..., None]:
         """``encode(x, parts)``, which fills the parts of a flat tensor, or ``decode(parts, out)``, which fills ``out``.
 
-        The default is the function of that name in the module of the backend, beside that of the codec. A codec that
-        counts elements takes the index of the first as keyword ``first``, and each companion as keyword of its name.
+        The default is the function of that name in the module of the backend, next to that of the codec. The kernel of
+        a codec that counts elements takes ``first``, the index of the first one; each companion is a keyword, too.
         """
         return self._function(direction, backend)
 
     def _function(self, name: str, backend: backends.Backend) -> Callable[..., Any]:
-        module = import_module(f"{type(self).__module__}.{'reference' if backend == 'torch' else backend}")
-        return cast("Callable[..., Any]", getattr(module, name))
+        return _function_of(type(self).__module__, "reference" if backend == "torch" else backend, name)
 
     def encode(
         self,
@@ -133,11 +145,14 @@ class Codec(ABC):
 
         ``first`` is the index of its first element in the storage; ``companions`` are flat, of the same elements.
         """
-        from ckpt8.codecs import tiles
-
-        used = self._resolve(backend, x.device, x.numel())
-        keywords = partial(self._keywords, first, companions)
-        return tiles.encode(self, x, self.kernel("encode", used), keywords, in_tiles=used == "torch")
+        flat = x.detach().reshape(-1)
+        used = self._resolve(backend, x.device, flat.numel())
+        kernel = self.kernel("encode", used)
+        spec = TensorSpec("", Role.OTHER, _dtype_of(x.dtype), (flat.numel(),))
+        parts = {name: flat.new_empty(part.numel, dtype=part.dtype.torch) for name, part in self.layout(spec).items()}
+        for run, tile in self._tiles(spec, parts, used):
+            kernel(flat[run], tile, **self._keywords(first, companions, run))
+        return parts
 
     def decode(
         self,
@@ -154,11 +169,23 @@ class Codec(ABC):
         It is written to ``out`` (flat, contiguous, of that type) when given. ``first`` and ``companions`` are those
         of ``encode``.
         """
-        from ckpt8.codecs import tiles
+        any_part = next(iter(parts.values()))
+        used = self._resolve(backend, any_part.device, spec.numel)
+        kernel = self.kernel("decode", used)
+        if out is None:
+            # As bytes: torch warns of new tensors of some element types, but not of views.
+            out = any_part.new_empty(spec.numel * spec.dtype.itemsize, dtype=DType.UINT8.torch).view(spec.dtype.torch)
+        for run, tile in self._tiles(spec, parts, used):
+            kernel(tile, out[run], **self._keywords(first, companions, run))
+        return out
 
-        used = self._resolve(backend, next(iter(parts.values())).device, spec.numel)
-        keywords = partial(self._keywords, first, companions)
-        return tiles.decode(self, parts, spec, out, self.kernel("decode", used), keywords, in_tiles=used == "torch")
+    def _tiles(self, spec: TensorSpec, parts: Parts, backend: backends.Backend) -> Iterator[tuple[slice, Parts]]:
+        """The slice and the parts of every tile. Kernels other than torch's take a tensor whole."""
+        if spec.numel > TILE and backend == "torch":
+            for run, cuts in pieces(self, spec.dtype, spec.numel):
+                yield run, take(parts, cuts)
+        elif spec.numel or backend != "torch":
+            yield slice(0, spec.numel), parts
 
     def _keywords(self, first: int, companions: Companions, run: slice) -> dict[str, Any]:
         """The keywords that the kernel takes for the elements ``run``."""
@@ -206,6 +233,16 @@ class Codec(ABC):
     def group_scales(self, parts: Parts) -> torch.Tensor | None:  # noqa: ARG002
         """The fp32 scale of every group of 32, which the largest error is measured by; None without scales."""
         return None
+
+
+@cache
+def _function_of(package: str, module: str, name: str) -> Callable[..., Any]:
+    return cast("Callable[..., Any]", getattr(import_module(f"{package}.{module}"), name))
+
+
+@cache
+def _dtype_of(dtype: torch.dtype) -> DType:
+    return DType.from_label(str(dtype))
 
 
 def config_of(codec: Codec) -> dict[str, Any]:

@@ -15,12 +15,8 @@ TILE = 1 << 18
 """Elements that a codec handles at once, so that its temporaries stay in the L2 cache."""
 
 
-Piece = tuple[slice, Mapping[str, slice]]
-"""The slice of a run of elements, and its slice of every part."""
-
-
 class HasLayout(Hashable, Protocol):
-    """What cutting needs to know of a codec."""
+    """A codec, as far as cutting needs it."""
 
     def layout(self, spec: TensorSpec) -> dict[str, PartSpec]:
         """As ``Codec.layout``."""
@@ -30,7 +26,7 @@ class HasLayout(Hashable, Protocol):
 def pieces(
     codec: HasLayout, dtype: DType, numel: int, step: int = TILE
 ) -> tuple[tuple[slice, Mapping[str, slice]], ...]:
-    """Cut a flat tensor into runs of ``step`` elements."""
+    """Cut a flat tensor into runs of ``step`` elements: the slice of each run, and its slice of every part."""
     found = []
     part_start = dict.fromkeys(codec.layout(TensorSpec("", Role.OTHER, dtype, (numel,))), 0)
     for start in range(0, numel, step):

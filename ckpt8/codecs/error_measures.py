@@ -10,7 +10,7 @@ from ckpt8.codecs.error_stats import SMALLEST_NORMAL, MomentError, UpdateError, 
 
 
 def _largest(x: torch.Tensor) -> float:
-    """Give the largest magnitude in one pass; NaN where there is one."""
+    """The largest magnitude, in one pass; NaN if there is one."""
     low, high = x.aminmax()
     return larger(-float(low), float(high))
 
@@ -22,7 +22,7 @@ def _square_sum(x: torch.Tensor) -> float:
 
 
 def root(x: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded square root of a flat fp32 tile. That of torch is one on a GPU; on a CPU it may be MKL's."""
+    """Correctly rounded square root of a flat fp32 tile. On a GPU torch rounds it so; on a CPU MKL may not."""
     return square_root(x) if x.device.type == "cpu" else x.sqrt()
 
 
@@ -55,13 +55,13 @@ def moment_error(
     if short:
         error = torch.nn.functional.pad(error, (0, short))
     largest = error.view(-1, GROUP).abs().amax(1)
-    # A zero group has no scale to measure by, and no error worth one.
+    # A zero group has no scale and no error.
     scaled = largest.mul_(scales.sign()).div_(scales.clamp_min(SMALLEST_NORMAL))
     return MomentError(noise, signal, float(scaled.amax()))
 
 
 def update_error(original: torch.Tensor, decoded: torch.Tensor, factor: float) -> UpdateError:
-    """Measure a flat fp32 tile of updates; both are ``factor`` times smaller than the update they stand for."""
+    """Measure a flat fp32 tile of updates, both given without their ``factor``."""
     error = decoded - original
     return UpdateError(
         _square_sum(error) * factor * factor,

@@ -1,12 +1,11 @@
-"""The measurements of ``error_measures`` on a CPU in one pass over memory, for whole blocks of the usual units.
+"""Measures as ``error_measures``, on a CPU in one pass over memory: whole blocks of the usual units.
 
 Maxima are the same bit for bit; sums are taken in float64, in 32 lanes. Blocks of 256 elements go through one short
-loop after the other, each of which a compiler turns into vector instructions.
+loop after the other, and a compiler turns each loop into vector instructions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -72,7 +71,7 @@ def _largest_scaled(bits, scales, cell, cell_bits):
         cell_bits[0] = i4(scales[g]) << 15
         s = cell[0]
         cell_bits[0] = top
-        # A zero group has no scale to measure by, and no error worth one.
+        # A zero group has no scale and no error.
         cell[0] = cell[0] / max(s, f4(SMALLEST_NORMAL)) if s > 0 else cell[0] * s
         largest = max(largest, cell_bits[0])
     return largest
@@ -139,8 +138,8 @@ def _adam_errors(
         _add_squares(block, sums[3])
         _root(block, root)
         if fourth_root:
-            # Else what was squared is the rounded root of its rounded square: no code and scale are small enough for
-            # a square to lose bits.
+            # Without the fourth root, ``root_decoded`` is already the rounded root of its rounded square: no code and
+            # scale are small enough for a square to lose bits.
             _root(decoded, root_decoded)
         _subtract(root_decoded, root, error)
         maxima[1] = max(maxima[1], _largest_scaled(error_bits, scales, cell, cell_bits))
@@ -161,23 +160,13 @@ def weight_error(original: torch.Tensor, parts: Parts, codec: Split24) -> Weight
     return WeightError(original.numel(), float(i4(largest).view(f4)), float(total.sum()), int(steps))
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """A flat fp32 tensor, its parts, and the codec that made them."""
+Moment = tuple[torch.Tensor, Parts, Companded8]
+"""A flat fp32 tensor, its parts, and the codec that made them."""
 
-    original: torch.Tensor
-    parts: Parts
-    codec: Companded8
 
-    def arrays(self) -> tuple[Any, ...]:
-        """The arguments of the kernel."""
-        return (
-            self.original.numpy(),
-            self.parts["codes"].numpy(),
-            self.parts["scales"].numpy(),
-            self.codec.Q,
-            self.codec.p != 1,
-        )
+def _arguments(original: torch.Tensor, parts: Parts, codec: Companded8) -> tuple[Any, ...]:
+    """The arguments of the kernel for one moment."""
+    return original.numpy(), parts["codes"].numpy(), parts["scales"].numpy(), codec.Q
 
 
 def adam_errors(
@@ -185,7 +174,8 @@ def adam_errors(
 ) -> tuple[MomentError, MomentError, UpdateError]:
     """The errors of both moments, and of ``factor * m / (sqrt(v) + eps)``, as ``error_measures`` has them."""
     sums, maxima = np.zeros((_SUMS, GROUP)), np.zeros(_MAXIMA, i4)
-    _adam_errors(*first.arrays()[:-1], *second.arrays(), eps, *with_bits(_ROOM, BLOCK), sums, maxima)
+    moments = (*_arguments(*first), *_arguments(*second))
+    _adam_errors(*moments, second[2].p != 1, eps, *with_bits(_ROOM, BLOCK), sums, maxima)
     total, top = sums.sum(axis=1).tolist(), maxima.view(f4).tolist()
     square = factor * factor
     return (

@@ -11,14 +11,10 @@ This formula need not give NaN for NaN. A copy that differs from the formula is 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.codecs.base import NO_COMPANIONS, Codec, Companions, Run
+from ckpt8.codecs.base import NO_COMPANIONS, Codec, Companions, Copied, Run
 from ckpt8.core import backend as backends
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
@@ -32,6 +28,11 @@ ROUNDED = "rounded"
 _LARGEST = 1 << 62
 
 
+def fill_padding(out: torch.Tensor, bits: int) -> None:
+    """Give every element of a bf16 tensor the 16 ``bits``."""
+    out.view(DType.INT16.torch).fill_(bits - (bits >> 15 << 16))
+
+
 def _run(value: Any) -> Run:
     match value:
         case [storage, start, length] if type(start) is type(length) is int and start >= 0 and 0 < length < _LARGEST:
@@ -42,7 +43,7 @@ def _run(value: Any) -> Run:
 
 
 @dataclass(frozen=True)
-class Reference(Codec):
+class Reference(Codec, Copied):
     """``runs`` give the elements of the copy one after the other; storages by their index in the container."""
 
     id = "reference/1"
@@ -89,24 +90,5 @@ class Reference(Codec):
 
     @property
     def copied(self) -> Reference:
-        """Its own runs."""
+        """Itself, with its runs."""
         return self
-
-    @property
-    def numel(self) -> int:
-        """Elements of the copy."""
-        return self._starts[-1]
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        """The first element of every run, and behind them the number of all."""
-        return list(accumulate((run.length for run in self.runs), initial=0))
-
-    def cut(self, first: int, count: int) -> Iterator[Run]:
-        """The runs of ``count`` elements from ``first`` on."""
-        at = bisect_right(self._starts, first) - 1
-        while count:
-            run, skipped = self.runs[at], first - self._starts[at]
-            length = min(count, run.length - skipped)
-            yield Run(run.storage, run.start if run.storage is None else run.start + skipped, length)
-            at, first, count = at + 1, first + length, count - length

@@ -1,4 +1,4 @@
-"""What the Triton kernels of all codecs share: blocks, rows of 32, the bits of floats, and the launch.
+"""The common ground of the Triton kernels of all codecs: blocks, rows of 32, the bits of floats, and the launch.
 
 A program handles ``BLOCK`` elements as rows of 32 along the flat storage. The whole blocks of a tensor are one launch
 without masks, so that accesses are as wide as they can be; a short last block is a second launch, of one program.
@@ -39,8 +39,8 @@ def group_offsets(block: tl.constexpr):
 def store_offsets(stored, block: tl.constexpr):
     """As ``group_offsets``, for programs that mostly write to ``stored``.
 
-    A thread then has as many neighbours as one 16-byte store holds, and narrower loads beside it keep to that: no
-    element has to change its thread.
+    A thread then has as many neighbours as one 16-byte store holds, and narrower loads follow that layout: no element
+    changes its thread.
     """
     width: tl.constexpr = 128 // stored.dtype.element_ty.primitive_bitwidth
     column = tl.max_contiguous(tl.arange(0, 32), width)
@@ -61,7 +61,7 @@ def magnitude_bits(x):
 
 @triton.jit
 def widen(x):
-    """What was loaded as fp32: fp32 itself, or the bits of bf16 as int16."""
+    """Convert a loaded value, fp32 or the bits of bf16 as int16, to fp32."""
     if x.dtype == tl.int16:
         x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x
@@ -69,7 +69,7 @@ def widen(x):
 
 @triton.jit
 def narrow(x, to: tl.constexpr):
-    """What is stored of fp32: fp32 itself, or the bits of bf16 where ``to`` is int16."""
+    """Convert fp32 to the type that is stored: to the bits of bf16 where ``to`` is int16."""
     if to == tl.int16:
         bits = bits_of(x)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -96,8 +96,8 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 def launch(kernel: Any, numel: int, device: torch.device, *args: Any) -> None:
     """Run ``kernel`` over ``numel`` elements.
 
-    Its parameters are ``args`` and then: ``first``, the block that its first program handles; ``count``, the elements
-    of that block, and ``masked``, whether it heeds them; ``block``, their number in a whole one.
+    Its parameters are ``args``, then ``first``, the block of its first program; ``count``, the elements of that block,
+    and ``masked``, whether to mask the others; ``block``, the elements of a whole block.
     """
     whole, rest = divmod(numel, BLOCK)
     with on_device(device):

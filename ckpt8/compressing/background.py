@@ -33,8 +33,7 @@ def _after_fork() -> None:
     _pending.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Job:
@@ -138,7 +137,7 @@ def start(target: Path, pack: Callable[[], Unwritten]) -> PendingSave:
     job = _reserve(target)
     try:
         job.packed = packed = pack()
-        # A thread that is a daemon would otherwise pass that on.
+        # Stated because a thread inherits it: the caller may be a daemon.
         threading.Thread(target=job.run, args=(packed,), name="ckpt8-save", daemon=False).start()
     except BaseException as exc:
         job.fail(exc)

@@ -1,4 +1,4 @@
-"""Plans a whole source: the plans of its members as one, with the indices and places of the bundle."""
+"""Plans a whole source: one plan for all its members."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ def plan_bundle(bundle: Bundle, policy: Policy) -> Plan:
     plan = Plan([])
     members = [(member.path, member.checkpoint) for member in bundle.members]
     weight_names, universal = NamesFromWeights(members), Universal(members)
-    for number, member in enumerate(bundle.members):
+    for member in bundle.members:
         names.prefix = "" if bundle.directory is None else f"{member.path}:"
-        own = make_plan(member.checkpoint, policy, names, universal.role(member.path))
-        named: Mapping[str, str] = {}
+        own = make_plan(member.checkpoint, policy, names, universal.role(member.path), bundle, member.first)
         if any(unit.parameter for unit in own.units):
-            found = weight_names.of_member(member.path).items()
-            named = {names.prefix + place: short_name(names.prefix + name) for place, name in found}
-        plan.units += [_in_bundle(unit, bundle, number, named) for unit in own.units]
-        plan.tensors += [(tensor, member.first + index) for tensor, index in own.tensors]
-    joint = joint_parameters(state for member in bundle.members for state in member.states)
-    joint += universal.parameters()
+            better = weight_names.of_member(member.path).items()
+            name_of = {names.prefix + place: short_name(names.prefix + name) for place, name in better}
+            own.units = [_renamed(unit, name_of) for unit in own.units]
+        plan.units += own.units
+        plan.tensors += own.tensors
+    joint = joint_parameters(state for member in bundle.members for state in member.states) + universal.parameters()
     if joint:
         plan_joint(bundle, plan, joint)
     refer_to_masters(plan, bundle, [(path, checkpoint.tree) for path, checkpoint in members], policy)
@@ -40,20 +39,9 @@ def plan_bundle(bundle: Bundle, policy: Policy) -> Plan:
     return plan
 
 
-def _in_bundle(unit: Unit, bundle: Bundle, number: int, names: Mapping[str, str]) -> Unit:
-    """A unit of member ``number`` as one of ``bundle``. ``names`` are better names of parameters, by their own."""
-    first = bundle.members[number].first
-    streams = tuple(
-        replace(stream, index=first + stream.index, storage=bundle.storages[first + stream.index])
-        for stream in unit.streams
-    )
+def _renamed(unit: Unit, name_of: Mapping[str, str]) -> Unit:
+    """The unit, whose parameter has a better name if ``name_of`` has one for it."""
     parameter = unit.parameter
-    if parameter is not None:
-        confidence = parameter.confidence
-        if confidence is not None:
-            rows, columns = (replace(ref, key=bundle.key(ref.key, number)) for ref in confidence)
-            confidence = rows, columns
-        name = names.get(parameter.name, parameter.name)
-        moments = {slot: first + index for slot, index in parameter.moments.items()}
-        parameter = replace(parameter, name=name, moments=moments, confidence=confidence)
-    return Unit(streams, parameter)
+    if parameter is None:
+        return unit
+    return replace(unit, parameter=replace(parameter, name=name_of.get(parameter.name, parameter.name)))

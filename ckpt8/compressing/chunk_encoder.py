@@ -1,4 +1,4 @@
-"""What a worker thread does with one chunk: it packs it (reads, encodes, measures), then stores it (compresses).
+"""Packs chunks (reads, encodes, measures) and stores them (compresses), in worker threads.
 
 A packed chunk no longer needs its source: a save in the background returns to its caller between the two.
 """
@@ -9,51 +9,50 @@ import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 
-from ckpt8.checkpoint.meaning.update_rules import Confidence
-from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
+from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.base import Copied, Run
+from ckpt8.codecs.rounded_copy import fill_padding
 from ckpt8.codecs.split24.reference import round_masters
 from ckpt8.compressing import lockstep
-from ckpt8.compressing.measure import ChunkMeter, UnitErrors
-from ckpt8.compressing.plan import Parameter, Stream, Unit
+from ckpt8.compressing.measure import ErrorMeter, UnitErrors
+from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.container import frames
-from ckpt8.container.decoding import fill_padding
 from ckpt8.core.backend import for_checkpoint
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.files.crc import crc32
 from ckpt8.core.gpu import copy_to_row, row_bytes
-from ckpt8.core.tensors import DType, Parts
+from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers, scratch
+
+P = TypeVar("P")
 
 Work = tuple[Unit, int]
 """A unit and the number of a chunk of it."""
 
 
 @dataclass(slots=True)
-class PackedChunk:
-    """An encoded chunk of a unit: its parts by stream, on the CPU unless a device still has them.
+class Chunk(Generic[P]):
+    """An encoded chunk of a unit: its parts by stream and name.
 
     ``crcs`` are the crc32 of the source bytes by stream, 0 where the source states none. ``refused`` is the reason why
     a codec refused the chunk, which then has no parts.
     """
 
-    parts: list[Parts]
+    parts: list[dict[str, P]]
     crcs: list[int]
     errors: UnitErrors = field(default_factory=UnitErrors)
     refused: str | None = None
 
 
-@dataclass(slots=True)
-class EncodedChunk:
-    """A compressed chunk: ``frames`` by stream, then part, as (stored bytes, crc32). For the rest see PackedChunk."""
+PackedChunk = Chunk[torch.Tensor]
+"""Its parts are tensors, on the CPU unless a device still has them."""
 
-    frames: list[dict[str, list[tuple[bytes | memoryview, int]]]]
-    crcs: list[int]
-    errors: UnitErrors
-    refused: str | None
+EncodedChunk = Chunk[list[tuple[bytes | memoryview, int]]]
+"""Its parts are compressed: (stored bytes, crc32) of every frame."""
 
 
 def read_chunk(checkpoint: Checkpoint, stream: Stream, chunk: int, slot: int) -> tuple[torch.Tensor, int]:
@@ -77,13 +76,6 @@ def check_source(unit: Unit, crcs: Sequence[int], source: str) -> None:
             raise InputError(f"{source}: {stream.spec.name}: checksum and bytes do not match; the file is damaged")
 
 
-def read_tensor(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) -> torch.Tensor:
-    """Read a small dense tensor in ``storage``."""
-    buffer = bytearray(storage.nbytes)
-    checkpoint.read_into(storage.offset, memoryview(buffer))
-    return torch.frombuffer(buffer, dtype=ref.dtype.torch).as_strided(ref.shape, ref.stride, ref.offset)
-
-
 def check_copy(x: torch.Tensor, first: int, copied: Copied, master: Callable[[Run], torch.Tensor]) -> None:
     """Raise RefusedError unless ``copied`` gives ``x``, the elements from ``first`` on of a copy, bit for bit.
 
@@ -102,37 +94,10 @@ def check_copy(x: torch.Tensor, first: int, copied: Copied, master: Callable[[Ru
         at += run.length
 
 
-class ChunkMeters:
-    """Makes a meter for each chunk; keeps CAME's factored statistics of the last parameter.
-
-    ``backend`` is the one that codecs use for tensors on the CPU.
-    """
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self.backend = for_checkpoint(checkpoint.storages)
-        self._storages = {storage.key: storage for storage in checkpoint.storages}
-        self._last: tuple[Parameter, Confidence] | None = None
-
-    def of(self, unit: Unit) -> ChunkMeter:
-        """A new meter; all sums are zero."""
-        return ChunkMeter(unit, self._confidence(unit.parameter), self.backend)
-
-    def _confidence(self, parameter: Parameter | None) -> Confidence | None:
-        if parameter is None or parameter.confidence is None:
-            return None
-        if self._last is None or self._last[0] is not parameter:
-            rows, columns = (
-                read_tensor(self._checkpoint, self._storages[ref.key], ref) for ref in parameter.confidence
-            )
-            self._last = (parameter, Confidence(rows, columns))
-        return self._last[1]
-
-
 def store(packed: PackedChunk, *, copy: bool = False) -> EncodedChunk:
     """Compress a packed chunk whose parts are on the CPU. With ``copy``, the result shares no memory with them."""
     stored = [{name: frames.encode_part(name, part, copy=copy) for name, part in each.items()} for each in packed.parts]
-    return EncodedChunk(stored, packed.crcs, packed.errors, packed.refused)
+    return Chunk(stored, packed.crcs, packed.errors, packed.refused)
 
 
 def in_own_pages(packed: PackedChunk) -> PackedChunk:
@@ -153,7 +118,7 @@ class ChunkEncoder:
     def __init__(self, checkpoint: Checkpoint, *, measure: bool) -> None:
         self._checkpoint = checkpoint
         self._backend = for_checkpoint(checkpoint.storages)
-        self._meters = ChunkMeters(checkpoint) if measure else None
+        self._meter = ErrorMeter(checkpoint) if measure else None
 
     def packed(self, work: Iterable[Work], workers: Workers) -> Iterator[PackedChunk]:
         """Packed chunks in the order of ``work``, in memory of their own."""
@@ -182,8 +147,8 @@ class ChunkEncoder:
             whose = "the state of its parameter " if len(unit.streams) > 1 else ""
             return PackedChunk([], crcs, refused=f"{whose}{exc}")
         errors = UnitErrors()
-        if self._meters is not None and any(stream.lossy for stream in unit.streams):
-            errors = self._meters.of(unit).measure(first, originals, parts)
+        if self._meter is not None and any(stream.lossy for stream in unit.streams):
+            errors = self._meter.measure(unit, first, originals, parts)
         return PackedChunk(parts, crcs, errors)
 
     def master(self, run: Run, device: torch.device) -> torch.Tensor:

@@ -23,7 +23,7 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.target_names import CONTAINER, default_path
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.atomic import refuse_inside, refuse_same_file
+from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.gpu import requested
 from ckpt8.core.workers import Progress
 
@@ -70,8 +70,7 @@ def compress(
     policy = Policy.of(preset, rules)
     options = Options(threads, stats, max_update_error, progress)
     gpu = requested(device)
-    refuse_same_file(target, source)
-    refuse_inside(target, source)
+    refuse_source(target, source)
     if not named and default_path(target).is_file() and force:
         checkpoint_file(target)
     with open_source(source, containers=False, decode=not policy.keeps_compressed) as bundle:
@@ -81,6 +80,7 @@ def compress(
         return compressor.run(target, policy, force=force)
 
 
+# The overloads repeat the parameters, since their type of result depends on ``background`` alone.
 @overload
 def save(
     obj: object,

@@ -73,8 +73,7 @@ class Unwritten:
     def write(self) -> Manifest:
         """Compress and write the file, freeing each chunk on the way. Raises OutputError."""
         with self.resources:
-            waiting = (self.chunks.popleft() for _ in range(len(self.chunks)))
-            chunks = self.workers.map(store, waiting)
+            chunks = self.workers.map(store, (self.chunks.popleft() for _ in range(len(self.chunks))))
             results = self.compressor.write_units(self.writer, self.workers, self.units, chunks)
             return self.compressor.publish(self.writer, results, self.policy)
 
@@ -137,7 +136,8 @@ class Compressor:
 
     def publish(self, writer: ContainerWriter, results: Results, policy: Policy) -> Manifest:
         """Write the manifest and give the file its name. Raises OutputError."""
-        manifest = Manifest(f"ckpt8 {__version__}", policy.preset, policy.texts, self._slab, frames.FRAME)
+        rules = [rule.text for rule in policy.rules]
+        manifest = Manifest(f"ckpt8 {__version__}", policy.preset, rules, self._slab, frames.FRAME)
         fill_manifest(manifest, self._source, self._plan, results)
         writer.finish(manifest)
         return manifest
@@ -164,23 +164,24 @@ class Compressor:
                 yield again, list(self._encoder.packed(_chunks_of([again]), workers))
 
     def _names(self) -> list[str]:
-        """The entry names that the header must have room for: those of the codec or of lossless, what is longer.
+        """The entry names that the header must have room for: of each storage the longer of its codec's and lossless'.
 
-        Takes larger slabs until the header stays within the limit of safetensors.
+        Makes slabs larger until the header stays within the limit of safetensors.
         """
         while True:
             names: list[str] = []
             for stream in self._plan.streams:
                 spec = stream.spec
                 wanted, fallback = (layout.entry_names(codec, spec, self._slab) for codec in (stream.codec, LOSSLESS))
-                names += fallback if _room(fallback) > _room(wanted) else wanted
+                longer = max(wanted, fallback, key=lambda each: (len(each), len("".join(each))))
+                names += longer
             if header.reserved_size(names) <= header.MAX_HEADER or self._slab > 1 << 40:
                 return names
             self._slab *= 2
 
     def _no_errors(self, unit: Unit) -> UnitErrors:
         """Sums for what is measured of a unit, all zero."""
-        return UnitErrors.of(unit) if self._options.stats else UnitErrors()
+        return UnitErrors.for_unit(unit) if self._options.stats else UnitErrors()
 
     def _broken_bound(self, unit: Unit, errors: UnitErrors) -> str | None:
         """Why the unit must be stored lossless to keep the bound on its update error, or None."""
@@ -203,7 +204,7 @@ class Compressor:
             self._no_errors(unit),
             [0] * len(unit.streams),
         )
-        slabs = list(layout.slab_chunks(unit.numel, self._slab))
+        slabs = layout.slab_chunks(unit.numel, self._slab)
         for k, slab in enumerate(slabs):
             stored: list[_Planes] = [{part: [] for part in table} for table in result.tables]
             for chunk in slab:
@@ -219,7 +220,7 @@ class Compressor:
 
     def _collect(self, result: UnitResult, stored: list[_Planes], encoded: EncodedChunk, chunk: int) -> None:
         for k, stream in enumerate(result.unit.streams):
-            for part, planes in encoded.frames[k].items():
+            for part, planes in encoded.parts[k].items():
                 for frame, crc in planes:
                     stored[k][part].append(frame)
                     result.tables[k][part].lengths.append(len(frame))
@@ -232,8 +233,3 @@ class Compressor:
 
 def _chunks_of(units: Iterable[Unit]) -> Iterator[Work]:
     return ((unit, chunk) for unit in units for chunk in range(layout.chunk_count(unit.numel)))
-
-
-def _room(names: list[str]) -> tuple[int, int]:
-    """A key that sorts lists of entry names by the room that they need in a header."""
-    return len(names), len("".join(names))

@@ -1,4 +1,4 @@
-"""Encodes and decodes the streams of a unit together: first those that the codecs of others need."""
+"""Encodes and decodes the streams of a unit together: first those that other streams need as companions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt8.core.tensors import Parts, TensorSpec
 
 
 def set_companions(plan: Plan) -> None:
-    """Give the codecs that need other moments the storages of these; lossless where a parameter has none."""
+    """Set the companions of codecs that need other moments. Streams whose parameter lacks them become lossless."""
     plan.units = [
         replace(unit, streams=tuple(_with_companions(stream, unit) for stream in unit.streams)) for unit in plan.units
     ]
@@ -57,7 +57,7 @@ def decode(
     first: int,
     backend: Backend | None,
 ) -> list[torch.Tensor]:
-    """What every stream gives back; of a stream that loses nothing the original itself."""
+    """The decoded elements of every stream; the original itself for a lossless one."""
     values: dict[int, torch.Tensor] = {}
     for k, companions in _with_decoded(streams, values.__getitem__):
         values[k] = _decode(streams[k], parts[k], originals[k], first, backend, companions)
@@ -67,7 +67,7 @@ def decode(
 def _with_decoded(
     streams: Sequence[Stream], decoded: Callable[[int], torch.Tensor]
 ) -> Iterator[tuple[int, Companions]]:
-    """The place of every stream with its companions in fp32, in an order in which these are ready."""
+    """The place of every stream and its companions in fp32; streams without companions come first."""
     place = {stream.index: k for k, stream in enumerate(streams)}
     for k in sorted(range(len(streams)), key=lambda k: bool(streams[k].codec.companions)):
         storages = streams[k].codec.companion_storages

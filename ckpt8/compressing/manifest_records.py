@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckpt8.checkpoint.sources.bundle import Bundle, Member
 from ckpt8.codecs import config_of
 from ckpt8.compressing.measure import UnitErrors
-from ckpt8.compressing.plan import Parameter, Plan, Unit
+from ckpt8.compressing.plan import Plan, Unit
 from ckpt8.container.manifest import (
     FrameTable,
     Manifest,
@@ -21,9 +21,9 @@ from ckpt8.container.manifest import (
 
 @dataclass(slots=True)
 class UnitResult:
-    """What was written for a unit: ``tables`` by stream, then part; ``crcs`` of the source bytes by stream.
+    """The outcome of writing a unit: ``tables`` by stream, then part; ``crcs`` of the source bytes by stream.
 
-    ``refused`` says why a codec did not take the unit; nothing of it counts then.
+    ``refused`` says why a codec refused the unit; nothing else of the result counts then.
     """
 
     unit: Unit
@@ -50,9 +50,17 @@ def fill_manifest(
             TensorRecord(tensor.name, index, ref.dtype, ref.offset, list(ref.shape), list(ref.stride), flags)
         )
     for unit in plan.units:
-        if unit.parameter is not None:
-            result, _ = results[unit.streams[0].index]
-            manifest.parameters.append(_parameter_record(unit.parameter, result))
+        if (parameter := unit.parameter) is not None:
+            error = results[unit.streams[0].index][0].errors.update
+            manifest.parameters.append(
+                ParameterRecord(
+                    parameter.name,
+                    dict(parameter.moments),
+                    parameter.rule.to_json() if parameter.rule else None,
+                    parameter.reason,
+                    error.to_json() if error and error.finite else None,
+                )
+            )
 
 
 def _member_record(member: Member, results: Mapping[int, tuple[UnitResult, int]]) -> MemberRecord:
@@ -82,16 +90,5 @@ def _storage_record(result: UnitResult, k: int) -> StorageRecord:
         config_of(stream.codec),
         stream.reason,
         result.tables[k],
-        error.to_json() if error and error.finite else None,
-    )
-
-
-def _parameter_record(parameter: Parameter, result: UnitResult) -> ParameterRecord:
-    error = result.errors.update
-    return ParameterRecord(
-        parameter.name,
-        dict(parameter.moments),
-        parameter.rule.to_json() if parameter.rule else None,
-        parameter.reason,
         error.to_json() if error and error.finite else None,
     )

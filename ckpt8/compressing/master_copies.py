@@ -1,12 +1,12 @@
 """Finds the bf16 weights of a checkpoint that are rounded copies of its fp32 masters: they become references.
 
 The structure of the checkpoint proposes the master of a copy, and a few elements must agree. The encoder then compares
-every element. A storage of copies may hold padding between and behind its tensors.
+every element. A storage of copies may hold padding between its tensors and after them.
 
     partitions   DeepSpeed's stages 1 and 2: ``param_slice_mappings`` place every parameter in the flat partitions of
                  all ranks
     alike        masters that are tensors of as many elements: in a list, or in the state of an optimizer
-    in order     flat masters that hold the parameters one behind the other: all in one group, or the matrices in one
+    in order     flat masters that hold the parameters one after the other: all in one group, or the matrices in one
                  and the vectors in another
 """
 
@@ -18,17 +18,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from ckpt8.checkpoint.meaning.deepspeed_partitions import Partitions, find_partitions
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, TensorRef
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS
 from ckpt8.codecs.base import Run
 from ckpt8.codecs.rounded_copy import Reference
 from ckpt8.codecs.split24.reference import round_masters
-from ckpt8.compressing.plan import Plan, Stream
+from ckpt8.compressing.plan import Plan, Stream, read_elements, views_of
 from ckpt8.compressing.policy import Policy
-from ckpt8.container.copies import CopyCount, reference_problem
+from ckpt8.container.copies import ReferenceCheck
 from ckpt8.container.frames import bytes_of
 from ckpt8.core.tensors import DType, Role
 
@@ -36,7 +34,7 @@ _SAMPLE = 32
 """Elements to compare at the beginning, in the middle and at the end of a tensor."""
 
 _MOST_PADDING = 4096
-"""Elements. A flat group is aligned with fewer than these behind its parameters."""
+"""A flat group has fewer elements of alignment than these after its parameters."""
 
 Members = Sequence[tuple[str, Any]]
 """Path and tree of every member."""
@@ -59,7 +57,7 @@ class _Tensor:
         return self.ref.numel
 
 
-def refer_to_masters(plan: Plan, checkpoint: Checkpoint, members: Members, policy: Policy) -> None:
+def refer_to_masters(plan: Plan, source: Checkpoint, members: Members, policy: Policy) -> None:
     """Turn the storages of ``plan`` that hold nothing but copies of masters into references."""
     streams = {stream.index: stream for unit in plan.units for stream in unit.streams}
     copies, masters = [], []
@@ -71,11 +69,11 @@ def refer_to_masters(plan: Plan, checkpoint: Checkpoint, members: Members, polic
             masters.append(found)
     if not copies or not masters:
         return
-    origins = _Origins(checkpoint, masters)
+    origins = _Origins(source, masters)
     origins.follow(copies, find_partitions(members))
     origins.match_alike(copies)
     origins.match_in_order(copies)
-    for index, codec in _references(plan, checkpoint, streams, origins.runs, policy).items():
+    for index, codec in _references(plan, source, streams, origins.runs, policy).items():
         streams[index] = replace(streams[index], codec=codec, reason=None)
     plan.units = [replace(unit, streams=tuple(streams[s.index] for s in unit.streams)) for unit in plan.units]
 
@@ -97,13 +95,13 @@ def _tensor(tensor: NamedTensor, stream: Stream) -> _Tensor | None:
 class _Origins:
     """Finds the masters of copies. ``runs`` are those that it found, by the TensorRef of the copy."""
 
-    def __init__(self, checkpoint: Checkpoint, masters: Sequence[_Tensor]) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, source: Checkpoint, masters: Sequence[_Tensor]) -> None:
+        self._source = source
         self._masters = masters
         self.runs: dict[TensorRef, list[Run]] = {}
 
     def follow(self, copies: Iterable[_Tensor], partitions: Partitions) -> None:
-        """Take the masters that the checkpoint itself states."""
+        """Accept the masters that the checkpoint itself states."""
         known = {master.ref: master for master in self._masters}
         for copy in copies:
             pieces = partitions.get(copy.ref, [])
@@ -123,15 +121,15 @@ class _Origins:
         found: dict[tuple[int, bytes], list[Run]] = defaultdict(list)
         for master in self._masters:
             if master.count in sizes:
-                found[master.count, self._sample([master.run], master.count)].append(master.run)
+                found[master.count, self._sample([master.run])].append(master.run)
         for copy in waiting:
-            alike = found.get((copy.count, self._sample_copy(copy)), []) if found else []
+            alike = found.get((copy.count, self._sample([copy.run], DType.BFLOAT16)), []) if found else []
             if alike:
                 # Several masters with one sample are mostly constant norms and biases, in the order of their copies.
                 self.runs[copy.ref] = [alike.pop(0) if len(alike) > 1 else alike[0]]
 
     def match_in_order(self, copies: Iterable[_Tensor]) -> None:
-        """Lay the copies one behind the other over flat masters, group by group."""
+        """Lay the copies one after the other over flat masters, group by group."""
         waiting = {copy.run: copy for copy in copies if copy.ref not in self.runs}.values()
         flat = [
             master
@@ -148,32 +146,21 @@ class _Origins:
                 return
 
     def _accept(self, found: Mapping[_Tensor, list[Run]]) -> bool:
-        """Take the runs of copies if all their samples agree; return whether they do."""
-        agree = all(self._sample(runs, copy.count) == self._sample_copy(copy) for copy, runs in found.items())
+        """Keep the runs of copies if all their samples agree; return whether they do."""
+        agree = all(self._sample(runs) == self._sample([copy.run], DType.BFLOAT16) for copy, runs in found.items())
         if agree:
             self.runs.update((copy.ref, runs) for copy, runs in found.items())
         return agree
 
-    def _sample_copy(self, copy: _Tensor) -> bytes:
-        size = DType.BFLOAT16.itemsize
-        offset = copy.stream.storage.offset + copy.ref.offset * size
-        return b"".join(self._read(offset + at * size, n * size) for at, n in _windows(copy.count))
-
-    def _sample(self, runs: Sequence[Run], count: int) -> bytes:
-        """The same elements as ``_sample_copy`` takes, rounded from the masters."""
+    def _sample(self, runs: Sequence[Run], dtype: DType = DType.FLOAT32) -> bytes:
+        """A few of the elements of ``runs``, which are of ``dtype``, rounded to bf16."""
         codec = Reference(tuple(runs))
         found = b""
-        for at, n in _windows(count):
+        for at, n in _windows(codec.numel):
             for run in codec.cut(at, n):
-                place = self._checkpoint.storages[run.storage or 0].offset + run.start * DType.FLOAT32.itemsize
-                content = bytearray(self._read(place, run.length * DType.FLOAT32.itemsize))
-                found += bytes(bytes_of(round_masters(torch.frombuffer(content, dtype=torch.float32))))
+                x = read_elements(self._source, self._source.storages[run.storage or 0], dtype, run.start, run.length)
+                found += bytes(bytes_of(x if dtype is DType.BFLOAT16 else round_masters(x)))
         return found
-
-    def _read(self, offset: int, length: int) -> bytes:
-        buffer = bytearray(length)
-        self._checkpoint.read_into(offset, memoryview(buffer))
-        return bytes(buffer)
 
 
 def _windows(count: int) -> Iterator[tuple[int, int]]:
@@ -183,7 +170,7 @@ def _windows(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
-    """A key that sorts numbers in names by value: rank 10 behind rank 2."""
+    """A key that sorts numbers in names by value: rank 10 after rank 2."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
@@ -200,8 +187,8 @@ def _lay_over(groups: Sequence[Sequence[_Tensor]], flat: Sequence[_Tensor]) -> d
     found: dict[_Tensor, list[Run]] = {}
     for number, group in enumerate(groups):
         ranks = [shares[member][number] for member in sorted(shares, key=_natural)]
-        behind = sum(rank.count for rank in ranks) - sum(copy.count for copy in group)
-        if not 0 <= behind < _MOST_PADDING:
+        padding = sum(rank.count for rank in ranks) - sum(copy.count for copy in group)
+        if not 0 <= padding < _MOST_PADDING:
             return {}
         line = Reference(tuple(rank.run for rank in ranks))
         at = 0
@@ -213,33 +200,27 @@ def _lay_over(groups: Sequence[Sequence[_Tensor]], flat: Sequence[_Tensor]) -> d
 
 def _references(
     plan: Plan,
-    checkpoint: Checkpoint,
+    source: Checkpoint,
     streams: Mapping[int, Stream],
     runs: Mapping[TensorRef, list[Run]],
     policy: Policy,
 ) -> dict[int, Reference]:
     """The references of storages that hold nothing but copies, by their index."""
-    views: dict[int, list[NamedTensor]] = defaultdict(list)
-    for tensor, index in plan.tensors:
-        views[index].append(tensor)
-    copied = CopyCount()
-
-    def numel_of(index: int) -> int | None:
-        return streams[index].spec.numel
-
+    views = views_of(plan.tensors)
+    check = ReferenceCheck(lambda index: streams[index].spec.numel)
     found = {}
     for index in sorted({index for tensor, index in plan.tensors if tensor.ref in runs}):
         if policy.has_rule([view.name for view in views[index]]):
             continue
-        whole = _runs_of_storage(streams[index], [view.ref for view in views[index]], runs, checkpoint)
+        whole = _runs_of_storage(streams[index], [view.ref for view in views[index]], runs, source)
         codec = Reference(tuple(whole or ()))
-        if whole and reference_problem(codec, numel_of) is None and copied.add(codec, numel_of):
+        if whole and check.problem(codec) is None:
             found[index] = codec
     return found
 
 
 def _runs_of_storage(
-    stream: Stream, views: Iterable[TensorRef], runs: Mapping[TensorRef, list[Run]], checkpoint: Checkpoint
+    stream: Stream, views: Iterable[TensorRef], runs: Mapping[TensorRef, list[Run]], source: Checkpoint
 ) -> list[Run] | None:
     """The runs of a whole storage, put together from those of its tensors; None where a part is no copy."""
     whole: list[Run] = []
@@ -250,19 +231,18 @@ def _runs_of_storage(
             continue
         if ref not in runs or ref.offset < reached:
             return None
-        whole += [*_padding(stream, reached, ref.offset, checkpoint), *runs[ref]]
+        whole += [*_padding(stream, reached, ref.offset, source), *runs[ref]]
         reached = stop
-    whole += _padding(stream, reached, numel, checkpoint)
+    whole += _padding(stream, reached, numel, source)
     return _join_runs(whole)
 
 
-def _padding(stream: Stream, start: int, stop: int, checkpoint: Checkpoint) -> list[Run]:
+def _padding(stream: Stream, start: int, stop: int, source: Checkpoint) -> list[Run]:
     """The elements between two tensors as a run that repeats the first of them; nothing where there are none."""
     if start == stop:
         return []
-    bits = bytearray(DType.BFLOAT16.itemsize)
-    checkpoint.read_into(stream.storage.offset + start * len(bits), memoryview(bits))
-    return [Run(None, int.from_bytes(bits, "little"), stop - start)]
+    (bits,) = read_elements(source, stream.storage, DType.UINT16, start, 1).tolist()
+    return [Run(None, bits, stop - start)]
 
 
 def _join_runs(runs: Iterable[Run]) -> list[Run]:

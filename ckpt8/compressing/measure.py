@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 import torch
 
 from ckpt8.checkpoint.meaning.update_rules import Confidence
+from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.cutting import TILE, pieces, take
 from ckpt8.codecs.error_measures import moment_error, root, update_error, weight_error
 from ckpt8.codecs.error_stats import ErrorStats, MomentError, UpdateError, WeightError
 from ckpt8.compressing import lockstep
-from ckpt8.compressing.plan import Stream, Unit
+from ckpt8.compressing.plan import Parameter, Stream, Unit, read_elements
 from ckpt8.container.frames import FRAME
-from ckpt8.core.backend import Backend, resolve
+from ckpt8.core.backend import for_checkpoint, resolve
 from ckpt8.core.tensors import DType, Parts, Role
 
 
@@ -32,7 +33,7 @@ class UnitErrors:
     update: UpdateError | None = None
 
     @classmethod
-    def of(cls, unit: Unit) -> UnitErrors:
+    def for_unit(cls, unit: Unit) -> UnitErrors:
         """New sums for the lossy streams and the rule of ``unit``, all zero."""
         kinds = {"weight": WeightError, "moment": MomentError}
         streams = {s.index: kinds[s.codec.measured_as]() for s in unit.streams if s.codec.measured_as is not None}
@@ -48,82 +49,110 @@ class UnitErrors:
             self.update.merge(later.update)
 
 
-class ChunkMeter:
-    """Measures one chunk of a unit. ``confidence`` is CAME's factored term, or None for other rules.
+class ErrorMeter:
+    """Measures chunks of units of one checkpoint. Thread-safe; keeps CAME's factored statistics of the last parameter.
 
-    ``backend`` must be that of ``backend.for_checkpoint``: the last digits of sums depend on it.
+    ``backend`` is the one that codecs use for tensors on the CPU: the last digits of sums depend on it.
     """
 
-    def __init__(self, unit: Unit, confidence: Confidence | None, backend: Backend | None) -> None:
-        self._unit = unit
-        self._confidence = confidence
-        self._backend = backend
-        self.errors = UnitErrors.of(unit)
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.backend = for_checkpoint(checkpoint.storages)
+        self._last: tuple[Parameter, Confidence] | None = None
 
-    def measure(self, start: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> UnitErrors:
+    def measure(self, unit: Unit, start: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> UnitErrors:
         """Measure the chunk that begins at element ``start``: one original and one set of parts for each stream.
 
         All must be on one device, which computes the errors.
         """
-        length, done = len(originals[0]), 0
-        if resolve(self._backend, originals[0].device, length) == "numba":
-            done = self._in_one_pass(originals, parts, length)
+        errors, length, done = UnitErrors.for_unit(unit), len(originals[0]), 0
+        if resolve(self.backend, originals[0].device, length) == "numba":
+            done = _measure_in_one_pass(unit, errors, originals, parts)
         # Tiles fit the cache of a CPU. On a GPU each would cost a wait for its result.
         step = done or (TILE if originals[0].device.type == "cpu" else FRAME)
-        cuts = [_cuts(stream, length, step) for stream in self._unit.streams]
+        cuts = [_cuts(stream, length, step) for stream in unit.streams]
         for position in range(done, length, step):
             run = slice(position, min(position + step, length))
             tile_parts = [take(p, cut[position // step]) for p, cut in zip(parts, cuts, strict=True)]
-            self._tile(start + position, [x[run].float() for x in originals], tile_parts)
-        return self.errors
+            self._measure_tile(unit, errors, start + position, [x[run].float() for x in originals], tile_parts)
+        return errors
 
-    def _in_one_pass(self, originals: Sequence[torch.Tensor], parts: Sequence[Parts], length: int) -> int:
-        """Measure the first elements with a fused kernel where there is one; return how many it measured."""
-        from ckpt8.codecs import error_stats_numba as stats_numba
-        from ckpt8.codecs.companded8.numba import BLOCK
-
-        done = length // BLOCK * BLOCK
-        streams, errors = self._unit.streams, self.errors
-        tensors = [x[:done] for x in originals]
-        parts = [take(p, _cuts(stream, length, done)[0]) for p, stream in zip(parts, streams, strict=True)]
-        only = streams[0].codec
-        if only.measured_as == "weight" and only.measured_in_one_pass and len(streams) == 1:
-            errors.streams[streams[0].index].merge(stats_numba.weight_error(tensors[0], parts[0], only))  # type: ignore[arg-type]
-            return done
-        rule = self._unit.parameter.rule if self._unit.parameter else None
-        places = _adam_places(self._unit)
-        if errors.update is None or rule is None or rule.divisor_eps is None or places is None:
-            return 0
-        first, second = (stats_numba.Moment(tensors[k], parts[k], streams[k].codec) for k in places)  # type: ignore[arg-type]
-        found = stats_numba.adam_errors(first, second, rule.divisor_eps, rule.factor)
-        for k, error in zip(places, found, strict=False):
-            errors.streams[streams[k].index].merge(error)
-        errors.update.merge(found[-1])
-        return done
-
-    def _tile(self, start: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> None:
+    def _measure_tile(
+        self,
+        unit: Unit,
+        errors: UnitErrors,
+        start: int,
+        originals: Sequence[torch.Tensor],
+        parts: Sequence[Parts],
+    ) -> None:
         sides: list[tuple[torch.Tensor, torch.Tensor]] = []
-        streams = self._unit.streams
-        decoded = lockstep.decode(streams, parts, originals, start, self._backend)
-        for stream, x, part, y in zip(streams, originals, parts, (y.float() for y in decoded), strict=True):
-            roots = (root(x), root(y)) if _is_second(stream) else None
-            if stream.lossy:
-                self.errors.streams[stream.index].merge(_stream_error(stream, x, y, part, roots))
+        decoded = lockstep.decode(unit.streams, parts, originals, start, self.backend)
+        for stream, x, part, y in zip(unit.streams, originals, parts, (y.float() for y in decoded), strict=True):
+            # Square roots count where the codec stores them, or the update is divided by them.
+            is_second = stream.spec.role is Role.MOMENT2 or stream.codec.stores_roots
+            roots = (root(x), root(y)) if is_second else None
+            if stream.codec.measured_as == "weight":
+                errors.streams[stream.index].merge(weight_error(x, y))
+            elif stream.lossy:
+                errors.streams[stream.index].merge(moment_error(x, y, stream.codec.group_scales(part), roots))
             sides.append(roots or (x, y))
-        if self.errors.update is not None:
-            self.errors.update.merge(self._update_error(start, sides))
+        if errors.update is not None:
+            errors.update.merge(self._update_error(unit, start, sides))
 
-    def _update_error(self, start: int, sides: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> UpdateError:
+    def _update_error(self, unit: Unit, start: int, sides: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> UpdateError:
         """``sides`` by stream: m, or sqrt(v), of the original and as decoded."""
-        parameter = self._unit.parameter
+        parameter = unit.parameter
         if parameter is None or parameter.rule is None:
             raise AssertionError("update errors are measured only for a known rule")
-        place = {stream.index: k for k, stream in enumerate(self._unit.streams)}
+        place = {stream.index: k for k, stream in enumerate(unit.streams)}
         m = sides[place[parameter.moments["moment1"]]]
         v = sides[place[parameter.moments[parameter.denominator]]] if parameter.denominator else (None, None)
-        factors = self._confidence.at(start, start + len(m[0]), m[0].device) if self._confidence else None
+        confidence = self._confidence(parameter)
+        factors = confidence.at(start, start + len(m[0]), m[0].device) if confidence else None
         original, decoded = (parameter.rule.apply(m[k], v[k], factors) for k in (0, 1))
         return update_error(original, decoded, parameter.rule.factor)
+
+    def _confidence(self, parameter: Parameter) -> Confidence | None:
+        """CAME's factored term; None for other rules."""
+        if not parameter.confidence:
+            return None
+        last = self._last  # another thread may replace it at any time
+        if last is None or last[0] is not parameter:
+            rows, columns = (
+                read_elements(self._checkpoint, storage, ref.dtype, ref.offset, ref.numel).as_strided(
+                    ref.shape, ref.stride
+                )
+                for storage, ref in parameter.confidence
+            )
+            self._last = last = (parameter, Confidence(rows, columns))
+        return last[1]
+
+
+def _measure_in_one_pass(
+    unit: Unit, errors: UnitErrors, originals: Sequence[torch.Tensor], parts: Sequence[Parts]
+) -> int:
+    """Measure the first elements of a chunk with a fused kernel if there is one; return how many it measured."""
+    from ckpt8.codecs import error_stats_numba as stats_numba
+    from ckpt8.codecs.companded8.numba import BLOCK
+
+    length, streams = len(originals[0]), unit.streams
+    done = length // BLOCK * BLOCK
+    tensors = [x[:done] for x in originals]
+    parts = [take(p, _cuts(stream, length, done)[0]) for p, stream in zip(parts, streams, strict=True)]
+    only = streams[0].codec
+    if only.measured_as == "weight" and only.measured_in_one_pass and len(streams) == 1:
+        errors.streams[streams[0].index].merge(stats_numba.weight_error(tensors[0], parts[0], only))  # type: ignore[arg-type]
+        return done
+    rule = unit.parameter.rule if unit.parameter else None
+    places = _adam_places(unit)
+    if errors.update is None or rule is None or rule.divisor_eps is None or places is None:
+        return 0
+    first, second = ((tensors[k], parts[k], streams[k].codec) for k in places)
+    found = stats_numba.adam_errors(first, second, rule.divisor_eps, rule.factor)  # type: ignore[arg-type]
+    for k, error in zip(places, found, strict=False):
+        errors.streams[streams[k].index].merge(error)
+    errors.update.merge(found[-1])
+    return done
 
 
 def _cuts(stream: Stream, numel: int, step: int) -> list[Mapping[str, slice]]:
@@ -140,20 +169,3 @@ def _adam_places(unit: Unit) -> tuple[int, int] | None:
     roots = [unit.streams[k].codec.stores_roots for k in (first, second)]
     fits = all(each.spec.dtype is DType.FLOAT32 and each.codec.measured_in_one_pass for each in unit.streams)
     return (first, second) if fits and roots == [False, True] else None
-
-
-def _is_second(stream: Stream) -> bool:
-    """Whether square roots of a stream count: it is quantised as such, or an update is divided by them."""
-    return stream.spec.role is Role.MOMENT2 or stream.codec.stores_roots
-
-
-def _stream_error(
-    stream: Stream,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    parts: Parts,
-    roots: tuple[torch.Tensor, torch.Tensor] | None,
-) -> ErrorStats:
-    if stream.codec.measured_as == "weight":
-        return weight_error(x, y)
-    return moment_error(x, y, stream.codec.group_scales(parts), roots)

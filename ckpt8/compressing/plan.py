@@ -7,9 +7,10 @@ space on the way.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+
+import torch
 
 from ckpt8.checkpoint.meaning.roles import Names, ParameterState, Structure, classify, unique_name
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule, recognise
@@ -23,7 +24,7 @@ from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.optim.known_optimizers import MOMENT_SLOTS
 
 _MOST_PADDING = 4096
-"""Elements. A longer gap between tensors is not taken for alignment."""
+"""The most elements in a gap between tensors that counts as alignment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,7 @@ class Stream:
 
     def chunk_spec(self, chunk: int) -> TensorSpec:
         """The specification of one chunk."""
-        spec = self.spec
-        return layout.chunk_spec(spec.name, spec.role, spec.dtype, spec.numel, chunk)
+        return layout.chunk_spec(self.spec, chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Parameter:
     """The moments of one parameter by slot (``moment1``, ``moment2``, ``max_moment2``), as indices of streams.
 
     ``rule`` is None where the update rule is unknown; ``reason`` then says why. ``confidence`` are the row and column
-    statistics of CAME's confidence.
+    statistics of CAME, each with its storage.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Parameter:
     rule: UpdateRule | None
     reason: str | None
     shape: tuple[int, ...]
-    confidence: tuple[TensorRef, TensorRef] | None = None
+    confidence: Sequence[tuple[StorageInfo, TensorRef]] = ()
 
     @property
     def denominator(self) -> str | None:
@@ -108,41 +108,59 @@ class Plan:
 
 
 def make_plan(
-    checkpoint: Checkpoint | WithSkeleton, policy: Policy, names: Names | None = None, role: Role | None = None
+    checkpoint: Checkpoint | WithSkeleton,
+    policy: Policy,
+    names: Names | None = None,
+    role: Role | None = None,
+    bundle: Checkpoint | None = None,
+    first: int = 0,
 ) -> Plan:
     """Classify the tensors of a checkpoint, choose codecs, group moments into units; add the skeleton if it has one.
 
-    ``role``, where given, is that of all its tensors: the checkpoint is one file of several and does not tell.
+    With a ``role`` all tensors get it: the checkpoint is one file of several, whose tree does not tell. With a
+    ``bundle`` the checkpoint is one of its members, and the plan is in terms of the bundle, in which the storages of
+    the checkpoint have the indices from ``first`` on.
     """
-    names = names or Names()
+    names, source = names or Names(), bundle or checkpoint
     structure = classify(checkpoint.tree, names, role)
     storages = checkpoint.source_storages if isinstance(checkpoint, WithSkeleton) else checkpoint.storages
-    index_of = {storage.key: index for index, storage in enumerate(storages)}
-    views: dict[str, list[NamedTensor]] = defaultdict(list)
-    for tensor in structure.tensors:
-        views[tensor.ref.key].append(tensor)
-    streams = [
-        _stream(index, storage, views[storage.key], structure, policy, names, checkpoint)
-        for index, storage in enumerate(storages)
-    ]
-    units = join([Unit((stream,)) for stream in streams], _parameters(checkpoint, structure, views, index_of))
+    index_of = {storage.key: index for index, storage in enumerate(storages, first)}
+    tensors = [(tensor, index_of[tensor.ref.key]) for tensor in structure.tensors]
+    views = views_of(tensors)
+    streams = {
+        key: _stream(index, key, views[index], structure, policy, names, source) for key, index in index_of.items()
+    }
+    units = join(
+        [Unit((stream,)) for stream in streams.values()], _parameters(source, structure.parameters, streams, views)
+    )
     if isinstance(checkpoint, WithSkeleton):
+        index = first + len(storages)
         name = unique_name(names.prefix + SKELETON, names.storages)
         spec = TensorSpec(name, Role.OTHER, DType.UINT8, (checkpoint.skeleton.nbytes,))
-        units.append(Unit((Stream(len(streams), spec, checkpoint.skeleton, LOSSLESS, checkpoint.reason),)))
-    return Plan(units, [(tensor, index_of[tensor.ref.key]) for tensor in structure.tensors])
+        units.append(Unit((Stream(index, spec, source.storages[index], LOSSLESS, checkpoint.reason),)))
+    return Plan(units, tensors)
+
+
+def views_of(tensors: Iterable[tuple[NamedTensor, int]]) -> Mapping[int, list[NamedTensor]]:
+    """The tensors of every storage, by its index."""
+    views: dict[int, list[NamedTensor]] = defaultdict(list)
+    for tensor, index in tensors:
+        views[index].append(tensor)
+    return views
 
 
 def _stream(
     index: int,
-    storage: StorageInfo,
+    key: str,
     views: list[NamedTensor],
     structure: Structure,
     policy: Policy,
     names: Names,
-    checkpoint: Checkpoint,
+    source: Checkpoint,
 ) -> Stream:
-    name = unique_name(views[0].name if views else f"{names.prefix}storage:{storage.key}", names.storages)
+    """The stream of storage ``index`` of ``source``; ``structure`` knows that as ``key``."""
+    storage = source.storages[index]
+    name = unique_name(views[0].name if views else f"{names.prefix}storage:{key}", names.storages)
     dtypes = {view.ref.dtype for view in views} or {storage.dtype}
     dtype = dtypes.pop() if len(dtypes) == 1 else DType.UINT8
     plain_bytes = not dtypes and not dtype.is_plane_float
@@ -153,12 +171,12 @@ def _stream(
     spec = TensorSpec(name, role, dtype, (storage.nbytes // dtype.itemsize,))
     if plain_bytes:
         return Stream(index, spec, storage, LOSSLESS)
-    if storage.key in structure.opaque:
+    if key in structure.opaque:
         return Stream(index, spec, storage, LOSSLESS, "used by something other than a tensor")
     if roles:
         return Stream(index, spec, storage, LOSSLESS, "shared by tensors of several roles")
     gaps = _gaps(spec.numel, [view.ref for view in views])
-    if not all(_is_zero(checkpoint, storage, dtype, gap) for gap in gaps):
+    if not all(_is_padding(source, storage, dtype, gap) for gap in gaps):
         return Stream(index, spec, storage, LOSSLESS, "not fully covered by its tensors")
     paths, shapes = [path for view in views for path in view.paths], [view.ref.shape for view in views]
     return Stream(index, spec, storage, *policy.choose(spec, paths, shapes))
@@ -171,18 +189,23 @@ def _gaps(numel: int, refs: list[TensorRef]) -> list[range]:
     for ref in sorted(refs, key=lambda ref: ref.offset):
         if is_dense(ref):
             gaps.append(range(reached, ref.offset))
-            reached = max(reached, ref.offset + prod(ref.shape))
+            reached = max(reached, ref.offset + ref.numel)
     gaps.append(range(reached, numel))
     return [gap for gap in gaps if gap]
 
 
-def _is_zero(checkpoint: Checkpoint, storage: StorageInfo, dtype: DType, gap: range) -> bool:
-    """Whether a gap is padding: few elements, all zero. Every codec keeps zeros exactly."""
+def _is_padding(source: Checkpoint, storage: StorageInfo, dtype: DType, gap: range) -> bool:
+    """Whether a gap holds few elements, all zero. Every codec keeps zeros exactly."""
     if len(gap) > _MOST_PADDING:
         return False
-    buffer = bytearray(len(gap) * dtype.itemsize)
-    checkpoint.read_into(storage.offset + gap.start * dtype.itemsize, memoryview(buffer))
-    return not any(buffer)
+    return not read_elements(source, storage, dtype, gap.start, len(gap)).view(torch.uint8).any()
+
+
+def read_elements(source: Checkpoint, storage: StorageInfo, dtype: DType, start: int, count: int) -> torch.Tensor:
+    """``count`` elements of a storage from number ``start`` on, flat. Raises InputError."""
+    buffer = bytearray(count * dtype.itemsize)
+    source.read_into(storage.offset + start * dtype.itemsize, memoryview(buffer))
+    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype.torch)
 
 
 def join(units: list[Unit], parameters: list[Parameter]) -> list[Unit]:
@@ -199,58 +222,52 @@ def join(units: list[Unit], parameters: list[Parameter]) -> list[Unit]:
     return sorted(joined, key=lambda unit: unit.streams[0].storage.offset)
 
 
-def plan_joint(checkpoint: Checkpoint, plan: Plan, states: list[ParameterState]) -> None:
-    """Join the units of ``plan`` that hold moments of one parameter; ``states`` refer to storages of ``checkpoint``."""
-    views: dict[str, list[NamedTensor]] = defaultdict(list)
-    for tensor, index in plan.tensors:
-        views[checkpoint.storages[index].key].append(tensor)
-    index_of = {storage.key: index for index, storage in enumerate(checkpoint.storages)}
-    plan.units = join(plan.units, _parameters(checkpoint, Structure(parameters=states), views, index_of))
+def plan_joint(source: Checkpoint, plan: Plan, states: list[ParameterState]) -> None:
+    """Join the units of ``plan`` that hold moments of one parameter; ``states`` refer to storages of ``source``."""
+    streams = {stream.storage.key: stream for stream in plan.streams}
+    plan.units = join(plan.units, _parameters(source, states, streams, views_of(plan.tensors)))
 
 
 def _parameters(
-    checkpoint: Checkpoint,
-    structure: Structure,
-    views: Mapping[str, list[NamedTensor]],
-    index_of: Mapping[str, int],
+    source: Checkpoint,
+    states: Iterable[ParameterState],
+    streams: Mapping[str, Stream],
+    views: Mapping[int, list[NamedTensor]],
 ) -> list[Parameter]:
+    """The parameters whose moments fill storages of their own. ``streams`` are by the key that ``states`` use."""
     found = []
-    storages = {storage.key: storage for storage in checkpoint.storages}
-    for state in structure.parameters:
+    for state in states:
         refs = {
             MOMENT_SLOTS[key]: ref
             for key, ref in state.state.items()
             if key in MOMENT_SLOTS and isinstance(ref, TensorRef)
         }
-        owned = all(_owns(ref, storages[ref.key], views[ref.key]) for ref in refs.values())
+        owned = all(_owns(ref, streams[ref.key], views) for ref in refs.values())
         if owned and len({(ref.shape, ref.stride) for ref in refs.values()}) == 1:
-            moments = {slot: index_of[ref.key] for slot, ref in refs.items()}
-            found.append(_parameter(checkpoint, storages, state, refs, moments))
+            found.append(_parameter(source, streams, state, refs))
     return found
 
 
-def _owns(ref: TensorRef, storage: StorageInfo, views: list[NamedTensor]) -> bool:
+def _owns(ref: TensorRef, stream: Stream, views: Mapping[int, list[NamedTensor]]) -> bool:
     """Whether a tensor fills its storage and is the only one in it."""
-    nbytes = prod(ref.shape) * ref.dtype.itemsize
-    return len(views) == 1 and is_dense(ref) and ref.offset == 0 and nbytes == storage.nbytes
+    fills = is_dense(ref) and ref.offset == 0 and ref.nbytes == stream.storage.nbytes
+    return fills and len(views[stream.index]) == 1
 
 
 def _parameter(
-    checkpoint: Checkpoint,
-    storages: Mapping[str, StorageInfo],
-    state: ParameterState,
-    refs: Mapping[str, TensorRef],
-    moments: Mapping[str, int],
+    source: Checkpoint, streams: Mapping[str, Stream], state: ParameterState, refs: Mapping[str, TensorRef]
 ) -> Parameter:
     step = state.state.get("step", state.group.get("step"))
     if isinstance(step, TensorRef):
-        step = read_scalar(checkpoint, storages[step.key], step)
+        step = read_scalar(source, streams[step.key].storage, step)
     rule = recognise(state.state, state.group, step if isinstance(step, (int, float)) else None)
+    moments = {slot: streams[ref.key].index for slot, ref in refs.items()}
     shape = next(iter(refs.values())).shape
-    confidence = None
+    confidence: list[tuple[StorageInfo, TensorRef]] = []
     if isinstance(rule, UpdateRule) and rule.kind == "came":
-        confidence = (state.state["exp_avg_res_row"], state.state["exp_avg_res_col"])
-        if not _factors_fit(shape, refs["moment1"], *confidence):
+        factors = (state.state["exp_avg_res_row"], state.state["exp_avg_res_col"])
+        confidence = [(streams[ref.key].storage, ref) for ref in factors]
+        if not _factors_fit(shape, refs["moment1"], *factors):
             rule = "CAME's row and column statistics do not have the shape of the parameter"
     if isinstance(rule, UpdateRule):
         return Parameter(state.name, moments, rule, None, shape, confidence)

@@ -89,11 +89,6 @@ class Policy:
         return cls(preset, tuple(Rule.parse(text) for text in rules))
 
     @property
-    def texts(self) -> list[str]:
-        """The rules as the user wrote them."""
-        return [rule.text for rule in self.rules]
-
-    @property
     def keeps_compressed(self) -> bool:
         """Whether slices that a framework has compressed stay as they are, so that every file comes back exactly."""
         return self.preset == "lossless"

@@ -1,16 +1,14 @@
-"""What storages of a container may say of each other: sound references, and companions of the same length.
+"""Checks what storages of a container say of each other: references to masters, and companions.
 
 A reference costs nothing to store, so limits keep a small file from asking for much work: a copy is as long as its
-runs, padding is no more than half of it, the chunks of masters that its runs touch are few for its length, and no
-master is copied more than a few times.
+runs, padding is no more than half of it, its runs touch few chunks of masters for its length, and no master is copied
+more than a few times.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from typing import Protocol
 
 from ckpt8.codecs import Codec
 from ckpt8.codecs.base import Copied
@@ -20,87 +18,74 @@ from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 
 MOST_COPIES = 4
-"""How often a master may be copied, by its number of elements."""
+"""The most copies of a master, counted by its elements."""
 
 _WORK = 4
-"""Elements of masters that may be decoded for every element of a copy; as many chunks come on top."""
+"""The most elements of masters to decode for every element of a copy, on top of as many chunks."""
 
 
-class Codecs(Protocol):
-    """What the checks need of an open container."""
+class ReferenceCheck:
+    """Checks references one after the other and counts the copies of every master.
 
-    path: Path
-    manifest: Manifest
+    ``numel_of`` gives the elements of a storage, None if it is no master.
+    """
 
-    def codec(self, storage: int) -> Codec:
-        """The codec of a storage."""
-
-
-def reference_problem(copied: Copied, numel_of: Callable[[int], int | None]) -> str | None:
-    """Why a reference is not sound, or None. ``numel_of`` gives the elements of a storage, None if it is no master."""
-    padding = work = 0
-    for storage, start, count in copied.runs:
-        if storage is None:
-            padding += count
-            continue
-        numel = numel_of(storage)
-        if numel is None or start + count > numel:
-            return "refers to something other than elements of fp32 masters"
-        work += min(numel, -(-(start + count) // FRAME) * FRAME) - start // FRAME * FRAME
-    if 2 * padding > copied.numel:
-        return "is mostly padding"
-    if work > _WORK * (copied.numel + FRAME):
-        return "refers to masters in too many small pieces"
-    return None
-
-
-class CopyCount:
-    """How much of every master has been copied."""
-
-    def __init__(self) -> None:
+    def __init__(self, numel_of: Callable[[int], int | None]) -> None:
+        self._numel_of = numel_of
         self._elements: Counter[int] = Counter()
 
-    def add(self, copied: Copied, numel_of: Callable[[int], int | None]) -> bool:
-        """Count a sound reference; False, and nothing is counted, where that would be too many copies."""
+    def problem(self, copied: Copied) -> str | None:
+        """Why a reference is not sound; None for a sound one, whose copies then count."""
+        padding = work = 0
         more = Counter[int]()
-        for storage, _, count in copied.runs:
-            if storage is not None:
-                more[storage] += count
-        if any(self._elements[each] + count > MOST_COPIES * (numel_of(each) or 0) for each, count in more.items()):
-            return False
+        for storage, start, count in copied.runs:
+            if storage is None:
+                padding += count
+                continue
+            numel = self._numel_of(storage)
+            if numel is None or start + count > numel:
+                return "refers to something other than elements of fp32 masters"
+            work += min(numel, -(-(start + count) // FRAME) * FRAME) - start // FRAME * FRAME
+            more[storage] += count
+        if 2 * padding > copied.numel:
+            return "is mostly padding"
+        if work > _WORK * (copied.numel + FRAME):
+            return "refers to masters in too many small pieces"
+        if any(
+            self._elements[each] + count > MOST_COPIES * (self._numel_of(each) or 0) for each, count in more.items()
+        ):
+            return "is one copy too many of its masters"
         self._elements += more
-        return True
+        return None
 
 
-def check_references(reader: Codecs) -> None:
-    """Raise InputError where a reference is not sound."""
-    storages = reader.manifest.storages
+def check_references(manifest: Manifest, codec_of: Callable[[int], Codec], where: str) -> None:
+    """Raise InputError for a reference that is not sound."""
+    storages = manifest.storages
 
     def numel_of(storage: int) -> int | None:
         if storage >= len(storages) or storages[storage].dtype is not DType.FLOAT32:
             return None
-        return storages[storage].numel if reader.codec(storage).keeps_masters else None
+        return storages[storage].numel if codec_of(storage).keeps_masters else None
 
-    copies = CopyCount()
+    check = ReferenceCheck(numel_of)
     for index, record in enumerate(storages):
-        copied = reader.codec(index).copied
+        copied = codec_of(index).copied
         if copied is not None:
-            problem = reference_problem(copied, numel_of)
+            problem = check.problem(copied)
             if copied.numel != record.numel:
                 problem = f"refers to {copied.numel} elements for the {record.numel} that it has"
-            if problem is None and not copies.add(copied, numel_of):
-                problem = "is one copy too many of its masters"
             if problem is not None:
-                raise InputError(f"{reader.path}: {record.name}: {problem}")
+                raise InputError(f"{where}: {record.name}: {problem}")
 
 
-def check_companions(reader: Codecs) -> None:
-    """Raise InputError where a storage is coded with another that is not there, or that itself needs others."""
-    storages = reader.manifest.storages
+def check_companions(manifest: Manifest, codec_of: Callable[[int], Codec], where: str) -> None:
+    """Raise InputError for a storage whose companion is missing, has another length or needs companions itself."""
+    storages = manifest.storages
     for index, record in enumerate(storages):
-        for name, other in reader.codec(index).companion_storages.items():
+        for name, other in codec_of(index).companion_storages.items():
             known = type(other) is int and 0 <= other < len(storages)
             if not known or storages[other].numel != record.numel:
-                raise InputError(f"{reader.path}: {record.name}: {name} is not a storage of as many elements")
-            if reader.codec(other).companions or reader.codec(other).copied is not None:
-                raise InputError(f"{reader.path}: {record.name}: {name} is coded with another storage itself")
+                raise InputError(f"{where}: {record.name}: {name} is not a storage of as many elements")
+            if codec_of(other).companions or codec_of(other).copied is not None:
+                raise InputError(f"{where}: {record.name}: {name} is coded with another storage itself")

@@ -1,7 +1,7 @@
-"""Reads a damaged container as far as it is whole, and fills damaged chunks.
+"""Reads what is whole of a damaged container, and fills lost chunks.
 
-It needs the manifest, which says where everything belongs and lies at the end, before the seal; it does not need the
-header. If the seal does not hold, it reads the header entry by entry and finds the missing entries by the checksums of
+It needs the manifest, which stands at the end, before the seal, and says where everything belongs. It does not need the
+header: if the seal does not match, it reads the header entry by entry and finds the other entries by the checksums of
 their frames.
 """
 
@@ -26,22 +26,21 @@ from ckpt8.core.files.crc import crc32
 from ckpt8.core.tensors import Parts
 
 _SEARCHED = 1 << 27
-"""The manifest is searched in this many bytes at the end of a file."""
+"""Bytes at the end of a file in which to search for the manifest."""
 _MANIFESTS_TRIED = 16
 _ENTRIES_TRIED, _ENTRIES_GUESSED = 64, 8
 _SMALLEST_FRAME = 8
-"""No zstd frame of a whole chunk is shorter: bounds what a small file can make a reader write."""
+"""The shortest zstd frame of a whole chunk. Bounds how much a small file can make a reader write."""
 
 _ENTRY_END, _METADATA_END, _TYPE = b']},"', b'"},"', b'":{"dtype":"U8","shape":['
 _OFFSETS = re.compile(rb"\d{1,17}\],\"data_offsets\":\[(\d{1,17}),(\d{1,17})(?:\]\}\} *)?")
 
 
 class DamagedContainer(ContainerReader):
-    """``damage`` says what does not hold of header, manifest and seal, or is None.
+    """A container that may be damaged. Raises InputError where the manifest is not readable.
 
-    ``lost`` holds the chunks, by storage, that ``mark_lost`` was called with. They read as NaN, or as zeros unless they
-    are floats.
-    Raises InputError where the manifest is not readable.
+    ``damage`` says what is wrong with header, manifest or seal; None where nothing is. ``lost`` holds the chunks of
+    every storage that ``mark_lost`` named: floats in them read as NaN, all else as zeros.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,18 +50,18 @@ class DamagedContainer(ContainerReader):
         super().__init__(path)
 
     def mark_lost(self, storage: int, chunk: int) -> None:
-        """Read a chunk as lost from now on."""
+        """From now on do not decode this chunk."""
         self.lost.setdefault(storage, set()).add(chunk)
 
     def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
-        """As ContainerReader; without parts where the chunk is lost."""
+        """As ``ContainerReader.decode_chunk``; a lost chunk has no parts."""
         if chunk not in self.lost.get(storage, ()):
             return super().decode_chunk(storage, chunk, out)
         out.fill_(float("nan")) if self.manifest.storages[storage].dtype.is_plane_float else out.zero_()
         return {}
 
     def is_whole(self, storage: int, chunk: int, out: torch.Tensor) -> bool:
-        """Whether a chunk can be decoded; tries it, into ``out``."""
+        """Decode a chunk into ``out``; return whether that works."""
         try:
             super().decode_chunk(storage, chunk, out)
         except InputError:
@@ -84,21 +83,22 @@ class DamagedContainer(ContainerReader):
             raise InputError(f"{self.path}: manifest is malformed: the file is shorter than what it describes")
         # One flipped bit of the header's length, or of a length in the manifest, moves one of the two.
         known = self._read_entries(min(by_manifest, header.MAX_HEADER))
-        self._data_start = max(by_manifest, min(by_header, by_manifest), key=lambda at: self._fitting(at, known))
+        self._data_start = max(by_manifest, min(by_header, by_manifest), key=lambda at: self._count_frames(at, known))
         self._data_stop = start - self._data_start
         return known, stored
 
-    def _fitting(self, data_start: int, entries: Iterable[Entry]) -> int:
-        """How many of the entries begin with the frame that the manifest states for them."""
-        wanted = dict(self._expected())
+    def _count_frames(self, data_start: int, entries: Iterable[Entry]) -> int:
+        """Count the entries that begin with the frame that the manifest states for them."""
+        wanted = dict(self._expected_entries())
         known = [(entry.start, *wanted[entry.name][1:]) for entry in entries if entry.name in wanted]
-        return sum(self._is_at(data_start + start, first, crc) for start, first, crc in known[:_ENTRIES_TRIED])
+        return sum(self._has_frame(data_start + start, first, crc) for start, first, crc in known[:_ENTRIES_TRIED])
 
-    def _is_at(self, place: int, length: int, crc: int) -> bool:
+    def _has_frame(self, place: int, length: int, crc: int) -> bool:
+        """Whether the frame of that length and checksum stands at ``place``."""
         return place + length <= self.size and crc32(self._file.read(place, length)) == crc
 
     def _read_entries(self, stop: int) -> list[Entry]:
-        """Of a header that ends at ``stop`` the entries that can be read and have a name of their own."""
+        """The readable entries of a header that ends at ``stop``, except those that share a name."""
         head = self._file.read(0, stop)[header.LENGTH_BYTES :]
         entries = []
         for text in head.split(_ENTRY_END):
@@ -111,7 +111,7 @@ class DamagedContainer(ContainerReader):
         return [entry for entry in entries if times[entry.name] == 1]
 
     def _find_manifest(self, places: Iterable[int]) -> tuple[int, bytes]:
-        """Where the manifest begins, and its stored bytes: at one of ``places``, or right before the seal."""
+        """Find the manifest at one of ``places`` or right before the seal; return its place and stored bytes."""
         for place in places:
             if place < self.size and (stored := self._manifest_at(place, self.size)) is not None:
                 return place, stored
@@ -127,12 +127,12 @@ class DamagedContainer(ContainerReader):
                 return first + place, stored
         raise InputError(f"{self.path}: has no readable manifest, which is at its end")
 
-    def _manifest_at(self, place: int, behind: int) -> bytes | None:
-        """The stored bytes of a manifest that begins at ``place``, with at most ``behind`` bytes behind it."""
+    def _manifest_at(self, place: int, after: int) -> bytes | None:
+        """The stored bytes of a manifest at ``place``; None if there is none, or more than ``after`` bytes follow."""
         content = self._file.read(place, min(self.size - place, _SEARCHED))
         try:
             stored = content[: _frame_length(content)]
-            if len(content) - len(stored) <= behind:
+            if len(content) - len(stored) <= after:
                 self._open_manifest(stored)
                 return stored
         except UnsupportedError:
@@ -144,7 +144,7 @@ class DamagedContainer(ContainerReader):
     def _locate(self, entries: dict[str, Entry]) -> list[Any]:
         if self.damage is None:
             return super()._locate(entries)
-        entries = self._placed(entries.values())
+        entries = self._place_entries(entries.values())
         located: list[Any] = []
         for index, record in enumerate(self.manifest.storages):
             try:
@@ -163,9 +163,9 @@ class DamagedContainer(ContainerReader):
             raise InputError(f"{self.path}: {self.manifest.storages[storage].name}: is not to be found")
         return super().read_parts(storage, chunk, only)
 
-    def _placed(self, entries: Iterable[Entry]) -> dict[str, Entry]:
-        """Every entry that the manifest knows and that lies in the data: as the header says, or found in a hole."""
-        wanted = dict(self._expected())
+    def _place_entries(self, entries: Iterable[Entry]) -> dict[str, Entry]:
+        """The entries of the manifest: where the header places them, or found in the holes between."""
+        wanted = dict(self._expected_entries())
         found: dict[str, Entry] = {}
         position, holes = 0, []
         for entry in sorted(entries, key=lambda each: (each.start, each.stop)):
@@ -180,11 +180,11 @@ class DamagedContainer(ContainerReader):
             found |= {entry.name: entry for entry in self._fill_hole(start, stop, missing)}
         return found
 
-    def _expected(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
-        """Of every entry its name, and its length, the length of its first frame and the checksum of that."""
+    def _expected_entries(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
+        """For every entry its name, its length, and the length and the checksum of its first frame."""
         for index, record in enumerate(self.manifest.storages):
             self._check_frame_count(record)
-            slabs = list(layout.slab_chunks(record.numel, self.manifest.slab))
+            slabs = layout.slab_chunks(record.numel, self.manifest.slab)
             layouts = self.codec(index).layout(self.spec(index))
             for part, table in record.parts.items():
                 planes = layout.planes(layouts[part]) if part in layouts else 0
@@ -195,22 +195,22 @@ class DamagedContainer(ContainerReader):
                         yield layout.entry_name(record.name, part, k, len(slabs)), facts
 
     def _fill_hole(self, start: int, stop: int, missing: dict[str, tuple[int, int, int]]) -> Iterator[Entry]:
-        """Take from ``missing`` the entries that lie one after the other from ``start`` on."""
-        while start < stop and (name := self._next(start, stop, missing)) is not None:
+        """Find entries of ``missing`` one after the other from ``start`` on, and remove them from it."""
+        while start < stop and (name := self._find_entry(start, stop, missing)) is not None:
             length = missing.pop(name)[0]
             yield Entry(name, start, start + length)
             start += length
 
-    def _next(self, start: int, stop: int, missing: dict[str, tuple[int, int, int]]) -> str | None:
-        """What lies at ``start``: whose first frame it is, else, as that is damaged, what has another right behind."""
+    def _find_entry(self, start: int, stop: int, missing: dict[str, tuple[int, int, int]]) -> str | None:
+        """The entry at ``start``: its first frame stands there or, if that is damaged, another entry follows it."""
         near = list(missing.items())[:_ENTRIES_TRIED]
         for name, (length, first, crc) in near:
-            if length <= stop - start and self._is_at(self._data_start + start, first, crc):
+            if length <= stop - start and self._has_frame(self._data_start + start, first, crc):
                 return name
         for name, (length, _, _) in near[:_ENTRIES_GUESSED]:
-            behind = [facts for other, facts in near[: _ENTRIES_GUESSED + 1] if other != name]
-            ends_it = start + length == stop
-            if ends_it or any(self._is_at(self._data_start + start + length, first, crc) for _, first, crc in behind):
+            others = [facts for other, facts in near[: _ENTRIES_GUESSED + 1] if other != name]
+            after = start + length
+            if after == stop or any(self._has_frame(self._data_start + after, first, crc) for _, first, crc in others):
                 return name
         return None
 

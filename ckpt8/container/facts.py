@@ -1,4 +1,4 @@
-"""What a container says of its tensors, codecs and errors, for reports. Nothing here needs torch."""
+"""Facts about the tensors, codecs and errors of a container, for reports. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from ckpt8.codecs import codec_from_config
-from ckpt8.codecs.error_stats import MomentError, NoiseError, UpdateError, WeightError, read_error
+from ckpt8.codecs.error_stats import MomentError, UpdateError, WeightError, read_error
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest, ParameterRecord, StorageRecord, TensorRecord
 from ckpt8.core.tensors import Role
 
@@ -15,7 +15,7 @@ SKELETON_ROLE, FILE_ROLE = "structure", "file"
 
 
 def skeleton_role(member_format: str) -> str:
-    """What the bytes outside the storages of a member are called: of what is no checkpoint they are all it has."""
+    """How reports name the bytes outside the storages of a member: the whole of a file that is no checkpoint."""
     return FILE_ROLE if member_format in (FILE, SYMLINK, DIRECTORY) else SKELETON_ROLE
 
 
@@ -32,7 +32,7 @@ def codec_name(config: dict[str, Any]) -> str:
 
 
 def tensor_facts(manifest: Manifest, tensor: TensorRecord) -> dict[str, Any]:
-    """Role, element type, and of its storage codec, sizes in bytes, error and why it is lossless, if it need not be."""
+    """Role and element type of a tensor; codec, sizes in bytes and error of its storage, and why that is lossless."""
     record = manifest.storages[tensor.storage]
     return {
         "role": record.role.value,
@@ -49,13 +49,13 @@ def tensor_facts(manifest: Manifest, tensor: TensorRecord) -> dict[str, Any]:
 
 
 def _masters(manifest: Manifest, record: StorageRecord) -> list[str]:
-    """The storages that a reference leads to."""
+    """The names of the storages that a reference copies."""
     runs = record.codec.get("runs", []) if record.is_reference else []
     return [manifest.storages[index].name for index in dict.fromkeys(run[0] for run in runs) if index is not None]
 
 
 def total_errors(manifest: Manifest) -> dict[str, Any]:
-    """Errors of the whole file by what they are errors of; None where nothing was measured."""
+    """The errors of weights, moments and updates over the whole file; None where nothing was measured."""
     weights, updates = WeightError(), UpdateError()
     moments = {Role.MOMENT1: MomentError(), Role.MOMENT2: MomentError()}
     counts: Counter[str] = Counter()
@@ -70,48 +70,31 @@ def total_errors(manifest: Manifest) -> dict[str, Any]:
     for error in known:
         updates.merge(error)
     return {
-        "weight": weight_facts(weights) if weights.count else None,
-        **{role.value: _moment_facts(error) if counts[role.value] else None for role, error in moments.items()},
-        "update": {**update_facts(updates), "parameters": len(known)} if known else None,
+        "weight": figures(weights) if weights.count else None,
+        **{role.value: figures(error) if counts[role.value] else None for role, error in moments.items()},
+        "update": {**figures(updates), "parameters": len(known)} if known else None,
         "update_unknown": sum(_is_unknown(manifest, parameter) for parameter in manifest.parameters),
     }
 
 
 def _is_unknown(manifest: Manifest, parameter: ParameterRecord) -> bool:
+    """Whether the update error of a parameter with lossy moments is not known."""
     codecs = (codec_from_config(manifest.storages[index].codec) for index in parameter.moments.values())
-    lossy = any(codec.measured_as is not None for codec in codecs)
-    return lossy and parameter.error is None
-
-
-def weight_facts(error: WeightError) -> dict[str, Any]:
-    """Errors of weights."""
-    return {
-        "max_relative": error.max_relative,
-        "mean_relative": error.mean_relative,
-        "max_bf16_ulp": error.max_bf16_ulp,
-    }
-
-
-def _noise_facts(error: NoiseError) -> dict[str, Any]:
-    return {"nmse": error.nmse if math.isfinite(error.nmse) else None, "snr_db": error.snr_db}
-
-
-def _moment_facts(error: MomentError) -> dict[str, Any]:
-    return {**_noise_facts(error), "max_scaled": error.max_scaled}
-
-
-def update_facts(error: UpdateError) -> dict[str, Any]:
-    """Errors in update space."""
-    return {**_noise_facts(error), "max_error": error.max_error, "max_update": error.max_update}
+    return parameter.error is None and any(codec.measured_as is not None for codec in codecs)
 
 
 def error_facts(stored: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A stored record as the figures that people read."""
-    match read_error(stored):
-        case WeightError() as weight:
-            return weight_facts(weight)
-        case MomentError() as moment:
-            return _moment_facts(moment)
-        case UpdateError() as update:
-            return update_facts(update)
-    return None
+    """The figures of a stored error that people read; None where nothing was measured."""
+    error = read_error(stored)
+    return figures(error) if error else None
+
+
+def figures(error: WeightError | MomentError | UpdateError) -> dict[str, Any]:
+    """The figures of an error that people read."""
+    if isinstance(error, WeightError):
+        names = ("max_relative", "mean_relative", "max_bf16_ulp")
+        return {name: getattr(error, name) for name in names}
+    noise = {"nmse": error.nmse if math.isfinite(error.nmse) else None, "snr_db": error.snr_db}
+    if isinstance(error, MomentError):
+        return {**noise, "max_scaled": error.max_scaled}
+    return {**noise, "max_error": error.max_error, "max_update": error.max_update}

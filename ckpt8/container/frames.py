@@ -45,26 +45,18 @@ of most second moments, 4 % smaller, a twentieth."""
 
 _MAX_WINDOW = 1 << 24
 
-_local = threading.local()
+
+class _Zstd(threading.local):
+    """The zstd contexts of one thread, which all its frames share."""
+
+    def __init__(self) -> None:
+        self.raw = zstandard.ZstdCompressor(level=_RAW_LEVEL)
+        parameters = zstandard.ZstdCompressionParameters(**_PLANE_SETTINGS)
+        self.plane = zstandard.ZstdCompressor(compression_params=parameters)
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
 
 
-def _compressor(part: str) -> zstandard.ZstdCompressor:
-    kind = "raw" if part == RAW_PART else "plane"
-    found: zstandard.ZstdCompressor | None = getattr(_local, kind, None)
-    if found is None:
-        if kind == "raw":
-            found = zstandard.ZstdCompressor(level=_RAW_LEVEL)
-        else:
-            found = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(**_PLANE_SETTINGS))
-        setattr(_local, kind, found)
-    return found
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    if not hasattr(_local, "decompressor"):
-        _local.decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
-    found: zstandard.ZstdDecompressor = _local.decompressor
-    return found
+_zstd = _Zstd()
 
 
 def host_bytes(length: int) -> torch.Tensor:
@@ -82,7 +74,7 @@ def bytes_of(x: torch.Tensor) -> memoryview:
     length = x.numel() * x.element_size()
     if not length:
         return memoryview(b"")
-    # To make a type for every length would take longer than all the rest.
+    # Making a type for every length would take longer than everything else here.
     memory = _bytes_type(1 << (length - 1).bit_length()).from_address(x.data_ptr())
     memory.owner = x
     return memoryview(memory).cast("B")[:length]
@@ -91,7 +83,7 @@ def bytes_of(x: torch.Tensor) -> memoryview:
 def encode_part(name: str, part: torch.Tensor, *, copy: bool = False) -> list[tuple[bytes | memoryview, int]]:
     """(stored bytes, crc32) of the frame of every plane of one part. ``part`` is flat, contiguous, on the CPU.
 
-    What zstd does not make smaller stays where it is, unless a ``copy`` is asked for.
+    A plane that zstd does not make smaller is a view of the part, or a copy with ``copy``.
     """
     size = part.element_size()
     if size == 1:
@@ -100,7 +92,7 @@ def encode_part(name: str, part: torch.Tensor, *, copy: bool = False) -> list[tu
         # Column by column: as one transposed copy it would take torch seven times as long.
         columns = part.view(torch.uint8).view(-1, size)
         planes = [columns[:, k].contiguous() for k in reversed(range(size))]
-    compressor = _compressor(name)
+    compressor = _zstd.raw if name == RAW_PART else _zstd.plane
     frames: list[tuple[bytes | memoryview, int]] = []
     for plane in planes:
         view = bytes_of(plane)
@@ -112,7 +104,7 @@ def encode_part(name: str, part: torch.Tensor, *, copy: bool = False) -> list[tu
 
 
 def _is_compressible(plane: memoryview, compressor: zstandard.ZstdCompressor) -> bool:
-    """Whether zstd is worth its time, there and back: told from a sample of a long plane."""
+    """Whether zstd is worth its time, there and back. Of a long plane it tries a sample."""
     if len(plane) < _SHORT_PLANE:
         return len(plane) > 0
     starts = range(0, len(plane), len(plane) // _SAMPLES)
@@ -136,7 +128,7 @@ def inflate(stored: torch.Tensor, length: int, where: str) -> torch.Tensor:
         declared = zstandard.get_frame_parameters(frame)
         if declared.content_size != length or declared.window_size > _MAX_WINDOW:
             raise InputError(f"{where}: frame does not declare the {length} bytes it must hold")
-        got = _decompressor().stream_reader(frame).readinto(bytes_of(plane))
+        got = _zstd.decompressor.stream_reader(frame).readinto(bytes_of(plane))
     except zstandard.ZstdError as exc:
         raise InputError(f"{where}: frame cannot be decompressed: {exc}") from exc
     if got != length:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 
 from ckpt8.codecs import Codec
-from ckpt8.core.tensors import DType, PartSpec, Role, TensorSpec
+from ckpt8.core.tensors import PartSpec, TensorSpec
 
 FRAME = 1 << 20
 """Elements of a storage that one frame covers."""
@@ -19,16 +19,15 @@ def chunk_count(numel: int) -> int:
     return -(-numel // FRAME)
 
 
-def chunk_spec(name: str, role: Role, dtype: DType, numel: int, chunk: int) -> TensorSpec:
-    """The specification of one chunk: FRAME elements, the last one fewer."""
-    return TensorSpec(name, role, dtype, (min(FRAME, numel - chunk * FRAME),))
+def chunk_spec(spec: TensorSpec, chunk: int) -> TensorSpec:
+    """The specification of one chunk of a storage: FRAME elements, the last one fewer."""
+    return replace(spec, shape=(min(FRAME, spec.numel - chunk * FRAME),))
 
 
-def slab_chunks(numel: int, slab: int) -> Iterator[range]:
+def slab_chunks(numel: int, slab: int) -> list[range]:
     """The chunks of every slab, in order."""
     total, step = chunk_count(numel), slab // FRAME
-    for first in range(0, total, step):
-        yield range(first, min(first + step, total))
+    return [range(first, min(first + step, total)) for first in range(0, total, step)]
 
 
 def entry_name(storage: str, part: str, slab: int, slabs: int) -> str:
@@ -38,7 +37,7 @@ def entry_name(storage: str, part: str, slab: int, slabs: int) -> str:
 
 def entry_names(codec: Codec, spec: TensorSpec, slab: int) -> list[str]:
     """Names of all entries of a storage in the order in which they are written."""
-    slabs = len(list(slab_chunks(spec.numel, slab)))
+    slabs = len(slab_chunks(spec.numel, slab))
     return [entry_name(spec.name, part, k, slabs) for k in range(slabs) for part in codec.layout(spec)]
 
 

@@ -1,17 +1,30 @@
 """The manifest of a ``.ckpt8``: everything but the planes, as dataclasses that read and write JSON.
 
-Reading validates every type and range: the seal proves that nothing is damaged, not that nobody is malicious.
+Reading validates every type and range: the seal proves that nothing is damaged, not that nobody is malicious. The
+manifest is stored as JSON in one frame of zstd, within the bounds that a reader sets before it reads it.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
+
+import zstandard
 
 from ckpt8.codecs import RELATIONS
 from ckpt8.container.header import DIRECTORY_VERSION, FILE_VERSION, REFERENCE_VERSION, check_version
 from ckpt8.container.json_fields import Fields
+from ckpt8.core.errors import InputError
+from ckpt8.core.json_text import FREE, MANIFEST_COST, cost, parse_json
 from ckpt8.core.tensors import DType, Role, Strided
+
+_FLOOR = 1 << 20
+_RATIO = 64
+"""A manifest may inflate to 1 MiB plus 64 times its stored size: most stay below 12."""
+
+_LEVELS = (9, -1, -10, -100, -1000, -10_000, -100_000)
+"""Levels of zstd, the best one first. Nearly equal records compress better than a reader accepts."""
 
 FILE, SYMLINK, DIRECTORY = "file", "symlink", "directory"
 """Formats of members that are no checkpoints: plain bytes, the target of a link, an empty directory."""
@@ -229,3 +242,30 @@ def read_manifest(tree: object, where: str) -> Manifest:
         parameters=fields.each("parameters", lambda each: _parameter(each, count)),
         directory=fields.optional("directory", str),
     )
+
+
+def pack_manifest(tree: dict[str, Any], rest: int) -> bytes:
+    """The stored manifest of a container of ``rest`` more bytes, as small as a reader accepts it."""
+    text = json.dumps(tree, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
+    costs = cost(text)
+    for level in _LEVELS:
+        stored = zstandard.ZstdCompressor(level=level).compress(text)
+        if len(text) <= _FLOOR + _RATIO * len(stored) and costs <= _allowed(rest + len(stored)):
+            break
+    return stored
+
+
+def unpack_manifest(stored: bytes, size: int, where: str) -> Any:
+    """The tree of a stored manifest in a container of ``size`` bytes. Raises InputError."""
+    try:
+        declared = zstandard.frame_content_size(stored)
+        if not 0 <= declared <= _FLOOR + _RATIO * len(stored):
+            raise InputError(f"{where}: manifest declares an implausible size")
+        text = zstandard.ZstdDecompressor().decompress(stored, max_output_size=declared)
+    except zstandard.ZstdError as exc:
+        raise InputError(f"{where}: manifest cannot be decompressed: {exc}") from exc
+    return parse_json(text, f"{where}: manifest", _allowed(size))
+
+
+def _allowed(size: int) -> int:
+    return FREE + MANIFEST_COST * size

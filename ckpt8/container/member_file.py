@@ -1,15 +1,14 @@
 """A member of a container as the file that it was: seekable, read-only, decoded where it is read.
 
-Bytes outside the storages come from the skeleton; storages are decoded chunk by chunk. Where a storage comes back
-with other values, the checksums that the source kept of it are zero here until ``patch_crc`` sets them: torch does
-not look at them, and ``restore`` sets them at its end.
+Bytes outside the storages come from the skeleton; storages are decoded chunk by chunk. A storage may come back with
+other values. The checksums that the source kept of it are then zero until ``patch_crc`` sets them: torch does not look
+at them, and ``restore`` sets them at its end.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from ckpt8.core.workers import Workers
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes ``start`` to ``stop`` of the member, all within one chunk; ``origin`` counts from its first byte."""
+    """Bytes ``start`` to ``stop`` of the member. They are those from ``origin`` on of one chunk."""
 
     start: int
     stop: int
@@ -57,12 +56,11 @@ class MemberFile(io.RawIOBase):
             self._patches[place] = bytes(CRC_BYTES)
         self._places = sorted(self._patches)
         self._last: tuple[tuple[int, int], bytearray] | None = None
-        self._lock = threading.Lock()
         self.error: Ckpt8Error | None = None
         """The error of the last failed read."""
 
     def needs_crc(self, storage: int) -> bool:
-        """Whether the member repeats the checksum of a storage, which is known once it is decoded."""
+        """Whether the member repeats the checksum of a storage."""
         return storage in self._crc_fields
 
     def patch_crc(self, storage: int, crc32: int) -> list[tuple[int, bytes]]:
@@ -78,10 +76,6 @@ class MemberFile(io.RawIOBase):
     def seekable(self) -> bool:
         """True."""
         return True
-
-    def tell(self) -> int:
-        """The position in bytes."""
-        return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move the position; as for any file. Raises ValueError."""
@@ -106,11 +100,11 @@ class MemberFile(io.RawIOBase):
 
     def _read(self, view: memoryview, start: int, pieces: list[Piece]) -> None:
         if self._workers is not None and len(pieces) > 2:
-            for _ in self._workers.map(lambda piece: self._fill(piece, view, start, keep=False), pieces):
+            for _ in self._workers.map(lambda piece: self.fill(piece, view[piece.start - start :]), pieces):
                 pass
         else:
             for piece in pieces:
-                self._fill(piece, view, start, keep=True)
+                self.fill(piece, view[piece.start - start :], keep=True)
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The bytes ``start`` to ``stop`` cut at the borders of storages and chunks."""
@@ -125,18 +119,14 @@ class MemberFile(io.RawIOBase):
             start = end
             at += start == run.stop
 
-    def fill(self, piece: Piece, view: memoryview) -> None:
-        """Decode one piece into ``view``, which has its length. Thread-safe."""
-        self._fill(piece, view, piece.start, keep=False)
-
-    def _fill(self, piece: Piece, view: memoryview, base: int, *, keep: bool) -> None:
-        target = view[piece.start - base : piece.stop - base]
+    def fill(self, piece: Piece, view: memoryview, *, keep: bool = False) -> None:
+        """Decode one piece into the start of ``view``. Thread-safe. With ``keep`` the next read may use its chunk."""
+        target = view[: piece.stop - piece.start]
         record = self._reader.manifest.storages[piece.storage]
         spec = self._reader.chunk_spec(piece.storage, piece.chunk)
-        whole = len(target) == spec.numel * spec.dtype.itemsize
-        if not (whole and self._decode(record, piece, target)):
-            keep = keep or piece.storage == self._skeleton
-            chunk = self._chunk(record, piece, spec.numel * spec.dtype.itemsize, keep=keep)
+        length = spec.numel * spec.dtype.itemsize
+        if len(target) < length or not self._decode(record, piece, target):
+            chunk = self._chunk(record, piece, length, keep=keep or piece.storage == self._skeleton)
             target[:] = memoryview(chunk)[piece.origin : piece.origin + len(target)]
         self._patch(piece, target)
 
@@ -149,21 +139,19 @@ class MemberFile(io.RawIOBase):
         return True
 
     def _chunk(self, record: StorageRecord, piece: Piece, length: int, *, keep: bool) -> bytearray:
-        """A whole decoded chunk; with ``keep`` the last one is remembered, since small reads come in sequence."""
-        key = (piece.storage, piece.chunk)
-        with self._lock:
-            if self._last is not None and self._last[0] == key:
-                return self._last[1]
+        """A whole decoded chunk. With ``keep`` it is kept for the next read, since small reads come in sequence."""
+        key, last = (piece.storage, piece.chunk), self._last
+        if last is not None and last[0] == key:
+            return last[1]
         chunk = bytearray(length)
         out = _tensor(memoryview(chunk)).view(record.dtype.torch)
         self._reader.decode_chunk(piece.storage, piece.chunk, out)
         if keep:
-            with self._lock:
-                self._last = (key, chunk)
+            self._last = (key, chunk)
         return chunk
 
     def _patch(self, piece: Piece, target: memoryview) -> None:
-        """Lay the checksum fields over a piece of the skeleton; a field may begin or end outside the piece."""
+        """Write the checksum fields over a piece of the skeleton; a field may begin or end outside the piece."""
         if piece.storage != self._skeleton:
             return
         for place in self._places[bisect_left(self._places, piece.start - CRC_BYTES + 1) :]:

@@ -1,15 +1,14 @@
-"""Which paths and links the members of a directory may have, so that nothing lands outside of it.
+"""Checks the paths and links of the members of a directory, so that nothing lands outside of it.
 
-A path is relative, its components are names, and what is above it is a directory, never a file or a link. A link leads
-up with leading ``..`` only, and no higher than its directory: resolved step by step, over other links or not, it then
-stays inside.
+A path is relative, its components are names, and everything above it is a directory, never a file or a link. A link
+goes up with leading ``..`` only, and no higher than its directory: resolved step by step, over other links or not, it
+then stays inside.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest, MemberRecord
 from ckpt8.core.errors import InputError
@@ -18,18 +17,15 @@ MAX_PATH_BYTES = 4096
 """The longest path that systems take."""
 
 MAX_COMPONENTS = 256
-"""Names in a path: deeper directories cannot be removed by what Python has for that."""
+"""The most names in a path: Python cannot remove deeper directories."""
 
 _NO_NAMES = ("", ".", "..")
+_SEPARATORS = ("/", "\0") if os.sep == "/" else ("/", "\0", os.sep, ":")
 
 
 def is_plain_name(name: str) -> bool:
     """Whether a text names an entry of a directory and nothing else."""
-    return name not in _NO_NAMES and not any(mark in name for mark in _separators())
-
-
-def _separators() -> Iterable[str]:
-    return ("/", "\0") if os.sep == "/" else ("/", "\0", os.sep, ":")
+    return name not in _NO_NAMES and not any(mark in name for mark in _SEPARATORS)
 
 
 def is_inside(path: str) -> bool:
@@ -40,14 +36,11 @@ def is_inside(path: str) -> bool:
 def link_stays_inside(path: str, target: str) -> bool:
     """Whether a link at ``path``, whose own directory is no link, leads nowhere but into the member directory."""
     components = target.split("/")
-    depth = path.count("/")
-    up = 0
-    while up < len(components) and components[up] == "..":
-        up += 1
-    rest = components[up:]
+    rest = list(dropwhile("..".__eq__, components))
+    up = len(components) - len(rest)
     if rest and rest[-1] == "":
         rest.pop()  # a slash at the end says that it is a directory
-    return up <= depth and bool(components[0]) and all(is_plain_name(part) or part == "." for part in rest)
+    return up <= path.count("/") and bool(components[0]) and all(is_plain_name(part) or part == "." for part in rest)
 
 
 def check_paths(manifest: Manifest, where: str) -> None:
@@ -71,15 +64,22 @@ def check_paths(manifest: Manifest, where: str) -> None:
 
 def _check_member(member: MemberRecord, where: str) -> None:
     shown = repr(member.path[:80])
-    if len(member.path.encode()) > MAX_PATH_BYTES:
-        raise InputError(f"{where}: holds a member {shown}, whose path is longer than {MAX_PATH_BYTES} bytes")
-    if member.path.count("/") >= MAX_COMPONENTS:
-        raise InputError(f"{where}: holds a member {shown}, whose path has more than {MAX_COMPONENTS} components")
-    if not is_inside(member.path):
-        raise InputError(f"{where}: holds a member {shown}, whose path leaves its directory; nothing is written")
-    if member.format == DIRECTORY and member.size:
-        raise InputError(f"{where}: manifest is malformed: the directory {shown} has content")
-    if member.format == SYMLINK and not 0 < member.size <= MAX_PATH_BYTES:
-        raise InputError(f"{where}: manifest is malformed: the link {shown} has {member.size} bytes")
-    if member.format in (FILE, SYMLINK, DIRECTORY) and (member.segments or member.crc_fields):
-        raise InputError(f"{where}: manifest is malformed: {shown} is no checkpoint but has storages")
+    holds, malformed = f"holds a member {shown}, whose path", "manifest is malformed:"
+    no_checkpoint = member.format in (FILE, SYMLINK, DIRECTORY)
+    checks = (
+        (len(member.path.encode()) > MAX_PATH_BYTES, f"{holds} is longer than {MAX_PATH_BYTES} bytes"),
+        (member.path.count("/") >= MAX_COMPONENTS, f"{holds} has more than {MAX_COMPONENTS} components"),
+        (not is_inside(member.path), f"{holds} leaves its directory; nothing is written"),
+        (member.format == DIRECTORY and member.size, f"{malformed} the directory {shown} has content"),
+        (
+            member.format == SYMLINK and not 0 < member.size <= MAX_PATH_BYTES,
+            f"{malformed} the link {shown} has {member.size} bytes",
+        ),
+        (
+            no_checkpoint and (member.segments or member.crc_fields),
+            f"{malformed} {shown} is no checkpoint but has storages",
+        ),
+    )
+    for wrong, what in checks:
+        if wrong:
+            raise InputError(f"{where}: {what}")

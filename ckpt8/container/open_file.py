@@ -12,10 +12,11 @@ from ckpt8.container.decoding import decode_storage
 from ckpt8.container.facts import tensor_facts
 from ckpt8.container.manifest import Manifest, TensorRecord
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, UsageError
 
 
-class CheckpointFile:
+class CheckpointFile(Closing):
     """A ``.ckpt8`` opened for reading tensor by tensor; a context manager. See ``open``.
 
     >>> with ckpt8.open("run.ckpt8") as file:
@@ -26,12 +27,6 @@ class CheckpointFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._reader = ContainerReader(Path(path))
         self._tensors = {tensor.name: tensor for tensor in self._reader.manifest.tensors}
-
-    def __enter__(self) -> CheckpointFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file."""
@@ -63,7 +58,7 @@ class CheckpointFile:
             raise InputError(f"{self._reader.path}: {name}: does not fit its storage, or this torch") from exc
 
     def stats(self, name: str) -> dict[str, Any]:
-        """What is known of one tensor: role, codec, sizes in bytes, error. Raises UsageError for an unknown name."""
+        """Role, codec, sizes in bytes and error of one tensor. Raises UsageError for an unknown name."""
         return tensor_facts(self._reader.manifest, self._record(name))
 
 

@@ -1,7 +1,7 @@
-"""The name of an output that the user did not name: the input's own name with a suffix of this list.
+"""Names an output that the user did not name: the input's own name with a suffix of this list.
 
-A container states what its original was called. Whoever made it chose that name, so it is shown and never decides where
-something is written.
+A container states the name of its original. Whoever made it chose that name, so ckpt8 shows it but writes nothing under
+it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ CONTAINER = ".ckpt8"
 TORCH = (".pt", ".pth", ".bin", ".ckpt")
 SAFETENSORS = ".safetensors"
 SUFFIXES = (*TORCH, SAFETENSORS)
-"""What checkpoint files are called."""
+"""The suffixes of checkpoint files."""
 
 _OF_FORMAT = {"torch-zip": ".pt", "torch-legacy": ".pt", "safetensors": SAFETENSORS}
 _OF_BYTES = ".bin"
 
 
 def original_name(manifest: Manifest) -> str:
-    """What the container calls the file or directory that it was made from: any text."""
+    """The name of the original file or directory, as the container states it: any text."""
     return manifest.members[0].path if manifest.directory is None else manifest.directory
 
 
 def restored_path(source: Path, manifest: Manifest) -> Path:
-    """Where ``restore`` writes by default: beside the container ``source``, under its name.
+    """Where ``restore`` writes by default: next to the container ``source``, under its name.
 
     ``best.ckpt8`` gives the directory ``best``, or a file ``best.pt``, ``best.safetensors``, ... The suffix is that of
     the original if it is one of SUFFIXES; else, as for ``weights.model`` or ``weights``, the member's format decides:
@@ -40,8 +40,10 @@ def restored_path(source: Path, manifest: Manifest) -> Path:
     """
     known = source.suffix.lower() in (CONTAINER, *SUFFIXES)
     name = source.stem if known else source.name
-    if manifest.directory is None and not _is_alike(Path(name).suffix, _suffix(manifest)):
-        name += _suffix(manifest)
+    suffix = _suffix(manifest)
+    alike = TORCH if suffix.lower() in TORCH else (SAFETENSORS,)
+    if manifest.directory is None and Path(name).suffix.lower() not in alike:
+        name += suffix
     if not is_plain_name(name):
         raise OutputError(f"{source}: its name leaves none for the directory in it; give one with -o")
     return default_path(source.with_name(name))
@@ -56,11 +58,6 @@ def default_path(target: Path) -> Path:
     if dead:
         raise OutputError(f"{target}: is a link to something that does not exist; remove it, or give a name with -o")
     return target
-
-
-def _is_alike(suffix: str, wanted: str) -> bool:
-    """Whether two suffixes are of files of one kind."""
-    return suffix.lower() in (TORCH if wanted.lower() in TORCH else (SAFETENSORS,))
 
 
 def _suffix(manifest: Manifest) -> str:

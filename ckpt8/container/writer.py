@@ -1,4 +1,4 @@
-"""Writes a ``.ckpt8`` so that it is either complete under its name, or not there at all."""
+"""Writes a ``.ckpt8`` that is either complete under its name or not there at all."""
 
 from __future__ import annotations
 
@@ -9,34 +9,29 @@ from pathlib import Path
 
 from ckpt8.container import header
 from ckpt8.container.header import Entry
-from ckpt8.container.manifest import Manifest
-from ckpt8.container.manifest_text import pack
+from ckpt8.container.manifest import Manifest, pack_manifest
+from ckpt8.core.closing import Closing
 from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.files.write_at import PIECE, start_writeback, write_all_at
 
 _WRITEBACK = 1 << 23
-"""Bytes that are handed to the disk at once: for every small entry it would take longer than writing it."""
+"""Bytes after which to start the flush to the disk: to start it for every small entry takes longer than writing it."""
 
 
-class ContainerWriter:
-    """Appends entries behind a reserved header, then fills the header in. Use as a context manager."""
+class ContainerWriter(Closing):
+    """Appends entries after a reserved header, then fills the header in. A context manager."""
 
     def __init__(self, target: Path, names: Iterable[str], *, force: bool) -> None:
         self._header_size = header.reserved_size(names)
+        self._data_start = header.LENGTH_BYTES + self._header_size
         self._entries: list[Entry] = []
         self._position = self._written = self._handed_over = 0
         self._waiting: list[bytes | memoryview] = []
         self._output = AtomicFile(target, force=force)
         self._descriptor = self._output.file.fileno()
 
-    @property
-    def _data_start(self) -> int:
-        return header.LENGTH_BYTES + self._header_size
-
-    def __enter__(self) -> ContainerWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Remove the file, unless it is finished."""
         self._output.close()
 
     def append(self, name: str, frames: Sequence[bytes | memoryview]) -> None:
@@ -49,7 +44,7 @@ class ContainerWriter:
             self._write()
 
     def _write(self) -> None:
-        """Write what waits, and hand ranges to the disk."""
+        """Write the waiting frames, and start the flush of what is written to the disk."""
         with self._output.guard():
             self._written += write_all_at(self._descriptor, self._waiting, self._data_start + self._written)
             self._waiting.clear()
@@ -75,7 +70,7 @@ class ContainerWriter:
 
     def finish(self, manifest: Manifest) -> None:
         """Write manifest, header and seal, and publish the file."""
-        stored = pack(manifest.to_json(), self._data_start + self._position + header.SEAL_BYTES)
+        stored = pack_manifest(manifest.to_json(), self._data_start + self._position + header.SEAL_BYTES)
         self.append(header.MANIFEST, [stored])
         self._write()
         start = self._position

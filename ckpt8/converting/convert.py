@@ -12,7 +12,7 @@ from ckpt8.converting import writers
 from ckpt8.converting.quantizing.scheme import LARGEST
 from ckpt8.converting.request import Report, Request, parse_dtype
 from ckpt8.core.errors import UsageError
-from ckpt8.core.files.atomic import refuse_inside, refuse_same_file
+from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.workers import Progress
 
 _QUANTIZING = "compressed-tensors"
@@ -71,8 +71,7 @@ def convert(
         (keep,) if isinstance(keep, str) else tuple(keep),
         None if config is None else Path(config),
     )
-    refuse_same_file(wanted, path)
-    refuse_inside(wanted, path)
+    refuse_source(wanted, path)
     in_directory = os.fspath(target).endswith((os.sep, "/")) or is_directory(wanted)
     found = _choose_format(request, to, in_directory=in_directory)
     report = Report(str(wanted), found)

@@ -1,8 +1,8 @@
-"""Which implementation runs a codec: plain torch is the reference; CUDA devices have Triton kernels, CPUs numba's.
+"""Chooses the implementation that runs a codec: the reference in torch, Triton kernels for CUDA, numba's for CPUs.
 
 All three give the same parts, bit for bit. By default a tensor on a CUDA device takes ``triton``, a large one on a CPU
-``numba``, and every other ``torch``, as does any tensor where the package is missing or too old. A small checkpoint
-takes ``torch`` throughout, since numba needs longer to start than the work takes: see ``for_checkpoint``.
+``numba``, and every other ``torch``, which also steps in for a package that is missing or too old. A small checkpoint
+takes ``torch`` throughout, since numba would take longer to start than the work: see ``for_checkpoint``.
 
 With ``TRITON_INTERPRET=1`` in the environment ``triton`` also runs on a CPU, in its slow interpreter, for tests.
 """
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
     import torch
 
 Backend = Literal["torch", "triton", "numba"]
+_BACKENDS = get_args(Backend)
 
 OLDEST_TRITON = (3, 6)
-"""Older versions take subnormal numbers for zero in ``div_rn`` and ``sqrt_rn``, and lose small second moments."""
+"""Older versions flush subnormal numbers to zero in ``div_rn`` and ``sqrt_rn``, and lose small second moments."""
 
 SMALLEST_FOR_NUMBA = 1 << 17
 """The fewest elements for which calling a numba kernel pays."""
 
 LEAST_FOR_NUMBA = 1 << 28
-"""The fewest bytes of a checkpoint for which starting numba pays: half a second, and five more once on a machine."""
+"""The fewest bytes of a checkpoint for which numba pays: it starts in half a second, once on a machine in five more."""
 
 
 @cache
@@ -66,11 +67,13 @@ def resolve(requested: str | None, device: torch.device | None = None, numel: in
 
     Raises UsageError when an explicit request cannot be met.
     """
-    if requested not in (None, *get_args(Backend)):
+    if requested not in (None, *_BACKENDS):
         raise UsageError(f"backend {requested!r} does not exist; use 'torch', 'triton' or 'numba'")
-    if requested is None:
-        return _default(device, numel)
-    if requested == "torch":
+    if requested is None and device is not None:
+        if device.type == "cuda" and _fault_of_triton() is None:
+            return "triton"
+        return "numba" if numel >= SMALLEST_FOR_NUMBA and _obstacle_to_numba(device) is None else "torch"
+    if requested in (None, "torch"):
         return "torch"
     if device is None:
         raise UsageError(f"backend {requested!r} has no kernels for this codec; use 'torch'")
@@ -95,14 +98,6 @@ def for_checkpoint(storages: Iterable[Sized]) -> Backend | None:
 def on_cpu(backend: Backend | None, device: torch.device) -> Backend | None:
     """``backend`` for a tensor on a CPU; None elsewhere, where the device decides."""
     return backend if device.type == "cpu" else None
-
-
-def _default(device: torch.device | None, numel: int) -> Backend:
-    if device is None:
-        return "torch"
-    if device.type == "cuda" and _fault_of_triton() is None:
-        return "triton"
-    return "numba" if numel >= SMALLEST_FOR_NUMBA and _obstacle_to_numba(device) is None else "torch"
 
 
 def _obstacle_to_numba(device: torch.device) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -64,7 +65,7 @@ class DType(enum.Enum):
         """Whether this is a real float of 8 to 64 bits."""
         return self in _PLANE_FLOATS or self in _FLOAT8
 
-    @property
+    @cached_property
     def torch(self) -> torch.dtype:
         """The torch dtype (imports torch)."""
         import torch
@@ -89,7 +90,7 @@ _BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in DType if dtype.stor
 
 
 class Role(str, enum.Enum):
-    """What a tensor is for, judged by its place in the checkpoint and never by its values."""
+    """The purpose of a tensor, judged by its place in the checkpoint and never by its values."""
 
     WEIGHT = "weight"
     MOMENT1 = "moment1"
@@ -113,7 +114,7 @@ class TensorSpec:
 
 
 class Strided:
-    """Base of what describes a strided tensor over a storage; ``stride`` is in elements of ``dtype``."""
+    """Base of records of a strided tensor over a storage; ``stride`` is in elements of ``dtype``."""
 
     __slots__ = ()
 
@@ -133,7 +134,7 @@ class Strided:
 
     @property
     def span(self) -> int:
-        """Elements of the storage from the first that the tensor has to the last; 0 for an empty tensor."""
+        """Elements of the storage from the first to the last of the tensor; 0 for an empty tensor."""
         reach = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         return 0 if 0 in self.shape else reach + 1
 

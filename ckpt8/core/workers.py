@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ckpt8.core.closing import Closing
+
 _KEEP_BYTES = 24 << 20
 
 T = TypeVar("T")
@@ -36,7 +38,7 @@ def default_threads() -> int:
     return min(available, 8)
 
 
-class Workers:
+class Workers(Closing):
     """A context manager. ``threads`` of None takes ``default_threads()``."""
 
     def __init__(self, threads: int | None = None) -> None:
@@ -75,12 +77,6 @@ class Workers:
         # Freeing one mapped block tells glibc to keep blocks up to this size for reuse from now on. Otherwise it gives
         # the temporaries of every tile back to the kernel and fetches them again: a quarter of the time, measured.
         torch.empty(_KEEP_BYTES, dtype=torch.uint8)
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Drop waiting work, wait for running work, end the threads."""

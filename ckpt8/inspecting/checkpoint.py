@@ -12,14 +12,14 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.bundle_plan import plan_bundle
-from ckpt8.compressing.plan import Plan, Unit
+from ckpt8.compressing.plan import Plan, Unit, read_elements
 from ckpt8.compressing.policy import LOSSLESS, PRESETS, Policy
 from ckpt8.container import frames, layout
 from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import RefusedError
 from ckpt8.inspecting.manifest_facts import low_bit_state, parameter_facts, sizes_by, skeleton_roles
-from ckpt8.inspecting.opening import describe, read_elements, with_tensors
+from ckpt8.inspecting.opening import describe, with_tensors
 from ckpt8.inspecting.sampling import PER_TENSOR
 from ckpt8.inspecting.survey.layers import layers_of
 from ckpt8.inspecting.survey.origin import origin_of
@@ -128,11 +128,11 @@ def _predict_unit(source: Bundle, unit: Unit) -> float:
         return 0.0
     count = min(numel, PER_TENSOR)
     first = (numel - count) // 2
-    originals = [read_elements(source, each.storage.offset, each.spec.dtype, first, count) for each in unit.streams]
+    originals = [read_elements(source, each.storage, each.spec.dtype, first, count) for each in unit.streams]
     try:
         found = lockstep.encode(unit.streams, originals, first, None)
     except RefusedError:
         found = [LOSSLESS.encode(x) for x in originals]
     stored = sum(len(f) for parts in found for name, part in parts.items() for f, _ in frames.encode_part(name, part))
-    slabs = len(list(layout.slab_chunks(numel, layout.SLAB)))
+    slabs = len(layout.slab_chunks(numel, layout.SLAB))
     return stored * numel / count + _ENTRY_BYTES * slabs * sum(map(len, found))

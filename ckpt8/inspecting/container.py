@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.codecs.error_stats import UpdateError, WeightError, read_error
-from ckpt8.container.facts import error_facts, tensor_facts, total_errors, update_facts, weight_facts
+from ckpt8.container.facts import error_facts, figures, tensor_facts, total_errors
 from ckpt8.container.manifest import Manifest, MemberRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.tensors import Role
@@ -149,12 +149,12 @@ def lossless_reasons(manifest: Manifest) -> list[dict[str, Any]]:
 def worst(manifest: Manifest) -> dict[str, list[dict[str, Any]]]:
     """The parameters with the largest max |Δu|, and the weights with the largest mean relative error."""
     updates = [
-        {**shown, **update_facts(error)}
+        {**shown, **figures(error)}
         for parameter, shown in zip(manifest.parameters, shown_names(manifest), strict=True)
         if isinstance(error := read_error(parameter.error), UpdateError)
     ]
     weights = [
-        {"name": record.name, **weight_facts(error)}
+        {"name": record.name, **figures(error)}
         for record in manifest.storages
         if isinstance(error := read_error(record.error), WeightError)
     ]

@@ -10,19 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from ckpt8 import __version__
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.compressing.manifest_records import UnitResult, fill_manifest
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Plan
 from ckpt8.container import frames, layout
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import InputError
-from ckpt8.core.tensors import DType
 
 
 @contextmanager
@@ -52,10 +48,3 @@ def describe(source: Bundle, plan: Plan) -> Manifest:
     }
     fill_manifest(manifest, source, plan, results)
     return manifest
-
-
-def read_elements(source: Checkpoint, offset: int, dtype: DType, start: int, count: int) -> torch.Tensor:
-    """``count`` elements from number ``start`` on of the storage at byte ``offset``, flat. Raises InputError."""
-    buffer = bytearray(count * dtype.itemsize)
-    source.read_into(offset + start * dtype.itemsize, memoryview(buffer))
-    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype.torch)

@@ -18,12 +18,12 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, read_error
 from ckpt8.compressing.bundle_plan import plan_bundle
-from ckpt8.compressing.chunk_encoder import ChunkMeters, check_source, read_chunk
-from ckpt8.compressing.measure import UnitErrors
+from ckpt8.compressing.chunk_encoder import check_source, read_chunk
+from ckpt8.compressing.measure import ErrorMeter, UnitErrors
 from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.compressing.policy import Policy
 from ckpt8.container import frames, layout
-from ckpt8.container.checking import check_frames, scratch_tensor
+from ckpt8.container.decoding import check_frames, scratch_tensor
 from ckpt8.container.manifest import ParameterRecord, StorageRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, UsageError
@@ -59,13 +59,13 @@ def measure(reader: ContainerReader, original: Path, workers: Workers, progress:
         plan = plan_bundle(source, Policy.of("lossless"))
         units = [_as_stored(reader, unit) for unit in plan.units]
         measured = Measured()
-        compare = partial(_compare, reader, source, ChunkMeters(source))
+        compare = partial(_compare, reader, source, ErrorMeter(source))
         results = workers.map(compare, ((u, c) for u in units for c in range(layout.chunk_count(u.numel))))
         parameter_of = {
             frozenset(parameter.moments.values()): index for index, parameter in enumerate(reader.manifest.parameters)
         }
         for unit in units:
-            errors = UnitErrors.of(unit)
+            errors = UnitErrors.for_unit(unit)
             sums = [0] * len(unit.streams)
             for chunk in range(layout.chunk_count(unit.numel)):
                 differing, found, crcs = next(results)
@@ -118,7 +118,7 @@ def _as_stored(reader: ContainerReader, unit: Unit) -> Unit:
 
 
 def _compare(
-    reader: ContainerReader, source: Bundle, meters: ChunkMeters, work: tuple[Unit, int]
+    reader: ContainerReader, source: Bundle, meter: ErrorMeter, work: tuple[Unit, int]
 ) -> tuple[list[str], UnitErrors, list[int]]:
     """For one chunk: names of lossless streams that differ, errors of lossy ones, and crc32s of the original."""
     unit, chunk = work
@@ -131,8 +131,8 @@ def _compare(
         if not stream.lossy and not _equal(reader, stream, chunk, x, part)
     ]
     if not any(stream.lossy for stream in unit.streams):
-        return differing, UnitErrors.of(unit), crcs
-    return differing, meters.of(unit).measure(chunk * frames.FRAME, originals, parts), crcs
+        return differing, UnitErrors.for_unit(unit), crcs
+    return differing, meter.measure(unit, chunk * frames.FRAME, originals, parts), crcs
 
 
 def _equal(reader: ContainerReader, stream: Stream, chunk: int, x: torch.Tensor, parts: Parts) -> bool:

@@ -18,7 +18,7 @@ from ckpt8.container.member_paths import link_stays_inside
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.target_names import original_name, restored_path
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.atomic import Check, Guard, any_file, refuse_same_file
+from ckpt8.core.files.atomic import Check, Guard, any_file, refuse_source
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.crc import combine, crc32
 from ckpt8.core.files.write_at import write_at
@@ -106,7 +106,7 @@ class Restored:
         """A new result at the path that was given, or the default. Raises OutputError for the source itself."""
         path = restored_path(source, reader.manifest) if given is None else Path(given)
         original = original_name(reader.manifest)
-        refuse_same_file(path, source)
+        refuse_source(path, source)
         has_other = given is None and path.name != original
         return cls(path=path, original=original, other_name=original if has_other else None)
 

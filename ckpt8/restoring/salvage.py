@@ -18,13 +18,13 @@ from typing import Any
 
 from ckpt8.checkpoint.replacing import checkpoint_file
 from ckpt8.container import frames
-from ckpt8.container.checking import all_chunks, scratch_tensor
 from ckpt8.container.damaged import DamagedContainer
+from ckpt8.container.decoding import all_chunks, scratch_tensor
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, MemberRecord, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.target_names import SAFETENSORS, default_path
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.atomic import AtomicFile, Check, refuse_same_file
+from ckpt8.core.files.atomic import AtomicFile, Check, refuse_source
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.member_output import MemberWriter, Restored, file_check, new_directory
@@ -175,7 +175,7 @@ class _Salvaging:
             # The user did not give this name, so it replaces checkpoints only.
             result.path = default_path(result.path.with_name(result.path.name + SAFETENSORS))
             check = checkpoint_file
-            refuse_same_file(result.path, self._reader.path)
+            refuse_source(result.path, self._reader.path)
         with AtomicFile(result.path, force=force, check=check) as output:
             if self._states[0] == TENSORS:
                 tensors.write(output.file.fileno(), output.guard)

@@ -11,8 +11,7 @@ import torch
 from ckpt8.checkpoint.readers.safetensors import DTYPES
 from ckpt8.container import frames, header
 from ckpt8.container.decoding import decode_storage
-from ckpt8.container.frames import bytes_of, host_bytes
-from ckpt8.container.layout import chunk_spec
+from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import TensorRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.files.atomic import Guard
@@ -68,7 +67,5 @@ class TensorFile:
         stop = start + tensor.nbytes
         step = frames.FRAME * record.dtype.itemsize
         for chunk in range(start // step, -(-stop // step)):
-            spec = chunk_spec(record.name, record.role, record.dtype, record.numel, chunk)
-            content = host_bytes(spec.numel * spec.dtype.itemsize)
-            self._reader.decode_chunk(tensor.storage, chunk, content.view(spec.dtype.torch))
+            content = self._reader.read_chunk(tensor.storage, chunk).view(torch.uint8)
             yield content[max(start - chunk * step, 0) : stop - chunk * step]

@@ -66,7 +66,7 @@ def test_both_moments_and_the_update(second, low, high, eps):
     first, rule = Companded8(), UpdateRule("adam", 100, 0.9, 0.999, eps)
     m, v = spread(2, low, high), spread(3, low, high).square_()
     (m_parts, m_there), (v_parts, v_there) = decoded(first, m), decoded(second, v)
-    moments = stats_numba.Moment(m, m_parts, first), stats_numba.Moment(v, v_parts, second)
+    moments = (m, m_parts, first), (v, v_parts, second)
     of_m, of_v, of_u = stats_numba.adam_errors(*moments, rule.divisor_eps, rule.factor)
     roots = stats.root(v), stats.root(v_there)
     assert_same_figures(of_m, stats.moment_error(m, m_there, decode_scales(m_parts["scales"])))

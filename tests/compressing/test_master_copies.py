@@ -286,7 +286,8 @@ def test_what_is_no_copy_costs_a_few_reads(tmp_path, monkeypatch):
     with open_source(tmp_path / "run.pt", containers=False) as bundle:
         plan = plan_bundle(bundle, Policy())
     assert not any(isinstance(stream.codec, Reference) for stream in plan.streams)
-    assert sum(read) <= 20 * 3 * 32 * (2 + 4)
+    # The samples of 20 copies and 20 masters, and the step of every parameter.
+    assert sum(read) <= 20 * 3 * 32 * (2 + 4) + 20 * 4
 
 
 @pytest.mark.parametrize(

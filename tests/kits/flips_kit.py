@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import ckpt8
-from ckpt8.container.checking import check_frames
+from ckpt8.container.decoding import check_frames
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
 from ckpt8.core.workers import Workers

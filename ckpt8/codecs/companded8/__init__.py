@@ -64,9 +64,8 @@ class Companded8(Codec):
 
     def kernel(self, direction: Direction, backend: Backend) -> Callable[..., None]:
         """Computes in fp32. Refuses NaN, Inf, a negative second moment and a scale or maximum that overflows."""
-        if self.signed:
-            return partial(self._function(f"{direction}_signed", backend), levels=self.Q)
-        return partial(self._function(f"{direction}_unsigned", backend), levels=self.Q, fourth_root=self.p != 1)
+        function = self._function(direction, backend)
+        return partial(function, signed=self.signed, levels=self.Q, fourth_root=self.p != 1)
 
     @property
     def codes(self) -> CodeRange:

@@ -1,8 +1,8 @@
 """Companded 8-bit moments in one pass on a CPU: the arithmetic of ``reference``, to the bit.
 
 Maxima are of the bits of magnitudes, which are ordered as the magnitudes are, with NaN above all. ``cell`` is one fp32
-number and ``cell_bits`` the same memory as int32. Loops are short and simple, so that a compiler makes vector
-instructions of them. Kernels take whole blocks; the rest of a tensor goes to the reference.
+number and ``cell_bits`` the same memory as int32. Loops are short and simple, so that a compiler turns them
+into vector instructions. Kernels take whole blocks; the rest of a tensor goes to the reference.
 """
 
 from __future__ import annotations
@@ -153,45 +153,32 @@ def _cut(x: torch.Tensor, parts: Parts) -> tuple[tuple[Any, ...], tuple[torch.Te
     return tuple(t.numpy() for t in (x[:whole], parts["codes"][:whole], parts["scales"][:groups])), (x[whole:], rest)
 
 
-def encode_signed(x: torch.Tensor, out: Parts, levels: int) -> None:
-    """As ``reference.encode_signed``, of any length."""
+def encode(x: torch.Tensor, out: Parts, *, signed: bool, levels: int, fourth_root: bool) -> None:
+    """As ``reference.encode``, of any length."""
     (flat, codes, scales), rest = _cut(x.float(), out)
-    highest = _encode_signed(flat, flat.view(i4), codes, scales, *with_bits(1), levels)
-    if not highest < reference.INFINITE_SCALE:
-        raise RefusedError(reference.REFUSAL_SIGNED)
+    if signed:
+        highest = _encode_signed(flat, flat.view(i4), codes, scales, *with_bits(1), levels)
+        refused, why = not highest < reference.INFINITE_SCALE, reference.REFUSAL_SIGNED
+    else:
+        memory = (*with_bits(1), *with_bits(GROUP))
+        wrong, overflow = _encode_unsigned(flat, flat.view(i4), codes, scales, *memory, levels, fourth_root)
+        refused, why = wrong or overflow, reference.REFUSAL_ROOT if wrong else reference.REFUSAL_UNSIGNED
+    if refused:
+        raise RefusedError(why)
     if rest[0].numel():
-        reference.encode_signed(*rest, levels)
+        reference.encode(*rest, signed=signed, levels=levels, fourth_root=fourth_root)
 
 
-def encode_unsigned(v: torch.Tensor, out: Parts, levels: int, fourth_root: bool) -> None:
-    """As ``reference.encode_unsigned``, of any length."""
-    (flat, codes, scales), rest = _cut(v.float(), out)
-    wrong, overflow = _encode_unsigned(
-        flat, flat.view(i4), codes, scales, *with_bits(1), *with_bits(GROUP), levels, fourth_root
-    )
-    if wrong or overflow:
-        raise RefusedError(reference.REFUSAL_ROOT if wrong else reference.REFUSAL_UNSIGNED)
-    if rest[0].numel():
-        reference.encode_unsigned(*rest, levels, fourth_root)
-
-
-def decode_signed(parts: Parts, out: torch.Tensor, levels: int) -> None:
-    """As ``reference.decode_signed``, of any length."""
+def decode(parts: Parts, out: torch.Tensor, *, signed: bool, levels: int, fourth_root: bool) -> None:
+    """As ``reference.decode``, of any length."""
     flat = out if out.dtype is torch.float32 else torch.empty(out.numel())
     (x, codes, scales), (end, rest) = _cut(flat, parts)
-    decode_signed_blocks(codes, scales, *with_bits(1), with_bits(BLOCK)[0], x, levels)
+    memory = (*with_bits(1), with_bits(BLOCK)[0])
+    if signed:
+        decode_signed_blocks(codes, scales, *memory, x, levels)
+    else:
+        _decode_unsigned(codes, scales, *memory, x, levels, fourth_root)
     if end.numel():
-        reference.decode_signed(rest, end, levels)
-    if flat is not out:
-        out.copy_(flat)
-
-
-def decode_unsigned(parts: Parts, out: torch.Tensor, levels: int, fourth_root: bool) -> None:
-    """As ``reference.decode_unsigned``, of any length."""
-    flat = out if out.dtype is torch.float32 else torch.empty(out.numel())
-    (x, codes, scales), (end, rest) = _cut(flat, parts)
-    _decode_unsigned(codes, scales, *with_bits(1), with_bits(BLOCK)[0], x, levels, fourth_root)
-    if end.numel():
-        reference.decode_unsigned(rest, end, levels, fourth_root)
+        reference.decode(rest, end, signed=signed, levels=levels, fourth_root=fourth_root)
     if flat is not out:
         out.copy_(flat)

@@ -22,7 +22,7 @@ _SMALLEST_MOMENT1 = 2.0**-100
 """A signed group whose largest magnitude lies below is stored as zeros; no intermediate is then subnormal."""
 
 SMALLEST_ROOT2 = 2.0**-50
-"""An unsigned group with any v > 0 has at least this scale: rounding so small a v up is invisible beside eps."""
+"""An unsigned group with any v > 0 has at least this scale: next to eps, so small a v makes no difference."""
 
 INFINITE_SCALE = 0xFF00
 
@@ -46,8 +46,8 @@ def decode_scales(scales: torch.Tensor) -> torch.Tensor:
 def square_root(x: torch.Tensor) -> torch.Tensor:
     """Correctly rounded fp32 square root.
 
-    torch's own on a CPU may be MKL's, which is one step off for a sixth of all inputs. A root in float64 that is good
-    to one step there rounds to the right fp32 number, since no fp32 root lies that near to a midpoint.
+    On a CPU torch may use MKL's, which is one step off for a sixth of all inputs. A float64 root with an error of one
+    step rounds to the right fp32 number, since no fp32 root lies that near to a midpoint.
     """
     return x.double().sqrt_().float()
 
@@ -84,17 +84,20 @@ def _normalise(x: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, to
     return scale16, x / divisor.unsqueeze(1)
 
 
-def encode_signed(x: torch.Tensor, out: Parts, levels: int) -> None:
-    """Encode a flat tile of moment1 into ``codes`` int8 and ``scales`` uint16.
+def encode(x: torch.Tensor, out: Parts, *, signed: bool, levels: int, fourth_root: bool) -> None:
+    """Encode a flat tile (fp32 or bf16) into ``codes``, int8 if signed and else uint8, and ``scales`` uint16.
 
-    Raises RefusedError on NaN, Inf and a group whose scale would be infinite.
+    Raises RefusedError on NaN, Inf, a negative second moment and a group whose scale or decoded maximum would be
+    infinite.
     """
-    if not int(compand_signed(x, out, levels).amax()) < INFINITE_SCALE:
+    if not signed:
+        encode_unsigned(x, out, levels, fourth_root)
+    elif not int(compand_signed(x, out, levels).amax()) < INFINITE_SCALE:
         raise RefusedError(REFUSAL_SIGNED)
 
 
 def compand_signed(x: torch.Tensor, out: Parts, levels: int) -> torch.Tensor:
-    """As ``encode_signed``, but a NaN or Inf only makes its group meaningless. Returns the scales as int32."""
+    """Encode moment1; return the scales as int32. A NaN or Inf makes its group meaningless and raises nothing."""
     groups = as_groups(x.float())
     largest = groups.abs().amax(1)
     largest[largest < _SMALLEST_MOMENT1] = 0.0
@@ -102,13 +105,6 @@ def compand_signed(x: torch.Tensor, out: Parts, levels: int) -> torch.Tensor:
     t = (2 * n).div_(n.abs_().add_(1))
     _store(out, t.mul_(levels).add_(0.5).floor_().clamp_(-levels, levels), scale16)
     return scale16
-
-
-def decode_signed(parts: Parts, out: torch.Tensor, levels: int) -> None:
-    """Decode a tile of moment1 into ``out`` (fp32 or bf16)."""
-    y = divide(as_groups(parts["codes"]).float(), levels)
-    n = y.div_(y.abs().neg_().add_(2))
-    _scale_into(out, n, parts["scales"])
 
 
 def encode_unsigned(v: torch.Tensor, out: Parts, levels: int, fourth_root: bool) -> None:
@@ -130,18 +126,20 @@ def encode_unsigned(v: torch.Tensor, out: Parts, levels: int, fourth_root: bool)
     _store(out, torch.maximum(codes, root.sign_()).to(torch.int32), scale16)
 
 
-def decode_unsigned(parts: Parts, out: torch.Tensor, levels: int, fourth_root: bool) -> None:
-    """Decode a tile of moment2 into ``out`` (fp32 or bf16)."""
+def decode(parts: Parts, out: torch.Tensor, *, signed: bool, levels: int, fourth_root: bool) -> None:
+    """Decode a tile into ``out`` (fp32 or bf16)."""
     y = divide(as_groups(parts["codes"]).float(), levels)
-    if fourth_root:
+    if signed:
+        y.div_(y.abs().neg_().add_(2))
+    elif fourth_root:
         y.square_()
-    if out.dtype is torch.float32:
-        _scale_into(out, y, parts["scales"])
-        out.square_()
-    else:
-        root = torch.empty(out.numel(), device=out.device)
-        _scale_into(root, y, parts["scales"])
-        out.copy_(root.square_())
+    # A second moment is squared in fp32 before it is rounded to bf16.
+    x = out if signed or out.dtype is torch.float32 else torch.empty(out.numel(), device=out.device)
+    _scale_into(x, y, parts["scales"])
+    if not signed:
+        x.square_()
+    if x is not out:
+        out.copy_(x)
 
 
 def _scale_into(out: torch.Tensor, n: torch.Tensor, scales: torch.Tensor) -> None:

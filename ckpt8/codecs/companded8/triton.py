@@ -6,10 +6,10 @@
     code     = clamp(floor(Q*phi(x/s) + 0.5), -Q or 0, Q);  moment2: at least 1 where v > 0
     decode   : x = s * phi^-1(code / Q);  v = x*x
 
-Maxima are taken over the bits of magnitudes as integers, in which Inf is above all numbers and NaN above Inf: so a
-scale shows by itself what has to be refused. ``compand_signed``, ``expand_signed``, ``compand_unsigned``,
+Maxima are taken over the bits of magnitudes as integers, in which Inf is above all numbers and NaN above Inf: so the
+scale alone shows that a group must be refused. ``compand_signed``, ``expand_signed``, ``compand_unsigned``,
 ``expand_unsigned`` and ``group_scale`` are device functions over rows of 32, for every kernel that handles moments.
-``encode_*`` and ``decode_*`` have the signatures of the reference.
+``encode`` and ``decode`` have the signatures of the reference.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def nearest_code(t, lowest: tl.constexpr, levels: tl.constexpr):
 
 @triton.jit
 def compand_signed(x, levels: tl.constexpr):
-    """int32 codes, and scales as int32, of fp32 rows of 32 of moment1. What is not finite spoils its group."""
+    """int32 codes, and scales as int32, of fp32 rows of 32 of moment1. A NaN or Inf makes its group meaningless."""
     largest = tl.max(magnitude_bits(x), axis=1)
     scale16 = group_scale(tl.where(largest < _SMALLEST_MOMENT1, 0, largest))
     n = normalise(x, scale16)
@@ -100,7 +100,7 @@ def expand_signed(codes, scale16, levels: tl.constexpr):
 def compand_unsigned(v, levels: tl.constexpr, fourth_root: tl.constexpr):
     """int32 codes, and scales as int32, of fp32 rows of 32 of moment2; v > 0 never becomes 0.
 
-    What is not finite or negative spoils its group. The root of a NaN is a quiet one, so its scale is above Inf's.
+    A NaN, an Inf or a negative value makes its group meaningless. The root of a NaN is quiet, with a scale above Inf's.
     """
     root = tl.sqrt_rn(v)
     largest = tl.max(magnitude_bits(root), axis=1)
@@ -118,6 +118,7 @@ def expand_unsigned(codes, scale16, levels: tl.constexpr, fourth_root: tl.conste
     return root * root
 
 
+# The kernels of all codecs end in the parameters of ``launch``: Triton takes neither structures nor keyword lists.
 @triton.jit(do_not_specialize=["first", "count"])
 def encode_kernel(
     moments,
@@ -173,44 +174,18 @@ def decode_kernel(
     tl.store(moments + start + at, narrow(x, moments.dtype.element_ty), mask)
 
 
-def _encode(x: torch.Tensor, out: Parts, levels: int, signed: bool, fourth_root: bool) -> list[int]:
+def encode(x: torch.Tensor, out: Parts, *, signed: bool, levels: int, fourth_root: bool) -> None:
+    """As ``reference.encode``, of any length."""
     flags = torch.zeros(2, dtype=torch.int32, device=x.device)
     parts = (out["codes"], out["scales"], flags)
     launch(encode_kernel, x.numel(), x.device, raw(x.contiguous()), *parts, levels, signed, fourth_root)
-    return flags.tolist()
+    overflow, no_root = flags.tolist()
+    if overflow or no_root:
+        unsigned = reference.REFUSAL_ROOT if no_root else reference.REFUSAL_UNSIGNED
+        raise RefusedError(reference.REFUSAL_SIGNED if signed else unsigned)
 
 
-def _decode(parts: Parts, out: torch.Tensor, levels: int, signed: bool, fourth_root: bool) -> None:
+def decode(parts: Parts, out: torch.Tensor, *, signed: bool, levels: int, fourth_root: bool) -> None:
+    """As ``reference.decode``, of any length."""
     stored = (parts["codes"].contiguous(), parts["scales"].contiguous())
     launch(decode_kernel, out.numel(), out.device, raw(out), *stored, levels, signed, fourth_root)
-
-
-def encode_signed(x: torch.Tensor, out: Parts, levels: int) -> None:
-    """Encode flat moment1 (fp32 or bf16) into ``codes`` int8 and ``scales`` uint16.
-
-    Raises RefusedError on NaN, Inf and a group whose scale would be infinite.
-    """
-    if any(_encode(x, out, levels, signed=True, fourth_root=False)):
-        raise RefusedError(reference.REFUSAL_SIGNED)
-
-
-def encode_unsigned(v: torch.Tensor, out: Parts, levels: int, fourth_root: bool) -> None:
-    """Encode flat moment2 (fp32 or bf16) into ``codes`` uint8 and ``scales`` uint16; v > 0 never becomes 0.
-
-    Raises RefusedError on NaN, Inf, a negative value and a group whose decoded maximum would be infinite.
-    """
-    overflow, no_root = _encode(v, out, levels, signed=False, fourth_root=fourth_root)
-    if no_root:
-        raise RefusedError(reference.REFUSAL_ROOT)
-    if overflow:
-        raise RefusedError(reference.REFUSAL_UNSIGNED)
-
-
-def decode_signed(parts: Parts, out: torch.Tensor, levels: int) -> None:
-    """Decode moment1 into ``out`` (fp32 or bf16)."""
-    _decode(parts, out, levels, signed=True, fourth_root=False)
-
-
-def decode_unsigned(parts: Parts, out: torch.Tensor, levels: int, fourth_root: bool) -> None:
-    """Decode moment2 into ``out`` (fp32 or bf16)."""
-    _decode(parts, out, levels, signed=False, fourth_root=fourth_root)

@@ -25,7 +25,8 @@ class Lossless(Codec):
         """``plane0`` .. ``planeN`` for a float of N + 1 bytes, ``bytes`` for the rest; all uint8."""
         if not spec.dtype.is_plane_float:
             return {RAW_PART: PartSpec(DType.UINT8, spec.numel * spec.dtype.itemsize)}
-        return {f"plane{k}": PartSpec(DType.UINT8, spec.numel) for k in range(spec.dtype.itemsize)}
+        plane = PartSpec(DType.UINT8, spec.numel)
+        return {f"plane{k}": plane for k in range(spec.dtype.itemsize)}
 
     def trains(self, key: StateKey) -> bool:
         """Moments, which stay in fp32."""

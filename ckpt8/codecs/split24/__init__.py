@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ckpt8.codecs.base import Codec, CodeRange, Direction, StateKey
 from ckpt8.core.backend import Backend
@@ -22,15 +22,37 @@ if TYPE_CHECKING:
     import torch
 
 
+class SplitWeight(Codec):
+    """Base of codecs that split an fp32 weight into bf16, in two byte planes, and a residual."""
+
+    __slots__ = ()
+
+    keeps_masters = True
+    residual: ClassVar[tuple[str, DType]]
+
+    def accepts(self, spec: TensorSpec) -> bool:
+        """Tensors of fp32."""
+        return spec.dtype is DType.FLOAT32
+
+    def layout(self, spec: TensorSpec) -> dict[str, PartSpec]:
+        """``exponent`` and ``mantissa`` uint8, and the residual; one element each per weight."""
+        name, dtype = self.residual
+        byte = PartSpec(DType.UINT8, spec.numel)
+        return {"exponent": byte, "mantissa": byte, name: PartSpec(dtype, spec.numel)}
+
+    def trains(self, key: StateKey) -> bool:
+        """Master weights."""
+        return key == "master"
+
+
 @dataclass(frozen=True, slots=True)
-class Split24(Codec):
+class Split24(SplitWeight):
     """Split master weights. ``R`` is the number of residual levels on each side of zero: odd, 1 to 127."""
 
     id = "split24/1"
     measured_as = "weight"
     measured_in_one_pass = True
     has_kernels = True
-    keeps_masters = True
     upper_parts = ("exponent", "mantissa")
     residual = ("rho", DType.INT8)
 
@@ -39,19 +61,6 @@ class Split24(Codec):
     def __post_init__(self) -> None:
         if not (type(self.R) is int and 1 <= self.R <= 127 and self.R % 2):
             raise UsageError(f"split24: R must be an odd integer from 1 to 127, not {self.R!r}")
-
-    def accepts(self, spec: TensorSpec) -> bool:
-        """Tensors of fp32."""
-        return spec.dtype is DType.FLOAT32
-
-    def layout(self, spec: TensorSpec) -> dict[str, PartSpec]:
-        """``exponent`` and ``mantissa`` uint8, ``rho`` int8; one element each per weight."""
-        n = spec.numel
-        return {
-            "exponent": PartSpec(DType.UINT8, n),
-            "mantissa": PartSpec(DType.UINT8, n),
-            "rho": PartSpec(DType.INT8, n),
-        }
 
     def kernel(self, direction: Direction, backend: Backend) -> Callable[..., None]:
         """Refuses NaN, Inf and values outside the range of bf16."""
@@ -62,12 +71,8 @@ class Split24(Codec):
         """The residuals."""
         return CodeRange("rho", -self.R, self.R)
 
-    def trains(self, key: StateKey) -> bool:
-        """Master weights."""
-        return key == "master"
-
     def upper(self, parts: Parts) -> torch.Tensor:
-        """``hi``, which both planes hold as it is."""
+        """``hi``, which the two planes hold."""
         from ckpt8.codecs.split24.reference import joined_planes
 
         return joined_planes(parts).view(DType.BFLOAT16.torch)

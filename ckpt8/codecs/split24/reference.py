@@ -40,7 +40,7 @@ def round_masters(x: torch.Tensor) -> torch.Tensor:
 
 def joined_planes(parts: Parts) -> torch.Tensor:
     """The bits of bf16, int16, of the planes ``exponent`` and ``mantissa``."""
-    # As int8 the sign on top of the mantissa is carried all the way up: of the copies one is kept.
+    # Widening int8 copies the sign on top of the mantissa to all higher bits; the mask keeps one copy.
     signed = parts["mantissa"].view(torch.int8).to(torch.int16).bitwise_and_(_SIGN_AND_MANTISSA)
     return signed.bitwise_or_(parts["exponent"].to(torch.int16).bitwise_left_shift_(7))
 
@@ -65,8 +65,8 @@ def encode(x: torch.Tensor, out: Parts, levels: int) -> None:
 
 def decode(parts: Parts, out: torch.Tensor, levels: int) -> None:
     """Join the parts of a tile into the flat fp32 tile ``out``."""
-    # R is odd, so 32768*rho/R is never a tie. It is rounded rightly with this factor, too, which is rounded itself: for
-    # every R and rho, of which there are few.
+    # R is odd, so 32768*rho/R is never a tie. The factor is rounded itself, but the product still rounds to the right
+    # integer for every R and rho, as a test shows.
     d = parts["rho"].float().mul_(32768 / levels).round_().clamp_(-32767, 32767)
     # The magnitude stays below 2^31 when d is added, so the sign may be in place before.
     bits = out.view(torch.int32)

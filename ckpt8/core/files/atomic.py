@@ -8,15 +8,14 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
+from ckpt8.core.closing import Closing
 from ckpt8.core.errors import OutputError
 from ckpt8.core.files.partial import Partial, locked, partial_path, remove
 
-Self = TypeVar("Self", bound="AtomicOutput")
-
 Check = Callable[[Path], str]
-"""Says what is at a path. Raises OutputError where it may not be replaced, and OSError."""
+"""Describes what is at a path. Raises OutputError where it must not be replaced, and OSError."""
 
 _NOREPLACE, _EXCHANGE = 1, 2
 """Flags of renameat2."""
@@ -24,15 +23,16 @@ _AT_FDCWD = -100
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 
-class AtomicOutput:
-    """A temporary beside ``target`` that takes its name on ``publish``, or is removed. A context manager.
+class AtomicOutput(Closing):
+    """A temporary next to ``target`` that takes its name on ``publish``, or is removed. A context manager.
 
-    The subclass says ``what`` it makes. With ``force`` it replaces an existing target if ``check`` accepts that, now
-    and again on ``publish``; ``replaced`` then describes the old target. Every OSError becomes an OutputError that
-    names the target.
+    A subclass names ``what`` it makes; ``is_kind`` tells whether a path leads to such a thing. With ``force`` it
+    replaces an existing target if ``check`` accepts that, now and again on ``publish``; ``replaced`` then describes the
+    old target. Every OSError becomes an OutputError that names the target.
     """
 
     what: str
+    is_kind: Callable[[Path], bool]
     _partial: Partial
 
     def __init__(self, target: Path, *, force: bool, check: Check) -> None:
@@ -44,15 +44,11 @@ class AtomicOutput:
             # Resolve symbolic links: the temporary must be on the file system of the final target.
             self._final = target.resolve()
             exists = target.exists() or target.is_symlink()
-            if self._final.exists() and not self._is_replaceable():
+            if self._final.exists() and not self.is_kind(self._final):
                 raise OutputError(f"{target}: exists and is not a {self.what}")
             if exists and not force:
                 raise self._exists()
             self._look()
-
-    def _is_replaceable(self) -> bool:
-        """Whether the existing target is of the kind that this makes."""
-        raise NotImplementedError
 
     def _look(self) -> str | None:
         """The description of the existing target, if any. Raises OutputError if it must stay."""
@@ -74,12 +70,11 @@ class AtomicOutput:
         except OSError as exc:
             raise OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}") from exc
 
-    def _take_name(self) -> None:
-        """Rename to the target, replacing it only with ``force``, and flush the name to the disk."""
+    def _take_name(self, replace: Callable[[Path, Path], object]) -> None:
+        """Rename to the target, with ``force`` by ``replace``, and flush the name to the disk."""
         if self._force:
-            replaced = self._look()
-            self._replace()
-            self.replaced = replaced
+            self.replaced = self._look()
+            replace(self.path, self._final)
         else:
             try:
                 rename_new(self.path, self._final)
@@ -87,18 +82,9 @@ class AtomicOutput:
                 raise self._exists() from exc
         sync_directory(self._final.parent)
 
-    def _replace(self) -> None:
-        raise NotImplementedError
-
     def close(self) -> None:
         """Remove the temporary, unless it has become the target."""
         self._partial.close()
-
-    def __enter__(self: Self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def sync_directory(path: Path) -> None:
@@ -164,29 +150,25 @@ def _replace_in_two_steps(new: Path, final: Path) -> None:
     remove(old)
 
 
-def refuse_same_file(target: Path, source: Path) -> None:
-    """Raise OutputError when the target is the very file that is read."""
+def refuse_source(target: Path, source: Path) -> None:
+    """Raise OutputError when the target is the very file that is read, or lies in the directory that is read."""
     with contextlib.suppress(OSError):
-        if target.samefile(source):
+        if target.exists() and target.samefile(source):
             raise OutputError(f"{target}: is the file that is read; give another name")
-
-
-def refuse_inside(target: Path, directory: Path) -> None:
-    """Raise OutputError when the target lies in the directory that is read."""
-    with contextlib.suppress(OSError):
-        if directory.is_dir() and directory.resolve() in target.resolve().parents:
-            raise OutputError(f"{target}: lies in the directory {directory}; give a place outside of it")
+        if source.is_dir() and source.resolve() in target.resolve().parents:
+            raise OutputError(f"{target}: lies in the directory {source}; give a place outside of it")
 
 
 def any_file(path: Path) -> str:
-    """What the file at ``path`` is: the check for a target that the user named. Raises OSError."""
+    """Describe the file at ``path``: the check for a target that the user named. Raises OSError."""
     return f"{path}: a file of {path.stat().st_size:,} bytes"
 
 
 class AtomicFile(AtomicOutput):
-    """A file that is written beside ``target``."""
+    """A file, written next to ``target`` first."""
 
     what = "regular file"
+    is_kind = staticmethod(Path.is_file)
 
     def __init__(self, target: Path, *, force: bool, check: Check = any_file) -> None:
         super().__init__(target, force=force, check=check)
@@ -195,18 +177,12 @@ class AtomicFile(AtomicOutput):
             # The descriptor stays with the temporary: it holds the lock until the file has its name.
             self.file: BinaryIO = os.fdopen(self._partial.descriptor, "r+b", closefd=False)
 
-    def _is_replaceable(self) -> bool:
-        return self._final.is_file()
-
     def publish(self) -> None:
         """Flush to the disk, rename to the target, flush the directory."""
         with self.guard():
             self.file.flush()
             os.fsync(self._partial.descriptor)
-            self._take_name()
-
-    def _replace(self) -> None:
-        self.path.replace(self._final)
+            self._take_name(Path.replace)
 
     def close(self) -> None:
         """Close the file and remove the temporary; buffered data is dropped."""

@@ -1,4 +1,4 @@
-"""Writes a directory so that it is either complete under its name, or not there at all."""
+"""Writes a directory that is either complete under its name or not there at all."""
 
 from __future__ import annotations
 
@@ -13,41 +13,36 @@ from ckpt8.core.files.partial import Partial
 
 
 class AtomicDirectory(AtomicOutput):
-    """A directory that is written beside ``target``.
+    """A directory, written next to ``target`` first.
 
-    With ``force`` it replaces an existing directory if ``check`` agrees, but never one that holds ``keep``, the current
-    directory or the home directory, and no mount point. Paths are relative, with slashes, and have been checked: see
-    ``member_paths``. What is above them is made here and holds no links, since all links are made last.
+    With ``force`` it replaces an existing directory if ``check`` accepts that, but never a mount point or one that
+    holds ``keep``, the current directory or the home directory. Callers have checked paths inside: see
+    ``member_paths``. This class makes the directories above them, which hold no links until ``publish`` makes them.
     """
 
     what = "directory"
+    is_kind = staticmethod(Path.is_dir)
 
     def __init__(self, target: Path, *, force: bool, keep: Path, check: Check) -> None:
-        self._keep = keep
-        super().__init__(target, force=force, check=check)
+        super().__init__(target, force=force, check=lambda final: self._check_place(final, keep, check))
         self._made = {Path()}
         self._links: list[tuple[str, str]] = []
         with self.guard():
             self._partial = Partial(self._final, directory=True, mode=0o777)
 
-    def _look(self) -> str | None:
-        if self._final.exists():
-            self._check_place()
-        return super()._look()
-
-    def _check_place(self) -> None:
-        """Raise OutputError for a directory that must never be replaced."""
-        here, home, keep = Path.cwd(), Path("~").expanduser().resolve(), self._keep
+    def _check_place(self, final: Path, keep: Path, check: Check) -> str:
+        """Describe the directory ``final``. Raises OutputError for one that must never be replaced."""
+        here, home = Path.cwd(), Path("~").expanduser().resolve()
         kept = (here, *here.parents, *keep.resolve().parents, keep.parent.resolve(), *keep.parent.resolve().parents)
-        if self._final in kept:
-            raise OutputError(f"{self.target}: holds the file that is read, or the current directory; give another")
-        if self._final in (home, *home.parents):
-            raise OutputError(f"{self.target}: is or holds the home directory; give another name")
-        if os.path.ismount(self._final):
-            raise OutputError(f"{self.target}: is a mount point, which cannot be replaced; give a name in it")
-
-    def _is_replaceable(self) -> bool:
-        return self._final.is_dir()
+        refusals = (
+            (final in kept, "holds the file that is read, or the current directory; give another"),
+            (final in (home, *home.parents), "is or holds the home directory; give another name"),
+            (os.path.ismount(final), "is a mount point, which cannot be replaced; give a name in it"),
+        )
+        for refused, why in refusals:
+            if refused:
+                raise OutputError(f"{self.target}: {why}")
+        return check(final)
 
     def make_directory(self, path: str) -> None:
         """Make a directory and its parents inside the output."""
@@ -86,7 +81,4 @@ class AtomicDirectory(AtomicOutput):
                 (self.path / path).symlink_to(target)
             for directory in self._made:
                 sync_directory(self.path / directory)
-            self._take_name()
-
-    def _replace(self) -> None:
-        replace_directory(self.path, self._final)
+            self._take_name(replace_directory)

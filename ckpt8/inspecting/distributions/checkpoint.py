@@ -16,9 +16,8 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.bundle_plan import plan_bundle
-from ckpt8.compressing.chunk_encoder import ChunkMeters
-from ckpt8.compressing.measure import UnitErrors
-from ckpt8.compressing.plan import Stream, Unit
+from ckpt8.compressing.measure import ErrorMeter, UnitErrors
+from ckpt8.compressing.plan import Stream, Unit, read_elements
 from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.container.frames import FRAME
 from ckpt8.core.backend import Backend
@@ -26,7 +25,7 @@ from ckpt8.core.errors import RefusedError
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.distributions.counts import Piece, draw, is_counted
 from ckpt8.inspecting.distributions.gathering import Gathered, Seen, Work, look_at
-from ckpt8.inspecting.opening import describe, read_elements
+from ckpt8.inspecting.opening import describe
 from ckpt8.inspecting.sampling import ChunkSampling
 
 PRESET = "flash"
@@ -51,7 +50,7 @@ def checkpoint_distributions(path: Path, *, full: bool = False) -> dict[str, Any
             errors_from=f"preset {PRESET} on the sample",
             total=sum(unit.numel * len(unit.streams) for unit in units),
         )
-        look = partial(_look, source, ChunkMeters(source))
+        look = partial(_look, source, ErrorMeter(source))
         for unit, seen in look_at(units, gathered.sampling, look, workers):
             _add(gathered, unit, seen)
         source.check_unchanged()
@@ -76,18 +75,18 @@ def _add(gathered: Gathered, unit: Unit, seen: Seen) -> None:
     gathered.add(unit, seen)
 
 
-def _look(source: Bundle, meters: ChunkMeters, work: Work) -> Seen:
+def _look(source: Bundle, meter: ErrorMeter, work: Work) -> Seen:
     """Read windows of one chunk of a unit, encode, decode, count and measure them. Thread-safe."""
     unit, chunk, windows = work
-    seen = Seen(UnitErrors.of(unit))
+    seen = Seen(UnitErrors.for_unit(unit))
     for window in windows:
         start, count = chunk * FRAME + window.start, window.stop - window.start
-        originals = [read_elements(source, s.storage.offset, s.spec.dtype, start, count) for s in unit.streams]
-        pieces, refused = _encode(unit.streams, originals, start, meters.backend)
+        originals = [read_elements(source, s.storage, s.spec.dtype, start, count) for s in unit.streams]
+        pieces, refused = _encode(unit.streams, originals, start, meter.backend)
         seen.refused = seen.refused or refused
         seen.drawn.merge(draw(pieces, unit.parameter))
         if refused is None and any(stream.lossy for stream in unit.streams):
-            seen.errors.merge(meters.of(unit).measure(start, originals, [each.parts for each in pieces]))
+            seen.errors.merge(meter.measure(unit, start, originals, [each.parts for each in pieces]))
     return seen
 
 

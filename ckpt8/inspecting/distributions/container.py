@@ -18,7 +18,7 @@ from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import StorageInfo
 from ckpt8.codecs.error_stats import UpdateError, read_error
 from ckpt8.compressing.measure import UnitErrors
-from ckpt8.compressing.plan import Parameter, Stream, Unit, join
+from ckpt8.compressing.plan import Parameter, Stream, Unit, join, read_elements
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.frames import FRAME
 from ckpt8.container.manifest import ParameterRecord
@@ -27,7 +27,6 @@ from ckpt8.core.errors import InputError
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.distributions.counts import Piece, draw, is_counted
 from ckpt8.inspecting.distributions.gathering import Gathered, Seen, Work, look_at
-from ckpt8.inspecting.opening import read_elements
 from ckpt8.inspecting.sampling import ChunkSampling
 from ckpt8.optim.known_optimizers import MOMENT_SLOTS
 
@@ -124,4 +123,4 @@ def _original(source: Bundle, stream: Stream, chunk: int, window: slice) -> torc
     if storage.nbytes != stream.storage.nbytes:
         raise InputError(f"{source.label}: changed while it was read; nothing was written")
     start = chunk * FRAME + window.start
-    return read_elements(source, storage.offset, stream.spec.dtype, start, window.stop - window.start)
+    return read_elements(source, storage, stream.spec.dtype, start, window.stop - window.start)

@@ -8,7 +8,6 @@ from math import prod
 import torch
 
 from ckpt8.container import frames
-from ckpt8.container.decoding import decode_chunk
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.workers import Workers
 
@@ -97,7 +96,7 @@ class SliceReader:
             if direct and len(out) == self._reader.chunk_spec(storage, chunk).numel:
                 self._reader.decode_chunk(storage, chunk, out)
             else:
-                out.copy_(decode_chunk(self._reader, storage, chunk)[inside])
+                out.copy_(self._reader.read_chunk(storage, chunk)[inside])
 
         for _ in self._workers.map(decode, _pieces(start, target.numel())):
             pass
@@ -131,7 +130,7 @@ class SliceReader:
         out = torch.empty(length, dtype=self._reader.manifest.storages[storage].dtype.torch, device="cpu")
         for chunk, inside, place in _pieces(start, length):
             if self._last is None or self._last[:2] != (storage, chunk):
-                self._last = storage, chunk, decode_chunk(self._reader, storage, chunk)
+                self._last = storage, chunk, self._reader.read_chunk(storage, chunk)
             out[place] = self._last[2][inside]
         return out
 

@@ -17,7 +17,8 @@ from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import ResumeError
 from ckpt8.core.text import listed
-from ckpt8.optim.known_optimizers import EMPTY_KEYS, TENSORS, Card, Published, Shape, find_published
+from ckpt8.optim.card import Card, Published, Shape
+from ckpt8.optim.known_optimizers import EMPTY_KEYS, TENSORS, find_published
 from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.restoring.resume.live_parameters import Pair
 from ckpt8.restoring.resume.live_values import ValueBuilder

@@ -15,7 +15,7 @@ from gate_kit import archive, attempt, call_name
 from hostile_kit import container_of, outcome, sealed
 
 import ckpt8
-from ckpt8.container import manifest_text
+from ckpt8.container import manifest as manifests
 from ckpt8.container.manifest import TensorRecord
 from ckpt8.core.errors import InputError
 from ckpt8.core.json_text import FREE, HEADER_COST, MANIFEST_COST, MAX_DEPTH, check_json, cost, parse_json
@@ -154,8 +154,8 @@ def many(kind, count):
 @pytest.mark.parametrize("kind", ["scalars", "steps", "zeros", "views", "one view", "none"])
 def test_a_checkpoint_of_any_number_of_small_tensors_can_be_read(kind, tmp_path, monkeypatch):
     """What is free for a small file would hide what each tensor costs, and so nothing is free here."""
-    monkeypatch.setattr(manifest_text, "FREE", 0)
-    monkeypatch.setattr(manifest_text, "_FLOOR", 0)
+    monkeypatch.setattr(manifests, "FREE", 0)
+    monkeypatch.setattr(manifests, "_FLOOR", 0)
     tree = many(kind, 1500)
     ckpt8.save(tree, tmp_path / "x.ckpt8", stats=False)
     with ckpt8.open(tmp_path / "x.ckpt8") as file:
@@ -164,10 +164,10 @@ def test_a_checkpoint_of_any_number_of_small_tensors_can_be_read(kind, tmp_path,
 
 def test_records_that_are_all_the_same_do_not_compress_beyond_what_is_read():
     tree = {"tensors": [_plain(TensorRecord(f"v.{k}", 0, DType.FLOAT32, 0, [1], [1])) for k in range(60_000)]}
-    stored = manifest_text.pack(tree, 1 << 20)
+    stored = manifests.pack_manifest(tree, 1 << 20)
     length = zstandard.frame_content_size(stored)
     assert length <= (1 << 20) + 64 * len(stored)
-    assert manifest_text.unpack(stored, len(stored) + (1 << 20), "x") == tree
+    assert manifests.unpack_manifest(stored, len(stored) + (1 << 20), "x") == tree
     best = zstandard.ZstdCompressor(level=9).compress(json.dumps(tree, separators=(",", ":")).encode())
     assert length > (1 << 20) + 64 * len(best)
 

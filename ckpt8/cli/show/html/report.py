@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.files.atomic import AtomicFile, refuse_inside, refuse_same_file
+from ckpt8.core.files.atomic import AtomicFile, refuse_source
 from ckpt8.inspecting.distributions.checkpoint import checkpoint_distributions
 from ckpt8.inspecting.distributions.container import container_distributions
 
@@ -31,8 +31,7 @@ class Report:
     ) -> None:
         for source in (path, original, drift):
             if source is not None:
-                refuse_same_file(target, source)
-                refuse_inside(target, source)
+                refuse_source(target, source)
         AtomicFile(target, force=force).close()
         self._target, self._path, self._original, self._drift = target, path, original, drift
         self._full, self._force = full, force
