@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any
 
 from ckpt8.cli.bench.child import Run
+from ckpt8.cli.bench.jobs import Source
 from ckpt8.cli.bench.probe import PEERS, remove
 from ckpt8.cli.bench.sizes import free_bytes, in_gigabytes
-from ckpt8.cli.bench.source import Source
 from ckpt8.core.errors import Ckpt8Error, OutputError
 
 PROBE, SOURCE, TRAINING = (f"ckpt8.cli.bench.{name}" for name in ("probe", "source", "training"))

@@ -7,23 +7,17 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 import zstandard
 
-import ckpt8.inspecting.verify
-import ckpt8.restoring.load
-import ckpt8.restoring.restore
 from ckpt8.cli.bench.child import python
+from ckpt8.cli.bench.jobs import Job, Source
 from ckpt8.cli.bench.memory import peak_memory
-from ckpt8.cli.bench.source import Source, load_file
-from ckpt8.core.startup import settle
 
 _CHUNK = 1 << 22
 _PIECE = 1 << 27
@@ -34,16 +28,6 @@ _LENGTH_BYTES = 8
 
 ZIPNN = "ZipNN"
 START = "start of Python, torch, numba"
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """``container`` holds ``source`` already; an operation writes to ``target``."""
-
-    source: Source
-    container: Path
-    target: Path
-    threads: int
 
 
 def work(job: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +61,7 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Flush ``path`` and all files and directories below it to the disk."""
     for file in (path, *filter(Path.exists, path.rglob("*"))):
         descriptor = os.open(file, os.O_RDONLY)
@@ -96,7 +80,7 @@ def _copy(job: Job) -> Callable[[], object]:
 
     def run() -> None:
         subprocess.run(["cp", "-R", "--", job.source.path, str(job.target)], check=True)  # noqa: S603, S607
-        _flush(job.target)
+        flush(job.target)
 
     return run
 
@@ -111,7 +95,7 @@ def _zstd(level: int, job: Job) -> Callable[[], object]:
                 with file.open("rb") as reader:
                     size = file.stat().st_size
                     compressor.copy_stream(reader, writer, size=size, read_size=_CHUNK, write_size=_CHUNK)
-        _flush(job.target)
+        flush(job.target)
 
     return run
 
@@ -130,7 +114,7 @@ def _zipnn(job: Job) -> Callable[[], object]:
                         packed = zipnn.ZipNN(bytearray_dtype=job.source.layout, threads=job.threads).compress(piece)
                         writer.write(len(packed).to_bytes(_LENGTH_BYTES, "little"))
                         writer.write(packed)
-        _flush(job.target)
+        flush(job.target)
 
     return run
 
@@ -141,37 +125,10 @@ def _start(job: Job) -> Callable[[], object]:  # noqa: ARG001
     return lambda: subprocess.run(command, check=True)  # noqa: S603
 
 
-def _ours(call: Callable[[Job], object], job: Job, *, kernels: bool = True) -> Callable[[], object]:
-    """An operation of ckpt8, after all imports of its first call."""
-    settle(kernels=kernels)
-    return partial(call, job)
-
-
-def _compress(job: Job, **options: Any) -> object:
-    return ckpt8.compress(job.source.path, job.target, threads=job.threads, force=True, **options)
-
-
-def _objects(job: Job) -> Any:
-    """The checkpoint in memory: one object, or a list of those of several files."""
-    objects = [load_file(file) for file in job.source.files]
-    return objects[0] if len(objects) == 1 else objects
-
-
-def _save(job: Job) -> Callable[[], object]:
-    settle(kernels=True)
-    objects = _objects(job)
-    return lambda: ckpt8.save(objects, job.target, threads=job.threads)
-
-
-def _torch_save(job: Job) -> Callable[[], object]:
-    """``torch.save`` and fsync of the objects in memory."""
-    objects = _objects(job)
-
-    def run() -> None:
-        torch.save(objects, job.target)
-        _flush(job.target)
-
-    return run
+def _library(name: str, job: Job, **options: Any) -> Callable[[], object]:
+    """An operation of ``library``, whose imports the others do not need."""
+    prepare: Operation = partial(getattr(import_module("ckpt8.cli.bench.library"), name), **options)
+    return prepare(job)
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -180,19 +137,15 @@ OPERATIONS: dict[str, Operation] = {
     "zstd -3": partial(_zstd, 3),
     ZIPNN: _zipnn,
     START: _start,
-    "compress": partial(_ours, _compress),
-    "compress --no-stats": partial(_ours, partial(_compress, stats=False)),
-    "compress --preset compact": partial(_ours, partial(_compress, preset="compact")),
-    "restore": partial(_ours, lambda job: ckpt8.restore(job.container, job.target, threads=job.threads, force=True)),
-    "verify": partial(_ours, lambda job: ckpt8.verify(job.container, threads=job.threads)),
-    "load": partial(
-        _ours,
-        lambda job: [ckpt8.load(job.container, member=each or None, threads=job.threads) for each in job.source.loaded],
-        kernels=False,
-    ),
-    "torch.load": lambda job: lambda: [load_file(file) for file in job.source.files],
-    "save": _save,
-    "torch.save": _torch_save,
+    "compress": partial(_library, "compress"),
+    "compress --no-stats": partial(_library, "compress", stats=False),
+    "compress --preset compact": partial(_library, "compress", preset="compact"),
+    "restore": partial(_library, "restore"),
+    "verify": partial(_library, "verify"),
+    "load": partial(_library, "load"),
+    "torch.load": partial(_library, "torch_load"),
+    "save": partial(_library, "save"),
+    "torch.save": partial(_library, "torch_save"),
 }
 """Every operation by its name in the report."""
 

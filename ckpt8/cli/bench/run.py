@@ -21,10 +21,10 @@ from typing import Any
 from ckpt8 import __version__
 from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.cli.bench.child import Run, run_child
+from ckpt8.cli.bench.jobs import Source
 from ckpt8.cli.bench.measuring import Bench, check_space
 from ckpt8.cli.bench.probe import IN_MEMORY, OPERATIONS, left_out
 from ckpt8.cli.bench.sizes import available_memory, free_bytes, in_gigabytes
-from ckpt8.cli.bench.source import Source
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.files.temporary import temporary_directory
 from ckpt8.core.workers import default_threads

@@ -1,11 +1,10 @@
-"""The checkpoint to measure: its size, the files that ``load`` and ``torch.load`` open, the layout for ZipNN."""
+"""Looks at the checkpoint to measure: its size, the files that torch opens, the layout for ZipNN; and opens them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +14,11 @@ from safetensors.torch import load_file as load
 from ckpt8.checkpoint.gate import TORCH_FORMATS, is_loadable
 from ckpt8.checkpoint.readers import safetensors
 from ckpt8.checkpoint.sources.opening import open_source
+from ckpt8.cli.bench.jobs import Source
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 
 _LAYOUTS = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A checkpoint. ``nbytes`` is the size of its files.
-
-    ``loaded`` are the members with tensors that ``torch.load(weights_only=True)`` or safetensors open, relative to the
-    path; an empty one is the path itself. ``layout`` is the floating type of most of its bytes.
-    """
-
-    path: str
-    nbytes: int
-    directory: bool
-    loaded: Sequence[str]
-    layout: str
-
-    @property
-    def files(self) -> list[Path]:
-        """The paths of ``loaded``."""
-        return [Path(self.path) / member if member else Path(self.path) for member in self.loaded]
 
 
 def work(job: dict[str, Any]) -> dict[str, Any]:

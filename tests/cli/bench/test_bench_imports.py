@@ -56,3 +56,13 @@ def test_what_the_command_itself_can_import_its_processes_can(run, tmp_path):
     (tmp_path / "only_here.py").write_text("def work(job):\n    open('ran', 'w').close()\n    return {}\n")
     run(BENCH, "only_here", {})
     assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["cp", "zstd -1"])
+def test_the_memory_of_others_does_not_count_torch(run, inputs, tmp_path, name):
+    program = (
+        "import json, sys; from ckpt8.cli.bench.probe import work; work(json.loads(sys.argv[2]));"
+        "assert not {'torch', 'numba', 'numpy'} & sys.modules.keys()"
+    )
+    job = {"source": asdict(survey(inputs / "legacy.pt")), "container": "", "target": str(tmp_path / "out")}
+    run(program, PROBE, {**job, "name": name, "threads": 1, "keep": False})
