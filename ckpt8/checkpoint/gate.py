@@ -1,7 +1,7 @@
-"""The one way to ``torch.load``: our own reader reads a file first, and judges everything that torch would do.
+"""The one way to ``torch.load``: the inert reader reads a file first, and judges all that torch would do with it.
 
-It checks sizes, counts and names, and each call by its arguments (``pickle.torch_calls``). Only what it finds nothing
-wrong with goes to ``torch.load(..., weights_only=True)``, and whatever torch then raises becomes one line.
+It checks sizes, counts and names, and each call by its arguments (``pickle.torch_calls``). Only a file without a fault
+goes to ``torch.load(..., weights_only=True)``, and any error of torch becomes one line.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _SHOWN = 5
 
 
 class _TorchReader(Protocol):
-    """A reader that can judge a file for torch."""
+    """A reader whose ``calls`` judge a file for torch."""
 
     def read(self, file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
-        """Read the structure. Raises InputError."""
+        """The structure of the file. Raises InputError."""
 
 
 TORCH_FORMATS: Mapping[str, _TorchReader] = {"torch-zip": torch_zip, "torch-legacy": torch_legacy}
-"""What ``torch.load`` loads, with our own readers."""
+"""The formats that ``torch.load`` loads, with their inert readers."""
 
 
 def load_allowed(file: IO[bytes], where: str, map_location: Any = None) -> Any:
-    """``torch.load(..., weights_only=True)`` of a seekable file that ``where`` names.
+    """``torch.load(..., weights_only=True)`` of a seekable file. ``where`` names it in messages.
 
-    Raises UnsupportedError that lists the classes which torch does not allow, InputError for everything else.
+    Raises UnsupportedError that lists the classes which torch does not allow, InputError for any other fault.
     """
     source = _Stream(file, where)
     _check(source, _reader(source))
@@ -48,13 +48,13 @@ def load_allowed(file: IO[bytes], where: str, map_location: Any = None) -> Any:
 
 
 def load_member(file: MemberFile, source: SourceFile, kind: str, map_location: Any) -> tuple[Any, Any]:
-    """As ``load_allowed``, of a member that is of the format ``kind``; also the tree that our own reader made of it."""
+    """As ``load_allowed``, of a member with the format ``kind``; the second result is its inert tree."""
     checkpoint = _check(source, TORCH_FORMATS[kind])
     return _load(cast("IO[bytes]", file), file.name, map_location), checkpoint.tree
 
 
 def is_loadable(path: Path) -> bool:
-    """Whether ``torch.load`` opens a file, and may. Its tensors are mapped where the format has that."""
+    """Whether ``torch.load`` may open a file and can. It maps the tensors if the format permits that."""
     source = SourceFile(ByteRange.of(path))
     try:
         mapped = _check(source, _reader(source)).format == "torch-zip"
@@ -67,7 +67,7 @@ def is_loadable(path: Path) -> bool:
 
 
 class _Stream(SourceFile):
-    """A seekable file that somebody else opened and closes."""
+    """A seekable file of a caller, who opens and closes it."""
 
     def __init__(self, file: IO[bytes], where: str) -> None:
         self._file = file
@@ -87,10 +87,10 @@ class _Stream(SourceFile):
             raise InputError(f"{self.source}: cannot be read: {exc.strerror}") from exc
 
     def check_unchanged(self) -> None:
-        """Its owner knows."""
+        """Nothing to check: the caller has the file."""
 
     def close(self) -> None:
-        """Its owner closes it."""
+        """Nothing to do: the caller closes the file."""
 
 
 def _reader(source: SourceFile) -> _TorchReader:
@@ -102,7 +102,7 @@ def _reader(source: SourceFile) -> _TorchReader:
 
 
 def _check(source: SourceFile, reader: _TorchReader) -> OpenCheckpoint:
-    """What our own reader makes of a file that is meant for torch."""
+    """The structure of a file for torch. Raises InputError or UnsupportedError for a file that torch must not load."""
     trusted = unpickler._get_user_allowed_globals()  # type: ignore[no-untyped-call]
     calls = TorchCalls(source.source.length, unpickler._get_allowed_globals(), trusted)
     checkpoint = reader.read(source, calls)
@@ -117,14 +117,14 @@ def _check(source: SourceFile, reader: _TorchReader) -> OpenCheckpoint:
 def _load(file: IO[bytes], where: str, map_location: Any) -> Any:
     file.seek(0)
     found = _translated(lambda: torch.load(file, map_location=map_location, weights_only=True), where, file)
-    # torch does not always pass on what a read raises.
+    # torch does not always pass on the error of a read.
     if isinstance(file, MemberFile) and file.error is not None:
         raise file.error
     return found
 
 
 def _translated(load: Callable[[], Any], where: str, file: object = None) -> Any:
-    """What ``load`` gives. Raises InputError, of one line, for whatever torch raises."""
+    """The result of ``load``. Raises InputError, of one line, for any error of torch."""
     try:
         return load()
     except Ckpt8Error:

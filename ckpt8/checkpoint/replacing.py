@@ -1,6 +1,6 @@
-"""What ``--force`` may replace, and what may be removed: checkpoints.
+"""Decides what ``--force`` may replace and what may be removed: checkpoints.
 
-Removing a directory removes every file in it. So it must hold a checkpoint, recognised by content, and every file in it
+Removing a directory removes every file in it. So its content must show that it holds a checkpoint, and every file in it
 must either be written again under the same path, or have a name that frameworks give to files of one checkpoint. A
 directory without any file may be removed too.
 """
@@ -46,16 +46,16 @@ _ATTEMPTS = 20
 
 
 def checkpoint_file(path: Path) -> str:
-    """What the file at ``path`` is. Raises OutputError unless it is a checkpoint, a container or empty."""
+    """A description of the file at ``path``. Raises OutputError unless it is a checkpoint, a container or empty."""
     if not _is_checkpoint(path):
         raise OutputError(f"{path}: exists and is no checkpoint; to replace it all the same, give its name with -o")
     return any_file(path)
 
 
 def checkpoint_directory(written: Collection[str] = ()) -> Callable[[Path], str]:
-    """A function that says what the directory at a path is. ``written`` are the paths that are written again in it.
+    """A function that describes the directory at a path. ``written`` are the paths that are written in it again.
 
-    It raises OutputError where the directory may not be replaced, and OSError.
+    It raises OutputError if the directory may not be replaced, and OSError.
     """
 
     def check(path: Path) -> str:
@@ -77,7 +77,7 @@ def problem_of(path: Path) -> str | None:
 
 
 def _contents(path: Path, written: frozenset[str]) -> _Contents:
-    """What is in the directory at ``path``, looked at again where another run replaced it meanwhile."""
+    """The contents of the directory at ``path``, read again if another run replaces it. Raises OutputError."""
     for _ in range(_ATTEMPTS):
         with suppress(FileNotFoundError):
             before = path.stat().st_ino
@@ -88,7 +88,7 @@ def _contents(path: Path, written: frozenset[str]) -> _Contents:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a file is one, as far as its beginning tells, or empty: it may be cut off. Raises OSError."""
+    """Whether a file begins as a checkpoint or is empty, as after an interrupted save. Raises OSError, OutputError."""
     try:
         with closing(SourceFile(ByteRange.of(path))) as file:
             return not file.source.length or is_container(path) or match_reader(file) is not None
@@ -99,24 +99,21 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 class _Contents:
-    """What is in a directory. ``problem`` is the first reason to keep it, or None."""
+    """The files of a directory and their bytes. ``problem`` is the first reason to keep the directory, or None."""
 
     def __init__(self, root: Path, written: frozenset[str]) -> None:
         self.files = self.nbytes = 0
-        self._root = root
         self._written = written
         self._folders = {path[:end] for path in written for end, each in enumerate(path) if each == "/"} | {""}
         self._holds_checkpoint = False
-        self.problem = next(self._problems(), None)
-        if self.problem is None and self.files and not self._holds_checkpoint:
-            self.problem = "holds no checkpoint"
+        self.problem = next(self._problems(root), None)
 
-    def _problems(self) -> Iterator[str]:
-        """Why it should stay, found file by file: a home directory is not walked to its end."""
+    def _problems(self, root: Path) -> Iterator[str]:
+        """Reasons to keep it, found file by file: nobody waits until all of a home directory is read."""
         waiting = [""]
         while waiting:
             folder = waiting.pop()
-            with os.scandir(self._root / folder) as entries:
+            with os.scandir(root / folder) as entries:
                 found = sorted(entries, key=lambda each: each.name)
             steps = [each.name for each in found if each.name.startswith(_STEP) and each.is_dir(follow_symlinks=False)]
             if len(steps) > 1 and not self._folders.issuperset(f"{folder}/{step}".strip("/") for step in steps):
@@ -124,23 +121,24 @@ class _Contents:
             for entry in found:
                 path = f"{folder}/{entry.name}" if folder else entry.name
                 if not entry.is_dir(follow_symlinks=False):
-                    yield from self._look_at(path, folder)
+                    yield from self._look_at(entry, path, folder)
                 elif os.path.ismount(entry.path):
                     yield f"holds another file system, {path[:80]!r}"
                 else:
                     waiting.append(path)
+        if self.files and not self._holds_checkpoint:
+            yield "holds no checkpoint"
 
-    def _look_at(self, path: str, folder: str) -> Iterator[str]:
-        full = self._root / path
-        status = full.lstat()
+    def _look_at(self, entry: os.DirEntry[str], path: str, folder: str) -> Iterator[str]:
+        """Count a file. Yields a reason to keep it, if there is one."""
+        status = entry.stat(follow_symlinks=False)
         self.files += 1
         self.nbytes += status.st_size
-        name = path.rpartition("/")[2]
         if stat.S_ISLNK(status.st_mode):
-            return  # what it leads to stays
-        known_folder = folder in self._folders or _FOLDERS.fullmatch(folder)
-        known = path in self._written or (known_folder and _FILES.fullmatch(name))
+            return  # the file that it leads to stays
+        in_known_folder = folder in self._folders or _FOLDERS.fullmatch(folder)
+        known = path in self._written or (in_known_folder and _FILES.fullmatch(entry.name))
         if not (known and stat.S_ISREG(status.st_mode)):
             yield f"holds {path[:80]!r}, which is no part of a checkpoint"
         elif not self._holds_checkpoint and status.st_size:
-            self._holds_checkpoint = is_named_shard(name) or _is_checkpoint(full)
+            self._holds_checkpoint = is_named_shard(entry.name) or _is_checkpoint(Path(entry.path))

@@ -1,4 +1,4 @@
-"""Numbers that a checkpoint keeps in tensors of one element: steps, settings."""
+"""Numbers in tensors of one element, such as steps, and plain settings of optimizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SCALARS = {
 
 
 def read_scalar(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) -> float | None:
-    """The value of a tensor of one element in ``storage``, or None where it is not a plain number."""
+    """The value of a tensor of one element in ``storage``; None for another tensor or element type."""
     code = _SCALARS.get(ref.dtype)
     position = ref.offset * ref.dtype.itemsize
     if code is None or ref.numel != 1 or position + ref.dtype.itemsize > storage.nbytes:

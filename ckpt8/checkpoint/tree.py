@@ -1,4 +1,4 @@
-"""What a reader returns: storages with their place in the source, and the tree of objects around them.
+"""The content of a checkpoint as readers return it: storages with their places, and the tree of objects around them.
 
 Imports core only.
 """
@@ -35,7 +35,7 @@ class StorageInfo:
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A storage as the pickle refers to it: a leaf that is not (yet) seen as a tensor.
+    """A storage as the pickle refers to it: a leaf of the tree that is no tensor.
 
     ``offset`` and ``numel`` are in elements of ``dtype``; a legacy view storage has a non-zero offset.
     """
@@ -71,8 +71,8 @@ class TensorRef(Strided):
 class Inert:
     """An object whose class was not imported: the name of the class and all that the file says about the object.
 
-    ``args`` is what the class was called with, ``state`` mostly the ``__dict__``, ``items`` and ``pairs`` what a list
-    or a dictionary of the class holds. Public as ``ckpt8.Inert``: ``resume`` gives these in the rest of a checkpoint.
+    ``args`` are the arguments of the class, ``state`` is mostly the ``__dict__``, ``items`` and ``pairs`` are the
+    content of a list or a dictionary. Public as ``ckpt8.Inert``: ``resume`` returns these in the rest of a checkpoint.
 
     >>> ckpt8.Inert("my.Config", args=(3,)).name
     'my.Config'
@@ -97,7 +97,7 @@ class Global:
 
 
 for _public in (Inert, Global):
-    _public.__module__ = "ckpt8"  # so that what a user pickles does not depend on where they live
+    _public.__module__ = "ckpt8"  # so that the pickles of a user do not depend on this module's place
 del _public
 
 
@@ -106,7 +106,7 @@ class Checkpoint(Protocol):
 
     @property
     def format(self) -> str:
-        """The id of its reader, or what else it is."""
+        """The id of its reader, or another word for what it is."""
 
     @property
     def size(self) -> int:
@@ -114,11 +114,11 @@ class Checkpoint(Protocol):
 
     @property
     def storages(self) -> Sequence[StorageInfo]:
-        """Where its storages are."""
+        """Its storages with their places."""
 
     @property
     def tree(self) -> Any:
-        """The objects around them."""
+        """The tree of objects around the storages."""
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with source bytes at ``offset``. Thread-safe. Raises InputError."""
@@ -129,7 +129,7 @@ class Checkpoint(Protocol):
 
 @dataclass(slots=True)
 class OpenCheckpoint:
-    """A ``Checkpoint`` over one file; the caller closes the file. Without ``storages`` the file is kept as it is."""
+    """A ``Checkpoint`` of one file; the caller closes the file. A file without ``storages`` is kept as it is."""
 
     format: str
     file: SourceFile
@@ -154,7 +154,7 @@ class OpenCheckpoint:
 class Held:
     """Bytes in memory, as a Checkpoint without storages or a region of one.
 
-    ``origin`` is the file that they are made of, if there is one.
+    ``origin`` is the file that they come from, if there is one.
     """
 
     content: bytes
@@ -168,17 +168,14 @@ class Held:
         """Length in bytes."""
         return len(self.content)
 
-    @property
-    def nbytes(self) -> int:
-        """Length in bytes."""
-        return len(self.content)
+    nbytes = size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes at ``offset``."""
         buffer[:] = self.content[offset : offset + len(buffer)]
 
     def check_unchanged(self) -> None:
-        """Raise InputError when the file that they are made of changed since it was opened."""
+        """Raise InputError when the file that they come from changed since it was opened."""
         if self.origin is not None:
             self.origin.check_unchanged()
 
@@ -196,16 +193,12 @@ class Reader(Protocol):
 class StatefulDict(dict[Any, Any]):
     """An ``OrderedDict`` or ``defaultdict``. ``state``: attributes such as ``_metadata``, or None."""
 
-    __slots__ = ("state",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state: Any = None
+    state: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor and its name, unique in the container; ``whole`` is the name of the tensor that it is a slice of."""
+    """A tensor and its name, unique in the container. A slice has the name of its tensor as ``whole``."""
 
     name: str
     role: Role
@@ -222,7 +215,7 @@ class NamedTensor:
 class Labelled:
     """The tree of a format that states names and roles. The names do not begin with the member.
 
-    ``opaque`` are the keys of storages that something other than a tensor refers to.
+    ``opaque`` are the keys of storages that not only tensors refer to.
     """
 
     tensors: tuple[NamedTensor, ...]
@@ -230,7 +223,7 @@ class Labelled:
 
 
 def gaps(storages: Iterable[StorageInfo], size: int) -> Iterator[tuple[int, int]]:
-    """The runs of ``size`` bytes that lie in no storage, in order: offset and length."""
+    """The runs of the ``size`` bytes of a source outside all storages, in order: offset and length."""
     position = 0
     for offset, nbytes in [*sorted((each.offset, each.nbytes) for each in storages), (size, 0)]:
         if position < offset:
@@ -238,7 +231,7 @@ def gaps(storages: Iterable[StorageInfo], size: int) -> Iterator[tuple[int, int]
         position = offset + nbytes
 
 
-_Run = TypeVar("_Run", bound=tuple[int, ...])
+_Run = TypeVar("_Run", bound=tuple[Any, ...])
 
 
 def cut_by_runs(runs: Sequence[_Run], offset: int, buffer: memoryview) -> Iterator[tuple[_Run, int, memoryview]]:

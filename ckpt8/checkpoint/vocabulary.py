@@ -1,4 +1,4 @@
-"""Keys and names that tell what a tensor is: model entries, lists of masters, buffers."""
+"""Keys and names that tell the role of a tensor: of models, lists of masters, buffers."""
 
 from __future__ import annotations
 
@@ -15,29 +15,59 @@ BUFFERS = frozenset(
         "masked_bias",
     }
 )
-"""Last name component of tensors that a state dict holds beside its parameters."""
+"""The last components of names in a state dict that are no parameters."""
 
-
-_MODEL_NAMES = (
-    "model state_dict model_state_dict model_state module net network weights params backbone encoder decoder",
-    "generator discriminator actor critic policy teacher student",
-    "ema ema_model ema_state_dict model_ema state_dict_ema params_ema ema_params shadow_params g_ema",
-    "_parameters",
+MODEL_ROOTS = frozenset(
+    [
+        "model",
+        "state_dict",
+        "model_state_dict",
+        "model_state",
+        "module",
+        "params",
+        "_parameters",
+        "ema",
+        "ema_model",
+        "ema_state_dict",
+        "model_ema",
+        "state_dict_ema",
+        "params_ema",
+        "ema_params",
+        "shadow_params",
+        "g_ema",
+    ]
 )
+"""Keys that lead to a model, or to an average of one, and name no part of it."""
 
-MODEL_KEYS = frozenset(name for names in _MODEL_NAMES for name in names.split())
+MODEL_KEYS = MODEL_ROOTS | frozenset(
+    [
+        "net",
+        "network",
+        "weights",
+        "backbone",
+        "encoder",
+        "decoder",
+        "generator",
+        "discriminator",
+        "actor",
+        "critic",
+        "policy",
+        "teacher",
+        "student",
+    ]
+)
 """Keys under which checkpoints in the wild keep model weights or an average of them."""
 
 
 def model_path(name: str) -> tuple[str, ...] | None:
-    """A dotted name as keys that lead to a model, and the name of a weight in it; None where no key names a model."""
+    """A dotted name split into keys that lead to a model, and the name of a weight; None where no key names a model."""
     parts = name.split(".")
     at = next((k for k, part in enumerate(parts[:-1]) if part in MODEL_KEYS), None)
     return None if at is None else (*parts[: at + 1], ".".join(parts[at + 1 :]))
 
 
 STATE_LISTS = "base_optimizer_state"
-"""DeepSpeed's elastic checkpoints keep under it a list of bare states, one for each group."""
+"""The key under which DeepSpeed's elastic checkpoints keep a list of bare states, one for each group."""
 
 MASTER_LISTS = frozenset(
     {

@@ -1,8 +1,7 @@
-"""Walk over the tree that a reader gives: every tensor and storage in it, with the path that leads there.
+"""Walks over the tree of a checkpoint: every tensor and storage in it, with the path that leads there.
 
-Iterative, so that no nesting can exhaust the interpreter's stack, and every container is visited once, so
-that a structure that refers to itself ends and one that shares its parts a billion times takes no longer than
-its size.
+The walk is iterative, so that no nesting exhausts the interpreter's stack. It visits every container once: a structure
+that refers to itself ends, and one that shares its parts a billion times takes no longer than its size.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, StorageRef, TensorRef
+from ckpt8.checkpoint.tree import Inert, StatefulDict, StorageRef, TensorRef
 from ckpt8.core.errors import InputError
 
 MAX_DEPTH = 1000
 MAX_COMPONENT_CHARACTERS = 1024
 _LONGEST_PATH = 600
-"""Components: more of a path than any name keeps."""
+"""Components of a path that its text shows: more than any name keeps."""
 
 Components = tuple[str, ...]
 Leaf = TensorRef | StorageRef
@@ -28,15 +27,15 @@ _CONTAINERS = frozenset({dict, StatefulDict, list, tuple, set, frozenset, Inert}
 
 
 def format_path(components: Components) -> str:
-    """Join the components by ``.``; a very long path is cut. Two different paths may look the same."""
+    """The components joined by ``.``; cuts a very long path. Two paths can have the same text."""
     return ".".join(components[:_LONGEST_PATH])
 
 
 def iter_leaves(tree: Any, label: str = "checkpoint") -> Iterator[tuple[Components, Leaf]]:
     """Every tensor and storage of ``tree`` in the order of the document, with its path.
 
-    A tensor that several containers hold comes once for each; what a container holds comes once, however
-    many paths lead to it. Raises InputError, opened by ``label``, for a tree nested deeper than MAX_DEPTH.
+    A tensor that several containers hold comes once for each of them; the content of a container comes once, however
+    many paths lead to it. Raises InputError that begins with ``label`` for a tree nested deeper than MAX_DEPTH.
     """
     return ((path, node) for path, node in iter_nodes(tree, label) if type(node) in _LEAVES)
 
@@ -44,9 +43,9 @@ def iter_leaves(tree: Any, label: str = "checkpoint") -> Iterator[tuple[Componen
 def iter_nodes(
     tree: Any, label: str = "checkpoint", is_leaf: Callable[[Any], bool] = lambda _: False
 ) -> Iterator[tuple[Components, Any]]:
-    """As ``iter_leaves``, and every container that is not empty, before what it holds.
+    """As ``iter_leaves``, and every container that is not empty, before its content.
 
-    ``is_leaf`` says which other values are given as well; what is in them is not.
+    Values for which ``is_leaf`` is true come too, without their content.
     """
     yield (), tree
     seen = {id(tree)}
@@ -70,13 +69,13 @@ def iter_nodes(
 
 
 def check_depth(tree: Any, label: str) -> None:
-    """Raise InputError, opened by ``label``, for a tree nested deeper than MAX_DEPTH."""
+    """Raise InputError that begins with ``label`` for a tree nested deeper than MAX_DEPTH."""
     for _ in iter_leaves(tree, label):
         pass
 
 
 def _children(node: Any, seen: set[int]) -> Iterator[Child]:
-    """Give the children by name. The parts of an object count as containers: several objects may share them."""
+    """The children by name. The parts of an object count as containers: several objects may share them."""
     kind = type(node)
     if kind is Inert:
         for part in (node.args, node.items):
@@ -99,7 +98,7 @@ def _is_new(part: Any, seen: set[int]) -> bool:
 
 
 def _entries(pairs: Any) -> Iterator[Child]:
-    """Give values by key. A key can be a tensor itself, as in ``optimizer.state``."""
+    """Values by key. A key can be a tensor itself, as in ``optimizer.state``."""
     for key, value in pairs:
         if type(key) in _LEAVES or type(key) is tuple or type(key) is Inert:
             yield "key", key
@@ -107,7 +106,7 @@ def _entries(pairs: Any) -> Iterator[Child]:
 
 
 def _attributes(state: Any, seen: set[int]) -> Iterator[Child]:
-    """Give attributes by name. A state is a ``__dict__``, ``(__dict__, slots)``, or anything else."""
+    """Attributes by name. A state is a ``__dict__``, ``(__dict__, slots)``, or anything else."""
     parts = state if type(state) is tuple and len(state) == 2 else (state,)
     for part in parts:
         if type(part) is not dict:
@@ -117,11 +116,9 @@ def _attributes(state: Any, seen: set[int]) -> Iterator[Child]:
 
 
 def _component(name: Any) -> str:
-    """Make a short text of a key. Huge keys are cut: a path is for people, and may not outgrow the file."""
-    if type(name) is str:
-        text = name
-    elif type(name) in (int, bool, float, type(None), complex, Global):
-        text = name.name if type(name) is Global else str(name)
+    """A short text for a key. It cuts huge keys: a path is for people, and may not outgrow the file."""
+    if type(name) in (str, int, bool, float, type(None), complex):
+        text = str(name)
     elif type(name) is bytes:
         text = repr(name[:MAX_COMPONENT_CHARACTERS])
     elif type(name) is tuple:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpt8.checkpoint.meaning.dcp_states import joint_parameters
-from ckpt8.checkpoint.meaning.deepspeed_universal import Universal
+from ckpt8.checkpoint.meaning.deepspeed import Universal
 from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights
 from ckpt8.checkpoint.meaning.roles import Names, short_name
 from ckpt8.checkpoint.sources.bundle import Bundle

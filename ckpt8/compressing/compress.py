@@ -143,7 +143,7 @@ def save(
 
     def compress_live(run_or_pack: Callable[..., R]) -> R:
         with live_checkpoint(obj, target.stem) as checkpoint:
-            live = checkpoint.live if isinstance(checkpoint, LiveCheckpoint) else {}
+            live = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
             compressor = _compressor(Bundle.of(checkpoint, member), policy, options, live)
             return run_or_pack(compressor, target, policy, force=force)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from ckpt8.checkpoint.sources.bundle import Bundle, Member
 from ckpt8.codecs import config_of
@@ -56,7 +56,7 @@ def fill_manifest(
                 ParameterRecord(
                     parameter.name,
                     dict(parameter.moments),
-                    parameter.rule.to_json() if parameter.rule else None,
+                    asdict(parameter.rule) if parameter.rule else None,
                     parameter.reason,
                     error.to_json() if error and error.finite else None,
                 )

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt8.checkpoint.meaning.deepspeed_partitions import Partitions, find_partitions
+from ckpt8.checkpoint.meaning.deepspeed import Partitions, find_partitions
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, TensorRef
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS
 from ckpt8.codecs.base import Run

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from ckpt8.checkpoint.checksums import check_storages
 from ckpt8.checkpoint.meaning.quantised_state import quantised_weights
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
-from ckpt8.checkpoint.sources.opening import open_source
+from ckpt8.checkpoint.sources.opening import check_storages, open_source
 from ckpt8.checkpoint.walk import iter_nodes
 from ckpt8.container.header import is_container
 from ckpt8.converting.content import SINGLE_FILE, Content

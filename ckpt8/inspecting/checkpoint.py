@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt8.checkpoint.checksums import check_storages
 from ckpt8.checkpoint.sources.bundle import Bundle
-from ckpt8.checkpoint.sources.opening import open_source
+from ckpt8.checkpoint.sources.opening import check_storages, open_source
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.plan import Plan, Unit, read_elements

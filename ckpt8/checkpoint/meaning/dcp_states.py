@@ -1,7 +1,7 @@
 """Parameters whose optimizer state is spread over several members: the slices of a distributed checkpoint.
 
-The moments of one slice of a parameter lie at the same place of tensors of one shape, often in one file and sometimes
-not; the step and the options of its group are whole and may be in the file of another rank.
+The moments of one slice of a parameter have one place in tensors of one shape, mostly in one file. The step and the
+options of the group are whole, and may be in the file of another rank.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.optim.known_optimizers import MOMENT_SLOTS
 
 UNKNOWN = object()
-"""Stands for a value that exists but is unknown for a slice; no update rule is recognised with it."""
+"""A value that exists but is unknown for a slice; it prevents that an update rule is recognised."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateSlice:
-    """A slice of the state of a parameter. ``ref`` has the key that its storage has among those of all members."""
+    """A slice of the state of a parameter. The key of ``ref`` is that of its storage in the bundle."""
 
     home: DcpCheckpoint
     key: StateKey
@@ -33,13 +33,8 @@ class StateSlice:
     ref: TensorRef
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it is all of its tensor."""
-        return self.home.metadata.is_whole(self.piece)
-
-    @property
     def name(self) -> str:
-        """Of the parameter, or of its place in the optimizer where that has numbers in place of names."""
+        """The name of the parameter, or its place in an optimizer that numbers its parameters."""
         name = self.key.parameter
         if name.isdecimal():
             name = f"{self.key.optimizer}.state.{name}" if self.key.optimizer else f"state.{name}"
@@ -47,7 +42,7 @@ class StateSlice:
 
 
 def state_slices(member: DcpMember, number: int) -> list[StateSlice]:
-    """The slices of optimizer state in a member, which is the one of that ``number``."""
+    """The slices of optimizer state in a member, which has that ``number`` in the bundle."""
     states = member.home.roles.states
     return [
         StateSlice(member.home, states[piece.name], piece, member.path, replace(ref, key=f"{number}/{ref.key}"))
@@ -65,15 +60,16 @@ def joint_parameters(states: Iterable[StateSlice]) -> list[ParameterState]:
 
 
 def _joined(owned: list[StateSlice]) -> Iterator[ParameterState]:
-    """One parameter, slice by slice: each with what is whole, as the step."""
+    """One parameter, slice by slice: each with the state that is whole, such as the step."""
     home, key = owned[0].home, owned[0].key
     places: dict[Place | None, dict[str, StateSlice]] = defaultdict(dict)
     shared: dict[str, Any] = {}
     for each in owned:
-        places[None if each.is_whole else each.piece.place][each.key.key] = each
-        shared[each.key.key] = each.ref if each.is_whole and each.ref.numel == 1 else UNKNOWN
+        is_whole = home.metadata.is_whole(each.piece)
+        places[None if is_whole else each.piece.place][each.key.key] = each
+        shared[each.key.key] = each.ref if is_whole and each.ref.numel == 1 else UNKNOWN
     shared |= home.state_values(key)
-    group = home.group(key)
+    group = home.roles.group(key)
     for slices in places.values():
         first = next((each for name, each in slices.items() if name in MOMENT_SLOTS), None)
         if first is not None:

@@ -120,10 +120,7 @@ def parameter_names(tree: object, folder: Weights) -> Mapping[str, str]:
     The weights of the ``folder`` serve where ``tree`` itself has none.
     """
     models, optimizers = find(tree)
-    weights = folder
-    if len(models) == 1:
-        weights = Weights()
-        weights.add(models[0].node)
+    weights = collect_weights([("", models[0].node)]) if len(models) == 1 else folder
     if len(models) > 1 or len(optimizers) != 1 or not weights.unique:
         return {}
     groups = [group for group in optimizers[0].node["param_groups"] if isinstance(group, dict)]
@@ -144,8 +141,7 @@ def _by_group(
 ) -> Mapping[int | str, str]:
     """All names, if exactly one way to make the groups fits; else none."""
     found: list[dict[int | str, str]] = []
-    complete = len(order) == len(weights.shapes)
-    for grouping in _groupings(order, groups, weights.trainer) if complete else ():
+    for grouping in _groupings(order, groups, weights.trainer) if len(order) == len(weights.shapes) else ():
         if [len(group["params"]) for group in groups] != [len(names) for names in grouping]:
             continue
         pairs = [
@@ -182,16 +178,16 @@ def _by_shape(
     alike: dict[Shape, list[str]] = defaultdict(list)
     for name, shape in weights.shapes.items():
         alike[shape].append(name)
-    homes: dict[Shape, dict[int, list[int | str]]] = defaultdict(lambda: defaultdict(list))
+    listed: dict[Shape, dict[int, list[int | str]]] = defaultdict(lambda: defaultdict(list))
     for parameter in parameters:
         if (known := shapes[parameter.identifier]) is not None:
-            homes[known][id(parameter.group)].append(parameter.identifier)
+            listed[known][id(parameter.group)].append(parameter.identifier)
     rank = {name: place for place, name in enumerate(order)}
     names: dict[int | str, str] = {}
-    for shape, groups in homes.items():
-        home = next(iter(groups.values()))
-        if len(groups) == 1 and len(home) == len(alike[shape]):
-            names.update(zip(home, _in_order(alike[shape], rank), strict=False))
+    for shape, groups in listed.items():
+        identifiers = next(iter(groups.values()))
+        if len(groups) == 1 and len(identifiers) == len(alike[shape]):
+            names.update(zip(identifiers, _in_order(alike[shape], rank), strict=False))
     return names
 
 

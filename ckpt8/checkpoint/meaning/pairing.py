@@ -65,9 +65,9 @@ def _parameters(optimizer: Candidate, weights: Candidate | str) -> list[SavedPar
             for each, state in states.items()
         ]
     shapes = {each: shape for each, state in states.items() if (shape := _shape(state)) is not None}
-    found: Mapping[int | str, TensorRef | str] = dict.fromkeys(shapes, weights) if isinstance(weights, str) else {}
-    if isinstance(weights, Candidate):
-        found = _weights(groups, names, shapes, weights)
+    found: Mapping[int | str, TensorRef | str] = (
+        dict.fromkeys(shapes, weights) if isinstance(weights, str) else _weights(groups, names, shapes, weights)
+    )
     result = []
     for group in groups:
         for each in group["params"]:

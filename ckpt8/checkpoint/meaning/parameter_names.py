@@ -1,7 +1,8 @@
-"""Names of parameters, with and without what wrappers add to them.
+"""Names of parameters without the components that wrappers add, and the layers that the names tell.
 
 ``torch.compile`` puts ``_orig_mod.`` before every name, activation checkpointing and FSDP put their own components
-anywhere, DataParallel and DDP put ``module.`` in front of all. Two names that differ in these alone are the same.
+anywhere, DataParallel and DDP put ``module.`` in front of all. Two names that differ in these alone are the same. In a
+directory a name begins with its member and a colon.
 """
 
 from __future__ import annotations
@@ -11,12 +12,27 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ckpt8.checkpoint.vocabulary import MODEL_ROOTS
+
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _PARALLEL = re.compile(r"^(?:module\.)+")
 
+_DIGITS = "0123456789"
+_LONGEST_NUMBER = 18
+"""The first digits of a layer's number, which decide: a name may hold thousands."""
+
+SLICE = re.compile(r"\[(?:\d+)?:(?:\d+)?(?:,(?:\d+)?:(?:\d+)?)*\]$")
+"""The end of the name of a slice: its place in the distributed tensor, such as ``[0:8,:]``."""
+
+_REPEATED = re.compile(r"#\d+$")
+"""The end of a name that occurs again: the second ``bias`` is ``bias#2``."""
+
+_AROUND = _WRAPPERS | MODEL_ROOTS | {"_modules"}
+"""Components that name a state dict or a wrapper of the model, and no layer."""
+
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Every name mapped to itself without wrappers; to itself where two names would become one."""
+    """Every name mapped to the name without wrappers; to itself where two names would become one."""
     given = list(dict.fromkeys(names))
     plain = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in given]
     if plain:
@@ -26,7 +42,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def match(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
-    """Live names mapped to the saved names that mean the same, by exact name if these agree best."""
+    """Live names mapped to the saved names that mean the same, by exact name unless more agree without wrappers."""
     saved, live = list(saved), list(live)
     exact = {name: name for name in set(saved) & set(live)}
     by_plain = {plain: name for name, plain in plain_names(saved).items()}
@@ -35,37 +51,83 @@ def match(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
     return {name: best[name] for name in live if name in best}
 
 
+def split_member(name: str) -> tuple[str, str]:
+    """The member and the name in it, around the first colon; the member is empty for a name without one."""
+    member, colon, bare = name.partition(":")
+    return (member, bare) if colon else ("", name)
+
+
 def display_names(parameters: Iterable[tuple[str, Sequence[str]]], *, directory: bool) -> list[dict[str, Any]]:
     """``name`` and ``named`` of every parameter, given by its recorded name and the names of its moments.
 
-    A name is shown without what wrappers such as ``torch.compile`` add. A parameter that is not ``named`` has the place
-    of its state for a name. In a ``directory`` both begin with the member.
+    The name comes without the components that wrappers such as ``torch.compile`` add. A parameter that is not ``named``
+    has the place of its state for a name. In a ``directory`` both begin with the member.
     """
-    given = [(name, _is_named(name, moments)) for name, moments in parameters]
-    by_member: dict[str, list[str]] = defaultdict(list)
-    for name, named in given:
-        if named:
-            member, bare = _split(name, directory)
-            by_member[member].append(bare)
-    plain = {member: plain_names(names) for member, names in by_member.items()}
-    shown = []
-    for name, named in given:
-        member, bare = _split(name, directory)
-        shown.append({"name": member + plain[member][bare] if named else name, "named": named})
-    return shown
+    given = [(name, *(split_member(name) if directory else ("", name)), moments) for name, moments in parameters]
+    by_member: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, member, bare, moments in given:
+        if _is_named(name, moments):
+            by_member[member][name] = bare
+    plain: dict[str, str] = {}
+    for member, names in by_member.items():
+        found = plain_names(names.values())
+        plain.update((name, f"{member}:{found[bare]}" if member else found[bare]) for name, bare in names.items())
+    return [{"name": plain.get(name, name), "named": _is_named(name, moments)} for name, _, _, moments in given]
 
 
 def _is_named(name: str, moments: Sequence[str]) -> bool:
-    """Whether a name is more than the number of the state that the moments lie in."""
+    """Whether a name is more than the number of the state that holds the moments."""
     in_place = any(moment.startswith(f"{name}.") for moment in moments)
     return not (in_place and name.rpartition(".")[2].isdecimal())
 
 
-def _split(name: str, directory: bool) -> tuple[str, str]:
-    member, colon, bare = name.partition(":")
-    return (member + colon, bare) if directory and colon else ("", name)
+def whole_tensor(name: str) -> str:
+    """The name of a tensor without the place of a slice and without ``#2``."""
+    return SLICE.sub("", _REPEATED.sub("", name))
+
+
+def plain_path(name: str) -> str:
+    """The path of a tensor in the model: as ``whole_tensor``, without the member and without wrappers."""
+    bare = split_member(whole_tensor(name))[1]
+    return ".".join(part for part in bare.split(".") if part not in _AROUND) or bare
+
+
+def layer_of(path: str) -> str:
+    """The layer of a plain path: all up to the first number, as ``transformer.h.3``; without a number, the module."""
+    parts = path.split(".")
+    for end, part in enumerate(parts, 1):
+        if part.isdecimal():
+            return ".".join(parts[:end])
+    return ".".join(parts[:-1]) or path
+
+
+def in_model_order(layers: Iterable[str]) -> list[str]:
+    """Layers in the given order, but those of one stack behind each other, by number."""
+    places = {layer: place for place, layer in enumerate(layers)}
+    first: dict[str, int] = {}
+    for layer, place in places.items():
+        first.setdefault(layer.rstrip(_DIGITS), place)
+
+    def key(layer: str) -> tuple[int, int, int]:
+        stack = layer.rstrip(_DIGITS)
+        return first[stack], int(layer[len(stack) :][:_LONGEST_NUMBER] or 0), places[layer]
+
+    return sorted(places, key=key)
+
+
+def without_file(name: str) -> str:
+    """The name of a distributed tensor without the file that holds a slice of it; its folder stays."""
+    member, bare = split_member(name)
+    folder = member.rpartition("/")[0]
+    return f"{folder}:{bare}" if folder else bare
+
+
+def whole_name(name: str) -> str:
+    """The name of a tensor from the name of a slice: without the place of the slice and without the file of it."""
+    part = SLICE.search(name)
+    return name if part is None else without_file(name[: part.start()])
 
 
 def shown(row: dict[str, Any]) -> str:
-    """The name for a table; one of something that always has a name has no ``named``."""
+    """The name for a table. A row without ``named`` always has a name."""
     return str(row["name"]) if row.get("named", True) else f"unnamed {row['name']}"

@@ -25,9 +25,8 @@ def bitsandbytes_moments(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> 
         return {}
     tensors = {key: value for key, value in nested.items() if isinstance(value, TensorRef) and key != "step"}
     betas, eps = group.get("betas"), group.get("eps")
-    if not isinstance(betas, (list, tuple)) or len(betas) != 2 or not betas[1]:
-        return {}
-    if any(ref.dtype is not DType.FLOAT32 for ref in tensors.values()):
+    has_betas = isinstance(betas, (list, tuple)) and len(betas) == 2 and betas[1]
+    if not has_betas or any(ref.dtype is not DType.FLOAT32 for ref in tensors.values()):
         return {}
     if tensors.keys() - {"unorm_vec"} == {"state1", "state2"}:
         first, second = tensors["state1"], tensors["state2"]
@@ -63,14 +62,11 @@ def parameter_shape(state: Mapping[Any, Any]) -> tuple[int, ...] | None:
             if isinstance(value, TensorRef):
                 return value.shape
             if isinstance(value, Inert) and value.name == _SUBCLASS and len(value.args) == 4:
-                return _subclass_shape(value.args[2])
+                match value.args[2]:
+                    case (_, _, tuple(shape), *_) if all(type(size) is int for size in shape):
+                        return shape
+                return None
     return None
-
-
-def _subclass_shape(arguments: Any) -> tuple[int, ...] | None:
-    shape = arguments[2] if isinstance(arguments, tuple) and len(arguments) > 2 else None
-    known = isinstance(shape, tuple) and all(type(size) is int for size in shape)
-    return shape if known else None
 
 
 _PROGRAMS = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from ckpt8.checkpoint.meaning.quantised_state import bitsandbytes_moments, with_moments
 from ckpt8.checkpoint.tree import Labelled, NamedTensor, StorageRef, TensorRef
@@ -63,13 +63,11 @@ def is_bare_state_dict(tree: object) -> bool:
 
 def is_flat_optimizer(tree: object) -> bool:
     """Whether the tree is an optimizer's state with paths for keys: ``state.0.exp_avg``, as in safetensors files."""
-    if not isinstance(tree, dict) or not _holds_tensors_alone(tree):
-        return False
-    paths = (key.rpartition(".") for key in tree)
+    paths = (name.rpartition(".") for name in tree) if _holds_tensors_alone(tree) else ()
     return any(owner and key in MOMENT_SLOTS for owner, _, key in paths)
 
 
-def _holds_tensors_alone(tree: object) -> bool:
+def _holds_tensors_alone(tree: object) -> TypeGuard[dict[str, TensorRef]]:
     if not isinstance(tree, dict):
         return False
     values = [value for key, value in tree.items() if not str(key).endswith("_extra_state")]
@@ -124,8 +122,8 @@ def classify(tree: object, names: Names | None = None, role: Role | None = None)
 def _classify_labelled(tree: Labelled, names: Names) -> Structure:
     structure = Structure(opaque=set(tree.opaque))
     for tensor in tree.tensors:
-        name = unique_name(names.prefix + tensor.name, names.tensors)
         whole = None if tensor.whole is None else names.prefix + tensor.whole
+        name = unique_name(names.prefix + tensor.name, names.tensors)
         structure.tensors.append(replace(tensor, name=name, whole=whole))
     return structure
 

@@ -1,4 +1,4 @@
-"""Which entries of a checkpoint can be the state of a model, and which that of an optimizer."""
+"""Finds the entries of a checkpoint that can be the state dict of a model or of an optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt8.checkpoint.walk import Components, format_path, iter_nodes
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A dictionary of the tree. ``path`` is its keys joined by dots, ``(top level)`` for the tree itself."""
+    """A dictionary of the tree. ``path`` are its keys joined by dots, ``(top level)`` for the tree itself."""
 
     path: str
     node: dict[Any, Any]
@@ -24,7 +24,7 @@ TOP_LEVEL = "(top level)"
 
 
 def weights_of(state_dict: Mapping[Any, Any]) -> dict[str, TensorRef]:
-    """The tensors of a model's state dict that are no buffers, by name; tied ones have several."""
+    """The tensors of a model's state dict that are no buffers, by name; tied tensors have several names."""
     return {
         name: ref
         for name, ref in state_dict.items()
@@ -33,7 +33,7 @@ def weights_of(state_dict: Mapping[Any, Any]) -> dict[str, TensorRef]:
 
 
 def untied(weights: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
-    """The weights without those that are the same tensor as one before them."""
+    """The weights, each tensor under the first of its names."""
     first: dict[Any, tuple[str, TensorRef]] = {}
     for name, ref in weights.items():
         first.setdefault((ref.key, ref.offset, ref.shape), (name, ref))
@@ -44,7 +44,7 @@ def find(tree: object) -> tuple[list[Candidate], list[Candidate]]:
     """Model state dicts and optimizer state dicts in the order of the document."""
     models: list[Candidate] = []
     optimizers: list[Candidate] = []
-    # Everything below a node follows it at once, so that the last one is all that must be known.
+    # The walk goes below a node at once, so the last entry is the only one that a node can be inside of.
     inside: Components | None = None
     for path, node in iter_nodes(tree):
         if inside is not None and len(path) > len(inside) and path[: len(inside)] == inside:
@@ -53,7 +53,7 @@ def find(tree: object) -> tuple[list[Candidate], list[Candidate]]:
             inside = path
             optimizers.append(Candidate(format_path(path) or TOP_LEVEL, node))
         elif isinstance(node, Inert):
-            inside = path  # what a pickled object holds has no names of its own
+            inside = path  # the content of a pickled object has no names of its own
         elif is_bare_state_dict(node) and (not path or path[-1] in MODEL_KEYS):
             inside = path
             models.append(Candidate(format_path(path) or TOP_LEVEL, node))
@@ -61,21 +61,21 @@ def find(tree: object) -> tuple[list[Candidate], list[Candidate]]:
 
 
 def holds_module(tree: object) -> bool:
-    """Whether a module was pickled whole, which is not a state dict."""
+    """Whether the tree holds a pickled module, which is no state dict."""
     objects = (node.state for _, node in iter_nodes(tree) if isinstance(node, Inert))
     return any(isinstance(state, dict) and "_parameters" in state for state in objects)
 
 
 CHECKS = "weight_checks"
-"""Key of a group of ckpt8.optim: the ``weight_check`` of each parameter, None for one that nothing completes."""
+"""Key of a group of ckpt8.optim: the ``weight_check`` of each parameter, None without a residual or master."""
 
 
 def weight_checks(saved: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The checks of 16-bit weights in a group of ckpt8.optim, by identifier; nothing where there are none."""
+    """The checks of 16-bit weights in a group of ckpt8.optim, by identifier; empty where there are none."""
     checks = saved.get(CHECKS)
     return dict(zip(saved["params"], checks, strict=False)) if isinstance(checks, list) else {}
 
 
 def is_packed_group(saved: Mapping[Any, Any]) -> bool:
-    """Whether a group was saved by one of ``ckpt8.optim``."""
+    """Whether an optimizer of ``ckpt8.optim`` saved a group."""
     return {"rule", "master", "moment1", "moment2"} <= saved.keys()

@@ -1,12 +1,11 @@
-"""The order of the parameters of transformers' models, where the names and what the model is called establish it.
+"""The order of the parameters of transformers' models, from their names and the type of the model.
 
-``named_parameters()`` gives the parameters of a module, then those of the modules in it, as the constructor made them.
-So the order of a model follows from the order of the names that stand side by side in one module, numbers by value.
-Below these are merged into a few sequences, each of which holds for many types of models; what no model has side by
-side may stand in either order. They are those of transformers 4.44, 4.57 and 5.23, with the settings of every
-type turned on and off, in the names that ``save_pretrained`` writes. Some models were rearranged in between. A
-version that nobody compared, a type that is not listed, code that came with the model, or a name that its sequence
-does not have: the order is then unknown.
+``named_parameters()`` gives the parameters of a module, then those of its submodules in the order of the constructor.
+So the order of the names within one module gives the order of the model; numbers go by value. The sequences below merge
+these orders, each for many types of models; names that no model has in one module may stand in either order. They come
+from transformers 4.44, 4.57 and 5.23, with every setting of every type on and off, in the names that
+``save_pretrained`` writes. Some models changed their order in between. The order is unknown for a version that nobody
+compared, a type without a sequence, code that came with the model, and a name that the sequence lacks.
 """
 
 from __future__ import annotations
@@ -86,23 +85,26 @@ _TYPES = {
     ),
     _THIRD: ("falcon hubert opt wav2vec2"),
 }
-_REARRANGED = {
+SEQUENCES: Mapping[str, str] = {kind: sequence for sequence, kinds in _TYPES.items() for kind in kinds.split()}
+"""The sequence of each type of models."""
+
+REARRANGED = {
     "camembert": (_FIRST, _THIRD),
     "deit": (_SECOND, _FIRST),
     "roberta": (_FIRST, _SECOND),
     "vit": (_SECOND, _FIRST),
     "xlm-roberta": (_FIRST, _THIRD),
 }
-"""Types whose order changed between the second and the third version: before and after."""
+"""Types whose order changed between the second and the third version: the sequences before and after."""
 
 _INSIDE = {
     "albert": {"predictions": "bias LayerNorm dense decoder"},
     "electra": {"generator_predictions": "LayerNorm dense"},
 }
-"""By type, the order inside modules of a name that does not follow the sequence."""
+"""The order inside a module that does not follow the sequence, by type and name of the module."""
 
 OLDEST, BEFORE, NEWEST = (4, 44), (4, 57), (5, 23)
-"""Versions of transformers that were compared. In between, an order holds that is the same at both ends."""
+"""The compared versions of transformers. An order that is the same in two of them holds in between."""
 
 LONGEST_CONFIG = 1 << 20
 """Bytes of a configuration that are read."""
@@ -120,23 +122,23 @@ def _ranks(sequence: str) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class ModelOrder:
-    """The order of one model: ranks of names beside each other, and of those ``inside`` modules of some names."""
+    """The order of one model: ranks of names within a module, and other ranks ``inside`` modules of some names."""
 
     ranks: Mapping[str, int]
     inside: Mapping[str, Mapping[str, int]]
 
     def places(self, names: Iterable[str]) -> dict[str, Place]:
-        """Keys to sort the parameters of a model by, without those whose place is not known. Wrappers do not matter."""
+        """The sort keys of a model's parameters whose place is known. Wrappers in names do not matter."""
         short = (name for name in names if len(name) <= _LONGEST_NAME)
         plain = {name: tuple(without.split(".")) for name, without in plain_names(short).items()}
-        beside: dict[tuple[str, ...], set[str]] = defaultdict(set)
+        siblings: dict[tuple[str, ...], set[str]] = defaultdict(set)
         for components in plain.values():
             for depth, component in enumerate(components):
-                beside[components[:depth]].add(component)
-        places = {name: self._place(components, beside) for name, components in plain.items()}
+                siblings[components[:depth]].add(component)
+        places = {name: self._place(components, siblings) for name, components in plain.items()}
         return {name: place for name, place in places.items() if place is not None}
 
-    def _place(self, components: tuple[str, ...], beside: Mapping[tuple[str, ...], set[str]]) -> Place | None:
+    def _place(self, components: tuple[str, ...], siblings: Mapping[tuple[str, ...], set[str]]) -> Place | None:
         place = []
         for depth, name in enumerate(components):
             above = components[depth - 1] if depth else ""
@@ -144,14 +146,14 @@ class ModelOrder:
                 place.append((-1, int(name)))
                 continue
             rank = self.inside.get(above, self.ranks).get(name)
-            if rank is None and len(beside[components[:depth]]) > 1:
+            if rank is None and len(siblings[components[:depth]]) > 1:
                 return None
             place.append((rank or 0, 0))
         return tuple(place)
 
 
 def of_config(text: bytes) -> ModelOrder | None:
-    """The order of the model that a ``config.json`` describes; None where it is not known."""
+    """The order of the model that a ``config.json`` describes; None where it is unknown."""
     try:
         config = parse_any_json(text, "config.json") if len(text) <= LONGEST_CONFIG else None
     except InputError:
@@ -161,9 +163,9 @@ def of_config(text: bytes) -> ModelOrder | None:
     kind, version = config.get("model_type"), _version(config.get("transformers_version"))
     if not isinstance(kind, str) or version is None or not OLDEST <= version <= NEWEST:
         return None
-    sequence = next((sequence for sequence, types in _TYPES.items() if kind in types.split()), None)
-    if kind in _REARRANGED and not BEFORE < version < NEWEST:
-        sequence = _REARRANGED[kind][version == NEWEST]
+    sequence = SEQUENCES.get(kind)
+    if kind in REARRANGED and not BEFORE < version < NEWEST:
+        sequence = REARRANGED[kind][version == NEWEST]
     if sequence is None:
         return None
     return ModelOrder(_ranks(sequence), {name: _ranks(order) for name, order in _INSIDE.get(kind, {}).items()})
@@ -172,8 +174,3 @@ def of_config(text: bytes) -> ModelOrder | None:
 def _version(text: Any) -> tuple[int, int] | None:
     found = _VERSION.match(text) if isinstance(text, str) else None
     return (int(found[1]), int(found[2])) if found else None
-
-
-def known_types() -> list[str]:
-    """All types of models whose order is known in some version."""
-    return sorted({*_REARRANGED, *(kind for types in _TYPES.values() for kind in types.split())})

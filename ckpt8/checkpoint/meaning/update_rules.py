@@ -1,13 +1,13 @@
-"""Update space: the step that an optimizer would take per unit of learning rate, from its stored state alone.
+"""Update space: the step that an optimizer would take per unit of learning rate, from its saved state alone.
 
     adam          u = (m / (1 - b1^t)) / (sqrt(v) / sqrt(1 - b2^t) + eps)     amsgrad: v is max_exp_avg_sq
     stable_adamw  u = m / (sqrt(v) + eps)                                      state already free of bias
     came          u = m * rsqrt(R / mean(R)) (x) rsqrt(C)                      R, C: exp_avg_res_row, exp_avg_res_col
     momentum      u = m                                                        SGD, Lion, CAME below two dimensions
 
-Sources: torch.optim.AdamW; Wortsman et al., arXiv 2304.13013 (optimi's and pytorch_optimizer's StableAdamW); Luo et
-al., arXiv 2307.02047. An optimizer is recognised by the keys that it alone writes. One that is not is unknown, and
-then no figure is given: a guess would be a claim that nobody measured.
+Sources: torch.optim.AdamW; Wortsman et al., arXiv 2304.13013 (StableAdamW of optimi and pytorch_optimizer); Luo et al.,
+arXiv 2307.02047. The keys that it alone writes tell an optimizer. For an unknown optimizer there is no figure: a guess
+would be a claim that nobody measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _INCOMPLETE = "betas or eps are missing from the parameter group"
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """How a step is made of the state. ``step`` counts from 1; it and the betas matter to ``adam`` only."""
+    """The rule that turns the state into a step. ``step`` counts from 1; it and the betas matter to ``adam`` only."""
 
     kind: Update
     step: int = 0
@@ -54,10 +54,6 @@ class UpdateRule:
     def _root_bias2(self) -> float:
         return math.sqrt(1.0 - self.beta2**self.step) if self.kind == "adam" else 1.0
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
     def apply(self, moment1: torch.Tensor, root2: torch.Tensor | None, confidence: torch.Tensor | None) -> torch.Tensor:
         """The update divided by ``factor``, for a flat fp32 tile.
 
@@ -71,19 +67,18 @@ class UpdateRule:
 
 
 def read_rule(stored: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The plain values of a rule that a container states; None where it is not one."""
+    """The plain values of a rule that a container states; None where they make no rule."""
     try:
         rule = UpdateRule(**stored or {"kind": None})
     except TypeError:
         return None
-    numbers = rule.beta1, rule.beta2, rule.eps
-    valid = rule.kind in get_args(Update) and type(rule.step) is int and None not in map(_number, numbers)
-    return rule.to_json() if valid else None
+    valid = None not in map(_number, (rule.beta1, rule.beta2, rule.eps)) and type(rule.step) is int
+    return asdict(rule) if valid and rule.kind in get_args(Update) else None
 
 
 @dataclass(frozen=True)
 class Confidence:
-    """CAME's approx(Rr, Cr) = rsqrt(R / mean(R)) (x) rsqrt(C), unfolded only for the elements asked for.
+    """CAME's approx(Rr, Cr) = rsqrt(R / mean(R)) (x) rsqrt(C), computed for a range of elements at a time.
 
     ``rows`` has the shape of the parameter without its last dimension, ``columns`` without its second to last.
     """
@@ -110,15 +105,14 @@ class Confidence:
         return block.reshape(-1)[start - first : stop - first]
 
 
-def _number(value: object) -> float | None:
+def _number(value: Any) -> float | None:
     """A finite number as a float; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST:
-        return None
-    return float(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < _LARGEST else None
 
 
 def identify_state(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> tuple[Card, Form] | None:
-    """The optimizer of a parameter's state, and its form; None where a key of the state is not accounted for."""
+    """The optimizer of a parameter's state, and its form; None where it explains not every key of the state."""
     tensors = {key for key, value in state.items() if isinstance(value, TensorRef)} - SIDE_STATE
     return identify(tensors, state, group) if state.keys() - SIDE_STATE <= tensors else None
 
@@ -138,7 +132,7 @@ def recognise(state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | 
 
 
 def _adam(kind: Update, group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
-    """Adam's rule, or StableAdamW's where the moments are free of bias."""
+    """The rule of Adam, or that of StableAdamW where the moments are free of bias."""
     eps, given = _number(group.get("eps")), setting(group, "betas")
     numbers = [_number(beta) for beta in given] if isinstance(given, (tuple, list)) else []
     betas = [beta for beta in numbers if beta is not None and 0 <= beta < 1]

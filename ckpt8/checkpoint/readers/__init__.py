@@ -73,9 +73,9 @@ def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
 def _as_source(path: Path) -> ByteRange:
     try:
         if path.is_dir():
-            empty = next(path.iterdir(), None) is None
+            holds = next(path.iterdir(), None)
             what = "an empty directory; give a checkpoint file"
-            raise InputError(f"{path}: {what if empty else 'a directory; give one of the checkpoint files inside it'}")
+            raise InputError(f"{path}: {'a directory; give one of the checkpoint files inside it' if holds else what}")
         if not path.exists():
             raise InputError(f"{path}: no such file")
         if not path.is_file():

@@ -9,7 +9,7 @@ folder, are opened with the ``.metadata`` that describes them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from ckpt8.checkpoint.readers import match_reader
@@ -41,26 +41,22 @@ def open_directory(root: Path, entries: Sequence[Entry], *, decode: bool) -> Ite
             f"{root}: is compressed already, by Ckpt8StorageWriter; load it with Ckpt8StorageReader, "
             "or give one of the .ckpt8 files in it"
         )
-    pool = FilePool()
-    try:
+    with closing(FilePool()) as pool:
         known = open_distributed(entries, lambda path: PooledFile(ByteRange.of(root / path), pool), decode=decode)
         yield [known.get(entry.path) or _open(root, entry, pool) for entry in entries]
-    finally:
-        pool.close()
 
 
 def _open(root: Path, entry: Entry, pool: FilePool) -> DirectoryMember:
     if entry.format != FILE:
         return DirectoryMember(entry.path, Held(entry.target.encode(), entry.format))
-    source = ByteRange.of(root / entry.path)
-    file = PooledFile(source, pool)
+    file = PooledFile(ByteRange.of(root / entry.path), pool)
     try:
         if is_named_shard(entry.path):
-            raise lone_shard(str(source))
-        reader = match_reader(file) if source.length else None
+            raise lone_shard(str(file.source))
+        reader = match_reader(file) if file.source.length else None
         return DirectoryMember(entry.path, OpenCheckpoint(FILE, file) if reader is None else reader.read(file))
     except UnsupportedError as exc:
-        return DirectoryMember(entry.path, OpenCheckpoint(FILE, file), kept(exc, source))
+        return DirectoryMember(entry.path, OpenCheckpoint(FILE, file), kept(exc, file.source))
 
 
 def open_distributed(
@@ -74,8 +70,7 @@ def open_distributed(
     by_path = {entry.path: entry for entry in entries}
     for folder, file in _metadata_files(entries, open_file):
         where = str(file.source)
-        data = file.read(0, file.source.length)
-        checkpoint = DcpCheckpoint(read_metadata(data, where, file.stored))
+        checkpoint = DcpCheckpoint(read_metadata(file.read(0, file.source.length), where, file.stored))
         for path in checkpoint.files:
             entry = by_path.get(folder + path)
             if entry is None or entry.format not in (FILE, SYMLINK):

@@ -78,7 +78,7 @@ def _entry(root: Path, path: str) -> Entry | None:
     try:
         path.encode()
         mode = full.lstat().st_mode
-        target = os.readlink(full) if stat.S_ISLNK(mode) else ""  # noqa: PTH115 - a Path would drop what is redundant
+        target = os.readlink(full) if stat.S_ISLNK(mode) else ""  # noqa: PTH115 - a Path would drop redundant parts
         target.encode()
         leads_out = bool(target) and not link_stays_inside(path, target)
         leads_nowhere = leads_out and not full.is_file()

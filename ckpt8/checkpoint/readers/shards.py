@@ -35,9 +35,9 @@ def refuse_shard(tree: Any, names: Collection[str], where: str) -> None:
     """Raise UnsupportedError, which names the layout, for the pickle of one rank. ``names`` are the globals in it."""
     for name in sorted(names):
         if _SHARDED_CLASS.fullmatch(name):
-            kind = name.rpartition(".")[2]
             raise UnsupportedError(
-                f"{where}: a per-rank {kind} file: the share of one rank; save with torch.distributed.checkpoint"
+                f"{where}: a per-rank {name.rpartition('.')[2]} file: the share of one rank; "
+                "save with torch.distributed.checkpoint"
             )
     if _is_megatron_optimizer(tree):
         raise UnsupportedError(

@@ -93,7 +93,7 @@ def _storages(file: SourceFile, table: StorageTable, keys: Any, offset: int) -> 
             raise InputError(f"{source}: cut off before storage {shown(key)}; copy or download it again")
         (numel,) = _COUNT.unpack(file.read(offset, _COUNT.size))
         offset += _COUNT.size
-        # The count is in elements of the type under which the storage was met first.
+        # The count is in elements of the type under which the pickle names the storage first.
         first, declared = next(iter(table.declared[key]))
         if numel != declared:
             raise InputError(f"{source}: storage {shown(key)} has {numel} elements, its pickle says {declared}")

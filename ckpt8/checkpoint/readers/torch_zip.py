@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
 from ckpt8.checkpoint.readers.pickle.torch_calls import TorchCalls
@@ -20,7 +19,7 @@ from ckpt8.core.files.source_file import SourceFile
 from ckpt8.core.text import shown
 
 MAX_SMALL_RECORD_BYTES = 64 * 2**20
-"""The longest record besides storages whose CRC is checked."""
+"""The longest record besides storages whose CRC the reader checks."""
 _PICKLE_MARK = b"/data.pkl"
 
 
@@ -53,8 +52,9 @@ def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
     table = StorageTable(f"{file.source}: data.pkl")
     pickle = _read_stored(file, records["data.pkl"], longest_pickle(file))
     names: set[str] = set()
-    load = partial(load_pickle, names=names, stored=file.stored, calls=calls)
-    tree = load(io.BytesIO(pickle), len(pickle), table.label, table.load)
+    tree = load_pickle(
+        io.BytesIO(pickle), len(pickle), table.label, table.load, names=names, stored=file.stored, calls=calls
+    )
     check_depth(tree, table.label)
     if table.declared and calls is None:
         refuse_shard(tree, names, str(file.source))
@@ -68,7 +68,7 @@ def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
 def _check_for_torch(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
     """Raise InputError where torch's own zip library could read another pickle than this reader, or inflate a record.
 
-    That library ignores the case of names, and takes the last signature of an end record, be it in a comment.
+    That library ignores the case of names, and takes the last signature of an end record, even one in a comment.
     """
     end = file.read(file.source.length - END_BYTES, END_BYTES)
     if not (end.startswith(END_SIGNATURE) and end.endswith(NO_COMMENT)):
@@ -80,8 +80,7 @@ def _check_for_torch(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
 
 
 def _check_byte_order(file: SourceFile, records: Mapping[str, ZipEntry]) -> None:
-    record = records.get("byteorder")
-    order = b"little" if record is None else _read_stored(file, record, len("little"))
+    order = _read_stored(file, records["byteorder"], len("little")) if "byteorder" in records else b"little"
     if order == b"big":
         raise UnsupportedError(f"{file.source}: saved on a big-endian machine; load and save it again with torch")
     if order != b"little":

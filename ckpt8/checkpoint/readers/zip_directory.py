@@ -116,18 +116,19 @@ def _parse_directory(file: SourceFile, data: bytes, offset: int) -> list[_Centra
         sizes = _widen(data[extra_at : extra_at + extra_length], (size, compressed, header))
         if sizes is None or disk:
             raise InputError(f"{file.source}: damaged zip file: a directory entry has no valid sizes")
-        record = _Central(
-            position=offset + at,
-            name=data[name_at:extra_at],
-            needed=needed,
-            shared=tuple(shared),
-            crc32=crc32,
-            size=sizes[0],
-            compressed_size=sizes[1],
-            header_offset=sizes[2],
-            bare=not (made_by or internal or external or comment_length),
+        records.append(
+            _Central(
+                position=offset + at,
+                name=data[name_at:extra_at],
+                needed=needed,
+                shared=tuple(shared),
+                crc32=crc32,
+                size=sizes[0],
+                compressed_size=sizes[1],
+                header_offset=sizes[2],
+                bare=not (made_by or internal or external or comment_length),
+            )
         )
-        records.append(record)
         at = end
     return records
 
@@ -163,29 +164,33 @@ def _open_record(file: SourceFile, record: _Central, limit: int) -> tuple[ZipEnt
     signature, needed, *shared, crc32, compressed, size, name_length, extra_length = _LOCAL.unpack_from(head)
     data_offset = at + span + extra_length
     data_end = data_offset + record.compressed_size
-    stated = signature, tuple(shared), name_length, head[_LOCAL.size :]
-    same = stated == (LOCAL_SIGNATURE, record.shared, len(record.name), record.name)
+    same = (
+        signature == LOCAL_SIGNATURE
+        and tuple(shared) == record.shared
+        and name_length == len(record.name)
+        and head[_LOCAL.size :] == record.name
+    )
     by_torch = needed == 0 and shared[2:] == [0, 0]
     if not same or data_end > limit or (by_torch and needed != record.needed):
         raise _mismatch(file, name)
     crc_fields = [record.position + _CENTRAL_CRC_AT]
-    sizes = (size, compressed)
+    sizes, true_sizes = (size, compressed), (record.size, record.compressed_size)
     if shared[0] & _HAS_DESCRIPTOR:
         field, end = _find_descriptor(file, record, data_end, limit)
         crc_fields.append(field)
         # With a descriptor the local header may leave its fields empty, but a value that it states must be true.
         if crc32 == record.crc32 and crc32:
             crc_fields.append(at + _LOCAL_CRC_AT)
-        true = crc32 in (0, record.crc32) and _are_sizes(sizes, record, (0, _SATURATED))
+        known = all(stated in (true, 0, _SATURATED) for stated, true in zip(sizes, true_sizes, strict=True))
+        agree = known and crc32 in (0, record.crc32)
     else:
         end = data_end
         crc_fields.append(at + _LOCAL_CRC_AT)
         extra = file.read(at + span, extra_length) if _SATURATED in sizes else b""
-        wide = _widen(extra, sizes)
-        true = wide is not None and crc32 == record.crc32 and _are_sizes(wide, record, ())
-    if not true or (record.shared[1] == STORED and record.size != record.compressed_size):
+        agree = _widen(extra, sizes) == true_sizes and crc32 == record.crc32
+    if not agree or (record.shared[1] == STORED and record.size != record.compressed_size):
         raise _mismatch(file, name)
-    entry = ZipEntry(
+    return ZipEntry(
         name=name,
         method=record.shared[1],
         crc32=record.crc32,
@@ -195,15 +200,7 @@ def _open_record(file: SourceFile, record: _Central, limit: int) -> tuple[ZipEnt
         data_offset=data_offset,
         end=end,
         crc_fields=tuple(crc_fields),
-    )
-    return entry, by_torch
-
-
-def _are_sizes(sizes: tuple[int, ...], record: _Central, empty: tuple[int, ...]) -> bool:
-    return all(
-        stated == true or stated in empty
-        for stated, true in zip(sizes, (record.size, record.compressed_size), strict=True)
-    )
+    ), by_torch
 
 
 def _find_descriptor(file: SourceFile, record: _Central, at: int, limit: int) -> tuple[int, int]:

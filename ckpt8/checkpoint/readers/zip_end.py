@@ -39,10 +39,9 @@ def read_end_records(file: SourceFile) -> EndRecords:
     """Find and check the end records. Raises InputError, or UnsupportedError for several zip files in one."""
     position, comment, numbers = _find_end(file)
     locator = position - _LOCATOR.size
-    if locator >= 0:
-        lead = file.read(locator, _LOCATOR.size)
-        if lead[:4] == b"PK\x06\x07":
-            return _zip64_end(file, locator, lead, numbers, comment)
+    lead = file.read(locator, _LOCATOR.size) if locator >= 0 else b""
+    if lead[:4] == b"PK\x06\x07":
+        return _zip64_end(file, locator, lead, numbers, comment)
     disk, start_disk, here, count, size, offset = numbers
     if disk or start_disk or here != count:
         raise InputError(f"{file.source}: damaged zip file: it claims to be one of several disks")

@@ -1,4 +1,4 @@
-"""Where bytes come from: files, directories, containers, objects in memory, and parts put together of several.
+"""Sources of bytes: files, directories, containers, objects in memory, and checkpoints made of several parts.
 
 Imports meaning, readers, container, codecs and core.
 """

@@ -1,8 +1,8 @@
 """All members of a source, one after the other, as one checkpoint: the pipeline reads them through one address space.
 
-Member after member takes as many addresses as it has bytes, and behind them those of its skeleton. A source that is one
-file is a bundle of one member at address 0, whose tensors have no member before their names. A skeleton is all bytes of
-a file outside its storages, seen as one more storage behind the end of the file.
+Each member takes as many addresses as it has bytes, and behind them those of its skeleton. A source of one file is a
+bundle of one member at address 0, whose tensors have no member before their names. The skeleton of a file is all its
+bytes outside its storages, as one more storage behind the end of the file.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ SKELETON = "ckpt8.skeleton"
 
 
 class WithSkeleton:
-    """A checkpoint whose last storage is the skeleton. Its offset is the size of the source.
+    """A checkpoint whose last storage is the skeleton, at the offset that is the size of the source.
 
-    ``reason`` says why the skeleton is all there is, where the source might have been read as a checkpoint.
+    ``reason`` says why a source that may be a checkpoint has nothing but a skeleton.
     """
 
     def __init__(self, checkpoint: Checkpoint, reason: str | None = None) -> None:
@@ -85,11 +85,11 @@ class Member:
 
 
 class Bundle:
-    """An open source: ``found`` are its members as they were opened, and the bundle is a Checkpoint of all of them.
+    """An open source: a Checkpoint of all its members. ``found`` are the members as they were opened.
 
     ``label`` names the source in messages; ``directory`` is its name if it is a directory, or a container of one.
-    ``check`` is called for what ``check_unchanged`` of a member cannot see. Keys of storages have the number of their
-    member in front, unless the source is one file.
+    ``check`` looks for changes that ``check_unchanged`` of a member cannot see. Keys of storages begin with the number
+    of their member, unless the source is one file.
     """
 
     def __init__(
@@ -116,16 +116,15 @@ class Bundle:
         return [member for member in self.found if member.checkpoint.format in READERS]
 
     def only(self, path: str) -> Bundle:
-        """One member, or a folder with a distributed one, as the source. Raises UsageError that lists checkpoints."""
+        """One member, or the folder of a distributed checkpoint, as a source. Raises UsageError with the choices."""
         folders = {member.path.rpartition("/")[0] for member in self.found if isinstance(member, DcpMember)} - {""}
         if path.rstrip("/") in folders:
             inside = [member for member in self.found if member.path.startswith(f"{path.rstrip('/')}/")]
             return Bundle(self.path, inside, path)
         chosen = [member for member in self.checkpoints if member.path == path]
         if not chosen:
-            choices = [*(member.path for member in self.checkpoints), *sorted(folders)]
-            known = listed(choices, _LISTED) or "nothing that can be read"
-            raise UsageError(f"{self.path}: --member {path!r} is not one of {known}")
+            choices = listed([*(member.path for member in self.checkpoints), *sorted(folders)], _LISTED)
+            raise UsageError(f"{self.path}: --member {path!r} is not one of {choices or 'nothing that can be read'}")
         return Bundle(self.path, chosen)
 
     @cached_property
@@ -171,7 +170,7 @@ class Bundle:
 
     @property
     def holds_tensors(self) -> bool:
-        """Whether any member has a storage that is not empty, or is kept as it is with tensors in it."""
+        """Whether any member has a storage with bytes, or is kept as it is with tensors in it."""
         return any(
             member.holds_tensors or any(storage.nbytes for storage in member.checkpoint.storages)
             for member in self.found
@@ -183,7 +182,7 @@ class Bundle:
         member.checkpoint.read_into(offset - member.base, buffer)
 
     def check_unchanged(self) -> None:
-        """Raise InputError when a member, or what the directory holds, changed since it was opened."""
+        """Raise InputError when a member, or the list of files in the directory, changed since it was opened."""
         for member in self.found:
             member.checkpoint.check_unchanged()
         self._check()

@@ -1,35 +1,33 @@
-"""One checkpoint made of parts: storages of several files, and storages whose bytes are computed when they are read.
+"""One checkpoint made of parts: storages of several files, and storages whose bytes are computed on reading.
 
-A part is a ``Region``, of as many addresses as it has bytes. Tensors are references to regions, as those of a file are
-references to its storages, so that whatever works on the tree of a file works on this one.
+A part is a ``Region``, with as many addresses as it has bytes. Tensors refer to regions as the tensors of a file refer
+to its storages. So all that works on the tree of a file works on this one.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any, Protocol
 
 import torch
 
-from ckpt8.checkpoint.sources.values import Streamer
-from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
+from ckpt8.checkpoint.sources.values import Streamer, rows
+from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef, cut_by_runs
 from ckpt8.container.frames import FRAME, bytes_of, host_bytes
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 
 BLOCK = 8 * FRAME
-"""Elements that are read and written at once, a multiple of every group and tile: 32 MiB of float32."""
+"""Elements to read and write at once, a multiple of every group and tile: 32 MiB of float32."""
 
 
 class Region(Protocol):
-    """Bytes that can be read from any element on."""
+    """Bytes that can be read from the start of any element."""
 
     @property
     def nbytes(self) -> int:
-        """How many there are."""
+        """The number of bytes."""
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes at ``offset``, where an element begins. Raises InputError."""
@@ -37,7 +35,7 @@ class Region(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Bytes of an open checkpoint as they are."""
+    """A run of bytes of an open checkpoint."""
 
     checkpoint: Checkpoint
     start: int
@@ -56,8 +54,7 @@ class Composite:
         self.format = "composite"
         self.size = 0
         self.tree: Any = None
-        self._regions: list[Region] = []
-        self._bases: list[int] = []
+        self._regions: list[tuple[int, Region]] = []
         self._places: dict[str, StorageInfo] = {}
         self._adopted: list[Checkpoint] = []
         self._streamer: tuple[int, Streamer] | None = None
@@ -74,8 +71,7 @@ class Composite:
         if key in self._places:
             raise InputError(f"{self.label}: has two storages of the name {key[:60]!r}")
         self._places[key] = StorageInfo(key, dtype, self.size, region.nbytes)
-        self._regions.append(region)
-        self._bases.append(self.size)
+        self._regions.append((self.size, region))
         # An empty region has an address too, so that no two begin at the same.
         self.size += max(region.nbytes, 1)
         return key
@@ -104,12 +100,11 @@ class Composite:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from the region at the address ``offset``. Raises InputError."""
-        if len(buffer):
-            at = bisect_right(self._bases, offset) - 1
-            self._regions[at].read_into(offset - self._bases[at], buffer)
+        for (_, region), at, part in cut_by_runs(self._regions, offset, buffer):
+            region.read_into(at, part)
 
     def check_unchanged(self) -> None:
-        """Raise InputError when a file that was adopted changed since it was opened."""
+        """Raise InputError when an adopted file changed since it was opened."""
         for checkpoint in self._adopted:
             checkpoint.check_unchanged()
 
@@ -124,16 +119,21 @@ class Composite:
             self.read_into(place, bytes_of(content))
             found = content.view(ref.dtype.torch)
         else:
-            found = torch.cat([self._copied(part) for part in _rows(ref, start, stop)])
+            # A tensor without memory shows the offsets, shapes and strides of the rows.
+            shape = torch.empty(ref.offset + ref.span, dtype=torch.uint8, device="meta")
+            parts = rows(shape.as_strided(ref.shape, ref.stride, ref.offset), start, stop)
+            found = torch.cat([self._copied(ref, part) for part in parts])
         found = found.conj_physical() if ref.conj else found
         return found.neg() if ref.neg else found
 
-    def _copied(self, ref: TensorRef) -> torch.Tensor:
+    def _copied(self, ref: TensorRef, part: torch.Tensor) -> torch.Tensor:
+        """The elements of a ``part`` of a tensor, flat."""
         if self._streamer is None or self._streamer[0] != len(self._places):
             self._streamer = len(self._places), Streamer(self)
-        whole = torch.empty(ref.shape, dtype=ref.dtype.torch, device="cpu")
-        self._streamer[1].copy(ref, whole)
-        return whole.view(-1)
+        copied = torch.empty(part.shape, dtype=ref.dtype.torch, device="cpu")
+        place = replace(ref, offset=int(part.storage_offset()), shape=tuple(part.shape), stride=part.stride())
+        self._streamer[1].copy(place, copied)
+        return copied.view(-1)
 
     def blocks(self, ref: TensorRef) -> Iterator[torch.Tensor]:
         """All elements of a tensor, flat, block by block. Raises InputError."""
@@ -144,25 +144,6 @@ class Composite:
         """Raise InputError for a tensor that repeats elements of its storage: a few bytes could fill a disk."""
         if ref.nbytes > max(self._places[ref.key].nbytes, FRAME):
             raise InputError(f"{self.label}: {name}: has more elements than are stored (it was expanded)")
-
-
-def _rows(ref: TensorRef, start: int, stop: int) -> Iterator[TensorRef]:
-    """The parts of a tensor that make up its elements ``start`` to ``stop``: whole rows, and parts of rows."""
-    if (start, stop) == (0, ref.numel):
-        yield ref
-        return
-    inner = prod(ref.shape[1:])
-    while start < stop:
-        row, into = divmod(start, inner)
-        whole = (stop - start) // inner if into == 0 else 0
-        first = replace(ref, offset=ref.offset + row * ref.stride[0])
-        if whole:
-            yield replace(first, shape=(whole, *ref.shape[1:]))
-            start += whole * inner
-        else:
-            taken = min(stop - start, inner - into)
-            yield from _rows(replace(first, shape=ref.shape[1:], stride=ref.stride[1:]), into, into + taken)
-            start += taken
 
 
 def cut(offset: int, buffer: memoryview, itemsize: int, block: int = BLOCK) -> Iterator[tuple[int, int, memoryview]]:

@@ -1,7 +1,7 @@
-"""A live object as a source: what ``torch.save`` would write of it, with the storages read from memory.
+"""A live object as a source: the file that ``torch.save`` would write, with the storages read from memory.
 
-``torch.save`` under ``skip_data`` writes everything but the bytes of the storages into a sparse temporary file, which
-becomes the skeleton; the storages it met on the way are streamed from where they are, on the CPU or a GPU.
+``torch.save`` under ``skip_data`` writes all but the bytes of the storages into a sparse temporary file, which becomes
+the skeleton. The storages that it meets on the way are streamed from where they are, on the CPU or a GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pickle
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +30,7 @@ def recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
 
     class Pickler(pickle.Pickler):
         def __init_subclass__(cls) -> None:
-            # torch.save derives its pickler from the module's and defines persistent_id there.
+            # torch.save derives its pickler from this one and defines persistent_id there.
             identify = cls.persistent_id
 
             def persistent_id(self: Any, obj: Any) -> Any:
@@ -51,21 +51,21 @@ def recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
 class LiveCheckpoint(OpenCheckpoint):
     """A Checkpoint whose storages are tensors in memory and whose other bytes are a file of torch.save.
 
-    ``live`` are its storages by key, while it is open.
+    ``memory`` are its storages by key, while it is open.
     """
 
-    live: dict[str, torch.UntypedStorage] = field(default_factory=dict)
+    memory: dict[str, torch.UntypedStorage] = field(default_factory=dict)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from memory where ``offset`` lies in a storage, else from the file."""
         at = bisect_right(self.storages, offset, key=lambda storage: storage.offset) - 1
-        # Empty storages share their offset with whatever follows them.
+        # An empty storage shares its offset with the bytes behind it.
         if at >= 0 and offset < self.storages[at].offset + self.storages[at].nbytes and len(buffer):
             storage = self.storages[at]
-            live = torch.empty(0, dtype=torch.uint8, device=self.live[storage.key].device)
-            live.set_(self.live[storage.key])
+            content = torch.empty(0, dtype=torch.uint8, device=self.memory[storage.key].device)
+            content.set_(self.memory[storage.key])
             first = offset - storage.offset
-            torch.frombuffer(buffer, dtype=torch.uint8).copy_(live[first : first + len(buffer)])
+            torch.frombuffer(buffer, dtype=torch.uint8).copy_(content[first : first + len(buffer)])
         else:
             self.file.read_into(offset, buffer)
 
@@ -94,26 +94,24 @@ def live_checkpoint(obj: object, name: str) -> Iterator[OpenCheckpoint]:
                 places = with_crc_fields(skeleton)
                 yield LiveCheckpoint(skeleton.format, skeleton.file, places, skeleton.tree, storages)
             finally:
-                # Whoever still has the checkpoint for its structure does not keep the caller's memory.
+                # A reference to the checkpoint, kept for its structure, must not keep the caller's memory.
                 storages.clear()
 
 
 @contextmanager
 def _temporary_directory(name: str) -> Iterator[Path]:
-    """A directory for temporary files; the next of that ``name`` removes what a killed process left of it."""
+    """A directory for temporary files. The next one of that ``name`` removes the remains of a killed process."""
     try:
         partial = Partial(Path(tempfile.gettempdir()) / name, directory=True, mode=0o700)
     except OSError as exc:
         raise OutputError(f"{tempfile.gettempdir()}: cannot be written: {exc.strerror or exc}") from exc
-    try:
+    with closing(partial):
         yield partial.path
-    finally:
-        partial.close()
 
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn what torch raises where a file cannot be written, a RuntimeError of its zip writer, into an OutputError."""
+    """Turn the RuntimeError of torch's zip writer where a file cannot be written into an OutputError."""
     try:
         yield
     except RuntimeError as exc:

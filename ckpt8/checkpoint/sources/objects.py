@@ -1,10 +1,10 @@
 """The tree of a checkpoint as plain Python values, without the entries that were consumed.
 
-Dictionaries, lists, tuples, sets, scalars, tensors (on the CPU, sharing storage as they did), torch dtypes and
-devices, and numpy arrays and scalars come back as what they are. A ``defaultdict`` comes as ``OrderedDict``,
-``torch.Size`` as a tuple. No other class is ever imported: its objects come as ``ckpt8.Inert``, which has the name of
-the class, its arguments, its state (mostly its ``__dict__``) and its items, all of them rebuilt; the class or a
-function itself comes as ``ckpt8.Global``, which has its name.
+Dictionaries, lists, tuples, sets, scalars, tensors (on the CPU, with shared storages still shared), torch dtypes and
+devices, and numpy arrays and scalars come back as they were. A ``defaultdict`` becomes an ``OrderedDict``,
+``torch.Size`` a tuple. No other class is ever imported: an object becomes a ``ckpt8.Inert`` with the name of its class,
+its arguments, its state (mostly its ``__dict__``) and its items, all of them rebuilt. A class or function itself
+becomes a ``ckpt8.Global`` with its name.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ckpt8.checkpoint.tree import Checkpoint, Global, Inert, StatefulDict, StorageRef, TensorRef
+from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 
@@ -27,10 +28,10 @@ _NUMPY_SCALAR = frozenset({"numpy.core.multiarray.scalar", "numpy._core.multiarr
 
 
 class RestBuilder:
-    """Builds values of one checkpoint. ``consumed`` are the dictionaries that are left out.
+    """Builds values of one checkpoint, without the dictionaries that are ``consumed``.
 
-    An entry that is consumed is missing from the dictionary that held it, and None in a list or tuple, so that the
-    others keep their places.
+    A consumed entry is missing from the dictionary that held it, and None in a list or tuple, so that the others keep
+    their places.
     """
 
     def __init__(self, checkpoint: Checkpoint, consumed: Iterable[object] = ()) -> None:
@@ -38,7 +39,7 @@ class RestBuilder:
         self._storages = {storage.key: storage for storage in checkpoint.storages}
         self._consumed = {id(node) for node in consumed}
         self._loaded: dict[str, torch.Tensor] = {}
-        # By id, with the node itself, so that no id is given again to another.
+        # By id, with the node itself, so that Python gives the id to no other.
         self._built: dict[int, tuple[Any, Any]] = {}
         self._makers: dict[type, Callable[[Any], Any]] = {
             dict: self._dict,
@@ -52,12 +53,12 @@ class RestBuilder:
         }
 
     def tree(self) -> Any:
-        """The whole tree; an empty dictionary where all of it was consumed. Raises InputError."""
+        """The whole tree; an empty dictionary if all of it was consumed. Raises InputError."""
         built = self.build(self._checkpoint.tree)
         return {} if built is CONSUMED else built
 
     def build(self, node: Any) -> Any:
-        """One value, with everything in it. Raises InputError where it is nested too deep or damaged."""
+        """One value with everything in it. Raises InputError if it is damaged or nested too deep."""
         try:
             return self._build(node)
         except RecursionError as exc:
@@ -108,12 +109,8 @@ class RestBuilder:
     def _load(self, key: str) -> torch.Tensor:
         if key not in self._loaded:
             storage = self._storages[key]
-            loaded = torch.empty(storage.nbytes, dtype=torch.uint8, device="cpu")
-            if storage.nbytes:
-                view = bytearray(storage.nbytes)
-                self._checkpoint.read_into(storage.offset, memoryview(view))
-                loaded = torch.frombuffer(view, dtype=torch.uint8)
-            self._loaded[key] = loaded
+            self._loaded[key] = host_bytes(storage.nbytes)
+            self._checkpoint.read_into(storage.offset, bytes_of(self._loaded[key]))
         return self._loaded[key]
 
     def _tensor(self, ref: TensorRef) -> torch.Tensor:

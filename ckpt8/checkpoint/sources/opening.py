@@ -1,4 +1,4 @@
-"""How a source is opened: a file, a directory with everything in it, or a ``.ckpt8`` of either; or one member of it."""
+"""Opens a source: a file, a directory with everything in it, or a ``.ckpt8`` of either; or one member of it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
-from ckpt8.checkpoint.checksums import check_storages
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.directory import open_directory, open_distributed
 from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, is_directory, walk
 from ckpt8.checkpoint.sources.bundle import Bundle
-from ckpt8.checkpoint.sources.stored_member import MemberSource, member_index, read_member
-from ckpt8.checkpoint.sources.stored_parts import StoredParts
+from ckpt8.checkpoint.sources.stored_member import MemberSource, StoredParts, member_index, read_member
 from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint
 from ckpt8.container.decoding import check_frames
 from ckpt8.container.header import is_container
@@ -22,11 +20,14 @@ from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
+from ckpt8.core.files.crc import crc32
 from ckpt8.core.files.source_file import ByteRange
 from ckpt8.core.workers import Workers
 
 _OPEN_FILES = 4
 """Members of a container that are open at a time; each keeps a decoded chunk."""
+
+_BLOCK = 1 << 22
 
 
 @contextmanager
@@ -35,13 +36,13 @@ def open_source(
 ) -> Iterator[Bundle]:
     """Open ``path`` with everything in it, recognised by content. Raises InputError.
 
-    Without ``containers`` a ``.ckpt8`` is refused. ``decode``: slices of distributed checkpoints that are compressed
-    are presented as if they were not; else their files are kept as they are.
+    Without ``containers`` a ``.ckpt8`` is an error. ``decode`` decompresses the slices of distributed checkpoints;
+    without it files with compressed slices are kept as they are.
     """
     if containers and is_container(path):
         with ContainerReader(path, kernels=True) as reader, Workers(threads) as workers:
-            directory = None if reader.manifest.directory is None else path.name
-            yield Bundle(path, _stored_members(reader, workers), directory)
+            members = _stored_members(reader, workers)
+            yield Bundle(path, members, None if reader.manifest.directory is None else path.name)
     elif is_directory(path):
         entries = walk(path)
 
@@ -67,8 +68,8 @@ def directory_name(path: Path) -> str:
 def _stored_members(reader: ContainerReader, workers: Workers) -> list[DirectoryMember]:
     """The files in a container. Raises InputError."""
     member_file = lru_cache(_OPEN_FILES)(partial(MemberFile, reader, workers=workers))
-    records = enumerate(reader.manifest.members)
-    stored = {record.path: index for index, record in records if record.format not in (SYMLINK, DIRECTORY)}
+    files = ((at, each) for at, each in enumerate(reader.manifest.members) if each.format not in (SYMLINK, DIRECTORY))
+    stored = {record.path: index for index, record in files}
 
     def open_file(path: str) -> MemberSource:
         size = reader.manifest.members[stored[path]].size
@@ -83,12 +84,27 @@ def _stored_members(reader: ContainerReader, workers: Workers) -> list[Directory
     return [known.get(path) or open_stored(path, index) for path, index in stored.items()]
 
 
+def check_storages(checkpoint: Checkpoint, where: str) -> None:
+    """Read every storage that has a checksum. Raises InputError for the first that does not match."""
+    buffer = bytearray(min(_BLOCK, max((s.nbytes for s in checkpoint.storages if s.crc32 is not None), default=0)))
+    for storage in checkpoint.storages:
+        if storage.crc32 is None:
+            continue
+        crc = 0
+        for start in range(0, storage.nbytes, _BLOCK):
+            view = memoryview(buffer)[: min(_BLOCK, storage.nbytes - start)]
+            checkpoint.read_into(storage.offset + start, view)
+            crc = crc32(view, crc)
+        if crc != storage.crc32:
+            raise InputError(f"{where}: storage {storage.key!r} is damaged: its CRC does not match")
+
+
 @dataclass(frozen=True, slots=True)
 class OpenMember:
-    """One open checkpoint. ``stored`` are its parts where it is in a ``.ckpt8``.
+    """One open checkpoint. ``stored`` are its encoded parts if it is in a ``.ckpt8``.
 
-    ``check`` reads every byte and raises InputError that names what is damaged: all frames of the member are decoded,
-    or the checksums of a raw file compared.
+    ``check`` reads every byte and raises InputError that names the damage: it decodes all frames of the member, or
+    compares the checksums of a raw file.
     """
 
     path: Path
@@ -99,7 +115,7 @@ class OpenMember:
 
 @contextmanager
 def open_member(path: Path, *, member: str | None = None, threads: int | None = None) -> Iterator[OpenMember]:
-    """Open one checkpoint: a file, or the ``member`` of a directory or container, without looking at the others.
+    """Open one checkpoint: a file, or the ``member`` of a directory or container, without reading the others.
 
     Raises InputError for damage, UsageError where ``member`` must be given.
     """

@@ -1,8 +1,9 @@
-"""A member of a container as the open checkpoint that it was."""
+"""A member of a container: as the checkpoint that it was, as the object that torch loads, and its encoded parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,21 +11,25 @@ import torch
 from ckpt8.checkpoint.gate import TORCH_FORMATS, load_member
 from ckpt8.checkpoint.readers import READERS, get_reader
 from ckpt8.checkpoint.readers.pickle.rebuild import make_tensor
-from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, StorageRef, TensorRef
-from ckpt8.container.frames import bytes_of, host_bytes
+from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, StorageInfo, StorageRef, TensorRef
+from ckpt8.codecs import Codec
+from ckpt8.container import layout
+from ckpt8.container.frames import FRAME, bytes_of, host_bytes
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
-from ckpt8.core.tensors import DType
+from ckpt8.core.tensors import DType, Parts
 from ckpt8.core.text import listed
+from ckpt8.core.workers import Workers
 
 _SHOWN_MEMBERS = 20
+_PACKABLE = (DType.FLOAT32, DType.BFLOAT16)
 
 
 class MemberSource(SourceFile):
-    """A member of a container in place of the file that it was: ``member`` gives it. For one thread at a time."""
+    """A member of a container in place of the file that it was; ``member`` opens it. For one thread at a time."""
 
     def __init__(self, reader: ContainerReader, source: ByteRange, member: Callable[[], MemberFile]) -> None:
         self.source = source
@@ -33,7 +38,7 @@ class MemberSource(SourceFile):
 
     @classmethod
     def of(cls, reader: ContainerReader, file: MemberFile) -> MemberSource:
-        """The member that is open as ``file``, called by the path of the container in messages."""
+        """The member that is open as ``file``. Messages name the container."""
         return cls(reader, ByteRange(reader.path, 0, file.size), lambda: file)
 
     @property
@@ -43,8 +48,7 @@ class MemberSource(SourceFile):
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with decoded bytes. Raises InputError for damage and behind the end."""
-        if offset < 0 or offset + len(buffer) > self.source.length:
-            raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + len(buffer)}")
+        self._check_extent(offset, len(buffer))
         member = self._member()
         member.seek(offset)
         member.readinto(buffer)
@@ -57,7 +61,7 @@ class MemberSource(SourceFile):
 
 
 def member_index(reader: ContainerReader, member: str | None) -> int:
-    """The number of the ``member``. Raises UsageError that lists checkpoints where it is not clear, or is none."""
+    """The number of the ``member``. Raises UsageError, which lists the choices, if it is ambiguous or no checkpoint."""
     names = {record.path: index for index, record in enumerate(reader.manifest.members)}
     if member is None and len(names) == 1:
         return 0
@@ -73,7 +77,7 @@ def member_index(reader: ContainerReader, member: str | None) -> int:
 
 
 def read_member(reader: ContainerReader, index: int, source: MemberSource) -> OpenCheckpoint:
-    """The member as the reader of its format gives it. Raises InputError for damage and an unknown format."""
+    """The member as the checkpoint that it was. Raises InputError for damage and for an unknown format."""
     record = reader.manifest.members[index]
     if record.format not in READERS:
         raise InputError(f"{reader.path}: {record.path!r} is of the format {record.format!r}, which is not known")
@@ -81,7 +85,7 @@ def read_member(reader: ContainerReader, index: int, source: MemberSource) -> Op
 
 
 def slices_of_member(reader: ContainerReader, index: int, file: SourceFile) -> OpenCheckpoint:
-    """A file of a distributed checkpoint: a dict of the slices in it by name, without the path of the member.
+    """A file of a distributed checkpoint as a dict of its slices, by name without the path of the member.
 
     Raises InputError for a tensor that does not fit its storage.
     """
@@ -93,20 +97,20 @@ def slices_of_member(reader: ContainerReader, index: int, file: SourceFile) -> O
     }
     tree: dict[str, TensorRef] = {}
     for tensor in manifest.tensors:
-        place = storages.get(tensor.storage)
-        if place is None:
+        if tensor.storage not in storages:
             continue
+        place = storages[tensor.storage]
         whole = StorageRef(place.key, DType.UINT8, place.nbytes)
+        name = tensor.name.removeprefix(f"{record.path}:")
         try:
-            ref = make_tensor(whole, tensor.dtype, tensor.offset, tuple(tensor.shape), tuple(tensor.stride))
+            tree[name] = make_tensor(whole, tensor.dtype, tensor.offset, tuple(tensor.shape), tuple(tensor.stride))
         except ValueError as exc:
             raise InputError(f"{reader.path}: {tensor.name}: does not fit its storage: {exc}") from exc
-        tree[tensor.name.removeprefix(f"{record.path}:")] = ref
     return OpenCheckpoint(DCP, file, list(storages.values()), tree)
 
 
 def load_source(reader: ContainerReader, index: int, file: MemberFile, map_location: Any) -> tuple[Any, Any]:
-    """The object that a member's own library would load, and the tree that our own reader made. Raises InputError."""
+    """The object that the library of a member's format would load, and the inert tree. Raises InputError."""
     kind = reader.manifest.members[index].format
     source = MemberSource.of(reader, file)
     if kind in TORCH_FORMATS:
@@ -116,7 +120,7 @@ def load_source(reader: ContainerReader, index: int, file: MemberFile, map_locat
 
 
 def _load_named(checkpoint: OpenCheckpoint, file: MemberFile, map_location: Any) -> dict[str, torch.Tensor]:
-    """The tensors of ``file`` by name, as our own reader, which checks every size, found them. Raises InputError."""
+    """The tensors of ``file`` by name, from a ``checkpoint`` whose sizes are checked. Raises InputError, UsageError."""
     if not isinstance(map_location, (type(None), str, torch.device)):
         raise UsageError(
             f"{file.name}: is loaded tensor by tensor and takes a device for map_location, not {map_location!r}"
@@ -126,8 +130,54 @@ def _load_named(checkpoint: OpenCheckpoint, file: MemberFile, map_location: Any)
     for name, ref in checkpoint.tree.items():
         place = places[ref.key]
         content = host_bytes(place.nbytes)
-        file.seek(place.offset)
-        file.readinto(bytes_of(content))
+        checkpoint.read_into(place.offset, bytes_of(content))
         tensor = content.view(ref.dtype.torch).as_strided(ref.shape, ref.stride, ref.offset)
         loaded[name] = tensor.to(map_location or "cpu")
     return loaded
+
+
+class StoredParts:
+    """The encoded parts of one member's tensors, for training that goes on with packed state.
+
+    Only a tensor that is the whole of its storage, in order, has parts. Raises InputError for a malformed manifest.
+    """
+
+    def __init__(self, reader: ContainerReader, member: int, checkpoint: Checkpoint, workers: Workers) -> None:
+        self._reader = reader
+        self._workers = workers
+        storages = reader.manifest.storages
+        record = reader.manifest.members[member]
+        at = {(offset, storages[index].nbytes): index for offset, index in record.segments if storages[index].nbytes}
+        try:
+            self._index = {s.key: at[s.offset, s.nbytes] for s in checkpoint.storages if s.nbytes}
+        except KeyError as exc:
+            raise InputError(
+                f"{reader.path}: manifest is malformed: {record.path!r} has other storages inside"
+            ) from exc
+
+    def _whole(self, ref: TensorRef) -> int | None:
+        index = self._index.get(ref.key)
+        if index is None or ref.offset or not ref.is_contiguous:
+            return None
+        record = self._reader.manifest.storages[index]
+        return index if (record.dtype, record.numel) == (ref.dtype, ref.numel) else None
+
+    def codec(self, ref: TensorRef) -> Codec | None:
+        """The codec of ``ref``, or None where it has no parts of its own."""
+        index = self._whole(ref)
+        return None if index is None else self._reader.codec(index)
+
+    def is_exact(self, ref: TensorRef) -> bool:
+        """Whether ``ref`` is exact for a reason of its own, not because of the preset or the element type."""
+        index = self._index.get(ref.key)
+        if index is None or self._reader.manifest.preset == "lossless" or ref.dtype not in _PACKABLE:
+            return False
+        return self._reader.codec(index).measured_as is None
+
+    def chunks(self, ref: TensorRef, *names: str) -> Iterator[tuple[int, Parts]]:
+        """The named parts, chunk by chunk, with the first element of each. Raises InputError for damage."""
+        index = self._whole(ref)
+        assert index is not None  # noqa: S101
+        read = partial(self._reader.read_parts, index, only=names)
+        for chunk, parts in enumerate(self._workers.map(read, range(layout.chunk_count(ref.numel)))):
+            yield chunk * FRAME, parts

@@ -1,8 +1,8 @@
-"""The values of saved tensors, read in pieces of bounded size into tensors of any device and stride."""
+"""Reads the values of saved tensors in pieces of bounded size, into tensors of any device and stride."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,11 +12,11 @@ from ckpt8.checkpoint.tree import Checkpoint, TensorRef, is_dense
 from ckpt8.container.frames import FRAME
 
 PIECE = 8 * FRAME
-"""Elements that are read at once: 32 MiB of float32, which is what the copy needs in memory."""
+"""Elements to read at once: the copy needs 32 MiB of memory for float32."""
 
 
 class Fill(Protocol):
-    """Something live that takes the values of one saved tensor."""
+    """A live value, mostly a tensor, that takes the values of one saved tensor."""
 
     @property
     def ref(self) -> TensorRef:
@@ -26,29 +26,27 @@ class Fill(Protocol):
         """Read the saved tensor and write the live one. Raises InputError."""
 
 
-class ByDevice(Protocol):
-    """Copies tensors through the device that they go to."""
-
-    def copy(self, ref: TensorRef, target: torch.Tensor) -> bool:
-        """Fill ``target`` with the values of ``ref``; False where this cannot. Raises InputError."""
-
-
 class Streamer:
-    """Reads tensors of one checkpoint piece by piece, through one buffer; with ``by_device``, where it can, by that."""
+    """Reads tensors of one checkpoint piece by piece, through one buffer.
 
-    def __init__(self, checkpoint: Checkpoint, by_device: ByDevice | None = None) -> None:
+    ``copy_on_device``, where given, tries first: it fills a tensor and returns whether it could. Raises InputError.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, copy_on_device: Callable[[TensorRef, torch.Tensor], bool] | None = None
+    ) -> None:
         self._checkpoint = checkpoint
-        self._by_device = by_device
+        self._copy_on_device = copy_on_device
         self._storages = {storage.key: storage for storage in checkpoint.storages}
         self._buffer = bytearray()
 
     def run(self, fills: Iterable[Fill]) -> None:
-        """Fill all in the order of the file. Raises InputError for damage and failed reads."""
+        """Run all ``fills`` in the order of the file. Raises InputError for damage and failed reads."""
         for fill in sorted(fills, key=lambda fill: (self._storages[fill.ref.key].offset, fill.ref.offset)):
             fill.fill(self)
 
     def values(self, ref: TensorRef) -> Iterator[tuple[int, torch.Tensor]]:
-        """The elements of ``ref`` as float32, flat and in the order of its dimensions: pieces, and where each starts.
+        """The elements of ``ref`` as float32, flat, in the order of its dimensions: the start of a piece and the piece.
 
         A piece starts at a multiple of PIECE and is valid until the next.
         """
@@ -62,7 +60,7 @@ class Streamer:
 
     def copy(self, ref: TensorRef, target: torch.Tensor) -> None:
         """Fill ``target`` with the values of ``ref``."""
-        if not target.numel() or (self._by_device is not None and self._by_device.copy(ref, target)):
+        if not target.numel() or (self._copy_on_device is not None and self._copy_on_device(ref, target)):
             return
         if is_dense(ref):
             self._copy_dense(ref, target)
@@ -78,7 +76,7 @@ class Streamer:
         if (one.conj, one.neg) != (other.conj, other.neg):
             return False
         if not (is_dense(one) and one.stride == other.stride):
-            # Rare, and then small: rows of a flat buffer, saved twice.
+            # Rare, and small: rows of a flat buffer, saved twice.
             first, second = (torch.empty(ref.shape, dtype=ref.dtype.torch, device="cpu") for ref in (one, other))
             self.copy(one, first)
             self.copy(other, second)
@@ -97,7 +95,7 @@ class Streamer:
             assign(target, start - ref.offset, self._read(ref, start, stop - start))
 
     def _copy_strided(self, ref: TensorRef, target: torch.Tensor) -> None:
-        """Overlapping, expanded, or with gaps: cut along the longest stride until what it spans is small."""
+        """Copy a tensor with overlaps or gaps: cut it along the longest stride until its parts span few elements."""
         dims = [dim for dim, n in enumerate(ref.shape) if n > 1]
         if ref.span <= PIECE or not dims:
             values = self._read(ref, ref.offset, ref.span)
@@ -132,22 +130,27 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
+def rows(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """The views of a tensor, whole rows and parts of rows, that make up its elements ``start`` to ``stop``."""
+    if (start, stop) == (0, x.numel()):
+        yield x
+        return
+    inner = x[0].numel()
+    while start < stop:
+        row, into = divmod(start, inner)
+        whole = (stop - start) // inner if into == 0 else 0
+        if whole:
+            yield x[row : row + whole]
+            start += whole * inner
+        else:
+            taken = min(stop - start, inner - into)
+            yield from rows(x[row], into, into + taken)
+            start += taken
+
+
 def assign(target: torch.Tensor, start: int, values: torch.Tensor) -> None:
     """Set the elements from ``start`` on, counted in the order of dimensions, of a tensor of any stride."""
-    if target.is_contiguous():
-        target.view(-1)[start : start + len(values)].copy_(values)
-        return
-    if target.dim() == 1:
-        target[start : start + len(values)].copy_(values)
-        return
-    inner = target[0].numel()
-    while len(values):
-        row, into = divmod(start, inner)
-        rows = len(values) // inner if into == 0 else 0
-        if rows:
-            taken = rows * inner
-            target[row : row + rows].copy_(values[:taken].view(rows, *target.shape[1:]))
-        else:
-            taken = min(len(values), inner - into)
-            assign(target[row], into, values[:taken])
-        start, values = start + taken, values[taken:]
+    flat = [target.view(-1)[start : start + len(values)]] if target.is_contiguous() else None
+    for part in flat or rows(target, start, start + len(values)):
+        part.copy_(values[: part.numel()].view(part.shape))
+        values = values[part.numel() :]

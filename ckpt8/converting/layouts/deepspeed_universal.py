@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ckpt8.checkpoint.meaning.deepspeed_universal import common_step, groups_of, param_of
+from ckpt8.checkpoint.meaning.deepspeed import common_step, groups_of, param_of
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.scalars import is_setting
 from ckpt8.checkpoint.sources.bundle import Bundle

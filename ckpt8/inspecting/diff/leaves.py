@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ckpt8.checkpoint.meaning.deepspeed_universal import Universal
+from ckpt8.checkpoint.meaning.deepspeed import Universal
 from ckpt8.checkpoint.meaning.roles import classify, unique_name
 from ckpt8.checkpoint.tree import Global, Inert, StorageRef, TensorRef
 from ckpt8.checkpoint.walk import iter_nodes

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ckpt8.checkpoint.meaning.layer_names import layer_of
+from ckpt8.checkpoint.meaning.parameter_names import layer_of
 from ckpt8.core.tensors import Role
 from ckpt8.inspecting.diff.change import Change
 from ckpt8.inspecting.diff.leaves import Tensor

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt8.checkpoint.meaning.layer_names import in_model_order, layer_of, plain_path
+from ckpt8.checkpoint.meaning.parameter_names import in_model_order, layer_of, plain_path
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, WeightError
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Unit

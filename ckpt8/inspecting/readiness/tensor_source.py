@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ckpt8.checkpoint.meaning.layer_names import without_file
+from ckpt8.checkpoint.meaning.parameter_names import without_file
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite, Stretch
 from ckpt8.checkpoint.tree import TensorRef, is_dense

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
-from ckpt8.checkpoint.meaning.layer_names import SLICE, in_model_order, layer_of, plain_path, whole_tensor
+from ckpt8.checkpoint.meaning.parameter_names import SLICE, in_model_order, layer_of, plain_path, whole_tensor
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.tensors import DType, Role

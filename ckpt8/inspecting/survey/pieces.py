@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ckpt8.checkpoint.meaning.layer_names import whole_name
+from ckpt8.checkpoint.meaning.parameter_names import whole_name
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.compressing.plan import Plan

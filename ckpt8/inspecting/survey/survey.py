@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ckpt8.checkpoint.meaning.layer_names import whole_name
+from ckpt8.checkpoint.meaning.parameter_names import whole_name
 from ckpt8.checkpoint.vocabulary import BUFFERS
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.policy import Policy

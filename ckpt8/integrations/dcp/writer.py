@@ -151,7 +151,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         """Write ``target``, and return its seal."""
         with live_checkpoint(obj, target.stem) as checkpoint:
             bundle = Bundle.of(checkpoint, f"{target.stem}.pt")
-            live = checkpoint.live if isinstance(checkpoint, LiveCheckpoint) else {}
+            live = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
             encoder = choose_encoder(bundle, live, None, measure=self._options.stats)
             compressor = Compressor(bundle, plan_bundle(bundle, self._policy), self._options, encoder)
             compressor.run(target, self._policy, force=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ckpt8.checkpoint.sources.stored_parts import StoredParts
+from ckpt8.checkpoint.sources.stored_member import StoredParts
 from ckpt8.checkpoint.sources.values import Fill, Streamer, assign
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs import Codec

@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from ckpt8.checkpoint.sources.stored_parts import StoredParts
+from ckpt8.checkpoint.sources.stored_member import StoredParts
 from ckpt8.checkpoint.sources.values import assign
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.frames import FRAME

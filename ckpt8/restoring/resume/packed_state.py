@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ckpt8.checkpoint.meaning.state_dicts import is_packed_group, weight_checks
-from ckpt8.checkpoint.sources.stored_parts import StoredParts
+from ckpt8.checkpoint.sources.stored_member import StoredParts
 from ckpt8.checkpoint.sources.values import Fill, Streamer
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs import Codec, codec_from_config, config_of

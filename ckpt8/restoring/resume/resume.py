@@ -183,7 +183,7 @@ class _Plan:
     def apply(self) -> None:
         """Give the optimizer its new state, then fill the model; when that fails, give the old state back."""
         source, optimizer = self._source, self._optimizer if self._state is not None else None
-        streamer = Streamer(source.checkpoint, DeviceCopy(source.stored) if source.stored is not None else None)
+        streamer = Streamer(source.checkpoint, DeviceCopy(source.stored).copy if source.stored is not None else None)
         with torch.no_grad(), own_loading.undone_on_error(optimizer):
             if self._state is not None and optimizer is not None:
                 try:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import pytest
 import torch
 from torch import nn
 
 from ckpt8.checkpoint.meaning.roles import classify
-from ckpt8.checkpoint.meaning.update_rules import Confidence, UpdateRule, recognise
+from ckpt8.checkpoint.meaning.update_rules import Confidence, UpdateRule, read_rule, recognise
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType
@@ -185,8 +186,9 @@ def test_apply_leaves_the_state_alone():
 
 def test_plain_values():
     rule = UpdateRule("adam", 5, 0.9, 0.99, 1e-6)
-    assert rule.to_json() == {"kind": "adam", "step": 5, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6}
-    assert UpdateRule(**rule.to_json()) == rule
+    plain = read_rule(asdict(rule))
+    assert plain == {"kind": "adam", "step": 5, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6}
+    assert UpdateRule(**plain) == rule
 
 
 # --- CAME's factors ---------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckpt8
-from ckpt8.checkpoint.meaning.layer_names import layer_of, plain_path
+from ckpt8.checkpoint.meaning.parameter_names import layer_of, plain_path
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
 from ckpt8.inspecting import sampling

@@ -17,7 +17,7 @@ from memory_kit import run_measured
 from survey_kit import as_pairs, expected
 
 import ckpt8
-from ckpt8.checkpoint.meaning.layer_names import layer_of, plain_path
+from ckpt8.checkpoint.meaning.parameter_names import layer_of, plain_path
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType, Role
 from ckpt8.inspecting import sampling

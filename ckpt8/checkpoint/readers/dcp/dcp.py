@@ -8,7 +8,7 @@ as it was, and ``.metadata`` need not change. Values that are no tensors stay in
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -26,7 +26,7 @@ from ckpt8.core.files.source_file import SourceFile, Window
 from ckpt8.core.text import shown
 
 MAX_VALUE_BYTES = 64 * 2**20
-"""The longest value besides tensors that the reader takes, as an option of an optimizer or to convert it."""
+"""The longest value that is no tensor, such as an option of an optimizer, that the reader accepts."""
 
 _MAX_DECODED_VALUE = 2**30
 """The longest such value that the reader decodes: only its compressed form says how long it may be."""
@@ -54,12 +54,10 @@ class DcpCheckpoint:
 
     def __init__(self, metadata: Metadata) -> None:
         self.metadata = metadata
-        self.roles = DcpRoles(metadata)
+        self.roles = DcpRoles(metadata, self.value)
         self.files: dict[str, list[Slice]] = defaultdict(list)
-        for piece in metadata.slices:
+        for piece in sorted(metadata.slices, key=lambda piece: (piece.offset, piece.length)):
             self.files[piece.path].append(piece)
-        for pieces in self.files.values():
-            pieces.sort(key=lambda piece: (piece.offset, piece.length))
         self.moved: dict[Slice, tuple[int, int]] = {}
         self._values: dict[str, Window] = {}
         self._known: dict[bytes, OpenCheckpoint] = {}
@@ -67,7 +65,7 @@ class DcpCheckpoint:
     def open(self, path: str, file: SourceFile, member: str, *, decode: bool) -> DcpMember:
         """Open the file ``path`` of the checkpoint, the ``member`` of a directory; ``decode`` decompresses it.
 
-        Raises InputError where it is not what the metadata says, UnsupportedError for a slice that cannot be read.
+        Raises InputError where the metadata says otherwise, UnsupportedError for a slice that no reader reads.
         """
         pieces = self.files[path]
         transforms = {transform for piece in pieces for transform in piece.transforms}
@@ -96,7 +94,15 @@ class DcpCheckpoint:
             if found is None:
                 self._values[piece.name] = window
                 continue
-            storages += [_moved(storage, offset, number) for storage in found.storages]
+            storages += [
+                replace(
+                    storage,
+                    key=_key(number, storage.key),
+                    offset=offset + storage.offset,
+                    crc_fields=tuple(offset + place for place in storage.crc_fields),
+                )
+                for storage in found.storages
+            ]
             if not isinstance(found.tree, TensorRef):
                 opaque |= {_key(number, leaf.key) for _, leaf in iter_leaves(found.tree)}
                 continue
@@ -147,14 +153,10 @@ class DcpCheckpoint:
                 self._known[content] = known
         return known
 
-    def group(self, key: StateKey) -> Mapping[str, Any]:
-        """The options of a parameter's group that tell the update rule."""
-        return self.roles.group(key, self.value)
-
     def state_values(self, key: StateKey) -> dict[str, Any]:
         """The values in the state of a parameter that are no tensors, such as a number as the step."""
-        names = self.roles.values[key.optimizer, key.parameter]
-        return {other: self.value(name) for other, name in names.items() if name in self._values}
+        names = self.roles.values[key.optimizer, key.parameter].items()
+        return {other: self.value(name) for other, name in names if name in self._values}
 
 
 def _check_layout(pieces: Sequence[Slice], file: SourceFile) -> None:
@@ -172,12 +174,3 @@ def _check_layout(pieces: Sequence[Slice], file: SourceFile) -> None:
 
 def _key(number: int, key: str) -> str:
     return f"{number}:{key}"
-
-
-def _moved(storage: StorageInfo, offset: int, number: int) -> StorageInfo:
-    return replace(
-        storage,
-        key=_key(number, storage.key),
-        offset=offset + storage.offset,
-        crc_fields=tuple(offset + place for place in storage.crc_fields),
-    )

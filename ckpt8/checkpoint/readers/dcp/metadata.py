@@ -67,7 +67,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slice:
-    """``length`` bytes of the file ``path`` from ``offset`` on: a part of the tensor ``name``, or another value.
+    """``length`` bytes of the file ``path`` from ``offset`` on: a part of the tensor ``name``, or a value of that name.
 
     ``place`` is None where it is no tensor. ``transforms`` are applied to the bytes, the last one first.
     """
@@ -90,7 +90,7 @@ class StoredTensor:
 
 @dataclass(slots=True)
 class Metadata:
-    """What a ``.metadata`` says; ``tree`` is its inert pickle, of ``nbytes`` bytes.
+    """The content of a ``.metadata``; ``tree`` is its inert pickle, of ``nbytes`` bytes.
 
     ``paths`` lead to a value in the state dict that was saved, where the file has them; numbers are places in lists.
     """
@@ -119,7 +119,7 @@ class Metadata:
 
 
 def read_metadata(data: bytes, where: str, stored: int | None = None) -> Metadata:
-    """The content of a ``.metadata``, of which ``stored`` bytes are on the disk.
+    """The content of a ``.metadata``. ``stored`` are its bytes on the disk, if they are fewer.
 
     Raises InputError for damage and for a class that is not allowed, and UnsupportedError for the buckets of Megatron,
     which hide where a parameter begins.
@@ -222,11 +222,9 @@ class _Parser:
         if (name, start) in self._seen:
             raise self._fail(f"{shown(name)}: a slice that is listed twice")
         self._seen.add((name, start))
-        path: Any = entry.get("relative_path")
+        path, offset, length = (entry.get(field) for field in ("relative_path", "offset", "length"))
         if type(path) is not str or not is_inside(path) or path.rpartition("/")[2] == METADATA:
             raise self._fail(f"{shown(name)}: it lies in {shown(path)}, which is no file of the checkpoint")
-        offset: Any = entry.get("offset")
-        length: Any = entry.get("length")
         if not is_count(offset) or not is_count(length):
             raise self._fail(f"{shown(name)}: its place in {shown(path)} is no count of bytes")
         transforms = entry.get("transform_descriptors") or []

@@ -16,7 +16,6 @@ from ckpt8.checkpoint.tree import Global, Inert
 from ckpt8.core.errors import InputError
 
 _HEAD, _STOP = b"\x80\x04", b"."
-_CONSTANTS: Mapping[Any, bytes] = {None: b"N", True: b"\x88", False: b"\x89"}
 _SIZE = Global("torch.Size")
 
 _GROWTH, _ALLOWANCE = 16, 1 << 16
@@ -54,8 +53,7 @@ def rewritten(metadata: Metadata, places: Mapping[Slice, tuple[int, int]], where
         name: _sized_tensor(value) if name in metadata.tensors else value
         for name, value in state["state_dict_metadata"].items()
     }
-    limit = _GROWTH * metadata.nbytes + _ALLOWANCE
-    return _Writer(where, limit).write(replace(metadata.tree, state=state))
+    return _Writer(where, _GROWTH * metadata.nbytes + _ALLOWANCE).write(replace(metadata.tree, state=state))
 
 
 def _sized(node: Inert, *keys: str) -> Inert:
@@ -80,6 +78,8 @@ class _Writer:
         self._memo: dict[str, int] = {}
         self._pending: list[Any] = []
         self._kinds: Mapping[type, Callable[[Any], None]] = {
+            type(None): lambda _: self._put(b"N"),
+            bool: lambda value: self._put(b"\x88" if value else b"\x89"),
             int: self._int,
             float: lambda value: self._put(b"G" + struct.pack(">d", value)),
             str: lambda value: self._put(_counted(b"X", value.encode("utf-8", "surrogatepass"))),
@@ -102,9 +102,6 @@ class _Writer:
             item = self._pending.pop()
             if len(self._out) > self._limit:
                 raise InputError(f"{self._where}: repeats the same values over and over")
-            if item is None or item is True or item is False:
-                self._put(_CONSTANTS[item])
-                continue
             kind = self._kinds.get(type(item))
             if kind is None:
                 raise InputError(f"{self._where}: holds a {type(item).__name__}, which cannot be written back")

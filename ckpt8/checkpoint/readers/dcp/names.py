@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ckpt8.checkpoint.readers.dcp.metadata import Metadata
@@ -48,8 +49,6 @@ _MAX_COMPONENTS = 64
 """Names of modules have a few components; all behind the 64th count as one."""
 
 Components = tuple[str, ...]
-Value = Callable[[str], Any]
-"""Reads a value that is no tensor, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +68,17 @@ class DcpRoles:
     or the parameter that has a group of its own.
     """
 
-    def __init__(self, metadata: Metadata) -> None:
+    def __init__(self, metadata: Metadata, value: Callable[[str], Any]) -> None:
         self._metadata = metadata
+        self._value = value
         self._names = {name: tuple(name.split(".", _MAX_COMPONENTS)) for name in metadata.names}
         self._inside: dict[str, tuple[Components, Components]] = {}
         self._find_optimizers()
         # The parameters that an optimizer has moments of, or a group for, by the path of the optimizer.
         self._owners: dict[Components, set[Components]] = defaultdict(set)
-        for home, path in self._inside.values():
+        for optimizer, path in self._inside.values():
             if len(path) > 2 and (path[0] == GROUPS or path[-1] in STATE_ROLES):
-                self._owners[home].add(path[1:-1])
+                self._owners[optimizer].add(path[1:-1])
         self.states = {name: key for name in self._inside if (key := self._state_key(name)) is not None}
         self._trained = {key.parameter for key in self.states.values()}
         self.values: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
@@ -88,11 +88,10 @@ class DcpRoles:
         alone = all(name in metadata.tensors or "_extra_state" in name for name in self._names)
         self._is_bare = alone and not self._inside and all(len(path) == 1 for path in metadata.paths.values())
         self.options = {
-            name: StateKey(".".join(home), ".".join(path[1:-1]), path[-1])
-            for name, (home, path) in self._inside.items()
+            name: StateKey(".".join(optimizer), ".".join(path[1:-1]), path[-1])
+            for name, (optimizer, path) in self._inside.items()
             if path[0] == GROUPS and len(path) > 2
         }
-        self._groups: dict[tuple[str, str], Mapping[str, str]] | None = None
 
     def _find_optimizers(self) -> None:
         """Split the name of every value inside an optimizer before ``state`` or ``param_groups``."""
@@ -112,14 +111,14 @@ class DcpRoles:
 
     def _state_key(self, name: str) -> StateKey | None:
         """The place of a value in an optimizer's state; None for an option of a group, and for other values."""
-        home, (kind, *path) = self._inside[name]
+        optimizer, (kind, *path) = self._inside[name]
         if kind != STATE:
             return None
         for end in range(len(path) - 1, 0, -1):
-            if tuple(path[:end]) in self._owners[home]:
-                return StateKey(".".join(home), ".".join(path[:end]), ".".join(path[end:]))
+            if tuple(path[:end]) in self._owners[optimizer]:
+                return StateKey(".".join(optimizer), ".".join(path[:end]), ".".join(path[end:]))
         if len(path) > 1 and path[0] in _KEY_ROLES:
-            return StateKey(".".join(home), ".".join(path[1:]), path[0])
+            return StateKey(".".join(optimizer), ".".join(path[1:]), path[0])
         return None
 
     def role(self, name: str) -> Role:
@@ -134,21 +133,20 @@ class DcpRoles:
         at_top = path is not None and len(path) == 1 and "." in name
         return Role.WEIGHT if in_model or at_top or name in self._trained or self._is_bare else Role.OTHER
 
-    def group(self, key: StateKey, value: Value) -> Mapping[str, Any]:
+    def group(self, key: StateKey) -> Mapping[str, Any]:
         """The options of the group that a parameter is in, as far as they tell the update rule."""
-        if self._groups is None:
-            self._groups = self._read_groups(value)
         options = self._groups.get((key.optimizer, key.parameter), {})
-        return {option: value(name) for option, name in options.items() if option in _OPTIONS}
+        return {option: self._value(name) for option, name in options.items() if option in _OPTIONS}
 
-    def _read_groups(self, value: Value) -> dict[tuple[str, str], Mapping[str, str]]:
+    @cached_property
+    def _groups(self) -> dict[tuple[str, str], Mapping[str, str]]:
         """The names of the options of its group, by optimizer and parameter."""
         options: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
         for name, key in self.options.items():
             options[key.optimizer, key.parameter][key.key] = name
         groups: dict[tuple[str, str], Mapping[str, str]] = {}
         for (optimizer, owner), names in options.items():
-            listed = value(names[PARAMETERS]) if PARAMETERS in names else None
+            listed = self._value(names[PARAMETERS]) if PARAMETERS in names else None
             members = listed if isinstance(listed, list) else [owner]
             known = (str(member) for member in members if type(member) is str or is_count(member))
             groups.update({(optimizer, member): names for member in known})

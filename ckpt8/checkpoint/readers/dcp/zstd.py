@@ -89,9 +89,8 @@ class DecodedFile(SourceFile):
             size = self._decode(offset, length).size if compressed else length
             self.places.append((position, size))
             position, end = position + size, offset + length
-        length = position + file.source.length - end
         self._runs.append((position, end, -1))
-        self.source = ByteRange(file.source.path, 0, length)
+        self.source = ByteRange(file.source.path, 0, position + file.source.length - end)
 
     def keep(self, piece: int, storages: Sequence[StorageInfo]) -> None:
         """Keep the bytes of a piece outside its ``storages``, whose offsets count from the start of the piece."""

@@ -1,1 +1,1 @@
-"""Pickles read without running them. Imports the tree and core only."""
+"""Reads pickles without running them. Imports the tree and core only."""

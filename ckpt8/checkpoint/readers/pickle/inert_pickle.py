@@ -1,20 +1,20 @@
-"""A pickle machine that executes nothing: it gives plain values, ``Inert`` nodes and tensor references.
+"""A pickle machine that executes nothing: it returns plain values, ``Inert`` nodes and tensor references.
 
 A pickle is a program for a stack machine. Python's machine imports names and calls them; this one has no code
-that could do either. A name becomes a ``Global``, a call becomes an ``Inert`` that keeps its arguments, and
-only the constructors listed in ``rebuild.py`` are understood. The memory and time that a stream of n bytes
-can take are proportional to n: every announced length is checked against the bytes that are left, and what a
-single opcode could copy again and again is budgeted. Nothing here recurses, so nesting is limited only by the
-walk that follows.
+that could do either. A name becomes a ``Global``, a call becomes an ``Inert`` that keeps its arguments, and the
+machine understands only the constructors of ``rebuild.py``. The memory and time that a stream of n bytes can take
+are proportional to n: the machine checks every announced length against the bytes that are left, and has budgets
+for objects and for copies. Nothing here recurses, so only the walk that follows limits the nesting.
 """
 
 from __future__ import annotations
 
+import io
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from ckpt8.checkpoint.readers.pickle.pickle_stack import STACK_OPCODES, ByteStream, StackMachine
+from ckpt8.checkpoint.readers.pickle.pickle_stack import STACK_OPCODES, StackMachine
 from ckpt8.checkpoint.readers.pickle.rebuild import CONSTRUCTORS, NOT_INTERPRETED, dict_key, is_plain, set_entry
 from ckpt8.checkpoint.readers.pickle.torch_calls import TorchCalls
 from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, TensorRef
@@ -24,7 +24,7 @@ MAX_GLOBALS = 65_536
 MAX_NAME_CHARACTERS = 1024
 _STOP = ord(".")
 CALL_UNITS = 2
-"""An object that is made by a call takes as much memory as that many containers."""
+"""An object that a call makes takes as much memory as that many containers."""
 
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # names of Python 2, used by protocols 0 to 2
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError, struct.error)
@@ -33,7 +33,7 @@ PersistentLoad = Callable[[Any], Any]
 
 
 def load_pickle(
-    stream: ByteStream,
+    stream: io.BufferedIOBase,
     end: int,
     label: str,
     persistent_load: PersistentLoad | None = None,
@@ -42,13 +42,12 @@ def load_pickle(
     stored: int | None = None,
     calls: TorchCalls | None = None,
 ) -> Any:
-    """Read one pickle from ``stream``, which is left behind its last byte.
+    """The value of one pickle, read from ``stream`` up to its last byte. Sets become ``Inert`` nodes with ``items``.
 
-    ``end`` is the position, as ``stream.tell()`` counts, at which the stream's bytes end. ``label`` opens
-    every message. ``persistent_load`` turns a persistent id into a value or raises InputError; without it
-    such an id is refused. ``names`` is given the dotted names of all classes and functions that the pickle refers
-    to. ``stored`` are the bytes on the disk where that is not all of the stream. ``calls`` judges what torch would do.
-    Raises InputError for anything but a well-formed pickle. Sets become ``Inert`` nodes with ``items``.
+    ``end`` is the position, as ``stream.tell()`` counts, at which the bytes of the stream end. ``label`` opens every
+    message. ``persistent_load`` turns a persistent id into a value or raises InputError; without it such an id is an
+    error. ``names`` receives the dotted names of all classes and functions in the pickle. ``stored`` are the bytes on
+    the disk, if the stream has more. ``calls`` judges what torch would do. Raises InputError for damage.
     """
     machine = _Machine(stream, end, label, persistent_load, end if stored is None else stored, calls)
     value = machine.run()
@@ -70,7 +69,7 @@ class _Machine(StackMachine):
 
     def __init__(
         self,
-        stream: ByteStream,
+        stream: io.BufferedIOBase,
         end: int,
         label: str,
         persistent_load: PersistentLoad | None,
@@ -84,13 +83,13 @@ class _Machine(StackMachine):
         self.globals: dict[tuple[str, str], Global] = {}
 
     def run(self) -> Any:
-        """Execute up to STOP and give the value. Raises InputError."""
+        """Read up to STOP and return the value. Raises InputError."""
         read = self.read
         try:
             while (code := read(1)[0]) != _STOP:
                 _TABLE[code](self)
         except _DAMAGE as exc:
-            # Whatever a wrong byte leads to surfaces here as one of these; only the place has to be added.
+            # Any wrong byte leads to one of these errors; only the place is missing in them.
             raise InputError(f"{self.label}: damaged pickle near byte {self.tell()}: {_reason(exc)}") from exc
         if len(self.stack) != 1 or self.marks or self.tell() > self.end:
             raise InputError(f"{self.label}: damaged pickle: it ends at byte {self.tell()} with values left over")
@@ -124,10 +123,6 @@ class _Machine(StackMachine):
         self.count()
         items = self._since_mark()
         self.stack.append(items)
-
-    def _append(self) -> None:
-        value = self.stack.pop()
-        self._extend([value])
 
     def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -192,9 +187,9 @@ class _Machine(StackMachine):
                 self.calls.name(found.name)
         return found
 
-    def _global_text(self) -> None:
+    def _global_text(self) -> Global:
         module = self._line().decode("utf-8")
-        self.stack.append(self._named(module, self._line().decode("utf-8")))
+        return self._named(module, self._line().decode("utf-8"))
 
     def _global_stack(self) -> None:
         name = self.stack.pop()
@@ -228,8 +223,7 @@ class _Machine(StackMachine):
         self.stack.append(self._construct(function, tuple(args)))
 
     def _instance(self) -> None:
-        self._global_text()
-        function = self.stack.pop()
+        function = self._global_text()
         args = tuple(self._since_mark())
         self.stack.append(self._construct(function, args))
 
@@ -266,7 +260,7 @@ _OPCODES: Mapping[int, Callable[[_Machine], object]] = {
     0x87: _Machine._tuple_3,
     ord("]"): _Machine._empty_list,
     ord("l"): _Machine._list,
-    ord("a"): _Machine._append,
+    ord("a"): lambda machine: machine._extend([machine.stack.pop()]),
     ord("e"): lambda machine: machine._extend(machine._since_mark()),
     ord("}"): _Machine._empty_dict,
     ord("d"): _Machine._dict,
@@ -275,7 +269,7 @@ _OPCODES: Mapping[int, Callable[[_Machine], object]] = {
     0x8F: _Machine._empty_set,
     0x90: lambda machine: machine._extend(machine._since_mark()),
     0x91: _Machine._frozen_set,
-    ord("c"): _Machine._global_text,
+    ord("c"): lambda machine: machine.stack.append(machine._global_text()),
     0x93: _Machine._global_stack,
     ord("R"): _Machine._reduce,
     0x81: _Machine._reduce,

@@ -1,32 +1,32 @@
-"""The part of the pickle machine below all objects: operands, scalars, the stack, its marks, the memo, the budgets.
+"""The lower part of the inert pickle machine: operands, scalars, the stack, its marks, the memo, the budgets.
 
-Every announced length is checked against the bytes that are left before anything is read, and objects are counted
-before they are built. What is wrong raises ValueError, IndexError or struct.error, to which ``inert_pickle`` adds the
-file and the place.
+The machine checks every announced length against the bytes that are left before it reads, and counts objects before it
+builds them. Damage raises ValueError, IndexError or struct.error, to which ``inert_pickle`` adds file and place.
 """
 
 from __future__ import annotations
 
+import io
 import re
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from ckpt8.checkpoint.tree import Inert
 
 MAX_PROTOCOL = 5
 MAX_MARKS = 10_000
 MAX_UNITS = 64_000_000
-"""Objects in one pickle, where a container counts as one and an object that is made by a call as several."""
+"""The most objects in one pickle. A container counts as one, an object that a call makes as several."""
 FREE_UNITS = 1_000_000
 UNITS_PER_STORED_BYTE = 8
-"""Beyond the free ones, a pickle has a unit for every two of its bytes, and 8 for each byte on the disk."""
+"""Beyond the free units a pickle has one for every two of its bytes, but no more than 8 for each byte on the disk."""
 COPY_FACTOR = 16
-"""Constructors that copy may copy in all this many times what was read."""
+"""All copies of constructors together may be this many times as large as the bytes read."""
 COPY_ALLOWANCE = 65_536
 MAX_INDEX_DIGITS = 20
 MAX_INTEGER_DIGITS = 4300
-"""Reading decimal digits takes quadratic time; Python's own limit is the same but can be switched off."""
+"""Reading decimal digits takes quadratic time. Python has the same limit, but a setting can switch it off."""
 MAX_INTEGER_BYTES = 1785
 """Integers of more bytes have more digits than Python shows; they stay bytes in an ``Inert``."""
 
@@ -39,19 +39,6 @@ _u64 = struct.Struct("<Q").unpack
 _f64 = struct.Struct(">d").unpack
 
 
-class ByteStream(Protocol):
-    """What the machine reads from. ``io.BytesIO`` and ``io.BufferedReader`` are such streams."""
-
-    def read(self, size: int, /) -> bytes:
-        """At most ``size`` bytes."""
-
-    def readline(self) -> bytes:
-        """Up to and with the next newline."""
-
-    def tell(self) -> int:
-        """Position of the next byte."""
-
-
 def _unescape(match: re.Match[bytes]) -> bytes:
     code = match[1]
     if code[:1] == b"x" and len(code) == 3:
@@ -62,7 +49,7 @@ def _unescape(match: re.Match[bytes]) -> bytes:
 
 
 def _legacy_text(data: bytes) -> str | bytes:
-    """Take a Python 2 ``str``, which is text or bytes, for text only if it decodes as UTF-8."""
+    """A ``str`` of Python 2, which is text or bytes: text if it decodes as UTF-8, else bytes."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
@@ -70,13 +57,13 @@ def _legacy_text(data: bytes) -> str | bytes:
 
 
 class StackMachine:
-    """The opcodes that read a scalar or move values about. ``end`` is where the bytes of ``stream`` end.
+    """The opcodes that read a scalar or move values. ``end`` is the position where the bytes of ``stream`` end.
 
-    ``stack`` holds what was pushed since the last mark, ``marks`` the stacks below it. ``stored`` are the bytes on the
-    disk that ``stream`` comes from.
+    ``stack`` holds the values since the last mark, ``marks`` the stacks below it. ``stored`` are the bytes on the disk
+    that ``stream`` comes from.
     """
 
-    def __init__(self, stream: ByteStream, end: int, stored: int) -> None:
+    def __init__(self, stream: io.BufferedIOBase, end: int, stored: int) -> None:
         self.read = stream.read
         self.readline = stream.readline
         self.tell = stream.tell
@@ -91,7 +78,7 @@ class StackMachine:
         self._room = UNITS_PER_STORED_BYTE * stored
 
     def count(self, units: int = 1) -> None:
-        """Take note of an object that is about to be made. Raises ValueError for more than the pickle may have."""
+        """Count an object before it is made. Raises ValueError for more than the pickle may have."""
         self.units += units
         if self.units > self._allowed:
             self._allowed = min(MAX_UNITS, FREE_UNITS + min((self.tell() - self.start) // 2, self._room))
@@ -99,7 +86,7 @@ class StackMachine:
                 raise ValueError(f"it builds more objects than {self.tell() - self.start} bytes of a checkpoint hold")
 
     def spend(self, size: int) -> None:
-        """Take note of a copy of ``size`` parts. Raises ValueError when copies get out of proportion."""
+        """Count a copy of ``size`` parts before it is made. Raises ValueError when copies get out of proportion."""
         self.copied += size
         if self.copied > COPY_FACTOR * (self.tell() - self.start) + COPY_ALLOWANCE:
             raise ValueError("it copies the same values over and over")
@@ -227,4 +214,4 @@ STACK_OPCODES: Mapping[int, Callable[[StackMachine], object]] = {
     ord("r"): StackMachine._put_4,
     0x94: StackMachine._memoize,
 }
-"""What each opcode does that this part of the machine knows."""
+"""The opcodes that need no objects, with their actions."""

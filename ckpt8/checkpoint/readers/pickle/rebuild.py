@@ -47,9 +47,8 @@ def is_plain(value: Any) -> bool:
         return True
     if type(value) not in (tuple, list, dict) or len(value) > MAX_PLAIN_ENTRIES:
         return False
-    if type(value) is dict:
-        return all(_is_trivial(part) for pair in value.items() for part in pair)
-    return all(_is_trivial(part) for part in value)
+    parts = (part for pair in value.items() for part in pair) if type(value) is dict else value
+    return all(map(_is_trivial, parts))
 
 
 def is_count(value: Any) -> TypeGuard[int]:
@@ -187,8 +186,7 @@ def _bytearray(args: tuple[Any, ...], spend: Spend) -> Any:
 
 
 def _complex(args: tuple[Any, ...], _spend: Spend) -> Any:
-    numbers = len(args) == 2 and all(type(part) in (int, float) for part in args)
-    return complex(*args) if numbers else NOT_INTERPRETED
+    return complex(*args) if len(args) == 2 and all(type(n) in (int, float) for n in args) else NOT_INTERPRETED
 
 
 def _slice(args: tuple[Any, ...], _spend: Spend) -> Any:

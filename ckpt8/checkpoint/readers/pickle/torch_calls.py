@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from ckpt8.checkpoint.readers.pickle.pickle_stack import StackMachine
 from ckpt8.checkpoint.readers.pickle.rebuild import MAX_DIMS
-from ckpt8.checkpoint.readers.pickle.torch_call import Budget, Call
-from ckpt8.checkpoint.readers.pickle.torch_rules import COUNTER, RULES, TENSOR_MAKERS
+from ckpt8.checkpoint.readers.pickle.torch_rules import COUNTER, RULES, TENSOR_MAKERS, Call
 from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, StorageRef, TensorRef
 
 DATA_FACTOR = 4
@@ -41,12 +41,12 @@ class TorchCalls:
         if name not in self._allowed and name not in self._trusted:
             self.foreign[name] = None
 
-    def call(self, function: Any, args: tuple[Any, ...], made: Any, budget: Budget) -> None:
+    def call(self, function: Any, args: tuple[Any, ...], made: Any, budget: StackMachine) -> None:
         """Judge a call. ``made`` is the value that the inert machine makes of it, or NOT_INTERPRETED."""
         if self.foreign:
             return
         if type(function) is not Global:
-            raise ValueError("it calls what is no function")
+            raise ValueError("it calls something that is no function")
         rule = RULES.get(function.name)
         if rule is not None:
             rule(Call(self, function.name, args, made, budget))
@@ -55,7 +55,7 @@ class TorchCalls:
             why = "it asks for memory of a stated size" if asks else "it calls what torch.save never calls"
             raise ValueError(f"{why} ({function.name})")
 
-    def build(self, target: Any, state: Any, budget: Budget) -> None:
+    def build(self, target: Any, state: Any, budget: StackMachine) -> None:
         """Judge a state for an object."""
         if self.foreign or (type(target) is Inert and target.name in self._trusted):
             return

@@ -1,4 +1,4 @@
-"""For each name that torch's ``weights_only`` unpickler calls, the rule for its arguments.
+"""The calls of torch's ``weights_only`` unpickler, with a rule for the arguments of each name that it calls.
 
 A rule is a function of a ``Call``. It raises ValueError for arguments that ``torch.save`` does not write.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
+from ckpt8.checkpoint.readers.pickle.pickle_stack import StackMachine
 from ckpt8.checkpoint.readers.pickle.rebuild import (
     CONSTRUCTORS,
     MAX_DIMS,
@@ -18,7 +19,6 @@ from ckpt8.checkpoint.readers.pickle.rebuild import (
     is_plain,
     set_entry,
 )
-from ckpt8.checkpoint.readers.pickle.torch_call import Call
 from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, StorageRef, TensorRef
 from ckpt8.core.tensors import DType
 
@@ -30,6 +30,61 @@ _UTILS = "torch._utils._rebuild_"
 _TYPED = "torch._tensor._rebuild_from_type_v2"
 _LARGEST_ITEM = 16
 _PACKED = {DType.QUINT4X2: 2, DType.QUINT2X4: 4}
+_PROPERTIES = frozenset({"data", "real", "imag", "grad", "names", "__class__", "__dict__"})
+"""Attributes of a tensor that do something when they are set."""
+
+
+class Calls(Protocol):
+    """The judge of all calls of one file: see ``torch_calls``."""
+
+    def call(self, function: Any, args: tuple[Any, ...], made: Any, budget: StackMachine) -> None:
+        """Judge a call. Raises ValueError."""
+
+    def spend_data(self, nbytes: int) -> None:
+        """Count bytes of tensors that are computed or copied. Raises ValueError when they are too many."""
+
+    def is_tensor(self, value: Any) -> bool:
+        """Whether torch has a tensor for ``value``."""
+
+    def is_trusted(self, value: Any) -> bool:
+        """Whether ``value`` is a class that the user allowed."""
+
+
+class Call:
+    """One call, for a rule to judge. The methods are checks: they raise ValueError."""
+
+    __slots__ = ("args", "budget", "calls", "made", "name")
+
+    def __init__(self, calls: Calls, name: str, args: tuple[Any, ...], made: Any, budget: StackMachine) -> None:
+        self.calls = calls
+        self.name = name
+        self.args = args
+        self.made: Any = made
+        self.budget = budget
+
+    def require(self, holds: object) -> None:
+        """Raise ValueError unless ``holds`` is true."""
+        if not holds:
+            raise ValueError(f"the arguments of {self.name} are not those that torch.save writes")
+
+    def is_made(self, kind: type) -> None:
+        """Require that the inert machine made a ``kind`` of the call."""
+        self.require(type(self.made) is kind)
+
+    def dense(self, value: Any, itemsize: int | None = None) -> None:
+        """Require a tensor that repeats no element, and count its bytes, with elements of ``itemsize`` bytes."""
+        self.require(type(value) is TensorRef)
+        span = 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride, strict=True))
+        numel = prod(value.shape)
+        self.require(numel <= max(span, 0))
+        self.calls.spend_data(numel * (itemsize or value.dtype.itemsize))
+
+    def state(self, state: Any) -> None:
+        """Require attributes of a tensor: ``__dict__``, or that and the values of slots."""
+        for part in state if type(state) is tuple and len(state) == 2 else (state,):
+            self.require(part is None or type(part) in (dict, StatefulDict))
+            self.require(not part or not any(name in _PROPERTIES for name in part))
+            self.budget.spend(len(part or ()))
 
 
 def _is_shape(value: Any) -> bool:
@@ -123,9 +178,8 @@ def _converted(call: Call) -> None:
         call.require(type(content) is bytes)
         call.calls.spend_data(len(content or b"") * _LARGEST_ITEM)
     else:
-        dtype = call.args[1]
-        known = type(dtype) is Global and dtype.name.removeprefix("torch.") in _ITEMSIZES
-        call.dense(data, _ITEMSIZES[dtype.name.removeprefix("torch.")] if known else _LARGEST_ITEM)
+        dtype = call.args[1].name.removeprefix("torch.") if type(call.args[1]) is Global else ""
+        call.dense(data, _ITEMSIZES.get(dtype, _LARGEST_ITEM))
 
 
 def _size(call: Call) -> None:

@@ -1,22 +1,32 @@
-"""DeepSpeed's universal checkpoints: one file for each tensor, whose name states the role.
+"""DeepSpeed's layouts: universal checkpoints, and the flat partitions of stages 1 and 2.
+
+A universal checkpoint has one file for each tensor, whose name states the role:
 
     zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt     the tensor, alone or as ``param`` of a dictionary
     zero/<parameter>/step.pt                                the step; stage 3 has it in optimizer_state.pt
     zero/optimizer_state.pt                                 ``param_groups``, and the rest of the optimizer
 
-So the moments of a parameter are in two members, and the step and the options in others.
+So the moments of a parameter are in two members, and the step and the options in others. Flat partitions keep the fp32
+masters of the parameters of a model file in pieces:
+
+    mp_rank_00_model_states.pt                        module: {name: tensor}
+    zero_pp_rank_1_mp_rank_00_optim_states.pt         optimizer_state_dict: {
+        single_partition_of_fp32_groups: [flat],      one for each parameter group, the share of one rank
+        param_slice_mappings: [{name: {start, numel}}]}
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ckpt8.checkpoint.meaning.roles import ParameterState, short_name
 from ckpt8.checkpoint.meaning.update_rules import recognise
 from ckpt8.checkpoint.scalars import read_scalar
-from ckpt8.checkpoint.tree import Checkpoint, TensorRef
+from ckpt8.checkpoint.tree import Checkpoint, Inert, TensorRef
 from ckpt8.core.tensors import Role
 
 _ROLES = {"fp32.pt": Role.WEIGHT, "exp_avg.pt": Role.MOMENT1, "exp_avg_sq.pt": Role.MOMENT2}
@@ -57,7 +67,10 @@ class Universal:
         found = {key: self._tensor(f"{folder}/{key}.pt") for key in _MOMENTS}
         state: dict[str, Any] = {key: ref for key, ref in found.items() if ref is not None}
         step = self._step(folder, root)
-        return ParameterState(short_name(f"{root}:{name}"), {**state, "step": step}, self._group(root, state, step))
+        groups = groups_of(self._tree(f"{root}/{_REST}"))
+        # The files do not say which group has the parameter. That does not matter if all have one rule.
+        group = groups[0] if len({recognise(state, group, step) for group in groups}) == 1 else {}
+        return ParameterState(short_name(f"{root}:{name}"), {**state, "step": step}, group)
 
     def _tensor(self, path: str) -> TensorRef | None:
         """The one tensor of a member; None where there is none."""
@@ -67,18 +80,13 @@ class Universal:
     def _tree(self, path: str) -> Any:
         return self._members[path][1].tree if path in self._members else None
 
-    def _group(self, root: str, state: Mapping[str, Any], step: float | None) -> Mapping[Any, Any]:
-        """The options of a parameter. The files do not say its group: empty where the groups have different rules."""
-        groups = groups_of(self._tree(f"{root}/{_REST}"))
-        return groups[0] if len({recognise(state, group, step) for group in groups}) == 1 else {}
-
     def _step(self, folder: str, root: str) -> float | None:
         """The step of a parameter; in stage 3 that of the whole optimizer."""
         own = f"{folder}/step.pt"
         if own in self._members:
             return _number(self._members[own][1], self._tree(own))
-        step = common_step(self._members[f"{root}/{_REST}"][1])
-        return None if step is None else step[1]
+        common = common_step(self._members[f"{root}/{_REST}"][1])
+        return None if common is None else common[1]
 
 
 def param_of(tree: Any) -> Any:
@@ -108,3 +116,52 @@ def _number(checkpoint: Checkpoint, value: Any) -> float | None:
         storage = next(each for each in checkpoint.storages if each.key == value.key)
         return read_scalar(checkpoint, storage, value)
     return value if isinstance(value, (int, float)) else None
+
+
+Piece = tuple[TensorRef, int, int]
+"""``count`` elements of a flat master from ``start`` on: master, start, count."""
+
+Partitions = Mapping[TensorRef, list[Piece]]
+"""The pieces of a parameter of a model file, in order."""
+
+_MODEL_FILE = re.compile(r"(?:.*/)?mp_rank_([\d_]+)_model_states\.pt")
+_SHARE_FILE = re.compile(r"(?:.*/)?(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_([\d_]+)_optim_states\.pt")
+
+
+def find_partitions(members: Iterable[tuple[str, Any]]) -> Partitions:
+    """The pieces of all parameters whose numbers of elements agree. ``members`` are path and tree."""
+    models: dict[tuple[str, str], Mapping[Any, Any]] = {}
+    shares: dict[tuple[str, str], list[tuple[int, Mapping[Any, Any]]]] = defaultdict(list)
+    for path, tree in members:
+        folder, entries = path.rpartition("/")[0], tree if isinstance(tree, dict) else {}
+        module, state = entries.get("module"), entries.get("optimizer_state_dict")
+        if (match := _MODEL_FILE.fullmatch(path)) and isinstance(module, dict):
+            models[folder, match[1]] = module
+        elif (match := _SHARE_FILE.fullmatch(path)) and isinstance(state, dict):
+            shares[folder, match[2]].append((int(match[1]), state))
+    found: dict[TensorRef, list[Piece]] = {}
+    for place, module in models.items():
+        pieces: dict[str, list[Piece]] = defaultdict(list)
+        for _, state in sorted(shares[place], key=lambda share: share[0]):
+            for name, piece in _pieces(state):
+                pieces[name].append(piece)
+        found.update(
+            (ref, pieces[name])
+            for name, ref in module.items()
+            if isinstance(ref, TensorRef) and sum(count for _, _, count in pieces.get(name, [])) == ref.numel
+        )
+    return found
+
+
+def _pieces(state: Mapping[Any, Any]) -> Iterator[tuple[str, Piece]]:
+    """The names and pieces of one rank, group by group."""
+    flats, mappings = state.get("single_partition_of_fp32_groups"), state.get("param_slice_mappings")
+    if not isinstance(flats, list) or not isinstance(mappings, list):
+        return
+    for flat, mapping in zip(flats, mappings, strict=False):
+        if not isinstance(flat, TensorRef) or not isinstance(mapping, dict):
+            continue
+        for name, address in mapping.items():
+            match address:
+                case Inert(state={"start": int(start), "numel": int(count)}) if start >= 0 and count > 0:
+                    yield name, (flat, start, count)
