@@ -12,30 +12,31 @@ Names are resolved when first used, so that importing the package does not impor
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from ckpt8.core.lazy import lazy_names
 
-_NAMES = {
-    "compress": ("ckpt8.compressing.compress", "compress"),
-    "convert": ("ckpt8.converting.convert", "convert"),
-    "Global": ("ckpt8.checkpoint.tree", "Global"),
-    "Inert": ("ckpt8.checkpoint.tree", "Inert"),
-    "diff": ("ckpt8.inspecting.diff.diff", "diff"),
-    "save": ("ckpt8.compressing.compress", "save"),
-    "load": ("ckpt8.restoring.load", "load"),
-    "open": ("ckpt8.container.open_file", "open_container"),
-    "restore": ("ckpt8.restoring.restore", "restore"),
-    "resume": ("ckpt8.restoring.resume.resume", "resume"),
-    "verify": ("ckpt8.inspecting.verify", "verify"),
-    "CheckFailedError": ("ckpt8.core.errors", "CheckFailedError"),
-    "Ckpt8Error": ("ckpt8.core.errors", "Ckpt8Error"),
-    "InputError": ("ckpt8.core.errors", "InputError"),
-    "KernelCacheWarning": ("ckpt8.core.errors", "KernelCacheWarning"),
-    "OutputError": ("ckpt8.core.errors", "OutputError"),
-    "ResumeError": ("ckpt8.core.errors", "ResumeError"),
-    "ResumeWarning": ("ckpt8.core.errors", "ResumeWarning"),
-    "UnsupportedError": ("ckpt8.core.errors", "UnsupportedError"),
-    "UsageError": ("ckpt8.core.errors", "UsageError"),
+_LOCATIONS = {
+    "nn": "ckpt8.nn",
+    "optim": "ckpt8.optim",
+    "compress": "ckpt8.compressing.compress:compress",
+    "convert": "ckpt8.converting.convert:convert",
+    "Global": "ckpt8.checkpoint.tree:Global",
+    "Inert": "ckpt8.checkpoint.tree:Inert",
+    "diff": "ckpt8.inspecting.diff.diff:diff",
+    "save": "ckpt8.compressing.compress:save",
+    "load": "ckpt8.restoring.load:load",
+    "open": "ckpt8.container.open_file:open_container",
+    "restore": "ckpt8.restoring.restore:restore",
+    "resume": "ckpt8.restoring.resume.resume:resume",
+    "verify": "ckpt8.inspecting.verify:verify",
+    "CheckFailedError": "ckpt8.core.errors:CheckFailedError",
+    "Ckpt8Error": "ckpt8.core.errors:Ckpt8Error",
+    "InputError": "ckpt8.core.errors:InputError",
+    "KernelCacheWarning": "ckpt8.core.errors:KernelCacheWarning",
+    "OutputError": "ckpt8.core.errors:OutputError",
+    "ResumeError": "ckpt8.core.errors:ResumeError",
+    "ResumeWarning": "ckpt8.core.errors:ResumeWarning",
+    "UnsupportedError": "ckpt8.core.errors:UnsupportedError",
+    "UsageError": "ckpt8.core.errors:UsageError",
 }
 
 __all__ = [
@@ -65,18 +66,7 @@ __all__ = [
 ]
 
 
-_MODULES = ("nn", "optim")
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"ckpt8.{name}")
-    if name not in _NAMES:
-        raise AttributeError(f"module 'ckpt8' has no attribute {name!r}")
-    module, attribute = _NAMES[name]
-    value = getattr(import_module(module), attribute)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, lambda: _LOCATIONS)
 
 
 def __dir__() -> list[str]:

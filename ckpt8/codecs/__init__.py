@@ -18,11 +18,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
-from importlib import import_module
 from typing import Any, cast
 
 from ckpt8.codecs.base import Codec, config_of
 from ckpt8.core.errors import UnsupportedError, UsageError
+from ckpt8.core.lazy import resolve
 
 CODECS: tuple[tuple[str, str], ...] = (
     ("lossless/1", "ckpt8.codecs.lossless:Lossless"),
@@ -43,8 +43,7 @@ __all__ = ["CODECS", "RELATIONS", "Codec", "codec_class", "codec_from_config", "
 @lru_cache
 def codec_class(codec_id: str) -> type[Any]:
     """The class of a codec id. Raises KeyError."""
-    module, _, name = dict((*CODECS, *RELATIONS))[codec_id].partition(":")
-    return cast("type[Any]", getattr(import_module(module), name))
+    return cast("type[Any]", resolve(dict((*CODECS, *RELATIONS))[codec_id]))
 
 
 def codec_from_config(config: Mapping[str, Any]) -> Codec:

@@ -3,15 +3,16 @@
     ckpt8.nn.switchback(model)                    # every nn.Linear but the head; before or after ckpt8.resume
     ckpt8.nn.to_linear(model)                     # and back
 
-Parameters stay the same objects, so optimizers, state dicts and checkpoints do not notice.
+Parameters stay the same objects: optimizers, state dicts and checkpoints work as before.
 
-Imports core and codecs only. Names are imported when they are first used, so that the package needs no torch.
+Imports core and codecs only. A name is imported when it is first used, so that the package needs no torch.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ckpt8.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ckpt8.nn.conversion import HEADS as HEADS
@@ -19,20 +20,16 @@ if TYPE_CHECKING:
     from ckpt8.nn.conversion import to_linear as to_linear
     from ckpt8.nn.linear import SwitchBackLinear as SwitchBackLinear
 
-_NAMES = {
-    "HEADS": "ckpt8.nn.conversion",
-    "SwitchBackLinear": "ckpt8.nn.linear",
-    "switchback": "ckpt8.nn.conversion",
-    "to_linear": "ckpt8.nn.conversion",
-}
-
 __all__ = ["HEADS", "SwitchBackLinear", "switchback", "to_linear"]
 
+_LOCATIONS = {
+    "HEADS": "ckpt8.nn.conversion:HEADS",
+    "SwitchBackLinear": "ckpt8.nn.linear:SwitchBackLinear",
+    "switchback": "ckpt8.nn.conversion:switchback",
+    "to_linear": "ckpt8.nn.conversion:to_linear",
+}
 
-def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
-        raise AttributeError(f"module 'ckpt8.nn' has no attribute {name!r}")
-    return getattr(import_module(_NAMES[name]), name)
+__getattr__ = lazy_names(__name__, lambda: _LOCATIONS)
 
 
 def __dir__() -> list[str]:

@@ -19,7 +19,7 @@ HEADS = tuple(
     for name in ("lm_head", "head", "classifier", "score", "embed_out", "output_projection")
     for prefix in ("", "*.")
 )
-"""Output layers, by the names they go by. SwitchBack is meant for the layers inside the blocks."""
+"""Globs of the usual names of output layers. SwitchBack is meant for the layers inside the blocks."""
 
 
 def switchback(model: nn.Module, skip: Sequence[str] | None = None, *, backend: str | None = None) -> list[str]:
@@ -27,7 +27,7 @@ def switchback(model: nn.Module, skip: Sequence[str] | None = None, *, backend: 
 
     ``skip`` lists globs of module paths to leave alone, by default ``HEADS``; ``()`` skips none. Two kinds of layers
     never change: subclasses of ``nn.Linear``, which compute something else, and layers that share their weight with an
-    ``nn.Embedding``. ``backend`` is that of ``SwitchBackLinear``. Raises UsageError, and changes nothing, where a glob
+    ``nn.Embedding``. ``backend`` goes to ``SwitchBackLinear``. Raises UsageError, and changes nothing, where a glob
     matches no linear layer, the model has no linear layer, a weight is not fp32, bf16 or fp16, or the backend is
     unknown.
 

@@ -9,15 +9,15 @@ X (rows, inputs), W (outputs, inputs) and the gradient G (rows, outputs) of Y:
     ∂X        = state(G) · state(W) / 127² · (codes(G) @ codes(W))
     ∂W, ∂b    = Gᵀ @ X, sum of G                           not quantised: in 16 bits where X has 16
 
-A weight gradient adds over rows, of which there are far more than inputs or outputs: it needs the 16 bits. States are
-fp32 whatever the tensors are, the integer product is exact, and states, product and bias are multiplied and added in
-fp32, rounded to the element type of X once at the end.
+A weight gradient is a sum over rows, and there are far more rows than inputs or outputs: it needs the 16 bits. States
+are always fp32, the integer product is exact, and states, product and bias are multiplied and added in fp32; the result
+is rounded once, to the element type of X.
 
-What is not finite is not hidden: a row of X or G that holds NaN or Inf has the state NaN, which makes its row of Y or
-∂X NaN; W with NaN or Inf makes all of Y and ∂X NaN. So a loss scaler sees overflow as with ``nn.Linear``, which however
-spreads a bad weight over its column of Y only, and keeps Inf as Inf.
+NaN and Inf stay visible: a row of X or G that holds one has the state NaN, which makes its row of Y or ∂X NaN, and W
+with one makes all of Y and ∂X NaN. So a loss scaler sees overflow as with ``nn.Linear``. That layer, however, spreads a
+bad weight over its column of Y only, and keeps Inf as Inf.
 
-Under ``torch.autocast`` X becomes what autocast says; W is quantised as it is, and ∂W has the element type of W.
+``torch.autocast`` casts X; W is quantised as it is, and ∂W has the element type of W.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BACKENDS = ("torch", "triton")
 
 
 def check_backend(backend: str | None) -> None:
-    """Raise UsageError for a name that no backend has; whether it can run is seen where it is to."""
+    """Raise UsageError for an unknown name. Whether the backend can run is checked when it is used."""
     if backend not in (None, *BACKENDS):
         raise UsageError(f"SwitchBackLinear has no backend {backend!r}; use {' or '.join(map(repr, BACKENDS))}")
 
@@ -59,11 +59,11 @@ def operations(backend: str | None, device: torch.device) -> ModuleType:
 
 
 class SwitchBack(torch.autograd.Function):
-    """Y of X, W, b and the backend; not differentiable twice."""
+    """Y from X, W, b and the backend; not differentiable twice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
-        """Quantise, multiply; keeps X and W where a gradient needs them, and the state of W."""
+        """Quantise and multiply; keep the state of W, and X and W where a gradient needs them."""
         ops = operations(backend, x.device)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         with _without_autocast(x.device):
@@ -78,21 +78,21 @@ class SwitchBack(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """The gradients that are asked for."""
+        """The gradients of X, W and b that autograd needs."""
         x, weight, state = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weight_dtype, bias_dtype = ctx.dtypes
         rows = _rows(grad)
         grad_x = grad_weight = grad_bias = None
         with _without_autocast(grad.device):
-            if of_x:
+            if needs_x:
                 ops = operations(ctx.backend, grad.device)
                 codes, states = ops.quantise_rows(rows)
                 transposed = ops.quantise_tensor(weight, state, transposed=True)
                 grad_x = ops.matmul(codes, states, transposed, state, None, grad.dtype).view(ctx.shape)
-            if of_weight:
+            if needs_weight:
                 grad_weight = (rows.t() @ _rows(x)).to(weight_dtype)
-            if of_bias:
+            if needs_bias:
                 grad_bias = rows.sum(0, dtype=bias_dtype)
         return grad_x, grad_weight, grad_bias, None
 
@@ -100,10 +100,10 @@ class SwitchBack(torch.autograd.Function):
 class SwitchBackLinear(nn.Linear):
     """``nn.Linear`` with an 8-bit forward pass and input gradient; parameters, names and initial values are the same.
 
-    ``backend`` is ``torch`` or ``triton``; by default Triton kernels on CUDA devices, plain torch elsewhere: the same
-    arithmetic. Inputs are (..., in_features) of fp32, bf16 or fp16, the element type of the weight or any of them under
-    ``torch.autocast``. Training and evaluation are alike. A forward pass raises UsageError for what it does not take,
-    and the constructor for another backend.
+    ``backend`` is ``torch`` or ``triton``; the default is Triton kernels on CUDA devices, plain torch elsewhere, with
+    the same arithmetic. Inputs have the shape (..., in_features) and the element type of the weight: fp32, bf16 or
+    fp16, or any of these under ``torch.autocast``. Training and evaluation are alike. A forward pass raises UsageError
+    for other inputs, the constructor for another backend.
 
     >>> ckpt8.nn.SwitchBackLinear(64, 32)(torch.ones(2, 64)).shape
     torch.Size([2, 32])
@@ -144,7 +144,7 @@ class SwitchBackLinear(nn.Linear):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """All dimensions but the last as one, also where there is nothing in them."""
+    """``x`` as a matrix: all dimensions but the last become one, which may be empty."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 

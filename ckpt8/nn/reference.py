@@ -1,14 +1,14 @@
 """SwitchBack's operations in plain torch: codes by row and by tensor, and their exact product. See ``linear``.
 
-Sums of products of codes are integers, and they are computed as such. ``torch._int_mm`` is used where it gives them
-fast: on CUDA devices for the shapes that it takes, on CPUs with VNNI. Without VNNI torch adds them one by one, or
-oneDNN saturates sums of two products at 16 bits; of matrices with one column it gives whatever was in memory (torch
-2.13). Elsewhere fp32 does it, 1024 columns at a time:
+Sums of products of codes are integers, and the result is exact. ``torch._int_mm`` computes them where it is fast: on
+CUDA devices for the shapes that it takes, on CPUs with VNNI. Without VNNI torch adds them one by one, or oneDNN
+saturates sums of two products at 16 bits; for matrices with one column it returns uninitialised memory (torch 2.13).
+Elsewhere fp32 products compute them, 1024 columns at a time:
 
-    127² · 1024 < 2²⁴        every partial sum is an integer that fp32 holds, in whatever order it adds
+    127² · 1024 < 2²⁴        every partial sum is an integer that fp32 holds, in any order
     127² · 2¹⁷  < 2³¹        every sum over a slice is an int32
 
-Longer sums are added in fp32, slice by slice of 2¹⁷ columns in their order.
+Longer sums are added in fp32, by slices of 2¹⁷ columns, in order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SLICE = 1 << 17
 _EXACT_IN_FLOAT = 1024
 _FEWEST_COLUMNS = 8
 _TILE = 1 << 16
-"""Elements that are quantised at once, so that what comes between stays in the cache."""
+"""Elements that are quantised at once, so that intermediate values stay in the cache."""
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,13 +45,13 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tensor_state(x: Tensor) -> Tensor:
-    """The state of a whole matrix, fp32 without dimensions: max|x|, or NaN where it holds NaN or Inf."""
+    """The state of a whole matrix, a 0-d fp32 tensor: max|x|, or NaN where the matrix holds NaN or Inf."""
     largest = [_largest(x[rows].float()) for rows in _tiles(x)]
     return _state(torch.cat(largest).amax() if largest else x.new_zeros((), dtype=torch.float32))
 
 
 def quantise_tensor(x: Tensor, state: Tensor, *, transposed: bool = False) -> Tensor:
-    """Codes of a whole matrix under one state, int8 of its shape; ``transposed`` the other way around, contiguous."""
+    """Codes of a whole matrix under one state: int8 of its shape, or the contiguous transpose."""
     codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     for rows in _tiles(x):
         codes[rows] = _codes(x[rows].float(), state)
@@ -66,8 +66,8 @@ def matmul(a: Tensor, row_states: Tensor, b: Tensor, state: Tensor, bias: Tensor
 
 
 def scaled(sums: Tensor, row_states: Tensor, state: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The end of ``matmul``: of fp32 sums, which it overwrites."""
-    # A product of the two states alone would leave fp32's range sooner.
+    """The last part of ``matmul``: fp32 ``sums``, which it overwrites, times the states, plus the bias."""
+    # The product of the two states would leave fp32's range sooner.
     y = sums.mul_(state / LEVELS**2).mul_(row_states.unsqueeze(1))
     if bias is not None:
         y += bias.float()
@@ -90,15 +90,14 @@ def _state(largest: Tensor) -> Tensor:
 
 def _codes(values: Tensor, state: Tensor) -> Tensor:
     """127 · (x / state), rounded once each and then to the nearest integer, halves to even."""
-    finite = state >= 0
     codes = (values / torch.where(state > 0, state, 1.0)).mul_(LEVELS).round_()
-    return torch.where(finite, codes, 0.0).to(torch.int8)
+    return torch.where(state >= 0, codes, 0.0).to(torch.int8)
 
 
 def _integer_sums(a: Tensor, b: Tensor) -> Tensor:
     if _takes(a, b):
         return torch._int_mm(a, b.t())
-    # TF32 may be switched on, and nothing says how a tensor core adds.
+    # On CUDA fp32 products may run in TF32, on tensor cores that add in an unknown way.
     floating = torch.float64 if a.device.type == "cuda" else torch.float32
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.int32, device=a.device)
     for first in range(0, a.shape[1], _EXACT_IN_FLOAT):
@@ -108,7 +107,7 @@ def _integer_sums(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _takes(a: Tensor, b: Tensor) -> bool:
-    """Whether ``torch._int_mm`` gives this product, and exactly."""
+    """Whether ``torch._int_mm`` computes this product, and exactly."""
     (rows, columns), outputs = a.shape, b.shape[0]
     if a.device.type == "cuda":
         return rows > 16 and columns > 0 and columns % 8 == 0 and outputs > 0 and outputs % 8 == 0
@@ -116,7 +115,7 @@ def _takes(a: Tensor, b: Tensor) -> bool:
 
 
 def _cpu_is_exact() -> bool:
-    """Whether the CPU has VNNI, and adds the largest products without saturating, in a vector and in a matrix."""
+    """Whether the CPU has VNNI and adds the largest products without saturation, in a vector and in a matrix."""
     if not torch.cpu._is_vnni_supported():
         return False
     largest = torch.full((17, 64), LEVELS, dtype=torch.int8, device="cpu")
@@ -128,5 +127,5 @@ def _cpu_is_exact() -> bool:
     )
 
 
-# Found out here, once: a forward pass may run where tensors have no values, as under torch.compile.
+# Tested once, at import: in a forward pass tensors may have no values, as under torch.compile.
 _CPU_IS_EXACT = _cpu_is_exact()

@@ -4,9 +4,9 @@
     code     = rint(127 · (x / state))                     as (t + 1.5·2²³) - 1.5·2²³, which rounds halves to even
     y        = (fp32(Σ codes · codes) · (state / 127²)) · row state + bias
 
-Both operands of a product lie with the summed dimension inside, as integer tensor cores want them: so the codes of W
-are written transposed for the input gradient. Rows of codes are padded with zeros to a multiple of ``STEP``, so that
-products load 16 bytes at a time and heed no end. bf16 is read and written as its 16 bits.
+Integer tensor cores want the summed dimension of both operands to be contiguous, so the codes of W are written
+transposed for the input gradient. Rows of codes are padded with zeros to a multiple of ``STEP``: products then load 16
+bytes at a time, without masks. bf16 is read and written as its 16 bits.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -33,10 +33,10 @@ TILE = 64
 """Rows and columns of a tile of W."""
 
 GROUP = 8
-"""Tiles of rows that go through the columns together, so that their operands stay in the L2 cache."""
+"""How many tiles of rows share the columns that they read, so that operands stay in the L2 cache."""
 
 MATMUL_OPTIONS = {"num_stages": 3, **OPTIONS}
-"""How the product is compiled."""
+"""How ``matmul_kernel`` is compiled."""
 
 _LEVELS = tl.constexpr(127.0)
 _ROUNDING = tl.constexpr(1.5 * 2**23)
@@ -50,7 +50,7 @@ def state_of(bits):
 
 @triton.jit
 def codes_of(x, state):
-    """int8 codes of fp32 under states of its shape, or one for all."""
+    """int8 codes of fp32 values, under states of the same shape or one for all."""
     states = tl.broadcast_to(state, x.shape)
     n = tl.div_rn(x, tl.where(states > 0, states, 1.0))
     t = tl.where(states >= 0, n, 0.0) * _LEVELS
@@ -70,26 +70,20 @@ def largest_bits(row, columns, block: tl.constexpr):
 
 @triton.jit
 def rows_kernel(x, codes, states, columns, padded, block: tl.constexpr):
-    """One row: its largest magnitude, then its codes."""
+    """The state of one row, and its codes unless ``codes`` is None."""
     row = tl.program_id(0).to(tl.int64)
     state = state_of(largest_bits(x + row * columns, columns, block))
     tl.store(states + row, state)
-    for first in range(0, padded, block):
-        at = first + tl.arange(0, block)
-        values = widen(tl.load(x + row * columns + at, at < columns, 0)).to(tl.float32)
-        tl.store(codes + row * padded + at, codes_of(values, state), at < padded)
-
-
-@triton.jit
-def largest_kernel(x, largest, columns, block: tl.constexpr):
-    """The int32 bits of the largest magnitude of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    tl.store(largest + row, largest_bits(x + row * columns, columns, block))
+    if codes is not None:
+        for first in range(0, padded, block):
+            at = first + tl.arange(0, block)
+            values = widen(tl.load(x + row * columns + at, at < columns, 0)).to(tl.float32)
+            tl.store(codes + row * padded + at, codes_of(values, state), at < padded)
 
 
 @triton.jit
 def tiles_kernel(x, codes, state, rows, columns, padded, transposed: tl.constexpr, tile: tl.constexpr):
-    """Codes of a tile of a matrix under one state, in their places or transposed; rows of codes are ``padded`` long."""
+    """Codes of a tile of a matrix under one state, straight or transposed; rows of codes are ``padded`` long."""
     row = (tl.program_id(1) * tile + tl.arange(0, tile)).to(tl.int64)
     column = tl.program_id(0) * tile + tl.arange(0, tile)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
@@ -128,7 +122,7 @@ def matmul_kernel(
     m = (first_down + within % height) * block_m + tl.arange(0, block_m)
     n = within // height * block_n + tl.arange(0, block_n)
     k = tl.arange(0, block_k)
-    # Rows beyond the last are read as others are, and not written.
+    # Rows beyond the last wrap around when they are read, and are not written.
     from_a = a + (m % rows).to(tl.int64)[:, None] * columns + k[None, :]
     from_b = b + (n % outputs).to(tl.int64)[None, :] * columns + k[:, None]
     sums = tl.zeros((block_m, block_n), tl.int32)
@@ -162,11 +156,10 @@ def tensor_state(x: Tensor) -> Tensor:
     rows, columns = x.shape
     if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    largest = torch.empty(rows, dtype=torch.int32, device=x.device)
+    states = torch.empty(rows, dtype=torch.float32, device=x.device)
     with on_device(x.device):
-        largest_kernel[(rows,)](raw(x.contiguous()), largest, columns, **row_options(columns))
-    found = largest.amax().view(torch.float32)
-    return torch.where(found.isfinite(), found, torch.nan)
+        rows_kernel[(rows,)](raw(x.contiguous()), None, states, columns, columns, **row_options(columns))
+    return states.amax()
 
 
 def quantise_tensor(x: Tensor, state: Tensor, *, transposed: bool = False) -> Tensor:
@@ -203,12 +196,12 @@ def matmul(a: Tensor, row_states: Tensor, b: Tensor, state: Tensor, bias: Tensor
 
 
 def matmul_blocks(rows: int) -> dict[str, int]:
-    """The tile of a program: fewer rows where there are few."""
+    """The tile of a program: 128 rows, or fewer where the matrix has few."""
     return {"block_m": 128 if rows > 64 else 64 if rows > 16 else 16, "block_n": 128, "block_k": STEP}
 
 
 def row_options(columns: int) -> dict[str, Any]:
-    """How kernels over rows are launched: 16 elements for each thread where a row has them."""
+    """Launch options of kernels over rows: 16 elements for each thread, if a row has that many."""
     block = max(256, min(ROW_BLOCK, triton.next_power_of_2(columns)))
     return {**OPTIONS, "block": block, "num_warps": max(1, block // 512)}
 
@@ -219,6 +212,6 @@ def _empty(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 def _padded(codes: Tensor) -> Tensor:
-    """Codes as products take them; those made here are."""
+    """Codes in rows of a multiple of ``STEP``, as products take them; codes from this module have them already."""
     missing = -codes.shape[1] % STEP
     return torch.nn.functional.pad(codes, (0, missing)) if missing else codes.contiguous()

@@ -7,20 +7,21 @@ To add an optimizer, write
 1. its rule, a function over blocks of fp32 values (see ``blocks``), and its class, which names the ``rule_id`` and the
    arguments of the constructor: one module here, for example ``lion``;
 2. kernels, if it is to have any: one module in ``triton``;
-3. its card in ``known_optimizers``: state, settings, how saved state is recognised, the published classes.
+3. its card in ``known_optimizers``: state, settings, the signs of its saved state, the published classes.
 
 Every other package reads the card: roles, policy, error in update space, replay, resume, conversion. An entry in
-``optim_cases`` and in ``test_oracles`` runs the conformance tests, and ``tests/optim/test_own_optimizer.py`` shows all
-of it with an optimizer that only the tests have. The imports for type checkers below are its public name.
+``optim_cases`` and one in ``test_oracles`` run the conformance tests; ``tests/optim/test_own_optimizer.py`` shows all
+steps with an optimizer that only the tests have. An import for type checkers, below, gives it its public name.
 
-Imports core and codecs only. Classes are imported when they are first used, so that the package needs no torch.
+Imports core and codecs only. A class is imported when it is first used, so that the package needs no torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ckpt8.optim.known_optimizers import CARDS, resolve
+from ckpt8.core.lazy import lazy_names
+from ckpt8.optim.known_optimizers import CARDS
 
 if TYPE_CHECKING:
     from ckpt8.optim.adafactor import Adafactor as Adafactor
@@ -37,11 +38,7 @@ OPTIMIZERS: tuple[tuple[str, str], ...] = tuple((card.name, card.cls) for card i
 __all__ = ["CAME", "OPTIMIZERS", "SGD", "Adafactor", "Adam", "AdamW", "Lion", "StableAdamW"]
 
 
-def __getattr__(name: str) -> Any:
-    location = next((card.cls for card in CARDS.values() if card.name == name), None)
-    if location is None:
-        raise AttributeError(f"module 'ckpt8.optim' has no attribute {name!r}")
-    return resolve(location)
+__getattr__ = lazy_names(__name__, lambda: {card.name: card.cls for card in CARDS.values()})
 
 
 def __dir__() -> list[str]:

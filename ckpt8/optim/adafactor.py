@@ -66,7 +66,7 @@ def adafactor(
 
 
 class Adafactor(PackedOptimizer):
-    """Adafactor on packed state. Arguments and defaults are torch's; for the others see PackedOptimizer.
+    """Adafactor on packed state. Arguments and defaults are torch's; PackedOptimizer lists the others.
 
     >>> optimizer = ckpt8.optim.Adafactor(model.parameters(), lr=1e-3)
     >>> model(torch.ones(1, 128)).sum().backward()
@@ -87,5 +87,6 @@ class Adafactor(PackedOptimizer):
         weight_decay: float = 0.0,
         **packing: Any,
     ) -> None:
-        defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay}
-        super().__init__(params, defaults, **packing)
+        super().__init__(
+            params, {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay}, **packing
+        )

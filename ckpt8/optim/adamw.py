@@ -53,7 +53,7 @@ def adam(
 
 
 class AdamW(PackedOptimizer):
-    """AdamW on packed state. Arguments are those of ``torch.optim.AdamW``; for the others see PackedOptimizer.
+    """AdamW on packed state. Arguments are those of ``torch.optim.AdamW``; PackedOptimizer lists the others.
 
     >>> optimizer = ckpt8.optim.AdamW(model.parameters(), lr=1e-3)
     >>> model(torch.ones(1, 128)).sum().backward()

@@ -1,16 +1,16 @@
-"""How a rule sees a tensor: blocks of fp32 values that it asks for, and sums that do not depend on how it is cut.
+"""How a rule sees a tensor: as blocks of fp32 values, with sums that do not depend on where the blocks end.
 
-A rule is a pure function ``rule(blocks, whole, *, step, lr, ...)``: it reads fp32 values from the blocks of one
-parameter, any number of times, and yields the new values of every block in order, then, where it has state of the
-whole tensor, that state. Whoever calls it stores what it yields before asking for more. So a rule that needs a sum
-over the tensor (StableAdamW, CAME) takes it in a pass of its own over the blocks, and no full-size fp32 copy of
-anything is made.
+A rule is a pure function ``rule(blocks, whole, *, step, lr, ...)``. It reads fp32 values from the blocks of one
+parameter, as often as it likes, and yields the new values of every block in order; then it yields the new state of the
+whole tensor, if it has any (``whole``). The caller stores each result before it asks for the next. A rule that needs a
+sum over the tensor (StableAdamW, CAME) computes it in a pass of its own over the blocks. So nobody makes a full-size
+fp32 copy of anything.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -21,18 +21,18 @@ from ckpt8.codecs.companded8.reference import square_root
 from ckpt8.codecs.cutting import TILE
 
 Values = Mapping[str, torch.Tensor]
-"""fp32 tensors by name: ``param``, ``grad`` and the state of the optimizer."""
+"""fp32 tensors by name: ``param``, ``grad`` and the tensors of the state."""
 
 SUM_BLOCK = 4096
-"""Elements summed at once, in float64; tiles are multiples of it, and the sums of blocks are added exactly."""
+"""Elements summed at once, in float64. Tiles are multiples of it, and these sums are then added exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """A part of one parameter.
 
-    ``load(*names)`` gives new fp32 tensors that the rule may overwrite. For rules that work row by row, the
-    values have the shape (batches, rows, width), and ``batches`` and ``rows`` say which of the whole they are.
+    ``load(*names)`` returns new fp32 tensors, which the rule may overwrite. For rules that work row by row they have
+    the shape (batches, rows, width), and ``batches`` and ``rows`` locate them in the whole tensor.
     """
 
     load: Callable[..., list[torch.Tensor]]
@@ -41,7 +41,7 @@ class Block:
 
 
 Load = Callable[[int, int, tuple[int, ...], tuple[str, ...]], list[torch.Tensor]]
-"""(first element, last element + 1, shape, names) -> new fp32 tensors."""
+"""Reads values: (first element, last element + 1, shape, names) -> new fp32 tensors."""
 
 
 def flat_blocks(numel: int, load: Load, size: int = TILE) -> list[tuple[int, int, Block]]:
@@ -60,14 +60,8 @@ def block_sums(x: torch.Tensor) -> list[float]:
     return sums
 
 
-def exact_sum(parts: Iterable[float]) -> float:
-    """The correctly rounded sum, whatever the order; NaN or Inf where one is among them."""
-    found = list(parts)
-    return math.fsum(found) if all(math.isfinite(part) for part in found) else sum(found)
-
-
 _ROW_BLOCK = 1 << 18
-"""Elements of a block of rows, about."""
+"""About how many elements a block of rows has."""
 
 
 def inverse_root(x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +70,7 @@ def inverse_root(x: torch.Tensor) -> torch.Tensor:
 
 
 class Factored:
-    """Row and column averages of a tensor of the shape (batches, rows, width), gathered block by block."""
+    """Row and column averages of a tensor of the shape (batches, rows, width), which it collects block by block."""
 
     def __init__(self, rows: torch.Tensor, columns: torch.Tensor) -> None:
         batches, width = columns.numel() // columns.shape[-1], columns.shape[-1]
@@ -86,13 +80,13 @@ class Factored:
         self._column_sums = torch.zeros_like(self.columns, dtype=torch.float64)
 
     def add(self, block: Block, x: torch.Tensor) -> None:
-        """Take in the values of one block."""
+        """Add the values of one block."""
         wide = x.double()
         self._row_means[block.batches, block.rows] = wide.mean(-1).float()
         self._column_sums[block.batches] += wide.sum(-2)
 
     def averaged(self, beta: float) -> dict[str, torch.Tensor]:
-        """Move the averages towards what was gathered; gives them in their own shapes."""
+        """Move the averages towards the means of the added values. Returns ``row`` and ``col`` in their own shapes."""
         means = self._column_sums.div_(self.rows.shape[-1]).float()
         self.rows = self.rows * beta + self._row_means * (1 - beta)
         self.columns = self.columns * beta + means * (1 - beta)
@@ -107,17 +101,19 @@ class Factored:
 
 
 def root_mean(blocks: Sequence[Block], squares: Callable[[Block], torch.Tensor]) -> float:
-    """The square root of the mean over a whole tensor of what ``squares`` makes of each block."""
+    """The square root of the mean of ``squares(block)`` over all elements of a tensor."""
     sums, count = [], 0
     for block in blocks:
         x = squares(block)
         count += x.numel()
         sums += block_sums(x)
-    return math.sqrt(exact_sum(sums) / count)
+    # fsum rounds once, whatever the order; it raises where Inf meets NaN.
+    total = math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)
+    return math.sqrt(total / count)
 
 
 def clipping(blocks: Sequence[Block], direction: Callable[[Block], torch.Tensor], threshold: float) -> float:
-    """What a direction u is divided by: max(1, RMS(u)/d)."""
+    """The divisor max(1, RMS(u)/d) of a direction u."""
     return max(1.0, root_mean(blocks, lambda block: direction(block).square_()) / threshold)
 
 
@@ -149,6 +145,6 @@ def row_blocks(shape: tuple[int, ...], load: Load) -> list[tuple[int, int, Block
 
 
 def _multiple(size: int) -> int:
-    """How many pieces of ``size`` elements make a block of whole groups, near the size of a tile."""
+    """How many pieces of ``size`` elements make a block of whole groups, of about ``_ROW_BLOCK`` elements."""
     unit = GROUP // math.gcd(GROUP, size)
     return max(unit, _ROW_BLOCK // size // unit * unit)

@@ -1,4 +1,4 @@
-"""CAME (Luo et al., arXiv 2307.02047), as came-pytorch has it: no bias correction.
+"""CAME (Luo et al., arXiv 2307.02047), as in came-pytorch: no bias correction.
 
     s  = g^2 + eps1;     R = b2 R + (1-b2) mean_-1(s);     C = b2 C + (1-b2) mean_-2(s)
     u  = g * approx(R, C);     approx(R, C) = rsqrt(R / mean_-1(R)) (x) rsqrt(C)
@@ -7,8 +7,8 @@
     theta = theta (1 - lr wd) - lr m * approx(Rr, Cr)
 
 Below two dimensions u = g * rsqrt(V), V = b2 V + (1-b2) s, and the step is m. Over blocks of rows this takes four
-passes, each of which forms u and m anew from what is stored: R and C; RMS(u); Rr and Cr; the update. The factored
-statistics are fp32 tensors of the whole parameter, summed in float64 over blocks that depend on the shape alone.
+passes: R and C; RMS(u); Rr and Cr; the update. Each computes u and m again from the stored state. Row and column
+averages are fp32 tensors of the whole parameter, summed in float64 over blocks that depend on the shape alone.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def came_vector(
 
 
 class CAME(PackedOptimizer):
-    """CAME on packed state. Arguments and defaults are came-pytorch's; for the others see PackedOptimizer.
+    """CAME on packed state. Arguments and defaults are came-pytorch's; PackedOptimizer lists the others.
 
     >>> optimizer = ckpt8.optim.CAME(model.parameters(), lr=1e-3)
     >>> model(torch.ones(1, 128)).sum().backward()
@@ -114,11 +114,8 @@ class CAME(PackedOptimizer):
         weight_decay: float = 0.0,
         **packing: Any,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "clip_threshold": clip_threshold,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults, **packing)
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "clip_threshold": clip_threshold, "weight_decay": weight_decay},
+            **packing,
+        )

@@ -1,4 +1,4 @@
-"""Import and export of flashoptim's state dict (arXiv 2602.23349; package version 0.1.4).
+"""Reads and writes the state dict of flashoptim (arXiv 2602.23349; package version 0.1.4).
 
     NAME::quantized   int8 (softsign) or, for exp_avg_sq, uint8 (square root); NAME::scales fp16, groups of 32,
                       viewed as bf16 where the parameter is bf16; or NAME alone, not compressed
@@ -8,7 +8,7 @@
 
     scale = max(max|x|, 1e-12) as fp16;   code = rint(Q * phi(x / max|x|)),  phi(n) = 2n/(1+|n|), or n of sqrt(v)
 
-Its scales are fp16, so that what is small is lost there: exporting rounds to it, importing keeps what is left.
+Scales are fp16, so small moments are lost: export rounds them, import reads what is left.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def error_bits(master: torch.Tensor, param: torch.Tensor, dtype: torch.dtype) ->
 
 
 def master_of(param: torch.Tensor, bits: torch.Tensor | None, bytewidth: int) -> torch.Tensor:
-    """The fp32 master weights of a parameter and its ``error_bits``, in any of their encodings."""
+    """The fp32 master weights of a parameter and its ``error_bits`` in any encoding."""
     if bits is None:
         return param.detach().float()
     if bits.is_floating_point():
@@ -123,9 +123,9 @@ def _flash_state(
 
 
 def from_flashoptim(flash: Mapping[str, Any], optimizer: PackedOptimizer) -> StateDict:
-    """A flashoptim state dict in the packed layout of ``optimizer``, whose parameters are those that it was saved with.
+    """A flashoptim state dict in the packed layout of ``optimizer``, which must have the parameters saved with it.
 
-    Reads any of its encodings. Raises UsageError where rule, keys or shapes do not match.
+    Reads every encoding. Raises UsageError where rule, keys or shapes do not match.
     """
     if not optimizer.card.flashoptim:
         raise UsageError(f"flashoptim has no {optimizer.rule_id}")

@@ -8,7 +8,6 @@ are those of torch 2.13, torch-optimi 0.3.3, came-pytorch 0.1.3, pytorch-optimiz
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from importlib import import_module
 from typing import Any, Literal
 
 from ckpt8.core.errors import UsageError
@@ -98,12 +97,6 @@ def _holds(group: Mapping[Any, Any], name: str, count: int) -> bool:
     if count == 1:
         return name in group
     return isinstance(value, (list, tuple)) and len(value) == count and all(isinstance(n, (int, float)) for n in value)
-
-
-def resolve(location: str) -> Any:
-    """The object at ``module:name``."""
-    module, _, name = location.partition(":")
-    return getattr(import_module(module), name)
 
 
 # --- the cards ----------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def lion(
 
 
 class Lion(PackedOptimizer):
-    """Lion on packed state. Arguments and defaults are lion-pytorch's; for the others see PackedOptimizer.
+    """Lion on packed state. Arguments and defaults are lion-pytorch's; PackedOptimizer lists the others.
 
     >>> optimizer = ckpt8.optim.Lion(model.parameters(), lr=1e-4)
     >>> model(torch.ones(1, 128)).sum().backward()

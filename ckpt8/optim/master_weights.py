@@ -1,13 +1,12 @@
-"""Master weights: the fp32 weights that an optimizer updates, and what completes a parameter of fewer bits to them.
+"""Master weights: the fp32 weights that an optimizer updates, stored as a parameter and what it lacks.
 
     fp32 parameter    the parameter itself
     bf16              ``residual`` int8 (split24/1, R = 127) or int16 (split32/1); the parameter is ``hi``
     fp16              ``master`` fp32; the parameter is its fp16 rounding
 
-The arithmetic is that of split24/1 and split32/1, on the bits of the parameter instead of byte planes. In training
-nothing is refused: NaN stays NaN, and what overflows bf16 becomes Inf there. A bf16 parameter that was overwritten from
-outside is taken as it is, with the old residual, an error under one bf16 step; an fp16 parameter is written anew from
-its master.
+The arithmetic is that of split24/1 and split32/1, on the bits of the parameter instead of byte planes. A training step
+refuses no value: NaN stays NaN, and a weight that overflows bf16 becomes Inf there. If somebody overwrites a bf16
+parameter, its old residual stays, an error under one bf16 step; an fp16 parameter is restored from its master.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ckpt8.optim.rounding import weight_noise
 
 _MAGNITUDE = 0x7FFFFFFF
 CHECKS = "weight_checks"
-"""Key of a saved parameter group: the ``weight_check`` of each parameter, None for one that nothing completes."""
+"""Key of a saved group: the ``weight_check`` of each parameter; None for one without residual or master."""
 
 _MASK63 = (1 << 63) - 1
 _ODD = 0x9E3779B1
@@ -32,7 +31,7 @@ _CHECKED = 1 << 20
 
 
 def master_part(dtype: torch.dtype, codec: Codec) -> tuple[str, torch.dtype] | None:
-    """Key and element type of the state that holds the master weights; None for fp32. Raises UsageError."""
+    """Key and element type of the state that completes a parameter; None for fp32. Raises UsageError."""
     if dtype == torch.float32:
         return None
     if dtype == torch.float16:
@@ -50,7 +49,7 @@ def residual_dtype(codec: Codec) -> torch.dtype:
 
 
 def weight_check(param: torch.Tensor, first: int = 0) -> int:
-    """A checksum over the bits and places of a 16-bit parameter, which shows that a residual belongs to it.
+    """A checksum over the bits of a 16-bit parameter and their places; it tells to which parameter a residual belongs.
 
     The checksum of a parameter in pieces is the sum over the pieces, modulo 2^63; ``first`` is the place of a piece.
     """
@@ -65,18 +64,13 @@ def weight_check(param: torch.Tensor, first: int = 0) -> int:
 
 
 def exact_residual(state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """``("residual",)`` where a state keeps one of 16 bits, which is exact; else nothing."""
+    """``("residual",)`` for a state with a residual of 16 bits, which is exact; else nothing."""
     found = state.get("residual")
     return ("residual",) if found is not None and found.dtype == torch.int16 else ()
 
 
-def needs_noise(part: torch.Tensor | None) -> bool:
-    """Whether ``write_master`` rounds stochastically."""
-    return part is not None and part.dtype == torch.int8
-
-
 def read_master(param: torch.Tensor, part: torch.Tensor | None, codec: Codec) -> torch.Tensor:
-    """The fp32 weights of a flat tile, in memory of their own."""
+    """A new tensor of the fp32 weights of a flat tile."""
     if part is None or part.dtype == torch.float32:
         return (param if part is None else part).clone()
     bits = param.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
@@ -84,7 +78,7 @@ def read_master(param: torch.Tensor, part: torch.Tensor | None, codec: Codec) ->
         d = part.float().mul_(32768).div_(codec.codes.highest).round_().clamp_(-32767, 32767).to(torch.int32)
     else:
         d = part.to(torch.int32)
-    # A parameter set to zero from outside may keep a negative residual.
+    # A parameter that somebody set to zero may keep a negative residual.
     mag = (bits & _MAGNITUDE).add_(d).clamp_min_(0)
     return mag.bitwise_or_(bits.bitwise_and_(~_MAGNITUDE)).view(torch.float32)
 
@@ -100,17 +94,18 @@ def write_master(
         return
     raw = weight.view(torch.int32)
     mag = (raw & _MAGNITUDE).clamp_max_(QUIET_NAN)
-    if codec.codes is not None:
-        levels = codec.codes.highest
-        hi = (mag >> 16).bitwise_and_(1).add_(mag).add_(0x7FFF).bitwise_right_shift_(16)
-        d = mag.sub_(hi << 16)
-        if bits is None:
-            rho = (d >> 31).add_(d.mul_(levels)).add_(16384).bitwise_right_shift_(15)
-        else:
-            rho = d.mul_(levels).add_(weight_noise(bits)).bitwise_right_shift_(15)
-        part.copy_(rho.clamp_(-levels, levels))
-    else:
+    if codec.codes is None:
         hi = (mag + 0x8000).bitwise_right_shift_(16)
-        part.copy_(mag.sub_(hi << 16))
+        d = mag.sub_(hi << 16)
+    else:
+        hi = (mag >> 16).bitwise_and_(1).add_(mag).add_(0x7FFF).bitwise_right_shift_(16)
+        d = residual_codes(mag.sub_(hi << 16), codec.codes.highest, None if bits is None else weight_noise(bits))
+    part.copy_(d)
     sign = (raw >> 16).bitwise_and_(0x8000)
     param.view(torch.int16).copy_(hi.bitwise_or_(sign))
+
+
+def residual_codes(d: torch.Tensor, levels: int, noise: torch.Tensor | None) -> torch.Tensor:
+    """split24's codes of distances in fp32 steps, which it overwrites; without ``noise`` rounded to nearest."""
+    noise = (d >> 31).add_(16384) if noise is None else noise
+    return d.mul_(levels).add_(noise).bitwise_right_shift_(15).clamp_(-levels, levels)

@@ -21,8 +21,8 @@ import torch
 
 from ckpt8.codecs.cutting import TILE
 from ckpt8.core.errors import UsageError
+from ckpt8.core.lazy import resolve
 from ckpt8.optim.blocks import Block, flat_blocks, row_blocks
-from ckpt8.optim.known_optimizers import resolve
 from ckpt8.optim.master_weights import CHECKS, weight_check
 from ckpt8.optim.packed_state import PackedState
 from ckpt8.optim.packed_tensor import PackedTensor
@@ -39,9 +39,8 @@ Cut = tuple[int, int, Block]
 class GradientRelease(ExitStack):
     """The hooks that update parameters during the backward pass. A context manager; they go when it ends."""
 
-    def remove(self) -> None:
-        """Take the hooks away: ``step`` has gradients again."""
-        self.close()
+    remove = ExitStack.close
+    """Take the hooks away: ``step`` has gradients again."""
 
 
 class PackedOptimizer(PackedState):

@@ -1,4 +1,4 @@
-"""The state of a packed optimizer: which tensors it has, of which codecs, and how they are read.
+"""``PackedState``: which tensors the state of a packed optimizer has, and which codecs hold them.
 
 Per parameter: ``step`` (int64), ``residual`` or ``master`` (see ``master_weights``), and for each moment ``NAME_codes``
 of the parameter's shape and ``NAME_scales`` (see ``packed_tensor``), or ``NAME`` in fp32 where the parameter is small.
@@ -20,18 +20,18 @@ from ckpt8.core.tensors import is_small
 from ckpt8.optim.card import Card
 from ckpt8.optim.known_optimizers import card_of
 from ckpt8.optim.master_weights import exact_residual, master_part
-from ckpt8.optim.packed_tensor import Layout, Moment, moment_layout
+from ckpt8.optim.packed_tensor import Moment, StateLayout, moment_layout
 
 
 class PackedState(torch.optim.Optimizer):
-    """The part of ``PackedOptimizer`` that describes its state, and takes no step."""
+    """The part of ``PackedOptimizer`` that describes its state and takes no step."""
 
     rule_id: ClassVar[str]
     fused: bool | None = None
 
     @property
     def card(self) -> Card:
-        """What is known of the optimizer."""
+        """The optimizer's card."""
         return card_of(self.rule_id)
 
     @property
@@ -44,25 +44,25 @@ class PackedState(torch.optim.Optimizer):
         return {each.key: each.slot for each in self.card.form(len(shape)).present(group) if each.is_moment}
 
     def factored(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of fp32 state that belongs to the whole tensor."""
+        """Names and shapes of the row and column averages of a parameter of this shape."""
         return {each.key: each.shape(shape) for each in self.card.form(len(shape)).tensors if not each.is_moment}
 
     def codec(self, group: dict[str, Any], key: str, param: torch.Tensor, exact: Collection[str] = ()) -> Codec:
-        """The codec of ``master``, ``moment1`` or ``moment2`` for a parameter; small tensors stay exact.
+        """The codec of ``master``, ``moment1`` or ``moment2`` for a parameter; an exact one for a small tensor.
 
-        With ``residual`` in ``exact``, so does the master.
+        The codec of the master is exact, too, if ``exact`` contains ``residual``.
         """
         if is_small(tuple(param.shape)) or (key == "master" and "residual" in exact):
             return Split32() if key == "master" else Lossless()
         return codec_from_config(group[key])
 
-    def state_layout(self, group: dict[str, Any], param: torch.Tensor, exact: Collection[str] = ()) -> Layout:
+    def state_layout(self, group: dict[str, Any], param: torch.Tensor, exact: Collection[str] = ()) -> StateLayout:
         """Element types and shapes of the whole state of a parameter.
 
-        ``exact`` names the moments that stay in fp32, and ``residual`` where it has 16 bits, whatever the group says.
+        ``exact`` names the moments that stay in fp32 whatever the group says, and ``residual`` if it has 16 bits.
         """
         shape = tuple(param.shape)
-        layout: Layout = {"step": (torch.int64, ())}
+        layout: StateLayout = {"step": (torch.int64, ())}
         part = master_part(param.dtype, self.codec(group, "master", param, exact))
         if part is not None:
             layout[part[0]] = (part[1], shape)
@@ -74,8 +74,8 @@ class PackedState(torch.optim.Optimizer):
     def initial_state(
         self, group: dict[str, Any], param: torch.Tensor, exact: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """The state before the first step, new tensors: see ``state_layout``."""
-        # Kernels read the step counter beside the parameter, the host reads it in its own memory.
+        """New tensors, the state before the first step. ``exact``: see ``state_layout``."""
+        # Kernels read the step counter on the device, the torch path in the memory of the host.
         on_device = self.fused is not False and param.device.type == "cuda"
         state = {
             name: torch.zeros(shape, dtype=dtype, device="cpu" if name == "step" and not on_device else param.device)
@@ -96,6 +96,6 @@ class PackedState(torch.optim.Optimizer):
         return codec, None if part is None else state[part[0]].view(-1), moments
 
     def numbered(self) -> list[tuple[int, dict[str, Any], torch.Tensor]]:
-        """Every parameter with its group and its index over all groups, which is that of its random bits."""
+        """Every parameter with its index over all groups, which selects its random bits, and its group."""
         found = [(group, param) for group in self.param_groups for param in group["params"]]
         return [(index, group, param) for index, (group, param) in enumerate(found)]

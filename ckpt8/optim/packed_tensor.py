@@ -1,4 +1,4 @@
-"""One tensor of optimizer state: kept as fp32, or as the parts of companded8/1."""
+"""``Moment``, one tensor of optimizer state, and ``PackedTensor``, all that a step reads and writes of a parameter."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ckpt8.codecs.companded8 import GROUP, Companded8
 from ckpt8.codecs.companded8 import reference as companding
 from ckpt8.core.tensors import Parts
 from ckpt8.optim.blocks import Values
-from ckpt8.optim.master_weights import needs_noise, read_master, write_master
+from ckpt8.optim.master_weights import read_master, write_master
 from ckpt8.optim.rounding import encode_second_moment, groups_of, random_bits
 
-Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+StateLayout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Element type and shape of the tensors of a state, by key."""
 
 
-def moment_layout(name: str, codec: Codec, shape: tuple[int, ...], numel: int) -> Layout:
+def moment_layout(name: str, codec: Codec, shape: tuple[int, ...], numel: int) -> StateLayout:
     """Keys of the state of moment ``name``: itself in fp32, or ``_codes`` of the parameter's shape and ``_scales``."""
     if codec.codes is None:
         return {name: (torch.float32, shape)}
@@ -30,30 +30,30 @@ def moment_layout(name: str, codec: Codec, shape: tuple[int, ...], numel: int) -
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """``parts``: ``{"values": fp32}``, without a codec, or ``{"codes", "scales"}``; flat views of what is stored."""
+    """Flat views of a stored moment: ``parts`` are ``codes`` and ``scales``, or fp32 ``values`` without a codec."""
 
     codec: Companded8 | None
     parts: Parts
 
     @classmethod
     def of(cls, name: str, codec: Codec, state: Mapping[str, torch.Tensor]) -> Moment:
-        """The moment ``name`` of a parameter's state: codes of ``codec``, or fp32 where the state has it so."""
+        """The moment ``name`` of a parameter's state: codes of ``codec``, or fp32 where the state has that."""
         if name in state:
             return cls(None, {"values": state[name].view(-1)})
         keys = {"codes": f"{name}_codes", "scales": f"{name}_scales"}
         return cls(cast("Companded8", codec), {part: state[key].view(-1) for part, key in keys.items()})
 
     @property
-    def needs_bits(self) -> bool:
-        """Whether ``write`` rounds stochastically."""
-        return self.codec is not None and not self.codec.signed
+    def levels(self) -> int:
+        """The largest code; 0 for fp32."""
+        return 0 if self.codec is None else self.codec.Q
 
     def _tile(self, start: int, stop: int) -> Parts:
         groups = slice(start // GROUP, groups_of(stop))
         return {name: part[groups if name == "scales" else slice(start, stop)] for name, part in self.parts.items()}
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """fp32 elements ``start`` (a multiple of 32) to ``stop``, in memory of their own."""
+        """A new fp32 tensor of the elements ``start`` (a multiple of 32) to ``stop``."""
         parts = self._tile(start, stop)
         if self.codec is None:
             return parts["values"].clone()
@@ -62,7 +62,7 @@ class Moment:
         return out
 
     def write(self, start: int, stop: int, values: torch.Tensor, bits: torch.Tensor | None) -> None:
-        """Store flat fp32 ``values``; ``bits`` are random int32 where ``needs_bits``, or None to round to nearest."""
+        """Store flat fp32 ``values``; a second moment is rounded by random int32 ``bits``, or to nearest without."""
         parts = self._tile(start, stop)
         if self.codec is None:
             parts["values"].copy_(values)
@@ -76,10 +76,10 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """Flat views, in the order of the parameter's logical shape.
+    """Flat views of a parameter, its gradient and its state, in the order of the parameter's logical shape.
 
-    ``part`` is the residual or fp32 master, or None; ``key`` is that of the random bits of this step.
-    ``grad_factor`` is what gradients are multiplied by.
+    ``part``: the residual or fp32 master, or None. ``key``: the key of the random bits of this step. ``grad_factor``
+    multiplies gradients.
     """
 
     param: torch.Tensor
@@ -104,10 +104,10 @@ class PackedTensor:
         return self.moments[name].read(start, stop)
 
     def store(self, start: int, stop: int, values: Values) -> None:
-        """Store what the rule gave for elements ``start`` (a multiple of 32) to ``stop``."""
-        bits = None
-        if needs_noise(self.part) or any(moment.needs_bits for moment in self.moments.values()):
-            bits = random_bits(self.key, start, stop - start, self.param.device)
+        """Store new values of the elements ``start`` (a multiple of 32) to ``stop``, by name."""
+        draws = self.part is not None and self.part.dtype == torch.int8
+        draws |= any(moment.codec is not None and moment.codec.stores_roots for moment in self.moments.values())
+        bits = random_bits(self.key, start, stop - start, self.param.device) if draws else None
         for name, value in values.items():
             flat = value.reshape(-1)
             if name == "param":

@@ -1,4 +1,4 @@
-"""The options of a parameter group: what a user may write becomes the configuration that is saved."""
+"""Checks the options of a parameter group, and turns its codecs into the configurations that are saved."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ckpt8.optim.known_optimizers import card_of
 from ckpt8.optim.master_weights import master_part
 
 MOMENT2 = "companded8(signed=False, Q=255, p=0.5)"
-"""The second moments of a run from scratch, chosen by the measurements in ``rounding``."""
+"""The default codec of second moments, chosen by the measurements in ``rounding``."""
 
 _LIMITS = {"betas": 1.0, **dict.fromkeys(("lr", "weight_decay", "momentum", "clip_threshold", "d", "eps"), math.inf)}
-"""Settings that are numbers from 0 on, and the numbers that they stay below."""
+"""Settings whose numbers lie in [0, limit), and their limits."""
 
 
 def as_codec(given: Any) -> Codec:
@@ -33,7 +33,7 @@ def as_codec(given: Any) -> Codec:
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Replace the codecs of a group by their configurations. Raises UsageError for what cannot be trained."""
+    """Replace the codecs of a group by their configurations. Raises UsageError for invalid options."""
     for key in get_args(StateKey):
         codec = as_codec(group[key])
         if not codec.trains(key):

@@ -1,4 +1,4 @@
-"""State and parameter groups as the published classes write them, made and read without their packages.
+"""Writes and reads the state and the parameter groups of published classes, without their packages.
 
 The cards in ``known_optimizers`` say what each class keeps and where.
 """
@@ -19,7 +19,7 @@ _OURS = frozenset({"master", "moment1", "moment2", "seed", "rule"})
 
 
 def plain_state(group: Mapping[str, Any], step: int, moments: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """One parameter's state as the first published class of the group's rule has it."""
+    """One parameter's state in the layout of the first published class of the group's rule."""
     published = CARDS[group["rule"]].published[0]
     counter: dict[str, Any] = {"step": step} if published.step == "int" else {}
     if published.step == "tensor":
@@ -32,7 +32,10 @@ def plain_state(group: Mapping[str, Any], step: int, moments: Mapping[str, torch
 
 
 def plain_group(group: Mapping[str, Any], steps: set[int]) -> dict[str, Any]:
-    """A parameter group as the first published class of its rule has it. ``steps`` are those of its parameters."""
+    """A group in the layout of the first published class of its rule. ``steps``: the steps of its parameters.
+
+    Raises UsageError where that class cannot express the group.
+    """
     rule = group["rule"]
     published = CARDS[rule].published[0]
     if group.get("maximize") and not published.takes_maximize:
@@ -51,7 +54,7 @@ def plain_group(group: Mapping[str, Any], steps: set[int]) -> dict[str, Any]:
 
 
 def step_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> int:
-    """The step of a parameter, from its state or its group; 1 where none is kept (SGD, Lion)."""
+    """The step of a parameter, from its state or its group; 1 where neither has one (SGD, Lion). Raises UsageError."""
     step = state.get("step", group.get("step", 1))
     if isinstance(step, torch.Tensor) and step.numel() == 1:
         step = step.item()
@@ -69,7 +72,7 @@ def class_problem(given: Mapping[Any, Any], rule: str, arguments: Sequence[str])
         return str(exc)
     card = CARDS[rule]
     missing = {*arguments} - found.keys() - {"clip_threshold"}
-    # Without it the group may be that of another optimizer with two moments.
+    # A group without it may belong to another optimizer with two moments.
     missing |= {"amsgrad"} - given.keys() if card.matrix.update == "adam" else set()
     if missing:
         return f"its parameter groups lack {', '.join(sorted(missing))}"
@@ -99,9 +102,9 @@ def state_problem(keys: Collection[str], expected: Collection[str], rule: str, g
 
 
 def packed_group(given: Mapping[str, Any], rule: str | None, arguments: Sequence[str]) -> dict[str, Any]:
-    """The settings of a rule from a published group, and what schedulers and torch keep there.
+    """The settings of a rule from a published group, with the entries of schedulers and torch.
 
-    Raises UsageError for moments of another convention of bias, for amsgrad, and for decoupled learning rates.
+    Raises UsageError for moments with another bias convention, for amsgrad, and for decoupled learning rates.
     """
     if given.get("amsgrad"):
         raise UsageError("amsgrad is not supported")

@@ -1,8 +1,8 @@
-"""Rounding that loses nothing on average: second moments and 24-bit weights, re-encoded at every step.
+"""Stochastic rounding of second moments and 24-bit weights, which every step encodes again.
 
-Rounded to nearest, a change below half a code is lost each time: v then no longer decays, and weights stand still.
-So the choice between two neighbouring codes is random, from a hash of (seed, parameter, step, element): integer
-arithmetic, the same on every device, for every tile size, and after resuming.
+Rounding to nearest loses every change below half a code: v no longer decays, and weights stand still. So the choice
+between two neighbouring codes is random, from a hash of (seed, parameter, step, element): integer arithmetic, the same
+on every device, for every tile size, and after resuming.
 
 Second moment, x = sqrt(v), code t = Q*(x/s)^p between c and c+1, A = probability that keeps the mean of x:
 
@@ -34,13 +34,13 @@ error of the update against fp32 (NMSE, largest difference), and the 0.1 % quant
 A low-discrepancy sequence over the steps in place of independent bits was worse: it locks in, v 2.0 times too large
 after 3T at .999, and the same NMSE 7.0e-2 and 1.5e-1 where this has 1.1e-2 and 5.5e-2.
 
-So p = 1/2 is the default for training, better here than the linear codes of the ``flash`` preset even with those
-rounded to nearest; a state that came with linear codes keeps them. First moments are rounded to nearest: for
+So p = 1/2 is the default for training: it is better here than the linear codes of the ``flash`` preset, even with
+those rounded to nearest. A state that came with linear codes keeps them. First moments are rounded to nearest: for
 beta1 <= .99 they decay as they should (0.978 after 3T at .99), and stochastic codes had twice the error energy.
 
-24-bit weights (split24): rho = floor((R*d + noise) / 2^15), noise from 127 to 32640: a weight that does not change
-keeps its code, and a change under half a step of fp32 is lost, as in fp32. Rounded to nearest, weight decay of 1e-6 a
-step would be lost altogether.
+24-bit weights (split24): rho = floor((R*d + noise) / 2^15), noise from 127 to 32640. A weight that does not change
+keeps its code; a change under half a step of fp32 is lost, as in fp32. Rounding to nearest would lose all of a weight
+decay of 1e-6 a step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from ckpt8.codecs.companded8 import GROUP
 from ckpt8.codecs.companded8.reference import QUIET_NAN, SMALLEST_ROOT2, as_groups, scale_value, square_root
 from ckpt8.core.tensors import Parts
 
-_MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
+_MASK64 = (1 << 64) - 1
 GOLDEN64 = 0x9E3779B97F4A7C15
 GOLDEN32 = 0x9E3779B1
 MIX64 = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -59,14 +59,16 @@ MIX32 = (0x7FEB352D, 0x846CA68B)
 """Multipliers of published bit mixers: Weyl's golden ratio, splitmix64's finaliser, Wellons's lowbias32."""
 
 NARROW = 16
-"""Below 1/16 of the scale it is the mean of 1/x that is kept; v is there under 1/256 of the group's largest."""
+"""Below 1/16 of the scale, where v is under 1/256 of the group's largest, rounding keeps the mean of 1/x."""
 
 WEIGHT_MARGIN = 127
-"""R times the distance, in fp32 steps, of a decoded weight from its exact level: at most 1/2, and 1 at rho = +-R."""
+"""The least noise: the largest R times the distance of a decoded weight from its exact level, in fp32 steps.
+
+That distance is at most 1/2, but 1 at rho = +-R."""
 
 
 def stream_key(*counters: int) -> int:
-    """A 64-bit key for a run of random bits: of (seed, parameter index, step)."""
+    """A 64-bit key for a run of random bits, from (seed, parameter index, step)."""
     key = 0
     for counter in counters:
         key = ((key + GOLDEN64) ^ counter) & _MASK64
@@ -76,10 +78,10 @@ def stream_key(*counters: int) -> int:
     return key
 
 
-def _as_int32(value: int) -> int:
-    """The int32 with the low 32 bits of ``value``."""
-    value &= _MASK32
-    return value - (1 << 32) if value >> 31 else value
+def signed(value: int, bits: int = 32) -> int:
+    """The signed integer with the low ``bits`` bits of ``value``."""
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -88,19 +90,19 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def random_bits(key: int, start: int, count: int, device: torch.device) -> torch.Tensor:
-    """int32, 32 random bits for each of the elements ``start`` to ``start + count`` of a tensor."""
-    x = torch.arange(count, dtype=torch.int32, device=device).add_(_as_int32(start))
+    """32 random bits (int32) for each of the elements ``start`` to ``start + count`` of a tensor."""
+    x = torch.arange(count, dtype=torch.int32, device=device).add_(signed(start))
     for word in (key, (key >> 32) ^ (start >> 32)):
-        x.bitwise_xor_(_as_int32(word))
-        x.bitwise_xor_(_shift(x, 16)).mul_(_as_int32(MIX32[0]))
-        x.bitwise_xor_(_shift(x, 15)).mul_(_as_int32(MIX32[1]))
+        x.bitwise_xor_(signed(word))
+        x.bitwise_xor_(_shift(x, 16)).mul_(signed(MIX32[0]))
+        x.bitwise_xor_(_shift(x, 15)).mul_(signed(MIX32[1]))
         x.bitwise_xor_(_shift(x, 16))
     return x
 
 
 def weight_noise(bits: torch.Tensor) -> torch.Tensor:
-    """int32 from 127 to 32640, from random bits: what is added to R*d before it is shifted down by 15."""
-    noise = _shift(bits * _as_int32(GOLDEN32), 17)
+    """int32 noise from 127 to 32640, from random bits; added to R*d before the shift by 15."""
+    noise = _shift(bits * signed(GOLDEN32), 17)
     # 2^15 values onto 254/256 as many, their mean unchanged.
     return noise.sub_((noise >> 8).mul_(2)).add_(WEIGHT_MARGIN)
 
@@ -108,7 +110,7 @@ def weight_noise(bits: torch.Tensor) -> torch.Tensor:
 def encode_second_moment(v: torch.Tensor, out: Parts, levels: int, fourth_root: bool, bits: torch.Tensor) -> None:
     """Encode a flat fp32 tile of v >= 0 into ``codes`` uint8 and ``scales`` uint16 of companded8/1.
 
-    ``bits`` are random int32, one per element. NaN and Inf spoil their group, and are not refused.
+    ``bits`` are random int32, one per element. A NaN or Inf makes its group of 32 meaningless; none is refused.
     """
     root = as_groups(square_root(v))
     largest = root.amax(1)

@@ -1,4 +1,4 @@
-"""SGD with momentum (Sutskever et al., ICML 2013), as torch has it.
+"""SGD with momentum (Sutskever et al., ICML 2013), as torch computes it.
 
 g = g + wd theta;     b = g at the first step, then mu b + (1 - dampening) g
 theta -= lr (g + mu b  if nesterov  else b);     without momentum: theta -= lr g
@@ -45,7 +45,7 @@ def sgd(
 
 
 class SGD(PackedOptimizer):
-    """SGD on packed state. Arguments and defaults are torch's; for the others see PackedOptimizer.
+    """SGD on packed state. Arguments and defaults are torch's; PackedOptimizer lists the others.
 
     >>> optimizer = ckpt8.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     >>> model(torch.ones(1, 128)).sum().backward()

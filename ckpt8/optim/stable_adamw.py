@@ -7,7 +7,7 @@
     eta = lr / max(1, RMS / d)                          d = 1
     theta = theta (1 - eta wd) - eta m / (sqrt(u) + eps)
 
-The mean is taken in a first pass over the blocks, which forms u and keeps only sums.
+A first pass over the blocks computes the mean: it forms u and keeps only sums.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def stable_adamw(
 
 
 class StableAdamW(PackedOptimizer):
-    """StableAdamW on packed state. Arguments and defaults are optimi's; for the others see PackedOptimizer.
+    """StableAdamW on packed state. Arguments and defaults are optimi's; PackedOptimizer lists the others.
 
     >>> optimizer = ckpt8.optim.StableAdamW(model.parameters(), lr=1e-3)
     >>> model(torch.ones(1, 128)).sum().backward()

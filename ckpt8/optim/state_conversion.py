@@ -1,9 +1,9 @@
-"""Conversion between packed state and other state: pure functions on state dicts and tensors.
+"""Converts packed state to plain state and back: pure functions on state dicts and tensors.
 
-    unpack(packed state dict)             -> what torch, optimi, came-pytorch or lion-pytorch load
-    pack(plain state dict, optimizer)     -> what ``optimizer.load_state_dict`` takes
-    adamw_to_stable_adamw, and back       -> the same run under the other convention of bias
-    split_weight, join_weight, ...        -> between fp32 weights, bf16 parameters and their residuals
+    unpack(packed state dict)             a state dict that torch, optimi, came-pytorch or lion-pytorch loads
+    pack(plain state dict, optimizer)     a state dict that ``optimizer`` loads
+    adamw_to_stable_adamw, and back       the same run under the other bias convention
+    split_weight, join_weight, ...        between fp32 weights, bf16 parameters and their residuals
 
 StableAdamW's moments are Adam's divided by (1 - b^t): both hold the same run at step t (Wortsman et al., appendix).
 """
@@ -19,7 +19,7 @@ from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Parts
 from ckpt8.optim.known_optimizers import CARDS
-from ckpt8.optim.master_weights import read_master, residual_dtype, write_master
+from ckpt8.optim.master_weights import read_master, residual_codes, residual_dtype, write_master
 from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.optim.packed_tensor import Moment
 from ckpt8.optim.published_layouts import packed_group, plain_group, plain_state, step_of
@@ -43,27 +43,27 @@ def split_weight(weight: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torc
 
 
 def residual_of(master: torch.Tensor, param: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """The residual of fp32 weights over a bf16 parameter that was rounded from them, halves either way.
+    """The residual of fp32 weights over a bf16 parameter that is their rounding; halves may be rounded either way.
 
-    A half that the layout would have rounded to the other neighbour is off by one fp32 step (split32), or by 1/254 of
-    a bf16 step (split24). Raises UsageError where the parameter is not a rounding of the weights.
+    Where the layout rounds a half to the other neighbour, the residual is off by one fp32 step (split32), or by 1/254
+    of a bf16 step (split24). Raises UsageError where the parameter is not a rounding of the weights.
     """
     bits = master.detach().float().contiguous().view(-1).view(torch.int32)
     hi = param.detach().reshape(-1).view(torch.int16).to(torch.int32) << 16
     d = (bits & _MAGNITUDE) - (hi & _MAGNITUDE)
-    # A weight so small that it was rounded to a zero of either sign may differ in sign.
+    # A weight so small that it rounds to zero may differ in sign.
     differs = ((bits ^ hi) < 0) & (hi & _MAGNITUDE != 0)
     if bool(((d.abs() > _HALF_STEP) | differs).any()):
         raise UsageError("the bf16 parameters are not the master weights rounded; set them with split_weight first")
     if codec.codes is not None:
-        residual = (d >> 31).add_(d.mul_(codec.codes.highest)).add_(16384).bitwise_right_shift_(15).to(torch.int8)
+        residual = residual_codes(d, codec.codes.highest, None).to(torch.int8)
     else:
         residual = d.clamp_(-_HALF_STEP, _HALF_STEP - 1).to(torch.int16)
     return residual.view(param.shape)
 
 
 def join_weight(param: torch.Tensor, residual: torch.Tensor | None, codec: Codec) -> torch.Tensor:
-    """The fp32 weights of a bf16 parameter and its residual; of another parameter and its master, or itself."""
+    """The fp32 weights of a parameter and its residual or master; of an fp32 parameter alone."""
     part = None if residual is None else residual.reshape(-1)
     return read_master(param.detach().reshape(-1), part, codec).float().view(param.shape)
 
@@ -98,9 +98,9 @@ def unpack(
 ) -> StateDict:
     """The plain fp32 state dict of torch's optimizers, optimi StableAdamW, came-pytorch CAME or lion-pytorch Lion.
 
-    Which one follows from the ``rule`` of the groups. Residuals and fp32 masters are not in those: see
-    ``join_weight``. Parameters that never took a step have no state there. Raises UsageError where optimi's one step
-    per group does not hold. ``read_step`` and ``read_moments`` are for state dicts whose values are not in memory.
+    The ``rule`` of each group decides which one. Residuals and fp32 masters are left out: see ``join_weight``; so is
+    the state of parameters that never took a step. Raises UsageError where parameters of an optimi group are at
+    different steps. ``read_step`` and ``read_moments`` are for state dicts whose values are not in memory.
     """
     groups, state = [], {}
     for group in packed["param_groups"]:
@@ -115,11 +115,11 @@ def unpack(
 def pack(
     plain: Mapping[str, Any], optimizer: PackedOptimizer, masters: Mapping[Any, torch.Tensor] | None = None
 ) -> StateDict:
-    """A plain state dict in the packed layout of ``optimizer``, which is only read.
+    """A plain state dict in the packed layout of ``optimizer``, which does not change.
 
-    Parameters are matched by their order, as torch does. ``masters`` gives fp32 weights by id, of which the bf16
-    parameters must be the rounding (see ``split_weight``): residuals are made of them, else zero. Raises UsageError
-    where groups, keys, shapes or weights do not match.
+    Parameters match by their order, as in torch. ``masters`` gives fp32 weights by id; bf16 parameters must be their
+    rounding (see ``split_weight``). Without them residuals are zero. Raises UsageError where groups, keys, shapes or
+    weights do not match.
     """
     target = optimizer.state_dict()
     if [len(g["params"]) for g in plain["param_groups"]] != [len(g["params"]) for g in target["param_groups"]]:

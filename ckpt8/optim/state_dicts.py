@@ -1,7 +1,7 @@
-"""Loading a packed state dict into an optimizer: all of it is checked before any of it is taken.
+"""Checks a packed state dict against an optimizer and copies it; raises before anything changes.
 
 ``torch.optim.Optimizer.load_state_dict`` casts state to the element type of the parameter, which destroys codes and
-scales, and shares memory with what it was given; neither happens here.
+scales, and it shares memory with the state dict. This module does neither.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ckpt8.optim.packed_state import PackedState
 from ckpt8.optim.packing_options import check_group
 
 Found = Mapping[str, tuple[torch.dtype, tuple[int, ...]] | None]
-"""Element type and shape of every entry of a saved state; None for what is no tensor."""
+"""Element type and shape of every entry of a saved state; None for an entry that is no tensor."""
 
 State = defaultdict[torch.Tensor, dict[str, Any]]
 
 
 def matched_state(optimizer: PackedState, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], State]:
-    """New parameter groups and state for ``optimizer``, in memory of their own. Raises UsageError."""
+    """New parameter groups and state for ``optimizer``, copied from a state dict. Raises UsageError."""
     saved = state_dict["param_groups"]
     sizes, expected = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
     if sizes != expected:
@@ -71,12 +71,12 @@ def _matched_tensors(
 
 
 def exact_names(found: Found) -> set[str]:
-    """What of a state is kept exact: moments under their own name, and a residual of 16 bits."""
+    """The exact tensors of a state: moments under their own name, and a residual of 16 bits."""
     return {name for name, what in found.items() if name != "residual" or (what and what[0] == torch.int16)}
 
 
 def layout_problem(optimizer: PackedState, group: dict[str, Any], param: torch.Tensor, found: Found) -> str | None:
-    """Why a state of these element types and shapes is not one of ``param``, or None."""
+    """Why ``param`` cannot have a state of these element types and shapes, or None."""
     layout = optimizer.state_layout(group, param, exact_names(found))
     if found.keys() != layout.keys():
         return f"has {', '.join(sorted(found))}, expected {', '.join(sorted(layout))}"

@@ -29,11 +29,11 @@ from ckpt8.optim.triton import matrices, prologue, steps  # noqa: E402
 PACKED = {"first": 127, "second": 255, "fourth_root": True, "aligned": True}
 PLAIN = {"first": 0, "second": 0, "fourth_root": False, "aligned": True}
 LAYOUTS = {
-    "bf16": {"weight": "split24", "levels": 127, "grad": tl.int16, **PACKED},
+    "bf16": {"weight": "bf16", "levels": 127, "grad": tl.int16, **PACKED},
     "fp32": {"weight": "fp32", "levels": 0, "grad": tl.float32, **PACKED},
     "fp16": {"weight": "fp16", "levels": 0, "grad": tl.float16, **PACKED},
-    "linear": {"weight": "split32", "levels": 0, "grad": tl.int16, **PACKED, "fourth_root": False},
-    "small": {"weight": "split32", "levels": 0, "grad": tl.int16, **PLAIN},
+    "linear": {"weight": "bf16", "levels": 0, "grad": tl.int16, **PACKED, "fourth_root": False},
+    "small": {"weight": "bf16", "levels": 0, "grad": tl.int16, **PLAIN},
 }
 POINTERS = {"table": "*i64", "scalars": "*fp32", "programs": "*i32", "grad_scale": "*fp32", "found_inf": "*fp32"}
 POINTERS |= {"partials": "*fp64", "runs": "*i64", "matrices": "*i64", "sums": "*fp64", "factors": "*fp32"}

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ckpt8.checkpoint.meaning.update_rules import UNKNOWN, identify_state, recognise
 from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.core.lazy import resolve
 from ckpt8.optim.blocks import Values, flat_blocks, row_blocks
 from ckpt8.optim.card import Card, Form
-from ckpt8.optim.known_optimizers import STATE_ROLES, first_moments, resolve, setting
+from ckpt8.optim.known_optimizers import STATE_ROLES, first_moments, setting
 
 _LARGEST_STEP = 2**53
 _INCOMPLETE = "hyperparameters are missing from the parameter group, or out of range"

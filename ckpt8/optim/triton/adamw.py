@@ -14,8 +14,8 @@ import triton.language as tl
 
 from ckpt8.optim.triton.arithmetic import double, power
 from ckpt8.optim.triton.blocks import scalar
-from ckpt8.optim.triton.launches import Plan
-from ckpt8.optim.triton.prologue import advance, bits_of_float, put, rate
+from ckpt8.optim.triton.launches import LaunchPlan, Scaler
+from ckpt8.optim.triton.prologue import advance, put, rate
 
 _DECAY, _FIRST_RATE, _KEEP, _SECOND_RATE, _STEP_SIZE, _ROOT_CORRECTION, _EPS = map(tl.constexpr, range(1, 8))
 
@@ -69,10 +69,15 @@ def adamw(x, g, m, v, numbers, step, place):
     return undecayed(x * scalar(numbers, _DECAY), g, m, v, numbers, step, place)
 
 
-def step(plan: Plan, group: dict[str, Any], grad_scale: Any, found_inf: Any) -> None:
+def step(plan: LaunchPlan, group: dict[str, Any], scaler: Scaler) -> None:
     """One step of the tensors of a plan."""
     decoupled = group["rule"] == "adamw"
-    numbers = map(bits_of_float, (*group["betas"], group["eps"], group["weight_decay"]))
-    flags = {"decoupled": decoupled, "maximize": group["maximize"]}
-    plan.tensors(prologue_kernel, group["lr"], grad_scale, found_inf, *numbers, **flags)
+    plan.tensors(
+        prologue_kernel,
+        group["lr"],
+        scaler,
+        [*group["betas"], group["eps"], group["weight_decay"]],
+        decoupled=decoupled,
+        maximize=group["maximize"],
+    )
     plan.step(adamw if decoupled else adam if group["weight_decay"] else undecayed)

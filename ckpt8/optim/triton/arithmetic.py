@@ -3,9 +3,9 @@
     bits of an element    hash of (seed, parameter, step, element): ``rounding.random_bits`` and ``stream_key``
     second moment         code floor(t) or the next, scale rounded up: ``rounding.encode_second_moment``
     24-bit weight         hi = bf16(w);  d = w - hi in fp32 steps;  rho = (R d + noise) >> 15
-    powers, 1/scale, ...  in float64, by multiplication alone, so that they are the same everywhere
+    powers                in float64, by multiplication alone, so that they are the same everywhere
 
-Integers and fp32 operations rounded once: the results are those of the torch path on a CPU, bit for bit.
+Operations are on integers, or on fp32 and rounded once: results are those of the torch path on a CPU, bit for bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WEIGHT_MARGIN = tl.constexpr(rounding.WEIGHT_MARGIN)
 
 @triton.jit
 def extended_key(key, counter):
-    """The key of counters and one more: ``stream_key(*counters, counter)``; uint64."""
+    """The uint64 key of one more counter: ``stream_key(*counters, counter)`` from ``stream_key(*counters)``."""
     key = (key + _GOLDEN64) ^ counter
     key = (key ^ (key >> 30)) * _MIX64_FIRST
     key = (key ^ (key >> 27)) * _MIX64_SECOND
@@ -67,28 +67,28 @@ def split24(x, bits, levels: tl.constexpr):
 
 @triton.jit
 def split32(x):
-    """``hi``, the bits of bf16 with halves rounded up, and the rest of 16 bits, both int32, of fp32 weights."""
+    """``hi``, the bits of bf16 with halves rounded up, and the 16-bit remainder, both int32, of fp32 weights."""
     mag = tl.minimum(magnitude_bits(x), QUIET_NAN)
     hi = (mag + 0x8000) >> 16
     return hi | ((bits_of(x) >> 16) & 0x8000), mag - (hi << 16)
 
 
 @triton.jit
-def join(hi, rest, levels: tl.constexpr):
-    """fp32 weights of the bits of bf16 and their residual, both int32: split24, or split32 where ``levels`` is 0.
+def join(hi, residual, levels: tl.constexpr):
+    """fp32 weights from the bits of bf16 and their residual, both int32: split24, or split32 where ``levels`` is 0.
 
-    A parameter set to zero from outside may keep a negative residual.
+    A parameter that somebody set to zero may keep a negative residual.
     """
-    d = residual_steps(rest, levels) if levels else rest
+    d = residual_steps(residual, levels) if levels else residual
     mag = tl.maximum(((hi << 16) & MAGNITUDE) + d, 0)
     return (mag | ((hi << 16) & ~MAGNITUDE)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def compand_unsigned_randomly(v, levels: tl.constexpr, fourth_root: tl.constexpr, bits):
-    """int32 codes, and scales as int32, of fp32 rows of 32 of moment2, rounded by random ``bits``.
+    """int32 codes and scales of fp32 rows of 32 of moment2, rounded by random ``bits``.
 
-    Where a code is under 1/16 of the scale its mean keeps the mean of 1/x, above it that of v.
+    Rounding keeps the mean of 1/x for codes under 1/16 of the scale, the mean of v above.
     """
     root = tl.sqrt_rn(v)
     largest = tl.max(magnitude_bits(root), axis=1)
@@ -116,7 +116,7 @@ def _chance_up(t, low, levels: tl.constexpr, fourth_root: tl.constexpr):
 
 @triton.jit
 def double(bits):
-    """float64 of its bits, an integer: arguments of kernels that are Python floats would become fp32."""
+    """The float64 with these integer bits; a Python float as argument of a kernel would become fp32."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True)
 
 

@@ -1,17 +1,17 @@
-"""The table of tensors on the device, and how a block of their values is read and written.
+"""The table of tensors on the device, and how kernels read and write a block of their values.
 
-One row of int64 for each tensor: addresses, size, and what the prologue computes. A program is told by ``programs``
-(row, block) which ``block`` elements of which tensor are its own. Whole blocks are one launch without masks, the
-last, short blocks of all tensors another. A kernel gets the element types of its tensors as constants:
+The table has one row of int64 for each tensor: addresses, size, and what the prologue computes. ``programs`` holds a
+row number and a block number for each program. One launch handles all whole blocks, without masks, another the last,
+short blocks of all tensors. A kernel gets the element types of its tensors as constants:
 
-    weight       "fp32", "fp16" (with a master), "split24" (R = ``levels``) or "split32"
+    weight       "fp32", "fp16" (with a master) or "bf16" (with a residual: split24 of R = ``levels``, or split32)
     grad         tl.float32, tl.float16, or tl.int16 for the bits of bf16
-    first        Q of the codes of the first moment, or 0 where it is fp32
-    second       Q of the codes of the second, or 0;  ``fourth_root`` where p = 1/2
+    first        Q of the codes of the first moment, 0 where it is fp32, None where there is none
+    second       the same of the second moment;  ``fourth_root`` where p = 1/2
     aligned      whether every address is a multiple of 16
 
-``tensor`` is a row of the table; ``count`` is the number of elements of a masked block, None for a whole one. A
-thread's elements are eight neighbours: 16 bytes of bf16, and no element changes its thread.
+``tensor`` is a row of the table. ``count`` is the number of elements of a masked block, None for a whole one. Each
+thread has eight neighbouring elements, 16 bytes of bf16, so that no element changes its thread.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ckpt8.optim.triton.arithmetic import compand_unsigned_randomly, join, split
 
 PARAM, GRAD, PART = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FIRST, SECOND = tl.constexpr(3), tl.constexpr(5)
-"""Of the moments: fp32 values or codes; the column after it has the scales."""
+"""The moments: fp32 values or codes, whose scales are in the next column."""
 
 ABSENT = tl.constexpr(1 << 61)
-"""What stands for the address of a gradient where there is none."""
+"""The address of a gradient where there is none."""
 
 STEP = tl.constexpr(7)
 """Address of the step counter, int64."""
@@ -39,21 +39,21 @@ STREAM = tl.constexpr(9)
 """``stream_key(seed, index of the parameter)``."""
 
 KEY = tl.constexpr(10)
-"""Written by the prologue: ``stream_key(seed, index, step)``."""
+"""``stream_key(seed, index, step)``, from the prologue."""
 
 NOW = tl.constexpr(11)
-"""Written by the prologue: the number of the step, or 0 where nothing is done: then no other address is read."""
+"""The number of the step, from the prologue; 0 to skip the tensor, whose addresses no kernel then reads."""
 
 COLUMNS = tl.constexpr(12)
 
 SCALARS = tl.constexpr(12)
-"""fp32 numbers for each tensor, written by the prologue."""
+"""How many fp32 numbers the prologue writes for each tensor."""
 
 GRADIENT_FACTOR = tl.constexpr(0)
-"""The first of them: gradients are multiplied by it."""
+"""The first of them; it multiplies gradients."""
 
 CHUNK = tl.constexpr(256)
-"""How many partial sums are read at once."""
+"""How many partial sums a program reads at once."""
 
 BLOCK = 1024
 """Elements of a program: 8 for each of its 128 threads."""
@@ -64,7 +64,7 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 @triton.jit
 def offsets(block: tl.constexpr):
-    """Offsets in a block, as rows of 32, of which a thread has 8 neighbours."""
+    """Offsets in a block, as rows of 32; a thread has 8 neighbours."""
     column = tl.max_contiguous(tl.arange(0, 32), 8)
     return tl.arange(0, block // 32)[:, None] * 32 + column[None, :]
 
@@ -118,13 +118,13 @@ def _write_scales(tensor, column: tl.constexpr, start, count, scale16, block: tl
 
 @triton.jit
 def without_padding(x, count, block: tl.constexpr):
-    """Zero beyond ``count``."""
+    """``x`` with zeros beyond ``count``."""
     return x if count is None else tl.where(offsets(block) < count, x, 0.0)
 
 
 @triton.jit
 def read_gradient(tensor, kind: tl.constexpr, factor, start, count, block: tl.constexpr, aligned: tl.constexpr):
-    """fp32 gradients, multiplied by ``factor``."""
+    """Gradients in fp32, multiplied by ``factor``."""
     return widen(read(tensor, GRAD, kind, start, count, block, aligned)).to(tl.float32) * factor
 
 
@@ -138,7 +138,7 @@ def read_weight(
     elif weight == "fp16":
         x = read(tensor, PART, tl.float32, start, count, block, aligned)
     else:
-        rest: tl.constexpr = tl.int8 if weight == "split24" else tl.int16
+        rest: tl.constexpr = tl.int8 if levels else tl.int16
         hi = read(tensor, PARAM, tl.int16, start, count, block, aligned).to(tl.int32)
         x = join(hi, read(tensor, PART, rest, start, count, block, aligned).to(tl.int32), levels)
     return x
@@ -162,14 +162,10 @@ def write_weight(
     elif weight == "fp16":
         write(tensor, PART, tl.float32, start, count, x, block, aligned)
         write(tensor, PARAM, tl.float16, start, count, x, block, aligned)
-    elif weight == "split24":
-        hi, rho = split24(x, bits, levels)
-        write(tensor, PARAM, tl.int16, start, count, hi, block, aligned)
-        write(tensor, PART, tl.int8, start, count, rho, block, aligned)
     else:
-        hi, rest = split32(x)
+        hi, rest = split24(x, bits, levels) if levels else split32(x)
         write(tensor, PARAM, tl.int16, start, count, hi, block, aligned)
-        write(tensor, PART, tl.int16, start, count, rest, block, aligned)
+        write(tensor, PART, tl.int8 if levels else tl.int16, start, count, rest, block, aligned)
 
 
 @triton.jit

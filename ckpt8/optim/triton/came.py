@@ -7,10 +7,10 @@
 
 Below two dimensions V = b2 V + (1-b2) s, u = g * rsqrt(V), and the step is m: a launch for RMS(u), one for the update.
 
-Twelve launches for all matrices of a group, however many: tiles of s give sums of rows and columns, lines average them
-(two launches, since a mean over all rows comes between), blocks give RMS(u), tiles and lines do the same for r, and
-blocks make the update. Sums are in float64, always in the same order; from the torch path's they differ by some 1e-16
-of their value.
+All matrices of a group take twelve launches, however many they are: tiles of s give sums of rows and columns, lines
+average them (two launches, since a mean over all rows comes between), blocks give RMS(u), tiles and lines do the same
+for r, and blocks make the update. Sums are in float64, always in the same order; they differ from the torch path's by
+some 1e-16 of their value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckpt8.codecs.companded8.triton import expand_signed_each
 from ckpt8.codecs.triton_blocks import widen
 from ckpt8.optim.triton.arithmetic import double
 from ckpt8.optim.triton.blocks import FIRST, GRAD, GRADIENT_FACTOR, NOW, address, scalar
-from ckpt8.optim.triton.launches import Plan
+from ckpt8.optim.triton.launches import LaunchPlan, Scaler
 from ckpt8.optim.triton.matrices import (
     COLUMN_SUMS,
     HEIGHT,
@@ -34,7 +34,6 @@ from ckpt8.optim.triton.matrices import (
     TILES_ACROSS,
     TILES_DOWN,
     WIDTH,
-    Matrices,
     approximation,
     average_kernel,
     factor_kernel,
@@ -65,7 +64,7 @@ def prologue_kernel(
     weight_decay,
     maximize: tl.constexpr,
 ):
-    """The numbers of the rule for one tensor, but for what u is divided by."""
+    """The numbers of the rule for one tensor, without the divisor of u."""
     numbers, _ = advance(table, scalars, grad_scale, found_inf, maximize)
     eta = rate(lr, lr_tensor)
     put(numbers, _EPS, double(eps1))
@@ -80,7 +79,7 @@ def prologue_kernel(
 
 @triton.jit(do_not_specialize=["lr", "threshold"])
 def clip_kernel(table, scalars, lr, lr_tensor, partials, runs, threshold):
-    """What the direction of one tensor is divided by: max(1, RMS(u)/d)."""
+    """The divisor of the direction of one tensor: max(1, RMS(u)/d)."""
     ratio = root_mean(table, partials, runs) / double(threshold)
     put(own_numbers(scalars), _CLIP, tl.where(ratio > 1.0, ratio, 1.0))
 
@@ -175,24 +174,26 @@ def tile_kernel(
     tl.store(sums + place + column, tl.sum(columns, axis=0), column < width)
 
 
-def step(plan: Plan, group: dict[str, Any], grad_scale: Any, found_inf: Any) -> None:
+def step(plan: LaunchPlan, group: dict[str, Any], scaler: Scaler) -> None:
     """One step of the tensors of a plan."""
-    betas, lr, threshold = group["betas"], group["lr"], bits_of_float(group["clip_threshold"])
-    numbers = map(bits_of_float, (*betas[:2], *group["eps"], group["weight_decay"]))
-    plan.tensors(prologue_kernel, lr, grad_scale, found_inf, *numbers, maximize=group["maximize"])
-    if not plan.layout.matrix:
-        plan.tensors(clip_kernel, lr, *plan.sums(squared_direction), threshold)
-        plan.step(came)
-        return
-    if plan.extra is None:
-        plan.extra = Matrices(plan.rows, plan.device)
-    tables: Matrices = plan.extra
-    shared = tables.table, tables.sums, tables.factors
-    for pair, beta in enumerate(betas[1:]):
-        if pair:
-            sums = plan.sums(squared_direction, tables.table, tables.factors)
-            plan.tensors(clip_kernel, lr, *sums, threshold)
+    lr, (beta1, beta2, beta3) = group["lr"], group["betas"]
+    plan.tensors(
+        prologue_kernel,
+        lr,
+        scaler,
+        [beta1, beta2, *group["eps"], group["weight_decay"]],
+        maximize=group["maximize"],
+    )
+    _move_averages(plan, 0, beta2)
+    plan.tensors(clip_kernel, lr, plan.sums(squared_direction), [group["clip_threshold"]])
+    _move_averages(plan, 1, beta3)
+    plan.step(came)
+
+
+def _move_averages(plan: LaunchPlan, pair: int, beta: float) -> None:
+    """Move R and C (pair 0) or Rr and Cr (pair 1) of all matrices, and compute their factors."""
+    if (tables := plan.matrices) is not None:
+        shared = tables.table, tables.sums, tables.factors
         plan.launch(tile_kernel, tables.tiles, *shared, pair=pair, tile=TILE)
         plan.launch(average_kernel, tables.lines, *shared, bits_of_float(beta), pair=pair, line=LINE)
         plan.launch(factor_kernel, tables.rows, *shared, pair=pair, line=LINE)
-    plan.step(came, tables.table, tables.factors)

@@ -19,10 +19,10 @@ from ckpt8.core import backend
 from ckpt8.core.errors import UsageError
 from ckpt8.optim.known_optimizers import card_of
 from ckpt8.optim.packed_state import PackedState
-from ckpt8.optim.triton.rows import Layout, Row, describe
+from ckpt8.optim.triton.rows import KernelLayout, Row, describe
 
 if TYPE_CHECKING:
-    from ckpt8.optim.triton.launches import Plan
+    from ckpt8.optim.triton.launches import LaunchPlan
 
 Work = tuple[int, dict[str, Any], torch.Tensor]
 """Index of a parameter, its group, itself."""
@@ -47,7 +47,7 @@ class _Known(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
     addresses: list[int]
     setup: tuple[Any, ...]
-    layout: Layout
+    layout: KernelLayout
     row: Row
 
 
@@ -56,9 +56,9 @@ class Fused:
 
     def __init__(self, optimizer: PackedState) -> None:
         self._optimizer = optimizer
-        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._plans: dict[tuple[Any, ...], LaunchPlan] = {}
         self._known: dict[int, _Known] = {}
-        self._captured: list[Plan] = []
+        self._captured: list[LaunchPlan] = []
         self._warned: set[int] = set()
 
     def takes(self, index: int, param: torch.Tensor) -> bool:
@@ -81,8 +81,7 @@ class Fused:
 
     def update(self, work: Iterable[Work], grad_scale: Any, found_inf: Any, alone: bool = False) -> None:
         """One step of parameters that ``takes`` accepted; ``alone`` if they come one by one."""
-        tensors: dict[tuple[Any, ...], list[tuple[Row, int]]] = {}
-        groups: dict[int, dict[str, Any]] = {}
+        launches: dict[tuple[Any, ...], tuple[dict[str, Any], list[tuple[Row, int]]]] = {}
         for index, group, param in work:
             if not param.numel():
                 continue
@@ -90,17 +89,16 @@ class Fused:
                 self._optimizer.state[param] = self._optimizer.initial_state(group, param)
             assert param.grad is not None  # noqa: S101
             known = self._look_up(index, group, param, param.grad)
-            groups[id(group)] = group
             key = id(group), known.layout, param.device, index if alone else None
-            tensors.setdefault(key, []).append((known.row, param.grad.data_ptr()))
-        for key, found in tensors.items():
-            group = groups[key[0]]
+            launches.setdefault(key, (group, []))[1].append((known.row, param.grad.data_ptr()))
+        for key, (group, found) in launches.items():
             plan = self._plan(key, found)
             module = import_module(f"ckpt8.optim.triton.{card_of(group['rule']).kernels}")
-            module.step(plan, group, *(_on(value, plan.device) for value in (grad_scale, found_inf)))
+            scaler = [t if t is None else t.to(plan.device, non_blocking=True) for t in (grad_scale, found_inf)]
+            module.step(plan, group, scaler)
 
-    def _plan(self, key: tuple[Any, ...], found: list[tuple[Row, int]]) -> Plan:
-        from ckpt8.optim.triton.launches import Plan
+    def _plan(self, key: tuple[Any, ...], found: list[tuple[Row, int]]) -> LaunchPlan:
+        from ckpt8.optim.triton.launches import LaunchPlan
 
         rows, gradients = [row for row, _ in found], [gradient for _, gradient in found]
         layout, device = key[1:3]
@@ -112,7 +110,7 @@ class Fused:
             # Parameters that have no gradient this time stay, so that they may come and go.
             streams = {row.stream for row in rows}
             absent = [] if plan is None else [row for row in plan.rows if row.stream not in streams]
-            plan = self._plans[key] = Plan(layout, [*rows, *absent], device)
+            plan = self._plans[key] = LaunchPlan(layout, [*rows, *absent], device)
         if capturing:
             # The graph reads these tables when it is replayed, and has to set the gradients itself.
             self._captured.append(plan)
@@ -139,8 +137,3 @@ class Fused:
             described = describe(self._optimizer, index, group, param)
             known = self._known[index] = _Known(tensors, addresses, setup, *described)
         return known
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    """A scalar tensor of a GradScaler on ``device``."""
-    return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value

@@ -1,8 +1,8 @@
-"""``Plan``: tensors that one launch updates together, their table, and the blocks of its programs."""
+"""``LaunchPlan``: tensors that one launch updates together, their table, and the blocks of its programs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,27 +10,32 @@ import triton.language as tl
 
 from ckpt8.codecs.triton_blocks import on_device
 from ckpt8.optim.triton.blocks import ABSENT, BLOCK, COLUMNS, OPTIONS, SCALARS
+from ckpt8.optim.triton.matrices import Matrices
 from ckpt8.optim.triton.prologue import OPTIONS as PROLOGUE
 from ckpt8.optim.triton.prologue import bits_of_float, write_addresses
-from ckpt8.optim.triton.rows import Layout, Row
+from ckpt8.optim.triton.rows import KernelLayout, Row
 from ckpt8.optim.triton.steps import step_kernel, sum_kernel
 
 _KINDS = {"torch.float32": tl.float32, "torch.float16": tl.float16, "torch.bfloat16": tl.int16}
 
+Scaler = Sequence[torch.Tensor | None]
+"""``grad_scale`` and ``found_inf`` of a GradScaler on the device of a plan, or None for each."""
 
-class Plan:
+
+class LaunchPlan:
     """The tables of tensors of one layout on one device, and the launches over them.
 
-    ``extra`` is for tables that the kernels of one rule need besides.
+    ``matrices``: the tables for row and column averages; None for tensors that have none.
     """
 
-    def __init__(self, layout: Layout, rows: Sequence[Row], device: torch.device) -> None:
-        self.layout, self.rows, self.device = layout, list(rows), device
-        self._constants = {**layout._asdict(), "grad": _KINDS[layout.grad]}
+    def __init__(self, layout: KernelLayout, rows: Sequence[Row], device: torch.device) -> None:
+        self.rows, self.device = list(rows), device
+        self.matrices = Matrices(self.rows, device) if layout.matrix else None
+        self._averages = (None, None) if self.matrices is None else (self.matrices.table, self.matrices.factors)
+        self._constants = {**layout._asdict(), "grad": _KINDS[layout.grad], "block": BLOCK}
         self._places = {row: place for place, row in enumerate(rows)}
-        self._gradients: list[int] | None = []  # None for good: a graph may write them behind our back
-        self.extra: Any = None
-        numbers = [[row.values[0], 0, *row.values[1:], row.step, row.numel, _signed(row.stream), 0, 0] for row in rows]
+        self._gradients: list[int] | None = []  # None once a CUDA graph has captured the plan: it may write others
+        numbers = [[row.values[0], 0, *row.values[1:], row.step, row.numel, row.stream, 0, 0] for row in rows]
         self.table = torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, COLUMNS.value)
         self.scalars = torch.zeros(len(rows), SCALARS.value, dtype=torch.float32, device=device)
         index, whole = torch.arange(len(rows)), torch.tensor([row.numel // BLOCK for row in rows])
@@ -47,7 +52,7 @@ class Plan:
         return rows == self.rows or all(row in self._places for row in rows)
 
     def use(self, rows: Sequence[Row], gradients: Sequence[int], always: bool) -> None:
-        """Set the addresses of the gradients of ``rows``, where any is new or ``always``; the others have none."""
+        """Set the addresses of the gradients of ``rows`` if one is new, or ``always``; other tensors get none."""
         if rows == self.rows:
             new = list(gradients)
         else:
@@ -62,23 +67,23 @@ class Plan:
             if self._gradients is not None:
                 self._gradients = new
 
-    def tensors(self, kernel: Any, lr: Any, *args: Any, **constants: Any) -> None:
-        """Run ``kernel`` for each tensor, with a learning rate that is a number, or a tensor on the device."""
-        there = isinstance(lr, torch.Tensor) and lr.device == self.device
-        bits = 0 if there else bits_of_float(float(lr))
+    def tensors(
+        self, kernel: Any, lr: Any, given: Iterable[torch.Tensor | None], numbers: Iterable[float], **constants: Any
+    ) -> None:
+        """Run ``kernel`` for each tensor. ``lr`` is a number, or a tensor on the device; numbers go as their bits."""
+        on_gpu = isinstance(lr, torch.Tensor) and lr.device == self.device
+        rate = (0, lr) if on_gpu else (bits_of_float(float(lr)), None)
         with on_device(self.device):
             kernel[(len(self.rows),)](
-                self.table, self.scalars, bits, lr if there else None, *args, **constants, **PROLOGUE
+                self.table, self.scalars, *rate, *given, *map(bits_of_float, numbers), **constants, **PROLOGUE
             )
 
-    def step(self, rule: Any, matrices: torch.Tensor | None = None, factors: torch.Tensor | None = None) -> None:
+    def step(self, rule: Any) -> None:
         """Update every block by ``rule``: see ``steps``."""
         for programs, masked in ((self.whole, False), (self.short, True)):
-            self.launch(step_kernel, programs, matrices, factors, rule=rule, masked=masked)
+            self.launch(step_kernel, programs, *self._averages, rule=rule, masked=masked)
 
-    def sums(
-        self, summand: Any, matrices: torch.Tensor | None = None, factors: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def sums(self, summand: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum ``summand`` over every block. Returns the float64 sums, and which of them belong to a tensor.
 
         The second result has for each tensor: the first of its whole blocks, their number, its short block or -1.
@@ -87,21 +92,17 @@ class Plan:
         if self._partials is None:
             self._partials = torch.zeros(whole + short, dtype=torch.float64, device=self.device)
         for programs, first, masked in ((self.whole, 0, False), (self.short, whole, True)):
-            self.launch(sum_kernel, programs, self._partials[first:], matrices, factors, summand=summand, masked=masked)
+            partials = self._partials[first:]
+            self.launch(sum_kernel, programs, partials, *self._averages, summand=summand, masked=masked)
         return self._partials, self._runs
 
     def launch(self, kernel: Any, programs: torch.Tensor, *args: Any, **constants: Any) -> None:
-        """Run ``kernel`` for each row of ``programs``, with the constants of the layout that it has."""
+        """Run ``kernel`` for each row of ``programs``, with those constants of the layout that it takes."""
         if len(programs):
-            known = {**self._constants, "block": BLOCK}
-            constants |= {name: known[name] for name in kernel.arg_names if name in known}
+            constants |= {name: self._constants[name] for name in kernel.arg_names if name in self._constants}
             with on_device(self.device):
                 kernel[(len(programs),)](self.table, self.scalars, programs, *args, **constants, **OPTIONS)
 
 
 def _programs(rows: torch.Tensor, blocks: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.stack((rows, blocks), 1).to(torch.int32).to(device)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from ckpt8.optim.triton.arithmetic import double
 from ckpt8.optim.triton.blocks import scalar
-from ckpt8.optim.triton.launches import Plan
-from ckpt8.optim.triton.prologue import advance, bits_of_float, put, rate
+from ckpt8.optim.triton.launches import LaunchPlan, Scaler
+from ckpt8.optim.triton.prologue import advance, put, rate
 
 _DECAY, _KEEP, _RATE, _NEXT_KEEP, _NEXT_RATE, _STEP_SIZE = map(tl.constexpr, range(1, 7))
 
@@ -42,8 +42,9 @@ def lion(x, g, m, v, numbers, step, place):
     return x * scalar(numbers, _DECAY) - sign * scalar(numbers, _STEP_SIZE), m, m
 
 
-def step(plan: Plan, group: dict[str, Any], grad_scale: Any, found_inf: Any) -> None:
+def step(plan: LaunchPlan, group: dict[str, Any], scaler: Scaler) -> None:
     """One step of the tensors of a plan."""
-    numbers = map(bits_of_float, (*group["betas"], group["weight_decay"]))
-    plan.tensors(prologue_kernel, group["lr"], grad_scale, found_inf, *numbers, maximize=group["maximize"])
+    plan.tensors(
+        prologue_kernel, group["lr"], scaler, [*group["betas"], group["weight_decay"]], maximize=group["maximize"]
+    )
     plan.step(lion)

@@ -2,9 +2,9 @@
 
 A tensor is (batches, height, width). For each of its two pairs of averages, ``sq`` (pair 0) and ``res`` (pair 1):
 
-    tiles     of 128 x 128 values give float64 sums of their rows and of their columns
+    tiles     128 x 128 values: float64 sums of their rows and of their columns
     lines     256 rows or columns: R = b R + (1-b) mean, and the sum of those R;  C likewise, and C^-1/2
-    lines     of rows again: (R / mean(R))^-1/2, when all sums of R are there
+    lines     256 rows again, after all sums of R: (R / mean(R))^-1/2
 
 ``matrices`` is a table of int64 with a row for each tensor, like ``table``. Two buffers hold the rest, float64 sums
 and fp32 factors, at the offsets in that row. ``Matrices`` makes them.
@@ -32,7 +32,7 @@ FACTORS = tl.constexpr(4)
 
 HEIGHT, WIDTH = tl.constexpr(8), tl.constexpr(9)
 TILES_ACROSS, TILES_DOWN, LINES_DOWN = tl.constexpr(10), tl.constexpr(11), tl.constexpr(12)
-"""Tiles beside each other, below each other, and blocks of rows; of one matrix."""
+"""Numbers of tiles across, tiles down, and lines of rows down, of one matrix."""
 
 ROW_SUMS, COLUMN_SUMS, SUMS = tl.constexpr(13), tl.constexpr(14), tl.constexpr(15)
 """Offsets of the sums: (batches, height, tiles across), (batches, tiles down, width), (batches, blocks of rows)."""
@@ -79,7 +79,7 @@ def locate_piece(table, scalars, programs, matrices):
 
 @triton.jit(do_not_specialize=["beta"])
 def average_kernel(table, scalars, lines, matrices, sums, factors, beta, pair: tl.constexpr, line: tl.constexpr):
-    """Move 256 row or column averages towards their means; gives the sum of those of rows, or the columns' factors."""
+    """Move 256 row or column averages towards their means; store the sum of row averages, or the columns' factors."""
     tensor, _, matrix, batch, block, of_columns = locate_piece(table, scalars, lines, matrices)
     if tl.load(tensor + NOW) == 0:
         return
@@ -117,7 +117,7 @@ def average_kernel(table, scalars, lines, matrices, sums, factors, beta, pair: t
 
 @triton.jit
 def factor_kernel(table, scalars, lines, matrices, sums, factors, pair: tl.constexpr, line: tl.constexpr):
-    """The factors of 256 rows, of their averages and the mean of those over the matrix."""
+    """The factors of 256 rows, from their averages and the mean of all row averages of the matrix."""
     tensor, _, matrix, batch, block, _ = locate_piece(table, scalars, lines, matrices)
     if tl.load(tensor + NOW) == 0:
         return
@@ -166,6 +166,5 @@ class Matrices:
 
 def _pieces(index: int, batches: int, down: int, across: int, axis: int = 0) -> torch.Tensor:
     """(row of the table, batch, block down, block across or ``axis``) of every program, int32."""
-    ranges = [torch.arange(size, dtype=torch.int32) for size in (batches, down, across)]
-    grid = torch.cartesian_prod(*ranges)
+    grid = torch.cartesian_prod(*(torch.arange(size, dtype=torch.int32) for size in (batches, down, across)))
     return torch.cat((torch.full((len(grid), 1), index, dtype=torch.int32), grid[:, :2], grid[:, 2:] + axis), 1)

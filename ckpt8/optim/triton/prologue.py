@@ -1,10 +1,10 @@
-"""What is computed once per tensor and step, on the device: nothing of it is known to the host.
+"""What a rule computes once per tensor and step, on the device, so that the host need not wait for it.
 
     step += 1, unless there is no gradient, or one overflowed (``found_inf`` of a GradScaler)
     key   = stream_key(seed, index, step)
     the numbers of the rule, in float64 as Python computes them, and rounded to fp32
 
-One program for each tensor. Arguments that are Python floats come as the integers of their bits: see ``bits_of_float``.
+One program for each tensor. Python floats come as integers, the bits of float64: see ``bits_of_float``.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def rate(lr, lr_tensor):
 def addresses_kernel(table, first, odd):
     """Write addresses of gradients.
 
-    Each comes doubled and one more: all are then of one kind to the compiler, which tells 1 and multiples of 16 apart.
+    ``odd`` holds each address doubled, plus one: the compiler makes other kernels for 1 and for multiples of 16.
     """
     for i in tl.static_range(len(odd)):
         tl.store(table + (first + i) * COLUMNS + GRAD, odd[i] >> 1)

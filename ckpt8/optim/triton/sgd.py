@@ -13,8 +13,8 @@ import triton.language as tl
 
 from ckpt8.optim.triton.arithmetic import double
 from ckpt8.optim.triton.blocks import scalar
-from ckpt8.optim.triton.launches import Plan
-from ckpt8.optim.triton.prologue import advance, bits_of_float, put, rate
+from ckpt8.optim.triton.launches import LaunchPlan, Scaler
+from ckpt8.optim.triton.prologue import advance, put, rate
 
 _DECAY, _KEEP, _RATE, _STEP_SIZE, _LOOKAHEAD = map(tl.constexpr, range(1, 6))
 
@@ -57,9 +57,14 @@ def sgd(x, g, m, v, numbers, step, place):
     return x - update * scalar(numbers, _STEP_SIZE), m, m
 
 
-def step(plan: Plan, group: dict[str, Any], grad_scale: Any, found_inf: Any) -> None:
+def step(plan: LaunchPlan, group: dict[str, Any], scaler: Scaler) -> None:
     """One step of the tensors of a plan."""
-    numbers = map(bits_of_float, (group["momentum"], group["dampening"], group["weight_decay"]))
-    flags = {name: group[name] for name in ("nesterov", "maximize")}
-    plan.tensors(prologue_kernel, group["lr"], grad_scale, found_inf, *numbers, **flags)
+    plan.tensors(
+        prologue_kernel,
+        group["lr"],
+        scaler,
+        [group["momentum"], group["dampening"], group["weight_decay"]],
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+    )
     plan.step(sgd)

@@ -19,8 +19,8 @@ import triton.language as tl
 
 from ckpt8.optim.triton.arithmetic import double, power
 from ckpt8.optim.triton.blocks import scalar
-from ckpt8.optim.triton.launches import Plan
-from ckpt8.optim.triton.prologue import advance, bits_of_float, own_numbers, put, rate
+from ckpt8.optim.triton.launches import LaunchPlan, Scaler
+from ckpt8.optim.triton.prologue import advance, own_numbers, put, rate
 from ckpt8.optim.triton.steps import root_mean
 
 _FIRST_RATE, _KEEP, _SECOND_RATE, _EPS, _FLOOR, _DECAY, _STEP_SIZE = map(tl.constexpr, range(1, 8))
@@ -34,7 +34,7 @@ def debiased(beta, step):
 
 @triton.jit(do_not_specialize=["lr", "beta1", "beta2", "eps"])
 def prologue_kernel(table, scalars, lr, lr_tensor, grad_scale, found_inf, beta1, beta2, eps, maximize: tl.constexpr):
-    """The numbers of the rule for one tensor, but for the step size."""
+    """The numbers of the rule for one tensor, without the step size."""
     numbers, step = advance(table, scalars, grad_scale, found_inf, maximize)
     keep = debiased(double(beta2), step)
     put(numbers, _FIRST_RATE, 1 - debiased(double(beta1), step))
@@ -77,9 +77,8 @@ def stable_adamw(x, g, m, u, numbers, step, place):
     return x * scalar(numbers, _DECAY) - update, m, u
 
 
-def step(plan: Plan, group: dict[str, Any], grad_scale: Any, found_inf: Any) -> None:
+def step(plan: LaunchPlan, group: dict[str, Any], scaler: Scaler) -> None:
     """One step of the tensors of a plan."""
-    numbers = map(bits_of_float, (*group["betas"], group["eps"]))
-    plan.tensors(prologue_kernel, group["lr"], grad_scale, found_inf, *numbers, maximize=group["maximize"])
-    plan.tensors(clip_kernel, group["lr"], *plan.sums(ratio), bits_of_float(group["weight_decay"]))
+    plan.tensors(prologue_kernel, group["lr"], scaler, [*group["betas"], group["eps"]], maximize=group["maximize"])
+    plan.tensors(clip_kernel, group["lr"], plan.sums(ratio), [group["weight_decay"]])
     plan.step(stable_adamw)

@@ -118,9 +118,9 @@ def sum_kernel(
 
 @triton.jit
 def root_mean(table, partials, runs):
-    """The square root of the mean over this program's tensor of what ``sum_kernel`` added; float64.
+    """The root of the mean over this program's tensor of what ``sum_kernel`` added; float64.
 
-    It adds in the same order every time. ``runs`` says which ``partials`` are the tensor's: see ``Plan.sums``.
+    It always adds in the same order. ``runs`` says which ``partials`` belong to the tensor: see ``LaunchPlan.sums``.
     """
     row = tl.program_id(0)
     first, whole, short = tl.load(runs + row * 3), tl.load(runs + row * 3 + 1), tl.load(runs + row * 3 + 2)
