@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ckpt8.checkpoint.meaning.update_rules import Confidence
+from ckpt8.checkpoint.meaning.confidence import Confidence
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.cutting import TILE, pieces, take
 from ckpt8.codecs.error_measures import moment_error, root, update_error, weight_error

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, get_args
 
 from ckpt8.checkpoint.tree import TensorRef
@@ -74,35 +73,6 @@ def read_rule(stored: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     valid = None not in map(_number, (rule.beta1, rule.beta2, rule.eps)) and type(rule.step) is int
     return asdict(rule) if valid and rule.kind in get_args(Update) else None
-
-
-@dataclass(frozen=True)
-class Confidence:
-    """CAME's approx(Rr, Cr) = rsqrt(R / mean(R)) (x) rsqrt(C), computed for a range of elements at a time.
-
-    ``rows`` has the shape of the parameter without its last dimension, ``columns`` without its second to last.
-    """
-
-    rows: torch.Tensor
-    columns: torch.Tensor
-
-    @cached_property
-    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row and column factors, computed in float64 and rounded once: the same on every machine."""
-        rows = self.rows.double()
-        row = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt().float().reshape(-1)
-        return row, self.columns.double().rsqrt().float().reshape(-1, self.columns.shape[-1])
-
-    def at(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
-        """The factors of elements ``start`` to ``stop`` of the flat parameter, on ``device`` or else the CPU."""
-        import torch
-
-        row, column = (factor.to(device) for factor in self._factors)
-        height, width = self.rows.shape[-1], self.columns.shape[-1]
-        index = torch.arange(start // width, -(-stop // width), device=device)
-        block = row[index].unsqueeze(1) * column[index // height]
-        first = start // width * width
-        return block.reshape(-1)[start - first : stop - first]
 
 
 def _number(value: Any) -> float | None:

@@ -1,0 +1,35 @@
+"""CAME's confidence in an update, from the row and column averages of a saved state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """CAME's approx(Rr, Cr) = rsqrt(R / mean(R)) (x) rsqrt(C), computed for a range of elements at a time.
+
+    ``rows`` has the shape of the parameter without its last dimension, ``columns`` without its second to last.
+    """
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+
+    @cached_property
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and column factors, computed in float64 and rounded once: the same on every machine."""
+        rows = self.rows.double()
+        row = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt().float().reshape(-1)
+        return row, self.columns.double().rsqrt().float().reshape(-1, self.columns.shape[-1])
+
+    def at(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
+        """The factors of elements ``start`` to ``stop`` of the flat parameter, on ``device`` or else the CPU."""
+        row, column = (factor.to(device) for factor in self._factors)
+        height, width = self.rows.shape[-1], self.columns.shape[-1]
+        index = torch.arange(start // width, -(-stop // width), device=device)
+        block = row[index].unsqueeze(1) * column[index // height]
+        first = start // width * width
+        return block.reshape(-1)[start - first : stop - first]
