@@ -184,10 +184,10 @@ def restore(
     with progress_bar(f"restore {src.name}", total=total, enabled=not as_json) as progress:
         restored = api.restore_original(src, output, force=force, threads=threads, progress=progress)
     seconds = elapsed()
-    facts = {"original": restored.original, "replaced": restored.replaced}
+    facts = {"target": str(restored.path), "bytes": total, "seconds": seconds}
     lines = [f"{restored.path}: {size(total)} in {seconds:.2f} s", *restored.lines()]
     present(
-        {"target": str(restored.path), "bytes": total, "seconds": seconds, **facts},
+        {**facts, "original": restored.original, "replaced": restored.replaced},
         lambda console: print_lines(console, lines),
         as_json=as_json,
     )
@@ -219,7 +219,7 @@ def verify(
     from ckpt8.inspecting.verify import verify as run
 
     settle()
-    # With an original, verify decodes the container and then reads the original.
+    # An original counts twice: verify decodes as many bytes, then compares them.
     sources = [src] if against is None else [against, against]
     with progress_bar(f"verify {src.name}", *sources, enabled=not as_json) as progress:
         result = run(src, against, resume_steps=resume_steps, max_drift=max_drift, threads=threads, progress=progress)
@@ -258,6 +258,6 @@ app = make_app(COMMANDS)
 
 def main() -> None:
     """Run the command that ``sys.argv`` asks for, see ``guarded``."""
-    # typer reads the signatures of all its commands, and takes long for each: it gets only the one that runs.
+    # typer reads the signatures of all its commands, and takes long for each: give it only the one that runs.
     asked = [command for command in COMMANDS if [command.__name__] == sys.argv[1:2]]
     guarded(make_app(asked or COMMANDS))

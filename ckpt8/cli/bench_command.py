@@ -71,7 +71,7 @@ def bench(
 
 
 def _say(text: str) -> None:
-    """Show what runs now, on one line of a terminal."""
+    """Show the current operation on one line of a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{printable(text)}")
         sys.stderr.flush()

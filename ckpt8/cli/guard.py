@@ -24,7 +24,7 @@ def _one_line(message: Warning | str, category: type[Warning], *where: Any, **li
 
 def guarded(command: Callable[[], object]) -> None:
     """Run a command and turn every expected error into one line and an exit code."""
-    # A torch without numpy says so at its first use; ckpt8 does not need numpy.
+    # A torch without numpy warns at its first use; ckpt8 does not need numpy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     warnings.formatwarning = _one_line
     try:
@@ -37,7 +37,7 @@ def guarded(command: Callable[[], object]) -> None:
         sys.stderr.write(f"ckpt8: {line}\n")
         sys.exit(exc.exit_code)
     except OSError as exc:
-        # Commands turn errors of their own files into Ckpt8Error. What is left is the terminal or a pipe.
+        # Commands turn errors of their own files into Ckpt8Error. This one comes from the terminal or a pipe.
         sys.stderr.write(f"ckpt8: standard output cannot be written: {exc.strerror}\n")
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

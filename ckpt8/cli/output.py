@@ -57,7 +57,7 @@ def print_lines(console: Console, lines: Iterable[str]) -> None:
 
 @contextmanager
 def progress_bar(label: str, *sources: Path, total: int = 0, enabled: bool = True) -> Iterator[Callable[[int], None]]:
-    """Show throughput and time left; yield the function that takes numbers of bytes as they are done.
+    """Show throughput and time left; yield a function to call with the number of bytes just done.
 
     A full bar is ``total`` bytes, or those of ``sources``. Silent unless stderr is a terminal.
     """

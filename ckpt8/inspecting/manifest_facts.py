@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import display_names
@@ -35,10 +34,9 @@ _BY_FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
 )
 
 
-def framework_of_files(paths: Iterable[str]) -> str | None:
-    """The program that wrote the files of a directory; None if no name tells."""
-    given = list(paths)
-    return next((name for name, pattern in _BY_FILES if any(pattern.fullmatch(path) for path in given)), None)
+def framework_of_files(paths: Collection[str]) -> str | None:
+    """The program that wrote the files of a directory; None if no name shows it."""
+    return next((name for name, pattern in _BY_FILES if any(map(pattern.fullmatch, paths))), None)
 
 
 def skeleton_roles(manifest: Manifest) -> dict[int, str]:

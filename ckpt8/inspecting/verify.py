@@ -51,8 +51,8 @@ class Measured:
 def measure(reader: ContainerReader, original: Path, workers: Workers, progress: Progress = lambda _: None) -> Measured:
     """Compare a container with the checkpoint it was made from.
 
-    Lossless storages must be equal, and lossy ones are measured. Raises CheckFailedError when the original has
-    another structure, InputError when either file is damaged.
+    Lossless storages must be equal, and lossy ones are measured. Raises CheckFailedError if the original has
+    another structure, InputError if either file is damaged.
     """
     with open_source(original, containers=False, decode=not Policy(reader.manifest.preset).keeps_compressed) as source:
         _check_structure(reader, source, original)

@@ -1,1 +1,1 @@
-"""How results look in a terminal, and in the HTML report of ``inspect``."""
+"""Shows results in a terminal, and in the HTML report of ``inspect``."""

@@ -1,4 +1,4 @@
-"""Shows what ``convert`` wrote."""
+"""Shows the report of ``convert`` in a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN = 20
 
 
 def show(console: Console, report: Report, seconds: float) -> None:
-    """Print the target, what was cast, and everything that is not in it."""
+    """Print the target, the casts, and everything that the target lacks."""
     lines = [
         f"{report.target}: {report.format} of {report.tensors:,} tensors, {size(report.bytes)} in {seconds:.2f} s",
         *(f"cast        {count:,} tensors {cast}" for cast, count in report.casts.items()),

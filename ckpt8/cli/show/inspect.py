@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from ckpt8.checkpoint.meaning import quantised_state as low_bit
 from ckpt8.checkpoint.meaning.parameter_names import shown
+from ckpt8.checkpoint.meaning.quantised_state import line as low_bit_line
 from ckpt8.cli.show.overview import (
     optimizer_line,
     say,
@@ -60,7 +60,8 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
         for row in facts["roles"]
     ]
     show_table(console, columns, rows)
-    _show_low_bit(console, facts["low_bit"])
+    for found in facts["low_bit"]:
+        say(console, f"optimizer: {low_bit_line(found)}")
     show_layers(console, facts["layers"])
     show_flags(console, facts["flags"], facts["sample"])
     if facts["directory"] is not None:
@@ -140,11 +141,6 @@ def _show_lossless(console: Console, reasons: list[dict[str, Any]]) -> None:
         show_table(console, ("kept lossless because", "storages", "such as"), rows)
 
 
-def _show_low_bit(console: Console, found: Iterable[dict[str, Any]]) -> None:
-    for row in found:
-        say(console, f"optimizer: {low_bit.line(row)}")
-
-
 def _show_parameters(console: Console, parameters: Sequence[dict[str, Any]]) -> None:
     rules = [(shown(row), row["rule"] or {"kind": "unknown", "step": 0}) for row in parameters]
     rows = [(name, rule["kind"], f"{rule['step']:,}" if rule["step"] else "-") for name, rule in rules]
@@ -176,7 +172,8 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
     for row in facts["optimizer"]:
         say(console, optimizer_line(row))
     show_hyperparameters(console, facts["hyperparameters"])
-    _show_low_bit(console, facts["low_bit"])
+    for found in facts["low_bit"]:
+        say(console, f"optimizer: {low_bit_line(found)}")
     show_roles(console, facts["roles"], facts["bytes"])
     show_layers(console, facts["layers"])
     show_flags(console, facts["flags"], facts["sample"])

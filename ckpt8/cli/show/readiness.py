@@ -19,7 +19,7 @@ _COLUMNS = ("format", "ideal", "role", "raw SNR", "over", "under", "sub", "scale
 
 
 def show_readiness(console: Console, readiness: dict[str, Any], *, tensors: bool = False) -> None:
-    """Print ``facts["readiness"]``, of which all text is printable; ``tensors`` lists every tensor with its SNR."""
+    """Print ``facts["readiness"]``, all of it printable text; ``tensors`` lists every tensor with its SNR."""
     console.print("\n[bold]Low-precision readiness[/]")
     console.print(_coverage(readiness))
     for each in readiness["formats"]:

@@ -1,4 +1,4 @@
-"""Shows what ``verify`` checked and how far a replayed run drifts."""
+"""Shows the result of ``verify`` in a terminal, and the drift of a replayed run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt8.inspecting.verify import Verification
 
 
 def show_verified(console: Console, src: Path, against: Path | None, result: Verification) -> None:
-    """Print what holds, and the drift where steps were replayed."""
+    """Print the result, and the drift of replayed steps."""
     text = f"{src}: seal and {result.frames:,} frames hold ({size(result.nbytes)})"
     if result.against and not result.failures:
         text += f"; {result.statistics} statistics and all lossless tensors agree with {against}"

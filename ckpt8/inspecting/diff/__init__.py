@@ -1,1 +1,1 @@
-"""``diff``: what two checkpoints have in common, and how far apart they are in all else."""
+"""``diff``: finds the differences between two checkpoints, and measures them."""

@@ -136,7 +136,7 @@ def _difference(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
     wide = y - x
     if a.dtype != b.dtype or a.dtype not in (torch.int64, torch.uint64):
         return wide
-    # Modulo 2^64, and so exact where the difference is small enough.
+    # Modulo 2^64, and so exact if the difference is small enough.
     exact = (b.view(torch.int64) - a.view(torch.int64)).double()
     return torch.where(wide.abs() < _EXACT, exact, wide)
 

@@ -35,8 +35,8 @@ def diff(
 ) -> Difference:
     """Compare two checkpoints: files or directories of any format that ckpt8 reads, or ``.ckpt8`` of them.
 
-    Tensors and other values are matched by their paths. Models and optimizers at different paths, or with other names
-    of parameters, are matched by the names that the readers establish. ``diff`` reads all elements that both have, a
+    Tensors and other values match by their paths. Models and optimizers at different paths, or with other names of
+    parameters, match by the names that the readers establish. ``diff`` reads all elements that both have, a
     block at a time. It does not compare links, empty directories and the metadata in a safetensors header. It calls
     ``progress`` with numbers of bytes that it has read. Raises InputError for a source that is damaged, holds no
     checkpoint, or cannot be assembled as the other one is.

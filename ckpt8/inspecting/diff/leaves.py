@@ -18,7 +18,7 @@ from ckpt8.inspecting.diff.values import Leaves
 K = TypeVar("K")
 _PARAM_NAMES = "param_names"
 _ALONE = "\0"
-"""Stands before the path of what has no counterpart; no other name begins with it."""
+"""Stands before a path without a counterpart; no other name begins with it."""
 
 _LONGEST = 600
 """Paths are cut to this many characters while they are made; names are shorter."""
@@ -26,7 +26,7 @@ _LONGEST = 600
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of a part. ``name`` is its own path, ``parameter`` the path of the weight that it is or belongs to.
+    """A tensor of a part. ``name`` is its path, ``parameter`` the path of the weight that it is or belongs to.
 
     ``tied`` is the path of an earlier tensor over the same elements of the same storage.
     """

@@ -140,7 +140,7 @@ class _View:
         return block
 
     def finish(self) -> None:
-        """Raise InputError unless the checksum is that of all blocks."""
+        """Raise InputError unless all blocks together have the stated checksum."""
         if self._expected is not None and self._crc != self._expected:
             where = f"{self._tensor.part.data.label}: {self._tensor.name}"
             raise InputError(f"{where}: checksum and bytes do not match; the file is damaged")

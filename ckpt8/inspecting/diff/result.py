@@ -33,8 +33,7 @@ class TensorDifference:
     @property
     def identical(self) -> bool:
         """Whether type, shape and every bit are the same."""
-        same = self.change is not None and not self.change.differ
-        return same and self.a.ref.dtype is self.b.ref.dtype
+        return self.change is not None and not self.change.differ and self.a.ref.dtype is self.b.ref.dtype
 
     @property
     def is_tied(self) -> bool:
@@ -56,7 +55,6 @@ class TensorDifference:
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""
-        values = None if self.values is None else [_plain(value) for value in self.values]
         return {
             **_facts(self.a),
             "name_b": self.b.name,
@@ -68,7 +66,7 @@ class TensorDifference:
             "layer": self.layer,
             "identical": self.identical,
             "change": None if self.change is None else self.change.to_json(),
-            "values": values,
+            "values": None if self.values is None else [_plain(value) for value in self.values],
         }
 
 
@@ -135,8 +133,7 @@ class Difference:
     @property
     def changed(self) -> list[TensorDifference]:
         """Tensors that both have and that are not identical, the largest relative change first."""
-        found = [each for each in self.tensors if not each.identical]
-        return sorted(found, key=lambda each: -_relative(each))
+        return sorted((each for each in self.tensors if not each.identical), key=lambda each: -_relative(each))
 
     def roles(self) -> dict[Role, dict[str, Any]]:
         """Sums over the tensors that both have, by role; of tied ones only the first counts.

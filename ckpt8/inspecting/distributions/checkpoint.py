@@ -1,4 +1,4 @@
-"""Distributions of a raw checkpoint: before is what it holds, after what the preset ``flash`` would give back.
+"""Distributions of a raw checkpoint: before are its values, after those that preset ``flash`` would give back.
 
 Both, and the errors between them, come from the same sample of every tensor.
 """

@@ -1,4 +1,4 @@
-"""Distributions of a ``.ckpt8``: after is what it decodes to, before the original, if it is given.
+"""Distributions of a ``.ckpt8``: after are its decoded values, before those of the original, if given.
 
 Errors come from the manifest. They cover every element, also where the histograms cover a sample.
 """

@@ -116,7 +116,7 @@ class Drawn:
     codes: dict[tuple[str, str, str], Codes] = field(default_factory=dict)
 
     def merge(self, other: Drawn) -> None:
-        """Add what was counted elsewhere; ``other`` stays as it is."""
+        """Add the counts of ``other``, which stays as it is."""
         self.elements += other.elements
         for what, histogram in other.histograms.items():
             self.histograms.setdefault(what, Histogram()).merge(histogram)
@@ -124,12 +124,12 @@ class Drawn:
             self.codes.setdefault(key, Codes(codes.first, [0] * len(codes.counts))).merge(codes)
 
     def add(self, what: str, before: torch.Tensor | None, after: torch.Tensor) -> None:
-        """Count values of ``what``, a name in CHARTED: the original ones, where known, and the decoded ones."""
+        """Count values of ``what``, a name in CHARTED: the original ones, if known, and the decoded ones."""
         sides = zip(_SIDES, (before, after), strict=True)
         self.merge(Drawn(0, {(what, side): Histogram.of(values) for side, values in sides if values is not None}))
 
     def pairs_json(self) -> dict[str, Any]:
-        """By name {before, after} as plain values, in the order of CHARTED; ``before`` is None where it is unknown."""
+        """By name {before, after} as plain values, in the order of CHARTED; ``before`` is None if unknown."""
         found = {key: histogram.to_json() for key, histogram in self.histograms.items()}
         return {
             what: {side: found.get((what, side)) for side in _SIDES} for what in CHARTED if (what, "after") in found
@@ -145,7 +145,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements of one storage: the original ones, where known, the decoded ones, and the parts that hold them."""
+    """Elements of one storage: the original ones, if known, the decoded ones, and the parts that hold them."""
 
     index: int
     role: Role

@@ -72,7 +72,7 @@ class _Layer:
 class Gathered:
     """Sums over all units, which ``add`` adds. ``counted`` are the storages whose values are counted.
 
-    ``before`` and ``after`` say in words what the two sides of a histogram are; ``stored`` says whether the manifest
+    ``before`` and ``after`` name the two sides of a histogram in words; ``stored`` says whether the manifest
     knows sizes in a container.
     """
 

@@ -1,1 +1,1 @@
-"""``inspect --readiness``: what formats of fewer bits would make of a checkpoint."""
+"""``inspect --readiness``: predicts the losses of a checkpoint in formats of fewer bits."""

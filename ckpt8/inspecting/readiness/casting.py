@@ -1,4 +1,4 @@
-"""Rounds one tensor to every number format, as it is and scaled, and counts what is lost.
+"""Rounds one tensor to every number format, as it is and scaled, and counts the losses.
 
 *Unit scaling* (Blake, Orr and Luschi 2023, arXiv 2303.11257) keeps tensors at a scale of 1, which suits formats best:
 
@@ -149,7 +149,7 @@ class Casts:
         }
 
     def add(self, x: torch.Tensor) -> None:
-        """Round a flat tile of float32 or float64 and add what that does."""
+        """Round a flat tile of float32 or float64 and add the losses."""
         finite = finite_of(x)
         if not len(finite):
             return
@@ -178,7 +178,7 @@ class Casts:
 
 
 def scaled_by(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """``x`` times a power of two, exactly: float64 where float32 could lose something."""
+    """``x`` times a power of two, exactly: as float64 if float32 could lose bits."""
     low, high = _FLOAT32_SCALES
     return x * scale if x.dtype is torch.float32 and low <= scale <= high else x.double() * scale
 

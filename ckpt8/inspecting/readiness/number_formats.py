@@ -74,7 +74,7 @@ class NumberFormat:
         return magnitudes >= tie if tie_goes_up else magnitudes > tie
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
-        """The numbers that finite ``x``, float32 or float64, become: float32, saturated where they overflow.
+        """The numbers that finite ``x``, float32 or float64, become: float32, saturated if they overflow.
 
         torch rounds to float8. Its versions cast an overflow differently, so that none reaches the cast.
         """

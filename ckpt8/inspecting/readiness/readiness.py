@@ -1,10 +1,9 @@
 """``inspect --readiness``: how weights and moments survive fp16, bf16, fp8 and int8, as they are and scaled.
 
-The maths stand where they are computed: ``number_formats`` rounds, ``casting`` counts and adds up, ``verdicts`` judges.
-Of a ``.ckpt8`` the decoded values are judged. With an original, tensors are paired by name and shape, and the error is
-measured:
+``number_formats`` rounds, ``casting`` counts and adds up, ``verdicts`` judges; each states its maths. Of a ``.ckpt8``
+they take the decoded values. With an original, they also measure the error of tensors of equal name and shape:
 
-    SNR = 10 log10( sum x^2 / sum (y - x)^2 ) dB        x of the original, y of the checkpoint, where both are finite
+    SNR = 10 log10( sum x^2 / sum (y - x)^2 ) dB        x of the original, y of the checkpoint, if both are finite
 
 y of 8-bit elements with scales is their product, see ``tensor_source``.
 
@@ -43,7 +42,7 @@ def inspect_readiness(path: Path, *, full: bool = False, original: Path | None =
     """Figures of every weight and moment, and a verdict for each format. All values are plain JSON.
 
     Tensors of more than PER_TENSOR elements are sampled, unless ``full``. Raises InputError for damage,
-    CheckFailedError where no tensor is in the ``original`` too.
+    CheckFailedError if the ``original`` has none of the tensors.
     """
     with open_tensors(path) as source, Workers() as workers:
         measured = {} if original is None else _measure_all(source, original, workers, full=full)

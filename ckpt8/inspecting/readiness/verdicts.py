@@ -95,7 +95,7 @@ def fails(each: NumberFormat, tensor: dict[str, Any], kind: str) -> str | None:
 def _total(each: NumberFormat, tensors: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
     """Figures over several tensors; ``worst`` is the one of the lowest SNR, None if none has noise."""
     figures = [(tensor, tensor["formats"][each.id][kind]) for tensor in tensors]
-    # Elements that are not zero, as far as the sample tells.
+    # Nonzero elements, estimated from the sample.
     counts = [tensor["elements"] * tensor["nonzero"] for tensor in tensors]
     nonzero = sum(counts)
     fractions = {

@@ -36,7 +36,7 @@ def layers(storages: Iterable[Stored], parameters: Iterable[Mapping[str, Any]]) 
     """Groups in the order of the source: {group, parameters, bytes, roles}, ``roles`` with the bytes of each.
 
     ``parameters`` of a group are the elements of its weights; copies of a weight, as an average or masters, count once.
-    The argument ``parameters`` are those of optimizers: {name, named, moments}, moments by slot with the name of a
+    The argument ``parameters`` lists those of optimizers: {name, named, moments}, moments by slot with the name of a
     storage.
     """
     owners: dict[str, str] = {}

@@ -40,7 +40,7 @@ _VERSIONS = ("pytorch-lightning_version", "ds_version")
 
 
 def origin_of(source: Bundle) -> dict[str, Any]:
-    """``framework``, its ``version``, ``step`` and ``epoch``, None where unknown, and ``hyperparameters``.
+    """``framework``, its ``version``, ``step`` and ``epoch``, None if unknown, and ``hyperparameters``.
 
     ``hyperparameters`` is a list of {optimizer, parameters, options}, one for every group of an optimizer that differs
     from its others: the path of its state, the number of parameters, and the options with plain values.

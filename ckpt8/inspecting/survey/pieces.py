@@ -74,7 +74,7 @@ class Piece:
 
     @cached_property
     def row(self) -> int:
-        """Elements of one row, an index of the first dimension, where rows follow each other; 0 where there are none.
+        """Elements of one row, an index of the first dimension, if rows follow each other; 0 if there are none.
 
         A slice has rows only if it has them whole.
         """

@@ -76,7 +76,7 @@ class _Survey:
 
     def _look(self, piece: Piece, rows: Rows | None) -> None:
         tally = Tally(piece.view.role, piece.dtype, piece.numel)
-        # Weights of one length are looked at in the same places, whatever their shape, to find twins.
+        # To find twins, take windows in the same places of all weights of one length, whatever their shape.
         row = 0 if tally.role is Role.WEIGHT else piece.row
         whole = self._most is None or piece.numel <= self._most
         for start, count in sampling.windows(piece.span, self._most, row):

@@ -66,7 +66,7 @@ class Rows:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of the elements of a tensor, of which the survey has ``seen`` some.
+    """Counts over the ``seen`` elements of a tensor.
 
     ``present`` are not zero. ``negative`` are second moments below zero. ``wide`` says that an fp32 value has bits that
     bf16 does not hold. ``flushed`` are second moments that fp16 rounds to zero. Of ``groups`` of 32 moments that are

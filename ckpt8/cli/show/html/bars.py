@@ -15,10 +15,10 @@ Stack = Sequence[tuple[str, float, str]]
 
 def row(name: str, bar: str, value: str) -> str:
     """One row of markup."""
-    cells = "".join(
-        f'<div class="{css}">{each}</div>' for css, each in (("name", name), ("bar", bar), ("value", value))
+    return (
+        f'<div class="row"><div class="name">{name}</div><div class="bar">{bar}</div>'
+        f'<div class="value">{value}</div></div>'
     )
-    return f'<div class="row">{cells}</div>'
 
 
 def stacks(bars: Iterable[Stack], *, faint_first: bool = False) -> str:

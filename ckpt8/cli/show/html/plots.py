@@ -149,8 +149,7 @@ def _axes(below: Sequence[tuple[float, str]], beside: Sequence[tuple[float, str]
         anchor = "end" if place > _RIGHT - 12 else "middle"
         parts.append(f'<text x="{place:.1f}" y="{_BOTTOM + 17}" text-anchor="{anchor}">{text(label)}</text>')
     parts.append(f'<line class="base" x1="{_LEFT}" x2="{_RIGHT}" y1="{_BOTTOM}" y2="{_BOTTOM}"/>')
-    middle = (_LEFT + _RIGHT) / 2
-    parts.append(f'<text x="{middle:.1f}" y="{_HEIGHT - 7}" text-anchor="middle">{text(x_title)}</text>')
+    parts.append(f'<text x="{(_LEFT + _RIGHT) / 2:.1f}" y="{_HEIGHT - 7}" text-anchor="middle">{text(x_title)}</text>')
     parts.append(f'<text x="2" y="12">{text(y_title)}</text>')
     return "".join(parts)
 

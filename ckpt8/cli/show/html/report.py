@@ -12,11 +12,11 @@ from ckpt8.inspecting.distributions.container import container_distributions
 
 
 class Report:
-    """A report that is to be written to ``target`` about the checkpoint or container ``path``.
+    """The report about the checkpoint or container ``path``, to write to ``target``.
 
-    ``original`` is the checkpoint that a container was made from; ``drift`` is a file with what ``verify
-    --resume-steps N --json`` printed about it; ``full`` reads every element instead of a sample. Raises OutputError
-    where ``target`` cannot be written, or exists without ``force``; so nothing is read in vain.
+    ``original`` is the checkpoint that a container was made from; ``drift`` is a file with the output of ``verify
+    --resume-steps N --json``; ``full`` reads every element instead of a sample. Raises OutputError, before it reads
+    anything, if ``target`` cannot be written, or exists without ``force``.
     """
 
     def __init__(
