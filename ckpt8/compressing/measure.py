@@ -68,19 +68,22 @@ class ErrorMeter:
         errors, length, done = UnitErrors.for_unit(unit), len(originals[0]), 0
         if resolve(self.backend, originals[0].device, length) == "numba":
             done = _measure_in_one_pass(unit, errors, originals, parts)
+        confidence = self._confidence(unit.parameter)
         # Tiles fit the cache of a CPU. On a GPU each would cost a wait for its result.
         step = done or (TILE if originals[0].device.type == "cpu" else FRAME)
         cuts = [_cuts(stream, length, step) for stream in unit.streams]
         for position in range(done, length, step):
             run = slice(position, min(position + step, length))
             tile_parts = [take(p, cut[position // step]) for p, cut in zip(parts, cuts, strict=True)]
-            self._measure_tile(unit, errors, start + position, [x[run].float() for x in originals], tile_parts)
+            tiles = [x[run].float() for x in originals]
+            self._measure_tile(unit, errors, confidence, start + position, tiles, tile_parts)
         return errors
 
     def _measure_tile(
         self,
         unit: Unit,
         errors: UnitErrors,
+        confidence: Confidence | None,
         start: int,
         originals: Sequence[torch.Tensor],
         parts: Sequence[Parts],
@@ -97,24 +100,11 @@ class ErrorMeter:
                 errors.streams[stream.index].merge(moment_error(x, y, stream.codec.group_scales(part), roots))
             sides.append(roots or (x, y))
         if errors.update is not None:
-            errors.update.merge(self._update_error(unit, start, sides))
+            errors.update.merge(_update_error(unit, confidence, start, sides))
 
-    def _update_error(self, unit: Unit, start: int, sides: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> UpdateError:
-        """``sides`` by stream: m, or sqrt(v), of the original and as decoded."""
-        parameter = unit.parameter
-        if parameter is None or parameter.rule is None:
-            raise AssertionError("update errors are measured only for a known rule")
-        place = {stream.index: k for k, stream in enumerate(unit.streams)}
-        m = sides[place[parameter.moments["moment1"]]]
-        v = sides[place[parameter.moments[parameter.denominator]]] if parameter.denominator else (None, None)
-        confidence = self._confidence(parameter)
-        factors = confidence.at(start, start + len(m[0]), m[0].device) if confidence else None
-        original, decoded = (parameter.rule.apply(m[k], v[k], factors) for k in (0, 1))
-        return update_error(original, decoded, parameter.rule.factor)
-
-    def _confidence(self, parameter: Parameter) -> Confidence | None:
+    def _confidence(self, parameter: Parameter | None) -> Confidence | None:
         """CAME's factored term; None for other rules."""
-        if not parameter.confidence:
+        if parameter is None or not parameter.confidence:
             return None
         last = self._last  # another thread may replace it at any time
         if last is None or last[0] is not parameter:
@@ -126,6 +116,21 @@ class ErrorMeter:
             )
             self._last = last = (parameter, Confidence(rows, columns))
         return last[1]
+
+
+def _update_error(
+    unit: Unit, confidence: Confidence | None, start: int, sides: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> UpdateError:
+    """``sides`` by stream: m, or sqrt(v), of the original and as decoded."""
+    parameter = unit.parameter
+    if parameter is None or parameter.rule is None:
+        raise AssertionError("update errors are measured only for a known rule")
+    place = {stream.index: k for k, stream in enumerate(unit.streams)}
+    m = sides[place[parameter.moments["moment1"]]]
+    v = sides[place[parameter.moments[parameter.denominator]]] if parameter.denominator else (None, None)
+    factors = confidence.at(start, start + len(m[0]), m[0].device) if confidence else None
+    original, decoded = (parameter.rule.apply(m[k], v[k], factors) for k in (0, 1))
+    return update_error(original, decoded, parameter.rule.factor)
 
 
 def _measure_in_one_pass(

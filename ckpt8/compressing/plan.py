@@ -263,10 +263,10 @@ def _parameter(
     rule = recognise(state.state, state.group, step if isinstance(step, (int, float)) else None)
     moments = {slot: streams[ref.key].index for slot, ref in refs.items()}
     shape = next(iter(refs.values())).shape
-    confidence: list[tuple[StorageInfo, TensorRef]] = []
+    confidence: tuple[tuple[StorageInfo, TensorRef], ...] = ()
     if isinstance(rule, UpdateRule) and rule.kind == "came":
         factors = (state.state["exp_avg_res_row"], state.state["exp_avg_res_col"])
-        confidence = [(streams[ref.key].storage, ref) for ref in factors]
+        confidence = tuple((streams[ref.key].storage, ref) for ref in factors)
         if not _factors_fit(shape, refs["moment1"], *factors):
             rule = "CAME's row and column statistics do not have the shape of the parameter"
     if isinstance(rule, UpdateRule):

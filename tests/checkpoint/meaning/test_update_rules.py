@@ -454,7 +454,7 @@ def test_came_plans_to_its_factors(tmp_path):
     assert [parameter.rule.kind for parameter in found] == ["came", "momentum", "came", "came"]
     for parameter, shape in zip(found, SHAPES, strict=True):
         if len(shape) < 2:
-            assert parameter.confidence is None
+            assert parameter.confidence == ()
         else:
-            rows, columns = parameter.confidence
+            (_, rows), (_, columns) = parameter.confidence
             assert (rows.shape, columns.shape) == (shape[:-1], shape[:-2] + shape[-1:])
