@@ -55,7 +55,7 @@ def inspect_container(
             "kind": "ckpt8",
             **_facts(manifest, reader.size),
             "measured_from": None if original is None else {"path": str(original), "differing": differing},
-            "framework": framework_of_files(member.path for member in manifest.members),
+            "framework": framework_of_files([member.path for member in manifest.members]),
             "layers": layers_of(manifest),
             **found,
             **_lists(manifest, tensors),

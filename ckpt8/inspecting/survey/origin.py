@@ -58,7 +58,7 @@ def origin_of(source: Bundle) -> dict[str, Any]:
             numbers += [found] if name == "trainer_state.json" else []
             version = version or _text(found.get("transformers_version"))
     return {
-        "framework": framework_of_files(member.path for member in source.members) or next(by_keys, None),
+        "framework": framework_of_files([member.path for member in source.members]) or next(by_keys, None),
         "version": _text(version),
         "step": _first(numbers, _STEP_KEYS, whole=True),
         "epoch": _first(numbers, _EPOCH_KEYS, whole=False),
