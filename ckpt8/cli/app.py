@@ -12,7 +12,6 @@ import typer
 from ckpt8 import __version__
 from ckpt8.cli.bench_command import bench
 from ckpt8.cli.convert_command import convert
-from ckpt8.cli.diff_command import diff
 from ckpt8.cli.guard import guarded
 from ckpt8.cli.options import Container, Force, Json, Output, Threads, stopwatch
 from ckpt8.cli.output import console, present, print_json, print_lines, progress_bar
@@ -131,8 +130,9 @@ def inspect(
     if is_container(path):
         from ckpt8.inspecting.container import inspect_container
 
-        visit = report.visit if report else None
-        facts = inspect_container(path, tensors=tensors, original=against, full=full, visit=visit)
+        facts = inspect_container(
+            path, tensors=tensors, original=against, full=full, visit=report.visit if report else None
+        )
     elif against is not None and not readiness:
         raise UsageError(f"{path}: is not a .ckpt8; --against compares a .ckpt8 with its original")
     else:
@@ -231,6 +231,27 @@ def verify(
     if result.failures:
         more = f" (and {len(result.failures) - 1} more)" if len(result.failures) > 1 else ""
         raise CheckFailedError(f"{src}: {result.failures[0]}{more}")
+
+
+def diff(
+    a: Annotated[
+        Path, typer.Argument(readable=False, metavar="A", help="A checkpoint file or directory, or a .ckpt8 of one.")
+    ],
+    b: Annotated[Path, typer.Argument(readable=False, metavar="B", help="Another one, of any of these kinds.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor that both have.")] = False,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Show what differs between A and B, and by how much. Exit code 0: they are identical. 1: they differ."""
+    from ckpt8.cli.show.diff import show
+    from ckpt8.inspecting.diff.diff import diff as run
+
+    with progress_bar(f"diff {a.name} {b.name}", a, b, enabled=not as_json) as progress:
+        found = run(a, b, threads=threads, progress=progress)
+    facts = found.to_json()
+    present(facts, lambda console: show(console, facts, tensors=tensors), as_json=as_json)
+    if not found.identical:
+        raise typer.Exit(CheckFailedError.exit_code)
 
 
 COMMANDS: tuple[Callable[..., None], ...] = (compress, inspect, restore, verify, convert, diff, bench)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.checkpoint.sources.bundle import Bundle
-from ckpt8.checkpoint.sources.opening import check_storages, open_source
+from ckpt8.checkpoint.sources.opening import check_storages
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.plan import Plan, Unit, read_elements
@@ -18,7 +18,7 @@ from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import RefusedError
 from ckpt8.inspecting.manifest_facts import low_bit_state, parameter_facts, sizes_by, skeleton_roles
-from ckpt8.inspecting.opening import describe, with_tensors
+from ckpt8.inspecting.opening import describe
 from ckpt8.inspecting.sampling import PER_TENSOR
 from ckpt8.inspecting.survey.layers import layers_of
 from ckpt8.inspecting.survey.origin import origin_of
@@ -41,8 +41,7 @@ def inspect_checkpoint(
     flags, calls ``progress`` with the bytes that it has read, and checks the checksums that the source states.
     ``tensors`` adds every tensor and every parameter that has moments.
     """
-    with open_source(path, containers=False) as source:
-        with_tensors(source)
+    with open_any(path, containers=False) as source:
         if full:
             for member in source.members:
                 check_storages(member.checkpoint, str(path) if source.directory is None else f"{path}: {member.path}")
@@ -94,7 +93,6 @@ def _optimizers(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _tensors(manifest: Manifest, plan: Plan) -> list[dict[str, Any]]:
-    stored = ((tensor, manifest.storages[index]) for tensor, index in plan.tensors)
     return [
         {
             "name": tensor.name,
@@ -106,7 +104,7 @@ def _tensors(manifest: Manifest, plan: Plan) -> list[dict[str, Any]]:
             "codec": codec_name(record.codec),
             "reason": record.reason,
         }
-        for tensor, record in stored
+        for tensor, record in ((tensor, manifest.storages[index]) for tensor, index in plan.tensors)
     ]
 
 

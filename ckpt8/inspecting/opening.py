@@ -22,20 +22,15 @@ from ckpt8.core.errors import InputError
 
 
 @contextmanager
-def open_any(path: Path) -> Iterator[Bundle]:
-    """Open a checkpoint file, a directory, or a ``.ckpt8`` of either.
+def open_any(path: Path, *, containers: bool = True) -> Iterator[Bundle]:
+    """Open a checkpoint file, a directory or, if ``containers``, a ``.ckpt8`` of either.
 
     Raises InputError for damage, and for a directory that holds no tensors.
     """
-    with open_source(path) as bundle:
-        yield with_tensors(bundle)
-
-
-def with_tensors(bundle: Bundle) -> Bundle:
-    """``bundle`` itself. Raises InputError for a directory that holds no tensors."""
-    if bundle.directory is not None and not bundle.holds_tensors:
-        raise InputError(f"{bundle.path}: a directory without tensors; give a checkpoint")
-    return bundle
+    with open_source(path, containers=containers) as bundle:
+        if bundle.directory is not None and not bundle.holds_tensors:
+            raise InputError(f"{bundle.path}: a directory without tensors; give a checkpoint")
+        yield bundle
 
 
 def describe(source: Bundle, plan: Plan) -> Manifest:

@@ -12,7 +12,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import gettempdir
@@ -113,10 +113,8 @@ def _measured(here: Bench, source: Source, name: str, sizes: Sequence[int]) -> d
 def _versions() -> dict[str, str]:
     found = {"ckpt8": __version__, "python": platform.python_version()}
     for package in ("torch", "zstandard", "zipnn"):
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 

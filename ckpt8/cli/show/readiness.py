@@ -74,14 +74,16 @@ def _show_tensors(console: Console, readiness: dict[str, Any]) -> None:
     console.print("\n[bold]SNR in dB, raw and scaled[/]")
     formats = {each["format"]: each["label"] for each in readiness["formats"]}
     rows = [
-        (tensor["label"], *_scale(tensor), *(_pair(tensor, name) for name in formats), _measured(tensor))
+        (
+            tensor["label"],
+            f"{tensor['rms']:.2g}",
+            f"2^{math.frexp(tensor['unit_scale'])[1] - 1}",
+            *(_pair(tensor, name) for name in formats),
+            "-" if tensor["measured"] is None else snr(tensor["measured"]["snr_db"]),
+        )
         for tensor in readiness["tensors"]
     ]
     console.print(Table(("tensor", "RMS", "unit", *formats.values(), "measured"), rows))
-
-
-def _scale(tensor: dict[str, Any]) -> tuple[str, str]:
-    return f"{tensor['rms']:.2g}", f"2^{math.frexp(tensor['unit_scale'])[1] - 1}"
 
 
 def _pair(tensor: dict[str, Any], name: str) -> str:
@@ -89,7 +91,3 @@ def _pair(tensor: dict[str, Any], name: str) -> str:
         return "-"
     figures = tensor["formats"][name]
     return f"{snr(figures[RAW]['snr_db'])} {snr(figures[SCALED]['snr_db'])}"
-
-
-def _measured(tensor: dict[str, Any]) -> str:
-    return "-" if tensor["measured"] is None else snr(tensor["measured"]["snr_db"])

@@ -54,7 +54,7 @@ def diff(
         found = Difference(sides[0].facts(), sides[1].facts(), notes=align(*names))
         found.notes += [f"{which}: {note}" for which, side in zip("AB", sides, strict=True) for note in side.notes]
         # An assembled tree always has param_names, also where its files do not.
-        listed = not any(part.is_assembled for side in sides for part in side.parts)
+        listed = not any(part.checkpoint is part.data for side in sides for part in side.parts)
         mine, theirs = (collect(*each, param_names=listed) for each in zip(sides, names, strict=True))
         _match_values(found, mine, theirs)
         _compare_files(found, sides[0], sides[1], progress)
@@ -96,8 +96,8 @@ def _compare_tensors(found: Difference, mine: Found, theirs: Found, workers: Wor
 
 
 def _comparable(a: Tensor, b: Tensor) -> bool:
-    kinds = {a.ref.dtype, b.ref.dtype}
-    return a.ref.shape == b.ref.shape and (len(kinds) == 1 or not kinds & OPAQUE)
+    has_numbers = OPAQUE.isdisjoint((a.ref.dtype, b.ref.dtype))
+    return a.ref.shape == b.ref.shape and (a.ref.dtype is b.ref.dtype or has_numbers)
 
 
 def _numbers(a: Tensor, b: Tensor) -> tuple[float, float] | None:

@@ -44,11 +44,6 @@ class Part:
     crcs: dict[str, int] = field(default_factory=dict)
 
     @property
-    def is_assembled(self) -> bool:
-        """Whether several files make up this tree."""
-        return self.checkpoint is self.data
-
-    @property
     def prefix(self) -> str:
         """What the names of its tensors begin with."""
         return f"{self.path}:" if self.path else ""

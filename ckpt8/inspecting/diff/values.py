@@ -95,10 +95,9 @@ def text(value: Any) -> str:
 
 def _sequence(values: Any, first: str, last: str) -> str:
     shown = ", ".join(_scalar(value) for value in values[:_FEW])
-    more = f", … {len(values):,} in all" if len(values) > _FEW else ""
-    if more:
-        shown = shown[:_LONGEST]
-    return f"{_cut(shown)}{more}".join((first, last))
+    if len(values) > _FEW:
+        return f"{first}{_cut(shown[:_LONGEST])}, … {len(values):,} in all{last}"
+    return f"{first}{_cut(shown)}{last}"
 
 
 def _scalar(value: Any) -> str:

@@ -32,8 +32,7 @@ from typing import Any
 from ckpt8.core.errors import CheckFailedError
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.readiness.casting import Casts, Extent, decibels, tiles
-from ckpt8.inspecting.readiness.pairs import pair_tensors
-from ckpt8.inspecting.readiness.tensor_source import SourceTensor, TensorSource, open_tensors
+from ckpt8.inspecting.readiness.tensor_source import SourceTensor, TensorSource, open_tensors, pair_tensors
 from ckpt8.inspecting.readiness.verdicts import FEW, MOST_UNDERFLOW, format_reports, measured_total
 from ckpt8.inspecting.sampling import PER_TENSOR, WINDOWS
 

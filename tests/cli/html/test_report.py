@@ -10,7 +10,7 @@ import torch
 from page_kit import assert_inert
 
 import ckpt8
-from ckpt8.cli.show.html.document import page
+from ckpt8.cli.show.html.report import page
 
 HOSTILE = [
     "</script ><script>alert(1)</script>",

@@ -1,4 +1,4 @@
-"""The figures of ``verify --resume-steps``: read from the JSON that it printed, and drawn by step."""
+"""The section about ``verify --resume-steps``: reads its JSON output and draws its figures by step."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ckpt8.core.json_text import parse_any_json
 _MOST_BYTES = 32 << 20
 _LARGEST = 1e300
 _FIGURES = {
-    "update_nmse": ("Error of the update", "NMSE of the update"),
-    "update_max": ("Largest error of an update", "max |Δu|"),
-    "weight_rms": ("Distance of the weights", "RMS of Δw, relative"),
-    "weight_max": ("Largest distance of a weight", "max |Δw|, in RMS of its tensor"),
+    "update_nmse": ("update", "Error of the update", "NMSE of the update"),
+    "update_max": ("update", "Largest error of an update", "max |Δu|"),
+    "weight_rms": ("weight", "Distance of the weights", "RMS of Δw, relative"),
+    "weight_max": ("weight", "Largest distance of a weight", "max |Δw|, in RMS of its tensor"),
 }
-_CSS = {"update_nmse": "update", "update_max": "update", "weight_rms": "weight", "weight_max": "weight"}
+"""Every figure of a step: style, title and axis of its chart."""
 
 
 def read_drift(path: Path, container: int | None) -> dict[str, Any]:
-    """The ``resume`` of what ``verify --resume-steps N --json`` printed. Raises InputError.
+    """The ``resume`` in the output of ``verify --resume-steps N --json``. Raises InputError.
 
-    ``container`` is the size in bytes of the container that is reported on, which must be the one that was verified.
+    ``container`` is the size in bytes of the container of the report; ``verify`` must have checked this one.
     """
     try:
         if path.stat().st_size > _MOST_BYTES:
@@ -60,15 +60,15 @@ def _is_figure(value: object) -> bool:
 
 
 def drift_section(resume: dict[str, Any] | None) -> str:
-    """How far the compressed run is from the original, by step; empty where nothing was replayed."""
+    """How far the compressed run is from the original, by step; empty without replayed steps."""
     if resume is None:
         return ""
     steps = resume["steps"]
     values = {figure: [step[figure] for step in steps] for figure in _FIGURES}
     charts = [
-        f'<figure data-chart="drift"><figcaption>{title}</figcaption>{by_step(values[figure], _CSS[figure], axis)}'
+        f'<figure data-chart="drift"><figcaption>{title}</figcaption>{by_step(values[figure], css, axis)}'
         f'<p class="note">after step {len(steps):,}: {number(values[figure][-1])}</p></figure>'
-        for figure, (title, axis) in _FIGURES.items()
+        for figure, (css, title, axis) in _FIGURES.items()
         if any(value is not None for value in values[figure])
     ]
     return (
