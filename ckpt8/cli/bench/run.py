@@ -30,17 +30,17 @@ from ckpt8.core.files.temporary import temporary_directory
 from ckpt8.core.workers import default_threads
 
 _OPERATIONS = ("compress", "compress --no-stats", "restore", "verify", "load")
-_BESIDE = ("cp", "zstd -3", "torch.load")
+_YARDSTICKS = ("cp", "zstd -3", "torch.load")
 
 
-def beside_copy(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def compare_with_copy(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows, each with ``to_cp``: its ratios to ``cp``."""
     (copy,) = (row for row in rows if row["operation"] == "cp")
     keys = ("seconds", "bytes_per_second", "output_bytes", "peak_memory")
     return [{**row, "to_cp": {key: None if row[key] is None else row[key] / copy[key] for key in keys}} for row in rows]
 
 
-def beside_torch(rows: list[dict[str, Any]], nbytes: int) -> dict[str, Any] | None:
+def compare_with_torch(rows: list[dict[str, Any]], nbytes: int) -> dict[str, Any] | None:
     """Ratios of ``load`` to ``torch.load(mmap=False)``, and the memory of both beyond the bytes of the files."""
     found = {row["operation"]: row for row in rows}
     if not {"load", "torch.load"} <= set(found):
@@ -102,8 +102,8 @@ def _measured(here: Bench, source: Source, name: str, sizes: Sequence[int]) -> d
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "left_out": missing | here.failed,
-        "results": beside_copy(rows),
-        "load_to_torch": beside_torch(rows, source.nbytes),
+        "results": compare_with_copy(rows),
+        "load_to_torch": compare_with_torch(rows, source.nbytes),
     }
     if sizes:
         result["scaling"] = {"threads": over_threads(here, source, rows, set(missing) | set(IN_MEMORY[1:]))}
@@ -150,13 +150,13 @@ def over_sizes(here: Bench, sizes: Sequence[int]) -> dict[str, Any]:
         try:
             with here.training(nbytes) as source:
                 missing = left_out(source, available_memory())
-                done = here.measure(source, [name for name in (*_BESIDE, *_OPERATIONS) if name not in missing])
+                done = here.measure(source, [name for name in (*_YARDSTICKS, *_OPERATIONS) if name not in missing])
                 rows += [{"bytes": source.nbytes, **row} for row in done]
         except (OutputError, UsageError) as exc:
             skipped[in_gigabytes(nbytes)] = str(exc)
     if not rows:
         raise UsageError(f"--sizes: {next(iter(skipped.values()), 'names none')}")
-    names = [name for name in (*_BESIDE, *_OPERATIONS) if any(row["operation"] == name for row in rows)]
+    names = [name for name in (*_YARDSTICKS, *_OPERATIONS) if any(row["operation"] == name for row in rows)]
     laws = [law(name, [row for row in rows if row["operation"] == name]) for name in names]
     return {"sizes": rows, "skipped": skipped, "laws": laws}
 

@@ -49,11 +49,11 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
         "record of the first (VmHWM) or, where more, the sum of shares (PSS) in samples",
         soft_wrap=True,
     )
-    if beside := result["load_to_torch"]:
+    if load := result["load_to_torch"]:
         console.print(
-            f"load takes {beside['seconds']:.2f}x the time and {beside['peak_memory']:.2f}x the memory of torch.load; "
-            f"memory beyond the size of the files: {size(beside['beyond_files'])}, "
-            f"torch.load {size(beside['torch_beyond_files'])}",
+            f"load takes {load['seconds']:.2f}x the time and {load['peak_memory']:.2f}x the memory of torch.load; "
+            f"memory beyond the size of the files: {size(load['beyond_files'])}, "
+            f"torch.load {size(load['torch_beyond_files'])}",
             soft_wrap=True,
         )
     if scaling := result.get("scaling"):

@@ -117,12 +117,12 @@ def _walk(part: Part, naming: Naming, *, param_names: bool) -> Iterator[tuple[_P
         place = _Place(part.prefix, part.prefix)
         if path:
             above, above_id = places[-1]
-            place = above.below(path[-1]).renamed((above_id, path[-1]), naming.entries, naming.owned)
+            place = above.below(path[-1]).renamed((above_id, path[-1]), naming.entries, naming.weight_owners)
         if isinstance(node, (TensorRef, StorageRef)) or is_leaf(node):
             if param_names or path[-1] != _PARAM_NAMES:
                 yield place, node
             continue
-        place = place.renamed(id(node), naming.places, naming.owners)
+        place = place.renamed(id(node), naming.places, naming.state_owners)
         places.append((place, id(node)))
         if isinstance(node, Inert):
             yield place.below("(class)"), Global(node.name)

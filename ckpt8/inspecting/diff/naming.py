@@ -60,15 +60,15 @@ class Naming:
     """The names in one source. ``places`` and ``entries`` have the paths that differ in the other source.
 
     ``places`` are these paths of dictionaries by their ``id``, ``entries`` those of tensors; None stands for no
-    counterpart. ``owners`` and ``owned`` give the name of the parameter of a state or a weight.
+    counterpart. ``state_owners`` and ``weight_owners`` name the parameter of a state or a weight.
     """
 
     models: list[Model]
     optimizers: list[Optimizer]
     places: dict[int, str | None] = field(default_factory=dict)
     entries: dict[Entry, str | None] = field(default_factory=dict)
-    owners: dict[int, str] = field(default_factory=dict)
-    owned: dict[Entry, str] = field(default_factory=dict)
+    state_owners: dict[int, str] = field(default_factory=dict)
+    weight_owners: dict[Entry, str] = field(default_factory=dict)
 
 
 def join(base: str, name: object) -> str:
@@ -89,11 +89,11 @@ def naming(side: Side) -> Naming:
         plain = plain_names(optimizer.names.values())
         for each, state in optimizer.states():
             if each in optimizer.names:
-                found.owners[id(state)] = plain[optimizer.names[each]]
+                found.state_owners[id(state)] = plain[optimizer.names[each]]
     for model in found.models:
         # With several models, a name alone does not say which one is meant.
         known = plain_names(model.names) if len(found.models) == 1 else model.names
-        found.owned.update((model.entries[name], known[name]) for name in known)
+        found.weight_owners.update((model.entries[name], known[name]) for name in known)
     return found
 
 
@@ -154,14 +154,14 @@ def align(a: Naming, b: Naming) -> list[str]:
         if one.label != another.label:
             b.places[id(another.node)] = one.base
         if one.is_named and another.is_named:
-            b.places.update(_same_parameters(one, another))
+            b.places.update(_match_parameters(one, another))
         elif one.label != another.label:
             notes.append("the optimizers' states are not compared: their parameters have no names on one side")
             b.places.update((id(state), None) for _, state in another.states())
     return notes
 
 
-def _same_parameters(one: Optimizer, another: Optimizer) -> dict[int, str | None]:
+def _match_parameters(one: Optimizer, another: Optimizer) -> dict[int, str | None]:
     """The new place of every state of ``another``."""
     mine = {one.names[each]: each for each, _ in one.states()}
     matched = match(mine, [another.names[each] for each, _ in another.states()])

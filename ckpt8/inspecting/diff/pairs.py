@@ -71,8 +71,7 @@ def _permuted(ref: TensorRef, order: Sequence[int]) -> TensorRef:
 
 
 def _is_expanded(tensor: Tensor, ref: TensorRef) -> bool:
-    stored = tensor.part.data.storage(ref.key).nbytes
-    return ref.nbytes > max(stored, FRAME)
+    return ref.nbytes > max(tensor.part.data.storage(ref.key).nbytes, FRAME)
 
 
 def _as_bytes(ref: TensorRef) -> TensorRef:

@@ -125,8 +125,7 @@ def _measure(
     strides = [[ref.stride for ref in each.pieces] for each in (mine, theirs)]
     if strides[0] == strides[1] and mine.scale is theirs.scale is None:
         one, two = mine.in_memory_order, theirs.in_memory_order
-    blocks = zip(source.blocks(one, full=full), other.blocks(two, full=full), strict=True)
-    for pair in blocks:
+    for pair in zip(source.blocks(one, full=full), other.blocks(two, full=full), strict=True):
         for y, x in zip(*(tiles([block]) for block in pair), strict=True):
             finite = y.isfinite() & x.isfinite()
             y_finite, x_finite = (y, x) if bool(finite.all()) else (y[finite], x[finite])

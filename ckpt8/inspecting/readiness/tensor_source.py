@@ -192,7 +192,7 @@ def pair_tensors(
     by_name = {(each.name, each.role): each for each in theirs}
     equal = {each.name: by_name[each.name, each.role] for each in mine if (each.name, each.role) in by_name}
     taken = {each.name for each in equal.values()}
-    loose = _by_end(
+    loose = _match_by_end(
         [each for each in mine if each.name not in equal], [each for each in theirs if each.name not in taken]
     )
     found = [(each, equal.get(each.name) or loose.get(each.name)) for each in mine]
@@ -204,9 +204,9 @@ def _shapes(tensor: SourceTensor) -> list[tuple[int, ...]]:
     return [ref.shape for ref in tensor.pieces]
 
 
-def _by_end(mine: Sequence[SourceTensor], theirs: Sequence[SourceTensor]) -> dict[str, SourceTensor]:
+def _match_by_end(mine: Sequence[SourceTensor], theirs: Sequence[SourceTensor]) -> dict[str, SourceTensor]:
     """By name of mine, the only one of theirs such that the label of one is the end of the label of the other."""
-    forward, backward = _longer(mine, theirs), _longer(theirs, mine)
+    forward, backward = _pairs_by_end(mine, theirs), _pairs_by_end(theirs, mine)
     found: dict[str, list[SourceTensor]] = defaultdict(list)
     owners: dict[str, set[str]] = defaultdict(set)
     for one, other in [*forward, *((long, short) for short, long in backward)]:
@@ -216,7 +216,9 @@ def _by_end(mine: Sequence[SourceTensor], theirs: Sequence[SourceTensor]) -> dic
     return {name: others[0] for name, others in found.items() if len(others) == 1 and len(owners[others[0].name]) == 1}
 
 
-def _longer(short: Sequence[SourceTensor], long: Sequence[SourceTensor]) -> list[tuple[SourceTensor, SourceTensor]]:
+def _pairs_by_end(
+    short: Sequence[SourceTensor], long: Sequence[SourceTensor]
+) -> list[tuple[SourceTensor, SourceTensor]]:
     """Pairs such that the label of the first is the end of the label of the second."""
     ends: dict[tuple[tuple[str, ...], Role], list[SourceTensor]] = defaultdict(list)
     for each in long:

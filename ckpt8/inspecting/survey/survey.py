@@ -175,10 +175,9 @@ def _can_be_twin(piece: Piece) -> bool:
 
 def _flag(kind: str, name: str | Sequence[str], count: int, of: int, *, sampled: bool, message: str) -> dict[str, Any]:
     """One flag as plain values."""
-    named = {"tensor": name} if isinstance(name, str) else {"tensors": list(name)}
     return {
         "kind": kind,
-        **named,
+        **({"tensor": name} if isinstance(name, str) else {"tensors": list(name)}),
         "count": count,
         "of": of,
         "fraction": count / of if of else 0.0,

@@ -28,7 +28,7 @@ def magnitudes(pair: dict[str, Any], css: str, axis: str) -> str:
     sides = [None if side is None else _shares(side) for side in (pair["before"], pair["after"])]
     drawn = [octave for side in sides if side for octave, share in side.items() if share >= 10.0**_FAINTEST]
     if not drawn:
-        return _frame(axis, _words("no value other than zero"))
+        return _frame(axis, _notice("no value other than zero"))
     low, high = min(drawn), max(drawn) + 1
     short = max(0, _LEAST_OCTAVES - (high - low))
     low, high = low - short // 2, high + short - short // 2
@@ -60,7 +60,7 @@ def magnitudes(pair: dict[str, Any], css: str, axis: str) -> str:
         ]
         if words:
             reach = f"{2.0**octave:.2g} to {2.0 ** (octave + 1):.2g}"
-            body.append(_hit(x(octave), x(octave + 1), f"{reach}: {', '.join(words)}"))
+            body.append(_hover_area(x(octave), x(octave + 1), f"{reach}: {', '.join(words)}"))
     return _frame(axis, "".join(body))
 
 
@@ -84,7 +84,7 @@ def code_usage(row: dict[str, Any], css: str, axis: str) -> str:
     body.append(f'<path class="area {css}" d="{outline}Z"/><path class="line {css}" d="{outline}"/>')
     for k, count in enumerate(counts):
         left = x(first + k - 0.5)
-        body.append(_hit(left, x(first + k + 0.5), f"code {first + k}: {count:,} ({percent(count, total)})"))
+        body.append(_hover_area(left, x(first + k + 0.5), f"code {first + k}: {count:,} ({percent(count, total)})"))
     return _frame(axis, "".join(body))
 
 
@@ -92,7 +92,7 @@ def by_step(values: Sequence[float | None], css: str, axis: str) -> str:
     """A figure after every step, from step 1 on, on a logarithmic axis. Only positive figures have a point."""
     known = [(step, value) for step, value in enumerate(values, 1) if value is not None and value > 0]
     if not known:
-        return _frame(axis, _words("zero after every step"))
+        return _frame(axis, _notice("zero after every step"))
     low = math.floor(min(math.log10(value) for _, value in known) - 1e-9)
     high = max(low + 1, math.ceil(max(math.log10(value) for _, value in known) + 1e-9))
     x, y = _linear(1, max(len(values), 2), _LEFT + 6, _RIGHT - 6), _linear(low, high, _BOTTOM, _TOP)
@@ -133,18 +133,20 @@ def _steps(heights: Sequence[float], first: float, x: Place, y: Place, floor: fl
     return "".join(path) + f"V{y(floor):.1f}"
 
 
-def _hit(left: float, right: float, words: str) -> str:
+def _hover_area(left: float, right: float, words: str) -> str:
     """An invisible bar that shows ``words`` under the pointer."""
     place = f'x="{left:.1f}" y="{_TOP}" width="{right - left:.1f}" height="{_BOTTOM - _TOP}"'
     return f'<rect class="hit" {place}><title>{text(words)}</title></rect>'
 
 
-def _axes(below: Sequence[tuple[float, str]], beside: Sequence[tuple[float, str]], x_title: str, y_title: str) -> str:
+def _axes(
+    x_ticks: Sequence[tuple[float, str]], y_ticks: Sequence[tuple[float, str]], x_title: str, y_title: str
+) -> str:
     parts = []
-    for place, label in beside:
+    for place, label in y_ticks:
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{place:.1f}" y2="{place:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 5}" y="{place + 3.5:.1f}" text-anchor="end">{text(label)}</text>')
-    for place, label in below:
+    for place, label in x_ticks:
         parts.append(f'<line class="base" x1="{place:.1f}" x2="{place:.1f}" y1="{_BOTTOM}" y2="{_BOTTOM + 4}"/>')
         anchor = "end" if place > _RIGHT - 12 else "middle"
         parts.append(f'<text x="{place:.1f}" y="{_BOTTOM + 17}" text-anchor="{anchor}">{text(label)}</text>')
@@ -154,7 +156,7 @@ def _axes(below: Sequence[tuple[float, str]], beside: Sequence[tuple[float, str]
     return "".join(parts)
 
 
-def _words(words: str) -> str:
+def _notice(words: str) -> str:
     return f'<text x="{_WIDTH / 2}" y="{_HEIGHT / 2}" text-anchor="middle">{text(words)}</text>'
 
 
