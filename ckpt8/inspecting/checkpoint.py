@@ -18,7 +18,7 @@ from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import RefusedError
 from ckpt8.inspecting.manifest_facts import low_bit_state, parameter_facts, sizes_by, skeleton_roles
-from ckpt8.inspecting.opening import describe
+from ckpt8.inspecting.opening import describe, open_any
 from ckpt8.inspecting.sampling import PER_TENSOR
 from ckpt8.inspecting.survey.layers import layers_of
 from ckpt8.inspecting.survey.origin import origin_of
