@@ -76,6 +76,7 @@ class AdamW(PackedOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **packing)
 
 
+# Constructors repeat their arguments: signatures and defaults are those of the published classes.
 class Adam(AdamW):
     """Adam, whose weight decay is part of the gradient. Arguments are those of ``torch.optim.Adam``.
 

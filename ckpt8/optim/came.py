@@ -66,6 +66,7 @@ def came(
     yield sq | {f"exp_avg_res_{axis}": values for axis, values in instabilities.items()}
 
 
+# A rule names the settings of its card, so both rules of CAME have the same signature.
 def came_vector(
     blocks: Sequence[Block],
     whole: Values,

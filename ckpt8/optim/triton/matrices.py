@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ckpt8.optim.triton.arithmetic import double
-from ckpt8.optim.triton.blocks import COLUMNS, NOW, SCALARS
+from ckpt8.optim.triton.blocks import COLUMNS, NOW, SCALARS, offsets
 from ckpt8.optim.triton.rows import Row
 
 AVERAGES = tl.constexpr(0)
@@ -55,8 +55,16 @@ def read_factors(matrix, factors, pair: tl.constexpr, axis: tl.constexpr, at, ma
 
 
 @triton.jit
+def place_of(matrix, factors, start, count, block: tl.constexpr):
+    """What ``approximation`` needs to know of a block."""
+    at = offsets(block)
+    inside = tl.full(at.shape, 1, tl.int1) if count is None else at < count
+    return matrix, factors, start, at, inside
+
+
+@triton.jit
 def approximation(place, pair: tl.constexpr):
-    """approx(R, C) of the elements ``start + at`` of a tensor; 1 where they are not ``inside``."""
+    """approx(R, C) of the elements of a block; 1 beyond the end of the tensor."""
     matrix, factors, start, at, inside = place
     height, width = tl.load(matrix + HEIGHT), tl.load(matrix + WIDTH)
     row, batch = start // width, start // width // height

@@ -4,7 +4,8 @@
     key   = stream_key(seed, index, step)
     the numbers of the rule, in float64 as Python computes them, and rounded to fp32
 
-One program for each tensor. Python floats come as integers, the bits of float64: see ``bits_of_float``.
+One program for each tensor. Python floats come as integers, the bits of float64: see ``bits_of_float``. Every prologue
+lists the same first parameters, since Triton takes no structures.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The kernels over blocks that every rule shares: a step, and a sum over the blocks of each tensor.
 
-A kernel decodes a block to fp32, calls the rule, which it gets as a constant, and stores the block encoded:
+A kernel decodes a block to fp32, calls the rule, which is one of its constants, and stores the block encoded:
 
     x, m, v = rule(x, g, m, v, numbers, step, place)         weight, gradient, moments -> new weight and moments
     s = summand(g, v, numbers, place)                        what ``sum_kernel`` adds over a tensor, for example g^2
 
 ``numbers`` points to the scalars that the rule's prologue wrote; ``step`` counts from 1. A moment that the state lacks
 is None; the rule returns any block in its place (device functions cannot return None), and it is not stored. ``place``
-is None, or what ``matrices.approximation`` needs for a tensor with row and column averages.
+is None, or what ``matrices.approximation`` needs for a tensor with row and column averages. Both kernels list the
+constants of a layout, since Triton takes no structures.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from ckpt8.optim.triton.blocks import (
     write_moment,
     write_weight,
 )
-from ckpt8.optim.triton.matrices import MATRIX
+from ckpt8.optim.triton.matrices import MATRIX, place_of
 
 
 @triton.jit
-def locate(table, programs, block: tl.constexpr):
-    """The block of this program: the number of its table row, the row, and the first element."""
+def locate(table, scalars, programs, block: tl.constexpr):
+    """The block of this program: number of its table row, the row, its scalars, and the first element."""
     program = programs + tl.program_id(0) * 2
     row, start = tl.load(program).to(tl.int64), tl.load(program + 1).to(tl.int64) * block
-    return row, table + row * COLUMNS, start
+    return row, table + row * COLUMNS, scalars + row * SCALARS, start
 
 
 @triton.jit
@@ -65,12 +66,9 @@ def step_kernel(
     block: tl.constexpr,
 ):
     """Update one block of one tensor."""
-    row, tensor, start = locate(table, programs, block)
-    numbers = scalars + row * SCALARS
+    row, tensor, numbers, start = locate(table, scalars, programs, block)
     count = (tl.load(tensor + NUMEL) - start).to(tl.int32) if masked else None
-    at = offsets(block)
-    inside = at < count if masked else tl.full(at.shape, 1, tl.int1)
-    place = None if matrices is None else (matrices + row * MATRIX, factors, start, at, inside)
+    place = None if matrices is None else place_of(matrices + row * MATRIX, factors, start, count, block)
     step = tl.load(tensor + NOW)
     if step == 0:
         return
@@ -79,7 +77,7 @@ def step_kernel(
     m = None if first is None else read_moment(tensor, FIRST, first, False, start, count, block, aligned)
     v = None if second is None else read_moment(tensor, SECOND, second, fourth_root, start, count, block, aligned)
     x, m, v = rule(x, g, m, v, numbers, step, place)
-    bits = random_bits(tl.load(tensor + KEY).to(tl.uint64, bitcast=True), start, at)
+    bits = random_bits(tl.load(tensor + KEY).to(tl.uint64, bitcast=True), start, offsets(block))
     write_weight(tensor, weight, levels, start, count, x, bits, block, aligned)
     write_moment(tensor, FIRST, first, False, start, count, m, bits, block, aligned)
     write_moment(tensor, SECOND, second, fourth_root, start, count, v, bits, block, aligned)
@@ -102,12 +100,9 @@ def sum_kernel(
     block: tl.constexpr,
 ):
     """Sum ``summand`` over one block of one tensor, in float64."""
-    row, tensor, start = locate(table, programs, block)
-    numbers = scalars + row * SCALARS
+    row, tensor, numbers, start = locate(table, scalars, programs, block)
     count = (tl.load(tensor + NUMEL) - start).to(tl.int32) if masked else None
-    at = offsets(block)
-    inside = at < count if masked else tl.full(at.shape, 1, tl.int1)
-    place = None if matrices is None else (matrices + row * MATRIX, factors, start, at, inside)
+    place = None if matrices is None else place_of(matrices + row * MATRIX, factors, start, count, block)
     if tl.load(tensor + NOW) == 0:
         return
     g = read_gradient(tensor, grad, scalar(numbers, GRADIENT_FACTOR), start, count, block, aligned)
