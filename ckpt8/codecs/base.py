@@ -89,7 +89,7 @@ class Codec(ABC):
     """Whether ``error_stats_numba`` decodes and measures its parts."""
 
     has_kernels: ClassVar[bool] = False
-    """Whether there are Triton and numba kernels, too, and not only the reference in torch."""
+    """Whether Triton and numba kernels exist besides the reference in torch."""
 
     keeps_masters: ClassVar[bool] = False
     """Whether fp32 elements come back so that they round to the same bf16 as before."""
@@ -231,7 +231,7 @@ class Codec(ABC):
         raise NotImplementedError
 
     def group_scales(self, parts: Parts) -> torch.Tensor | None:  # noqa: ARG002
-        """The fp32 scale of every group of 32, which the largest error is measured by; None without scales."""
+        """The fp32 scale of every group of 32, the unit of the largest error; None without scales."""
         return None
 
 

@@ -1,11 +1,11 @@
-"""The one loop of compression: units of storages -> codec -> planes -> container, in the order of the source.
+"""Runs a compression: units of storages -> codec -> planes -> container, in the order of the source.
 
 A few threads read, encode, measure and compress chunks of 2^20 elements, which come back in order. Memory holds one
 slab of stored planes and the chunks in flight. When a codec refuses a unit, or its update error exceeds the bound, the
 writer rolls the unit back and stores it lossless.
 
-``run`` does all of it. ``pack`` stops when every chunk is packed in memory and the codec of every unit is final: then
-the source is no longer needed, and the ``Unwritten`` that it returns writes the same file later.
+``run`` does all of it. ``pack`` stops when every chunk is packed in memory and the codec of every unit is final. From
+then on the source is not needed: the ``Unwritten`` that ``pack`` returns writes the same file later.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class DeviceEncoder(ChunkEncoder):
         return workers.map(lambda item: self._land(item, stored), self._launched(work, workers))
 
     def _launched(self, work: Iterable[Work], workers: Workers) -> Iterator[Work | _Landing]:
-        """In the order of ``work``: chunks that a device has packed, and work that is left to the CPU."""
+        """Chunks that a device has packed, and work that remains for the CPU, in the order of ``work``."""
         raise NotImplementedError
 
     def _launch(

@@ -1,4 +1,4 @@
-"""Decodes whole storages, and every frame of a container to check it."""
+"""Decodes whole storages, and checks every frame of a container by decoding it."""
 
 from __future__ import annotations
 
