@@ -89,7 +89,7 @@ def _state(largest: Tensor) -> Tensor:
 
 
 def _codes(values: Tensor, state: Tensor) -> Tensor:
-    """127 · (x / state), rounded once each and then to the nearest integer, halves to even."""
+    """127 · (x / state), each operation rounded once, then to the nearest integer, halves to even."""
     codes = (values / torch.where(state > 0, state, 1.0)).mul_(LEVELS).round_()
     return torch.where(state >= 0, codes, 0.0).to(torch.int8)
 

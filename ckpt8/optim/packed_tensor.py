@@ -62,7 +62,7 @@ class Moment:
         return out
 
     def write(self, start: int, stop: int, values: torch.Tensor, bits: torch.Tensor | None) -> None:
-        """Store flat fp32 ``values``; a second moment is rounded by random int32 ``bits``, or to nearest without."""
+        """Store flat fp32 ``values``; random int32 ``bits`` round a second moment, None to nearest."""
         parts = self._tile(start, stop)
         if self.codec is None:
             parts["values"].copy_(values)

@@ -125,12 +125,12 @@ def pack(
     if [len(g["params"]) for g in plain["param_groups"]] != [len(g["params"]) for g in target["param_groups"]]:
         raise UsageError("the parameter groups do not have the sizes of the optimizer's")
     groups, state = [], {}
-    for live, group, given in zip(optimizer.param_groups, target["param_groups"], plain["param_groups"], strict=True):
-        groups.append({**group, **packed_group(given, group["rule"], optimizer.rule_arguments)})
-        for param, i, source in zip(live["params"], group["params"], given["params"], strict=True):
-            if plain["state"].get(source):
-                master = None if masters is None else masters.get(source)
-                state[i] = _packed_state(optimizer, live, param, plain["state"][source], given, master)
+    for group, packed, given in zip(optimizer.param_groups, target["param_groups"], plain["param_groups"], strict=True):
+        groups.append({**packed, **packed_group(given, packed["rule"], optimizer.rule_arguments)})
+        for param, i, saved in zip(group["params"], packed["params"], given["params"], strict=True):
+            if plain["state"].get(saved):
+                master = None if masters is None else masters.get(saved)
+                state[i] = _packed_state(optimizer, group, param, plain["state"][saved], given, master)
     return {"state": state, "param_groups": groups}
 
 

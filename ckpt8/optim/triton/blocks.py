@@ -138,9 +138,9 @@ def read_weight(
     elif weight == "fp16":
         x = read(tensor, PART, tl.float32, start, count, block, aligned)
     else:
-        rest: tl.constexpr = tl.int8 if levels else tl.int16
+        kind: tl.constexpr = tl.int8 if levels else tl.int16
         hi = read(tensor, PARAM, tl.int16, start, count, block, aligned).to(tl.int32)
-        x = join(hi, read(tensor, PART, rest, start, count, block, aligned).to(tl.int32), levels)
+        x = join(hi, read(tensor, PART, kind, start, count, block, aligned).to(tl.int32), levels)
     return x
 
 
@@ -163,9 +163,9 @@ def write_weight(
         write(tensor, PART, tl.float32, start, count, x, block, aligned)
         write(tensor, PARAM, tl.float16, start, count, x, block, aligned)
     else:
-        hi, rest = split24(x, bits, levels) if levels else split32(x)
+        hi, residual = split24(x, bits, levels) if levels else split32(x)
         write(tensor, PARAM, tl.int16, start, count, hi, block, aligned)
-        write(tensor, PART, tl.int8 if levels else tl.int16, start, count, rest, block, aligned)
+        write(tensor, PART, tl.int8 if levels else tl.int16, start, count, residual, block, aligned)
 
 
 @triton.jit

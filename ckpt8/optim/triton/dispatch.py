@@ -118,7 +118,7 @@ class Fused:
         return plan
 
     def _look_up(self, index: int, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> _Known:
-        """What is known of a parameter; described anew where any of its tensors is another or lies elsewhere."""
+        """Layout and row of a parameter; made again where one of its tensors is another or has moved."""
         state = self._optimizer.state[param]
         tensors = (param, *state.values())
         addresses = [tensor.data_ptr() for tensor in tensors]

@@ -6,8 +6,8 @@ A tensor is (batches, height, width). For each of its two pairs of averages, ``s
     lines     256 rows or columns: R = b R + (1-b) mean, and the sum of those R;  C likewise, and C^-1/2
     lines     256 rows again, after all sums of R: (R / mean(R))^-1/2
 
-``matrices`` is a table of int64 with a row for each tensor, like ``table``. Two buffers hold the rest, float64 sums
-and fp32 factors, at the offsets in that row. ``Matrices`` makes them.
+``matrices`` is a table of int64 with a row for each tensor, like ``table``. Two buffers hold float64 sums and fp32
+factors, at the offsets in that row. ``Matrices`` makes them.
 """
 
 from __future__ import annotations
