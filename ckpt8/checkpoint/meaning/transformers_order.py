@@ -14,7 +14,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.core.errors import InputError
@@ -160,7 +159,9 @@ def of_config(text: bytes) -> ModelOrder | None:
         return None
     if not isinstance(config, dict) or config.get("auto_map"):
         return None
-    kind, version = config.get("model_type"), _version(config.get("transformers_version"))
+    kind, stated = config.get("model_type"), config.get("transformers_version")
+    found = _VERSION.match(stated) if isinstance(stated, str) else None
+    version = (int(found[1]), int(found[2])) if found else None
     if not isinstance(kind, str) or version is None or not OLDEST <= version <= NEWEST:
         return None
     sequence = SEQUENCES.get(kind)
@@ -169,8 +170,3 @@ def of_config(text: bytes) -> ModelOrder | None:
     if sequence is None:
         return None
     return ModelOrder(_ranks(sequence), {name: _ranks(order) for name, order in _INSIDE.get(kind, {}).items()})
-
-
-def _version(text: Any) -> tuple[int, int] | None:
-    found = _VERSION.match(text) if isinstance(text, str) else None
-    return (int(found[1]), int(found[2])) if found else None

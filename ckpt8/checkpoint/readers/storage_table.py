@@ -47,8 +47,16 @@ class StorageTable:
             raise InputError(f"{self.label}: damaged pickle: storage {shown(key)} has no valid element count")
         dtype = self._dtype(kind.name)
         self.declared.setdefault(key, {})[dtype, numel] = None
-        view = pid[5] if len(pid) == 6 else None
-        return StorageRef(key, dtype, numel) if view is None else self._view(key, dtype, numel, view)
+        if len(pid) == 5 or pid[5] is None:
+            return StorageRef(key, dtype, numel)
+        # Old files have views of a storage: (key of the view, offset, length), in elements of the storage.
+        if type(pid[5]) is not tuple or len(pid[5]) != 3:
+            raise InputError(f"{self.label}: damaged pickle: storage {shown(key)} has malformed view metadata")
+        name, offset, length = pid[5]
+        counts = type(name) is str and type(offset) is int and type(length) is int and offset >= 0 and length >= 0
+        if not counts or offset + length > numel:
+            raise InputError(f"{self.label}: damaged pickle: a view reaches outside storage {shown(key)}")
+        return StorageRef(key, dtype, length, offset)
 
     def _dtype(self, kind: str) -> DType:
         """The element type of a storage class of any module (``torch.cuda.FloatStorage``). Raises UnsupportedError."""
@@ -61,16 +69,6 @@ class StorageTable:
             raise UnsupportedError(
                 f"{self.label}: storage type {shown(kind)} is not known to this version of ckpt8"
             ) from None
-
-    def _view(self, key: str, dtype: DType, numel: int, view: Any) -> StorageRef:
-        """The storage for the ``(view key, offset, length)`` of old files, in elements. Raises InputError."""
-        if type(view) is not tuple or len(view) != 3:
-            raise InputError(f"{self.label}: damaged pickle: storage {shown(key)} has malformed view metadata")
-        name, offset, length = view
-        counts = type(name) is str and type(offset) is int and type(length) is int and offset >= 0 and length >= 0
-        if not counts or offset + length > numel:
-            raise InputError(f"{self.label}: damaged pickle: a view reaches outside storage {shown(key)}")
-        return StorageRef(key, dtype, length, offset)
 
     def dtype_for(self, key: str, nbytes: int) -> DType:
         """The element type of a storage of ``nbytes`` bytes; UINT8 where the pickle names it under several.

@@ -22,7 +22,6 @@ from ckpt8.core.errors import InputError
 
 MAX_GLOBALS = 65_536
 MAX_NAME_CHARACTERS = 1024
-_STOP = ord(".")
 CALL_UNITS = 2
 """An object that a call makes takes as much memory as that many containers."""
 
@@ -56,6 +55,10 @@ def load_pickle(
     return value
 
 
+class _Stop(Exception):  # noqa: N818
+    """The STOP opcode was reached. A signal, not an error."""
+
+
 def _reason(exc: BaseException) -> str:
     if isinstance(exc, KeyError):
         return "it refers to a memo entry that does not exist"
@@ -84,10 +87,12 @@ class _Machine(StackMachine):
 
     def run(self) -> Any:
         """Read up to STOP and return the value. Raises InputError."""
-        read = self.read
+        table, read = _TABLE, self.read
         try:
-            while (code := read(1)[0]) != _STOP:
-                _TABLE[code](self)
+            while True:
+                table[read(1)[0]](self)
+        except _Stop:
+            pass
         except _DAMAGE as exc:
             # Any wrong byte leads to one of these errors; only the place is missing in them.
             raise InputError(f"{self.label}: damaged pickle near byte {self.tell()}: {_reason(exc)}") from exc
@@ -97,6 +102,9 @@ class _Machine(StackMachine):
 
     def _unknown(self) -> NoReturn:
         raise ValueError("the opcode there is not one that checkpoints use")
+
+    def _stop(self) -> NoReturn:
+        raise _Stop
 
     def _tuple(self) -> None:
         self.count()
@@ -253,6 +261,7 @@ class _Machine(StackMachine):
 # Extension codes (EXT1, EXT2, EXT4) and out-of-band buffers name things outside the file: they stay unknown.
 _OPCODES: Mapping[int, Callable[[_Machine], object]] = {
     **STACK_OPCODES,
+    ord("."): _Machine._stop,
     ord(")"): lambda machine: machine.stack.append(()),
     ord("t"): _Machine._tuple,
     0x85: _Machine._tuple_1,
