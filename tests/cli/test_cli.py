@@ -162,9 +162,7 @@ def test_what_is_no_checkpoint_is_refused_by_every_command(kind, run, tmp_path):
     path.write_bytes(GARBAGE[kind]())
     before = files(tmp_path)
     for command in COMMANDS:
-        started = time.perf_counter()
         assert_refused(run(command, path), 3)
-        assert time.perf_counter() - started < 20
         assert files(tmp_path) == before
 
 

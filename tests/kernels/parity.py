@@ -14,6 +14,7 @@ import torch
 
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.split24 import Split24
+from ckpt8.compressing.policy import PRESETS
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
@@ -25,8 +26,16 @@ SIGNED = [Companded8(Q=levels) for levels in (127, 31, 1)]
 LINEAR, FOURTH_ROOT = ([Companded8(signed=False, Q=levels, p=p) for levels in (255, 63)] for p in (1, 0.5))
 UNSIGNED = [*LINEAR, *FOURTH_ROOT, Companded8(signed=False, Q=1)]
 ONE_OF_EACH = [SPLIT[0], SIGNED[0], LINEAR[0], FOURTH_ROOT[0]]
-each_split = pytest.mark.parametrize("codec", SPLIT, ids=repr)
-each_companded = pytest.mark.parametrize("codec", SIGNED + UNSIGNED, ids=repr)
+IN_PRESETS = {codec for preset in PRESETS.values() for codec in preset.values()}
+
+
+def each(codecs):
+    """A test of every codec; those that no preset has are slow."""
+    parameters = [codec if codec in IN_PRESETS else pytest.param(codec, marks=pytest.mark.slow) for codec in codecs]
+    return pytest.mark.parametrize("codec", parameters, ids=repr)
+
+
+each_split, each_companded = each(SPLIT), each(SIGNED + UNSIGNED)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 # Not a number is what some of these tests are about; numpy, which interprets, warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -24,7 +24,7 @@ PRODUCTS += ((4, 8, 0), (4, 0, 8))
 """Rows, columns and outputs: the tiles for few rows and for many."""
 
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-each_dtype = pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+each_dtype = pytest.mark.parametrize("dtype", [FP32, BF16, pytest.param(FP16, marks=pytest.mark.slow)], ids=str)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 

@@ -18,13 +18,14 @@ pytest.importorskip("numpy")
 FILES = pytest.mark.parametrize("file", ["parity.py", "fused.py", "switchback.py"])
 
 
-def run(file: str, interpret: str, *under: str, backend: str = "triton") -> None:
-    """Run a file of tests in a process of its own, ``under`` another program if need be.
+def run(file: str, interpret: str, *under: str, backend: str = "triton", cases: str = "slow or not slow") -> None:
+    """Run the ``cases`` of a file of tests in a process of its own, ``under`` another program if need be.
 
     That one sees the borders of tensors only where torch does not keep memory for later.
     """
+    tests = ["-q", "-p", "no:cacheprovider", "-m", cases, str(Path(__file__).with_name(file))]
     result = subprocess.run(
-        [*under, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(file))],
+        [*under, sys.executable, "-m", "pytest", *tests],
         env={**os.environ, "TRITON_INTERPRET": interpret, "PARITY_BACKEND": backend, "OMP_NUM_THREADS": "1"}
         | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if under else {}),
         capture_output=True,
@@ -38,7 +39,13 @@ def run(file: str, interpret: str, *under: str, backend: str = "triton") -> None
 
 @FILES
 def test_the_interpreter_agrees_with_the_reference(file):
-    run(file, "1")
+    run(file, "1", cases="not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["parity.py", "switchback.py"])
+def test_the_interpreter_agrees_in_the_other_cases(file):
+    run(file, "1", cases="slow")
 
 
 def test_numba_agrees_with_the_reference():
