@@ -23,7 +23,7 @@ def run(file: str, interpret: str, *under: str, backend: str = "triton", cases: 
 
     That one sees the borders of tensors only where torch does not keep memory for later.
     """
-    tests = ["-q", "-p", "no:cacheprovider", "-m", cases, str(Path(__file__).with_name(file))]
+    tests = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", cases, str(Path(__file__).with_name(file))]
     result = subprocess.run(
         [*under, sys.executable, "-m", "pytest", *tests],
         env={**os.environ, "TRITON_INTERPRET": interpret, "PARITY_BACKEND": backend, "OMP_NUM_THREADS": "1"}

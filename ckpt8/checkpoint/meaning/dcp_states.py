@@ -69,7 +69,7 @@ def _joined(owned: list[StateSlice]) -> Iterator[ParameterState]:
         places[None if is_whole else each.piece.place][each.key.key] = each
         shared[each.key.key] = each.ref if is_whole and each.ref.numel == 1 else UNKNOWN
     shared |= home.state_values(key)
-    group = home.roles.group(key)
+    group = home.roles.group(key, home.value)
     for slices in places.values():
         first = next((each for name, each in slices.items() if name in MOMENT_SLOTS), None)
         if first is not None:

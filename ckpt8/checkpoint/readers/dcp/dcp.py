@@ -54,7 +54,7 @@ class DcpCheckpoint:
 
     def __init__(self, metadata: Metadata) -> None:
         self.metadata = metadata
-        self.roles = DcpRoles(metadata, self.value)
+        self.roles = DcpRoles(metadata)
         self.files: dict[str, list[Slice]] = defaultdict(list)
         for piece in sorted(metadata.slices, key=lambda piece: (piece.offset, piece.length)):
             self.files[piece.path].append(piece)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from ckpt8.checkpoint.readers.dcp.metadata import Metadata
@@ -68,9 +67,9 @@ class DcpRoles:
     or the parameter that has a group of its own.
     """
 
-    def __init__(self, metadata: Metadata, value: Callable[[str], Any]) -> None:
+    def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
-        self._value = value
+        self._groups: dict[tuple[str, str], Mapping[str, str]] | None = None
         self._names = {name: tuple(name.split(".", _MAX_COMPONENTS)) for name in metadata.names}
         self._inside: dict[str, tuple[Components, Components]] = {}
         self._find_optimizers()
@@ -133,20 +132,21 @@ class DcpRoles:
         at_top = path is not None and len(path) == 1 and "." in name
         return Role.WEIGHT if in_model or at_top or name in self._trained or self._is_bare else Role.OTHER
 
-    def group(self, key: StateKey) -> Mapping[str, Any]:
-        """The options of the group that a parameter is in, as far as they tell the update rule."""
+    def group(self, key: StateKey, value: Callable[[str], Any]) -> Mapping[str, Any]:
+        """The options of the group of a parameter, as far as they tell the update rule; ``value`` reads one by name."""
+        if self._groups is None:
+            self._groups = self._read_groups(value)
         options = self._groups.get((key.optimizer, key.parameter), {})
-        return {option: self._value(name) for option, name in options.items() if option in _OPTIONS}
+        return {option: value(name) for option, name in options.items() if option in _OPTIONS}
 
-    @cached_property
-    def _groups(self) -> dict[tuple[str, str], Mapping[str, str]]:
+    def _read_groups(self, value: Callable[[str], Any]) -> dict[tuple[str, str], Mapping[str, str]]:
         """The names of the options of its group, by optimizer and parameter."""
         options: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
         for name, key in self.options.items():
             options[key.optimizer, key.parameter][key.key] = name
         groups: dict[tuple[str, str], Mapping[str, str]] = {}
         for (optimizer, owner), names in options.items():
-            listed = self._value(names[PARAMETERS]) if PARAMETERS in names else None
+            listed = value(names[PARAMETERS]) if PARAMETERS in names else None
             members = listed if isinstance(listed, list) else [owner]
             known = (str(member) for member in members if type(member) is str or is_count(member))
             groups.update({(optimizer, member): names for member in known})
