@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from page_kit import assert_inert
+from safetensors.torch import save_file
 
 import ckpt8
 from ckpt8.cli.show.html.report import page
@@ -99,6 +100,19 @@ def test_hundreds_of_layers_are_cut_to_the_largest(inspect, tmp_path):
     assert "layers.199" in text
     assert "layers.20<" not in content.decode()
     assert "121 smaller layers together" in text
+
+
+def test_no_bar_is_wider_than_the_page(inspect, tmp_path):
+    """Also where the container is larger than the checkpoint, as that of a few random bytes is."""
+    noise = torch.randint(0, 256, (64,), dtype=torch.uint8)
+    save_file({"model.weight": noise.view(torch.float32)}, tmp_path / "x.safetensors")
+    ckpt8.compress(tmp_path / "x.safetensors", tmp_path / "x.ckpt8", preset="lossless")
+    assert (tmp_path / "x.ckpt8").stat().st_size > (tmp_path / "x.safetensors").stat().st_size
+    for name in ("x.safetensors", "x.ckpt8"):
+        _, content, _ = inspect(tmp_path / name, tmp_path / "a.html", "--force")
+        bars = re.findall(r'<rect class="[^"]*" x="([\d.-]+)%" y="\d+" width="([\d.-]+)%"', content.decode())
+        assert bars
+        assert all(float(x) >= 0 and float(x) + float(width) <= 100.01 for x, width in bars)
 
 
 def test_a_file_without_weights(inspect, tmp_path):

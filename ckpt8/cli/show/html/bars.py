@@ -10,7 +10,7 @@ from ckpt8.cli.show.html.text import decades, power, text
 _BAR, _GAP = 11, 3
 
 Stack = Sequence[tuple[str, float, str]]
-"""Parts of a bar: style, share of the whole width from 0 to 1, and a description."""
+"""The segments of a bar: style, share of the available width from 0 to 1, and tooltip."""
 
 
 def row(name: str, bar: str, value: str) -> str:
@@ -21,13 +21,12 @@ def row(name: str, bar: str, value: str) -> str:
     )
 
 
-def stacks(bars: Iterable[Stack], *, faint_first: bool = False) -> str:
-    """Bars below each other. ``faint_first`` makes the first one faint: the original of the second."""
-    bars = list(bars)
+def stacks(bars: Sequence[Stack]) -> str:
+    """Bars below each other. Of several, the first shows the original, and is faint."""
     parts = []
     for line, stack in enumerate(bars):
         at = 0.0
-        faint = " faint" if faint_first and line == 0 else ""
+        faint = " faint" if line == 0 and len(bars) > 1 else ""
         for css, share, words in stack:
             place = f'x="{100 * at:.3f}%" y="{line * (_BAR + _GAP)}" width="{100 * share:.3f}%" height="{_BAR}"'
             parts.append(f'<rect class="{css}{faint}" {place}><title>{text(words)}</title></rect>')
@@ -71,8 +70,8 @@ class LogAxis:
         return f'<div class="axis"><div><svg height="18" aria-hidden="true">{labels}</svg></div></div>'
 
 
-def key(entries: Iterable[tuple[str, str]]) -> str:
-    """The key of the colours: style and words."""
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """The legend of the colours. Each entry is a style and what it stands for."""
     items = "".join(
         f'<span><svg width="11" height="11" aria-hidden="true">{_swatch(css)}</svg>{text(words)}</span>'
         for css, words in entries

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt8.cli.show.html.bars import key
+from ckpt8.cli.show.html.bars import legend
 from ckpt8.cli.show.html.plots import code_usage, magnitudes
 from ckpt8.cli.show.html.text import text
 from ckpt8.cli.show.tables import number
@@ -30,14 +30,14 @@ def value_section(distributions: dict[str, Any]) -> str:
         f'<section id="values"><h2>Weights, moments and updates</h2><p class="soft">{text(sides)} '
         f"A step of a curve is a factor of two in magnitude. Shares are on a logarithmic axis, which shows the "
         f"tails.{_without_updates(distributions['histograms'])}</p>"
-        f'{sides_key(distributions)}<div class="charts pairs">{charts}</div>'
+        f'{sides_legend(distributions)}<div class="charts pairs">{charts}</div>'
         f"{_refused(distributions['refused'])}</section>"
     )
 
 
-def sides_key(distributions: dict[str, Any]) -> str:
+def sides_legend(distributions: dict[str, Any]) -> str:
     """The colours of the two sides of a histogram, if there are two."""
-    return key([("was", "before"), ("curve", "after")]) if distributions["before"] else ""
+    return legend([("was", "before"), ("curve", "after")]) if distributions["before"] else ""
 
 
 def _without_updates(pairs: dict[str, Any]) -> str:

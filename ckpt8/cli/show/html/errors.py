@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import shown
-from ckpt8.cli.show.html.bars import LogAxis, key, row
-from ckpt8.cli.show.html.distributions import histograms, sides_key
-from ckpt8.cli.show.html.sizes import largest
+from ckpt8.cli.show.html.bars import LogAxis, legend, row
+from ckpt8.cli.show.html.distributions import histograms, sides_legend
+from ckpt8.cli.show.html.sizes import split_largest
 from ckpt8.cli.show.html.text import text
 from ckpt8.cli.show.tables import number
 from ckpt8.core.text import differing_line
@@ -58,7 +58,7 @@ def _by_layer(layers: list[dict[str, Any]]) -> str:
     known = [each for each in layers if each["update"] is not None]
     if not known:
         return ""
-    shown, others = largest(known, lambda each: float(each["update"]["max_error"]))
+    shown, others = split_largest(known, lambda each: float(each["update"]["max_error"]))
     axis = LogAxis(each["update"][figure] or 0.0 for each in shown for figure in ("nmse", "max_error"))
     rows = []
     for each in shown:
@@ -71,7 +71,7 @@ def _by_layer(layers: list[dict[str, Any]]) -> str:
         figures = f"{number(update['nmse'])} <small>max |Δu| {number(update['max_error'])}</small>"
         rows.append(row(text(each["layer"]), axis.dots(dots), figures))
     more = f'<p class="note">{len(others):,} layers with a smaller max |Δu| are left out.</p>' if others else ""
-    colours = key([("dot update", "NMSE of the update"), ("dot moment2 ring", "max |Δu|, the largest single error")])
+    colours = legend([("dot update", "NMSE of the update"), ("dot moment2 ring", "max |Δu|, the largest single error")])
     return (
         f'<h3>In update space, by layer</h3>{colours}<div id="layer-errors">{"".join(rows)}{axis.labels()}</div>{more}'
     )
@@ -96,7 +96,7 @@ def worst_section(distributions: dict[str, Any]) -> str:
             for each in rows
         ]
     hint = '<p class="soft">With <code>--against ORIGINAL</code> they are shown as they were before, too.</p>'
-    sides = sides_key(distributions) if distributions["before"] else hint
+    sides = sides_legend(distributions) if distributions["before"] else hint
     return f'<section id="worst"><h2>The worst tensors</h2>{sides}{"".join(articles)}</section>'
 
 

@@ -14,7 +14,7 @@ from ckpt8 import __version__
 from ckpt8.cli.show.html.distributions import code_section, value_section
 from ckpt8.cli.show.html.drift import drift_section, read_drift
 from ckpt8.cli.show.html.errors import error_section, worst_section
-from ckpt8.cli.show.html.sizes import size_sections
+from ckpt8.cli.show.html.sizes import size_section
 from ckpt8.cli.show.html.style import STYLE
 from ckpt8.cli.show.html.text import text
 from ckpt8.cli.show.overview import flags_by_kind, looked_at, optimizer_line
@@ -83,7 +83,7 @@ def page(facts: dict[str, Any], distributions: dict[str, Any], drift: dict[str, 
         _heading(facts, name),
         _tiles(facts, errors),
         _flags(facts),
-        size_sections(facts, distributions["layers"]),
+        size_section(facts, distributions["layers"]),
         error_section(errors, distributions, facts.get("measured_from")),
         drift_section(drift),
         value_section(distributions),
