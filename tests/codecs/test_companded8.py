@@ -619,3 +619,10 @@ def test_types_and_roles():
 def test_parameters_that_do_not_exist(fields):
     with pytest.raises(UsageError):
         Companded8(**fields)
+
+
+def test_the_refusal_of_a_power_names_the_powers_of_this_sign():
+    with pytest.raises(UsageError, match=r"p must be 1 for first moments \(signed\), not 0\.5$"):
+        Companded8(p=0.5)
+    with pytest.raises(UsageError, match=r"p must be 1 or 0\.5 for second moments \(unsigned\), not 2$"):
+        Companded8(signed=False, Q=255, p=2)
