@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import re
 from pathlib import PurePosixPath
 
 import pytest
@@ -43,8 +44,16 @@ def test_each_planted_fault_is_found_and_no_other(tmp_path):
     assert twins["tensors"] == ["model.embed.weight", "model.head.weight"]
     assert twins["count"] == twins["of"] == ROWS * WIDTH
     assert "byte-identical" in twins["message"]
-    kinds = {flag["kind"] for flag in facts["flags"]}
+    kinds = {flag["kind"]: flag["message"] for flag in facts["flags"]}
     assert len(kinds) == 9
+    # 37 of 65,000 second moments.
+    assert kinds["moment2_fp16_zero"] == (
+        "layers.0.weight, fp16 would round <0.1 % of the nonzero values to zero, in 65,000 elements"
+    )
+    assert re.fullmatch(
+        r".*in fp16 the scale would be zero for \S+ % of the groups, subnormal for \S+ %, in [\d,]+ elements",
+        kinds["fp16_scales"],
+    )
     assert not any(flag["sampled"] for flag in facts["flags"])
     assert all(flag["fraction"] == flag["count"] / flag["of"] for flag in facts["flags"])
     assert dead_rows([tree["optimizer"]["state"][0][key] for key in ("exp_avg", "exp_avg_sq")]) == (5, ROWS)

@@ -52,7 +52,7 @@ def test_rows_that_come_in_pieces(count, row, data):
     cuts = sorted({0, count * row, *data.draw(st.lists(st.integers(0, count * row)))})
     rows = Rows(count, row)
     for start, stop in pairwise(cuts):
-        rows.add(x[start:stop] != 0, start, whole=True)
+        rows.add(x[start:stop] != 0, start, reads_all=True)
     assert rows.seen == count
     assert rows.dead == sum(not one.any() for one in x.view(count, row))
 
@@ -75,9 +75,9 @@ def test_groups_of_a_sample_are_those_of_the_tensor(role, row):
     ]
     scales = torch.stack(groups)
     halves = (scales.sqrt() if role is Role.MOMENT2 else scales).half()
-    assert (tally.groups, tally.lost) == (len(groups), int((halves == 0).sum()))
-    assert tally.coarse == int(((halves > 0) & (halves < 2.0**-14)).sum())
-    assert 0 < tally.coarse < tally.groups
+    assert (tally.groups, tally.zero_scales) == (len(groups), int((halves == 0).sum()))
+    assert tally.subnormal_scales == int(((halves > 0) & (halves < 2.0**-14)).sum())
+    assert 0 < tally.subnormal_scales < tally.groups
 
 
 def subject_of(views):
