@@ -158,7 +158,7 @@ def restore(
     src: Container,
     output: Output = None,
     salvage: Annotated[
-        bool, typer.Option("--salvage", help="SRC is damaged: write what is whole, list the rest.")
+        bool, typer.Option("--salvage", help="SRC is damaged: write what is intact, list what is lost.")
     ] = False,
     threads: Threads = None,
     force: Force = False,

@@ -1,11 +1,13 @@
-"""``restore --salvage``: writes the whole parts of a damaged container and lists the others.
+"""``restore --salvage``: writes what is intact in a damaged container and lists what is lost.
 
-The state of a member says what became of it:
+A container stores every file of a checkpoint, a member, as its tensors and its skeleton: the bytes around the tensors.
+A member is in one of four states:
 
     whole      written as it was
-damaged    written, but the listed elements are NaN (integers: zero) and the checksums of their records are wrong
-tensors    the bytes around its tensors are lost; a safetensors file next to its place holds the whole tensors
-lost       not written: no part of it is whole, or it is damaged and no checkpoint
+    damaged    written, with NaN for lost elements (zero for integers). The file keeps checksums of its tensors; those
+               of damaged ones are wrong on purpose, so that no program takes the file for intact
+    tensors    the skeleton is lost. A safetensors file, beside the place of the member, holds the intact tensors
+    lost       not written: the skeleton is lost and no tensor is intact, or it is damaged and no checkpoint
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ckpt8.checkpoint.replacing import checkpoint_file
@@ -26,6 +28,7 @@ from ckpt8.container.target_names import SAFETENSORS, default_path
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import AtomicFile, Check, refuse_source
 from ckpt8.core.files.atomic_directory import AtomicDirectory
+from ckpt8.core.text import counted
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.member_output import MemberWriter, Restored, file_check, new_directory
 from ckpt8.restoring.salvaged_tensors import TensorFile
@@ -35,10 +38,11 @@ WHOLE, DAMAGED, TENSORS, LOST = "whole", "damaged", "tensors", "lost"
 
 @dataclass(frozen=True, slots=True)
 class LostTensor:
-    """A tensor that is not whole, or a storage without tensors.
+    """A tensor that is damaged or was not written, or a damaged storage that no such tensor lies in.
 
-    ``elements`` are the lost runs [start, stop) of its storage, which has ``count`` elements. There are none where the
-    tensor is whole but a safetensors file cannot hold it.
+    ``elements`` are the lost runs [start, stop) of its storage, which holds ``count`` elements. Both count elements of
+    the tensor's type (without a tensor, of the storage's) from the start of the storage. ``elements`` is empty for an
+    intact tensor that a safetensors file cannot hold.
     """
 
     member: str
@@ -49,7 +53,11 @@ class LostTensor:
 
 @dataclass(frozen=True, slots=True)
 class SalvagedMember:
-    """The path of a member in the source, its state, and the path that was written, or None."""
+    """The path of a member in the source, its state, and the path that was written; None if nothing was.
+
+    ``written`` is relative to the directory of the checkpoint, as ``path`` is. For a checkpoint of one file it is the
+    path of the result.
+    """
 
     path: str
     state: str
@@ -58,10 +66,10 @@ class SalvagedMember:
 
 @dataclass(kw_only=True, slots=True)
 class Salvage(Restored):
-    """What was recovered: ``tensors`` counts the whole ones, ``lost`` lists the others.
+    """What was recovered: ``tensors`` counts tensors that were written intact, ``lost`` lists what was not.
 
-    ``damage`` says what is wrong with header, manifest or seal, or is None. Without the seal nothing proves the names,
-    shapes and places that the manifest states.
+    ``damage`` says what is wrong with the header, the manifest, or the seal, which is the checksum of both; None if
+    nothing is. Without the seal nothing proves the names, shapes and offsets that the manifest states.
     """
 
     damage: str | None = None
@@ -80,19 +88,21 @@ class Salvage(Restored):
 
     def lines(self) -> list[str]:
         """What to tell the user, as lines of text."""
-        found = [f"{self.path}: {self.tensors} tensors are whole, {len(self.lost)} are not", *Restored.lines(self)]
+        intact = counted(self.tensors, "tensor")
+        lines = [f"{self.path}: {intact} intact, {len(self.lost):,} not recovered in full", *Restored.lines(self)]
         if self.damage is not None:
-            found.append(f"{self.damage}; names, shapes and places are as its manifest has them")
-        found += [
+            lines.append(f"{self.damage}; nothing proves the names, shapes and offsets that its manifest states")
+        lines += [
             f"{member.path}: {member.state}" + (f", see {member.written}" if member.state == TENSORS else "")
             for member in self.members
             if member.state != WHOLE
         ]
         for tensor in self.lost:
-            runs = ", ".join(f"{start} to {stop}" for start, stop in tensor.elements)
-            lost = f"elements {runs} of {tensor.count} are lost"
-            found.append(f"  {tensor.name}: {lost if runs else 'whole, but no safetensors file can hold it'}")
-        return found
+            # In words the last element is one of them, as in "0 to 4".
+            runs = ", ".join(f"{start} to {stop - 1}" for start, stop in tensor.elements)
+            lost = f"elements {runs} of the {tensor.count} in its storage are lost"
+            lines.append(f"  {tensor.name}: {lost if runs else 'intact, but a safetensors file cannot hold it'}")
+        return lines
 
 
 def salvage(
@@ -103,49 +113,55 @@ def salvage(
     threads: int | None,
     progress: Progress,
 ) -> Salvage:
-    """Write the whole parts, as ``restore`` does. Raises InputError where there are none."""
+    """Write what is intact, as ``restore`` does. Raises InputError where nothing is, and OutputError."""
     source = Path(source)
     try:
         reader = DamagedContainer(source)
     except InputError as exc:
+        # Of the same class: the container may be of a later version (UnsupportedError) and not damaged.
         raise type(exc)(f"{exc}; nothing can be recovered") from exc
     with reader, Workers(threads) as workers:
+        # First of all: the states of the members follow from the lost chunks.
         _find_lost(reader, workers)
         result = Salvage.at(source, target, reader)
         result.damage = reader.damage
-        work = _Salvaging(reader, workers, progress)
+        salvaging = _Salvaging(reader, workers, progress)
         if reader.manifest.directory is not None:
             with new_directory(result.path, reader, force=force) as directory:
-                work.write_directory(directory, result)
+                salvaging.write_directory(directory, result)
                 directory.publish()
             result.replaced = directory.replaced
         else:
-            work.write_file(result, file_check(target), force=force)
-        work.list_tensors(result)
+            salvaging.write_file(result, file_check(target), force=force)
+        salvaging.list_tensors(result)
         return result
 
 
 def _find_lost(reader: DamagedContainer, workers: Workers) -> None:
     """Decode every chunk once and mark those that cannot be decoded."""
 
-    def check(work: tuple[int, int]) -> tuple[int, int] | None:
-        return None if reader.is_whole(*work, scratch_tensor(reader, *work)) else work
+    def lost_or_none(chunk: tuple[int, int]) -> tuple[int, int] | None:
+        return None if reader.is_whole(*chunk, scratch_tensor(reader, *chunk)) else chunk
 
     chunks = all_chunks(reader, range(len(reader.manifest.storages)))
-    # All are checked before the first is marked: a copy reads the chunks of its master.
-    for lost in list(filter(None, workers.map(check, chunks))):
+    # A copy is decoded from its master's chunks. Once marked these decode, to NaN, and the copy would seem intact:
+    # check all chunks before marking the first.
+    for lost in list(filter(None, workers.map(lost_or_none, chunks))):
         reader.mark_lost(*lost)
 
 
 class _Member(MemberFile):
-    """A member as a file in which lost storages have wrong checksums."""
+    """A member as a file in which damaged tensors have checksums that are wrong."""
 
     def __init__(self, reader: DamagedContainer, member: int) -> None:
         super().__init__(reader, member)
         self._lost = reader.lost
 
     def patch_crc(self, storage: int, crc32: int) -> list[tuple[int, bytes]]:
-        """As MemberFile, but the complement for a lost storage: zero would mean that there is no checksum."""
+        """As MemberFile, but with the complement of the checksum for a damaged storage.
+
+        A reader must find that it does not match. Zero would not do: some writers store it for "no checksum".
+        """
         return super().patch_crc(storage, crc32 ^ 0xFFFFFFFF if storage in self._lost else crc32)
 
 
@@ -158,6 +174,7 @@ class _Salvaging:
         self._writer = MemberWriter(reader, workers, progress, partial(_Member, reader))
         self._states = [self._state(member) for member in self._manifest.members]
         self._unwritten: set[str] = set()
+        """Names of intact tensors that a safetensors file cannot hold; ``_open_tensor_file`` adds them."""
 
     def _state(self, member: MemberRecord) -> str:
         lost = self._reader.lost
@@ -166,12 +183,14 @@ class _Salvaging:
         return DAMAGED if any(storage in lost for _, storage in member.segments) else WHOLE
 
     def write_file(self, result: Salvage, check: Check, *, force: bool) -> None:
-        """Write the only member."""
+        """Write the only member. Raises InputError if nothing of it is intact."""
         (member,) = self._manifest.members
-        if self._states[0] in (TENSORS, LOST):
-            tensors = self._tensor_file(0, "")
-            if self._states[0] == LOST or not tensors.names:
-                raise InputError(f"{self._reader.path}: no tensor is whole; nothing can be recovered")
+        if self._states[0] == LOST:
+            raise InputError(f"{self._reader.path}: its file is damaged and no checkpoint; nothing can be recovered")
+        if self._states[0] == TENSORS:
+            tensors = self._open_tensor_file(0, "")
+            if not tensors.names:
+                raise InputError(f"{self._reader.path}: no tensor is intact; nothing can be recovered")
             # The user did not give this name, so it replaces checkpoints only.
             result.path = default_path(result.path.with_name(result.path.name + SAFETENSORS))
             check = checkpoint_file
@@ -186,14 +205,16 @@ class _Salvaging:
         result.members.append(SalvagedMember(member.path, self._states[0], str(result.path)))
 
     def write_directory(self, output: AtomicDirectory, result: Salvage) -> None:
-        """Write every member that is whole, or whole in part."""
-        taken = {member.path for member in self._manifest.members}
+        """Write every member, or its tensors, unless it is lost."""
+        paths = [PurePosixPath(member.path) for member in self._manifest.members]
+        taken = {str(path) for each in paths for path in (each, *each.parents)}
         for index, member in enumerate(self._manifest.members):
             state, written = self._states[index], member.path
             if state == TENSORS:
-                tensors = self._tensor_file(index, f"{member.path}:")
-                while (written := f"{written}.safetensors") in taken:
-                    pass
+                tensors = self._open_tensor_file(index, f"{member.path}:")
+                while written in taken:
+                    written += SAFETENSORS
+                taken.add(written)
                 if tensors.names:
                     with output.new_file(written) as descriptor:
                         tensors.write(descriptor, output.guard)
@@ -203,33 +224,35 @@ class _Salvaging:
                 self._writer.add(index, output)
             result.members.append(SalvagedMember(member.path, state, None if state == LOST else written))
 
-    def _tensor_file(self, index: int, prefix: str) -> TensorFile:
-        """The file for the whole tensors of a member. Adds the names of those that it cannot hold to ``_unwritten``."""
+    def _open_tensor_file(self, index: int, prefix: str) -> TensorFile:
+        """The safetensors file for the intact tensors of a member, whose names lose ``prefix``."""
         own = {storage for _, storage in self._manifest.members[index].segments}
-        whole = [t for t in self._manifest.tensors if t.storage in own and not self._lost_elements(t)]
-        file = TensorFile(self._reader, [replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in whole])
-        self._unwritten |= {tensor.name for tensor in whole if tensor.name.removeprefix(prefix) not in file.names}
+        intact = [t for t in self._manifest.tensors if t.storage in own and not self._lost_elements(t)]
+        file = TensorFile(self._reader, [replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in intact])
+        self._unwritten |= {tensor.name for tensor in intact if tensor.name.removeprefix(prefix) not in file.names}
         return file
 
     def _lost_elements(self, tensor: TensorRecord) -> list[list[int]]:
-        """The lost runs of its storage that a tensor overlaps, in elements of the tensor's type."""
+        """The lost runs [start, stop) of its storage that a tensor overlaps, in elements of the tensor's type."""
         if not tensor.span:
             return []
         end = tensor.offset + tensor.span
         record = self._manifest.storages[tensor.storage]
         size, item = record.dtype.itemsize, tensor.dtype.itemsize
+        # The storage may count elements of another size, such as bytes. Round outwards: one lost byte loses an element.
         runs = [(start * size // item, -(-stop * size // item)) for start, stop in self._lost_runs(tensor.storage)]
         return [[start, stop] for start, stop in runs if start < end and stop > tensor.offset]
 
     def _lost_runs(self, storage: int) -> list[tuple[int, int]]:
         """The lost runs [start, stop) of a storage, in elements."""
         numel, lost = self._manifest.storages[storage].numel, self._reader.lost.get(storage, set())
+        # A run starts at a lost chunk whose predecessor is not lost, and stops after one whose successor is not.
         starts = sorted(chunk * frames.FRAME for chunk in lost if chunk - 1 not in lost)
         stops = sorted(min((chunk + 1) * frames.FRAME, numel) for chunk in lost if chunk + 1 not in lost)
         return list(zip(starts, stops, strict=True))
 
     def list_tensors(self, result: Salvage) -> None:
-        """Count whole tensors; list the others, and damaged storages that have no tensors."""
+        """Count the tensors written intact; list the others, and damaged storages that no damaged tensor lies in."""
         owner = {storage: each.path for each in self._manifest.members for _, storage in each.segments}
         named = set()
         for tensor in self._manifest.tensors:

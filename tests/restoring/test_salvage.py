@@ -14,6 +14,7 @@ import torch
 from faults_kit import make_run
 from flips_kit import places
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import ckpt8
 from ckpt8.core.errors import InputError, OutputError, UnsupportedError
@@ -117,6 +118,9 @@ def test_only_the_chunk_is_lost_and_views_of_the_rest_are_whole(large, tmp_path)
     assert [(each.name, each.elements, each.count) for each in found.lost] == [
         ("model.w", [[2 * FRAME, 3 * FRAME]], 7 * FRAME // 2)
     ]
+    last = f"  model.w: elements {2 * FRAME} to {3 * FRAME - 1} of the {7 * FRAME // 2} in its storage are lost"
+    assert found.lines()[0] == f"{tmp_path / 'x.pt'}: {found.tensors} tensors intact, 1 not recovered in full"
+    assert found.lines()[-1] == last
     assert_all_but(["model.w"], tmp_path / "x.pt", large.with_name("whole.pt"))
     w, whole = (loaded(each)["model.w"].view(-1) for each in (tmp_path / "x.pt", large.with_name("whole.pt")))
     assert w[2 * FRAME : 3 * FRAME].isnan().all()
@@ -355,6 +359,24 @@ def test_whole_members_of_a_directory_are_as_they_were(directory, tmp_path):
     assert {each.member for each in found.lost} == {"config.json", "latest.pt", "model.pt", "sub/views.pt"}
 
 
+@pytest.mark.parametrize("neighbour", ["x.pt.safetensors", "x.pt.safetensors/y.safetensors"])
+def test_members_whose_tensors_would_have_one_name(neighbour, tmp_path):
+    """The tensors of x.pt cannot go to x.pt.safetensors, a member or a directory. The neighbour has its own file."""
+    (tmp_path / "run" / neighbour).parent.mkdir(parents=True)
+    one, other = {"model": {"one": torch.rand(64, 64)}}, {"other": torch.rand(64, 64)}
+    torch.save(one, tmp_path / "run/x.pt")
+    save_file(other, tmp_path / "run" / neighbour)
+    ckpt8.compress(tmp_path / "run", preset="lossless")
+    where = [_skeleton(tmp_path / "run.ckpt8", member) for member in ("x.pt", neighbour)]
+    path = damage(tmp_path / "run.ckpt8", tmp_path / "bad.ckpt8", *where)
+    found = ckpt8.restore(path, tmp_path / "out", salvage=True)
+    written = {member.path: member.written for member in found.members}
+    assert written.keys() == {"x.pt", neighbour}
+    assert {name for name, content in contents(tmp_path / "out").items() if content} == {*written.values()}
+    assert torch.equal(load_file(tmp_path / "out" / written["x.pt"])["model.one"], one["model"]["one"])
+    assert torch.equal(load_file(tmp_path / "out" / written[neighbour])["other"], other["other"])
+
+
 def test_targets_are_as_safe_as_ever(directory, tmp_path):
     path = damage(directory, tmp_path / "run.ckpt8", "ckpt8.seal")
     (tmp_path / "out").mkdir()
@@ -388,4 +410,4 @@ def test_the_command(sample, tmp_path):
     shutil.copy(sample, path)
     result = run("restore", path, "--salvage", "--force")
     assert (result.returncode, result.stderr) == (0, "")
-    assert "0 are not" in result.stdout
+    assert "intact, 0 not recovered in full" in result.stdout
