@@ -1,11 +1,15 @@
 """Converts packed state to plain state and back: pure functions on state dicts and tensors.
 
-    unpack(packed state dict)             a state dict that torch, optimi, came-pytorch or lion-pytorch loads
-    pack(plain state dict, optimizer)     a state dict that ``optimizer`` loads
-    adamw_to_stable_adamw, and back       the same run under the other bias convention
-    split_weight, join_weight, ...        between fp32 weights, bf16 parameters and their residuals
+Packed state is what an optimizer of ``ckpt8.optim`` keeps: moments as codes and scales, and residuals or masters that
+complete 16-bit parameters to fp32 weights. Plain state is what the published classes keep: moments in fp32, with groups
+and steps in their layout.
 
-StableAdamW's moments are Adam's divided by (1 - b^t): both hold the same run at step t (Wortsman et al., appendix).
+    unpack(packed state dict)             returns a state dict that torch, optimi, came-pytorch or lion-pytorch loads
+    pack(plain state dict, optimizer)     returns a state dict that ``optimizer`` loads
+    adamw_to_stable_adamw, and back       convert the moments of a run to the other convention of bias
+    split_weight, join_weight, ...        convert between fp32 weights, and bf16 parameters with residuals
+
+StableAdamW stores bias-corrected moments: Adam's, divided by 1 - beta^t at step t (Wortsman et al., appendix).
 """
 
 from __future__ import annotations
@@ -26,11 +30,13 @@ from ckpt8.optim.published_layouts import packed_group, plain_group, plain_state
 
 StateDict = dict[str, Any]
 _MAGNITUDE = 0x7FFFFFFF
-_HALF_STEP = 1 << 15
-"""Half a step of bf16, in steps of fp32."""
+"""Masks all bits of an fp32 number but its sign."""
+
+_HALF_ULP = 1 << 15
+"""Half the distance between two neighbouring bf16 numbers, counted in neighbouring fp32 numbers."""
 
 
-# --- parts ------------------------------------------------------------------------------------------------------
+# --- weights ------------------------------------------------------------------------------------------------------
 
 
 def split_weight(weight: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,40 +44,45 @@ def split_weight(weight: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torc
     flat = weight.detach().float().contiguous().view(-1)
     param = torch.empty(flat.shape, dtype=torch.bfloat16, device=flat.device)
     residual = torch.empty(flat.shape, dtype=residual_dtype(codec), device=flat.device)
-    write_master(flat, param, residual, codec, None)
+    write_master(flat, param, residual, codec, bits=None)
     return param.view(weight.shape), residual.view(weight.shape)
 
 
 def residual_of(master: torch.Tensor, param: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """The residual of fp32 weights over a bf16 parameter that is their rounding; halves may be rounded either way.
+    """The residual that completes a bf16 parameter to the fp32 weights that it is the rounding of.
 
-    Where the layout rounds a half to the other neighbour, the residual is off by one fp32 step (split32), or by 1/254
-    of a bf16 step (split24). Raises UsageError where the parameter is not a rounding of the weights.
+    A weight half way between two bf16 numbers may be rounded to either, since programs differ. ``join_weight`` may then
+    give the fp32 number next to it. A weight so small that it rounds to zero takes the sign of its parameter. Raises
+    UsageError where a parameter is not its weight rounded.
     """
-    bits = master.detach().float().contiguous().view(-1).view(torch.int32)
-    hi = param.detach().reshape(-1).view(torch.int16).to(torch.int32) << 16
-    d = (bits & _MAGNITUDE) - (hi & _MAGNITUDE)
-    # A weight so small that it rounds to zero may differ in sign.
-    differs = ((bits ^ hi) < 0) & (hi & _MAGNITUDE != 0)
-    if bool(((d.abs() > _HALF_STEP) | differs).any()):
+    weight_bits = master.detach().float().contiguous().view(-1).view(torch.int32)
+    param_bits = param.detach().reshape(-1).view(torch.int16).to(torch.int32) << 16
+    distance = (weight_bits & _MAGNITUDE) - (param_bits & _MAGNITUDE)
+    other_sign = ((weight_bits ^ param_bits) < 0) & ((param_bits & _MAGNITUDE) != 0)
+    if bool(((distance.abs() > _HALF_ULP) | other_sign).any()):
         raise UsageError("the bf16 parameters are not the master weights rounded; set them with split_weight first")
     if codec.codes is not None:
-        residual = residual_codes(d, codec.codes.highest, None).to(torch.int8)
+        residual = residual_codes(distance, codec.codes.highest, noise=None).to(torch.int8)
     else:
-        residual = d.clamp_(-_HALF_STEP, _HALF_STEP - 1).to(torch.int16)
+        # int16 lacks +2^15, which a half rounded down needs: split32 itself rounds halves up.
+        residual = distance.clamp_(-_HALF_ULP, _HALF_ULP - 1).to(torch.int16)
     return residual.view(param.shape)
 
 
 def join_weight(param: torch.Tensor, residual: torch.Tensor | None, codec: Codec) -> torch.Tensor:
-    """The fp32 weights of a parameter and its residual or master; of an fp32 parameter alone."""
+    """The fp32 weights of a parameter, in its shape.
+
+    ``residual`` is the residual of a bf16 parameter, the fp32 master of an fp16 one, or None for an fp32 parameter.
+    """
     part = None if residual is None else residual.reshape(-1)
     return read_master(param.detach().reshape(-1), part, codec).float().view(param.shape)
 
 
 def bf16_from_planes(parts: Parts) -> torch.Tensor:
     """The bf16 parameter, flat, from the planes ``exponent`` and ``mantissa`` of split24/1 or split32/1."""
+    # A byte of ``mantissa`` holds the sign in bit 7 and the seven bits of a bf16 mantissa.
     mantissa = parts["mantissa"].to(torch.int32)
-    bits = (mantissa >> 7 << 15) | (parts["exponent"].to(torch.int32) << 7) | (mantissa & 0x7F)
+    bits = ((mantissa >> 7) << 15) | (parts["exponent"].to(torch.int32) << 7) | (mantissa & 0x7F)
     return bits.to(torch.int16).view(torch.bfloat16)
 
 
@@ -79,14 +90,18 @@ def bf16_from_planes(parts: Parts) -> torch.Tensor:
 
 
 def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The moments and the row and column averages of one packed parameter, in fp32."""
+    """New fp32 tensors: the moments of one packed parameter, decoded, and its row and column averages.
+
+    ``state`` is the state of the parameter, ``group`` its saved group.
+    """
     found = {}
-    for name, each in CARDS[group["rule"]].tensors.items():
+    for name, entry in CARDS[group["rule"]].tensors.items():
         if name in state:
             found[name] = state[name].clone()
         elif f"{name}_codes" in state:
             codes = state[f"{name}_codes"]
-            moment = Moment.of(name, codec_from_config(group[each.slot]), state)
+            # A group keeps the codec of each kind of moment under the name of the kind, such as moment2.
+            moment = Moment.of(name, codec_from_config(group[entry.slot]), state)
             found[name] = moment.read(0, codes.numel()).view(codes.shape)
     return found
 
@@ -96,11 +111,12 @@ def unpack(
     read_step: Callable[[Any], int] = int,
     read_moments: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = moments_of,
 ) -> StateDict:
-    """The plain fp32 state dict of torch's optimizers, optimi StableAdamW, came-pytorch CAME or lion-pytorch Lion.
+    """The plain state dict of torch's optimizers, optimi StableAdamW, came-pytorch CAME or lion-pytorch Lion.
 
-    The ``rule`` of each group decides which one. Residuals and fp32 masters are left out: see ``join_weight``; so is
-    the state of parameters that never took a step. Raises UsageError where parameters of an optimi group are at
-    different steps. ``read_step`` and ``read_moments`` are for state dicts whose values are not in memory.
+    The ``rule`` of each group selects the class. The result has no residuals and fp32 masters, see ``join_weight``, and
+    no state of parameters that never took a step. Pass ``read_step(step)`` and ``read_moments(state, group)`` if the
+    values of ``packed`` are not in memory. Raises UsageError where the class cannot express a group, such as one of
+    optimi whose parameters are at different steps.
     """
     groups, state = [], {}
     for group in packed["param_groups"]:
@@ -115,22 +131,26 @@ def unpack(
 def pack(
     plain: Mapping[str, Any], optimizer: PackedOptimizer, masters: Mapping[Any, torch.Tensor] | None = None
 ) -> StateDict:
-    """A plain state dict in the packed layout of ``optimizer``, which does not change.
+    """A plain state dict in the packed layout of ``optimizer``. Does not modify ``optimizer``.
 
-    Parameters match by their order, as in torch. ``masters`` gives fp32 weights by id; bf16 parameters must be their
-    rounding (see ``split_weight``). Without them residuals are zero. Raises UsageError where groups, keys, shapes or
+    Parameters match by their order, as in torch. ``masters`` holds fp32 weights by the ids that ``plain`` gives their
+    parameters; bf16 parameters must be their rounding (see ``split_weight``). For a parameter without one the residual
+    is zero, and the fp32 master of an fp16 parameter is its value. Raises UsageError where groups, keys, shapes or
     weights do not match.
     """
     target = optimizer.state_dict()
-    if [len(g["params"]) for g in plain["param_groups"]] != [len(g["params"]) for g in target["param_groups"]]:
-        raise UsageError("the parameter groups do not have the sizes of the optimizer's")
+    sizes, expected = ([len(group["params"]) for group in each["param_groups"]] for each in (plain, target))
+    if sizes != expected:
+        raise UsageError(f"parameter groups of {sizes} parameters do not fit an optimizer with groups of {expected}")
     groups, state = [], {}
-    for group, packed, given in zip(optimizer.param_groups, target["param_groups"], plain["param_groups"], strict=True):
-        groups.append({**packed, **packed_group(given, packed["rule"], optimizer.rule_arguments)})
-        for param, i, saved in zip(group["params"], packed["params"], given["params"], strict=True):
-            if plain["state"].get(saved):
-                master = None if masters is None else masters.get(saved)
-                state[i] = _packed_state(optimizer, group, param, plain["state"][saved], given, master)
+    # Three forms of each group: the optimizer's own, with parameters; the saved one, with its ids; the given one.
+    triples = zip(optimizer.param_groups, target["param_groups"], plain["param_groups"], strict=True)
+    for own, saved, given in triples:
+        groups.append({**saved, **packed_group(given, saved["rule"], optimizer.rule_arguments)})
+        for param, target_id, plain_id in zip(own["params"], saved["params"], given["params"], strict=True):
+            if plain["state"].get(plain_id):
+                master = None if masters is None else masters.get(plain_id)
+                state[target_id] = _packed_state(optimizer, own, param, plain["state"][plain_id], given, master)
     return {"state": state, "param_groups": groups}
 
 
@@ -142,7 +162,9 @@ def _packed_state(
     given: Mapping[str, Any],
     master: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
+    """The packed state of ``param``, in ``group`` of ``optimizer``, from its ``plain`` state in the group ``given``."""
     state, shape = optimizer.initial_state(group, param), tuple(param.shape)
+    # The moments are views: writing to them fills ``state``.
     codec, _, moments = optimizer.views(group, param, state)
     factored = optimizer.factored(shape)
     state["step"].fill_(step_of(plain, given))
@@ -155,7 +177,7 @@ def _packed_state(
         if not isinstance(values, torch.Tensor) or tuple(values.shape) != factored.get(name, shape):
             raise UsageError(f"{name} of a parameter of shape {shape} is missing or has another shape")
         if name in moments:
-            moments[name].write(0, values.numel(), values.detach().float().reshape(-1), None)
+            moments[name].write(0, values.numel(), values.detach().float().reshape(-1), bits=None)
         else:
             state[name].copy_(values)
     return state
@@ -165,16 +187,20 @@ def _packed_state(
 
 
 def adamw_to_stable_adamw(plain: Mapping[str, Any]) -> StateDict:
-    """A torch AdamW state dict as optimi's StableAdamW: moments divided by 1 - b^t, and optimi's groups."""
+    """A torch AdamW state dict as optimi's StableAdamW: moments divided by 1 - beta^t, and optimi's groups."""
     return _rebias(plain, "stable_adamw", -1)
 
 
 def stable_adamw_to_adamw(plain: Mapping[str, Any]) -> StateDict:
-    """An optimi StableAdamW state dict as torch AdamW's: moments multiplied by 1 - b^t, and torch's groups."""
+    """An optimi StableAdamW state dict as torch AdamW's: moments multiplied by 1 - beta^t, and torch's groups."""
     return _rebias(plain, "adamw", 1)
 
 
 def _rebias(plain: Mapping[str, Any], rule: str, power: int) -> StateDict:
+    """A plain state dict with moments times (1 - beta^t)^power, in the layout of the first published class of ``rule``.
+
+    State from before the first step is left out, as in ``unpack``: its moments are zero, and t = 0 has no correction.
+    """
     groups, state = [], {}
     for given in plain["param_groups"]:
         arguments = ("lr", "betas", "eps", "weight_decay")
@@ -182,12 +208,12 @@ def _rebias(plain: Mapping[str, Any], rule: str, power: int) -> StateDict:
         steps = set()
         for i in given["params"]:
             source = plain["state"].get(i)
-            if not source:
+            if not source or not (step := step_of(source, given)):
                 continue
-            step = step_of(source, given)
             steps.add(step)
             factors = [(1 - beta**step) ** power for beta in group["betas"]]
             names = ("exp_avg", "exp_avg_sq")
+            # In fp64, so that each moment is rounded to fp32 once.
             scaled = {name: source[name].double().mul(f).float() for name, f in zip(names, factors, strict=True)}
             state[i] = plain_state(group, step, scaled)
         groups.append(plain_group(group, steps))

@@ -76,7 +76,7 @@ def test_packing_fits_the_optimizer_or_is_refused(name):
     _, optimizer = trained(name)
     plain = convert.unpack(optimizer.state_dict())
     fewer = build(name, make_params(shapes=((70, 97),)))
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match=r"groups of \[5\] parameters do not fit an optimizer with groups of \[1\]"):
         convert.pack(plain, fewer)
     transposed = build(name, make_params(shapes=((97, 70), (100,), (3, 20, 33, 40), (66_000,), ())))
     with pytest.raises(UsageError):
@@ -127,6 +127,27 @@ def test_adamw_and_stable_adamw_are_the_same_run():
             torch.testing.assert_close(back["state"][i][key], state[key], rtol=1e-5, atol=1e-12)
 
 
+def test_a_state_before_its_first_step_has_no_moments_to_convert():
+    """torch keeps step 0 where a GradScaler skipped the first step. Both conventions start from zeros."""
+    arguments = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+    params = make_params()[:1]
+    conversions = {"AdamW": convert.adamw_to_stable_adamw, "StableAdamW": convert.stable_adamw_to_adamw}
+    for name, other in (("AdamW", "StableAdamW"), ("StableAdamW", "AdamW")):
+        optimizer = ORACLES[name](params, **arguments)
+        advance(optimizer, params, 0, 1)
+        saved = optimizer.state_dict()
+        (state,), (group,) = saved["state"].values(), saved["param_groups"]
+        state.update({key: torch.zeros_like(value) for key, value in state.items() if torch.is_tensor(value)})
+        group.update({key: torch.zeros_like(value) for key, value in group.items() if key == "step"})
+        fresh, resumed = clones(params), clones(params)
+        one, two = (ORACLES[other](each, **arguments) for each in (fresh, resumed))
+        two.load_state_dict(conversions[name](saved))
+        for each, stepped in ((fresh, one), (resumed, two)):
+            set_grads(each, 1)
+            stepped.step()
+        assert torch.equal(fresh[0], resumed[0])
+
+
 def test_conventions_are_never_mixed_up():
     _, adamw = trained("AdamW")
     _, stable = trained("StableAdamW")
@@ -148,6 +169,19 @@ def test_a_long_step_is_exact():
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [Split24(), Split24(R=7), Split32()], ids=repr)
+@pytest.mark.parametrize("hi", [0x0000, 0x0001, 0x3F80, 0x3F81, 0x3FFF])
+def test_a_weight_half_way_between_two_parameters_fits_both(hi, codec):
+    """It comes back, or one fp32 step nearer to the parameter."""
+    weight = torch.tensor([(hi << 16) + 0x8000], dtype=torch.int32).view(torch.float32)
+    for bits, step in ((hi, -1), (hi + 1, 1)):
+        param = torch.tensor([bits], dtype=torch.int16).view(torch.bfloat16)
+        joined = convert.join_weight(param, convert.residual_of(weight, param, codec), codec)
+        assert int(joined.view(torch.int32) - weight.view(torch.int32)) in (0, step)
+    with pytest.raises(UsageError, match="split_weight"):
+        convert.residual_of(weight, torch.tensor([hi + 2], dtype=torch.int16).view(torch.bfloat16), codec)
 
 
 @pytest.mark.parametrize("codec", [Split24(), Split24(R=7), Split32()], ids=repr)
