@@ -144,8 +144,7 @@ def pack(
         raise UsageError(f"parameter groups of {sizes} parameters do not fit an optimizer with groups of {expected}")
     groups, state = [], {}
     # Three forms of each group: the optimizer's own, with parameters; the saved one, with its ids; the given one.
-    triples = zip(optimizer.param_groups, target["param_groups"], plain["param_groups"], strict=True)
-    for own, saved, given in triples:
+    for own, saved, given in zip(optimizer.param_groups, target["param_groups"], plain["param_groups"], strict=True):
         groups.append({**saved, **packed_group(given, saved["rule"], optimizer.rule_arguments)})
         for param, target_id, plain_id in zip(own["params"], saved["params"], given["params"], strict=True):
             if plain["state"].get(plain_id):

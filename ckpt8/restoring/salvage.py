@@ -88,8 +88,8 @@ class Salvage(Restored):
 
     def lines(self) -> list[str]:
         """What to tell the user, as lines of text."""
-        intact = counted(self.tensors, "tensor")
-        lines = [f"{self.path}: {intact} intact, {len(self.lost):,} not recovered in full", *Restored.lines(self)]
+        summary = f"{counted(self.tensors, 'tensor')} intact, {len(self.lost):,} not recovered in full"
+        lines = [f"{self.path}: {summary}", *Restored.lines(self)]
         if self.damage is not None:
             lines.append(f"{self.damage}; nothing proves the names, shapes and offsets that its manifest states")
         lines += [
@@ -173,8 +173,8 @@ class _Salvaging:
         self._manifest = reader.manifest
         self._writer = MemberWriter(reader, workers, progress, partial(_Member, reader))
         self._states = [self._state(member) for member in self._manifest.members]
+        # Names of intact tensors that a safetensors file cannot hold; _open_tensor_file adds them.
         self._unwritten: set[str] = set()
-        """Names of intact tensors that a safetensors file cannot hold; ``_open_tensor_file`` adds them."""
 
     def _state(self, member: MemberRecord) -> str:
         lost = self._reader.lost

@@ -11,8 +11,10 @@ import zipfile
 
 import pytest
 import torch
+import zstandard
 from faults_kit import make_run
 from flips_kit import places
+from hostile_kit import container_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -158,6 +160,18 @@ def test_without_the_structure_whole_tensors_are_kept_by_name(sample, tmp_path):
         assert set(file.keys()) == set(expected)
         assert all(same(file.get_tensor(name), value) for name, value in expected.items())
     assert found.tensors == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("file", "its file is damaged and no checkpoint"), ("torch_zip", "no tensor is intact")]
+)
+def test_a_damaged_file_without_tensors(kind, reason, tmp_path):
+    content = zstandard.compress(b"contents")
+    data = container_of(content, kind)
+    (tmp_path / "x.ckpt8").write_bytes(data.replace(content, bytes(len(content))))
+    with pytest.raises(InputError, match=rf"x\.ckpt8: {reason}; nothing can be recovered$"):
+        ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "y", salvage=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt8"]
 
 
 def test_the_container_is_not_written_over(sample, tmp_path):

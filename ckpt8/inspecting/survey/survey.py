@@ -146,21 +146,21 @@ class _Survey:
         """Flags of weights that agree in all elements read. A survey of all elements compares them byte by byte."""
         counts: dict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
         for pieces in self._by_digest.values():
-            groups = [pieces] if self._budget is not None else self._group_equal(pieces)
-            for twins in groups:
+            for twins in self._equal_groups(pieces):
                 names = tuple(dict.fromkeys(piece.tensor for piece in twins))
                 # Views of one storage are tied in the file, too. Slices of one tensor may repeat each other.
                 if len({piece.view.storage for piece in twins}) < 2 or len(names) < 2:
                     continue
                 first = twins[0]
                 compared = sum(count for _, count in sampling.windows(first.span, self._budget))
-                nbytes = first.numel * first.dtype.itemsize
-                counts[names].update(compared=compared, numel=first.numel, nbytes=nbytes)
+                counts[names].update(compared=compared, numel=first.numel, nbytes=first.numel * first.dtype.itemsize)
         for names, sums in counts.items():
             yield _twin_flag(names, **sums)
 
-    def _group_equal(self, pieces: list[Piece]) -> list[list[Piece]]:
-        """Pieces of one digest, in lists of those that are equal byte by byte."""
+    def _equal_groups(self, pieces: list[Piece]) -> list[list[Piece]]:
+        """Pieces of one digest, in lists of those that are equal byte by byte; of a sample, in one list."""
+        if self._budget is not None:
+            return [pieces]
         groups: list[list[Piece]] = []
         for piece in pieces:
             equal = next((group for group in groups if self._are_equal(group[0], piece)), None)
@@ -172,10 +172,11 @@ class _Survey:
 
     def _are_equal(self, one: Piece, other: Piece) -> bool:
         # As bytes, since a NaN equals no other value.
-        read = self._subject.read
         return all(
-            torch.equal(read(one, start, count).view(torch.uint8), read(other, start, count).view(torch.uint8))
-            for start, count in sampling.windows(one.span, None)
+            torch.equal(
+                self._subject.read(one, *window).view(torch.uint8), self._subject.read(other, *window).view(torch.uint8)
+            )
+            for window in sampling.windows(one.span, None)
         )
 
 

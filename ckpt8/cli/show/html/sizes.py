@@ -47,18 +47,18 @@ def _segments(sizes: Mapping[str, int], full_bar: int) -> Stack:
 
 def _totals(facts: dict[str, Any]) -> str:
     """A row with the original size, then one for the stored size or one for each predicted size."""
-    original, stored = Counter[str](), Counter[str]()
+    original_bytes, stored_bytes = Counter[str](), Counter[str]()
     for each in facts["roles"]:
-        original[each["role"]] += each["bytes"]
-        stored[each["role"]] += each.get("stored_bytes", 0)
+        original_bytes[each["role"]] += each["bytes"]
+        stored_bytes[each["role"]] += each.get("stored_bytes", 0)
     is_compressed = facts["kind"] == "ckpt8"
     after = [facts["stored_bytes"]] if is_compressed else [each["bytes"] for each in facts["predicted"].values()]
     # The container of a small checkpoint is larger than its original.
     full_bar = max(1, facts["bytes"], *after)
-    rows = [row("original", stacks([_segments(original, full_bar)]), size(facts["bytes"]))]
+    rows = [row("original", stacks([_segments(original_bytes, full_bar)]), size(facts["bytes"]))]
     if is_compressed:
         overhead = facts["overhead_bytes"]
-        stack = [*_segments(stored, full_bar), (_NO_ROLE, overhead / full_bar, f"container: {size(overhead)}")]
+        stack = [*_segments(stored_bytes, full_bar), (_NO_ROLE, overhead / full_bar, f"container: {size(overhead)}")]
         figures = f"{size(facts['stored_bytes'])} <small>{facts['ratio']:.2f}x</small>"
         rows.append(row(f"preset {text(facts['preset'])}", stacks([stack]), figures))
     else:
