@@ -45,7 +45,7 @@ def no_progress(_: int) -> None:
 class Options:
     """``max_update_error`` bounds max |Δu| of every parameter; without ``stats`` nothing is measured.
 
-    Raises UsageError for a bound without statistics.
+    Raises UsageError for a bound that is negative or NaN, and for one without statistics.
     """
 
     threads: int | None = None
@@ -54,6 +54,8 @@ class Options:
     progress: Progress = no_progress
 
     def __post_init__(self) -> None:
+        if self.max_update_error is not None and not self.max_update_error >= 0:
+            raise UsageError(f"a bound on the update error is a number from 0 on, not {self.max_update_error}")
         if self.max_update_error is not None and not self.stats:
             raise UsageError("a bound on the update error needs statistics; leave out --no-stats")
 

@@ -194,6 +194,8 @@ def verify(
     """
     if resume_steps and original is None:
         raise UsageError("replayed steps need the original to compare with; give --against ORIGINAL")
+    if max_drift is not None and not max_drift >= 0:
+        raise UsageError(f"a limit of the drift is a number from 0 on, not {max_drift}")
     if max_drift is not None and not resume_steps:
         raise UsageError("a limit on the drift needs steps to replay; give --resume-steps N")
     with ContainerReader(Path(source), kernels=True) as reader, Workers(threads) as workers:

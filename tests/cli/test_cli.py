@@ -364,6 +364,7 @@ USAGE = {
     "a thread count that is none": ("compress", "SRC", "--threads", "x"),
     "a negative bound": ("compress", "SRC", "--max-update-error", "-1"),
     "a bound that is no number": ("compress", "SRC", "--max-update-error", "nan"),
+    "a drift that is no number": ("verify", "SRC", "--against", "SRC", "--resume-steps", "1", "--max-drift", "nan"),
     "a bound without statistics": ("compress", "SRC", "--max-update-error", "1", "--no-stats"),
     "an original of an original": ("inspect", "SRC", "--against", "SRC"),
     "a benchmark of a size that is none": ("bench", "--size", "big"),
