@@ -113,8 +113,10 @@ def momentum(u, m, numbers):
 @triton.jit
 def came(x, g, m, v, numbers, step, place):
     """One step of fp32 blocks."""
+    # First the factor that is read last: in the other order the assembler spills two words for 8.0.
+    factor = approximation(place, 1) if v is None else None
     _, m = momentum(direction(g, v, numbers, place), m, numbers)
-    update = m * approximation(place, 1) if v is None else m
+    update = m * factor if v is None else m
     v = m if v is None else second_moment(g, v, numbers)
     return x * scalar(numbers, _DECAY) - update * scalar(numbers, _STEP_SIZE), m, v
 
