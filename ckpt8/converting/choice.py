@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict
 from ckpt8.checkpoint.meaning.pairing import saved_names
-from ckpt8.checkpoint.meaning.roles import is_bare_state_dict
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, holds_module
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef

@@ -18,11 +18,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict
 from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_names, saved_parameters
 from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
-from ckpt8.checkpoint.meaning.roles import is_bare_state_dict
-from ckpt8.checkpoint.meaning.state_dicts import find, untied, weights_of
+from ckpt8.checkpoint.meaning.state_dicts import find
 from ckpt8.checkpoint.meaning.transformers_order import LONGEST_CONFIG, ModelOrder, of_config
+from ckpt8.checkpoint.meaning.weight_evidence import untied, weights_of
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.container.manifest import FILE
 

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt8.checkpoint.meaning.nodes import listed_parameters
 from ckpt8.checkpoint.meaning.parameter_names import match
-from ckpt8.checkpoint.meaning.roles import listed_parameters
-from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, untied, weights_of
+from ckpt8.checkpoint.meaning.state_dicts import Candidate, find
+from ckpt8.checkpoint.meaning.weight_evidence import untied, weights_of
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.optim.known_optimizers import first_moments
 

@@ -3,7 +3,8 @@
 optimizer   a dict with ``state`` and ``param_groups``, anywhere; ``state[id][key]``, id an index or a name
 masters     under a key that names a list of fp32 master weights, anywhere
 weights     under a key that names a model (``model``, ``state_dict``, ``state_dict_ema``, ...), under the
-            ``_parameters`` of a pickled module, or a bare state dict: a dict of nothing but tensors
+            ``_parameters`` of a pickled module, a bare state dict: a dict of nothing but tensors, or what
+            ``weight_evidence`` finds
 other       everything else
 """
 
@@ -11,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any
 
+from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict, is_flat_optimizer, is_optimizer, listed_parameters
 from ckpt8.checkpoint.meaning.quantised_state import bitsandbytes_moments, with_moments
+from ckpt8.checkpoint.meaning.weight_evidence import evident_weights
 from ckpt8.checkpoint.tree import Labelled, NamedTensor, StorageRef, TensorRef
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS, MODEL_KEYS, STATE_LISTS
 from ckpt8.checkpoint.walk import Components, format_path, iter_nodes
-from ckpt8.core.tensors import Role
+from ckpt8.core.tensors import Role, is_small
 from ckpt8.core.text import printable
 from ckpt8.optim.known_optimizers import MOMENT_SLOTS, STATE_ROLES
 
@@ -49,29 +52,6 @@ class Structure:
     tensors: list[NamedTensor] = field(default_factory=list)
     parameters: list[ParameterState] = field(default_factory=list)
     opaque: set[str] = field(default_factory=set)
-
-
-def is_optimizer(node: object) -> bool:
-    """Whether a node has the shape of an optimizer's state dict."""
-    return isinstance(node, dict) and isinstance(node.get("state"), dict) and isinstance(node.get("param_groups"), list)
-
-
-def is_bare_state_dict(tree: object) -> bool:
-    """Whether the tree itself is the state dict of a model: names to tensors, extra states aside."""
-    return _holds_tensors_alone(tree) and not is_flat_optimizer(tree)
-
-
-def is_flat_optimizer(tree: object) -> bool:
-    """Whether the tree is an optimizer's state with paths for keys: ``state.0.exp_avg``, as in safetensors files."""
-    paths = (name.rpartition(".") for name in tree) if _holds_tensors_alone(tree) else ()
-    return any(owner and key in MOMENT_SLOTS for owner, _, key in paths)
-
-
-def _holds_tensors_alone(tree: object) -> TypeGuard[dict[str, TensorRef]]:
-    if not isinstance(tree, dict):
-        return False
-    values = [value for key, value in tree.items() if not str(key).endswith("_extra_state")]
-    return bool(values) and all(isinstance(key, str) for key in tree) and all(isinstance(v, TensorRef) for v in values)
 
 
 def short_name(name: str) -> str:
@@ -116,7 +96,16 @@ def classify(tree: object, names: Names | None = None, role: Role | None = None)
             parameters, renamed = _parameter_states(format_path(path), node, names.prefix)
             structure.parameters += parameters
             moments |= renamed
+    if role is None and any(_may_be_weight(tensor) for tensor in structure.tensors):
+        weights = evident_weights(tree)
+        structure.tensors = [
+            replace(each, role=Role.WEIGHT) if id(each.ref) in weights else each for each in structure.tensors
+        ]
     return structure
+
+
+def _may_be_weight(tensor: NamedTensor) -> bool:
+    return tensor.role is Role.OTHER and tensor.ref.dtype.is_floating and not is_small(tensor.ref.shape)
 
 
 def _classify_labelled(tree: Labelled, names: Names) -> Structure:
@@ -176,16 +165,6 @@ def _role(path: Components, container: _Container, optimizer: Components | None,
     if container.has_states:
         return STATE_ROLES.get(path[-1], Role.OTHER)
     return Role.WEIGHT if bare or container.is_model else Role.OTHER
-
-
-def listed_parameters(group: Mapping[Any, Any]) -> list[tuple[Any, str | None]]:
-    """The identifiers that a parameter group lists, each with its name, None where the group does not state one."""
-    identifiers, names = group.get("params"), group.get("param_names")
-    if not isinstance(identifiers, list):
-        return []
-    if isinstance(names, list) and len(names) == len(identifiers):
-        return list(zip(identifiers, map(str, names), strict=True))
-    return [(each, each if isinstance(each, str) else None) for each in identifiers]
 
 
 def _parameter_states(

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt8.checkpoint.meaning.roles import is_bare_state_dict, is_optimizer
-from ckpt8.checkpoint.tree import Inert, TensorRef
-from ckpt8.checkpoint.vocabulary import BUFFERS, MODEL_KEYS
+from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict, is_optimizer
+from ckpt8.checkpoint.meaning.weight_evidence import evident_weights, weights_of
+from ckpt8.checkpoint.tree import Inert
+from ckpt8.checkpoint.vocabulary import MODEL_KEYS
 from ckpt8.checkpoint.walk import Components, format_path, iter_nodes
 
 
@@ -23,26 +24,13 @@ class Candidate:
 TOP_LEVEL = "(top level)"
 
 
-def weights_of(state_dict: Mapping[Any, Any]) -> dict[str, TensorRef]:
-    """The tensors of a model's state dict that are no buffers, by name; tied tensors have several names."""
-    return {
-        name: ref
-        for name, ref in state_dict.items()
-        if isinstance(ref, TensorRef) and str(name).rpartition(".")[2] not in BUFFERS
-    }
-
-
-def untied(weights: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
-    """The weights, each tensor under the first of its names."""
-    first: dict[Any, tuple[str, TensorRef]] = {}
-    for name, ref in weights.items():
-        first.setdefault((ref.key, ref.offset, ref.shape), (name, ref))
-    return dict(first.values())
-
-
 def find(tree: object) -> tuple[list[Candidate], list[Candidate]]:
-    """Model state dicts and optimizer state dicts in the order of the document."""
+    """Model state dicts and optimizer state dicts in the order of the document.
+
+    Only where no key names a model are models those that ``weight_evidence`` shows.
+    """
     models: list[Candidate] = []
+    others: list[Candidate] = []
     optimizers: list[Candidate] = []
     # The walk goes below a node at once, so the last entry is the only one that a node can be inside of.
     inside: Components | None = None
@@ -54,9 +42,13 @@ def find(tree: object) -> tuple[list[Candidate], list[Candidate]]:
             optimizers.append(Candidate(format_path(path) or TOP_LEVEL, node))
         elif isinstance(node, Inert):
             inside = path  # the content of a pickled object has no names of its own
-        elif is_bare_state_dict(node) and (not path or path[-1] in MODEL_KEYS):
+        elif is_bare_state_dict(node):
             inside = path
-            models.append(Candidate(format_path(path) or TOP_LEVEL, node))
+            named = not path or path[-1] in MODEL_KEYS
+            (models if named else others).append(Candidate(format_path(path) or TOP_LEVEL, node))
+    if not models and others:
+        weights = evident_weights(tree)
+        models = [each for each in others if weights.issuperset(map(id, weights_of(each.node).values()))]
     return models, optimizers
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights, collect_weights
+from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
-from ckpt8.checkpoint.meaning.roles import is_bare_state_dict
 from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.bundle import Bundle

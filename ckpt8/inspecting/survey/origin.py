@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt8.checkpoint.meaning.roles import is_optimizer
+from ckpt8.checkpoint.meaning.nodes import is_optimizer
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.checkpoint.walk import format_path, iter_nodes

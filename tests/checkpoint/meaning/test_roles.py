@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt8.checkpoint.meaning.roles import classify, format_path, is_bare_state_dict, is_optimizer, unique_name
+from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict, is_optimizer
+from ckpt8.checkpoint.meaning.roles import classify, format_path, unique_name
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.sources.bundle import WithSkeleton
 from ckpt8.checkpoint.tree import StorageInfo, TensorRef

@@ -1,0 +1,60 @@
+"""What a node of a checkpoint's tree is by its form: the state dict of an optimizer, or of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.walk import Components
+from ckpt8.optim.known_optimizers import MOMENT_SLOTS
+
+
+@dataclass(slots=True)
+class Inside:
+    """The container that a walk over a tree entered last: everything in it follows it at once."""
+
+    path: Components | None = None
+
+    def enter(self, path: Components) -> None:
+        """The walk is at the container at ``path``."""
+        self.path = path
+
+    def holds(self, path: Components) -> bool:
+        """Whether ``path`` leads into the container."""
+        return self.path is not None and len(path) > len(self.path) and path[: len(self.path)] == self.path
+
+
+def is_optimizer(node: object) -> bool:
+    """Whether a node has the shape of an optimizer's state dict."""
+    return isinstance(node, dict) and isinstance(node.get("state"), dict) and isinstance(node.get("param_groups"), list)
+
+
+def is_bare_state_dict(tree: object) -> bool:
+    """Whether the tree itself is the state dict of a model: names to tensors, extra states aside."""
+    return holds_tensors_alone(tree) and not is_flat_optimizer(tree)
+
+
+def is_flat_optimizer(tree: object) -> bool:
+    """Whether the tree is an optimizer's state with paths for keys: ``state.0.exp_avg``, as in safetensors files."""
+    paths = (name.rpartition(".") for name in tree) if holds_tensors_alone(tree) else ()
+    return any(owner and key in MOMENT_SLOTS for owner, _, key in paths)
+
+
+def holds_tensors_alone(tree: object) -> TypeGuard[dict[str, TensorRef]]:
+    """Whether the tree is a dict of names to tensors, extra states aside."""
+    if not isinstance(tree, dict):
+        return False
+    values = [value for key, value in tree.items() if not str(key).endswith("_extra_state")]
+    return bool(values) and all(isinstance(key, str) for key in tree) and all(isinstance(v, TensorRef) for v in values)
+
+
+def listed_parameters(group: Mapping[Any, Any]) -> list[tuple[Any, str | None]]:
+    """The identifiers that a parameter group lists, each with its name, None where the group does not state one."""
+    identifiers, names = group.get("params"), group.get("param_names")
+    if not isinstance(identifiers, list):
+        return []
+    if isinstance(names, list) and len(names) == len(identifiers):
+        return list(zip(identifiers, map(str, names), strict=True))
+    return [(each, each if isinstance(each, str) else None) for each in identifiers]

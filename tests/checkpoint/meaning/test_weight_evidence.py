@@ -1,0 +1,185 @@
+"""Weights under keys that nobody listed: what an optimizer, a copy or names show, and what nothing shows."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt8
+from ckpt8.checkpoint.meaning.roles import classify
+from ckpt8.checkpoint.readers import open_checkpoint
+from ckpt8.core.tensors import Role
+
+
+def network(seed=0, width=96):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(80, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 80))
+
+
+def trained(*modules, kind=torch.optim.AdamW, **options):
+    """The optimizer of some modules after a step."""
+    optimizer = kind([p for each in modules for p in each.parameters()], **{"lr": 1e-3, **options})
+    loss = sum((each(torch.randn(8, 80)).square().mean() for each in modules), torch.zeros(()))
+    loss.backward()
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def roles(tree, path):
+    """The names of the tensors that are weights, and the others outside optimizers."""
+    torch.save(tree, path)
+    with open_checkpoint(path) as checkpoint:
+        found = classify(checkpoint.tree).tensors
+    weights = {each.name for each in found if each.role is Role.WEIGHT}
+    return weights, {each.name for each in found if each.role is Role.OTHER and ".state." not in f".{each.name}"}
+
+
+def flax(module):
+    """The weights as a tree of dicts."""
+    tree = {}
+    for name, tensor in module.state_dict().items():
+        *owners, last = name.split(".")
+        node = tree
+        for owner in owners:
+            node = node.setdefault(f"layer{owner}", {})
+        node[last] = tensor
+    return tree
+
+
+def generator_and_discriminator():
+    one, other = network(0), network(1, width=64)
+    return {"netG": one.state_dict(), "netD": other.state_dict(), "optG": trained(one), "optD": trained(other)}
+
+
+def one_optimizer_of_two():
+    one, other = network(0), network(1, width=64)
+    return {"stem": one.state_dict(), "head": other.state_dict(), "opt": trained(one, other)}
+
+
+def frozen():
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    model(torch.randn(8, 80)).square().mean().backward()
+    optimizer.step()
+    return {"unet": model.state_dict(), "opt": optimizer.state_dict()}
+
+
+def average():
+    model = network()
+    mean = torch.optim.swa_utils.AveragedModel(model)
+    return {"model": model.state_dict(), "swa": mean.state_dict(), "optimizer": trained(model)}
+
+
+def shadow():
+    model = network()
+    return {
+        "net_a": model.state_dict(),
+        "opt": trained(model),
+        "averages": [p.data.clone() for p in model.parameters()],
+    }
+
+
+def beside_other_entries():
+    model = network()
+    return {**model.state_dict(), "epoch": 3, "seen": torch.randn(5000), "opt": trained(model)}
+
+
+def by_name():
+    model = network()
+    optimizer = torch.optim.AdamW(list(model.named_parameters()), lr=1e-3)
+    model(torch.randn(8, 80)).square().mean().backward()
+    optimizer.step()
+    wrapped = {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
+    return {"anything": wrapped, "more": {"x": torch.randn(96, 80)}, "opt": optimizer.state_dict()}
+
+
+LARGE = ("0.weight", "3.weight")
+CASES = {
+    "an unknown key": (
+        lambda: {"unet": (model := network()).state_dict(), "opt": trained(model)},
+        {f"unet.{name}" for name in LARGE},
+    ),
+    "a tuple": (lambda: ((model := network()).state_dict(), trained(model)), {f"0.{name}" for name in LARGE}),
+    "a list": (lambda: [trained(model := network()), 3, model.state_dict()], {f"2.{name}" for name in LARGE}),
+    "two models": (generator_and_discriminator, {f"net{each}.{name}" for each in "GD" for name in LARGE}),
+    "one optimizer of two": (one_optimizer_of_two, {f"{each}.{name}" for each in ("stem", "head") for name in LARGE}),
+    "a tree": (
+        lambda: {"variables": flax(model := network()), "opt": trained(model)},
+        {"variables.layer0.weight", "variables.layer3.weight"},
+    ),
+    "frozen weights": (frozen, {f"unet.{name}" for name in LARGE}),
+    "an average": (average, {f"{each}{name}" for each in ("model.", "swa.module.") for name in LARGE}),
+    "an average as a list": (
+        shadow,
+        {f"net_a.{name}" for name in LARGE} | {"averages.0", "averages.4"},
+    ),
+    "beside other entries": (beside_other_entries, set(LARGE)),
+    "names": (by_name, {f"anything._orig_mod.{name}" for name in LARGE}),
+    "momentum": (
+        lambda: {"unet": (model := network()).state_dict(), "opt": trained(model, kind=torch.optim.SGD, momentum=0.9)},
+        {f"unet.{name}" for name in LARGE},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_found(case, tmp_path):
+    make, expected = CASES[case]
+    weights, others = roles(make(), tmp_path / "run.pt")
+    assert expected <= weights
+    assert not {"seen", "more.x"} & weights
+    assert not expected & others
+
+
+def test_an_unknown_key_costs_nothing(tmp_path):
+    model = network()
+    sizes = {}
+    for key in ("model", "unet"):
+        torch.save({key: model.state_dict(), "opt": trained(copy.deepcopy(model))}, tmp_path / f"{key}.pt")
+        ckpt8.compress(tmp_path / f"{key}.pt")
+        sizes[key] = (tmp_path / f"{key}.ckpt8").stat().st_size
+    assert abs(sizes["unet"] - sizes["model"]) < 100
+
+
+def test_what_nothing_shows_stays_as_it_is(tmp_path):
+    model = network()
+    tree = {
+        "unet": model.state_dict(),
+        "history": [torch.randn(100, 100) for _ in range(4)],
+        "features": {"train": torch.randn(96, 96)},
+    }
+    assert roles(tree, tmp_path / "alone.pt")[0] == set()
+    other = {**tree, "opt": trained(network(width=48))}
+    assert roles(other, tmp_path / "other.pt")[0] == set()
+    torch.save(other, tmp_path / "run.pt")
+    ckpt8.compress(tmp_path / "run.pt")
+    back = torch.load(ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back.pt"), weights_only=True)
+    assert torch.equal(back["features"]["train"], tree["features"]["train"])
+    assert all(torch.equal(back["unet"][name], tensor) for name, tensor in tree["unet"].items())
+
+
+def test_a_small_parameter_shows_nothing(tmp_path):
+    """A temperature has the shape of many things."""
+    scale = nn.Parameter(torch.ones(64))
+    optimizer = torch.optim.AdamW([scale], lr=1e-3)
+    scale.sum().backward()
+    optimizer.step()
+    tree = {"logs": [torch.randn(64) for _ in range(200)], "opt": optimizer.state_dict()}
+    assert roles(tree, tmp_path / "run.pt")[0] == set()
+
+
+@pytest.mark.parametrize("key", ["unet", "actor_state_dict"])
+def test_convert_and_resume_take_the_same(key, tmp_path):
+    model = network()
+    torch.save({key: model.state_dict(), "opt": trained(model), "epoch": 3}, tmp_path / "run.pt")
+    ckpt8.convert(tmp_path / "run.pt", tmp_path / "run.safetensors", to="safetensors")
+    ckpt8.compress(tmp_path / "run.pt", preset="lossless")
+    other = network(seed=1)
+    fresh = torch.optim.AdamW(other.parameters(), lr=1e-3)
+    rest = ckpt8.resume(tmp_path / "run.ckpt8", other, fresh)
+    assert rest == {"epoch": 3}
+    assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values(), strict=True))
