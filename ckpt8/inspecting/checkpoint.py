@@ -17,7 +17,7 @@ from ckpt8.container import frames, layout
 from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import RefusedError
-from ckpt8.inspecting.manifest_facts import low_bit_state, parameter_facts, sizes_by, skeleton_roles
+from ckpt8.inspecting.manifest_facts import low_bit_state, parameter_facts, sizes_by, skeleton_roles, unrecognised
 from ckpt8.inspecting.opening import describe, open_any
 from ckpt8.inspecting.sampling import PER_TENSOR
 from ckpt8.inspecting.survey.layers import layers_of
@@ -66,6 +66,7 @@ def inspect_checkpoint(
             "roles": _roles(manifest),
             "optimizer": _optimizers(manifest),
             "low_bit": low_bit_state(manifest),
+            "unrecognised": unrecognised(manifest),
             **origin_of(source),
             "layers": layers_of(manifest),
             **survey(subject_of(source, plan, manifest), full=full, progress=progress),

@@ -19,6 +19,7 @@ from ckpt8.inspecting.manifest_facts import (
     parameter_facts,
     shown_names,
     sizes_by,
+    unrecognised,
 )
 from ckpt8.inspecting.survey.layers import layers_of
 
@@ -124,7 +125,11 @@ def _member_facts(manifest: Manifest, member: MemberRecord) -> dict[str, Any]:
 
 
 def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:
-    facts: dict[str, Any] = {"worst": worst(manifest), "lossless": lossless_reasons(manifest)}
+    facts: dict[str, Any] = {
+        "worst": worst(manifest),
+        "lossless": lossless_reasons(manifest),
+        "unrecognised": unrecognised(manifest) if manifest.preset != "lossless" else [],
+    }
     if tensors:
         facts["tensors"] = [
             {"name": tensor.name, "shape": tensor.shape, **tensor_facts(manifest, tensor)}

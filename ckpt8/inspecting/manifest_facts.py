@@ -6,7 +6,7 @@ Nothing here needs torch.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection
 from typing import Any
 
@@ -15,7 +15,7 @@ from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
 from ckpt8.checkpoint.meaning.update_rules import read_rule
 from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name, skeleton_role
 from ckpt8.container.manifest import Manifest
-from ckpt8.core.tensors import DType, TensorSpec
+from ckpt8.core.tensors import DType, Role, TensorSpec, is_small
 
 ROLE_WORDS = {
     "weight": "weights",
@@ -49,6 +49,31 @@ def dtypes(manifest: Manifest) -> dict[int, DType]:
     """The element type of every storage, from its first tensor: the container stores some as plain bytes."""
     stored = {index: record.dtype for index, record in enumerate(manifest.storages)}
     return stored | {tensor.storage: tensor.dtype for tensor in reversed(manifest.tensors)}
+
+
+def unrecognised(manifest: Manifest) -> list[dict[str, Any]]:
+    """The fp32 tensors that stay lossless because nothing shows what they are, by the rule that would compress them.
+
+    Places with less than a hundredth of the bytes, and tensors that presets never compress, are not listed.
+    """
+    rows: dict[str, Counter[str]] = defaultdict(Counter)
+    for tensor in manifest.tensors:
+        record = manifest.storages[tensor.storage]
+        is_unknown = record.role is Role.OTHER and record.codec["id"].startswith("lossless/")
+        if is_unknown and tensor.dtype is DType.FLOAT32 and not is_small(tuple(tensor.shape)):
+            rows[_rule_for(tensor.name)].update(tensors=1, bytes=record.nbytes)
+    least = sum(member.size for member in manifest.members) / 100
+    found = [{"rule": rule, **row} for rule, row in rows.items() if row["bytes"] >= least]
+    return sorted(found, key=lambda row: -row["bytes"])
+
+
+def _rule_for(name: str) -> str:
+    """A rule for all tensors beside one: of an optimizer's state those with its key, else those under its first key."""
+    member, colon, bare = name.partition(":") if ":" in name else ("", "", name)
+    parts = [re.sub(r"[*?[]", "?", part) for part in bare.split(".")]
+    if "state" in parts[:-2]:
+        return f"{member}{colon}{'.'.join(parts[: parts.index('state') + 1])}.*.{parts[-1]}=companded8"
+    return f"{member}{colon}{parts[0]}{'.*' if len(parts) > 1 else ''}=split24"
 
 
 def sizes_by(column: str, manifest: Manifest) -> list[dict[str, Any]]:

@@ -6,7 +6,8 @@ set holds weights if
 by name    an optimizer names its parameters, and most of them are in the set with their shapes
 by shape   the set has a tensor for every parameter of an optimizer: as many of each shape, or more
 together   several sets have exactly the tensors that the parameters of an optimizer need
-as a copy  its names and shapes, or in a list its shapes in order, are those of a set of weights: an average, say
+as a copy  its names and shapes, or in a list of several its shapes in order, are those of a set of weights: an average,
+           say
 
 A set that only holds tensors then holds nothing but weights. Of a dict with other entries, only the tensors with the
 name or the shape of a parameter count. Values are never looked at.
@@ -113,7 +114,8 @@ def evident_weights(tree: object) -> set[int]:
     for each in unknown:
         if id(each) not in found and each.only_tensors and numel(each.shapes) >= SMALL_NUMEL:
             shapes = tuple(ref.shape for ref in each.weights.values())
-            if each.signature in signatures or (not isinstance(next(iter(each.tensors)), str) and shapes in in_order):
+            is_list = len(shapes) > 1 and not isinstance(next(iter(each.tensors)), str)
+            if each.signature in signatures or (is_list and shapes in in_order):
                 found[id(each)] = each.tensors.values()
     return {id(ref) for refs in found.values() for ref in refs}
 

@@ -70,6 +70,7 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
     _show_errors(console, facts["errors"], facts["measured_from"])
     _show_worst(console, facts["worst"])
     _show_lossless(console, facts["lossless"])
+    _show_unrecognised(console, facts["unrecognised"])
     if "tensors" in facts:
         tensors = [
             (
@@ -141,6 +142,12 @@ def _show_lossless(console: Console, reasons: list[dict[str, Any]]) -> None:
         show_table(console, ("kept lossless because", "storages", "such as"), rows)
 
 
+def _show_unrecognised(console: Console, found: list[dict[str, Any]]) -> None:
+    if found:
+        rows = [(f"{row['tensors']:,}", size(row["bytes"]), f"--rule '{row['rule']}'") for row in found]
+        show_table(console, ("of unknown role, lossless", "original", "compress them with"), rows)
+
+
 def _show_parameters(console: Console, parameters: Sequence[dict[str, Any]]) -> None:
     rules = [(shown(row), row["rule"] or {"kind": "unknown", "step": 0}) for row in parameters]
     rows = [(name, rule["kind"], f"{rule['step']:,}" if rule["step"] else "-") for name, rule in rules]
@@ -184,6 +191,7 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
     if facts["format"] == DIRECTORY:
         members = [(m["path"], m["format"], size(m["bytes"]), m["reason"] or "") for m in facts["members"]]
         show_table(console, ("member", "format", "original", "reason"), members)
+    _show_unrecognised(console, facts["unrecognised"])
     if "tensors" in facts:
         cells = [
             (t["name"], t["role"], t["dtype"], shape_text(t["shape"]), _codec(t["codec"]), t["reason"] or "")
@@ -205,3 +213,4 @@ def summary(console: Console, facts: dict[str, Any], target: str, seconds: float
     _show_errors(console, facts["errors"])
     refused = [row for row in facts["lossless"] if row["reason"] not in ("small", "buffer")]
     _show_lossless(console, refused)
+    _show_unrecognised(console, facts["unrecognised"])

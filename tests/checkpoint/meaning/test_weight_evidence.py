@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -183,3 +184,25 @@ def test_convert_and_resume_take_the_same(key, tmp_path):
     rest = ckpt8.resume(tmp_path / "run.ckpt8", other, fresh)
     assert rest == {"epoch": 3}
     assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values(), strict=True))
+
+
+def test_what_stays_lossless_is_said_with_the_rule_that_compresses_it(tmp_path, run_command):
+    """The rule works, and then nothing is left to say."""
+    tree = {"unet": network().state_dict(), "opt": trained(network(seed=1, width=64), kind=torch.optim.Adagrad)}
+    path = tmp_path / "run.pt"
+    torch.save(tree, path)
+    expected = ["unet.*=split24", "opt.state.*.sum=companded8"]
+    for command in (("compress", path), ("inspect", path), ("inspect", tmp_path / "run.ckpt8")):
+        code, out, _ = run_command(*command)
+        assert code == 0
+        assert all(f"--rule '{rule}'" in out for rule in expected), out
+    _, out, _ = run_command("inspect", path, "--json")
+    found = json.loads(out)["unrecognised"]
+    assert [row["rule"] for row in found] == expected
+    assert found[0] == {"rule": expected[0], "tensors": 2, "bytes": 2 * 4 * 80 * 96}
+    before = (tmp_path / "run.ckpt8").stat().st_size
+    rules = [argument for rule in expected for argument in ("--rule", rule)]
+    code, out, _ = run_command("compress", path, *rules, "--force")
+    assert code == 0
+    assert "--rule" not in out
+    assert (tmp_path / "run.ckpt8").stat().st_size < 0.65 * before
