@@ -6,7 +6,7 @@
     <optimizer>.param_groups.<parameter>.<option>   flattened: a group for every parameter
 
 Another value is a weight if it lies under a key that names a model, or at the top of the state dict under the dotted
-name of a parameter (torchtitan), or if an optimizer has state for it.
+name of a parameter (torchtitan), or if an optimizer has state for it: under its name, or the end of its name.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ckpt8.checkpoint.readers.pickle.rebuild import is_count
 from ckpt8.checkpoint.vocabulary import MODEL_KEYS
 from ckpt8.core.tensors import Role
 from ckpt8.optim.known_optimizers import STATE_ROLES
+from ckpt8.optim.other_states import other_roles
 
 STATE, GROUPS, PARAMETERS = "state", "param_groups", "params"
 """Parts of the names of an optimizer's values; ``params`` is an option of a group."""
@@ -79,7 +80,10 @@ class DcpRoles:
             if len(path) > 2 and (path[0] == GROUPS or path[-1] in STATE_ROLES):
                 self._owners[optimizer].add(path[1:-1])
         self.states = {name: key for name in self._inside if (key := self._state_key(name)) is not None}
-        self._trained = {key.parameter for key in self.states.values()}
+        # Every parameter with the shapes that tensors of its state have.
+        self._trained: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+        for name, key in self.states.items():
+            self._trained[key.parameter].update({metadata.tensors[name].shape} if name in metadata.tensors else ())
         self.values: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
         for name, key in self.states.items():
             self.values[key.optimizer, key.parameter][key.key] = name
@@ -124,13 +128,26 @@ class DcpRoles:
         """The role of a tensor."""
         key = self.states.get(name)
         if key is not None:
-            return _KEY_ROLES.get(key.key, Role.OTHER)
+            return _KEY_ROLES.get(key.key) or self._other_role(key)
         if name in self._inside:
             return Role.OTHER
         path = self._metadata.paths.get(name)
         in_model = any(component in MODEL_KEYS for component in (path or self._names[name])[:-1])
         at_top = path is not None and len(path) == 1 and "." in name
-        return Role.WEIGHT if in_model or at_top or name in self._trained or self._is_bare else Role.OTHER
+        return Role.WEIGHT if in_model or at_top or self._is_trained(name) or self._is_bare else Role.OTHER
+
+    def _is_trained(self, name: str) -> bool:
+        """Whether an optimizer has state for it: under its name, or under the end of it and with its shape."""
+        parts, stored = self._names[name], self._metadata.tensors.get(name)
+        ends = (".".join(parts[at:]) for at in range(1, len(parts)))
+        return name in self._trained or any(stored and stored.shape in self._trained.get(end, ()) for end in ends)
+
+    def _other_role(self, key: StateKey) -> Role:
+        """The role of a value in the state of an optimizer without a card."""
+        stored = self._metadata.tensors
+        values = self.values[key.optimizer, key.parameter].items()
+        tensors = [each for each, name in values if name in stored and stored[name].shape]
+        return other_roles(tensors).get(key.key, Role.OTHER)
 
     def group(self, key: StateKey, value: Callable[[str], Any]) -> Mapping[str, Any]:
         """The options of the group of a parameter, as far as they tell the update rule; ``value`` reads one by name."""
