@@ -147,7 +147,7 @@ def test_without_second_moments_it_is_lossless(tmp_path):
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     parameter.grad = torch.randn(100, 100)
     optimizer.step()
-    torch.save({"optimizer": optimizer.state_dict(), "x": {"w": torch.randn(100, 100)}}, tmp_path / "sgd.pt")
+    torch.save({"optimizer": optimizer.state_dict(), "x": {"w": torch.randn(100, 101)}}, tmp_path / "sgd.pt")
     ckpt8.compress(tmp_path / "sgd.pt", rules=["*.momentum_buffer=neighbour", "x.w=neighbour"])
     assert not ckpt8.verify(tmp_path / "sgd.ckpt8", tmp_path / "sgd.pt").failures
     reasons = {row["name"]: row["reason"] for row in inspect_container(tmp_path / "sgd.ckpt8", tensors=True)["tensors"]}
