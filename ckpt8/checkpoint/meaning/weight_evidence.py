@@ -34,6 +34,9 @@ Shape = tuple[int, ...]
 _MANY_PARAMETERS, _MANY_SHAPES = 8, 3
 """An optimizer of so many parameters, of so many shapes, does not fit a set by chance."""
 
+_MOST_OPTIMIZERS = 64
+"""Optimizers after these show nothing: each is compared with every set, and a hostile file may have any number."""
+
 
 @dataclass(slots=True, eq=False)
 class _Set:
@@ -136,7 +139,7 @@ def _collect(tree: object) -> tuple[list[_Set], list[_Parameters]]:
             if tensors:
                 alone = len(tensors) == len(entries) or holds_tensors_alone(entries)
                 sets.append(_Set(tensors, alone, not MODEL_KEYS.isdisjoint(path)))
-    return sets, [each for each in optimizers if each.is_enough()]
+    return sets, [each for each in optimizers if each.is_enough()][:_MOST_OPTIMIZERS]
 
 
 def _parameters(optimizer: Mapping[str, Any]) -> _Parameters:

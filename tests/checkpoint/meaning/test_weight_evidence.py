@@ -155,6 +155,14 @@ def test_in_a_distributed_checkpoint(tmp_path):
     assert found["opt.state.0.weight.exp_inf"] is Role.MOMENT2
 
 
+@pytest.mark.parametrize(("before", "found"), [(3, True), (70, False)])
+def test_the_time_is_bounded(before, found, tmp_path):
+    """Every optimizer is compared with every container: of very many optimizers only the first count."""
+    model, other = network(), trained(network(seed=1, width=64))
+    tree = {"others": [dict(other) for _ in range(before)], "unet": model.state_dict(), "opt": trained(model)}
+    assert ("unet.0.weight" in roles(tree, tmp_path / "run.pt")[0]) is found
+
+
 def test_an_unknown_key_costs_nothing(tmp_path):
     model = network()
     sizes = {}
