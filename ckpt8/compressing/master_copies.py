@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt8.checkpoint.meaning.deepspeed import Partitions, find_partitions
+from ckpt8.checkpoint.meaning.parameter_names import split_member
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, TensorRef
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS
 from ckpt8.codecs.base import Run
@@ -181,7 +182,7 @@ def _lay_over(groups: Sequence[Sequence[_Tensor]], flat: Sequence[_Tensor]) -> d
     """
     shares: dict[str, list[_Tensor]] = defaultdict(list)
     for master in flat:
-        shares[master.name.partition(":")[0] if ":" in master.name else ""].append(master)
+        shares[split_member(master.name)[0]].append(master)
     if any(len(share) != len(groups) for share in shares.values()):
         return {}
     found: dict[_Tensor, list[Run]] = {}

@@ -20,7 +20,7 @@ from ckpt8.checkpoint.sources.values import Streamer
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.companded8 import GROUP
-from ckpt8.converting.choice import check_optimizer, model_tensors
+from ckpt8.converting.choice import check_optimizer, choose_model, choose_optimizer, model_tensors
 from ckpt8.converting.computed import computed
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.tensors import DType
@@ -31,6 +31,18 @@ from ckpt8.optim.state_conversion import join_weight, unpack
 from ckpt8.restoring.unpack import is_packed, join_weights
 
 _MASK63 = (1 << 63) - 1
+
+
+def choose_run(data: Composite, key: str | None, advice: str) -> tuple[Candidate, Candidate]:
+    """The model and the optimizer of a run, both unpacked in the tree.
+
+    Raises UsageError that ends with ``advice`` for a source without an optimizer, and what the functions called raise.
+    """
+    optimizer = choose_optimizer(data)
+    if optimizer is None:
+        raise UsageError(f"{data.label}: holds no optimizer{advice}")
+    unpack_tree(data)
+    return choose_model(data, key), optimizer
 
 
 def unpack_tree(data: Composite) -> None:

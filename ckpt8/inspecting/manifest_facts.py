@@ -10,9 +10,10 @@ from collections import Counter, defaultdict
 from collections.abc import Collection
 from typing import Any
 
-from ckpt8.checkpoint.meaning.parameter_names import display_names
+from ckpt8.checkpoint.meaning.parameter_names import display_names, split_member
 from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
 from ckpt8.checkpoint.meaning.update_rules import read_rule
+from ckpt8.codecs import codec_from_config
 from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name, skeleton_role
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.tensors import DType, Role, TensorSpec, is_small
@@ -56,24 +57,29 @@ def unrecognised(manifest: Manifest) -> list[dict[str, Any]]:
 
     Places with less than a hundredth of the bytes, and tensors that presets never compress, are not listed.
     """
-    rows: dict[str, Counter[str]] = defaultdict(Counter)
+    storages: dict[str, list[int]] = defaultdict(list)
     for tensor in manifest.tensors:
         record = manifest.storages[tensor.storage]
-        is_unknown = record.role is Role.OTHER and record.codec["id"].startswith("lossless/")
+        is_unknown = record.role is Role.OTHER and codec_from_config(record.codec).measured_as is None
         if is_unknown and tensor.dtype is DType.FLOAT32 and not is_small(tuple(tensor.shape)):
-            rows[_rule_for(tensor.name)].update(tensors=1, bytes=record.nbytes)
+            storages[_rule_for(tensor.name)].append(tensor.storage)
     least = sum(member.size for member in manifest.members) / 100
-    found = [{"rule": rule, **row} for rule, row in rows.items() if row["bytes"] >= least]
-    return sorted(found, key=lambda row: -row["bytes"])
+    rows: list[dict[str, Any]] = []
+    for rule, found in storages.items():
+        nbytes = sum(manifest.storages[index].nbytes for index in set(found))
+        if nbytes >= least:
+            rows.append({"rule": rule, "tensors": len(found), "bytes": nbytes})
+    return sorted(rows, key=lambda row: -row["bytes"])
 
 
 def _rule_for(name: str) -> str:
     """A rule for all tensors beside one: of an optimizer's state those with its key, else those under its first key."""
-    member, colon, bare = name.partition(":") if ":" in name else ("", "", name)
+    member, bare = split_member(name)
+    prefix = f"{member}:" if member else ""
     parts = [re.sub(r"[*?[]", "?", part) for part in bare.split(".")]
     if "state" in parts[:-2]:
-        return f"{member}{colon}{'.'.join(parts[: parts.index('state') + 1])}.*.{parts[-1]}=companded8"
-    return f"{member}{colon}{parts[0]}{'.*' if len(parts) > 1 else ''}=split24"
+        return f"{prefix}{'.'.join(parts[: parts.index('state') + 1])}.*.{parts[-1]}=companded8"
+    return f"{prefix}{parts[0]}{'.*' if len(parts) > 1 else ''}=split24"
 
 
 def sizes_by(column: str, manifest: Manifest) -> list[dict[str, Any]]:

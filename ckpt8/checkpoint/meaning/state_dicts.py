@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict, is_optimizer
+from ckpt8.checkpoint.meaning.nodes import Inside, is_bare_state_dict, is_optimizer
 from ckpt8.checkpoint.meaning.weight_evidence import evident_weights, weights_of
 from ckpt8.checkpoint.tree import Inert
 from ckpt8.checkpoint.vocabulary import MODEL_KEYS
-from ckpt8.checkpoint.walk import Components, format_path, iter_nodes
+from ckpt8.checkpoint.walk import format_path, iter_nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +32,17 @@ def find(tree: object) -> tuple[list[Candidate], list[Candidate]]:
     models: list[Candidate] = []
     others: list[Candidate] = []
     optimizers: list[Candidate] = []
-    # The walk goes below a node at once, so the last entry is the only one that a node can be inside of.
-    inside: Components | None = None
+    entry = Inside()
     for path, node in iter_nodes(tree):
-        if inside is not None and len(path) > len(inside) and path[: len(inside)] == inside:
+        if entry.holds(path):
             continue
         if is_optimizer(node):
-            inside = path
+            entry.enter(path)
             optimizers.append(Candidate(format_path(path) or TOP_LEVEL, node))
         elif isinstance(node, Inert):
-            inside = path  # the content of a pickled object has no names of its own
+            entry.enter(path)  # the content of a pickled object has no names of its own
         elif is_bare_state_dict(node):
-            inside = path
+            entry.enter(path)
             named = not path or path[-1] in MODEL_KEYS
             (models if named else others).append(Candidate(format_path(path) or TOP_LEVEL, node))
     if not models and others:

@@ -19,7 +19,7 @@ from ckpt8.cli.show.overview import (
     show_origin,
     show_roles,
 )
-from ckpt8.cli.show.tables import Table, number, shape_text, show_table
+from ckpt8.cli.show.tables import Table, codec_text, number, shape_text, show_table
 from ckpt8.container.manifest import DIRECTORY
 from ckpt8.core.text import counted, differing_line, printable, printable_tree, size
 
@@ -50,7 +50,7 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
     rows = [
         (
             row["role"],
-            _codec(row["codec"]),
+            codec_text(row["codec"]),
             f"{row['storages']:,}",
             f"{row['elements']:,}",
             size(row["bytes"]),
@@ -77,7 +77,7 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
                 t["name"],
                 t["role"],
                 shape_text(t["shape"]),
-                _codec(t["codec"]),
+                codec_text(t["codec"]),
                 size(t["stored_bytes"]),
                 _error(t["error"]),
             )
@@ -145,7 +145,7 @@ def _show_lossless(console: Console, reasons: list[dict[str, Any]]) -> None:
 def _show_unrecognised(console: Console, found: list[dict[str, Any]]) -> None:
     if found:
         rows = [(f"{row['tensors']:,}", size(row["bytes"]), f"--rule '{row['rule']}'") for row in found]
-        show_table(console, ("of unknown role, lossless", "original", "compress them with"), rows)
+        show_table(console, ("lossless tensors of unknown role", "original", "compress them with"), rows)
 
 
 def _show_parameters(console: Console, parameters: Sequence[dict[str, Any]]) -> None:
@@ -153,11 +153,6 @@ def _show_parameters(console: Console, parameters: Sequence[dict[str, Any]]) -> 
     rows = [(name, rule["kind"], f"{rule['step']:,}" if rule["step"] else "-") for name, rule in rules]
     if rows:
         show_table(console, ("parameter", "rule", "step"), rows)
-
-
-def _codec(name: str) -> str:
-    """A codec without the sign of its codes, which follows from the role in the same row."""
-    return name.replace("signed=False, ", "")
 
 
 def _error(error: dict[str, Any] | None) -> str:
@@ -194,7 +189,7 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
     _show_unrecognised(console, facts["unrecognised"])
     if "tensors" in facts:
         cells = [
-            (t["name"], t["role"], t["dtype"], shape_text(t["shape"]), _codec(t["codec"]), t["reason"] or "")
+            (t["name"], t["role"], t["dtype"], shape_text(t["shape"]), codec_text(t["codec"]), t["reason"] or "")
             for t in facts["tensors"]
         ]
         show_table(console, ("tensor", "role", "dtype", "shape", "codec", "reason"), cells)

@@ -25,6 +25,11 @@ _LONGEST, _SHORTEST = 40, 8
 """Columns of a bar."""
 
 
+def codec_text(name: str) -> str:
+    """A codec without the sign of its codes, which follows from the role in the same row."""
+    return name.replace("signed=False, ", "")
+
+
 def number(value: float | None) -> str:
     """Three significant digits; a dash for nothing."""
     return "-" if value is None else f"{value:.3g}"

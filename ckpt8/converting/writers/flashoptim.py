@@ -19,10 +19,10 @@ from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.container.frames import FRAME
-from ckpt8.converting.choice import choose_model, choose_optimizer, model_tensors
+from ckpt8.converting.choice import model_tensors
 from ckpt8.converting.computed import FLOATS, cast, computed
 from ckpt8.converting.request import Report, Request
-from ckpt8.converting.unpacked import step_number, unpack_tree
+from ckpt8.converting.unpacked import choose_run, step_number
 from ckpt8.converting.weights import WeightTypes
 from ckpt8.converting.writers.torch_zip import write_torch
 from ckpt8.core.errors import InputError, UsageError
@@ -45,11 +45,7 @@ def write(request: Request, report: Report) -> None:
     dtype = request.dtype or DType.BFLOAT16
     with request.open(report) as content:
         data = content.data
-        optimizer = choose_optimizer(data)
-        if optimizer is None:
-            raise UsageError(f"{data.label}: holds no optimizer, and flashoptim's layout is that of its state")
-        unpack_tree(data)
-        model = choose_model(data, request.key)
+        model, optimizer = choose_run(data, request.key, ", and flashoptim's layout is that of its state")
         tensors = model_tensors(model)
         groups = _make_groups(data.label, optimizer)
         weights: Mapping[int, TensorRef] = {}

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
-from ckpt8.converting.choice import choose_model, choose_optimizer
 from ckpt8.converting.content import Content
 from ckpt8.converting.request import Report, Request, new_file
-from ckpt8.converting.unpacked import unpack_tree
+from ckpt8.converting.unpacked import choose_run
 from ckpt8.converting.weights import WeightTypes, model_weights
 from ckpt8.converting.writers.hollow import build_hollow
 from ckpt8.converting.writers.safetensors import total_bytes, write_safetensors
 from ckpt8.converting.writers.torch_zip import write_zip
-from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 
 WEIGHTS = "model.safetensors"
@@ -31,11 +29,7 @@ def write(request: Request, report: Report) -> None:
     """
     with request.open(report) as content:
         data = content.data
-        optimizer = choose_optimizer(data)
-        if optimizer is None:
-            raise UsageError(f"{data.label}: holds no optimizer; convert to safetensors for the weights alone")
-        unpack_tree(data)
-        model = choose_model(data, request.key)
+        model, optimizer = choose_run(data, request.key, "; convert to safetensors for the weights alone")
         weights = model_weights(data, model, WeightTypes(data, request.dtype, report), report)
         state = build_hollow(data, optimizer.node, report)
         with request.new_directory(data, report, [each.path for each in content.others]) as output:

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from ckpt8.checkpoint.meaning.parameter_names import whole_name
+from ckpt8.checkpoint.meaning.parameter_names import split_member, whole_name
 from ckpt8.checkpoint.vocabulary import BUFFERS
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.policy import Policy
@@ -212,8 +212,8 @@ def _tensor_flags(name: str, tally: Tally, parameter: str | None = None) -> Iter
     sampled = tally.seen < tally.numel
     looked = f"{tally.seen:,} elements" + (f" looked at, of {tally.numel:,}" if sampled else "")
     # In a directory both names begin with the member. Say it once.
-    member, colon, bare = (parameter or "").partition(":")
-    whose = f"{bare if colon and name.startswith(f'{member}:') else parameter}, " if parameter else ""
+    member, bare = split_member(parameter or "")
+    whose = f"{bare if member and name.startswith(f'{member}:') else parameter}, " if parameter else ""
     is_scalar = tally.role is Role.OTHER and tally.numel == 1
     is_zero = tally.role in (Role.MOMENT1, Role.MOMENT2) and not tally.nonzero
     is_bf16 = tally.dtype is DType.FLOAT32 and tally.role is not Role.OTHER and tally.fits_bf16 and tally.is_varied

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpt8.cli.show.html.bars import Stack, legend, row, stacks
 from ckpt8.cli.show.html.text import text
+from ckpt8.cli.show.tables import codec_text
 from ckpt8.core.text import percent, size
 from ckpt8.inspecting.manifest_facts import ROLE_WORDS
 
@@ -74,8 +75,7 @@ def _by_role(facts: dict[str, Any]) -> str:
     rows = []
     for each in sorted(facts["roles"], key=lambda each: list(ROLE_WORDS).index(each["role"])):
         role = each["role"]
-        # The name of the role already says that second moments have no sign.
-        encoding = (each.get("codec") or each["dtype"]).replace("signed=False, ", "")
+        encoding = codec_text(each.get("codec") or each["dtype"])
         name = f'{text(ROLE_WORDS[role])} <span class="soft">{text(encoding)}</span>'
         bars = [_segments({role: each["bytes"]}, full_bar)]
         if "stored_bytes" in each:
