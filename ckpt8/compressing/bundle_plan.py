@@ -18,6 +18,15 @@ from ckpt8.compressing.policy import Policy
 
 def plan_bundle(bundle: Bundle, policy: Policy) -> Plan:
     """The plan of all members, one after the other. Raises UsageError for a rule that does not fit, InputError."""
+    plan = plan_members(bundle, policy)
+    members = [(member.path, member.checkpoint.tree) for member in bundle.members]
+    refer_to_masters(plan, bundle, members, policy)
+    set_companions(plan)
+    return plan
+
+
+def plan_members(bundle: Bundle, policy: Policy) -> Plan:
+    """As ``plan_bundle``, without what only elements tell: which storages are copies of others. Raises the same."""
     names = Names()
     plan = Plan([])
     members = [(member.path, member.checkpoint) for member in bundle.members]
@@ -34,8 +43,6 @@ def plan_bundle(bundle: Bundle, policy: Policy) -> Plan:
     joint = joint_parameters(state for member in bundle.members for state in member.states) + universal.parameters()
     if joint:
         plan_joint(bundle, plan, joint)
-    refer_to_masters(plan, bundle, [(path, checkpoint.tree) for path, checkpoint in members], policy)
-    set_companions(plan)
     return plan
 
 

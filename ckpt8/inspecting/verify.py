@@ -1,6 +1,7 @@
 """``verify``: checks every byte of a container, and every figure that it states against the original.
 
-Opening a container checks its seal; ``check_frames`` reads and decodes all other bytes. ``measure`` takes the original
+Opening a container checks its seal; ``check_frames`` reads and decodes all other bytes; ``check_table`` compares the
+tensors that the manifest lists with those that the decoded members have. ``measure`` takes the original
 and the stored planes, and repeats the measurements of ``compress``; it trusts no stored figure.
 """
 
@@ -24,13 +25,15 @@ from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.compressing.policy import Policy
 from ckpt8.container import frames, layout
 from ckpt8.container.decoding import check_frames, scratch_tensor
-from ckpt8.container.manifest import ParameterRecord, StorageRecord
+from ckpt8.container.manifest import Manifest, ParameterRecord, StorageRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.files.crc import combine
 from ckpt8.core.tensors import Parts
 from ckpt8.core.workers import Progress, Workers
+from ckpt8.inspecting.opening import describe
 from ckpt8.inspecting.replay.replay import replay_files
+from ckpt8.inspecting.tensor_table import check_table, table_differences
 
 _GIVE = "give the checkpoint that it was made from"
 _OTHER_KIND = "the stored figures are of another kind"
@@ -40,9 +43,11 @@ _OTHER_KIND = "the stored figures are of another kind"
 class Measured:
     """Errors measured against an original: by storage index, and by parameter index.
 
-    ``differing`` names the lossless storages whose bytes differ from the original.
+    ``differing`` names the lossless storages whose bytes differ from the original. ``table`` has the tensors of the
+    original.
     """
 
+    table: Manifest
     storages: dict[int, ErrorStats] = field(default_factory=dict)
     parameters: dict[int, UpdateError] = field(default_factory=dict)
     differing: list[str] = field(default_factory=list)
@@ -58,7 +63,7 @@ def measure(reader: ContainerReader, original: Path, workers: Workers, progress:
         _check_structure(reader, source, original)
         plan = plan_bundle(source, Policy.of("lossless"))
         units = [_as_stored(reader, unit) for unit in plan.units]
-        measured = Measured()
+        measured = Measured(describe(source, plan))
         compare = partial(_compare, reader, source, ErrorMeter(source))
         results = workers.map(compare, ((u, c) for u in units for c in range(layout.chunk_count(u.numel))))
         parameter_of = {
@@ -183,7 +188,7 @@ def verify(
     threads: int | None = None,
     progress: Progress = lambda _: None,
 ) -> Verification:
-    """Check a container, and with ``original`` every statistic it states.
+    """Check a container with all tensors that its manifest lists, and with ``original`` every statistic it states.
 
     It then replays ``resume_steps`` steps of the optimizer on both; a drift above ``max_drift``, the largest NMSE of an
     update, is a failure. Raises InputError for damage, CheckFailedError for another original, UsageError for
@@ -200,6 +205,7 @@ def verify(
         raise UsageError("a limit on the drift needs steps to replay; give --resume-steps N")
     with ContainerReader(Path(source), kernels=True) as reader, Workers(threads) as workers:
         check_frames(reader, workers, progress)
+        table = check_table(reader, workers)
         storages = reader.manifest.storages
         count = sum(len(table.lengths) for record in storages for table in record.parts.values())
         statistics, unmeasured, failures, resume = 0, 0, [], None
@@ -208,7 +214,7 @@ def verify(
             statistics = sum(record.error is not None for record in storages)
             statistics += sum(parameter.error is not None for parameter in reader.manifest.parameters)
             unmeasured = sum(storages[index].error is None for index in measured.storages)
-            failures = check_statistics(reader, measured)
+            failures = [*table_differences(table, measured.table), *check_statistics(reader, measured)]
             if resume_steps:
                 drift = replay_files(reader, Path(original), resume_steps, workers)
                 failures += drift.failures(max_drift)

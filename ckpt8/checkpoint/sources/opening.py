@@ -41,8 +41,7 @@ def open_source(
     """
     if containers and is_container(path):
         with ContainerReader(path, kernels=True) as reader, Workers(threads) as workers:
-            members = _stored_members(reader, workers)
-            yield Bundle(path, members, None if reader.manifest.directory is None else path.name)
+            yield stored_bundle(reader, workers)
     elif is_directory(path):
         entries = walk(path)
 
@@ -65,8 +64,8 @@ def directory_name(path: Path) -> str:
     return name
 
 
-def _stored_members(reader: ContainerReader, workers: Workers) -> list[DirectoryMember]:
-    """The files in a container. Raises InputError."""
+def stored_bundle(reader: ContainerReader, workers: Workers, *, decode: bool = True) -> Bundle:
+    """The files in a container as a source, see ``open_source``. Raises InputError."""
     member_file = lru_cache(_OPEN_FILES)(partial(MemberFile, reader, workers=workers))
     files = ((at, each) for at, each in enumerate(reader.manifest.members) if each.format not in (SYMLINK, DIRECTORY))
     stored = {record.path: index for index, record in files}
@@ -80,8 +79,9 @@ def _stored_members(reader: ContainerReader, workers: Workers) -> list[Directory
         file = open_file(path)
         return DirectoryMember(path, OpenCheckpoint(FILE, file) if plain else read_member(reader, index, file))
 
-    known = open_distributed([Entry(path, FILE) for path in stored], open_file, decode=True)
-    return [known.get(path) or open_stored(path, index) for path, index in stored.items()]
+    known = open_distributed([Entry(path, FILE) for path in stored], open_file, decode=decode)
+    members = [known.get(path) or open_stored(path, index) for path, index in stored.items()]
+    return Bundle(reader.path, members, None if reader.manifest.directory is None else reader.path.name)
 
 
 def check_storages(checkpoint: Checkpoint, where: str) -> None:

@@ -1,0 +1,298 @@
+"""verify compares the tensor table of a manifest with the members: checksums and the seal are valid in every attack."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from dcp_kit import save_small
+from members_kit import pack, tampered, unpack
+from safetensors.torch import save_file
+
+import ckpt8
+from ckpt8.core.errors import CheckFailedError, InputError
+
+SHAPE = (72, 64)
+
+
+def adamw(model, step=7.0):
+    """The model's state dict, and the state of an AdamW over it."""
+    generator = torch.Generator().manual_seed(5)
+    state = {
+        number: {
+            "step": torch.tensor(step),
+            "exp_avg": torch.randn(w.shape, generator=generator) * 1e-3,
+            "exp_avg_sq": torch.rand(w.shape, generator=generator) * 1e-6,
+        }
+        for number, w in enumerate(model.values())
+    }
+    group = {"params": list(state), "betas": (0.9, 0.999), "eps": 1e-8, "lr": 1e-3, "amsgrad": False}
+    return {"model": model, "optimizer": {"state": state, "param_groups": [group]}}
+
+
+def weights():
+    generator = torch.Generator().manual_seed(4)
+    return {name: torch.randn(SHAPE, generator=generator) for name in ("a.weight", "b.weight")} | {
+        "a.bias": torch.randn(SHAPE[0], generator=generator)
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A source and its container, by kind: a file, a directory, a distributed checkpoint."""
+    folder = tmp_path_factory.mktemp("made")
+    tree = adamw(weights())
+    torch.save({**tree, "note": torch.randn(SHAPE)}, folder / "file.pt")
+    (folder / "run").mkdir()
+    torch.save(tree["optimizer"], folder / "run" / "optimizer.pt")
+    save_file(tree["model"], folder / "run" / "model.safetensors")
+    named = dict(zip(tree["model"], tree["optimizer"]["state"].values(), strict=True))
+    save_small({"model": tree["model"], "optimizer": {"state": named}}, folder / "dcp")
+    sources = {"file": folder / "file.pt", "directory": folder / "run", "dcp": folder / "dcp"}
+    for kind, source in sources.items():
+        ckpt8.compress(source, folder / f"{kind}.ckpt8", threads=1)
+    return {kind: (source, folder / f"{kind}.ckpt8") for kind, source in sources.items()}
+
+
+def tensor(manifest, end):
+    return next(each for each in manifest["tensors"] if end in each["name"])
+
+
+def storage(manifest, end):
+    return manifest["storages"][tensor(manifest, end)["storage"]]
+
+
+def swap_tensors(manifest):
+    a, b = tensor(manifest, "a.weight"), tensor(manifest, "b.weight")
+    a["storage"], b["storage"] = b["storage"], a["storage"]
+
+
+def swap_names(manifest):
+    a, b = tensor(manifest, "a.weight"), tensor(manifest, "b.weight")
+    a["name"], b["name"] = b["name"], a["name"]
+
+
+def drop(manifest):
+    manifest["tensors"].remove(tensor(manifest, "a.weight"))
+
+
+def rename(manifest):
+    tensor(manifest, "a.weight")["name"] += "_"
+
+
+def double(manifest):
+    manifest["tensors"].append(dict(tensor(manifest, "a.weight")))
+
+
+def invent(manifest):
+    manifest["tensors"].append(tensor(manifest, "a.weight") | {"name": "invented"})
+
+
+def transpose(manifest):
+    tensor(manifest, "a.weight")["shape"].reverse()
+
+
+def set_fact(key, value):
+    def change(manifest):
+        tensor(manifest, "a.weight")[key] = value
+
+    return change
+
+
+def to_role(role, end="a.weight"):
+    def change(manifest):
+        storage(manifest, end)["role"] = role
+
+    return change
+
+
+def rename_parameter(manifest):
+    manifest["parameters"][0]["name"] = "another"
+
+
+def swap_parameters(manifest):
+    one, other = (each for each in manifest["parameters"] if "bias" not in each["name"] and each["name"][-1] != "2")
+    one["name"], other["name"] = other["name"], one["name"]
+
+
+def swap_moments(manifest):
+    one, other = manifest["parameters"][:2]
+    one["moments"]["moment1"], other["moments"]["moment1"] = other["moments"]["moment1"], one["moments"]["moment1"]
+
+
+def swap_slots(manifest):
+    moments = manifest["parameters"][0]["moments"]
+    moments["moment1"], moments["moment2"] = moments["moment2"], moments["moment1"]
+
+
+def double_parameter(manifest):
+    manifest["parameters"].append(copy.deepcopy(manifest["parameters"][0]))
+
+
+def drop_parameters(manifest):
+    manifest["parameters"].clear()
+
+
+def other_step(manifest):
+    manifest["parameters"][0]["rule"]["step"] += 1
+
+
+def rename_storage(manifest):
+    storage(manifest, "a.bias")["name"] += "_"
+
+
+ATTACKS = {
+    "tensors swapped": swap_tensors,
+    "names swapped": swap_names,
+    "dropped": drop,
+    "renamed": rename,
+    "doubled": double,
+    "invented": invent,
+    "transposed": transpose,
+    "shape": set_fact("shape", [1, SHAPE[0] * SHAPE[1]]),
+    "stride": set_fact("stride", [1, SHAPE[0]]),
+    "offset": set_fact("offset", 1),
+    "dtype": set_fact("dtype", "int32"),
+    "flags": set_fact("flags", ["neg"]),
+    "weight to moment": to_role("moment1"),
+    "weight to other": to_role("other"),
+    "other to weight": to_role("weight", ".step"),
+    "bias to moment": to_role("moment2", "a.bias"),
+    "moments swapped": swap_moments,
+    "slots swapped": swap_slots,
+    "parameter renamed": rename_parameter,
+    "parameters swapped": swap_parameters,
+    "parameter doubled": double_parameter,
+    "moment to other": to_role("other", "exp_avg"),
+    "moment to second moment": to_role("moment2", "exp_avg"),
+    "step": other_step,
+}
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "dcp"])
+def test_a_container_as_written_holds(kind, made):
+    source, container = made[kind]
+    assert not ckpt8.verify(container, threads=1).failures
+    assert not ckpt8.verify(container, source, threads=1).failures
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "dcp"])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_changed_table_is_found_and_the_tensor_named(attack, kind, made, tmp_path):
+    if kind == "dcp" and attack == "step":
+        pytest.skip("without groups no rule is known")
+    target = tampered(made[kind][1], tmp_path / "x.ckpt8", lambda manifest, _: ATTACKS[attack](manifest))
+    before, after = unpack(made[kind][1].read_bytes())[1], unpack(target.read_bytes())[1]
+    changed = {
+        each["name"]
+        for key in ("tensors", "storages", "parameters")
+        for one, other in ((before, after), (after, before))
+        for each in one[key]
+        if other[key].count(each) != one[key].count(each)
+    }
+    for original in (None, made[kind][0]):
+        with pytest.raises((InputError, CheckFailedError)) as found:
+            ckpt8.verify(target, original, threads=1)
+        said = str(found.value)
+        assert "\n" not in said
+        assert any(f": {name}: " in said for name in changed), said
+
+
+def test_parameters_that_are_gone(made, tmp_path):
+    target = tampered(made["file"][1], tmp_path / "x.ckpt8", lambda manifest, _: drop_parameters(manifest))
+    with pytest.raises(InputError, match=r"optimizer.state.0.exp_avg: is a moment of no parameter"):
+        ckpt8.verify(target, threads=1)
+
+
+def test_a_storage_and_its_entries_under_another_name(made, tmp_path):
+    entries, manifest = unpack(made["file"][1].read_bytes())
+    rename_storage(manifest)
+    entries = {name.replace("model.a.bias/", "model.a.bias_/"): content for name, content in entries.items()}
+    (tmp_path / "x.ckpt8").write_bytes(pack(entries, manifest))
+    with pytest.raises(InputError, match=r"model.a.bias_: is the storage 'model.a.bias'"):
+        ckpt8.verify(tmp_path / "x.ckpt8", threads=1)
+
+
+def test_what_stays_lossless_unrecognised_cannot_be_called_a_weight(made, tmp_path):
+    target = tampered(made["file"][1], tmp_path / "x.ckpt8", lambda manifest, _: to_role("weight", "note")(manifest))
+    with pytest.raises(InputError, match="note: has the role weight"):
+        ckpt8.verify(target, threads=1)
+
+
+def drop_field(member, fields):
+    member["crc_fields"].remove(fields[0])
+
+
+def drop_fields(member, fields):
+    member["crc_fields"] = [field for field in member["crc_fields"] if field not in fields]
+
+
+def move_field(member, fields):
+    fields[0][0] -= 1
+
+
+@pytest.mark.parametrize("change", [drop_field, drop_fields, move_field])
+@pytest.mark.parametrize("kind", ["file", "dcp"])
+def test_checksum_fields(kind, change, made, tmp_path):
+    def change_first(manifest, _):
+        member = next(each for each in manifest["members"] if each["crc_fields"])
+        index = member["crc_fields"][0][1]
+        change(member, [field for field in member["crc_fields"] if field[1] == index])
+
+    target = tampered(made[kind][1], tmp_path / "x.ckpt8", change_first)
+    with pytest.raises(InputError, match=r"field of its checksum|does not match its directory entry|damaged zip file"):
+        ckpt8.verify(target, threads=1)
+
+
+def test_a_changed_error_is_found_against_the_original(made, tmp_path):
+    def change(manifest, _):
+        storage(manifest, "a.weight")["error"]["max_relative"] *= 2
+
+    source, container = made["file"]
+    target = tampered(container, tmp_path / "x.ckpt8", change)
+    assert [line.partition(":")[0] for line in ckpt8.verify(target, source, threads=1).failures] == ["model.a.weight"]
+
+
+def test_an_original_with_other_names_differs_in_its_table(made, tmp_path):
+    source, container = made["file"]
+    tree = torch.load(source)
+    tree["model"] = {name.replace("a.w", "A.w"): value for name, value in tree["model"].items()}
+    torch.save(tree, tmp_path / "file.pt")
+    failures = ckpt8.verify(container, tmp_path / "file.pt", threads=1).failures
+    assert "model.A.weight: is a tensor of the original, and the container has no such name" in failures
+    assert "model.a.weight: is a tensor of the container, and the original has no such name" in failures
+
+
+def test_evidence_that_an_older_writer_did_not_have_is_no_difference(made, tmp_path, monkeypatch):
+    from ckpt8.checkpoint.meaning import roles
+
+    torch.save(adamw(weights()) | {"netG": weights()}, tmp_path / "x.pt")
+    monkeypatch.setattr(roles, "evident_weights", lambda tree: set())
+    monkeypatch.setattr(roles, "MODEL_KEYS", frozenset())
+    ckpt8.compress(tmp_path / "x.pt", threads=1)
+    monkeypatch.undo()
+    assert not ckpt8.verify(tmp_path / "x.ckpt8", tmp_path / "x.pt", threads=1).failures
+
+
+@pytest.mark.parametrize("preset", ["flash", "compact", "lossless"])
+@pytest.mark.parametrize("rules", [(), ("*=lossless",), ("*exp_avg=split24", "*bias=split24", "*note=companded8")])
+def test_rules_and_presets_are_no_difference(rules, preset, made, tmp_path):
+    source, _ = made["file"]
+    ckpt8.compress(source, tmp_path / "x.ckpt8", preset=preset, rules=rules, threads=1)
+    assert not ckpt8.verify(tmp_path / "x.ckpt8", source, threads=1).failures
+
+
+def test_saved_objects_and_packed_optimizers(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 72), torch.nn.Linear(72, 64)).bfloat16()
+    optimizer = ckpt8.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.ones(1, 64, dtype=torch.bfloat16)).float().sum().backward()
+    optimizer.step()
+    tied = torch.randn(80, 80)
+    obj = {
+        "model": model.state_dict(), "optimizer": optimizer.state_dict(), "views": [tied, tied.t(), tied[3:5]],
+        "empty": [torch.empty(0), torch.empty(0, 4)], "module": model, 
+        "complex": torch.randn(9, 9, dtype=torch.complex64).conj(),
+    }  # fmt: skip
+    ckpt8.save(obj, tmp_path / "x.ckpt8", threads=1)
+    assert not ckpt8.verify(tmp_path / "x.ckpt8", threads=1).failures
