@@ -291,7 +291,7 @@ def test_saved_objects_and_packed_optimizers(tmp_path):
     tied = torch.randn(80, 80)
     obj = {
         "model": model.state_dict(), "optimizer": optimizer.state_dict(), "views": [tied, tied.t(), tied[3:5]],
-        "empty": [torch.empty(0), torch.empty(0, 4)], "module": model, 
+        "empty": [torch.empty(0), torch.empty(0, 4)], "module": model,
         "complex": torch.randn(9, 9, dtype=torch.complex64).conj(),
     }  # fmt: skip
     ckpt8.save(obj, tmp_path / "x.ckpt8", threads=1)
