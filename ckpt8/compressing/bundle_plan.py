@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 from ckpt8.checkpoint.meaning.dcp_states import joint_parameters
 from ckpt8.checkpoint.meaning.deepspeed import Universal
 from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights
 from ckpt8.checkpoint.meaning.roles import Names, short_name
+from ckpt8.checkpoint.meaning.weight_evidence import evident_weights
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.compressing.lockstep import set_companions
 from ckpt8.compressing.master_copies import refer_to_masters
@@ -31,9 +33,10 @@ def plan_members(bundle: Bundle, policy: Policy) -> Plan:
     plan = Plan([])
     members = [(member.path, member.checkpoint) for member in bundle.members]
     weight_names, universal = NamesFromWeights(members), Universal(members)
+    beside = cache(lambda: evident_weights(*(checkpoint.tree for _, checkpoint in members)))
     for member in bundle.members:
         names.prefix = "" if bundle.directory is None else f"{member.path}:"
-        own = make_plan(member.checkpoint, policy, names, universal.role(member.path), bundle, member.first)
+        own = make_plan(member.checkpoint, policy, names, universal.role(member.path), bundle, member.first, beside)
         if any(unit.parameter for unit in own.units):
             better = weight_names.of_member(member.path).items()
             name_of = {names.prefix + place: short_name(names.prefix + name) for place, name in better}

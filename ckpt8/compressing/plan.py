@@ -7,7 +7,7 @@ space on the way.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -114,15 +114,16 @@ def make_plan(
     role: Role | None = None,
     bundle: Checkpoint | None = None,
     first: int = 0,
+    beside: Callable[[], Set[int]] = frozenset,
 ) -> Plan:
     """Classify the tensors of a checkpoint, choose codecs, group moments into units; add the skeleton if it has one.
 
     With a ``role`` all tensors get it: the checkpoint is one file of several, whose tree does not tell. With a
     ``bundle`` the checkpoint is one of its members, and the plan is in terms of the bundle, in which the storages of
-    the checkpoint have the indices from ``first`` on.
+    the checkpoint have the indices from ``first`` on. ``beside`` is that of ``classify``.
     """
     names, source = names or Names(), bundle or checkpoint
-    structure = classify(checkpoint.tree, names, role)
+    structure = classify(checkpoint.tree, names, role, beside)
     storages = checkpoint.source_storages if isinstance(checkpoint, WithSkeleton) else checkpoint.storages
     index_of = {storage.key: index for index, storage in enumerate(storages, first)}
     tensors = [(tensor, index_of[tensor.ref.key]) for tensor in structure.tensors]

@@ -28,7 +28,7 @@ from ckpt8.optim.known_optimizers import CARDS
 from ckpt8.optim.master_weights import weight_check
 from ckpt8.optim.packed_tensor import Moment
 from ckpt8.optim.state_conversion import join_weight, unpack
-from ckpt8.restoring.unpack import is_packed, join_weights
+from ckpt8.restoring.unpack import is_packed, join_weights, of_model
 
 _MASK63 = (1 << 63) - 1
 
@@ -127,7 +127,7 @@ def joined_weights(data: Composite, model: Candidate) -> dict[str, TensorRef]:
         some = any(bool(block.any()) for block in data.blocks(refs[name]))
         return some and Streamer(data).equal(refs[name], refs[other])
 
-    return join_weights(refs, saved_parameters(data.tree), join, is_copy)
+    return join_weights(refs, of_model(saved_parameters(data.tree), refs), join, is_copy)
 
 
 def _find_weight(

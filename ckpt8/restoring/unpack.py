@@ -65,6 +65,12 @@ def join_weights(
     return full | tied
 
 
+def of_model(parameters: Iterable[SavedParameter], saved: Mapping[str, Any]) -> list[SavedParameter]:
+    """The parameters with a weight in the state dict ``saved``, and those whose weight is unknown."""
+    refs = set(map(id, saved.values()))
+    return [each for each in parameters if each.weight is None or id(each.weight) in refs]
+
+
 def _place(ref: TensorRef) -> tuple[object, ...]:
     return ref.key, ref.offset, ref.stride
 
@@ -124,10 +130,10 @@ def unpack_tree(obj: Any, tree: object, where: str) -> Any:
         loaded = places[id(candidate.node)][0][0]["state"]
         pairs = zip(candidate.node["state"].values(), loaded.values(), strict=True)
         states.update((id(saved), state) for saved, state in pairs)
-    # With several models ``saved_parameters`` pairs no state with a weight, and joining refuses it.
-    saved: dict[str, Any] = models[0].node if models else {}
-    model: dict[str, Any] = places[id(saved)][0][0] if id(saved) in places else {}
-    model.update(_join_loaded(saved, model, states, saved_parameters(tree), where))
+    parameters = saved_parameters(tree)
+    for saved in [model.node for model in models] or [{}]:
+        loaded_model: dict[str, Any] = places[id(saved)][0][0] if id(saved) in places else {}
+        loaded_model.update(_join_loaded(saved, loaded_model, states, of_model(parameters, saved), where))
     for candidate in packed:
         found = places[id(candidate.node)]
         plain = unpack(found[0][0])

@@ -8,6 +8,9 @@ All parameters get names where the order of all weights is known and fits: one g
 many parameters as there are weights, and with their shapes. Otherwise the parameters of one shape get names if they are
 all in one group, as many as the weights of that shape, and the order of these weights is known. Numbers tell it for
 names that differ in nothing else, the layers of one stack. All other parameters get no name.
+
+Where several models fit an optimizer alike, the names that they agree on stay. Names in a tree with several optimizers
+begin with the key of the model.
 """
 
 from __future__ import annotations
@@ -18,12 +21,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict
-from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_names, saved_parameters
-from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
-from ckpt8.checkpoint.meaning.state_dicts import find
+from ckpt8.checkpoint.meaning.ownership import Owner, owners
+from ckpt8.checkpoint.meaning.pairing import Beside, place, saved_names
+from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
 from ckpt8.checkpoint.meaning.transformers_order import LONGEST_CONFIG, ModelOrder, of_config
-from ckpt8.checkpoint.meaning.weight_evidence import untied, weights_of
+from ckpt8.checkpoint.meaning.weight_evidence import evident_weights, shapes_of, untied, weights_of
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.container.manifest import FILE
 
@@ -39,24 +41,27 @@ _LAYER_NORMS |= {"layer_norm1", "layer_norm2", "pre_layrnorm"}
 
 @dataclass(slots=True)
 class Weights:
-    """The shapes of the weights of the models in a folder, by name; ``names`` also has the further names of tied ones.
+    """The shapes of the weights of one model, by name; ``names`` also has the further names of tied ones.
 
-    ``ordered``: the weights are in the order of the model. ``order``: the order of the model, if known. ``unique``: no
-    name occurs twice. ``trainer``: the Trainer of transformers wrote the folder.
+    ``path`` and ``node`` are those of a ``Candidate``; a model in shards has the entries of all. ``ordered``: the
+    weights are in the order of the model. ``order``: the order of the model, if known. ``trainer``: the Trainer of
+    transformers wrote the folder.
     """
 
+    path: str = ""
     shapes: dict[str, Shape] = field(default_factory=dict)
     ordered: bool = True
-    unique: bool = True
     order: ModelOrder | None = None
     trainer: bool = False
     names: set[str] = field(default_factory=set)
+    node: dict[str, Any] = field(default_factory=dict)
 
     def add(self, state_dict: Mapping[str, object]) -> None:
         """Add the weights of one state dict of a model, without its buffers."""
         weights = weights_of(state_dict)
-        self.unique &= self.names.isdisjoint(weights)
+        self.ordered &= not self.names
         self.names.update(weights)
+        self.node.update(state_dict)
         self.shapes.update((name, ref.shape) for name, ref in untied(weights).items())
 
     def in_order(self) -> list[str]:
@@ -81,18 +86,29 @@ class NamesFromWeights:
         for path, checkpoint in members:
             folder, _, name = path.rpartition("/")
             self._folders[folder][name] = checkpoint
-        self._weights: dict[str, Weights] = {}
+        self._models: dict[str, list[Weights]] = {}
 
     def of_member(self, path: str) -> Mapping[str, str]:
         """The names of the parameters of a member by the place of their state, as ``state.17``. Raises InputError."""
         folder, _, name = path.rpartition("/")
-        if folder not in self._weights:
+        return parameter_names(self._folders[folder][name].tree, self._models_in(folder))
+
+    def beside(self, path: str) -> Beside:
+        """The models in the folder of a member, and what they say of its parameters. Raises InputError."""
+        folder, _, name = path.rpartition("/")
+        tree, models = self._folders[folder][name].tree, self._models_in(folder)
+        return Beside([Candidate(each.path, each.node) for each in models], bare_names(tree, models))
+
+    def _models_in(self, folder: str) -> list[Weights]:
+        if folder not in self._models:
             files = self._folders[folder]
-            weights = collect_weights((checkpoint.format, checkpoint.tree) for checkpoint in files.values())
-            weights.order = _order(files.get(_CONFIG))
-            weights.trainer = _TRAINER in files
-            self._weights[folder] = weights
-        return parameter_names(self._folders[folder][name].tree, self._weights[folder])
+            order = _order(files.get(_CONFIG))
+            self._models[folder] = found = models_of_files(
+                [(name, checkpoint.format, checkpoint.tree) for name, checkpoint in files.items()]
+            )
+            for weights in found:
+                weights.order, weights.trainer = order, _TRAINER in files
+        return self._models[folder]
 
 
 def _order(config: Checkpoint | None) -> ModelOrder | None:
@@ -103,40 +119,97 @@ def _order(config: Checkpoint | None) -> ModelOrder | None:
     return of_config(bytes(text))
 
 
-def collect_weights(members: Iterable[tuple[str, object]]) -> Weights:
-    """The weights of all members, given by format and tree, that are state dicts of models; tied ones count once."""
-    weights = Weights()
-    found = 0
-    for member_format, tree in members:
-        if isinstance(tree, dict) and is_bare_state_dict(tree):
-            found += 1
-            weights.ordered = found == 1 and member_format != "safetensors"
-            weights.add(tree)
+def models_of_files(files: Sequence[tuple[str, str, object]]) -> list[Weights]:
+    """The models in files, given by name, format and tree. Files of weights that share no name can be one model."""
+    models: list[Weights] = []
+    shards: list[list[Weights]] = []
+    evident = evident_weights(*(tree for _, _, tree in files))
+    for name, file_format, tree in files:
+        ordered = file_format != "safetensors"
+        for model in find(tree, evident)[0]:
+            is_bare = model.path == TOP_LEVEL
+            own = Weights(name if is_bare else f"{name}:{model.path}", ordered=ordered)
+            own.add(model.node)
+            models.append(own)
+            if is_bare:
+                whole = next((each for each in shards if own.names.isdisjoint(*(part.names for part in each))), None)
+                shards.append([own]) if whole is None else whole.append(own)
+    return models + [_joined(parts) for parts in shards if len(parts) > 1]
+
+
+def _joined(parts: Iterable[Weights]) -> Weights:
+    """All parts of a model in one; tied weights count once."""
+    whole = Weights()
+    for part in parts:
+        whole.path = whole.path or part.path
+        whole.ordered &= part.ordered
+        whole.add(part.node)
+    return whole
+
+
+def parameter_names(tree: object, folder: Sequence[Weights] = ()) -> Mapping[str, str]:
+    """The known names of the parameters of the optimizers in ``tree``, by the place of their state.
+
+    The models of the ``folder`` serve where ``tree`` itself has none.
+    """
+    found = list(_names(tree, folder))
+    several = len(found) > 1
+    return {
+        place(optimizer, each): f"{owner.model.path}.{name}" if several and owner.model is not None else name
+        for optimizer, owner, names in found
+        for each, name in names.items()
+    }
+
+
+def bare_names(tree: object, folder: Sequence[Weights] = ()) -> Mapping[str, str]:
+    """As ``parameter_names``, without the keys of models."""
+    return {
+        place(optimizer, each): name for optimizer, _, names in _names(tree, folder) for each, name in names.items()
+    }
+
+
+def _names(tree: object, folder: Sequence[Weights]) -> Iterator[tuple[Candidate, Owner, Mapping[int | str, str]]]:
+    """Every optimizer of ``tree`` with its model, and the names of its parameters by identifier."""
+    models, optimizers = find(tree)
+    beside = {} if models else {id(each.node): each for each in folder}
+    candidates = models or [Candidate(each.path, each.node) for each in folder]
+    for optimizer, owner in zip(optimizers, owners(optimizers, candidates), strict=True):
+        groups = [group for group in optimizer.node["param_groups"] if isinstance(group, dict)]
+        found = []
+        if saved_names(groups) == {}:
+            for model in owner.models:
+                weights = beside.get(id(model.node)) or _of_candidate(model)
+                found.append(_names_in(groups, shapes_of(optimizer.node), weights))
+        yield optimizer, owner, _agreed(found, owner)
+
+
+def _of_candidate(model: Candidate) -> Weights:
+    weights = Weights(model.path)
+    weights.add(model.node)
     return weights
 
 
-def parameter_names(tree: object, folder: Weights) -> Mapping[str, str]:
-    """The known names of the parameters of the optimizer in ``tree``, by the place of their state.
+def _agreed(found: Sequence[Mapping[int | str, str]], owner: Owner) -> Mapping[int | str, str]:
+    """The names from the model that is certain, or those that all models which fit alike give."""
+    if owner.certain or not found:
+        return found[0] if found else {}
+    given: dict[int | str, set[str]] = defaultdict(set)
+    for names in found:
+        for each, name in names.items():
+            given[each].add(name)
+    return {each: names.pop() for each, names in given.items() if len(names) == 1}
 
-    The weights of the ``folder`` serve where ``tree`` itself has none.
-    """
-    models, optimizers = find(tree)
-    weights = collect_weights([("", models[0].node)]) if len(models) == 1 else folder
-    if len(models) > 1 or len(optimizers) != 1 or not weights.unique:
-        return {}
-    groups = [group for group in optimizers[0].node["param_groups"] if isinstance(group, dict)]
-    if saved_names(groups) != {}:
-        return {}
-    parameters = saved_parameters(tree)
-    shapes = {each.identifier: each.shape or parameter_shape(each.state) for each in parameters}
+
+def _names_in(
+    groups: Sequence[Mapping[Any, Any]], shapes: Mapping[int | str, Shape], weights: Weights
+) -> Mapping[int | str, str]:
     order = weights.in_order()
-    names = _by_group(groups, shapes, weights, order) or _by_shape(parameters, shapes, weights, order)
-    return {each.name: names[each.identifier] for each in parameters if each.identifier in names}
+    return _by_group(groups, shapes, weights, order) or _by_shape(groups, shapes, weights, order)
 
 
 def _by_group(
     groups: Sequence[Mapping[Any, Any]],
-    shapes: Mapping[int | str, Shape | None],
+    shapes: Mapping[int | str, Shape],
     weights: Weights,
     order: list[str],
 ) -> Mapping[int | str, str]:
@@ -170,8 +243,8 @@ def _groupings(order: list[str], groups: Sequence[Mapping[Any, Any]], trainer: b
 
 
 def _by_shape(
-    parameters: Iterable[SavedParameter],
-    shapes: Mapping[int | str, Shape | None],
+    groups: Sequence[Mapping[Any, Any]],
+    shapes: Mapping[int | str, Shape],
     weights: Weights,
     order: list[str],
 ) -> Mapping[int | str, str]:
@@ -180,14 +253,15 @@ def _by_shape(
     for name, shape in weights.shapes.items():
         alike[shape].append(name)
     listed: dict[Shape, dict[int, list[int | str]]] = defaultdict(lambda: defaultdict(list))
-    for parameter in parameters:
-        if (known := shapes[parameter.identifier]) is not None:
-            listed[known][id(parameter.group)].append(parameter.identifier)
+    for number, group in enumerate(groups):
+        for each in group["params"]:
+            if each in shapes:
+                listed[shapes[each]][number].append(each)
     rank = {name: place for place, name in enumerate(order)}
     names: dict[int | str, str] = {}
-    for shape, groups in listed.items():
-        identifiers = next(iter(groups.values()))
-        if len(groups) == 1 and len(identifiers) == len(alike[shape]):
+    for shape, by_group in listed.items():
+        identifiers = next(iter(by_group.values()))
+        if len(by_group) == 1 and len(identifiers) == len(alike[shape]):
             names.update(zip(identifiers, _in_order(alike[shape], rank), strict=False))
     return names
 

@@ -1,31 +1,37 @@
 """Which weight of a checkpoint belongs to which state of its optimizer, from the file alone.
 
-By name where the file has names. Else every group lists its parameters in the order of the model. So the order pairs
-the parameters of one shape with the weights of that shape, if they are all in one group and as many as the weights,
-ties counted once and buffers left out. Otherwise the weight is unknown, with the reason, and never a guess.
+``ownership`` tells the model that an optimizer trains. In it the weight of a parameter is found by name where the file
+has names. Else every group lists its parameters in the order of the model. So the order pairs the parameters of one
+shape with the weights of that shape, if they are all in one group and as many as the weights, ties counted once and
+buffers left out. Otherwise the weight is unknown, with the reason, and never a guess.
+
+The order of a file beside that of the optimizer may not be that of the model: only names pair its weights.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt8.checkpoint.meaning.nodes import listed_parameters
+from ckpt8.checkpoint.meaning.ownership import Owner, owners
 from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find
-from ckpt8.checkpoint.meaning.weight_evidence import untied, weights_of
+from ckpt8.checkpoint.meaning.weight_evidence import moment_shape, untied, weights_of
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.optim.known_optimizers import first_moments
+from ckpt8.core.text import listed
 
 _NO_MODEL = "the file has no state dict of a model"
-_SEVERAL = "the file has several models or optimizers"
+_NONE_FITS = "no model in the file has weights of its shapes"
+_LISTED = 4
 _NO_SHAPE = "its shape is not known, for want of a first moment"
 _NOT_NAMED = "no weight has its name"
 _MISNAMED = "the weight of its name has another shape"
 _NONE_ALIKE = "no weight has its shape"
 _UNEQUAL = "cannot be told apart: there are not as many weights of the shape as parameters"
+_UNORDERED = "its name is not known, nor the order of the weights in another file"
 _SCATTERED = "cannot be told apart: the same shape in several groups"
 
 
@@ -46,57 +52,93 @@ class SavedParameter:
     unpaired: str | None
 
 
-def saved_parameters(tree: object) -> list[SavedParameter]:
-    """All parameters that have a state, in the order of the optimizers' groups."""
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What other files of a directory say of the optimizers in one: models, and names of parameters by their place."""
+
+    models: Sequence[Candidate] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+def saved_parameters(tree: object, beside: Beside | None = None) -> list[SavedParameter]:
+    """All parameters that have a state, in the order of the optimizers' groups.
+
+    The models ``beside`` serve where the tree itself has none.
+    """
     models, optimizers = find(tree)
-    weights: Candidate | str = _SEVERAL if models else _NO_MODEL
-    if len(models) == len(optimizers) == 1:
-        weights = models[0]
-    return [parameter for optimizer in optimizers for parameter in _parameters(optimizer, weights)]
+    beside = Beside() if models or beside is None else beside
+    found = owners(optimizers, models or beside.models)
+    return [
+        parameter
+        for optimizer, owner in zip(optimizers, found, strict=True)
+        for parameter in _parameters(optimizer, owner, models or beside.models, None if models else beside.names)
+    ]
 
 
-def _parameters(optimizer: Candidate, weights: Candidate | str) -> list[SavedParameter]:
+def _parameters(
+    optimizer: Candidate, owner: Owner, models: Sequence[Candidate], names_beside: Mapping[str, str] | None
+) -> list[SavedParameter]:
     groups = [group for group in optimizer.node["param_groups"] if isinstance(group, dict)]
     states = {each: state for each, state in optimizer.node["state"].items() if isinstance(state, dict) and state}
-    place = "state" if optimizer.path.startswith("(") else f"{optimizer.path}.state"
     names = saved_names(groups)
     if isinstance(names, str):
         return [
-            SavedParameter(f"{place}.{each}", each, state, {}, _shape(state), None, names)
+            SavedParameter(place(optimizer, each), each, state, {}, moment_shape(state), None, names)
             for each, state in states.items()
         ]
-    shapes = {each: shape for each, state in states.items() if (shape := _shape(state)) is not None}
-    found: Mapping[int | str, TensorRef | str] = (
-        dict.fromkeys(shapes, weights) if isinstance(weights, str) else _weights(groups, names, shapes, weights)
-    )
+    shapes = {each: shape for each, state in states.items() if (shape := moment_shape(state)) is not None}
+    found: Mapping[int | str, TensorRef | str]
+    if owner.model is None:
+        found = dict.fromkeys(shapes, _unknown_model(owner, models))
+    elif names:
+        found = _by_name(names, shapes, owner.model)
+    elif names_beside is None:
+        found = _by_order(groups, shapes, owner.model)
+    else:
+        known = {each: name for each in shapes if (name := names_beside.get(place(optimizer, each))) is not None}
+        found = dict.fromkeys(shapes, _UNORDERED) | _by_name(known, shapes, owner.model)
     result = []
     for group in groups:
         for each in group["params"]:
             if each in states:
-                known = found.get(each, _NO_SHAPE)
-                weight, reason = (None, known) if isinstance(known, str) else (known, None)
-                name = names.get(each, f"{place}.{each}")
-                result.append(SavedParameter(name, each, states[each], group, shapes.get(each), weight, reason))
+                weight = found.get(each, _NO_SHAPE)
+                ref, reason = (None, weight) if isinstance(weight, str) else (weight, None)
+                name = names.get(each, place(optimizer, each))
+                result.append(SavedParameter(name, each, states[each], group, shapes.get(each), ref, reason))
     return result
 
 
-def _shape(state: Mapping[Any, Any]) -> tuple[int, ...] | None:
-    """The shape of the first moment, or of the residual or master of the weight."""
-    first = first_moments()
-    keys = (*first, *(f"{name}_codes" for name in first), "residual", "master")
-    return next((ref.shape for key in keys if isinstance(ref := state.get(key), TensorRef)), None)
+def place(optimizer: Candidate, identifier: int | str) -> str:
+    """Where an optimizer keeps the state of a parameter."""
+    return f"state.{identifier}" if optimizer.path.startswith("(") else f"{optimizer.path}.state.{identifier}"
 
 
-def _weights(
-    groups: list[dict[Any, Any]],
-    names: Mapping[int | str, str],
-    shapes: Mapping[int | str, tuple[int, ...]],
-    weights: Candidate,
+def _unknown_model(owner: Owner, models: Sequence[Candidate]) -> str:
+    """Why it is unknown which model an optimizer trains."""
+    if owner.models:
+        return f"several models fit it: {listed((each.path for each in owner.models), _LISTED)}"
+    return _NONE_FITS if models else _NO_MODEL
+
+
+def _by_name(
+    names: Mapping[int | str, str], shapes: Mapping[int | str, tuple[int, ...]], weights: Candidate
 ) -> dict[int | str, TensorRef | str]:
-    """The weight of every parameter of a known shape, or why it is unknown."""
-    if names:
-        saved = match(weights.node, names.values())
-        return {each: _named(weights.node, saved.get(names[each]), shape) for each, shape in shapes.items()}
+    """The weight of every named parameter of a known shape, or why it is unknown."""
+    saved = match(weights.node, names.values())
+    return {each: _named(weights.node, saved.get(name), shapes[each]) for each, name in names.items() if each in shapes}
+
+
+def _named(weights: Mapping[Any, Any], name: str | None, shape: tuple[int, ...]) -> TensorRef | str:
+    ref = None if name is None else weights[name]
+    if not isinstance(ref, TensorRef):
+        return _NOT_NAMED
+    return ref if ref.shape == shape else _MISNAMED
+
+
+def _by_order(
+    groups: Sequence[Mapping[Any, Any]], shapes: Mapping[int | str, tuple[int, ...]], weights: Candidate
+) -> dict[int | str, TensorRef | str]:
+    """The weight of every parameter of a known shape by the order of those of that shape, or why it is unknown."""
     by_shape: dict[tuple[int, ...], list[TensorRef]] = defaultdict(list)
     for ref in untied(weights_of(weights.node)).values():
         by_shape[ref.shape].append(ref)
@@ -111,13 +153,6 @@ def _weights(
             reason = _NONE_ALIKE if not alike else _SCATTERED if len(of_shape) > 1 else _UNEQUAL
             found.update((each, reason) for identifiers in of_shape for each in identifiers)
     return found
-
-
-def _named(weights: Mapping[Any, Any], name: str | None, shape: tuple[int, ...]) -> TensorRef | str:
-    ref = None if name is None else weights[name]
-    if not isinstance(ref, TensorRef):
-        return _NOT_NAMED
-    return ref if ref.shape == shape else _MISNAMED
 
 
 def saved_names(groups: Sequence[Mapping[Any, Any]]) -> dict[int | str, str] | str:

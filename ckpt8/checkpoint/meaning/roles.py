@@ -10,7 +10,7 @@ other       everything else
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,8 +70,13 @@ def unique_name(name: str, taken: dict[str, int]) -> str:
     return candidate
 
 
-def classify(tree: object, names: Names | None = None, role: Role | None = None) -> Structure:
-    """Every tensor of the tree with its name and its role, or ``role``. Raises InputError for one nested too deep."""
+def classify(
+    tree: object, names: Names | None = None, role: Role | None = None, beside: Callable[[], Set[int]] = frozenset
+) -> Structure:
+    """Every tensor of the tree with its name and its role, or ``role``. Raises InputError for one nested too deep.
+
+    ``beside`` tells the weights that other files of a directory show, see ``evident_weights``.
+    """
     names = names or Names()
     if isinstance(tree, Labelled):
         return _classify_labelled(tree, names)
@@ -98,7 +103,7 @@ def classify(tree: object, names: Names | None = None, role: Role | None = None)
             structure.parameters += parameters
             moments |= renamed
     if role is None and any(_may_be_weight(tensor) for tensor in structure.tensors):
-        weights = evident_weights(tree)
+        weights = evident_weights(tree) | beside()
         structure.tensors = [
             replace(each, role=Role.WEIGHT) if id(each.ref) in weights else each for each in structure.tensors
         ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt8.checkpoint.meaning.nodes import Inside, is_bare_state_dict, is_optimizer
+from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.checkpoint.meaning.weight_evidence import evident_weights, weights_of
 from ckpt8.checkpoint.tree import Inert
 from ckpt8.checkpoint.vocabulary import MODEL_KEYS
@@ -20,17 +21,22 @@ class Candidate:
     path: str
     node: dict[Any, Any]
 
+    @property
+    def home(self) -> str:
+        """The path of the container that holds it."""
+        return self.path.rpartition(".")[0]
+
 
 TOP_LEVEL = "(top level)"
 
 
-def find(tree: object) -> tuple[list[Candidate], list[Candidate]]:
+def find(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candidate], list[Candidate]]:
     """Model state dicts and optimizer state dicts in the order of the document.
 
-    Only where no key names a model are models those that ``weight_evidence`` shows.
+    A model has a key that names one, or ``weight_evidence`` shows it. With one optimizer, copies of models under other
+    keys do not count. ``evident`` are the weights that other files of a directory show, see ``evident_weights``.
     """
-    models: list[Candidate] = []
-    others: list[Candidate] = []
+    found: list[tuple[Candidate, bool]] = []
     optimizers: list[Candidate] = []
     entry = Inside()
     for path, node in iter_nodes(tree):
@@ -43,12 +49,24 @@ def find(tree: object) -> tuple[list[Candidate], list[Candidate]]:
             entry.enter(path)  # the content of a pickled object has no names of its own
         elif is_bare_state_dict(node):
             entry.enter(path)
-            named = not path or path[-1] in MODEL_KEYS
-            (models if named else others).append(Candidate(format_path(path) or TOP_LEVEL, node))
-    if not models and others:
-        weights = evident_weights(tree)
-        models = [each for each in others if weights.issuperset(map(id, weights_of(each.node).values()))]
+            found.append((Candidate(format_path(path) or TOP_LEVEL, node), not path or path[-1] in MODEL_KEYS))
+    if all(named for _, named in found):
+        return [model for model, _ in found], optimizers
+    weights = evident_weights(tree) | evident
+    forms = {_form(model) for model, named in found if named} if len(optimizers) < 2 else set()
+    models = [
+        model
+        for model, named in found
+        if named or (weights.issuperset(map(id, weights_of(model.node).values())) and _form(model) not in forms)
+    ]
     return models, optimizers
+
+
+def _form(model: Candidate) -> frozenset[tuple[str, tuple[int, ...]]]:
+    """The names and shapes of a model's weights."""
+    weights = weights_of(model.node)
+    plain = plain_names(weights)
+    return frozenset((plain[name], ref.shape) for name, ref in weights.items())
 
 
 def holds_module(tree: object) -> bool:

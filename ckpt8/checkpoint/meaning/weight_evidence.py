@@ -21,20 +21,27 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ckpt8.checkpoint.meaning.nodes import Inside, holds_tensors_alone, is_optimizer, listed_parameters
+from ckpt8.checkpoint.meaning.nodes import (
+    Inside,
+    holds_tensors_alone,
+    is_bare_state_dict,
+    is_optimizer,
+    listed_parameters,
+)
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.vocabulary import BUFFERS, MODEL_KEYS
 from ckpt8.checkpoint.walk import iter_nodes
 from ckpt8.core.tensors import SMALL_NUMEL
+from ckpt8.optim.known_optimizers import first_moments
 
 Shape = tuple[int, ...]
 
 _MANY_PARAMETERS, _MANY_SHAPES = 8, 3
 """An optimizer of so many parameters, of so many shapes, does not fit a set by chance."""
 
-_MOST_OPTIMIZERS = 64
+MOST_OPTIMIZERS = 64
 """Optimizers after these show nothing: each is compared with every set, and a hostile file may have any number."""
 
 
@@ -100,9 +107,12 @@ def numel(shapes: Mapping[Shape, int]) -> int:
     return sum(prod(shape) * count for shape, count in shapes.items())
 
 
-def evident_weights(tree: object) -> set[int]:
-    """The ``id`` of every TensorRef that is a weight by evidence. Those under keys that name a model are not listed."""
-    sets, optimizers = _collect(tree)
+def evident_weights(*trees: object) -> set[int]:
+    """The ``id`` of every TensorRef that is a weight by evidence, from the trees of files that belong together.
+
+    Those under keys that name a model, and those of a file that is a state dict, are not listed.
+    """
+    sets, optimizers = _collect(trees)
     unknown = [each for each in sets if not each.keyed]
     found: dict[int, Iterable[TensorRef]] = {}
     for parameters in optimizers:
@@ -123,11 +133,11 @@ def evident_weights(tree: object) -> set[int]:
     return {id(ref) for refs in found.values() for ref in refs}
 
 
-def _collect(tree: object) -> tuple[list[_Set], list[_Parameters]]:
+def _collect(trees: Iterable[object]) -> tuple[list[_Set], list[_Parameters]]:
     sets: list[_Set] = []
     optimizers: list[_Parameters] = []
     optimizer = Inside()
-    for path, node in iter_nodes(tree):
+    for path, node in (found for tree in trees for found in iter_nodes(tree)):
         if optimizer.holds(path):
             continue
         if is_optimizer(node):
@@ -138,15 +148,25 @@ def _collect(tree: object) -> tuple[list[_Set], list[_Parameters]]:
             tensors = {name: value for name, value in entries.items() if isinstance(value, TensorRef)}
             if tensors:
                 alone = len(tensors) == len(entries) or holds_tensors_alone(entries)
-                sets.append(_Set(tensors, alone, not MODEL_KEYS.isdisjoint(path)))
-    return sets, [each for each in optimizers if each.is_enough()][:_MOST_OPTIMIZERS]
+                is_file = not path and is_bare_state_dict(node)
+                sets.append(_Set(tensors, alone, is_file or not MODEL_KEYS.isdisjoint(path)))
+    return sets, [each for each in optimizers if each.is_enough()][:MOST_OPTIMIZERS]
+
+
+def given_names(optimizer: Mapping[str, Any]) -> dict[int | str, str | None]:
+    """Every parameter that the groups of an optimizer list, in their order, with the name that they state, or None."""
+    groups = [group for group in optimizer["param_groups"] if isinstance(group, dict)]
+    return {each: name for group in groups for each, name in listed_parameters(group) if isinstance(each, (int, str))}
+
+
+def shapes_of(optimizer: Mapping[str, Any]) -> dict[int | str, Shape]:
+    """The shapes of the parameters of an optimizer that has a state for them, as far as the state shows them."""
+    states = ((each, state) for each, state in optimizer["state"].items() if isinstance(state, dict))
+    return {each: shape for each, state in states if (shape := _shape(state)) is not None}
 
 
 def _parameters(optimizer: Mapping[str, Any]) -> _Parameters:
-    groups = [group for group in optimizer["param_groups"] if isinstance(group, dict)]
-    names = {each: name for group in groups for each, name in listed_parameters(group) if isinstance(each, (int, str))}
-    states = {each: state for each, state in optimizer["state"].items() if isinstance(state, dict)}
-    shapes = {each: shape for each, state in states.items() if (shape := _shape(state)) is not None}
+    names, shapes = given_names(optimizer), shapes_of(optimizer)
     named = {name: shape for each, shape in shapes.items() if (name := names.get(each)) is not None}
     plain = plain_names(named)
     return _Parameters({plain[name]: shape for name, shape in named.items()}, Counter(shapes.values()))
@@ -155,7 +175,14 @@ def _parameters(optimizer: Mapping[str, Any]) -> _Parameters:
 def _shape(state: Mapping[Any, Any]) -> Shape | None:
     """The shape of a parameter: that of a moment, or the one that all tensors of its state have, scalars aside."""
     shapes = {ref.shape for ref in state.values() if isinstance(ref, TensorRef) and ref.shape}
-    return parameter_shape(state) or (shapes.pop() if len(shapes) == 1 else None)
+    return moment_shape(state) or parameter_shape(state) or (shapes.pop() if len(shapes) == 1 else None)
+
+
+def moment_shape(state: Mapping[Any, Any]) -> Shape | None:
+    """The shape of the first moment, or of the residual or master of the weight."""
+    first = first_moments()
+    keys = (*first, *(f"{name}_codes" for name in first), "residual", "master")
+    return next((ref.shape for key in keys if isinstance(ref := state.get(key), TensorRef)), None)
 
 
 def _by_name(each: _Set, parameters: _Parameters) -> list[TensorRef]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights, collect_weights
+from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights
 from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
 from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
@@ -48,7 +48,6 @@ def assemble(members: Bundle) -> Content:
     top = {member.path: member for member in members.found if "/" not in member.path}
     shards = _shards(top, data.label)
     data.tree = {"model": _merged(shards, data)}
-    weights = collect_weights((member.checkpoint.format, member.checkpoint.tree) for member in shards)
     names = NamesFromWeights([(member.path, member.checkpoint) for member in members.found])
     optimizers = [member for member in top.values() if _is_optimizer(member.checkpoint)]
     if len(optimizers) > 1:
@@ -62,7 +61,8 @@ def assemble(members: Bundle) -> Content:
     unused = [member for member in members.found if member.path not in used and not _is_index(member.path)]
     others = [member for member in unused if member.path not in _MODEL_FILES]
     notes = [f"{member.path}: the same weights again, not used" for member in unused if member not in others]
-    return Content(data, others=others, notes=notes, ordered=weights.ordered)
+    ordered = len(shards) == 1 and shards[0].checkpoint.format != "safetensors"
+    return Content(data, others=others, notes=notes, ordered=ordered)
 
 
 def _is_index(name: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt8.checkpoint.meaning.names_from_weights import Weights, parameter_names
+from ckpt8.checkpoint.meaning.names_from_weights import parameter_names
 from ckpt8.checkpoint.meaning.pairing import saved_names, saved_parameters
 from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
@@ -100,5 +100,5 @@ def _names(model: Candidate, optimizer: Candidate, plain: Mapping[str, str]) -> 
         found = match(model.node, given.values())
         return {each: plain.get(found.get(name, name), name) for each, name in given.items()}
     tree = {_MODEL: model.node, _OPTIMIZER: optimizer.node}
-    names = parameter_names(tree, Weights())
+    names = parameter_names(tree)
     return {each.identifier: plain[names[each.name]] for each in saved_parameters(tree) if each.name in names}

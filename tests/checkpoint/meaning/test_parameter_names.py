@@ -229,6 +229,10 @@ def test_a_single_file_has_the_order_of_its_model(tmp_path):
     two = {"a": {"model": model.state_dict()}, "b": {"model": model.state_dict()}, "optimizer": adam.state_dict()}
     torch.save(two, tmp_path / "run.pt")
     rows = inspect_checkpoint(tmp_path / "run.pt", tensors=True)["parameters"]
+    assert [row["name"] for row in rows] == [name for name, _ in model.named_parameters()]
+    two["b"]["model"] = {f"other.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save(two, tmp_path / "run.pt")
+    rows = inspect_checkpoint(tmp_path / "run.pt", tensors=True)["parameters"]
     assert [(row["name"], row["named"]) for row in rows] == [(f"optimizer.state.{k}", False) for k in range(6)]
 
 

@@ -11,7 +11,7 @@ import json
 import pytest
 import torch
 
-from ckpt8.checkpoint.meaning.names_from_weights import collect_weights, parameter_names
+from ckpt8.checkpoint.meaning.names_from_weights import Weights, parameter_names
 from ckpt8.checkpoint.meaning.transformers_order import NEWEST, OLDEST, REARRANGED, SEQUENCES, of_config
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType
@@ -123,9 +123,9 @@ def test_the_order_and_the_groups_of_the_trainer(kind):
                 {"params": list(range(split, len(listed))), "weight_decay": 0.0},
             ],
         }
-        weights = collect_weights([("safetensors", {name: ref(name, saved[name]) for name in sorted(saved)})])
-        weights.order, weights.trainer = order_of(kind), True
-        found = parameter_names(optimizer, weights)
+        weights = Weights(ordered=False, order=order_of(kind), trainer=True)
+        weights.add({name: ref(name, saved[name]) for name in sorted(saved)})
+        found = parameter_names(optimizer, [weights])
         expected = {f"state.{k}": name for k, (_, name) in enumerate(listed)}
         assert found.items() <= expected.items()
         if None not in names:

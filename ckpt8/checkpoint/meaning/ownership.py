@@ -1,0 +1,204 @@
+"""Which model of a checkpoint each of its optimizers trains.
+
+An optimizer fits a model whose weights have the names and shapes of its parameters, or as many of each shape. Of
+several models that fit as well, these decide, one after the other, as far as each leaves a choice:
+
+keys        the keys of both share a word: netG and optG, actor and actor_optimizer, models.0 and optimizers.0
+averages    a key that names an average or a target network is no model in training, unless all are
+distinct    another optimizer trains the model for certain
+beside      the optimizer and the model are in the same container
+named       the key is one of those that name a model
+order       as many models as optimizers fit each other: the first goes with the first
+
+What then still fits alike is not told apart. Values are never looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt8.checkpoint.meaning.parameter_names import match
+from ckpt8.checkpoint.meaning.state_dicts import Candidate
+from ckpt8.checkpoint.meaning.weight_evidence import MOST_OPTIMIZERS, given_names, shapes_of, untied, weights_of
+from ckpt8.checkpoint.vocabulary import MODEL_KEYS
+
+Shape = tuple[int, ...]
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_COMMON = re.compile(
+    r"(?:opt|optim|optimizer|state|dict|model|net|weight|param)s?|sd|network|module|checkpoint|ckpt|pth?|bin|safetensors"
+    r"|top|level"
+)
+"""Words that say nothing about which model or optimizer is meant."""
+
+_AVERAGE = re.compile(
+    r"ema|swa|avg|averaged?s?|mean|shadow|polyak|targ(?:et)?|teacher|old|best|prev(?:ious)?|slow|copy|init(?:ial)?"
+)
+"""Words for copies of a model that no optimizer trains."""
+
+_CURRENT = "current"
+"""Lightning's word for the model in training where ``state_dict`` is its average."""
+
+
+_UNKNOWN, _PARTLY, _SOME, _ALL, _IN_ORDER = range(1, 6)
+"""How well a model fits: half of the parameters do, or no shape is known; they are as many, or half of the names
+agree; they are some of its weights; they are all of them; they are all, and in its order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The models that fit an optimizer best, the preferred one first; ``certain``: it is the one that it trains."""
+
+    models: Sequence[Candidate] = ()
+    certain: bool = False
+
+    @property
+    def model(self) -> Candidate | None:
+        """The model that the optimizer trains; None where it cannot be told."""
+        return self.models[0] if self.certain else None
+
+
+def owners(optimizers: Sequence[Candidate], models: Sequence[Candidate]) -> list[Owner]:
+    """The model of every optimizer. With several optimizers it may be a part of one in the file."""
+    described = [_Weights(model) for model in models]
+    parts = [_Weights(part) for model in models for part in _parts(model)] if len(optimizers) > 1 else []
+    fits = [_best(_Parameters(each), described, parts) for each in optimizers[:MOST_OPTIMIZERS]]
+    fits += [list(models)] * (len(optimizers) - len(fits))
+    chosen = list(fits)
+    for narrow in (_by_words, _without_averages, _distinct, _beside, _named, _in_order):
+        chosen = narrow(optimizers, chosen)
+    return [
+        Owner([*certain, *(each for each in fit if each not in certain)], len(certain) == 1)
+        for certain, fit in zip(chosen, fits, strict=True)
+    ]
+
+
+class _Parameters:
+    """The parameters of an optimizer: names and shapes in the order of its groups, as far as they are known."""
+
+    def __init__(self, optimizer: Candidate) -> None:
+        names, shapes = given_names(optimizer.node), shapes_of(optimizer.node)
+        self.names = {name: shapes.get(each) for each, name in names.items() if name is not None}
+        self.shapes = Counter(shapes.values())
+        self.order = [shapes.get(each) for each in names]
+        self.count = len(names)
+
+
+class _Weights:
+    """The weights of a model."""
+
+    def __init__(self, model: Candidate) -> None:
+        self.model = model
+        self.refs = weights_of(model.node)
+        self.order = [ref.shape for ref in untied(self.refs).values()]
+        self.shapes = Counter(self.order)
+
+    def fit(self, parameters: _Parameters) -> int:
+        """How well they are the weights of the parameters, 0 for not at all."""
+        if parameters.names:
+            found = match(self.refs, parameters.names)
+            agree = sum(parameters.names[name] in (None, self.refs[saved].shape) for name, saved in found.items())
+            if agree == len(parameters.names):
+                return _ALL if agree == len(self.order) else _SOME
+            return _PARTLY if 2 * agree >= len(parameters.names) else 0
+        is_all = parameters.count == len(self.order)
+        if not parameters.shapes:
+            return _PARTLY if is_all else _UNKNOWN
+        if is_all and all(mine in (None, its) for mine, its in zip(parameters.order, self.order, strict=True)):
+            return _IN_ORDER
+        if parameters.shapes <= self.shapes:
+            return _ALL if is_all else _SOME
+        return _UNKNOWN if 2 * (parameters.shapes & self.shapes).total() >= parameters.shapes.total() else 0
+
+
+def _best(parameters: _Parameters, models: Sequence[_Weights], parts: Sequence[_Weights]) -> list[Candidate]:
+    """The models that fit best; a part counts where all of it fits, and better than the whole.
+
+    A single model is never left out: why a parameter is not in it is worth a reason.
+    """
+    fits = [(each.fit(parameters), each.model) for each in models]
+    best = max((fit for fit, _ in fits), default=0)
+    inner = [(fit, part.model) for part in parts if (fit := part.fit(parameters)) > max(best, _SOME)]
+    best, fits = (max(fit for fit, _ in inner), inner) if inner else (best, fits)
+    return [model for fit, model in fits if fit == best and (fit or len(fits) == 1)]
+
+
+def _parts(model: Candidate) -> list[Candidate]:
+    """The parts of a model, by the first component in which their names differ, if there are several."""
+    names = {name: str(name).split(".") for name in model.node}
+    depth = next((k for k, level in enumerate(zip(*names.values(), strict=False)) if len(set(level)) > 1), 0)
+    found: dict[str, dict[Any, Any]] = defaultdict(dict)
+    for name, parts in names.items():
+        if len(parts) > depth + 1:
+            found[parts[depth]][name] = model.node[name]
+    inner = [replace(model, path=f"{model.path}.{key}", node=node) for key, node in found.items()]
+    return inner if len(inner) > 1 else []
+
+
+def _words(path: str) -> list[str]:
+    return [word.lower() for word in _WORD.findall(path)]
+
+
+Chosen = list[list[Candidate]]
+
+
+def _keep(fit: list[Candidate], wanted: Callable[[Candidate], bool]) -> list[Candidate]:
+    """The wanted ones, or all where none is."""
+    return [each for each in fit if wanted(each)] or fit
+
+
+def _by_words(optimizers: Sequence[Candidate], chosen: Chosen) -> Chosen:
+    found = []
+    for optimizer, fit in zip(optimizers, chosen, strict=False):
+        mine = _telling_words(optimizer.path)
+        shared = [sum(_same(word, mine) for word in _telling_words(each.path)) for each in fit]
+        found.append([each for each, count in zip(fit, shared, strict=True) if count == max(shared)])
+    return found
+
+
+def _telling_words(path: str) -> set[str]:
+    return {word for word in _words(path) if not (_COMMON.fullmatch(word) or _AVERAGE.fullmatch(word))}
+
+
+def _same(word: str, words: set[str]) -> bool:
+    """Whether a word, or a short form of it, is among the words: g stands for generator."""
+    return word in words or any(
+        (word.startswith(each) or each.startswith(word)) and not (word + each).isdecimal() for each in words
+    )
+
+
+def _without_averages(_: Sequence[Candidate], chosen: Chosen) -> Chosen:
+    found = [_keep(fit, lambda each: _CURRENT in _words(each.path)) for fit in chosen]
+    return [_keep(fit, lambda each: not any(map(_AVERAGE.fullmatch, _words(each.path)))) for fit in found]
+
+
+def _distinct(_: Sequence[Candidate], chosen: Chosen) -> Chosen:
+    taken = {id(fit[0]) for fit in chosen if len(fit) == 1}
+    return [_keep(fit, lambda each: id(each) not in taken) if len(fit) > 1 else fit for fit in chosen]
+
+
+def _beside(optimizers: Sequence[Candidate], chosen: Chosen) -> Chosen:
+    return [
+        _keep(fit, lambda each, at=optimizer.home: each.home == at)  # type: ignore[misc]
+        for optimizer, fit in zip(optimizers, chosen, strict=False)
+    ]
+
+
+def _named(_: Sequence[Candidate], chosen: Chosen) -> Chosen:
+    return [_keep(fit, lambda each: each.path.rpartition(".")[2] in MODEL_KEYS) for fit in chosen]
+
+
+def _in_order(_: Sequence[Candidate], chosen: Chosen) -> Chosen:
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for number, fit in enumerate(chosen):
+        alike[tuple(map(id, fit))].append(number)
+    found = list(chosen)
+    for models, numbers in alike.items():
+        if len(models) == len(numbers) > 1:
+            for place, number in enumerate(numbers):
+                found[number] = [chosen[number][place]]
+    return found
