@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
+from typing import Any
 
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
 from ckpt8.core.tensors import DType
@@ -10,9 +12,14 @@ from ckpt8.core.tensors import DType
 _SCALARS = {
     DType.FLOAT32: "<f",
     DType.FLOAT64: "<d",
+    DType.FLOAT16: "<e",
+    DType.BFLOAT16: "<H",
     DType.INT32: "<i",
     DType.INT64: "<q",
 }
+
+_MOST_NUMBERS = 8
+"""The most numbers that one setting has."""
 
 
 def read_scalar(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) -> float | None:
@@ -23,8 +30,29 @@ def read_scalar(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) ->
         return None
     buffer = bytearray(ref.dtype.itemsize)
     checkpoint.read_into(storage.offset + position, memoryview(buffer))
+    if ref.dtype is DType.BFLOAT16:
+        buffer, code = bytearray(2) + buffer, "<f"
     value: float = struct.unpack(code, buffer)[0]
     return value
+
+
+def read_settings(
+    checkpoint: Checkpoint, storages: Mapping[str, StorageInfo], group: Mapping[Any, Any]
+) -> Mapping[Any, Any]:
+    """``group`` with numbers in place of tensors of one element, alone or in a short list; ``storages`` by key.
+
+    torch keeps a learning rate or betas as tensors where the caller gave tensors.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, TensorRef) and value.numel == 1 and value.key in storages:
+            number = read_scalar(checkpoint, storages[value.key], value)
+            return value if number is None else number
+        if isinstance(value, (list, tuple)) and len(value) <= _MOST_NUMBERS:
+            return tuple(map(plain, value))
+        return value
+
+    return {key: value if key == "params" else plain(value) for key, value in group.items()}
 
 
 def is_setting(value: object) -> bool:

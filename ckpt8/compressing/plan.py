@@ -262,6 +262,8 @@ def _parameter(
     if isinstance(step, TensorRef):
         step = read_scalar(source, streams[step.key].storage, step)
     rule = recognise(state.state, state.group, step if isinstance(step, (int, float)) else None)
+    if isinstance(rule, UpdateRule) and rule.kind == "replayed":
+        rule = "its step needs a gradient"
     moments = {slot: streams[ref.key].index for slot, ref in refs.items()}
     shape = next(iter(refs.values())).shape
     confidence: tuple[tuple[StorageInfo, TensorRef], ...] = ()

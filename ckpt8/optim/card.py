@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Shape = tuple[int, ...]
-Slot = Literal["moment1", "moment2", "max_moment2", "statistic"]
-Update = Literal["adam", "stable_adamw", "came", "momentum"]
+Slot = Literal["moment1", "moment1_2", "moment1_3", "moment2", "max_moment2", "weight", "statistic"]
+Update = Literal["adam", "stable_adamw", "came", "momentum", "replayed"]
+Reach = Literal["element", "tensor", "matrix"]
 
 
 def _same(shape: Shape) -> Shape:
@@ -19,9 +20,10 @@ def _same(shape: Shape) -> Shape:
 class StateTensor:
     """A tensor of a parameter's state.
 
-    ``slot`` is the moment that it holds, or ``statistic`` for fp32 averages over rows or columns. ``shape`` computes
-    its shape from the parameter's. ``when`` names the setting without which it is absent. ``packable``: presets may
-    compress it.
+    ``slot`` is the moment that it holds, each slot once in a form; ``weight`` for a copy of the weight, ``statistic``
+    for fp32 averages over rows or columns. ``shape`` computes its shape from the parameter's. ``when`` names the
+    setting without which it is absent. ``packable``: presets may compress it, whatever else the state holds. A key that
+    says little without its neighbours is not packable here; ``other_states`` gives it a role.
     """
 
     key: str
@@ -41,13 +43,16 @@ class Form:
     """State and rule of the matrices, or of the vectors, of a model.
 
     ``rule`` locates the function that takes a step (see ``blocks``). ``update`` says how the state determines a step
-    (see ``checkpoint.meaning.update_rules``); None means that errors are not measured in update space, and that steps
-    are not replayed.
+    (see ``checkpoint.meaning.update_rules``): ``replayed`` where it takes a gradient as well, so that the figure is
+    that of the first replayed step; None means that errors are not measured in update space, and that steps are not
+    replayed. ``reach`` says on what the step of an element depends: on the values of that element, on sums over its
+    tensor, or on the whole matrix, which the rule then gets as one block of the shape of the parameter.
     """
 
     rule: str
     tensors: tuple[StateTensor, ...]
     update: Update | None = None
+    reach: Reach = "element"
 
     def present(self, settings: Mapping[str, Any]) -> list[StateTensor]:
         """The tensors that a state has under these settings."""
@@ -97,7 +102,10 @@ class Card:
     ``signs``: keys of which a saved state or its group must have one. ``needs``: keys that the group must have.
     ``lacks``: keys that neither may have.
     ``counts``: the rule depends on the number of the step. ``coupled``: weight decay is always part of the gradient.
-    ``average``: computes (a, b) of m = a m + b g from the arguments, for optimizers with nothing but a first moment.
+    ``average``: computes (a, b) of m = a m + b g from the arguments, where ``tensors[0]`` of a form is m and there is
+    no ``exp_avg_sq``. ``gradient_rms``: computes the RMS of recent gradients, element by element, from (state,
+    arguments, step); without it, it follows from row and column statistics, from ``exp_avg_sq`` and the second beta, or
+    from ``average``.
     ``kernels``: the module of ``ckpt8.optim.triton``, if any. ``flashoptim``: whether flashoptim has the optimizer.
     ``published``: the classes with the same state; ``unpack`` writes the state of the first.
     """
@@ -116,6 +124,7 @@ class Card:
     counts: bool = False
     coupled: bool = False
     average: Callable[[Mapping[str, Any]], tuple[float, float]] | None = None
+    gradient_rms: Callable[[Mapping[str, Any], Mapping[str, Any], int], Any] | None = None
     kernels: str | None = None
     flashoptim: bool = False
     published: tuple[Published, ...] = (_UNPUBLISHED,)

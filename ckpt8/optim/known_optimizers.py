@@ -40,7 +40,8 @@ def register(card: Card) -> None:
     SIDE_STATE.update(*({*each.state, *each.optional} for each in card.published))
     slots = {key: each.slot for key, each in card.tensors.items() if each.is_moment and each.packable}
     MOMENT_SLOTS.update(slots)
-    STATE_ROLES.update({key: Role.MOMENT1 if slot == "moment1" else Role.MOMENT2 for key, slot in slots.items()})
+    roles = {key: Role.MOMENT1 if slot.startswith("moment1") else Role.MOMENT2 for key, slot in slots.items()}
+    STATE_ROLES.update(roles)
 
 
 def card_of(rule_id: str) -> Card:
@@ -148,8 +149,9 @@ for _card in (
             "ckpt8.optim.came:came",
             (_M, *_rows_and_columns("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")),
             "came",
+            "tensor",
         ),
-        vector=Form("ckpt8.optim.came:came_vector", (_M, _V), "momentum"),
+        vector=Form("ckpt8.optim.came:came_vector", (_M, _V), "momentum", "tensor"),
         signs=frozenset({"RMS"}),
         kernels="came",
         published=(
@@ -162,7 +164,7 @@ for _card in (
         name="StableAdamW",
         cls="ckpt8.optim.stable_adamw:StableAdamW",
         settings=_ADAM_SETTINGS,
-        matrix=Form("ckpt8.optim.stable_adamw:stable_adamw", (_M, _V), "stable_adamw"),
+        matrix=Form("ckpt8.optim.stable_adamw:stable_adamw", (_M, _V), "stable_adamw", "tensor"),
         fixed={"clip_threshold": 1.0},
         signs=frozenset({"beta1", "kahan_comp", "eps_sq"}),  # optimi's AdamW and Adam keep these averages too
         counts=True,
@@ -231,7 +233,7 @@ for _card in (
         name="Lion",
         cls="ckpt8.optim.lion:Lion",
         settings={"lr": 1, "betas": 2, "weight_decay": 1},
-        matrix=Form("ckpt8.optim.lion:lion", (_M,), "momentum"),
+        matrix=Form("ckpt8.optim.lion:lion", (_M,), "replayed"),
         needs=("betas",),
         average=lambda given: (given["betas"][1], 1 - given["betas"][1]),
         kernels="lion",

@@ -18,6 +18,7 @@ from typing import Any
 from ckpt8.checkpoint.meaning.nodes import listed_parameters
 from ckpt8.checkpoint.meaning.ownership import Owner, owners
 from ckpt8.checkpoint.meaning.parameter_names import match
+from ckpt8.checkpoint.meaning.quantised_state import bitsandbytes_moments, with_moments
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find
 from ckpt8.checkpoint.meaning.weight_evidence import moment_shape, untied, weights_of
 from ckpt8.checkpoint.tree import TensorRef
@@ -60,10 +61,11 @@ class Beside:
     names: Mapping[str, str] = field(default_factory=dict)
 
 
-def saved_parameters(tree: object, beside: Beside | None = None) -> list[SavedParameter]:
+def saved_parameters(tree: object, beside: Beside | None = None, *, as_torch: bool = False) -> list[SavedParameter]:
     """All parameters that have a state, in the order of the optimizers' groups.
 
-    The models ``beside`` serve where the tree itself has none.
+    The models ``beside`` serve where the tree itself has none. With ``as_torch`` the 32-bit moments of bitsandbytes
+    have the names of torch.
     """
     models, optimizers = find(tree)
     beside = Beside() if models or beside is None else beside
@@ -71,15 +73,25 @@ def saved_parameters(tree: object, beside: Beside | None = None) -> list[SavedPa
     return [
         parameter
         for optimizer, owner in zip(optimizers, found, strict=True)
-        for parameter in _parameters(optimizer, owner, models or beside.models, None if models else beside.names)
+        for parameter in _parameters(
+            optimizer, owner, models or beside.models, None if models else beside.names, as_torch
+        )
     ]
 
 
 def _parameters(
-    optimizer: Candidate, owner: Owner, models: Sequence[Candidate], names_beside: Mapping[str, str] | None
+    optimizer: Candidate,
+    owner: Owner,
+    models: Sequence[Candidate],
+    names_beside: Mapping[str, str] | None,
+    as_torch: bool,
 ) -> list[SavedParameter]:
     groups = [group for group in optimizer.node["param_groups"] if isinstance(group, dict)]
     states = {each: state for each, state in optimizer.node["state"].items() if isinstance(state, dict) and state}
+    if as_torch:
+        holders = {each: group for group in groups for each, _ in listed_parameters(group) if type(each) in (int, str)}
+        moments = {each: bitsandbytes_moments(state, holders.get(each, {})) for each, state in states.items()}
+        states = {each: dict(with_moments(state, moments[each])) for each, state in states.items()}
     names = saved_names(groups)
     if isinstance(names, str):
         return [

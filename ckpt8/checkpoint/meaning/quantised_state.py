@@ -50,6 +50,17 @@ def with_moments(state: Mapping[Any, Any], moments: Mapping[str, TensorRef]) -> 
     return {**others, **moments}
 
 
+def is_low_bit(state: Mapping[Any, Any]) -> bool:
+    """Whether moments of a state are 8-bit codes, or of a tensor subclass that holds such."""
+    nested = state.get(_NESTED)
+    values = [*state.values(), *(nested.values() if isinstance(nested, dict) else ())]
+    return any(
+        (isinstance(each, TensorRef) and each.dtype.itemsize == 1 and bool(each.shape))
+        or (isinstance(each, Inert) and each.name == _SUBCLASS)
+        for each in values
+    )
+
+
 def parameter_shape(state: Mapping[Any, Any]) -> tuple[int, ...] | None:
     """The shape of the parameter that a state belongs to, from a value that has its shape; None where none has."""
     rows, columns = state.get("exp_avg_sq_row"), state.get("exp_avg_sq_col")

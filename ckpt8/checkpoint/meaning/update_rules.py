@@ -3,7 +3,8 @@
     adam          u = (m / (1 - b1^t)) / (sqrt(v) / sqrt(1 - b2^t) + eps)     amsgrad: v is max_exp_avg_sq
     stable_adamw  u = m / (sqrt(v) + eps)                                      state already free of bias
     came          u = m * rsqrt(R / mean(R)) (x) rsqrt(C)                      R, C: exp_avg_res_row, exp_avg_res_col
-    momentum      u = m                                                        SGD, Lion, CAME below two dimensions
+    momentum      u = m                                                        SGD, CAME below two dimensions
+    replayed      the step with a seeded gradient, see ``replayed``            Lion, SGD with Nesterov's momentum
 
 Sources: torch.optim.AdamW; Wortsman et al., arXiv 2304.13013 (StableAdamW of optimi and pytorch_optimizer); Luo et al.,
 arXiv 2307.02047. The keys that it alone writes tell an optimizer. For an unknown optimizer there is no figure: a guess
@@ -31,7 +32,10 @@ _INCOMPLETE = "betas or eps are missing from the parameter group"
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """The rule that turns the state into a step. ``step`` counts from 1; it and the betas matter to ``adam`` only."""
+    """The rule that turns the state into a step. ``step`` counts from 1; it and the betas matter to ``adam`` only.
+
+    A ``replayed`` rule has no closed form: nothing but its ``kind`` says anything here, and ``apply`` is not defined.
+    """
 
     kind: Update
     step: int = 0
@@ -97,8 +101,8 @@ def recognise(state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | 
         return UNKNOWN
     kind = found[1].update
     if kind == "momentum" and group.get("nesterov"):
-        return UNKNOWN
-    return UpdateRule(kind) if kind in ("came", "momentum") else _adam(kind, group, step)
+        kind = "replayed"
+    return _adam(kind, group, step) if kind in ("adam", "stable_adamw") else UpdateRule(kind)
 
 
 def _adam(kind: Update, group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:

@@ -10,7 +10,7 @@ from rich.console import Console
 from ckpt8.cli.output import print_lines
 from ckpt8.cli.show.tables import Table, number
 from ckpt8.core.text import counted, size
-from ckpt8.inspecting.replay.replay import left_out
+from ckpt8.inspecting.replay.drift import left_out
 from ckpt8.inspecting.verify import Verification
 
 

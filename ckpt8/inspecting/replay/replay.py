@@ -1,134 +1,43 @@
 """``verify --resume-steps``: the next N steps of the optimizer, on the original and on the compressed state.
 
-Steps are calls of the rules of ``ckpt8.optim``. Both sides take the same gradients: normal noise at the scale of the
-moments of the original, a function of a seed, the place of the parameter and the step alone. Memory holds one parameter
-for each thread. After every step
+Steps are calls of the rules of ``ckpt8.optim``. Both sides take the same gradients: noise at the scale of the moments
+of the original, see ``checkpoint.meaning.replayed``. Memory holds one parameter for each thread. After every step
 
     update   NMSE = sum (du)^2 / sum u^2 over all parameters, and max |du|
     weights  sqrt(sum (dw)^2 / sum w^2), and the largest |dw| in units of the RMS of its tensor
 
-where d is compressed minus original. The *drift* of a file is the largest NMSE of its steps.
+where d is compressed minus original. The *drift* of a file is the largest NMSE of its steps. A parameter whose original
+is not finite, or whose original takes a step that is not, is left out: compression did not do that.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
+from ckpt8.checkpoint.meaning.replay_settings import find_rule
+from ckpt8.checkpoint.meaning.replayed import Replayed
 from ckpt8.checkpoint.readers import READERS, open_checkpoint
-from ckpt8.checkpoint.scalars import read_scalar
+from ckpt8.checkpoint.scalars import read_settings
 from ckpt8.checkpoint.sources.opening import open_member
 from ckpt8.checkpoint.sources.values import Streamer
-from ckpt8.checkpoint.tree import Checkpoint, TensorRef
-from ckpt8.codecs.error_stats import ErrorStats
+from ckpt8.checkpoint.tree import Checkpoint, TensorRef, is_dense
 from ckpt8.container.manifest import DCP
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.diff.change import measure
-from ckpt8.inspecting.replay.rules import Replayed, find_rule
-from ckpt8.optim.known_optimizers import TENSORS
+from ckpt8.inspecting.replay.drift import Drift, StepDrift
+from ckpt8.optim.card import Form
+from ckpt8.optim.known_optimizers import SIDE_STATE
 
-SEED = 0x5EED
 _SPREAD = "the files of a distributed checkpoint are not replayed"
-
-
-@dataclass(slots=True)
-class StepDrift(ErrorStats):
-    """Sums over parameters after one step; ``max_*`` are maxima."""
-
-    update_error: float = 0.0
-    update: float = 0.0
-    max_update: float = 0.0
-    weight_error: float = 0.0
-    weight: float = 0.0
-    max_weight: float = 0.0
-
-    @property
-    def nmse(self) -> float:
-        """Sum (du)^2 / sum u^2; 0 if nothing moves and nothing differs."""
-        return self.update_error / self.update if self.update else (math.inf if self.update_error else 0.0)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain figures; None for unknown weights, and for an error without any update."""
-        known = self.weight > 0
-        return {
-            "update_nmse": self.nmse if math.isfinite(self.nmse) else None,
-            "update_max": self.max_update,
-            "weight_rms": math.sqrt(self.weight_error / self.weight) if known else None,
-            "weight_max": self.max_weight if known else None,
-        }
-
-
-@dataclass(slots=True)
-class Drift:
-    """Figures by step, numbers of parameters, and by name the reason why others, or their weights, are left out."""
-
-    steps: list[StepDrift]
-    parameters: int = 0
-    with_weights: int = 0
-    without_weights: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    broken: list[str] = field(default_factory=list)
-
-    def add(self, name: str, steps: list[StepDrift] | str, unpaired: str | None) -> None:
-        """Add a parameter: its figures by step, or why there are none; ``unpaired`` says why it has no weight."""
-        if isinstance(steps, str):
-            self.skipped[name] = steps
-        elif not all(step.finite for step in steps):
-            self.broken.append(name)
-        else:
-            self.parameters += 1
-            if unpaired is None:
-                self.with_weights += 1
-            else:
-                self.without_weights[name] = unpaired
-            for total, step in zip(self.steps, steps, strict=True):
-                total.merge(step)
-
-    @property
-    def worst(self) -> float:
-        """The drift: the largest NMSE of the updates."""
-        return max((step.nmse for step in self.steps), default=0.0)
-
-    def failures(self, limit: float | None) -> list[str]:
-        """Lines about steps that broke, and about a drift above ``limit``."""
-        found = [f"{name}: a replayed step is not finite" for name in self.broken]
-        if limit is not None and not self.parameters:
-            found.append("no parameter could be replayed, so that the drift is unknown")
-        elif limit is not None and self.worst > limit:
-            found.append(f"the drift of the update over {len(self.steps)} steps is {self.worst:.3g}, above {limit:.3g}")
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "drift": self.worst if math.isfinite(self.worst) else None,
-            "parameters": self.parameters,
-            "with_weights": self.with_weights,
-            "without_weights": self.without_weights,
-            "skipped": self.skipped,
-            "steps": [step.to_json() for step in self.steps],
-        }
-
-
-def left_out(resume: Mapping[str, Any]) -> list[str]:
-    """Lines about weights and parameters that the figures of ``Drift.to_json`` leave out."""
-    lines = []
-    weights, skipped = (sorted(Counter(resume[key].values()).items()) for key in ("without_weights", "skipped"))
-    if weights:
-        reasons = "; ".join(f"{count}: {reason}" for reason, count in weights)
-        lines.append(f"weights: {resume['with_weights']} of {resume['parameters']} parameters ({reasons})")
-    return lines + [f"not replayed: {count} parameters: {reason}" for reason, count in skipped]
 
 
 def replay(original: Checkpoint, compressed: Checkpoint, drift: Drift, workers: Workers, prefix: str = "") -> None:
@@ -137,12 +46,12 @@ def replay(original: Checkpoint, compressed: Checkpoint, drift: Drift, workers: 
     ``prefix`` comes before names. Raises InputError for damage, CheckFailedError if the two trees are not alike.
     """
     both = _Sides(original, compressed, len(drift.steps))
-    mine, theirs = saved_parameters(original.tree), saved_parameters(compressed.tree)
+    mine, theirs = (saved_parameters(each.tree, as_torch=True) for each in (original, compressed))
     if [saved.name for saved in mine] != [saved.name for saved in theirs]:
         raise CheckFailedError(
             "the original and the compressed file have different parameters, so no step can be replayed"
         )
-    jobs = enumerate(zip(mine, theirs, strict=True))
+    jobs = zip(mine, theirs, strict=True)
     for saved, found in zip(mine, workers.map(both.replay, jobs), strict=True):
         drift.add(prefix + saved.name, found, saved.unpaired)
 
@@ -169,6 +78,11 @@ class _Side:
     state: dict[str, Tensor]
     weight: Tensor | None
 
+    def find_not_finite(self) -> str | None:
+        """The key of a tensor with a NaN or an Inf, or ``the weight``; None without any."""
+        weight = {} if self.weight is None else {"the weight": self.weight}
+        return next((key for key, values in {**self.state, **weight}.items() if not torch.isfinite(values).all()), None)
+
 
 class _Sides:
     """Reads parameters of both checkpoints; the sources take one reader at a time."""
@@ -178,78 +92,104 @@ class _Sides:
         self._storages = {storage.key: storage for storage in original.storages}
         self._lock = threading.Lock()
 
-    def replay(self, job: tuple[int, tuple[SavedParameter, SavedParameter]]) -> list[StepDrift] | str:
-        """The drift of one parameter, step by step, or why it cannot be replayed. Thread-safe.
-
-        ``job`` is the number of the parameter, and its state on both sides.
-        """
-        number, (saved, theirs) = job
+    def replay(self, job: tuple[SavedParameter, SavedParameter]) -> list[StepDrift] | str:
+        """The drift of one parameter, given on both sides, step by step, or why it cannot be replayed. Thread-safe."""
+        saved, theirs = job
         with self._lock:
             rule = self._rule(saved)
             if isinstance(rule, str):
                 return rule
-            shape = saved.shape or ()
-            if problem := _find_misfit(saved, shape):
+            shape = saved.state[rule.form.tensors[0].key].shape
+            if problem := _find_misfit(rule.form, saved, shape):
                 return problem
-            original, compressed = _read(self._original, saved), _read(self._compressed, theirs)
-        if rule.coupled and rule.weight_decay and original.weight is None:
+            original, compressed = _read(self._original, rule.form, saved), _read(self._compressed, rule.form, theirs)
+        if rule.needs_weight and original.weight is None:
             return "its weight, which an L2 penalty needs, was not found"
-        if broken := _find_not_finite(original):
+        order = _Order.of(rule.form, saved, shape)
+        return self._take_steps(rule, original, compressed, shape, order)
+
+    def _take_steps(
+        self, rule: Replayed, original: _Side, compressed: _Side, shape: tuple[int, ...], order: _Order
+    ) -> list[StepDrift] | str:
+        if broken := original.find_not_finite():
             return f"{broken} of the original is not finite"
-        if _find_not_finite(compressed):
+        if compressed.find_not_finite():
             return [StepDrift(update_error=math.inf)] * self._steps
         found = []
-        scale = rule.gradient_scale(original.state)
+        gradients = rule.gradients({key: order.stored(values) for key, values in original.state.items()})
         for k in range(self._steps):
-            grad = _noise(scale, number, k)
+            grad = order.plain(gradients.at(k))
             u, v = (
                 rule.advance(side.state, side.weight, grad, shape, rule.step + k + 1) for side in (original, compressed)
             )
+            if not torch.isfinite(u).all() or original.find_not_finite():
+                return "a replayed step of the original is not finite"
             found.append(_measure(u, v, original, compressed))
         return found
 
     def _rule(self, saved: SavedParameter) -> Replayed | str:
-        step = saved.state.get("step", saved.group.get("step"))
-        if isinstance(step, TensorRef):
-            step = read_scalar(self._original, self._storages[step.key], step)
-        return find_rule(saved.state, saved.group, step)
+        own = {key: value for key, value in saved.state.items() if key in SIDE_STATE}
+        group = read_settings(self._original, self._storages, saved.group)
+        state = {**saved.state, **read_settings(self._original, self._storages, own)}
+        return find_rule(state, group, state.get("step", group.get("step")))
 
 
-def _refs(saved: SavedParameter) -> dict[str, TensorRef]:
-    return {key: ref for key in TENSORS if isinstance(ref := saved.state.get(key), TensorRef)}
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Between the plain order of a tensor's elements and that in which its storage has them; None where they agree."""
+
+    shape: tuple[int, ...]
+    dimensions: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, form: Form, saved: SavedParameter, shape: tuple[int, ...]) -> _Order:
+        """The order of a form's first tensor."""
+        first = saved.state[form.tensors[0].key]
+        moved = tuple(sorted(range(len(shape)), key=lambda each: -first.stride[each]))
+        moments_alone = all(each.is_moment for each in form.tensors)
+        is_plain = moved == tuple(range(len(shape))) or not is_dense(first) or not moments_alone
+        return cls(shape, None if is_plain else moved)
+
+    def stored(self, values: Tensor) -> Tensor:
+        """Flat values in the order of the storage."""
+        return values if self.dimensions is None else values.view(self.shape).permute(self.dimensions).reshape(-1)
+
+    def plain(self, values: Tensor) -> Tensor:
+        """Flat values in the plain order."""
+        if self.dimensions is None:
+            return values
+        back = sorted(range(len(self.shape)), key=self.dimensions.__getitem__)
+        return values.view([self.shape[each] for each in self.dimensions]).permute(back).reshape(-1)
 
 
-def _find_misfit(saved: SavedParameter, shape: tuple[int, ...]) -> str | None:
+def _find_misfit(form: Form, saved: SavedParameter, shape: tuple[int, ...]) -> str | None:
     """Why the state cannot belong to one parameter of this shape, or None."""
     if not math.prod(shape):
         return "it has no elements"
-    for key, ref in _refs(saved).items():
-        tensor = TENSORS[key]
-        if ref.shape != tensor.shape(shape) or (len(shape) < 2 and not tensor.is_moment):
-            return f"{key} does not have the shape of the parameter"
+    for tensor in form.tensors:
+        ref = saved.state.get(tensor.key)
+        if isinstance(ref, TensorRef) and (
+            ref.shape != tensor.shape(shape) or (len(shape) < 2 and not tensor.is_moment)
+        ):
+            return f"{tensor.key} does not have the shape of the parameter"
     return None
 
 
-def _read(checkpoint: Checkpoint, saved: SavedParameter) -> _Side:
+def _read(checkpoint: Checkpoint, form: Form, saved: SavedParameter) -> _Side:
     streamer = Streamer(checkpoint)
-    state = {key: _load(streamer, ref) for key, ref in _refs(saved).items()}
-    flat = {key: values.reshape(-1) if TENSORS[key].is_moment else values for key, values in state.items()}
-    return _Side(flat, None if saved.weight is None else _load(streamer, saved.weight).reshape(-1))
+    state = {
+        tensor.key: values.reshape(-1) if tensor.is_moment else values
+        for tensor in form.tensors
+        if isinstance(ref := saved.state.get(tensor.key), TensorRef)
+        for values in [_load(streamer, ref).float()]
+    }
+    return _Side(state, None if saved.weight is None else _load(streamer, saved.weight).float().reshape(-1))
 
 
 def _load(streamer: Streamer, ref: TensorRef) -> Tensor:
     values = torch.empty(ref.shape, dtype=ref.dtype.torch)
     streamer.copy(ref, values)
-    return values.float()
-
-
-def _find_not_finite(side: _Side) -> str | None:
-    return next((key for key, values in side.state.items() if not torch.isfinite(values).all()), None)
-
-
-def _noise(scale: Tensor, number: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(SEED + (number << 20) + step)
-    return torch.randn(scale.shape, generator=generator) * scale
+    return values
 
 
 def _measure(u: Tensor, v: Tensor, original: _Side, compressed: _Side) -> StepDrift:

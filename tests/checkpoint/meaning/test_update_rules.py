@@ -355,16 +355,25 @@ def test_momentum_only():
     assert recognise(
         {"momentum_buffer": tensor(4)}, {"momentum": 0.9, "dampening": 0, "nesterov": False}, None
     ) == UpdateRule("momentum")
-    # Lion
-    assert recognise({"exp_avg": tensor(4)}, {"betas": (0.9, 0.99), "lr": 1e-4}, None) == UpdateRule("momentum")
-    assert recognise({"exp_avg": tensor(4)}, {"beta1": 0.9, "beta2": 0.99, "lr": 1e-4}, None) == UpdateRule("momentum")
     assert isinstance(recognise({"momentum_buffer": None}, {"momentum": 0.0}, None), str)
 
 
 @pytest.mark.parametrize(
     ("state", "group"),
     [
+        ({"exp_avg": tensor(4)}, {"betas": (0.9, 0.99), "lr": 1e-4}),
+        ({"exp_avg": tensor(4)}, {"beta1": 0.9, "beta2": 0.99, "lr": 1e-4}),
         ({"momentum_buffer": tensor(4)}, {"momentum": 0.9, "dampening": 0, "nesterov": True}),
+    ],
+    ids=["Lion", "Lion of optimi", "nesterov"],
+)
+def test_steps_that_need_a_gradient(state, group):
+    assert recognise(state, group, None) == UpdateRule("replayed")
+
+
+@pytest.mark.parametrize(
+    ("state", "group"),
+    [
         ({"momentum_buffer": tensor(4)}, {"momentum": 0.9, "dampening": 0, "nesterov": False, "eps": 1e-8}),
         ({"momentum_buffer": tensor(4)}, {"momentum": 0.9, "nesterov": False}),
         ({"exp_avg": tensor(4)}, {"betas": 0.965}),
@@ -372,7 +381,7 @@ def test_momentum_only():
         ({"exp_avg": tensor(4)}, {}),
         ({"exp_avg": tensor(4), "gain": 1.5}, {"betas": (0.9, 0.99)}),
     ],
-    ids=["nesterov", "LARS", "Muon", "Tiger", "three betas", "no betas", "more state"],
+    ids=["LARS", "Muon", "Tiger", "three betas", "no betas", "more state"],
 )
 def test_other_steps_of_one_momentum_are_unknown(state, group):
     assert isinstance(recognise(state, group, None), str)

@@ -1,0 +1,183 @@
+"""Replayed steps: a rule of ``ckpt8.optim`` on the state of a checkpoint, with gradients that are made for it.
+
+Gradients are noise at the scale of the original's own statistics. They are made in blocks of 2^16 elements, in the
+order in which the first tensor of the state is stored. So a block alone is enough to make them, and whoever replays the
+same state gets the same: ``compress``, which reads it piece by piece, and ``verify``. A block takes
+
+    scale   by element from the second moment where there is one, else one number from its part of the momentum
+    noise   (a + b + c + d - 2 (2^16 - 1)) / sqrt((2^32 - 1) / 3), rounded to fp32, where a, b, c, d make up the 64 bits
+            of one output of PCG64. numpy seeds it with (0x5EED, crc32 of the block of the first tensor in fp32, number
+            of the step from 0 on). Its mean is 0, its variance 1; it is nearly normal, and the same on every machine
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ckpt8.codecs.companded8.reference import square_root
+from ckpt8.core.files.crc import crc32
+from ckpt8.core.lazy import resolve
+from ckpt8.optim.blocks import Block, Values, flat_blocks, row_blocks
+from ckpt8.optim.card import Card, Form
+
+SEED = 0x5EED
+BLOCK = 1 << 16
+"""Elements that have one seed, and one scale where that comes from a momentum. Tiles are multiples of it."""
+
+LARGEST_MATRIX = 1 << 22
+"""The most elements of a parameter that ``compress`` replays as a whole, for the memory and the time that it takes."""
+
+_UNIFORM_MEAN, _UNIFORM_DEVIATION = 2 * (2**16 - 1), math.sqrt((2**32 - 1) / 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A rule, the number of steps so far, the hyperparameters. ``coupled``: weight decay is part of the gradient."""
+
+    card: Card
+    form: Form
+    step: int
+    lr: float
+    weight_decay: float
+    coupled: bool
+    arguments: Mapping[str, Any]
+
+    @property
+    def needs_weight(self) -> bool:
+        """Whether the update depends on the weight."""
+        return self.coupled and self.weight_decay != 0
+
+    def gradients(self, state: Values) -> Gradients:
+        """The gradients of the steps that follow ``state``: flat tensors as they are stored, of one run of elements."""
+        return Gradients(self, state)
+
+    def gradient_scale(self, state: Values) -> Tensor:
+        """The RMS of recent gradients, flat: by element from the second moment, else one number for each block.
+
+        That number is the RMS of independent gradients that would give the momentum m = a m + b g its RMS:
+        rms(m) sqrt(1-a^2)/b.
+        """
+        if self.card.gradient_rms is not None:
+            found: Tensor = self.card.gradient_rms(state, self.arguments, self.step)
+            return found
+        if "exp_avg_sq_row" in state:
+            rows, columns = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
+            square: Tensor = (rows / rows.mean(-1, keepdim=True)).unsqueeze(-1) * columns.unsqueeze(-2)
+            return square.clamp_(min=0).nan_to_num_(0.0).sqrt_().reshape(-1)
+        if "exp_avg_sq" in state:
+            biased = self.card.counts and self.form.update in ("adam", "replayed")
+            bias = 1 - self.arguments["betas"][1] ** self.step if biased else 1.0
+            return square_root(state["exp_avg_sq"].clamp(min=0) / bias)
+        assert self.card.average is not None  # noqa: S101
+        a, b = self.card.average(self.arguments)
+        factor = math.sqrt(1 - a * a) / b
+        return torch.cat(
+            [
+                (block.double().square().mean().sqrt() * factor).float().expand(block.shape)
+                for block in _blocks(state[self.form.tensors[0].key])
+            ]
+        )
+
+    def advance(
+        self, state: dict[str, Tensor], weight: Tensor | None, grad: Tensor, shape: tuple[int, ...], step: int
+    ) -> Tensor:
+        """Take step number ``step`` in place; return the update u per unit of learning rate, flat.
+
+        All tensors are flat fp32 of a parameter of ``shape``, but for the row and column statistics. The rule subtracts
+        u from a weight of zero at a learning rate of one without decay; if the weight is unknown, this call alone makes
+        the new state.
+        """
+        if self.needs_weight and weight is not None:
+            grad = grad + weight * self.weight_decay
+        update = self.update(state, grad, shape, step, state if weight is None else {})
+        if weight is not None:
+            decay = 0.0 if self.coupled else self.weight_decay
+            moved = {**state, "param": weight}
+            self._call({**moved, "grad": grad}, moved, shape, step, self.lr, decay)
+        return update
+
+    def update(
+        self,
+        state: Values,
+        grad: Tensor,
+        shape: tuple[int, ...],
+        step: int,
+        new_state: Values | None = None,
+    ) -> Tensor:
+        """The update u of step number ``step``, as ``advance``; the results of the rule go to ``new_state``, if any."""
+        update, nothing = torch.empty_like(grad), torch.zeros(1).expand(grad.shape)
+        inputs, outputs = {**state, "grad": grad, "param": nothing}, {**(new_state or {}), "param": update}
+        self._call(inputs, outputs, shape, step, 1.0, 0.0)
+        return update.neg_()
+
+    def first_updates(self, original: Values, decoded: Values, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """The updates of the first step after the state of the original, and after the decoded one.
+
+        Both are flat tensors as for ``advance``. Without a reach beyond the element they may be any run of the elements
+        that begins at a multiple of ``BLOCK``; ``shape`` is then that of the run.
+        """
+        grad = self.gradients(original).at(0)
+        u, v = (self.update(state, grad, shape, self.step + 1) for state in (original, decoded))
+        return u, v
+
+    def _call(
+        self,
+        inputs: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor],
+        shape: tuple[int, ...],
+        step: int,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
+        """Call the rule on ``inputs`` and copy its results into those tensors that ``outputs`` has."""
+
+        def load(start: int, stop: int, view: tuple[int, ...], names: tuple[str, ...]) -> list[Tensor]:
+            return [inputs[name][start:stop].clone().view(view) for name in names]
+
+        whole = {each.key: inputs[each.key] for each in self.form.tensors if not each.is_moment}
+        numel = math.prod(shape)
+        if self.form.reach == "matrix":
+            cuts = [(0, numel, Block(lambda *names: load(0, numel, shape, names)))]
+        else:
+            cuts = row_blocks(shape, load) if whole else flat_blocks(numel, load)
+        blocks = [block for _, _, block in cuts]
+        rule: Callable[..., Iterator[Values]] = resolve(self.form.rule)
+        results = rule(blocks, whole, step=step, lr=lr, weight_decay=weight_decay, **self.arguments)
+        for start, stop, _ in cuts:
+            for name, value in next(results).items():
+                if name in outputs:
+                    outputs[name][start:stop] = value.reshape(-1)
+        for values in results:
+            for name, value in values.items():
+                if name in outputs:
+                    outputs[name].copy_(value)
+
+
+class Gradients:
+    """The same gradients for both sides, step by step; see the module."""
+
+    def __init__(self, rule: Replayed, state: Values) -> None:
+        self._scale = rule.gradient_scale(state)
+        blocks = _blocks(state[rule.form.tensors[0].key])
+        self._seeds = [(crc32(block.contiguous().numpy()), block.numel()) for block in blocks]
+
+    def at(self, step: int) -> Tensor:
+        """The gradient of step number ``step``, counted from 0, flat."""
+        return torch.cat([_noise(crc, step, numel) for crc, numel in self._seeds]) * self._scale
+
+
+def _blocks(values: Tensor) -> list[Tensor]:
+    return [values[start : start + BLOCK] for start in range(0, values.numel(), BLOCK)]
+
+
+def _noise(crc: int, step: int, numel: int) -> Tensor:
+    bits: np.ndarray[Any, Any] = np.random.PCG64([SEED, crc, step]).random_raw(numel)
+    total = sum(((bits >> shift) & 0xFFFF for shift in (16, 32, 48)), bits & 0xFFFF).astype(np.int64)
+    return torch.from_numpy(((total - _UNIFORM_MEAN) / _UNIFORM_DEVIATION).astype(np.float32))
