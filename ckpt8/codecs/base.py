@@ -107,6 +107,9 @@ class Codec(ABC):
     sets the field, which is None before, to the index of its storage.
     """
 
+    by_element: ClassVar[bool] = False
+    """Whether tensors one behind the other have the parts of each one behind the other, wherever they meet."""
+
     counts_elements: ClassVar[bool] = False
     """Whether encoding and decoding depend on the index of an element in its storage."""
 

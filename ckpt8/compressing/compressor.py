@@ -19,10 +19,12 @@ from pathlib import Path
 from ckpt8 import __version__
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, check_source, store
-from ckpt8.compressing.manifest_records import UnitResult, fill_manifest
+from ckpt8.compressing.group_encoder import EncodedGroup, GroupEncoder, PackedGroup, pack_record, store_group
+from ckpt8.compressing.manifest_records import Results, UnitResult, fill_manifest
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Plan, Unit
 from ckpt8.compressing.policy import LOSSLESS, Policy
+from ckpt8.compressing.sharing import PACK_NAME, share
 from ckpt8.container import frames, header, layout
 from ckpt8.container.manifest import FrameTable, Manifest
 from ckpt8.container.writer import ContainerWriter
@@ -32,9 +34,6 @@ from ckpt8.core.workers import Progress, Workers
 
 _Planes = dict[str, list[bytes | memoryview]]
 """The stored planes of each part, chunk after chunk."""
-
-Results = dict[int, tuple[UnitResult, int]]
-"""By the index of a stream: the result of its unit, and the place of the stream in the unit."""
 
 
 def no_progress(_: int) -> None:
@@ -68,6 +67,7 @@ class Unwritten:
     policy: Policy
     units: list[Unit]
     chunks: deque[PackedChunk]
+    groups: deque[PackedGroup]
     writer: ContainerWriter
     workers: Workers
     resources: ExitStack
@@ -77,11 +77,14 @@ class Unwritten:
         with self.resources:
             chunks = self.workers.map(store, (self.chunks.popleft() for _ in range(len(self.chunks))))
             results = self.compressor.write_units(self.writer, self.workers, self.units, chunks)
+            groups = self.workers.map(store_group, (self.groups.popleft() for _ in range(len(self.groups))))
+            self.compressor.write_groups(self.writer, groups, results)
             return self.compressor.publish(self.writer, results, self.policy)
 
     def close(self) -> None:
         """Give up: no file remains. Harmless after ``write``."""
         self.chunks.clear()
+        self.groups.clear()
         self.resources.close()
 
 
@@ -94,15 +97,18 @@ class Compressor:
         self._options = options
         self._slab = layout.SLAB
         self._encoder = encoder or ChunkEncoder(source, measure=options.stats)
+        self._groups = GroupEncoder(source, self._encoder, self._broken_bound)
+        self._own, self._shared = share(plan.units, source.size, self._slab)
 
     def run(self, target: Path, policy: Policy, *, force: bool) -> Manifest:
         """Write ``target``. Raises InputError for damage in the source, OutputError for the target."""
-        units = self._plan.units
+        units = self._own
         with Workers(self._options.threads) as workers:
             # Threads start on the chunks while the header is laid out, which takes as long as some of them.
             chunks = self._encoder.stored(_chunks_of(units), workers)
             with ContainerWriter(target, self._names(), force=force) as writer:
                 results = self.write_units(writer, workers, units, chunks)
+                self.write_groups(writer, workers.map(self._groups.stored, self._shared), results)
                 self._source.check_unchanged()
                 return self.publish(writer, results, policy)
 
@@ -116,14 +122,15 @@ class Compressor:
             for unit, packed in self._pack_units(workers):
                 units.append(unit)
                 chunks += packed
+            groups = deque(workers.map(self._groups.pack, self._shared))
             self._source.check_unchanged()
-            return Unwritten(self, policy, units, chunks, writer, workers, stack.pop_all())
+            return Unwritten(self, policy, units, chunks, groups, writer, workers, stack.pop_all())
 
     def write_units(
         self, writer: ContainerWriter, workers: Workers, units: Iterable[Unit], chunks: Iterator[EncodedChunk]
     ) -> Results:
         """Write ``units``, whose ``chunks`` come in the same order. Raises as ``run``."""
-        results: Results = {}
+        results = Results()
         for unit in units:
             mark = writer.mark()
             result = self._write_unit(writer, unit, chunks)
@@ -133,8 +140,28 @@ class Compressor:
                 again = unit.lossless(reason)
                 result = self._write_unit(writer, again, self._encoder.stored(_chunks_of([again]), workers))
             check_source(result.unit, result.crcs, self._source.label)
-            results |= {stream.index: (result, k) for k, stream in enumerate(result.unit.streams)}
+            results.add(result)
         return results
+
+    def write_groups(self, writer: ContainerWriter, groups: Iterable[EncodedGroup], results: Results) -> None:
+        """Write groups of units that share entries. Raises as ``run``."""
+        for group in groups:
+            errors = UnitErrors()
+            for each in group.units:
+                check_source(each.unit, each.crcs, self._source.label)
+                results.add_unit(each.unit, each.errors)
+                errors.streams.update(each.errors.streams)
+            for streams, parts in group.packs:
+                name = f"{PACK_NAME}{len(results.packs)}"
+                numel = sum(stream.spec.numel for stream in streams)
+                tables = {}
+                for part, planes in parts.items():
+                    found = planes if numel else []
+                    tables[part] = FrameTable([len(frame) for frame, _ in found], [crc for _, crc in found])
+                    if found:
+                        writer.append(layout.pack_entry(name, part), [frame for frame, _ in found])
+                results.add_pack(pack_record(name, streams, tables), streams, errors)
+                self._options.progress(sum(stream.spec.numel * stream.spec.dtype.itemsize for stream in streams))
 
     def publish(self, writer: ContainerWriter, results: Results, policy: Policy) -> Manifest:
         """Write the manifest and give the file its name. Raises OutputError."""
@@ -146,8 +173,8 @@ class Compressor:
 
     def _pack_units(self, workers: Workers) -> Iterator[tuple[Unit, list[PackedChunk]]]:
         """Every unit with its final codecs, and its packed chunks."""
-        chunks = self._encoder.packed(_chunks_of(self._plan.units), workers)
-        for unit in self._plan.units:
+        chunks = self._encoder.packed(_chunks_of(self._own), workers)
+        for unit in self._own:
             errors = self._no_errors(unit)
             packed: list[PackedChunk] = []
             refused: str | None = None
@@ -170,9 +197,10 @@ class Compressor:
 
         Makes slabs larger until the header stays within the limit of safetensors.
         """
+        shared = [name for group in self._shared for name in group.names()]
         while True:
-            names: list[str] = []
-            for stream in self._plan.streams:
+            names = list(shared)
+            for stream in (stream for unit in self._own for stream in unit.streams):
                 spec = stream.spec
                 wanted, fallback = (layout.entry_names(codec, spec, self._slab) for codec in (stream.codec, LOSSLESS))
                 longer = max(wanted, fallback, key=lambda each: (len(each), len("".join(each))))

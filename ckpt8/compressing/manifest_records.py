@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ckpt8.checkpoint.sources.bundle import Bundle, Member
 from ckpt8.codecs import config_of
+from ckpt8.codecs.error_stats import UpdateError
 from ckpt8.compressing.measure import UnitErrors
-from ckpt8.compressing.plan import Plan, Unit
+from ckpt8.compressing.plan import Plan, Stream, Unit
 from ckpt8.container.manifest import (
     FrameTable,
     Manifest,
     MemberRecord,
+    Pack,
     ParameterRecord,
     StorageRecord,
     TensorRecord,
@@ -33,15 +36,46 @@ class UnitResult:
     refused: str | None = None
 
 
-def fill_manifest(
-    manifest: Manifest, source: Bundle, plan: Plan, results: Mapping[int, tuple[UnitResult, int]]
-) -> None:
-    """Add the members, storages, tensors and parameters of ``source`` to the manifest.
+@dataclass(slots=True)
+class Results:
+    """What was written: the records of storages and update errors, both by the index of a stream, and the packs.
 
-    ``results`` gives, for the index of every stream, the result of its unit and the place of the stream in it.
+    An update error is that of the unit whose first stream it is. ``lossy`` are the storages that come back otherwise.
     """
+
+    records: dict[int, StorageRecord] = field(default_factory=dict)
+    updates: dict[int, UpdateError] = field(default_factory=dict)
+    lossy: set[int] = field(default_factory=set)
+    packs: list[Pack] = field(default_factory=list)
+
+    def add_unit(self, unit: Unit, errors: UnitErrors) -> None:
+        """Add what is known of a unit as a whole."""
+        self.lossy.update(stream.index for stream in unit.streams if stream.lossy)
+        if errors.update is not None and errors.update.finite:
+            self.updates[unit.streams[0].index] = errors.update
+
+    def add(self, result: UnitResult) -> None:
+        """Add a unit whose storages have entries of their own."""
+        self.add_unit(result.unit, result.errors)
+        for k, stream in enumerate(result.unit.streams):
+            record = _storage_record(stream, config_of(stream.codec), result.errors)
+            record.parts = result.tables[k]
+            self.records[stream.index] = record
+
+    def add_pack(self, pack: Pack, streams: Sequence[Stream], errors: UnitErrors) -> None:
+        """Add a pack of ``streams``; ``errors`` hold those of its storages."""
+        self.packs.append(pack)
+        for place, stream in enumerate(streams):
+            record = _storage_record(stream, pack.codec, errors)
+            record.pack, record.place = pack, place
+            self.records[stream.index] = record
+
+
+def fill_manifest(manifest: Manifest, source: Bundle, plan: Plan, results: Results) -> None:
+    """Add the members, storages, tensors and parameters of ``source`` to the manifest."""
     manifest.directory = source.directory
-    manifest.storages += [_storage_record(*results[index]) for index in range(len(results))]
+    manifest.packs += results.packs
+    manifest.storages += [results.records[index] for index in range(len(results.records))]
     manifest.members += [_member_record(member, results) for member in source.members]
     for tensor, index in plan.tensors:
         ref = tensor.ref
@@ -51,19 +85,19 @@ def fill_manifest(
         )
     for unit in plan.units:
         if (parameter := unit.parameter) is not None:
-            error = results[unit.streams[0].index][0].errors.update
+            error = results.updates.get(unit.streams[0].index)
             manifest.parameters.append(
                 ParameterRecord(
                     parameter.name,
                     dict(parameter.moments),
                     asdict(parameter.rule) if parameter.rule else None,
                     parameter.reason,
-                    error.to_json() if error and error.finite else None,
+                    error.to_json() if error else None,
                 )
             )
 
 
-def _member_record(member: Member, results: Mapping[int, tuple[UnitResult, int]]) -> MemberRecord:
+def _member_record(member: Member, results: Results) -> MemberRecord:
     """The record of one member.
 
     It lists the checksum fields that ``restore`` must fill in: those of storages whose bytes change, or whose checksum
@@ -73,22 +107,13 @@ def _member_record(member: Member, results: Mapping[int, tuple[UnitResult, int]]
     segments, fields = [], []
     for index, storage in sorted(enumerate(checkpoint.source_storages, first), key=lambda each: each[1].offset):
         segments.append([storage.offset, index])
-        result, k = results[index]
-        if storage.crc32 is None or result.unit.streams[k].lossy:
+        if storage.crc32 is None or index in results.lossy:
             fields += [[place, index] for place in storage.crc_fields]
     return MemberRecord(member.path, checkpoint.format, checkpoint.size, member.skeleton, segments, fields)
 
 
-def _storage_record(result: UnitResult, k: int) -> StorageRecord:
-    stream = result.unit.streams[k]
-    error = result.errors.streams.get(stream.index)
-    return StorageRecord(
-        stream.spec.name,
-        stream.spec.dtype,
-        stream.spec.numel,
-        stream.spec.role,
-        config_of(stream.codec),
-        stream.reason,
-        result.tables[k],
-        error.to_json() if error and error.finite else None,
-    )
+def _storage_record(stream: Stream, codec: dict[str, Any], errors: UnitErrors) -> StorageRecord:
+    error = errors.streams.get(stream.index)
+    spec = stream.spec
+    figures = error.to_json() if error and error.finite else None
+    return StorageRecord(spec.name, spec.dtype, spec.numel, spec.role, codec, stream.reason, error=figures)

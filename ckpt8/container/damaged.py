@@ -11,15 +11,17 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import zstandard
 
 from ckpt8.container import frames, header, layout
 from ckpt8.container.header import Entry
+from ckpt8.container.manifest import Pack, StorageRecord
+from ckpt8.container.places import NOWHERE, Locator, Places, check_frame_count
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.crc import crc32
@@ -46,7 +48,6 @@ class DamagedContainer(ContainerReader):
     def __init__(self, path: Path) -> None:
         self.damage: str | None = None
         self.lost: dict[int, set[int]] = {}
-        self._unplaced: set[int] = set()
         super().__init__(path)
 
     def mark_lost(self, storage: int, chunk: int) -> None:
@@ -60,10 +61,15 @@ class DamagedContainer(ContainerReader):
         out.fill_(float("nan")) if self.manifest.storages[storage].dtype.is_plane_float else out.zero_()
         return {}
 
+    def fill_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> None:
+        """As ``ContainerReader.fill_chunk``, and a lost chunk as ``decode_chunk`` fills it."""
+        is_lost = chunk in self.lost.get(storage, ())
+        self.decode_chunk(storage, chunk, out) if is_lost else super().fill_chunk(storage, chunk, out)
+
     def is_whole(self, storage: int, chunk: int, out: torch.Tensor) -> bool:
         """Decode a chunk into ``out``; return whether that works."""
         try:
-            super().decode_chunk(storage, chunk, out)
+            super().fill_chunk(storage, chunk, out)
         except InputError:
             return False
         return True
@@ -78,7 +84,7 @@ class DamagedContainer(ContainerReader):
         named = [entry for entry in self._read_entries(by_header) if entry.name == header.MANIFEST]
         start, stored = self._find_manifest([entry.start + by_header for entry in named])
         self.manifest = self._open_manifest(stored)
-        by_manifest = start - sum(record.stored_bytes for record in self.manifest.storages)
+        by_manifest = start - sum(record.stored_bytes for record in self._stored_records())
         if by_manifest < header.LENGTH_BYTES:
             raise InputError(f"{self.path}: manifest is malformed: the file is shorter than what it describes")
         # One flipped bit of the header's length, or of a length in the manifest, moves one of the two.
@@ -141,27 +147,32 @@ class DamagedContainer(ContainerReader):
             pass
         return None
 
-    def _locate(self, entries: dict[str, Entry]) -> list[Any]:
+    def _stored_records(self) -> Iterator[StorageRecord | Pack]:
+        """What has frames: the storages in no pack, and the packs."""
+        yield from (record for record in self.manifest.storages if record.pack is None)
+        yield from self.manifest.packs
+
+    def _locate(self, entries: dict[str, Entry]) -> dict[int | Pack, Places]:
         if self.damage is None:
             return super()._locate(entries)
-        entries = self._place_entries(entries.values())
-        located: list[Any] = []
+        locator = Locator(str(self.path), self._data_start, self.manifest.slab, self._place_entries(entries.values()))
+        located: dict[int | Pack, Places] = {}
         for index, record in enumerate(self.manifest.storages):
-            try:
-                located.append(self._locate_storage(index, entries))
-            except InputError:
-                if not record.parts or record.stored_bytes < record.numel // frames.FRAME * _SMALLEST_FRAME:
-                    raise
-                self._check_frame_count(record)
-                self._unplaced.add(index)
-                located.append({})
+            if record.pack is None:
+                codec = self.codec(index)
+                located[index] = self._located_or_lost(record, partial(locator.storage, record, codec))
+        for pack in self.manifest.packs:
+            located[pack] = self._located_or_lost(pack, partial(locator.pack, pack, self.pack_codec(pack)))
         return located
 
-    def read_parts(self, storage: int, chunk: int, only: Collection[str] | None = None) -> Parts:
-        """As ContainerReader."""
-        if storage in self._unplaced:
-            raise InputError(f"{self.path}: {self.manifest.storages[storage].name}: is not to be found")
-        return super().read_parts(storage, chunk, only)
+    def _located_or_lost(self, record: StorageRecord | Pack, locate: Callable[[], Places]) -> Places:
+        try:
+            return locate()
+        except InputError:
+            if not record.parts or record.stored_bytes < record.numel // frames.FRAME * _SMALLEST_FRAME:
+                raise
+            check_frame_count(record, str(self.path))
+            return NOWHERE
 
     def _place_entries(self, entries: Iterable[Entry]) -> dict[str, Entry]:
         """The entries of the manifest: where the header places them, or found in the holes between."""
@@ -183,7 +194,9 @@ class DamagedContainer(ContainerReader):
     def _expected_entries(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
         """For every entry its name, its length, and the length and the checksum of its first frame."""
         for index, record in enumerate(self.manifest.storages):
-            self._check_frame_count(record)
+            if record.pack is not None:
+                continue
+            check_frame_count(record, str(self.path))
             slabs = layout.slab_chunks(record.numel, self.manifest.slab)
             layouts = self.codec(index).layout(self.spec(index))
             for part, table in record.parts.items():
@@ -193,6 +206,11 @@ class DamagedContainer(ContainerReader):
                     if lengths:
                         facts = sum(lengths), lengths[0], table.crcs[chunks.start * planes]
                         yield layout.entry_name(record.name, part, k, len(slabs)), facts
+        for pack in self.manifest.packs:
+            for part, table in pack.parts.items():
+                if table.lengths:
+                    facts = sum(table.lengths), table.lengths[0], table.crcs[0]
+                    yield layout.pack_entry(pack.name, part), facts
 
     def _fill_hole(self, start: int, stop: int, missing: dict[str, tuple[int, int, int]]) -> Iterator[Entry]:
         """Find entries of ``missing`` one after the other from ``start`` on, and remove them from it."""

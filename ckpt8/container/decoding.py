@@ -7,8 +7,12 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ckpt8.container.layout import FRAME, chunk_count
+from ckpt8.container.manifest import Pack
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.workers import Progress, Workers, scratch
+
+Chunk = tuple[int, int]
+"""The index of a storage, and the number of one of its chunks."""
 
 
 def decode_storage(reader: ContainerReader, storage: int) -> torch.Tensor:
@@ -16,7 +20,7 @@ def decode_storage(reader: ContainerReader, storage: int) -> torch.Tensor:
     record = reader.manifest.storages[storage]
     out = torch.empty(record.numel, dtype=record.dtype.torch, device="cpu")
     for chunk, start in enumerate(range(0, record.numel, FRAME)):
-        reader.decode_chunk(storage, chunk, out[start : start + FRAME])
+        reader.fill_chunk(storage, chunk, out[start : start + FRAME])
     return out
 
 
@@ -28,20 +32,30 @@ def check_frames(
 ) -> None:
     """Read, check and decode every chunk of all storages, or of ``only`` some. Raises InputError naming the tensor."""
 
-    def decode(work: tuple[int, int]) -> int:
-        out = scratch_tensor(reader, *work)
-        reader.decode_chunk(*work, out)
-        return out.numel() * out.element_size()
+    def decode(batch: list[Chunk]) -> int:
+        nbytes = 0
+        for storage, chunk in batch:
+            out = scratch_tensor(reader, storage, chunk)
+            reader.fill_chunk(storage, chunk, out)
+            nbytes += out.numel() * out.element_size()
+        return nbytes
 
     storages = range(len(reader.manifest.storages)) if only is None else only
     for nbytes in workers.map(decode, all_chunks(reader, storages)):
         progress(nbytes)
 
 
-def all_chunks(reader: ContainerReader, storages: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """(storage, chunk) for every chunk of the given storages."""
-    numels = ((index, reader.manifest.storages[index].numel) for index in storages)
-    return ((index, chunk) for index, numel in numels for chunk in range(chunk_count(numel)))
+def all_chunks(reader: ContainerReader, storages: Iterable[int]) -> Iterator[list[Chunk]]:
+    """Every chunk of the given storages, in batches for one thread: those of one pack come together."""
+    packs: dict[Pack, list[Chunk]] = {}
+    for index in storages:
+        record = reader.manifest.storages[index]
+        chunks = ((index, chunk) for chunk in range(chunk_count(record.numel)))
+        if record.pack is None:
+            yield from ([each] for each in chunks)
+        else:
+            packs.setdefault(record.pack, []).extend(chunks)
+    yield from packs.values()
 
 
 def scratch_tensor(reader: ContainerReader, storage: int, chunk: int) -> torch.Tensor:

@@ -42,7 +42,7 @@ def tensor_facts(manifest: Manifest, tensor: TensorRecord) -> dict[str, Any]:
         "elements": record.nbytes // tensor.dtype.itemsize,
         "bytes": record.nbytes,
         "stored_bytes": record.stored_bytes,
-        "parts": {part: sum(table.lengths) for part, table in record.parts.items()},
+        "parts": record.part_bytes,
         "masters": _masters(manifest, record),
         "error": error_facts(record.error),
     }

@@ -24,7 +24,7 @@ FORMAT_KEY = "ckpt8"
 MAJOR = 1
 """A reader refuses another major version. A higher minor version adds codecs and fields that a reader may ignore."""
 
-FILE_VERSION, DIRECTORY_VERSION, REFERENCE_VERSION = f"{MAJOR}.0", f"{MAJOR}.1", f"{MAJOR}.2"
+FILE_VERSION, DIRECTORY_VERSION, REFERENCE_VERSION, SHARED_VERSION = (f"{MAJOR}.{minor}" for minor in range(4))
 """A writer states the lowest version that covers the content of the container."""
 
 MANIFEST = "ckpt8.manifest"
@@ -85,6 +85,12 @@ def tensor_entry(dtype: str, shape: Iterable[int], start: int, stop: int) -> dic
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
 
 
+_WIDEST_ENTRY = len(
+    json.dumps(tensor_entry("U8", [_WIDEST_OFFSET], _WIDEST_OFFSET, 2 * _WIDEST_OFFSET), separators=(",", ":"))
+) + len(",:")
+"""Bytes of the longest entry besides its name."""
+
+
 def render(entries: Iterable[Entry], size: int | None, version: str) -> bytes:
     """The length field and the header of a ``.ckpt8``, padded to the reserved ``size``."""
     header: dict[str, object] = {METADATA: {"format": FORMAT_KEY, FORMAT_KEY: version}}
@@ -94,8 +100,14 @@ def render(entries: Iterable[Entry], size: int | None, version: str) -> bytes:
 
 def reserved_size(names: Iterable[str]) -> int:
     """Bytes that a header for entries of these names needs at most, a multiple of 8."""
-    widest = [Entry(name, _WIDEST_OFFSET, 2 * _WIDEST_OFFSET) for name in (*names, MANIFEST, SEAL)]
-    return len(render(widest, None, REFERENCE_VERSION)) - LENGTH_BYTES
+    metadata = {METADATA: {"format": FORMAT_KEY, FORMAT_KEY: SHARED_VERSION}}
+    length = len(json.dumps(metadata, separators=(",", ":"))) + sum(map(reserved_entry, (*names, MANIFEST, SEAL)))
+    return -(-length // 8) * 8
+
+
+def reserved_entry(name: str) -> int:
+    """Bytes that the entry of this name takes in a header at most."""
+    return _WIDEST_ENTRY + len(json.dumps(name))
 
 
 def parse_safetensors(text: bytes, where: str) -> tuple[object, dict[str, Any]]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckpt8.core.errors import InputError
 
 T = TypeVar("T")
 LARGEST = 1 << 62
 """Counts are below it."""
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8: JSON may hold half of a surrogate pair."""
+    return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 class Fields:
@@ -33,9 +38,18 @@ class Fields:
         value = self._value.get(key)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise self.fail(key)
-        if isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+        if isinstance(value, str) and not is_unicode(value):
             raise self.fail(key)
         return value
+
+    def any(self, key: str) -> Any:
+        """A field of any type; None for a missing one."""
+        return self._value.get(key)
+
+    def nested(self, value: object, key: str | None = None) -> Fields:
+        """The object ``value`` of this file, or the object ``key`` in it. Raises InputError."""
+        fields = Fields(value, self._where)
+        return fields if key is None else Fields(fields.get(key, dict), self._where)
 
     def count(self, key: str, below: int = LARGEST) -> int:
         """An integer from 0 to below ``below``. Raises InputError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ckpt8.codecs import Codec
@@ -12,6 +13,9 @@ FRAME = 1 << 20
 
 SLAB = 1 << 24
 """Elements in a slab unless the header would grow past the limit of safetensors."""
+
+PACK = 1 << 16
+"""The most elements of all storages that share entries: what one damaged frame can lose of them."""
 
 
 def chunk_count(numel: int) -> int:
@@ -33,6 +37,29 @@ def slab_chunks(numel: int, slab: int) -> list[range]:
 def entry_name(storage: str, part: str, slab: int, slabs: int) -> str:
     """Name of the entry of one part of one slab; the number is left out where there is only one slab."""
     return f"{storage}/{part}" if slabs == 1 else f"{storage}/{part}@{slab}"
+
+
+def pack_entry(pack: str, part: str) -> str:
+    """Name of the entry of one part of a pack. Names of other entries have a slash behind that of their storage."""
+    return f"{pack}:{part}"
+
+
+def pack_layout(codec: Codec, spec: TensorSpec, numels: Iterable[int]) -> dict[str, tuple[PartSpec, list[int]]]:
+    """For each part of a pack its specification, and the first element of every storage in it and the number of all.
+
+    ``spec`` gives role and element type. A storage is encoded on its own; the parts follow each other.
+    """
+    parts = codec.layout(replace(spec, shape=(0,)))
+    sizes: dict[int, list[int]] = {}
+    starts: list[list[int]] = [[0] for _ in parts]
+    for numel in numels:
+        if numel not in sizes:
+            sizes[numel] = [part.numel for part in codec.layout(replace(spec, shape=(numel,))).values()]
+        for found, size in zip(starts, sizes[numel], strict=True):
+            found.append(found[-1] + size)
+    return {
+        name: (replace(part, numel=found[-1]), found) for (name, part), found in zip(parts.items(), starts, strict=True)
+    }
 
 
 def entry_names(codec: Codec, spec: TensorSpec, slab: int) -> list[str]:

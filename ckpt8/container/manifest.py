@@ -1,36 +1,24 @@
-"""The manifest of a ``.ckpt8``: everything but the planes, as dataclasses that read and write JSON.
-
-Reading validates every type and range: the seal proves that nothing is damaged, not that nobody is malicious. The
-manifest is stored as JSON in one frame of zstd, within the bounds that a reader sets before it reads it.
-"""
+"""The manifest of a ``.ckpt8``, everything but the planes: its records."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-import zstandard
-
 from ckpt8.codecs import RELATIONS
-from ckpt8.container.header import DIRECTORY_VERSION, FILE_VERSION, REFERENCE_VERSION, check_version
-from ckpt8.container.json_fields import Fields
-from ckpt8.core.errors import InputError
-from ckpt8.core.json_text import FREE, MANIFEST_COST, cost, parse_json
-from ckpt8.core.tensors import DType, Role, Strided
-
-_FLOOR = 1 << 20
-_RATIO = 64
-"""A manifest may inflate to 1 MiB plus 64 times its stored size: most stay below 12."""
-
-_LEVELS = (9, -1, -10, -100, -1000, -10_000, -100_000)
-"""Levels of zstd, the best one first. Nearly equal records compress better than a reader accepts."""
+from ckpt8.container.header import DIRECTORY_VERSION, FILE_VERSION, REFERENCE_VERSION, SHARED_VERSION
+from ckpt8.core.tensors import DType, Role, Strided, TensorSpec
 
 FILE, SYMLINK, DIRECTORY = "file", "symlink", "directory"
 """Formats of members that are no checkpoints: plain bytes, the target of a link, an empty directory."""
 
 DCP = "dcp"
 """Format of the files of a distributed checkpoint, which only their ``.metadata`` explains."""
+
+SHARED = "shared/1"
+"""The codec in the record of a pack: a reader of earlier versions refuses it."""
 
 
 @dataclass(slots=True)
@@ -46,7 +34,8 @@ class StorageRecord:
     """One stored run of elements: a storage of the source, or the skeleton of a member.
 
     ``codec`` is the stored configuration. ``reason`` says why it is lossless where its role would not ask for it.
-    ``error`` holds the fields of ``error_stats.WeightError`` or ``error_stats.MomentError``.
+    ``error`` holds the fields of ``error_stats.WeightError`` or ``error_stats.MomentError``. A storage in a ``pack``
+    has no parts of its own; ``place`` is its number there.
     """
 
     name: str
@@ -57,6 +46,8 @@ class StorageRecord:
     reason: str | None = None
     parts: dict[str, FrameTable] = field(default_factory=dict)
     error: dict[str, Any] | None = None
+    pack: Pack | None = None
+    place: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -70,8 +61,62 @@ class StorageRecord:
 
     @property
     def stored_bytes(self) -> int:
+        """Size in the container, in bytes; in a pack its share of that by elements."""
+        return self.share(self.pack.stored_bytes) if self.pack else _stored(self.parts)
+
+    @property
+    def part_bytes(self) -> dict[str, int]:
+        """Size in the container of every part, in bytes; as ``stored_bytes``."""
+        if self.pack:
+            return {part: self.share(sum(table.lengths)) for part, table in self.pack.parts.items()}
+        return {part: sum(table.lengths) for part, table in self.parts.items()}
+
+    def share(self, nbytes: int) -> int:
+        """The share of ``nbytes`` of its pack. Those of all storages of a pack add up."""
+        starts = self.pack.starts if self.pack else [0, 1]
+        first, stop, numel = starts[self.place], starts[self.place + 1], starts[-1]
+        return nbytes * stop // numel - nbytes * first // numel if numel else 0
+
+
+@dataclass(slots=True, eq=False)
+class Pack:
+    """Small storages that share the entries of a container: one behind the other, encoded alike.
+
+    ``name`` is how its entries begin, ``storages`` are the indices of its storages and ``starts`` the first element of
+    each, and the number of all.
+    """
+
+    name: str
+    dtype: DType
+    role: Role
+    codec: dict[str, Any]
+    storages: list[int]
+    starts: list[int]
+    parts: dict[str, FrameTable] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its storages."""
+        return self.starts[-1]
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The specification of all its elements."""
+        return TensorSpec(self.name, self.role, self.dtype, (self.numel,))
+
+    @property
+    def numels(self) -> Iterator[int]:
+        """The elements of each storage."""
+        return (stop - start for start, stop in pairwise(self.starts))
+
+    @property
+    def stored_bytes(self) -> int:
         """Size in the container, in bytes."""
-        return sum(sum(table.lengths) for table in self.parts.values())
+        return _stored(self.parts)
+
+
+def _stored(parts: dict[str, FrameTable]) -> int:
+    return sum(sum(table.lengths) for table in parts.values())
 
 
 @dataclass(slots=True)
@@ -134,138 +179,13 @@ class Manifest:
     tensors: list[TensorRecord] = field(default_factory=list)
     parameters: list[ParameterRecord] = field(default_factory=list)
     directory: str | None = None
+    packs: list[Pack] = field(default_factory=list)
 
     @property
     def version(self) -> str:
         """The lowest format version that covers the content."""
+        if self.packs:
+            return SHARED_VERSION
         if any(record.is_reference for record in self.storages):
             return REFERENCE_VERSION
         return FILE_VERSION if self.directory is None else DIRECTORY_VERSION
-
-    def to_json(self) -> dict[str, Any]:
-        """A tree of plain JSON values."""
-        tree = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
-        if self.directory is None:
-            del tree["directory"]
-        return {"version": self.version, **tree}
-
-
-def _plain(value: object) -> object:
-    """Records as plain objects, at any depth; plain values are not copied."""
-    if isinstance(value, DType):
-        return value.label
-    if isinstance(value, Role):
-        return value.value
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_plain(each) for each in value] if value and is_dataclass(value[0]) else value
-    return {each.name: _plain(getattr(value, each.name)) for each in fields(value)} if is_dataclass(value) else value
-
-
-def _frame_table(fields: Fields) -> FrameTable:
-    table = FrameTable(fields.counts("lengths"), fields.counts("crcs", 1 << 32))
-    if len(table.lengths) != len(table.crcs):
-        raise fields.fail("crcs")
-    return table
-
-
-def _storage(fields: Fields) -> StorageRecord:
-    return StorageRecord(
-        name=fields.get("name", str),
-        dtype=fields.choice("dtype", DType.from_label),
-        numel=fields.count("numel"),
-        role=fields.choice("role", Role),
-        codec=fields.get("codec", dict),
-        reason=fields.optional("reason", str),
-        parts=fields.mapping("parts", _frame_table),
-        error=fields.optional("error", dict),
-    )
-
-
-def _tensor(fields: Fields, storages: int) -> TensorRecord:
-    record = TensorRecord(
-        name=fields.get("name", str),
-        storage=fields.count("storage", storages),
-        dtype=fields.choice("dtype", DType.from_label),
-        offset=fields.count("offset"),
-        shape=fields.counts("shape"),
-        stride=fields.counts("stride"),
-        flags=fields.get("flags", list),
-    )
-    if not all(flag in ("conj", "neg") for flag in record.flags):
-        raise fields.fail("flags")
-    if len(record.shape) != len(record.stride):
-        raise fields.fail("stride")
-    return record
-
-
-def _parameter(fields: Fields, storages: int) -> ParameterRecord:
-    moments = fields.get("moments", dict)
-    if not all(type(index) is int and 0 <= index < storages for index in moments.values()):
-        raise fields.fail("moments")
-    return ParameterRecord(
-        name=fields.get("name", str),
-        moments=moments,
-        rule=fields.optional("rule", dict),
-        reason=fields.optional("reason", str),
-        error=fields.optional("error", dict),
-    )
-
-
-def _member(fields: Fields, storages: int) -> MemberRecord:
-    return MemberRecord(
-        path=fields.get("path", str),
-        format=fields.get("format", str),
-        size=fields.count("size"),
-        skeleton=fields.count("skeleton", storages),
-        segments=fields.pairs("segments", storages),
-        crc_fields=fields.pairs("crc_fields", storages),
-    )
-
-
-def read_manifest(tree: object, where: str) -> Manifest:
-    """The manifest of a parsed JSON tree. Raises InputError, or UnsupportedError for another version."""
-    fields = Fields(tree, f"{where}: manifest")
-    check_version(fields.get("version", str), where)
-    storages = fields.each("storages", _storage)
-    count = len(storages)
-    return Manifest(
-        writer=fields.get("writer", str),
-        preset=fields.get("preset", str),
-        rules=fields.get("rules", list),
-        slab=fields.count("slab"),
-        frame=fields.count("frame"),
-        members=fields.each("members", lambda each: _member(each, count)),
-        storages=storages,
-        tensors=fields.each("tensors", lambda each: _tensor(each, count)),
-        parameters=fields.each("parameters", lambda each: _parameter(each, count)),
-        directory=fields.optional("directory", str),
-    )
-
-
-def pack_manifest(tree: dict[str, Any], rest: int) -> bytes:
-    """The stored manifest of a container of ``rest`` more bytes, as small as a reader accepts it."""
-    text = json.dumps(tree, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
-    costs = cost(text)
-    for level in _LEVELS:
-        stored = zstandard.ZstdCompressor(level=level).compress(text)
-        if len(text) <= _FLOOR + _RATIO * len(stored) and costs <= _allowed(rest + len(stored)):
-            break
-    return stored
-
-
-def unpack_manifest(stored: bytes, size: int, where: str) -> Any:
-    """The tree of a stored manifest in a container of ``size`` bytes. Raises InputError."""
-    try:
-        declared = zstandard.frame_content_size(stored)
-        if not 0 <= declared <= _FLOOR + _RATIO * len(stored):
-            raise InputError(f"{where}: manifest declares an implausible size")
-        text = zstandard.ZstdDecompressor().decompress(stored, max_output_size=declared)
-    except zstandard.ZstdError as exc:
-        raise InputError(f"{where}: manifest cannot be decompressed: {exc}") from exc
-    return parse_json(text, f"{where}: manifest", _allowed(size))
-
-
-def _allowed(size: int) -> int:
-    return FREE + MANIFEST_COST * size

@@ -135,7 +135,7 @@ class MemberFile(io.RawIOBase):
         out = _tensor(target)
         if out.data_ptr() % record.dtype.itemsize:
             return False
-        self._reader.decode_chunk(piece.storage, piece.chunk, out.view(record.dtype.torch))
+        self._reader.fill_chunk(piece.storage, piece.chunk, out.view(record.dtype.torch))
         return True
 
     def _chunk(self, record: StorageRecord, piece: Piece, length: int, *, keep: bool) -> bytearray:
@@ -145,7 +145,7 @@ class MemberFile(io.RawIOBase):
             return last[1]
         chunk = bytearray(length)
         out = _tensor(memoryview(chunk)).view(record.dtype.torch)
-        self._reader.decode_chunk(piece.storage, piece.chunk, out)
+        self._reader.fill_chunk(piece.storage, piece.chunk, out)
         if keep:
             self._last = (key, chunk)
         return chunk

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable
-from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.base import Companions, Run
@@ -14,9 +13,12 @@ from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding
 from ckpt8.container import header, layout
 from ckpt8.container.copies import check_companions, check_references
 from ckpt8.container.header import Entry
-from ckpt8.container.manifest import FrameTable, Manifest, StorageRecord, read_manifest, unpack_manifest
+from ckpt8.container.manifest import Manifest, Pack
+from ckpt8.container.manifest_reading import read_manifest, unpack_manifest
 from ckpt8.container.member_layout import check_members
 from ckpt8.container.member_paths import check_paths
+from ckpt8.container.pack_reader import PackReader
+from ckpt8.container.places import Locator, PartPlace, Places
 from ckpt8.core.backend import for_checkpoint
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError
@@ -25,16 +27,6 @@ from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
 
 if TYPE_CHECKING:
     import torch
-
-_FRAME_RATIO = 1 << 15
-"""The most bytes that a zstd frame holds for each stored one: a block of at most 128 KiB takes at least four bytes."""
-
-
-class _Part(NamedTuple):
-    """Where the frames of one part lie: offset in the file, stored length and crc32 of each."""
-
-    offsets: list[int]
-    table: FrameTable
 
 
 class ContainerReader(Closing):
@@ -47,12 +39,13 @@ class ContainerReader(Closing):
     def __init__(self, path: Path, *, kernels: bool = False) -> None:
         self.path = path
         self._file = SourceFile(ByteRange.of(path))
-        self._codecs: dict[int, Codec] = {}
+        self._codecs: dict[int | Pack, Codec] = {}
+        self._packs = PackReader(self.pack_codec, self._read_pack_part)
         try:
             entries, stored = self._open_header()
             self.manifest = self._open_manifest(stored)
             self._backend = for_checkpoint(self.manifest.storages) if kernels else "torch"
-            self._parts = self._locate({entry.name: entry for entry in entries})
+            self._places = self._locate({entry.name: entry for entry in entries})
             check_references(self.manifest, self.codec, str(path))
             check_companions(self.manifest, self.codec, str(path))
             check_members(self.manifest, str(path))
@@ -103,9 +96,19 @@ class ContainerReader(Closing):
 
     def codec(self, storage: int) -> Codec:
         """The codec of a storage. Raises UnsupportedError."""
+        record = self.manifest.storages[storage]
+        if record.pack is not None:
+            return self.pack_codec(record.pack)
         found = self._codecs.get(storage)
         if found is None:
-            found = self._codecs[storage] = codec_from_config(self.manifest.storages[storage].codec)
+            found = self._codecs[storage] = codec_from_config(record.codec)
+        return found
+
+    def pack_codec(self, pack: Pack) -> Codec:
+        """The codec of all storages of a pack. Raises UnsupportedError."""
+        found = self._codecs.get(pack)
+        if found is None:
+            found = self._codecs[pack] = codec_from_config(pack.codec)
         return found
 
     def spec(self, storage: int) -> TensorSpec:
@@ -117,52 +120,18 @@ class ContainerReader(Closing):
         """The specification of one chunk of a storage."""
         return layout.chunk_spec(self.spec(storage), chunk)
 
-    def _locate(self, entries: dict[str, Entry]) -> list[dict[str, _Part]]:
-        located = [self._locate_storage(index, entries) for index in range(len(self.manifest.storages))]
+    def _locate(self, entries: dict[str, Entry]) -> dict[int | Pack, Places]:
+        """Where all frames lie: by storage, or by pack. Raises InputError."""
+        locator = Locator(str(self.path), self._data_start, self.manifest.slab, entries)
+        located: dict[int | Pack, Places] = {
+            index: locator.storage(record, self.codec(index))
+            for index, record in enumerate(self.manifest.storages)
+            if record.pack is None
+        }
+        located.update((pack, locator.pack(pack, self.pack_codec(pack))) for pack in self.manifest.packs)
         if entries:
             raise InputError(f"{self.path}: holds {next(iter(entries))[:80]!r}, which the manifest does not know")
         return located
-
-    def _locate_storage(self, storage: int, entries: dict[str, Entry]) -> dict[str, _Part]:
-        record = self.manifest.storages[storage]
-        codec, whole = self.codec(storage), self.spec(storage)
-        if not codec.accepts(whole):
-            raise InputError(f"{self.path}: {record.name}: {codec.id} does not hold {whole.dtype.label}")
-        expected = codec.layout(whole)
-        if set(record.parts) != set(expected):
-            raise InputError(f"{self.path}: {record.name}: parts do not fit its codec")
-        if not expected:
-            return {}
-        self._check_frame_count(record)
-        slabs = layout.slab_chunks(record.numel, self.manifest.slab)
-        return {part: self._locate_part(record, part, spec, slabs, entries) for part, spec in expected.items()}
-
-    def _check_frame_count(self, record: StorageRecord) -> None:
-        """Bound the work that a declared element count can cause by the frames that are really there."""
-        chunks = layout.chunk_count(record.numel)
-        if any(len(table.lengths) < chunks for table in record.parts.values()):
-            raise InputError(f"{self.path}: {record.name}: has fewer frames than its {record.numel} elements need")
-
-    def _locate_part(
-        self, record: StorageRecord, part: str, spec: PartSpec, slabs: list[range], entries: dict[str, Entry]
-    ) -> _Part:
-        table = record.parts[part]
-        # Bound the memory that a declared size can cause by the bytes that are really there.
-        if sum(table.lengths) * _FRAME_RATIO < spec.nbytes:
-            raise InputError(f"{self.path}: {record.name}: {part!r} cannot hold the {spec.nbytes} bytes it must hold")
-        offsets: list[int] = []
-        position = 0
-        for k, chunks in enumerate(slabs):
-            entry = entries.pop(layout.entry_name(record.name, part, k, len(slabs)), None)
-            lengths = table.lengths[position : position + len(chunks) * layout.planes(spec)]
-            if entry is None or sum(lengths) != entry.nbytes:
-                raise InputError(f"{self.path}: {record.name}: frames of {part!r} do not fill their entry")
-            start = self._data_start + entry.start
-            offsets += [start + before for before in accumulate(lengths[:-1], initial=0)]
-            position += len(lengths)
-        if position != len(table.lengths):
-            raise InputError(f"{self.path}: {record.name}: {part!r} has more frames than elements")
-        return _Part(offsets, table)
 
     def read_parts(self, storage: int, chunk: int, only: Collection[str] | None = None) -> Parts:
         """The parts of one chunk, all or ``only`` some, checked against checksums and declared sizes.
@@ -170,26 +139,49 @@ class ContainerReader(Closing):
         A reference has one part, its elements, which are rounded from its masters. Raises InputError that names the
         tensor.
         """
+        record = self.manifest.storages[storage]
+        if record.pack is not None:
+            return self._packs.parts(record, only)
         spec, codec = self.chunk_spec(storage, chunk), self.codec(storage)
         if codec.copied is not None:
             return {ROUNDED: self._read_copy(codec.copied.cut(chunk * layout.FRAME, spec.numel), spec.numel)}
         expected = codec.layout(spec)
         wanted = expected if only is None else [part for part in expected if part in only]
-        return {part: self._read_part(storage, part, expected[part], chunk) for part in wanted}
+        places, where = self._places[storage], f"{self.path}: {record.name}"
+        return {part: self._read_part(places.get(part), expected[part], chunk, where) for part in wanted}
 
-    def _read_part(self, storage: int, part: str, spec: PartSpec, chunk: int) -> torch.Tensor:
+    def _read_pack_part(self, pack: Pack, part: str, spec: PartSpec) -> torch.Tensor:
+        """One part of a pack. Raises InputError that names its first tensor."""
         from ckpt8.container import frames
 
-        located = self._parts[storage][part]
+        if not pack.numel:
+            return frames.host_bytes(0).view(spec.dtype.torch)
+        first = self.manifest.storages[pack.storages[0]].name
+        where = f"{self.path}: {first} and {len(pack.storages) - 1:,} more beside it"
+        return self._read_part(self._places[pack].get(part), spec, 0, where)
+
+    def _read_part(self, place: PartPlace | None, spec: PartSpec, chunk: int, where: str) -> torch.Tensor:
+        from ckpt8.container import frames
+
+        if place is None:
+            raise InputError(f"{where}: is not to be found")
         count = layout.planes(spec)
-        where = f"{self.path}: {self.manifest.storages[storage].name}"
         planes = []
         for k in range(chunk * count, (chunk + 1) * count):
-            stored = frames.host_bytes(located.table.lengths[k])
-            self._file.read_into(located.offsets[k], frames.bytes_of(stored))
-            frames.check(frames.bytes_of(stored), located.table.crcs[k], where)
+            stored = frames.host_bytes(place.table.lengths[k])
+            self._file.read_into(place.offsets[k], frames.bytes_of(stored))
+            frames.check(frames.bytes_of(stored), place.table.crcs[k], where)
             planes.append(frames.inflate(stored, spec.nbytes // count, where))
         return frames.decode_part(planes, spec)
+
+    def fill_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> None:
+        """As ``decode_chunk``, without the parts."""
+        record = self.manifest.storages[storage]
+        elements = None if record.pack is None else self._packs.elements(record, self._backend)
+        if elements is None:
+            self.decode_chunk(storage, chunk, out)
+        else:
+            out.copy_(elements)
 
     def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
         """Decode one chunk into ``out``, a flat contiguous CPU tensor of its elements. Returns its parts."""
@@ -210,7 +202,7 @@ class ContainerReader(Closing):
 
         spec = self.chunk_spec(storage, chunk)
         out = frames.host_bytes(spec.numel * spec.dtype.itemsize).view(spec.dtype.torch)
-        self.decode_chunk(storage, chunk, out)
+        self.fill_chunk(storage, chunk, out)
         return out
 
     def _read_copy(self, runs: Iterable[Run], numel: int) -> torch.Tensor:

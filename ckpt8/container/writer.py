@@ -9,7 +9,9 @@ from pathlib import Path
 
 from ckpt8.container import header
 from ckpt8.container.header import Entry
-from ckpt8.container.manifest import Manifest, pack_manifest
+from ckpt8.container.manifest import Manifest
+from ckpt8.container.manifest_json import manifest_json
+from ckpt8.container.manifest_reading import pack_manifest
 from ckpt8.core.closing import Closing
 from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.files.write_at import PIECE, start_writeback, write_all_at
@@ -70,7 +72,7 @@ class ContainerWriter(Closing):
 
     def finish(self, manifest: Manifest) -> None:
         """Write manifest, header and seal, and publish the file."""
-        stored = pack_manifest(manifest.to_json(), self._data_start + self._position + header.SEAL_BYTES)
+        stored = pack_manifest(manifest_json(manifest), self._data_start + self._position + header.SEAL_BYTES)
         self.append(header.MANIFEST, [stored])
         self._write()
         start = self._position

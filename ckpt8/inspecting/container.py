@@ -97,7 +97,7 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
     )
     parts: Counter[str] = Counter()
     for record in manifest.storages:
-        parts.update({part: sum(table.lengths) for part, table in record.parts.items()})
+        parts.update(record.part_bytes)
     return {
         "format": manifest.version,
         "writer": manifest.writer,

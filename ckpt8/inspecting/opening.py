@@ -13,7 +13,7 @@ from pathlib import Path
 from ckpt8 import __version__
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.compressing.manifest_records import UnitResult, fill_manifest
+from ckpt8.compressing.manifest_records import Results, UnitResult, fill_manifest
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Plan
 from ckpt8.container import frames, layout
@@ -36,10 +36,8 @@ def open_any(path: Path, *, containers: bool = True) -> Iterator[Bundle]:
 def describe(source: Bundle, plan: Plan) -> Manifest:
     """The manifest that a container of ``source`` would have, without sizes of parts and without errors."""
     manifest = Manifest(f"ckpt8 {__version__}", "", [], layout.SLAB, frames.FRAME)
-    results = {
-        stream.index: (UnitResult(unit, [{} for _ in unit.streams], UnitErrors(), []), place)
-        for unit in plan.units
-        for place, stream in enumerate(unit.streams)
-    }
+    results = Results()
+    for unit in plan.units:
+        results.add(UnitResult(unit, [{} for _ in unit.streams], UnitErrors(), []))
     fill_manifest(manifest, source, plan, results)
     return manifest

@@ -207,7 +207,8 @@ def verify(
         check_frames(reader, workers, progress)
         table = check_table(reader, workers)
         storages = reader.manifest.storages
-        count = sum(len(table.lengths) for record in storages for table in record.parts.values())
+        tables = [record.parts for record in storages] + [pack.parts for pack in reader.manifest.packs]
+        count = sum(len(table.lengths) for parts in tables for table in parts.values())
         statistics, unmeasured, failures, resume = 0, 0, [], None
         if original is not None:
             measured = measure(reader, Path(original), workers, progress)

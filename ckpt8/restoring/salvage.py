@@ -21,7 +21,7 @@ from typing import Any
 from ckpt8.checkpoint.replacing import checkpoint_file
 from ckpt8.container import frames
 from ckpt8.container.damaged import DamagedContainer
-from ckpt8.container.decoding import all_chunks, scratch_tensor
+from ckpt8.container.decoding import Chunk, all_chunks, scratch_tensor
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, MemberRecord, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.target_names import SAFETENSORS, default_path
@@ -140,14 +140,15 @@ def salvage(
 def _find_lost(reader: DamagedContainer, workers: Workers) -> None:
     """Decode every chunk once and mark those that cannot be decoded."""
 
-    def lost_or_none(chunk: tuple[int, int]) -> tuple[int, int] | None:
-        return None if reader.is_whole(*chunk, scratch_tensor(reader, *chunk)) else chunk
+    def lost_of(batch: list[Chunk]) -> list[Chunk]:
+        return [chunk for chunk in batch if not reader.is_whole(*chunk, scratch_tensor(reader, *chunk))]
 
-    chunks = all_chunks(reader, range(len(reader.manifest.storages)))
+    batches = all_chunks(reader, range(len(reader.manifest.storages)))
     # A copy is decoded from its master's chunks. Once marked these decode, to NaN, and the copy would seem intact:
     # check all chunks before marking the first.
-    for lost in list(filter(None, workers.map(lost_or_none, chunks))):
-        reader.mark_lost(*lost)
+    for batch in list(workers.map(lost_of, batches)):
+        for lost in batch:
+            reader.mark_lost(*lost)
 
 
 class _Member(MemberFile):

@@ -16,6 +16,7 @@ class Lossless(Codec):
 
     id = "lossless/1"
     keeps_masters = True
+    by_element = True
 
     def accepts(self, spec: TensorSpec) -> bool:  # noqa: ARG002
         """Tensors of any type and role."""

@@ -28,6 +28,7 @@ class SplitWeight(Codec):
     __slots__ = ()
 
     keeps_masters = True
+    by_element = True
     residual: ClassVar[tuple[str, DType]]
 
     def accepts(self, spec: TensorSpec) -> bool:

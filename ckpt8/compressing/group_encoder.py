@@ -1,0 +1,136 @@
+"""Packs groups of small units: the parts of their storages one behind the other, in worker threads.
+
+A lossy unit is encoded and measured on its own. One that is refused falls back alone: its storages go, lossless, to
+packs beside those of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+
+from ckpt8.checkpoint.tree import Checkpoint
+from ckpt8.codecs import config_of
+from ckpt8.compressing.chunk_encoder import ChunkEncoder
+from ckpt8.compressing.measure import UnitErrors
+from ckpt8.compressing.plan import Stream, Unit
+from ckpt8.compressing.policy import LOSSLESS
+from ckpt8.compressing.sharing import Group
+from ckpt8.container import frames
+from ckpt8.container.manifest import FrameTable, Pack
+from ckpt8.core.files.crc import crc32
+from ckpt8.core.tensors import Parts
+
+FindReason = Callable[[Unit, UnitErrors], "str | None"]
+"""Why a unit must be stored lossless although its codec took it."""
+
+
+@dataclass(slots=True)
+class EncodedUnit:
+    """A unit with its final codecs, its errors, and the crc32 of the bytes of each stream as in ``Chunk``."""
+
+    unit: Unit
+    errors: UnitErrors
+    crcs: list[int]
+
+
+@dataclass(slots=True)
+class PackedGroup:
+    """The units of a group, and the streams and parts of every pack that they need."""
+
+    units: list[EncodedUnit] = field(default_factory=list)
+    packs: list[tuple[list[Stream], Parts]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class EncodedGroup:
+    """As ``PackedGroup``, compressed: (stored bytes, crc32) of every frame by part."""
+
+    units: list[EncodedUnit]
+    packs: list[tuple[list[Stream], dict[str, list[tuple[bytes | memoryview, int]]]]]
+
+
+def store_group(group: PackedGroup) -> EncodedGroup:
+    """Compress a packed group."""
+    packs = [
+        (streams, {name: frames.encode_part(name, part) for name, part in parts.items()})
+        for streams, parts in group.packs
+    ]
+    return EncodedGroup(group.units, packs)
+
+
+def pack_record(name: str, streams: Sequence[Stream], tables: dict[str, FrameTable]) -> Pack:
+    """The record of a pack."""
+    spec = streams[0].spec
+    starts = list(accumulate((stream.spec.numel for stream in streams), initial=0))
+    indices = [stream.index for stream in streams]
+    return Pack(name, spec.dtype, spec.role, config_of(streams[0].codec), indices, starts, tables)
+
+
+class GroupEncoder:
+    """Packs groups of units of one checkpoint on the CPU. Thread-safe."""
+
+    def __init__(self, checkpoint: Checkpoint, encoder: ChunkEncoder, reason_of: FindReason) -> None:
+        self._checkpoint = checkpoint
+        self._encoder = encoder
+        self._reason_of = reason_of
+
+    def pack(self, group: Group) -> PackedGroup:
+        """Read and pack a group. Raises InputError."""
+        packed = PackedGroup()
+        refused = self._pack_lossy(group.units, packed) if group.lossy else list(group.units)
+        if refused:
+            self._pack_lossless(refused, packed)
+        return packed
+
+    def stored(self, group: Group) -> EncodedGroup:
+        """Read, pack and compress a group. Raises InputError."""
+        return store_group(self.pack(group))
+
+    def _pack_lossy(self, units: Sequence[Unit], packed: PackedGroup) -> list[Unit]:
+        """Pack those units that their codecs take; return the others, lossless."""
+        refused: list[Unit] = []
+        kept: list[Unit] = []
+        found: list[list[Parts]] = []
+        for unit in units:
+            chunk = self._encoder.pack((unit, 0))
+            reason = chunk.refused or self._reason_of(unit, chunk.errors)
+            if reason is not None:
+                refused.append(unit.lossless(reason))
+                continue
+            kept.append(unit)
+            found.append(chunk.parts)
+            packed.units.append(EncodedUnit(unit, chunk.errors, chunk.crcs))
+        for place in range(len(units[0].streams) if kept else 0):
+            parts = [each[place] for each in found]
+            joined = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
+            packed.packs.append(([unit.streams[place] for unit in kept], joined))
+        return refused
+
+    def _pack_lossless(self, units: Sequence[Unit], packed: PackedGroup) -> None:
+        rows = []
+        for streams in zip(*(unit.streams for unit in units), strict=True):
+            parts, crcs = self._encode(streams)
+            packed.packs.append((list(streams), parts))
+            rows.append(crcs)
+        packed.units += [
+            EncodedUnit(unit, UnitErrors(), list(crcs))
+            for unit, crcs in zip(units, zip(*rows, strict=True), strict=True)
+        ]
+
+    def _encode(self, streams: Sequence[Stream]) -> tuple[Parts, list[int]]:
+        """The parts of lossless streams of one element type, one behind the other, and their checksums."""
+        content = frames.host_bytes(sum(stream.storage.nbytes for stream in streams))
+        view = frames.bytes_of(content)
+        at, crcs = 0, []
+        for stream in streams:
+            stop = at + stream.spec.numel * stream.spec.dtype.itemsize
+            own = view[at:stop]
+            if len(own):
+                self._checkpoint.read_into(stream.storage.offset, own)
+            crcs.append(crc32(own) if stream.storage.crc32 is not None else 0)
+            at = stop
+        return LOSSLESS.encode(content[:at].view(streams[0].spec.dtype.torch)), crcs

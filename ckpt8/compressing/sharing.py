@@ -1,0 +1,100 @@
+"""Chooses the storages that share entries: small ones of one role and codec, where the header would be long otherwise.
+
+Lossless storages form groups one by one. The lossy moments of a parameter stay together: the codec of all of them
+changes where one is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ckpt8.compressing.plan import Stream, Unit
+from ckpt8.compressing.policy import LOSSLESS
+from ckpt8.container import header
+from ckpt8.container.layout import PACK, entry_names, pack_entry
+
+_ROOM, _ROOM_SHARE = 10 << 10, 256
+"""The header may take as many bytes, or this part of the source, before storages share entries."""
+
+PACK_NAME = "ckpt8.shared"
+_WIDEST = f"{PACK_NAME}{10**8}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Small units whose streams, place by place, have one role, element type and codec."""
+
+    units: Sequence[Unit]
+
+    def places(self) -> Iterator[list[Stream]]:
+        """The streams of every place."""
+        return (list(streams) for streams in zip(*(unit.streams for unit in self.units), strict=True))
+
+    @property
+    def lossy(self) -> bool:
+        """Whether units of the group may be refused."""
+        return any(stream.codec != LOSSLESS for stream in self.units[0].streams)
+
+    def names(self) -> Iterator[str]:
+        """Names as long as those of its entries: a lossy group may need as many for the units that are refused."""
+        for stream in self.units[0].streams:
+            for codec in dict.fromkeys((stream.codec, LOSSLESS)):
+                yield from (pack_entry(_WIDEST, part) for part in codec.layout(stream.spec))
+
+
+def share(units: Sequence[Unit], size: int, slab: int) -> tuple[list[Unit], list[Group]]:
+    """The units with entries of their own, and groups of the others. ``size`` are the bytes of the source."""
+    if not _is_header_long(units, max(_ROOM, size // _ROOM_SHARE), slab):
+        return list(units), []
+    own: list[Unit] = []
+    alike: dict[Hashable, list[Unit]] = defaultdict(list)
+    for unit in units:
+        for each in _parts_of(unit):
+            if _is_small(each):
+                alike[tuple((s.spec.role, s.spec.dtype, s.codec) for s in each.streams)].append(each)
+            else:
+                own.append(each)
+    groups = []
+    for found in alike.values():
+        for run in _cut(found):
+            if len(run) > 1:
+                groups.append(Group(run))
+            else:
+                own += run
+    return own, groups
+
+
+def _is_header_long(units: Iterable[Unit], room: int, slab: int) -> bool:
+    taken = 0
+    for stream in (stream for unit in units for stream in unit.streams):
+        taken += sum(map(header.reserved_entry, entry_names(stream.codec, stream.spec, slab)))
+        if taken > room:
+            return True
+    return False
+
+
+def _parts_of(unit: Unit) -> list[Unit]:
+    """The streams of a lossless unit one by one: nothing is measured of them together."""
+    if len(unit.streams) == 1 or any(stream.codec != LOSSLESS for stream in unit.streams):
+        return [unit]
+    return [Unit((stream,)) for stream in unit.streams]
+
+
+def _is_small(unit: Unit) -> bool:
+    depends = any(stream.codec.companions or stream.codec.copied is not None for stream in unit.streams)
+    return unit.numel <= PACK and not depends
+
+
+def _cut(units: Iterable[Unit]) -> Iterator[list[Unit]]:
+    """Runs of units that have at most PACK elements."""
+    run: list[Unit] = []
+    numel = 0
+    for unit in units:
+        if run and numel + unit.numel > PACK:
+            yield run
+            run, numel = [], 0
+        run.append(unit)
+        numel += unit.numel
+    yield run

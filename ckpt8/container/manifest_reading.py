@@ -1,0 +1,263 @@
+"""Stores the JSON of a manifest in one frame of zstd, within the bounds of a reader, and reads it.
+
+Reading validates every type and range: the seal proves that nothing is damaged, not that nobody is malicious.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import zstandard
+
+from ckpt8.container.columns import (
+    FLAGS,
+    Table,
+    as_count,
+    as_counts,
+    as_dtype,
+    as_flags,
+    as_object,
+    as_step,
+    as_text,
+    below,
+    or_null,
+)
+from ckpt8.container.header import check_version
+from ckpt8.container.json_fields import Fields
+from ckpt8.container.layout import PACK
+from ckpt8.container.manifest import (
+    SHARED,
+    FrameTable,
+    Manifest,
+    MemberRecord,
+    Pack,
+    ParameterRecord,
+    StorageRecord,
+    TensorRecord,
+)
+from ckpt8.container.manifest_json import dense_stride
+from ckpt8.core.errors import InputError
+from ckpt8.core.json_text import FREE, MANIFEST_COST, cost, parse_json
+from ckpt8.core.tensors import DType, Role
+
+_FLOOR = 1 << 20
+_RATIO = 64
+"""A manifest may inflate to 1 MiB plus 64 times its stored size: most stay below 12."""
+
+_LEVELS = (9, -1, -10, -100, -1000, -10_000, -100_000)
+"""Levels of zstd, the best one first. Nearly equal records compress better than a reader accepts."""
+
+
+def _frame_table(fields: Fields) -> FrameTable:
+    table = FrameTable(fields.counts("lengths"), fields.counts("crcs", 1 << 32))
+    if len(table.lengths) != len(table.crcs):
+        raise fields.fail("crcs")
+    return table
+
+
+def _storage(fields: Fields) -> StorageRecord:
+    return StorageRecord(
+        name=fields.get("name", str),
+        dtype=fields.choice("dtype", DType.from_label),
+        numel=fields.count("numel"),
+        role=fields.choice("role", Role),
+        codec=fields.get("codec", dict),
+        reason=fields.optional("reason", str),
+        parts=fields.mapping("parts", _frame_table),
+        error=fields.optional("error", dict),
+    )
+
+
+def _tensor(fields: Fields, storages: int) -> TensorRecord:
+    record = TensorRecord(
+        name=fields.get("name", str),
+        storage=fields.count("storage", storages),
+        dtype=fields.choice("dtype", DType.from_label),
+        offset=fields.count("offset"),
+        shape=fields.counts("shape"),
+        stride=fields.counts("stride"),
+        flags=fields.get("flags", list),
+    )
+    if not all(flag in FLAGS for flag in record.flags):
+        raise fields.fail("flags")
+    if len(record.shape) != len(record.stride):
+        raise fields.fail("stride")
+    return record
+
+
+def _parameter(fields: Fields, storages: int) -> ParameterRecord:
+    moments = fields.get("moments", dict)
+    if not all(type(index) is int and 0 <= index < storages for index in moments.values()):
+        raise fields.fail("moments")
+    return ParameterRecord(
+        name=fields.get("name", str),
+        moments=moments,
+        rule=fields.optional("rule", dict),
+        reason=fields.optional("reason", str),
+        error=fields.optional("error", dict),
+    )
+
+
+def _member(fields: Fields, storages: int) -> MemberRecord:
+    return MemberRecord(
+        path=fields.get("path", str),
+        format=fields.get("format", str),
+        size=fields.count("size"),
+        skeleton=fields.count("skeleton", storages),
+        segments=fields.pairs("segments", storages),
+        crc_fields=fields.pairs("crc_fields", storages),
+    )
+
+
+def read_manifest(tree: object, where: str) -> Manifest:
+    """The manifest of a parsed JSON tree. Raises InputError, or UnsupportedError for another version."""
+    fields = Fields(tree, f"{where}: manifest")
+    check_version(fields.get("version", str), where)
+    own = fields.each("storages", _storage)
+    storages, packs = _read_packs(fields, own)
+    count = len(storages)
+    members = fields.each("members", lambda each: _member(each, count))
+    tensors = fields.each("tensors", lambda each: _tensor(each, count))
+    if packs:
+        members += _read_members(fields.nested(tree, "member_table"), storages)
+        tensors += _read_tensors(fields.nested(tree, "tensor_table"), storages)
+    return Manifest(
+        writer=fields.get("writer", str),
+        preset=fields.get("preset", str),
+        rules=fields.get("rules", list),
+        slab=fields.count("slab"),
+        frame=fields.count("frame"),
+        members=members,
+        storages=storages,
+        tensors=tensors,
+        parameters=fields.each("parameters", lambda each: _parameter(each, count)),
+        directory=fields.optional("directory", str),
+        packs=packs,
+    )
+
+
+def _read_packs(fields: Fields, found: list[StorageRecord]) -> tuple[list[StorageRecord], list[Pack]]:
+    """All storages by index, and the packs; ``found`` are the records of ``storages``, some of them of packs.
+
+    A pack says the indices of its storages. The others take those that are left, in their order.
+    """
+    shared = [
+        (record, fields.nested(raw, "shared"))
+        for record, raw in zip(found, fields.get("storages", list), strict=True)
+        if record.codec.get("id") == SHARED
+    ]
+    if not shared:
+        return found, []
+    storages: dict[int, StorageRecord] = {}
+    packs = []
+    for record, columns in shared:
+        table = Table(columns, "storages")
+        numels = table.each("numel", below(PACK + 1))
+        starts = list(accumulate(numels, initial=0))
+        if starts[-1] > PACK or starts[-1] != record.numel:
+            raise columns.fail("numel")
+        indices = list(accumulate(table.each("storages", as_step)))
+        codec = columns.get("codec", dict)
+        pack = Pack(record.name, record.dtype, record.role, codec, indices, starts, record.parts)
+        rows = zip(
+            indices,
+            table.each("name", as_text),
+            numels,
+            table.each("reason", or_null(as_text)),
+            table.each("error", or_null(as_object)),
+            strict=True,
+        )
+        for place, (index, name, numel, reason, error) in enumerate(rows):
+            if index in storages:
+                raise columns.fail("storages")
+            one = StorageRecord(name, pack.dtype, numel, pack.role, codec, reason, {}, error, pack, place)
+            storages[index] = one
+        packs.append(pack)
+    own = [record for record in found if record.codec.get("id") != SHARED]
+    total = len(own) + len(storages)
+    if any(not 0 <= index < total for index in storages):
+        raise fields.fail("storages")
+    rest = iter(own)
+    return [storages.get(index) or next(rest) for index in range(total)], packs
+
+
+def _read_members(fields: Fields, storages: Sequence[StorageRecord]) -> list[MemberRecord]:
+    """The records of the table of members."""
+    table, index = Table(fields, "path"), below(len(storages))
+
+    def pairs(value: Any, key: str, sizes: Callable[[int], int]) -> list[list[int]]:
+        """Offsets from the gaps in front of them, each with its storage."""
+        if value is None:
+            return []
+        columns = Table(fields.nested(value, None), key)
+        found, at = [], 0
+        for gap, storage in zip(columns.each(key, as_count), columns.each("storage", index), strict=True):
+            found.append([at + gap, storage])
+            at += gap + sizes(storage)
+        return found
+
+    return [
+        MemberRecord(*row)
+        for row in zip(
+            table.each("path", as_text),
+            table.each("format", as_text),
+            table.each("size", as_count),
+            table.each("skeleton", index),
+            table.each("segments", lambda each: pairs(each, "before", lambda storage: storages[storage].nbytes)),
+            table.each("crc_fields", lambda each: pairs(each, "gap", lambda _: 0)),
+            strict=True,
+        )
+    ]
+
+
+def _read_tensors(fields: Fields, storages: Sequence[StorageRecord]) -> list[TensorRecord]:
+    """The records of the table of tensors."""
+    table = Table(fields, "name")
+    tensors = []
+    for name, storage, dtype, offset, shape, stride, flags in zip(
+        table.each("name", or_null(as_text)),
+        table.each("storage", below(len(storages))),
+        table.each("dtype", as_dtype),
+        table.each("offset", as_count),
+        table.each("shape", or_null(as_counts)),
+        table.each("stride", or_null(as_counts)),
+        table.each("flags", as_flags),
+        strict=True,
+    ):
+        record = storages[storage]
+        sizes = [record.numel] if shape is None else shape
+        steps = dense_stride(sizes) if stride is None else stride
+        if len(steps) != len(sizes):
+            raise table.fail("stride")
+        tensors.append(TensorRecord(record.name if name is None else name, storage, dtype, offset, sizes, steps, flags))
+    return tensors
+
+
+def pack_manifest(tree: dict[str, Any], rest: int) -> bytes:
+    """The stored manifest of a container of ``rest`` more bytes, as small as a reader accepts it."""
+    text = json.dumps(tree, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
+    costs = cost(text)
+    for level in _LEVELS:
+        stored = zstandard.ZstdCompressor(level=level).compress(text)
+        if len(text) <= _FLOOR + _RATIO * len(stored) and costs <= _allowed(rest + len(stored)):
+            break
+    return stored
+
+
+def unpack_manifest(stored: bytes, size: int, where: str) -> Any:
+    """The tree of a stored manifest in a container of ``size`` bytes. Raises InputError."""
+    try:
+        declared = zstandard.frame_content_size(stored)
+        if not 0 <= declared <= _FLOOR + _RATIO * len(stored):
+            raise InputError(f"{where}: manifest declares an implausible size")
+        text = zstandard.ZstdDecompressor().decompress(stored, max_output_size=declared)
+    except zstandard.ZstdError as exc:
+        raise InputError(f"{where}: manifest cannot be decompressed: {exc}") from exc
+    return parse_json(text, f"{where}: manifest", _allowed(size))
+
+
+def _allowed(size: int) -> int:
+    return FREE + MANIFEST_COST * size
