@@ -9,6 +9,8 @@ To add an optimizer, write
 2. kernels, if it is to have any: one module in ``triton``;
 3. its card in ``known_optimizers``: state, settings, the signs of its saved state, the published classes.
 
+Optimizers that ckpt8 recognises and does not train with have a rule and a card in ``recognised``.
+
 Every other package reads the card: roles, policy, error in update space, replay, resume, conversion. An entry in
 ``optim_cases`` and one in ``test_oracles`` run the conformance tests; ``tests/optim/test_own_optimizer.py`` shows all
 steps with an optimizer that only the tests have. An import for type checkers, below, gives it its public name.
@@ -21,7 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpt8.core.lazy import lazy_names
-from ckpt8.optim.known_optimizers import CARDS
+from ckpt8.optim.known_optimizers import trained_cards
 
 if TYPE_CHECKING:
     from ckpt8.optim.adafactor import Adafactor as Adafactor
@@ -32,13 +34,13 @@ if TYPE_CHECKING:
     from ckpt8.optim.sgd import SGD as SGD
     from ckpt8.optim.stable_adamw import StableAdamW as StableAdamW
 
-OPTIMIZERS: tuple[tuple[str, str], ...] = tuple((card.name, card.cls) for card in CARDS.values())
+OPTIMIZERS: tuple[tuple[str, str], ...] = tuple((card.name, card.cls) for card in trained_cards())
 """(name, "module:Class") of every optimizer."""
 
 __all__ = ["CAME", "OPTIMIZERS", "SGD", "Adafactor", "Adam", "AdamW", "Lion", "StableAdamW"]
 
 
-__getattr__ = lazy_names(__name__, lambda: {card.name: card.cls for card in CARDS.values()})
+__getattr__ = lazy_names(__name__, lambda: {card.name: card.cls for card in trained_cards()})
 
 
 def __dir__() -> list[str]:

@@ -6,10 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ckpt8.core.tensors import Role
+
 Shape = tuple[int, ...]
-Slot = Literal["moment1", "moment1_2", "moment1_3", "moment2", "max_moment2", "weight", "statistic"]
+Slot = Literal["moment1", "moment1_2", "moment1_3", "moment2", "moment2_2", "max_moment2", "weight", "statistic", "exact"]
 Update = Literal["adam", "stable_adamw", "came", "momentum", "replayed"]
 Reach = Literal["element", "tensor", "matrix"]
+
+
+_MOMENTS = {"moment1": Role.MOMENT1, "moment2": Role.MOMENT2}
 
 
 def _same(shape: Shape) -> Shape:
@@ -35,7 +40,14 @@ class StateTensor:
     @property
     def is_moment(self) -> bool:
         """Whether it has the shape of the parameter."""
-        return self.slot != "statistic"
+        return self.slot not in ("statistic", "exact")
+
+    @property
+    def role(self) -> Role:
+        """What presets take it for."""
+        if self.slot == "weight":
+            return Role.WEIGHT
+        return next((role for name, role in _MOMENTS.items() if name in self.slot), Role.OTHER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +109,17 @@ _UNPUBLISHED = Published("", "", step="int")
 class Card:
     """One optimizer. ``name`` is its class in ``ckpt8.optim``; ``cls`` locates it as ``module:name``.
 
-    ``settings``: the settings that the rule takes from a group, and how many numbers each has. ``fixed``: arguments of
-    the rule that a group does not set. ``nullable``: settings with numbers that may be None.
+    ``cls`` is empty for an optimizer that ckpt8 recognises and does not train: only all the tensors of its state
+    together have roles, since one key alone may be of any optimizer. ``unknown`` says why its step is not known.
+    ``settings``: the settings that the rule takes from a group, and how many numbers each has; 0: any value that
+    ``choices`` allows. ``choices``: the values that a setting must have for the rule to be that of the card; a missing
+    setting is None. ``fixed``: arguments of the rule that a group does not set; ``taken`` gets the number of the steps
+    so far. ``nullable``: settings with numbers that may be None. ``side``: keys of a state that the rule does not read.
+    ``step_key``: the setting that counts steps, if it is not ``step``.
     ``signs``: keys of which a saved state or its group must have one. ``needs``: keys that the group must have.
-    ``lacks``: keys that neither may have.
-    ``counts``: the rule depends on the number of the step. ``coupled``: weight decay is always part of the gradient.
+    ``lacks``: keys that neither may have. ``agrees``: whether the settings agree with one another as the card says.
+    ``counts``: the rule depends on the number of the step. ``coupled``: weight decay is always part of the gradient;
+    ``own_decay``: the rule alone decides. ``needs_weight``: the step depends on the weight beyond its decay.
     ``average``: computes (a, b) of m = a m + b g from the arguments, where ``tensors[0]`` of a form is m and there is
     no ``exp_avg_sq``. ``gradient_rms``: computes the RMS of recent gradients, element by element, from (state,
     arguments, step); without it, it follows from row and column statistics, from ``exp_avg_sq`` and the second beta, or
@@ -112,10 +130,14 @@ class Card:
 
     rule_id: str
     name: str
-    cls: str
+    cls: str = ""
+    unknown: str = ""
     settings: Mapping[str, int]
     matrix: Form
     vector: Form | None = None
+    choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    side: frozenset[str] = frozenset()
+    step_key: str = "step"
     fixed: Mapping[str, Any] = field(default_factory=dict)
     nullable: frozenset[str] = frozenset()
     signs: frozenset[str] = frozenset()
@@ -123,6 +145,9 @@ class Card:
     lacks: frozenset[str] = frozenset()
     counts: bool = False
     coupled: bool = False
+    own_decay: bool = False
+    needs_weight: bool = False
+    agrees: Callable[[Mapping[Any, Any]], bool] | None = None
     average: Callable[[Mapping[str, Any]], tuple[float, float]] | None = None
     gradient_rms: Callable[[Mapping[str, Any], Mapping[str, Any], int], Any] | None = None
     kernels: str | None = None

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Role
 from ckpt8.optim.card import Card, Form, Published, Shape, StateTensor
+from ckpt8.optim.recognised.cards import RECOGNISED, VARIANTS
 
 SPELLINGS = {"betas": ("beta1", "beta2"), "eps": ("eps1", "eps2")}
 """Settings with several numbers, and the names under which some packages store each number."""
@@ -36,24 +37,33 @@ SIDE_STATE = {"step"}
 def register(card: Card) -> None:
     """Add a card: from now on ckpt8 recognises the optimizer's saved state."""
     CARDS[card.rule_id] = card
+    SIDE_STATE.update(card.side)
+    if not card.cls:
+        return
     TENSORS.update(card.tensors)
     SIDE_STATE.update(*({*each.state, *each.optional} for each in card.published))
-    slots = {key: each.slot for key, each in card.tensors.items() if each.is_moment and each.packable}
-    MOMENT_SLOTS.update(slots)
-    roles = {key: Role.MOMENT1 if slot.startswith("moment1") else Role.MOMENT2 for key, slot in slots.items()}
-    STATE_ROLES.update(roles)
+    moments = {key: each for key, each in card.tensors.items() if each.is_moment and each.packable}
+    MOMENT_SLOTS.update({key: each.slot for key, each in moments.items()})
+    STATE_ROLES.update({key: each.role for key, each in moments.items()})
+
+
+def trained_cards() -> list[Card]:
+    """The optimizers of ``ckpt8.optim``."""
+    return [card for card in CARDS.values() if card.cls]
 
 
 def card_of(rule_id: str) -> Card:
-    """The card of a rule. Raises UsageError for an unknown rule."""
-    if rule_id not in CARDS:
-        raise UsageError(f"no optimizer has the rule {rule_id!r}; ckpt8 knows {', '.join(CARDS)}")
-    return CARDS[rule_id]
+    """The card of an optimizer of ``ckpt8.optim``. Raises UsageError for an unknown rule."""
+    found = next((card for card in trained_cards() if card.rule_id == rule_id), None)
+    if found is None:
+        known = ", ".join(card.rule_id for card in trained_cards())
+        raise UsageError(f"no optimizer has the rule {rule_id!r}; ckpt8 knows {known}")
+    return found
 
 
 def find_published(package: str, name: str) -> tuple[Card, Published] | None:
     """The card and the entry of the class ``name`` of a top-level package; None for an unknown class."""
-    every = ((card, each) for card in CARDS.values() for each in card.published)
+    every = ((card, each) for card in trained_cards() for each in card.published)
     return next(((card, each) for card, each in every if (each.package, each.name) == (package, name)), None)
 
 
@@ -63,8 +73,8 @@ def first_moments() -> list[str]:
 
 
 def setting_names() -> set[str]:
-    """Names of the settings of all optimizers, in every spelling, without ``lr`` and ``weight_decay``."""
-    names = {name for card in CARDS.values() for name in (*card.settings, *(t.when for t in card.tensors.values()))}
+    """Names of the settings of ``ckpt8.optim``, in every spelling, without ``lr`` and ``weight_decay``."""
+    names = {name for card in trained_cards() for name in (*card.settings, *(t.when for t in card.tensors.values()))}
     spelled = {part for name in names for part in SPELLINGS.get(name, ())}
     return (names | spelled) - {"", "lr", "weight_decay"}
 
@@ -72,7 +82,10 @@ def setting_names() -> set[str]:
 def setting(group: Mapping[Any, Any], name: str) -> Any:
     """A setting of a group, in any spelling; None where it is missing."""
     parts = SPELLINGS.get(name, ())
-    return [group[part] for part in parts] if parts and set(parts) <= group.keys() else group.get(name)
+    if not parts or not set(parts) <= group.keys():
+        return group.get(name)
+    third = ("beta3",) if name == "betas" and "beta3" in group else ()
+    return [group[part] for part in (*parts, *third)]
 
 
 def identify(tensors: Collection[str], state: Collection[Any], group: Mapping[Any, Any]) -> tuple[Card, Form] | None:
@@ -81,16 +94,43 @@ def identify(tensors: Collection[str], state: Collection[Any], group: Mapping[An
     ``state`` are the keys of the state, ``tensors`` those of the tensors from which an update is computed.
     """
     keys = {*state, *group}
+    if any(not card.signs.isdisjoint(keys) for card in CARDS.values() if card.unknown):
+        return None
     for card in CARDS.values():
         if (card.signs and card.signs.isdisjoint(keys)) or not card.lacks.isdisjoint(keys):
             continue
-        if not all(_holds(group, name, card.settings[name]) for name in card.needs):
+        if not all(_holds(group, name, card.settings.get(name, 1)) for name in card.needs):
+            continue
+        if not all(group.get(name) in allowed for name, allowed in (VARIANTS | card.choices).items()):
+            continue
+        if card.agrees is not None and not card.agrees(group):
             continue
         for form in card.forms:
-            required = {each.key for each in form.present({})}
-            if form.update and tensors and required <= set(tensors) <= {each.key for each in form.tensors}:
+            if form.update and _fits(form, tensors):
                 return card, form
     return None
+
+
+def why_unknown(tensors: Collection[str], state: Collection[Any], group: Mapping[Any, Any]) -> str | None:
+    """Why the step of an optimizer is not known although ckpt8 recognises its state, or None."""
+    keys = {*state, *group}
+    unknown = [card for card in CARDS.values() if card.unknown]
+    by_sign = (card.unknown for card in unknown if not card.signs.isdisjoint(keys))
+    by_state = (card.unknown for card in unknown if not card.signs and _fits(card.matrix, tensors))
+    return next(by_sign, None) or next(by_state, None)
+
+
+def state_roles(tensors: Collection[str]) -> dict[str, Role]:
+    """Roles of the tensors of a state by all their keys together, where a key alone says too little; else empty."""
+    forms = (form for card in CARDS.values() if not card.cls for form in card.forms)
+    found = next((form for form in forms if form.tensors and _fits(form, tensors)), None)
+    return {} if found is None else {each.key: each.role for each in found.tensors}
+
+
+def _fits(form: Form, tensors: Collection[str]) -> bool:
+    """Whether a state with these tensors has the form."""
+    required = {each.key for each in form.present({})}
+    return bool(tensors) and required <= set(tensors) <= {each.key for each in form.tensors}
 
 
 def _holds(group: Mapping[Any, Any], name: str, count: int) -> bool:
@@ -106,7 +146,7 @@ _M = StateTensor("exp_avg", "moment1")
 _V = StateTensor("exp_avg_sq", "moment2")
 _ADAM = Form("ckpt8.optim.adamw:adam", (_M, _V, StateTensor("max_exp_avg_sq", "max_moment2", when="amsgrad")), "adam")
 _ADAM_SETTINGS = {"lr": 1, "betas": 2, "eps": 1, "weight_decay": 1}
-_ADAM_SIGNS = frozenset({"amsgrad", "bias_correction", "correct_bias", "t_alpha"})
+_ADAM_SIGNS = frozenset({"amsgrad", "bias_correction", "correct_bias", "t_alpha", "use_muon"})
 
 _TORCH: dict[str, Any] = {"foreach": None, "differentiable": False, "fused": None}
 _TORCH_ADAM: dict[str, Any] = {**_TORCH, "amsgrad": False, "capturable": False}
@@ -255,5 +295,6 @@ for _card in (
         counts=True,
         published=(Published("torch", "Adafactor", step="tensor", group={"foreach": None}),),
     ),
+    *RECOGNISED,
 ):
     register(_card)

@@ -11,9 +11,10 @@ from ckpt8.checkpoint.meaning.replayed import Replayed
 from ckpt8.checkpoint.meaning.update_rules import UNKNOWN, identify_state, recognise
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.optim.card import Card
-from ckpt8.optim.known_optimizers import first_moments, setting
+from ckpt8.optim.known_optimizers import first_moments, setting, why_unknown
 
 _LARGEST_STEP = 2**53
+_MISSING = object()
 _INCOMPLETE = "hyperparameters are missing from the parameter group, or out of range"
 
 
@@ -24,8 +25,10 @@ def find_rule(state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) 
     """
     found = identify_state(state, group)
     if found is None or found[1].update is None:
-        return _why_unknown(state)
+        return _why_unknown(state, group)
     card, form = found
+    if card.step_key != "step":
+        step = group.get(card.step_key)
     taken = _steps_taken(card, state, group, step)
     if isinstance(taken, str):
         return taken
@@ -33,20 +36,24 @@ def find_rule(state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) 
     settings = {**{key: value for key, value in state.items() if key in card.settings}, **group}
     read = {name: _read(name, card, state, settings) for name in names - {"lr", "weight_decay"}}
     shared = _numbers([group.get("lr"), group.get("weight_decay", 0.0)])
-    if not shared or None in read.values():
+    if not shared or _MISSING in read.values():
         return _INCOMPLETE
     lr, weight_decay = shared
     if weight_decay and (group.get("decouple_lr") or group.get("fixed_decay")):
         return "its weight decay does not follow the learning rate, which is not replayed"
     present = {each.when: each.key in state for each in form.tensors if each.when and each.when not in names}
-    return Replayed(card, form, taken, lr, weight_decay, card.coupled or _is_coupled(group), read | present)
+    counted = {"taken": taken} if "taken" in card.fixed else {}
+    coupled = not card.own_decay and _is_coupled(group, card.coupled)
+    return Replayed(card, form, taken, lr, weight_decay, coupled, read | present | counted)
 
 
-def _why_unknown(state: Mapping[Any, Any]) -> str:
+def _why_unknown(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> str:
     """Why no rule fits a state: what can be seen of it, and nothing about how it is stored."""
     tensors = {key: each for key, each in state.items() if isinstance(each, TensorRef) and each.shape}
     if is_low_bit(state):
         return "its state is in low precision already, which is not replayed"
+    if reason := why_unknown(tensors, state, group):
+        return reason
     return UNKNOWN if not tensors or tensors.keys() & set(first_moments()) else "its state has no first moment"
 
 
@@ -64,32 +71,34 @@ def _steps_taken(card: Card, state: Mapping[Any, Any], group: Mapping[Any, Any],
 
 _RANGES: dict[str, Callable[[float], bool]] = {
     "betas": lambda beta: 0 <= beta < 1,
-    "momentum": lambda momentum: 0 < momentum < 1,
+    "momentum": lambda momentum: 0 <= momentum < 1,
     "dampening": lambda dampening: dampening < 1,
     "clip_threshold": lambda threshold: threshold > 0,
 }
 
 
 def _read(name: str, card: Card, state: Mapping[Any, Any], group: Mapping[Any, Any]) -> Any:
-    """An argument of the rule from the group, else the fixed one of the card; None if missing or out of range."""
+    """An argument of the rule from the group, else the fixed one of the card; _MISSING, also if it is out of range."""
     if name == "clip_threshold" and "beta1" in group and "eps_sq" not in state:
         return math.inf  # optimi's AdamW has StableAdamW's averages, but does not clip.
-    if name not in card.settings and name not in group:
+    if name not in card.settings and (name not in group or not card.cls):
         return card.fixed[name]
     given, count = setting(group, name), card.settings.get(name, 1)
+    if not count:
+        return given
     # Some packages keep the threshold outside the group.
     given = 1.0 if name == "clip_threshold" and name not in group else given
     numbers = _numbers(given if isinstance(given, (tuple, list)) else [given])
     fits = _RANGES.get(name, math.isfinite)
     if len(numbers) != count or not all(map(fits, numbers)):
-        return None
+        return _MISSING
     return numbers if count > 1 else numbers[0]
 
 
-def _is_coupled(group: Mapping[Any, Any]) -> bool:
-    """Whether weight decay is an L2 penalty, as in Adam. Files of old versions do not say: they count as AdamW."""
+def _is_coupled(group: Mapping[Any, Any], default: bool) -> bool:
+    """Whether weight decay is an L2 penalty, as in Adam, where a group says so; else the ``default`` of the card."""
     keys = ("decoupled_weight_decay", "decouple_wd", "weight_decouple")
-    return next((group[key] for key in keys if key in group), True) is False
+    return next((group[key] is False for key in keys if key in group), default)
 
 
 def _numbers(values: Any) -> tuple[float, ...]:

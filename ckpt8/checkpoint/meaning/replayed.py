@@ -52,7 +52,7 @@ class Replayed:
     @property
     def needs_weight(self) -> bool:
         """Whether the update depends on the weight."""
-        return self.coupled and self.weight_decay != 0
+        return self.card.needs_weight or (self.coupled and self.weight_decay != 0)
 
     def gradients(self, state: Values) -> Gradients:
         """The gradients of the steps that follow ``state``: flat tensors as they are stored, of one run of elements."""
@@ -92,9 +92,13 @@ class Replayed:
 
         All tensors are flat fp32 of a parameter of ``shape``, but for the row and column statistics. The rule subtracts
         u from a weight of zero at a learning rate of one without decay; if the weight is unknown, this call alone makes
-        the new state.
+        the new state. Where the step depends on the weight, u is all that it loses, per unit of learning rate.
         """
-        if self.needs_weight and weight is not None:
+        if self.card.needs_weight and weight is not None:
+            before, moved = weight.clone(), {**state, "param": weight}
+            self._call({**moved, "grad": grad}, moved, shape, step, self.lr, self.weight_decay)
+            return (before - weight) / self.lr
+        if self.coupled and self.weight_decay and weight is not None:
             grad = grad + weight * self.weight_decay
         update = self.update(state, grad, shape, step, state if weight is None else {})
         if weight is not None:

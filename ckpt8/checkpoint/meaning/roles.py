@@ -22,8 +22,7 @@ from ckpt8.checkpoint.vocabulary import MASTER_LISTS, MODEL_KEYS, STATE_LISTS
 from ckpt8.checkpoint.walk import Components, format_path, iter_nodes
 from ckpt8.core.tensors import Role, is_small
 from ckpt8.core.text import printable
-from ckpt8.optim.known_optimizers import MOMENT_SLOTS, STATE_ROLES
-from ckpt8.optim.other_states import other_roles
+from ckpt8.optim.known_optimizers import MOMENT_SLOTS, STATE_ROLES, state_roles
 
 _LONGEST_NAME = 512
 
@@ -196,6 +195,6 @@ def _parameter_states(
             moments = bitsandbytes_moments(state, group)
             roles.update((id(ref), STATE_ROLES[key]) for key, ref in moments.items())
             tensors = {key: ref for key, ref in state.items() if isinstance(ref, TensorRef) and ref.shape}
-            roles.update((id(tensors[key]), role) for key, role in other_roles(tensors).items() if key in tensors)
+            roles.update((id(tensors[key]), role) for key, role in state_roles(tensors).items() if key in tensors)
             parameters.append(ParameterState(prefix + (name or place), with_moments(state, moments), group))
     return parameters, roles

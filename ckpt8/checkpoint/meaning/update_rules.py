@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.optim.card import Card, Form, Update
-from ckpt8.optim.known_optimizers import SIDE_STATE, identify, setting
+from ckpt8.optim.known_optimizers import SIDE_STATE, identify, setting, why_unknown
 
 if TYPE_CHECKING:
     import torch
@@ -87,8 +87,12 @@ def _number(value: Any) -> float | None:
 
 def identify_state(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> tuple[Card, Form] | None:
     """The optimizer of a parameter's state, and its form; None where it explains not every key of the state."""
-    tensors = {key for key, value in state.items() if isinstance(value, TensorRef)} - SIDE_STATE
+    tensors = _tensors(state)
     return identify(tensors, state, group) if state.keys() - SIDE_STATE <= tensors else None
+
+
+def _tensors(state: Mapping[Any, Any]) -> set[Any]:
+    return {key for key, value in state.items() if isinstance(value, TensorRef)} - SIDE_STATE
 
 
 def recognise(state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
@@ -98,7 +102,7 @@ def recognise(state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | 
     """
     found = identify_state(state, group)
     if found is None or found[1].update is None:
-        return UNKNOWN
+        return why_unknown(_tensors(state), state, group) or UNKNOWN
     kind = found[1].update
     if kind == "momentum" and group.get("nesterov"):
         kind = "replayed"

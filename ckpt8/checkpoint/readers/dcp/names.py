@@ -20,8 +20,7 @@ from ckpt8.checkpoint.readers.dcp.metadata import Metadata
 from ckpt8.checkpoint.readers.pickle.rebuild import is_count
 from ckpt8.checkpoint.vocabulary import MODEL_KEYS
 from ckpt8.core.tensors import Role
-from ckpt8.optim.known_optimizers import STATE_ROLES
-from ckpt8.optim.other_states import other_roles
+from ckpt8.optim.known_optimizers import STATE_ROLES, state_roles
 
 STATE, GROUPS, PARAMETERS = "state", "param_groups", "params"
 """Parts of the names of an optimizer's values; ``params`` is an option of a group."""
@@ -147,7 +146,7 @@ class DcpRoles:
         stored = self._metadata.tensors
         values = self.values[key.optimizer, key.parameter].items()
         tensors = [each for each, name in values if name in stored and stored[name].shape]
-        return other_roles(tensors).get(key.key, Role.OTHER)
+        return state_roles(tensors).get(key.key, Role.OTHER)
 
     def group(self, key: StateKey, value: Callable[[str], Any]) -> Mapping[str, Any]:
         """The options of the group of a parameter, as far as they tell the update rule; ``value`` reads one by name."""
