@@ -9,7 +9,9 @@ from typing import Any, Literal
 from ckpt8.core.tensors import Role
 
 Shape = tuple[int, ...]
-Slot = Literal["moment1", "moment1_2", "moment1_3", "moment2", "moment2_2", "max_moment2", "weight", "statistic", "exact"]
+Slot = Literal[
+    "moment1", "moment1_2", "moment1_3", "moment2", "moment2_2", "max_moment2", "weight", "statistic", "exact"
+]
 Update = Literal["adam", "stable_adamw", "came", "momentum", "replayed"]
 Reach = Literal["element", "tensor", "matrix"]
 

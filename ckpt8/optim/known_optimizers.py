@@ -101,7 +101,7 @@ def identify(tensors: Collection[str], state: Collection[Any], group: Mapping[An
             continue
         if not all(_holds(group, name, card.settings.get(name, 1)) for name in card.needs):
             continue
-        if not all(group.get(name) in allowed for name, allowed in (VARIANTS | card.choices).items()):
+        if not all(group.get(name) in allowed for name, allowed in {**VARIANTS, **card.choices}.items()):
             continue
         if card.agrees is not None and not card.agrees(group):
             continue

@@ -50,6 +50,21 @@ def holds_tensors_alone(tree: object) -> TypeGuard[dict[str, TensorRef]]:
     return bool(values) and all(isinstance(key, str) for key in tree) and all(isinstance(v, TensorRef) for v in values)
 
 
+def parameter_groups(optimizer: Mapping[str, Any]) -> list[dict[Any, Any]]:
+    """The groups of an optimizer, each with the keys of the state that belongs to no parameter.
+
+    A wrapper such as TRAC keeps such state, and takes other steps than the optimizer in it.
+    """
+    groups = [group for group in optimizer["param_groups"] if isinstance(group, dict)]
+    if not any(isinstance(each, int) for each in optimizer["state"]):
+        return groups
+    listed = {
+        identifier for group in groups for identifier, _ in listed_parameters(group) if isinstance(identifier, str)
+    }
+    own = dict.fromkeys(each for each in optimizer["state"] if isinstance(each, str) and each not in listed)
+    return [{**group, **own} for group in groups] if own else groups
+
+
 def listed_parameters(group: Mapping[Any, Any]) -> list[tuple[Any, str | None]]:
     """The identifiers that a parameter group lists, each with its name, None where the group does not state one."""
     identifiers, names = group.get("params"), group.get("param_names")

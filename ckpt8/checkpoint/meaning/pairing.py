@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt8.checkpoint.meaning.nodes import listed_parameters
+from ckpt8.checkpoint.meaning.nodes import listed_parameters, parameter_groups
 from ckpt8.checkpoint.meaning.ownership import Owner, owners
 from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.quantised_state import bitsandbytes_moments, with_moments
@@ -86,7 +86,7 @@ def _parameters(
     names_beside: Mapping[str, str] | None,
     as_torch: bool,
 ) -> list[SavedParameter]:
-    groups = [group for group in optimizer.node["param_groups"] if isinstance(group, dict)]
+    groups = parameter_groups(optimizer.node)
     states = {each: state for each, state in optimizer.node["state"].items() if isinstance(state, dict) and state}
     if as_torch:
         holders = {each: group for group in groups for each, _ in listed_parameters(group) if type(each) in (int, str)}

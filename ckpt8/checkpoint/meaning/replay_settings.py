@@ -12,6 +12,7 @@ from ckpt8.checkpoint.meaning.update_rules import UNKNOWN, identify_state, recog
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.optim.card import Card
 from ckpt8.optim.known_optimizers import first_moments, setting, why_unknown
+from ckpt8.optim.recognised.cards import VARIANTS
 
 _LARGEST_STEP = 2**53
 _MISSING = object()
@@ -41,7 +42,8 @@ def find_rule(state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) 
     lr, weight_decay = shared
     if weight_decay and (group.get("decouple_lr") or group.get("fixed_decay")):
         return "its weight decay does not follow the learning rate, which is not replayed"
-    present = {each.when: each.key in state for each in form.tensors if each.when and each.when not in names}
+    choices = {*VARIANTS, *card.choices, *names}
+    present = {each.when: each.key in state for each in form.tensors if each.when and each.when not in choices}
     counted = {"taken": taken} if "taken" in card.fixed else {}
     coupled = not card.own_decay and _is_coupled(group, card.coupled)
     return Replayed(card, form, taken, lr, weight_decay, coupled, read | present | counted)

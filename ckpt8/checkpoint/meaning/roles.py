@@ -14,7 +14,13 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict, is_flat_optimizer, is_optimizer, listed_parameters
+from ckpt8.checkpoint.meaning.nodes import (
+    is_bare_state_dict,
+    is_flat_optimizer,
+    is_optimizer,
+    listed_parameters,
+    parameter_groups,
+)
 from ckpt8.checkpoint.meaning.quantised_state import bitsandbytes_moments, with_moments
 from ckpt8.checkpoint.meaning.weight_evidence import evident_weights
 from ckpt8.checkpoint.tree import Labelled, NamedTensor, StorageRef, TensorRef
@@ -181,8 +187,7 @@ def _parameter_states(
     """
     groups = {
         identifier: (group, name)
-        for group in optimizer["param_groups"]
-        if isinstance(group, dict)
+        for group in parameter_groups(optimizer)
         for identifier, name in listed_parameters(group)
         if isinstance(identifier, (int, str))
     }

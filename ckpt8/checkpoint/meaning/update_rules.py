@@ -25,8 +25,9 @@ from ckpt8.optim.known_optimizers import SIDE_STATE, identify, setting, why_unkn
 if TYPE_CHECKING:
     import torch
 
-_LARGEST = 1e300
+_LARGEST, _LARGEST_STEP = 1e300, 2**53
 UNKNOWN = "the optimizer is not one whose update rule is known"
+_ADAM_OR_RADAM = "optimi's Adam, AdamW and RAdam write the same, and their steps still differ at this step"
 _INCOMPLETE = "betas or eps are missing from the parameter group"
 
 
@@ -106,10 +107,10 @@ def recognise(state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | 
     kind = found[1].update
     if kind == "momentum" and group.get("nesterov"):
         kind = "replayed"
-    return _adam(kind, group, step) if kind in ("adam", "stable_adamw") else UpdateRule(kind)
+    return _adam(kind, state, group, step) if kind in ("adam", "stable_adamw") else UpdateRule(kind)
 
 
-def _adam(kind: Update, group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
+def _adam(kind: Update, state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
     """The rule of Adam, or that of StableAdamW where the moments are free of bias."""
     eps, given = _number(group.get("eps")), setting(group, "betas")
     numbers = [_number(beta) for beta in given] if isinstance(given, (tuple, list)) else []
@@ -117,12 +118,22 @@ def _adam(kind: Update, group: Mapping[Any, Any], step: float | None) -> UpdateR
     if eps is None:
         return _INCOMPLETE
     if kind == "stable_adamw":
-        return UpdateRule(kind, eps=eps)
+        may_be_radam = "beta1" in group and "eps_sq" not in state and not _is_rectified(betas, step)
+        return _ADAM_OR_RADAM if may_be_radam else UpdateRule(kind, eps=eps)
     if not len(betas) == len(numbers) == 2:
         return _INCOMPLETE
     if group.get("bias_correction", group.get("correct_bias", True)) in (False, 0):
         return UpdateRule("stable_adamw", eps=eps)
     count = _number(step)
-    if count is None or not 1 <= count <= 2**53 or count != int(count):
+    if count is None or not 1 <= count <= _LARGEST_STEP or count != int(count):
         return "the step is missing"
     return UpdateRule("adam", int(count), betas[0], betas[1], eps)
+
+
+def _is_rectified(betas: list[float], step: float | None) -> bool:
+    """Whether RAdam's step is that of Adam to a thousandth: see ``recognised.adam_family``."""
+    if len(betas) < 2 or step is None or not 1 <= step <= _LARGEST_STEP:
+        return False
+    last = 2 / (1 - betas[1]) - 1
+    length: float = last - 2 * step * betas[1] ** step / (1 - betas[1] ** step)
+    return length > 5 and (length - 4) * (length - 2) * last / ((last - 4) * (last - 2) * length) > 0.998

@@ -33,8 +33,8 @@ from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.vocabulary import BUFFERS, MODEL_KEYS
 from ckpt8.checkpoint.walk import iter_nodes
-from ckpt8.core.tensors import SMALL_NUMEL
-from ckpt8.optim.known_optimizers import first_moments
+from ckpt8.core.tensors import SMALL_NUMEL, Role
+from ckpt8.optim.known_optimizers import first_moments, state_roles
 
 Shape = tuple[int, ...]
 
@@ -179,9 +179,11 @@ def _shape(state: Mapping[Any, Any]) -> Shape | None:
 
 
 def moment_shape(state: Mapping[Any, Any]) -> Shape | None:
-    """The shape of the first moment, or of the residual or master of the weight."""
+    """The shape of the first moment, of another moment, or of the residual or master of the weight."""
     first = first_moments()
-    keys = (*first, *(f"{name}_codes" for name in first), "residual", "master")
+    others = state_roles({key for key, ref in state.items() if isinstance(ref, TensorRef) and ref.shape})
+    moments = (key for key, role in others.items() if role is not Role.OTHER)
+    keys = (*first, *moments, *(f"{name}_codes" for name in first), "residual", "master")
     return next((ref.shape for key in keys if isinstance(ref := state.get(key), TensorRef)), None)
 
 

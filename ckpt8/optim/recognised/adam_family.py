@@ -170,15 +170,18 @@ def adan(
     betas: tuple[float, float, float],
     eps: float,
     weight_decay: float,
-    decoupled: bool,
     debiased: bool,
     last: str,
+    weight_decouple: float = 0,
+    no_prox: float = 0,
 ) -> Iterator[Values]:
     """One step; yields ``param``, ``exp_avg``, ``exp_avg_diff``, ``exp_avg_sq`` and the last gradient.
 
     ``last`` is the key of the last gradient, which is stored with its sign turned. ``debiased`` averages are stored
-    after their division by 1 - b^t.
+    after their division by 1 - b^t. ``weight_decouple`` or ``no_prox``: weight decay comes
+    before the step, as in AdamW.
     """
+    decoupled = weight_decouple or no_prox
     beta1, beta2, beta3 = betas
     bias1, bias2, bias3 = (1 - power(beta, step) for beta in betas)
     to1, to2, to3 = 1 - beta1, 1 - beta2, 1 - beta3

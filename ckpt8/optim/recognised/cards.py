@@ -1,8 +1,9 @@
-"""The cards of optimizers of other packages that ckpt8 recognises and does not train with. Imports no torch.
+"""The cards of optimizers of other packages that ckpt8 recognises, and replays or not. Imports no torch.
 
 State and settings are those of torch 2.13, pytorch-optimizer 4.1.0, torch-optimi 0.3.3, schedulefree 1.4.1, prodigyopt
-1.1.2, adam-mini 1.1.1, muon-optimizer 0.1.0, adan-pytorch 0.1.0, galore-torch 1.0 and apollo-torch 1.0.3. Second moments
-are values from zero on that an update divides by; first moments are what else is an average, or the last gradient.
+1.1.2, adam-mini 1.1.1, muon-optimizer 0.1.0, adan-pytorch 0.1.0, galore-torch 1.0 and apollo-torch 1.0.3. Second
+moments are values from zero on that an update divides by; first moments are what else is an average, or the last
+gradient.
 """
 
 from __future__ import annotations
@@ -11,14 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt8.optim.card import Card, Form, StateTensor
-
-_BY_TENSOR = "its step depends on norms of the whole tensor, and is not replayed"
-_BY_PROJECTION = "its step depends on a projection that changes as it trains, and is not replayed"
-_BY_BASIS = "its step depends on a preconditioner that changes as it trains, and is not replayed"
-_BY_ALL = "its step depends on all parameters together, and is not replayed"
-_BY_BLOCKS = "its second moments are averages over blocks that the file does not name, so that its step is not replayed"
-_NO_SCALE = "its state does not say how large its gradients are, so that its step is not replayed"
-_ROLES_ONLY = "its step is not replayed"
+from ckpt8.optim.recognised.unreplayed import UNREPLAYED
 
 _OFF = (None, False)
 VARIANTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
@@ -27,7 +21,6 @@ VARIANTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
 """Settings that turn the rule of any card into another one, and their values that do not."""
 
 _M, _V = StateTensor("exp_avg", "moment1"), StateTensor("exp_avg_sq", "moment2")
-_PRE_GRAD = StateTensor("pre_grad", "moment1_3", when="pre_grad")
 _SETTINGS = {"lr": 1, "eps": 1, "weight_decay": 1}
 _MUON_SIGNS = ("use_muon", "ns_steps", "nesterov", "ns_method", "ns_coefficients")
 
@@ -70,23 +63,20 @@ def _known(rule: str, *tensors: StateTensor, **more: Any) -> dict[str, Any]:
     }
 
 
-def _roles(rule_id: str, name: str, unknown: str, *tensors: StateTensor, signs: tuple[str, ...] = ()) -> Card:
-    """An optimizer whose step is not known."""
-    return Card(
-        rule_id=rule_id, name=name, unknown=unknown, settings={}, matrix=Form("", tensors), signs=frozenset(signs)
-    )
+def _adan(rule_id: str, last: str, **settings: int) -> Card:
+    """Adan by the key of its last gradient, and by its setting for decoupled weight decay.
 
-
-def _adan(rule_id: str, last: str, decoupled: str, *, debiased: bool = False) -> Card:
-    """Adan by the key of its last gradient, and by the setting for decoupled weight decay."""
-    tensors = (_M, StateTensor("exp_avg_diff", "moment1_2"), _V, StateTensor(last, "moment1_3"))
+    optimi stores averages without bias, and 0.3.3 ignores its setting ``adam_wd``.
+    """
+    is_optimi = not settings
     known = _known(
         "adam_family:adan",
-        *tensors,
+        *(_M, StateTensor("exp_avg_diff", "moment1_2"), _V, StateTensor(last, "moment1_3")),
         betas=3,
-        settings={decoupled: 1},
-        fixed={"last": last, "debiased": debiased},
-        needs=(decoupled,),
+        settings=settings,
+        fixed={"last": last, "debiased": is_optimi},
+        choices={"adam_wd": (False,)} if is_optimi else {},
+        needs=tuple(settings) or ("adam_wd",),
         own_decay=True,
         gradient_rms=_adan_rms,
     )
@@ -130,39 +120,22 @@ def _schedule_free(rule_id: str, step_key: str) -> Card:
 
 
 def _scheduled(group: Mapping[Any, Any]) -> bool:
-    """Whether the last learning rate is that of the schedule; AdamWScheduleFreePaper multiplies it with another bias."""
+    """Whether the last learning rate is that of the schedule; that of AdamWScheduleFreePaper has another factor."""
     try:
         share = min(1.0, group["k"] / group["warmup_steps"]) if group["warmup_steps"] else 1.0
-        return abs(group["scheduled_lr"] - group["lr"] * share) <= 1e-6 * abs(group["lr"])
+        return bool(abs(group["scheduled_lr"] - group["lr"] * share) <= 1e-6 * abs(group["lr"]))
     except (KeyError, TypeError, ArithmeticError):
         return "scheduled_lr" not in group
 
 
+def _is_adabelief(group: Mapping[Any, Any]) -> bool:
+    """Whether eps is as small as AdaBelief needs it; Aida has the same settings, and 1e-8 by default."""
+    eps = group.get("eps")
+    return isinstance(eps, float) and eps < 1e-10
+
+
 RECOGNISED = (
-    # These keep averages like Adam's, and are told by their settings or by other keys of their state.
-    _roles("soap", "SOAP", _BY_BASIS, _M, _V, signs=("precondition_frequency", "shampoo_beta", "GG")),
-    _roles(
-        "galore",
-        "GaLore, Fira, Conda, APOLLO",
-        _BY_PROJECTION,
-        _M,
-        _V,
-        signs=("projector", "update_proj_gap", "proj_type", "projection_type", "scale_type"),
-    ),
-    _roles(
-        "prodigy",
-        "Prodigy",
-        _BY_ALL,
-        StateTensor("exp_avg", "moment1", when="betas"),
-        *(_V, StateTensor("p0", "weight", when="slice_p"), StateTensor("s", "moment1_2")),
-        signs=("d_coef", "growth_rate"),
-    ),
-    _roles(
-        "lamb",
-        "LAMB, LARS, AdamP",
-        _BY_TENSOR,
-        signs=("grad_averaging", "trust_clip", "trust_coefficient", "max_unorm", "wd_ratio", "trust_ratio"),
-    ),
+    *UNREPLAYED,
     Card(
         rule_id="adamax",
         name="Adamax",
@@ -203,8 +176,10 @@ RECOGNISED = (
         name="AdaBelief",
         **_known(
             "adam_family:adabelief",
-            *(_M, StateTensor("exp_avg_var", "moment2"), StateTensor("max_exp_avg_var", "max_moment2", when="ams_bound")),
+            *(_M, StateTensor("exp_avg_var", "moment2")),
+            StateTensor("max_exp_avg_var", "max_moment2", when="ams_bound"),
             needs=("rectify",),
+            agrees=_is_adabelief,
             gradient_rms=_belief_rms,
         ),
     ),
@@ -220,9 +195,9 @@ RECOGNISED = (
             needs=("t_alpha_beta3",),
         ),
     ),
-    _adan("adan", "previous_grad", "weight_decouple"),
-    _adan("adan_official", "neg_pre_grad", "no_prox"),
-    _adan("adan_optimi", "prev_grad", "adam_wd", debiased=True),
+    _adan("adan", "previous_grad", weight_decouple=1),
+    _adan("adan_official", "neg_pre_grad", no_prox=1),
+    _adan("adan_optimi", "prev_grad"),
     _schedule_free("schedule_free_adamw", "k"),
     _schedule_free("schedule_free_adamw_step", "step"),
     Card(
@@ -277,41 +252,8 @@ RECOGNISED = (
         {"nesterov": 1, "ns_steps": 1, "use_adjusted_lr": 1},
         use_muon=(True,),
         ns_method=("newton_schulz",),
-        ns_coeffs=([(3.4445, -4.775, 2.0315)],),
+        ns_coeffs=([(3.4445, -4.775, 2.0315)], ((3.4445, -4.775, 2.0315),)),
         weight_decouple=(True,),
     ),
     _muon("muon_keller_jordan", {}, fused=False, use_muon=(True,)),
-    # Their keys alone tell these.
-    _roles(
-        "ademamix_official",
-        "AdEMAMix",
-        _ROLES_ONLY,
-        *(_V, StateTensor("exp_avg_slow", "moment1_2"), StateTensor("exp_avg_fast", "moment1")),
-    ),
-    _roles(
-        "adan_pytorch",
-        "Adan",
-        _ROLES_ONLY,
-        *(StateTensor("m", "moment1"), StateTensor("v", "moment1_2"), StateTensor("n", "moment2")),
-        StateTensor("prev_grad", "moment1_3"),
-    ),
-    _roles("adan_pre_grad", "Adan", _ROLES_ONLY, _M, _V, StateTensor("exp_avg_diff", "moment1_2"), _PRE_GRAD),
-    _roles("schedule_free_sgd", "ScheduleFree SGD", _NO_SCALE, StateTensor("z", "weight")),
-    _roles(
-        "schedule_free_reference",
-        "ScheduleFree",
-        _ROLES_ONLY,
-        *(StateTensor(key, "weight") for key in ("x", "y", "z")),
-        StateTensor("exp_avg_sq", "moment2", when="betas"),
-    ),
-    _roles("asgd", "ASGD", _ROLES_ONLY, StateTensor("ax", "weight")),
-    _roles("ranger_optimi", "Ranger", _ROLES_ONLY, _M, _V, StateTensor("la_param", "weight")),
-    _roles("ranger", "Ranger", _ROLES_ONLY, _M, _V, StateTensor("slow_buffer", "weight")),
-    _roles(
-        "adam_mini",
-        "Adam-mini, AdaMuon",
-        _BY_BLOCKS,
-        *(StateTensor("m", "moment1"), StateTensor("v", "moment2", when="v")),
-        *(StateTensor(key, "exact", when=key) for key in ("v_mean", "vmean")),
-    ),
 )

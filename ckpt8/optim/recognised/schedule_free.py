@@ -30,7 +30,7 @@ def schedule_free_adamw(
     lr_max: float,
     taken: int,
 ) -> Iterator[Values]:
-    """One step; yields ``param``, ``z`` and ``exp_avg_sq``. ``weight_sum`` and ``lr_max`` are those of step ``taken``."""
+    """One step; yields ``param``, ``z``, ``exp_avg_sq``. ``weight_sum`` and ``lr_max`` are those of step ``taken``."""
     beta1, beta2 = betas
     rate, weight = lr, 0.0
     for t in range(taken + 1, step + 1):

@@ -1,0 +1,240 @@
+"""Optimizers that ckpt8 recognises and does not train: their roles, rules and size, and the step after restore.
+
+The oracle of a rule is its package: three real steps, then the rule on the saved state with the gradient of the fourth.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from unittest import mock
+
+import every_optimizer_kit as kit
+import pytest
+import torch
+from next_step_kit import next_steps
+from torch import nn
+
+import ckpt8
+from ckpt8.checkpoint.meaning.roles import classify
+from ckpt8.checkpoint.readers import open_checkpoint
+from ckpt8.core.tensors import Role
+from ckpt8.optim.known_optimizers import CARDS, identify, state_roles, why_unknown
+from ckpt8.optim.recognised.cards import RECOGNISED
+
+_L2, _DECOUPLED = {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": True}
+_PO_L2, _PO_DECOUPLED = {"weight_decay": 0.1, "weight_decouple": False}, {"weight_decay": 0.1, "weight_decouple": True}
+_MUON = {"lr": 0.02, "weight_decay": 0.1}
+
+RULES = [
+    ("torch.optim", "Adamax", "adamax", {**_L2, "betas": (0.8, 0.9), "eps": 1e-3}),
+    ("torch.optim", "NAdam", "nadam", {**_L2, "betas": (0.8, 0.9), "momentum_decay": 0.02}),
+    ("torch.optim", "NAdam", "nadam", {**_DECOUPLED, "eps": 1e-3}),
+    ("torch.optim", "RAdam", "radam", {**_L2, "betas": (0.8, 0.999)}),
+    ("torch.optim", "RAdam", "radam", {**_DECOUPLED, "betas": (0.8, 0.9)}),
+    ("torch.optim", "RMSprop", "rmsprop", {**_L2, "alpha": 0.8}),
+    ("torch.optim", "RMSprop", "rmsprop", {"momentum": 0.7, "centered": True, "eps": 1e-3}),
+    ("torch.optim", "Adagrad", "adagrad", {**_L2, "lr_decay": 0.2, "initial_accumulator_value": 0.01}),
+    ("torch.optim", "Adadelta", "adadelta", {**_L2, "rho": 0.7, "eps": 1e-4}),
+    ("torch.optim", "Muon", "muon", {**_MUON, "momentum": 0.8}),
+    ("torch.optim", "Muon", "muon", {**_MUON, "nesterov": False, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}),
+    ("optimi", "Adan", "adan_optimi", {"weight_decay": 0.1, "betas": (0.9, 0.8, 0.7)}),
+    ("optimi", "Adan", "adan_optimi", {}),
+    ("pytorch_optimizer", "AdaMax", "adamax", _PO_DECOUPLED),
+    ("pytorch_optimizer", "AdaMax", "adamax", _PO_L2),
+    ("pytorch_optimizer", "AdaBelief", "adabelief", {**_PO_DECOUPLED, "betas": (0.8, 0.9)}),
+    ("pytorch_optimizer", "AdaBelief", "adabelief", _PO_L2),
+    ("pytorch_optimizer", "AdEMAMix", "ademamix", {**_PO_DECOUPLED, "betas": (0.8, 0.9, 0.99), "alpha": 3.0}),
+    ("pytorch_optimizer", "AdEMAMix", "ademamix", _PO_L2),
+    ("pytorch_optimizer", "Adan", "adan", {**_PO_DECOUPLED, "betas": (0.9, 0.8, 0.7)}),
+    ("pytorch_optimizer", "Adan", "adan", _PO_L2),
+    ("pytorch_optimizer", "AdaDelta", "adadelta", _PO_DECOUPLED),
+    ("pytorch_optimizer", "ScheduleFreeAdamW", "schedule_free_adamw_step", {"weight_decay": 0.1, "warmup_steps": 7}),
+    ("schedulefree", "AdamWScheduleFree", "schedule_free_adamw", {"weight_decay": 0.1, "warmup_steps": 7}),
+    ("schedulefree", "AdamWScheduleFree", "schedule_free_adamw", {"betas": (0.8, 0.9), "r": 1.0, "foreach": False}),
+]
+
+
+def build(package, kind, settings):
+    """A trained run of three steps: model and optimizer."""
+    module = pytest.importorskip(package, reason=f"{package} is not installed")
+    cls = getattr(module, kind, None) or pytest.skip(f"{package} without {kind}")
+    with kit.quiet(), mock.patch.dict(kit.SETTINGS, {kind: settings}):
+        return kit.trained(cls, 0, 3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("package", "kind", "rule", "settings"), RULES)
+def test_the_rule_takes_the_next_step_of_the_package(tmp_path, package, kind, rule, settings):
+    found = next_steps(*build(package, kind, settings), tmp_path)
+    assert {each.found for each in found} == {rule}
+    assert max(each.ulps for each in found) <= 8
+    assert max(each.error for each in found) <= 1e-5
+
+
+def muon_with_adamw(package):
+    """A model whose matrix Muon steps, and whose other parameters AdamW steps, in one optimizer."""
+    net = kit.network()
+    matrix, *others = sorted(net.parameters(), key=lambda each: -each.numel())
+    groups = [{"params": [matrix], "use_muon": True, "weight_decay": 0.1}, {"params": others, "use_muon": False}]
+    module = pytest.importorskip(package, reason=f"{package} is not installed")
+    kind = "SingleDeviceMuonWithAuxAdam" if package == "muon" else "Muon"
+    with kit.quiet():
+        optimizer = getattr(module, kind)(groups)
+        for seed in range(3):
+            kit.step(net, optimizer, seed)
+    return net, optimizer
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("package", ["muon", "pytorch_optimizer"])
+def test_muon_with_adamw_in_one_optimizer(tmp_path, package):
+    found = next_steps(*muon_with_adamw(package), tmp_path)
+    rule = "muon_keller_jordan" if package == "muon" else "muon_pytorch_optimizer"
+    assert [each.found for each in found] == [rule, "adamw", "adamw", "adamw"]
+    assert max(each.ulps for each in found) <= 8
+
+
+VARIED = {
+    ("pytorch_optimizer", "ScheduleFreeAdamW"): ({"decoupling_c": 2}, {"ams_bound": True}, {"use_palm": True}),
+    ("pytorch_optimizer", "AdEMAMix"): ({"t_alpha_beta3": 10.0}, {"cautious": True}, {"stable_adamw": True}),
+    ("pytorch_optimizer", "AdaBelief"): (
+        {"rectify": True},
+        {"ams_bound": True},
+        {"adanorm": True},
+        {"adam_debias": True},
+    ),
+    ("pytorch_optimizer", "AdaMax"): ({"adanorm": True}, {"adam_debias": True}),
+    ("pytorch_optimizer", "Adan"): ({"use_gc": True}, {"adanorm": True}),
+    ("pytorch_optimizer", "Lion"): ({"cautious": True}, {"use_gc": True}, {"adanorm": True}),
+    ("pytorch_optimizer", "StableAdamW"): ({"cautious": True},),
+    ("schedulefree", "AdamWScheduleFree"): ({"weight_lr_power": 0.0},),
+    ("optimi", "Adan"): ({"weight_decay": 0.1, "adam_wd": True, "triton": False},),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("package", "kind"), VARIED)
+def test_a_setting_that_changes_the_rule_is_in_it_or_makes_it_unknown(tmp_path, package, kind):
+    for settings in VARIED[package, kind]:
+        for each in next_steps(*build_any(package, kind, settings), tmp_path):
+            assert each.found not in CARDS or each.error <= 1e-5, settings
+
+
+def build_any(package, kind, settings):
+    """As ``build``, with settings that only the keyword arguments of a class take."""
+    module = pytest.importorskip(package, reason=f"{package} is not installed")
+    cls = getattr(module, kind)
+    net = kit.network()
+    with kit.quiet():
+        optimizer = cls(net.parameters(), **{"lr": 1e-3, **settings})
+        for seed in range(3):
+            kit.step(net, optimizer, seed)
+    return net, optimizer
+
+
+PACKAGES = (
+    *("torch.optim", "pytorch_optimizer", "transformers.optimization", "lion_pytorch", "optimi", "came_pytorch"),
+    *("bitsandbytes.optim", "flashoptim", "schedulefree", "prodigyopt", "galore_torch", "apollo_torch", "muon"),
+    *("adan_pytorch", "torch_optimizer"),
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_optimizer_is_taken_for_another(tmp_path, package):
+    """Whatever class a package has: the replayed step is that of the class, or there is none."""
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
+        pytest.skip(f"{package} is not installed")
+    replayed, wrong = 0, {}
+    for name, kind in kit.classes(package).items():
+        with kit.quiet():
+            try:
+                run = kit.trained(kind, 0, 3)
+                run[1].state_dict()["param_groups"]
+            except Exception:
+                continue  # it needs arguments, a device or processes of its own
+            found = next_steps(*run, tmp_path)
+        replayed += sum(each.found in CARDS for each in found)
+        off = {each.found: each.error for each in found if each.found in CARDS and not each.error <= 1e-4}
+        wrong |= {name: off} if off else {}
+    assert wrong == {}
+    assert replayed or package not in ("torch.optim", "pytorch_optimizer", "optimi", "lion_pytorch", "came_pytorch")
+
+
+SIZES = {
+    ("torch.optim", "Adamax"): 2.6,
+    ("torch.optim", "NAdam"): 2.6,
+    ("torch.optim", "RAdam"): 2.6,
+    ("torch.optim", "Adagrad"): 2.2,
+    ("torch.optim", "RMSprop"): 2.2,
+    ("torch.optim", "Adadelta"): 2.6,
+    ("torch.optim", "ASGD"): 1.6,
+    ("optimi", "Adan"): 2.9,
+    ("optimi", "Ranger"): 2.2,
+    ("pytorch_optimizer", "AdaMax"): 2.6,
+    ("pytorch_optimizer", "AdaBelief"): 2.6,
+    ("pytorch_optimizer", "AdEMAMix"): 2.7,
+    ("pytorch_optimizer", "Adan"): 2.9,
+    ("pytorch_optimizer", "ScheduleFreeAdamW"): 1.8,
+    ("pytorch_optimizer", "Prodigy"): 2.2,
+    ("pytorch_optimizer", "AdamMini"): 2.2,
+}
+"""The least ratio of a matrix and its state."""
+
+
+def _large(seed=0, *, matrices=False):
+    torch.manual_seed(seed)
+    layer = nn.Linear(kit.WIDTH, 1024, bias=not matrices)
+    return nn.Sequential(layer, nn.Tanh(), nn.Linear(1024, 4, bias=not matrices))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("package", "kind"), SIZES)
+def test_roles_size_and_the_next_step(package, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(kit, "network", _large)
+    module = pytest.importorskip(package, reason=f"{package} is not installed")
+    path = tmp_path / "run.pt"
+    with kit.quiet():
+        model, optimizer = kit.trained(getattr(module, kind), 0, 4)
+        state = optimizer.state_dict()
+        torch.save({"model": model.state_dict(), "optimizer": state}, path)
+        ckpt8.compress(path)
+        ratio = path.stat().st_size / path.with_suffix(".ckpt8").stat().st_size
+        assert ratio > SIZES[package, kind]
+        with open_checkpoint(path) as checkpoint:
+            roles = {each.name: each.role for each in classify(checkpoint.tree).tensors}
+        for identifier, values in state["state"].items():
+            for key, value in values.items():
+                if roles.get(f"optimizer.state.{identifier}.{key}") is Role.MOMENT2:
+                    assert (value >= 0).all(), key
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        kit.step(model, optimizer, 4)
+        ours = ckpt8.load(path.with_suffix(".ckpt8"))
+        again, fresh = kit.trained(type(optimizer), 1, 0)
+        again.load_state_dict(torch.load(path, weights_only=False)["model"])
+        fresh.load_state_dict(ours["optimizer"])
+        kit.step(again, fresh, 4)
+    for start, one, other in zip(before, model.parameters(), again.parameters(), strict=True):
+        moved = (one - start).norm()
+        assert (one - other).norm() <= 0.05 * moved + 1e-6 * start.norm()
+
+
+def test_a_key_alone_says_nothing():
+    assert state_roles({"sum"}) == {"sum": Role.MOMENT2}
+    assert state_roles({"sum", "history"}) == {}
+    assert state_roles({"z"})["z"] is Role.WEIGHT
+    assert state_roles({"z", "noise"}) == {}
+    assert state_roles(()) == {}
+
+
+@pytest.mark.parametrize("card", RECOGNISED, ids=lambda card: card.rule_id)
+def test_every_state_is_found_as_itself(card):
+    if card.matrix.tensors:
+        keys = {each.key for each in card.matrix.present({})}
+        assert state_roles(keys).items() >= {key: card.tensors[key].role for key in keys}.items()
+    if card.unknown:
+        keys = {each.key for each in card.matrix.tensors}
+        signs = dict.fromkeys(card.signs)
+        assert why_unknown(keys, keys, signs) == card.unknown
+        assert identify(keys, keys, signs) is None
