@@ -76,7 +76,7 @@ def try_one(name: str, seed: int, number: int, folder: Path, counts: Counts, idl
         return
     before, start = _memory(), time.process_time()
     try:
-        if target.run(path, rng):
+        if target.run(path, rng, data):
             counts.read += 1
         else:
             counts.refused += 1

@@ -7,6 +7,7 @@ import itertools
 import pickletools
 import random
 import struct
+from collections import deque
 from functools import lru_cache
 
 from fuzz_bytes import INTERESTING, mutate_bytes
@@ -94,3 +95,69 @@ def _other_argument(rng: random.Random, piece: bytes) -> bytes:
     changed = bytearray(piece)
     changed[rng.randrange(1, len(piece))] = rng.choice(b"01239aexz_.\xff\0")
     return bytes(changed)
+
+
+_INTEGERS = (b"K", b"M", b"J", b"\x8a")
+_TEXTS = (b"X", b"\x8c")
+_GETS = (b"h", b"j")
+_ATOMS = (*_INTEGERS, b"G", *_TEXTS, b"N", b"\x88", b"\x89", *_GETS)
+_ODD_TEXTS = (
+    "", "x", "cpu", "cuda:0", "meta", "0", "1", "99", "step", "state", "param_groups", "params", "a.b", "é",
+    "x" * 3000,
+)  # fmt: skip
+_ODD_NUMBERS: tuple[object, ...] = (
+    *INTERESTING, -1, -(2**63), 10**400, -(10**400), 0.0, 0.5, -0.0, 1e308, 5e-324, float("nan"), float("inf"), None,
+    True, False,
+)  # fmt: skip
+
+
+def encoded(value: object) -> bytes:
+    """The opcode that puts a plain value on the stack and leaves the memo alone."""
+    if value is None or isinstance(value, bool):
+        return {None: b"N", True: b"\x88", False: b"\x89"}[value]
+    if isinstance(value, int):
+        raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        return b"\x8a" + bytes([len(raw)]) + raw
+    if isinstance(value, float):
+        return b"G" + struct.pack(">d", value)
+    text = str(value).encode()
+    return b"X" + struct.pack("<I", len(text)) + text
+
+
+def mutate_values(rng: random.Random, data: bytes) -> bytes:
+    """One to four other values: numbers, texts, and references to what was there before; opcodes keep their order."""
+    pieces = list(opcodes(data))
+    places: dict[bytes, list[int]] = {}
+    for at, piece in enumerate(pieces):
+        if piece[:1] in _ATOMS:
+            kind = b"J" if piece[:1] in _INTEGERS else b"X" if piece[:1] in _TEXTS else piece[:1]
+            places.setdefault(kind, []).append(at)
+    for _ in range(rng.choice((1, 1, 1, 2, 4)) if places else 0):
+        kind = rng.choice(list(places))
+        at, other, dice = rng.choice(places[kind]), rng.choice(places[kind]), rng.random()
+        if dice < 0.3:
+            pieces[at], pieces[other] = pieces[other], pieces[at]
+        elif dice < 0.5:
+            pieces[at] = pieces[other]
+        elif kind == b"X" and dice < 0.85:
+            pieces[at] = encoded(rng.choice(_ODD_TEXTS))
+        elif kind in _GETS:
+            pieces[at] = b"h" + bytes([rng.randrange(256)])
+        else:
+            pieces[at] = encoded(rng.choice(_ODD_NUMBERS))
+    return b"".join(pieces)
+
+
+@lru_cache(maxsize=64)
+def _pickles(data: bytes) -> tuple[tuple[bytes, ...], bytes]:
+    stream, places = io.BytesIO(data), [0]
+    for _ in range(5):
+        deque(pickletools.genops(stream), maxlen=0)  # up to the next STOP
+        places.append(stream.tell())
+    return tuple(data[a:b] for a, b in itertools.pairwise(places)), data[places[-1] :]
+
+
+def cut_pickles(data: bytes) -> tuple[list[bytes], bytes]:
+    """The five pickles at the start of a legacy file, and the rest."""
+    pickles, rest = _pickles(data)
+    return list(pickles), rest

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import io
-import itertools
 import json
-import pickletools
 import random
 import shutil
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import fuzz_commands
 import torch
 from fuzz_bytes import mutate_bytes, mutate_tree, render_json
+from fuzz_checks import BrokenError, refused, silent
 from fuzz_container import mutate_container
-from fuzz_pickle import mutate_pickle
+from fuzz_pickle import cut_pickles, mutate_pickle
 from fuzz_seeds import Tree, choose, distributed_seeds, make_tree, network, tree_seed
 from fuzz_zip import mutate_zip
-from rich.console import Console
 
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
@@ -27,28 +25,20 @@ from ckpt8.cli.show.inspect import show
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.plan import Plan
 from ckpt8.compressing.policy import Policy
-from ckpt8.core.errors import Ckpt8Error
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
-
-MAX_MESSAGE = 2000
-"""Characters of a message: one line that a person can read."""
-
-
-class BrokenError(Exception):
-    """A promise that does not hold, other than by an exception."""
 
 
 @dataclass(frozen=True)
 class Target:
     """``mutate`` makes an input, ``write`` puts it at a path, ``run`` has ckpt8 read it.
 
-    ``run`` says whether the input was read; it raises what is a finding. ``share`` is the part of all inputs that the
+    ``run`` gets the input too; it says whether it was read, and raises what is a finding. ``share`` is the part of all inputs that the
     target gets when all are run.
     """
 
     mutate: Callable[[random.Random], object]
-    run: Callable[[Path, random.Random], bool]
+    run: Callable[[Path, random.Random, Any], bool]
     share: float
 
 
@@ -56,30 +46,15 @@ def write(path: Path, data: object) -> None:
     """Put an input at ``path``: bytes as a file, a tree as a directory. Raises OSError or ValueError."""
     if path.is_dir():
         shutil.rmtree(path)
+    if isinstance(data, fuzz_commands.Edited):
+        data = data.content
     if isinstance(data, bytes):
         path.write_bytes(data)
     else:
         make_tree(path, data)  # type: ignore[arg-type]
 
 
-def check_refusal(error: Ckpt8Error) -> None:
-    """Raise BrokenError unless the message is one line of bounded length."""
-    text = str(error)
-    if not text or "\n" in text or len(text) > MAX_MESSAGE:
-        raise BrokenError(f"the message of {type(error).__name__} is {len(text)} characters long: {text[:200]!r}")
-
-
-def refused(action: Callable[[], object]) -> bool:
-    """Whether an action raised one of ckpt8's errors. Any other exception goes on."""
-    try:
-        action()
-    except Ckpt8Error as exc:
-        check_refusal(exc)
-        return True
-    return False
-
-
-def read_source(path: Path, rng: random.Random) -> bool:
+def read_source(path: Path, rng: random.Random, _: object) -> bool:
     """Open a checkpoint and plan it; of one in fifty that opens do all the rest, there and back."""
     plan: list[Plan] = []
 
@@ -96,7 +71,7 @@ def read_source(path: Path, rng: random.Random) -> bool:
 
 def there_and_back(path: Path, rng: random.Random) -> None:
     """Inspect, compress, verify and restore what was read: a refusal is fine, a difference is not."""
-    if refused(lambda: show(_silent(), inspect_checkpoint(path, tensors=True))):
+    if refused(lambda: show(silent(), inspect_checkpoint(path, tensors=True))):
         return
     folder = path.parent / "out"
     folder.mkdir()
@@ -116,7 +91,7 @@ def there_and_back(path: Path, rng: random.Random) -> None:
         shutil.rmtree(folder)
 
 
-def read_container(path: Path, rng: random.Random) -> bool:
+def read_container(path: Path, rng: random.Random, _: object) -> bool:
     """Everything that reads a container: verify, restore, load, inspect, tensors one by one."""
     folder = path.parent / "out"
     folder.mkdir()
@@ -147,11 +122,7 @@ def _look(path: Path, rng: random.Random) -> None:
     facts = inspect_container(path, tensors=True)
     json.dumps(facts, allow_nan=False)
     if rng.random() < 0.1:
-        show(_silent(), facts)
-
-
-def _silent() -> Console:
-    return Console(file=io.StringIO(), width=120, force_terminal=True)
+        show(silent(), facts)
 
 
 def _tensors(path: Path) -> None:
@@ -170,7 +141,7 @@ def _load(path: Path, rng: random.Random) -> None:
         refused(lambda member=member, unpack=unpack: ckpt8.load(path, member=member, threads=1, unpack=unpack))
 
 
-def resume(path: Path, rng: random.Random) -> bool:
+def resume(path: Path, rng: random.Random, _: object) -> bool:
     """Load a checkpoint into a model and an optimizer of one kind or another."""
     model, optimizer = network(rng.choice((torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam)))
     strict = rng.random() < 0.7
@@ -188,24 +159,10 @@ def _mutate_legacy(rng: random.Random) -> bytes:
 
 def _legacy_pickles(rng: random.Random, seed: bytes) -> bytes:
     """Change one of the five pickles at the start of the file, by opcode."""
-    pickles, rest = _cut_pickles(seed)
+    pickles, rest = cut_pickles(seed)
     at = rng.choice((0, 1, 2, 3, 3, 3, 3, 4))
     pickles[at] = mutate_pickle(rng, pickles[at])
     return b"".join(pickles) + rest
-
-
-def _cut_pickles(seed: bytes) -> tuple[list[bytes], bytes]:
-    if seed not in _CUT:
-        stream, places = io.BytesIO(seed), [0]
-        for _ in range(5):
-            deque(pickletools.genops(stream), maxlen=0)  # up to the next STOP
-            places.append(stream.tell())
-        _CUT[seed] = [seed[a:b] for a, b in itertools.pairwise(places)], seed[places[-1] :]
-    pickles, rest = _CUT[seed]
-    return list(pickles), rest
-
-
-_CUT: dict[bytes, tuple[list[bytes], bytes]] = {}
 
 
 def _mutate_zip(rng: random.Random) -> bytes:
@@ -279,6 +236,7 @@ TARGETS: dict[str, Target] = {
     "safetensors": Target(_mutate_safetensors, read_source, 0.25),
     "metadata": Target(_mutate_metadata, read_source, 0.15),
     "container": Target(_mutate_container, read_container, 0.06),
+    "manifest": Target(fuzz_commands.mutate, fuzz_commands.run, 0.1),
     "directory": Target(_mutate_tree, read_source, 0.02),
     "resume": Target(_mutate_resume, resume, 0.02),
 }

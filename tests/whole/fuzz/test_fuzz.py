@@ -10,6 +10,7 @@ import random
 import zipfile
 
 import fuzz
+import fuzz_checks
 import fuzz_targets
 import pytest
 from fuzz_container import unpack
@@ -63,14 +64,14 @@ def test_what_breaks_a_promise_is_found(tmp_path, monkeypatch):
 
     def run(error):
         monkeypatch.setitem(
-            fuzz_targets.TARGETS, "broken", fuzz_targets.Target(lambda rng: b"x", lambda path, rng: error(), 0)
+            fuzz_targets.TARGETS, "broken", fuzz_targets.Target(lambda rng: b"x", lambda *_: error(), 0)
         )
         fuzz.try_one("broken", 1, len(counts.findings), tmp_path, counts)
 
     run(lambda: {}["key"])
-    run(lambda: fuzz_targets.refused(lambda: exec("raise ValueError")))
+    run(lambda: fuzz_checks.refused(lambda: exec("raise ValueError")))
     monkeypatch.setattr(InputError, "__str__", lambda self: "two\nlines")
-    run(lambda: fuzz_targets.refused(lambda: _raise(InputError("x"))))
+    run(lambda: fuzz_checks.refused(lambda: _raise(InputError("x"))))
     monkeypatch.setattr(fuzz, "SLOW", 1e-9)
     run(lambda: True)
     assert [finding["what"].split()[0] for finding in counts.findings if "took" not in finding["what"]] == [
