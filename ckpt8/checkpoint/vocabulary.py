@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 BUFFERS = frozenset(
     {
         "running_mean",
@@ -57,6 +59,22 @@ MODEL_KEYS = MODEL_ROOTS | frozenset(
     ]
 )
 """Keys under which checkpoints in the wild keep model weights or an average of them."""
+
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_AVERAGE = re.compile(
+    r"ema|swa|avg|averaged?s?|mean|shadow|polyak|targ(?:et)?|teacher|old|best|prev(?:ious)?|slow|copy|init(?:ial)?"
+)
+
+
+def words(path: str) -> list[str]:
+    """The words of a key or path in lower case: those of ``optG`` and ``opt_g`` are ``opt`` and ``g``."""
+    return [word.lower() for word in _WORD.findall(path)]
+
+
+def is_average(path: str) -> bool:
+    """Whether a word of a key says that it leads to a copy of a model that no optimizer trains."""
+    return any(map(_AVERAGE.fullmatch, words(path)))
 
 
 def model_path(name: str) -> tuple[str, ...] | None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.ownership import Owner, owners
 from ckpt8.checkpoint.meaning.pairing import Beside, place, saved_names
-from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
+from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find, find_all
 from ckpt8.checkpoint.meaning.transformers_order import LONGEST_CONFIG, ModelOrder, of_config
 from ckpt8.checkpoint.meaning.weight_evidence import evident_weights, shapes_of, untied, weights_of
 from ckpt8.checkpoint.tree import Checkpoint
@@ -32,6 +32,9 @@ from ckpt8.container.manifest import FILE
 Shape = tuple[int, ...]
 
 _CONFIG, _TRAINER = "config.json", "trainer_state.json"
+_MOST_ALIKE = 16
+"""Of more models that fit alike, no name is agreed on."""
+
 _NUMBER = re.compile(r"[0-9]+")
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 _LAYER_NORMS = frozenset({"ln_1", "ln_2", "ln_f", "ln_q", "norm1", "norm2", "norm_1", "norm_2", "norm_f"})
@@ -45,7 +48,7 @@ class Weights:
 
     ``path`` and ``node`` are those of a ``Candidate``; a model in shards has the entries of all. ``ordered``: the
     weights are in the order of the model. ``order``: the order of the model, if known. ``trainer``: the Trainer of
-    transformers wrote the folder.
+    transformers wrote the folder. ``files`` are the names of the files of values, by the ``id`` of each.
     """
 
     path: str = ""
@@ -55,9 +58,11 @@ class Weights:
     trainer: bool = False
     names: set[str] = field(default_factory=set)
     node: dict[str, Any] = field(default_factory=dict)
+    files: dict[int, str] = field(default_factory=dict)
 
-    def add(self, state_dict: Mapping[str, object]) -> None:
+    def add(self, state_dict: Mapping[str, object], files: Mapping[int, str] | None = None) -> None:
         """Add the weights of one state dict of a model, without its buffers."""
+        self.files.update(files or {})
         weights = weights_of(state_dict)
         self.ordered &= not self.names
         self.names.update(weights)
@@ -97,7 +102,9 @@ class NamesFromWeights:
         """The models in the folder of a member, and what they say of its parameters. Raises InputError."""
         folder, _, name = path.rpartition("/")
         tree, models = self._folders[folder][name].tree, self._models_in(folder)
-        return Beside([Candidate(each.path, each.node) for each in models], bare_names(tree, models))
+        above = f"{folder}/" if folder else ""
+        files = {ref: f"{above}{file}" for each in models for ref, file in each.files.items()}
+        return Beside([Candidate(each.path, each.node) for each in models], bare_names(tree, models), files)
 
     def _models_in(self, folder: str) -> list[Weights]:
         if folder not in self._models:
@@ -129,7 +136,7 @@ def models_of_files(files: Sequence[tuple[str, str, object]]) -> list[Weights]:
         for model in find(tree, evident)[0]:
             is_bare = model.path == TOP_LEVEL
             own = Weights(name if is_bare else f"{name}:{model.path}", ordered=ordered)
-            own.add(model.node)
+            own.add(model.node, {id(ref): name for ref in model.node.values()})
             models.append(own)
             if is_bare:
                 whole = next((each for each in shards if own.names.isdisjoint(*(part.names for part in each))), None)
@@ -143,7 +150,7 @@ def _joined(parts: Iterable[Weights]) -> Weights:
     for part in parts:
         whole.path = whole.path or part.path
         whole.ordered &= part.ordered
-        whole.add(part.node)
+        whole.add(part.node, part.files)
     return whole
 
 
@@ -170,13 +177,14 @@ def bare_names(tree: object, folder: Sequence[Weights] = ()) -> Mapping[str, str
 
 def _names(tree: object, folder: Sequence[Weights]) -> Iterator[tuple[Candidate, Owner, Mapping[int | str, str]]]:
     """Every optimizer of ``tree`` with its model, and the names of its parameters by identifier."""
-    models, optimizers = find(tree)
+    models, copies, optimizers = find_all(tree)
+    models += copies
     beside = {} if models else {id(each.node): each for each in folder}
     candidates = models or [Candidate(each.path, each.node) for each in folder]
     for optimizer, owner in zip(optimizers, owners(optimizers, candidates), strict=True):
         groups = [group for group in optimizer.node["param_groups"] if isinstance(group, dict)]
         found = []
-        if saved_names(groups) == {}:
+        if saved_names(groups) == {} and len(owner.models) <= _MOST_ALIKE:
             for model in owner.models:
                 weights = beside.get(id(model.node)) or _of_candidate(model)
                 found.append(_names_in(groups, shapes_of(optimizer.node), weights))

@@ -24,21 +24,15 @@ from typing import Any
 from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
 from ckpt8.checkpoint.meaning.weight_evidence import MOST_OPTIMIZERS, given_names, shapes_of, untied, weights_of
-from ckpt8.checkpoint.vocabulary import MODEL_KEYS
+from ckpt8.checkpoint.vocabulary import MODEL_KEYS, is_average, words
 
 Shape = tuple[int, ...]
 
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _COMMON = re.compile(
     r"(?:opt|optim|optimizer|state|dict|model|net|weight|param)s?|sd|network|module|checkpoint|ckpt|pth?|bin|safetensors"
     r"|top|level"
 )
 """Words that say nothing about which model or optimizer is meant."""
-
-_AVERAGE = re.compile(
-    r"ema|swa|avg|averaged?s?|mean|shadow|polyak|targ(?:et)?|teacher|old|best|prev(?:ious)?|slow|copy|init(?:ial)?"
-)
-"""Words for copies of a model that no optimizer trains."""
 
 _CURRENT = "current"
 """Lightning's word for the model in training where ``state_dict`` is its average."""
@@ -51,7 +45,7 @@ agree; they are some of its weights; they are all of them; they are all, and in 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The models that fit an optimizer best, the preferred one first; ``certain``: it is the one that it trains."""
+    """The models that fit an optimizer best; the one that it trains if that is ``certain``."""
 
     models: Sequence[Candidate] = ()
     certain: bool = False
@@ -72,7 +66,7 @@ def owners(optimizers: Sequence[Candidate], models: Sequence[Candidate]) -> list
     for narrow in (_by_words, _without_averages, _distinct, _beside, _named, _in_order):
         chosen = narrow(optimizers, chosen)
     return [
-        Owner([*certain, *(each for each in fit if each not in certain)], len(certain) == 1)
+        Owner(certain if len(certain) == 1 else fit, len(certain) == 1)
         for certain, fit in zip(chosen, fits, strict=True)
     ]
 
@@ -139,10 +133,6 @@ def _parts(model: Candidate) -> list[Candidate]:
     return inner if len(inner) > 1 else []
 
 
-def _words(path: str) -> list[str]:
-    return [word.lower() for word in _WORD.findall(path)]
-
-
 Chosen = list[list[Candidate]]
 
 
@@ -161,7 +151,7 @@ def _by_words(optimizers: Sequence[Candidate], chosen: Chosen) -> Chosen:
 
 
 def _telling_words(path: str) -> set[str]:
-    return {word for word in _words(path) if not (_COMMON.fullmatch(word) or _AVERAGE.fullmatch(word))}
+    return {word for word in words(path) if not (_COMMON.fullmatch(word) or is_average(word))}
 
 
 def _same(word: str, words: set[str]) -> bool:
@@ -172,8 +162,8 @@ def _same(word: str, words: set[str]) -> bool:
 
 
 def _without_averages(_: Sequence[Candidate], chosen: Chosen) -> Chosen:
-    found = [_keep(fit, lambda each: _CURRENT in _words(each.path)) for fit in chosen]
-    return [_keep(fit, lambda each: not any(map(_AVERAGE.fullmatch, _words(each.path)))) for fit in found]
+    found = [_keep(fit, lambda each: _CURRENT in words(each.path)) for fit in chosen]
+    return [_keep(fit, lambda each: not is_average(each.path)) for fit in found]
 
 
 def _distinct(_: Sequence[Candidate], chosen: Chosen) -> Chosen:

@@ -19,7 +19,7 @@ from ckpt8.checkpoint.meaning.nodes import listed_parameters, parameter_groups
 from ckpt8.checkpoint.meaning.ownership import Owner, owners
 from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.quantised_state import bitsandbytes_moments, with_moments
-from ckpt8.checkpoint.meaning.state_dicts import Candidate, find
+from ckpt8.checkpoint.meaning.state_dicts import Candidate, find_all
 from ckpt8.checkpoint.meaning.weight_evidence import moment_shape, untied, weights_of
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.text import listed
@@ -55,10 +55,14 @@ class SavedParameter:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What other files of a directory say of the optimizers in one: models, and names of parameters by their place."""
+    """What other files of a directory say of the optimizers in one: models, and names of parameters by their place.
+
+    ``files`` are the paths of the files that hold the weights, by the ``id`` of each.
+    """
 
     models: Sequence[Candidate] = ()
     names: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[int, str] = field(default_factory=dict)
 
 
 def saved_parameters(tree: object, beside: Beside | None = None, *, as_torch: bool = False) -> list[SavedParameter]:
@@ -67,7 +71,8 @@ def saved_parameters(tree: object, beside: Beside | None = None, *, as_torch: bo
     The models ``beside`` serve where the tree itself has none. With ``as_torch`` the 32-bit moments of bitsandbytes
     have the names of torch.
     """
-    models, optimizers = find(tree)
+    models, copies, optimizers = find_all(tree)
+    models += copies
     beside = Beside() if models or beside is None else beside
     found = owners(optimizers, models or beside.models)
     return [

@@ -10,11 +10,11 @@ from ckpt8.checkpoint.meaning.nodes import Inside, is_bare_state_dict, is_optimi
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.checkpoint.meaning.weight_evidence import evident_weights, weights_of
 from ckpt8.checkpoint.tree import Inert
-from ckpt8.checkpoint.vocabulary import MODEL_KEYS
+from ckpt8.checkpoint.vocabulary import MODEL_KEYS, is_average
 from ckpt8.checkpoint.walk import format_path, iter_nodes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
     """A dictionary of the tree. ``path`` are its keys joined by dots, ``(top level)`` for the tree itself."""
 
@@ -33,10 +33,18 @@ TOP_LEVEL = "(top level)"
 def find(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candidate], list[Candidate]]:
     """Model state dicts and optimizer state dicts in the order of the document.
 
-    A model has a key that names one, or ``weight_evidence`` shows it. With one optimizer, copies of models under other
-    keys do not count. ``evident`` are the weights that other files of a directory show, see ``evident_weights``.
+    A model has a key that names one, or ``weight_evidence`` shows it. Copies of models under other keys do not count,
+    unless there are several optimizers, and no key names an average. ``evident`` are the weights that other files of a
+    directory show, see ``evident_weights``.
     """
-    found: list[tuple[Candidate, bool]] = []
+    models, copies, optimizers = find_all(tree, evident)
+    return models + [each for each in copies if len(optimizers) > 1 and not is_average(each.path)], optimizers
+
+
+def find_all(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candidate], list[Candidate], list[Candidate]]:
+    """As ``find``: the models, their copies under keys that name no model, and the optimizers."""
+    found: list[Candidate] = []
+    others: dict[int, Candidate] = {}
     optimizers: list[Candidate] = []
     entry = Inside()
     for path, node in iter_nodes(tree):
@@ -49,17 +57,17 @@ def find(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candidate]
             entry.enter(path)  # the content of a pickled object has no names of its own
         elif is_bare_state_dict(node):
             entry.enter(path)
-            found.append((Candidate(format_path(path) or TOP_LEVEL, node), not path or path[-1] in MODEL_KEYS))
-    if all(named for _, named in found):
-        return [model for model, _ in found], optimizers
-    weights = evident_weights(tree) | evident
-    forms = {_form(model) for model, named in found if named} if len(optimizers) < 2 else set()
-    models = [
-        model
-        for model, named in found
-        if named or (weights.issuperset(map(id, weights_of(model.node).values())) and _form(model) not in forms)
-    ]
-    return models, optimizers
+            found.append(Candidate(format_path(path) or TOP_LEVEL, node))
+            if path and path[-1] not in MODEL_KEYS:
+                others[id(found[-1])] = found[-1]
+    weights = evident_weights(tree) | evident if others else set()
+    unknown = {
+        each for each, model in others.items() if not weights.issuperset(map(id, weights_of(model.node).values()))
+    }
+    forms = {_form(each) for each in found if id(each) not in others} if others else set()
+    copies = [each for each in others.values() if id(each) not in unknown and _form(each) in forms]
+    unknown.update(map(id, copies))
+    return [each for each in found if id(each) not in unknown], copies, optimizers
 
 
 def _form(model: Candidate) -> frozenset[tuple[str, tuple[int, ...]]]:

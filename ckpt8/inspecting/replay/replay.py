@@ -20,33 +20,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
-from ckpt8.checkpoint.meaning.replay_settings import find_rule
+from ckpt8.checkpoint.meaning.pairing import SavedParameter
 from ckpt8.checkpoint.meaning.replayed import Replayed
-from ckpt8.checkpoint.readers import READERS, open_checkpoint
-from ckpt8.checkpoint.scalars import read_settings
-from ckpt8.checkpoint.sources.opening import open_member
-from ckpt8.checkpoint.sources.values import Streamer
-from ckpt8.checkpoint.tree import Checkpoint, TensorRef, is_dense
+from ckpt8.checkpoint.readers import READERS
+from ckpt8.checkpoint.sources.opening import open_source
+from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.container.manifest import DCP
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.diff.change import measure
 from ckpt8.inspecting.replay.drift import Drift, StepDrift
+from ckpt8.inspecting.replay.sources import Replayable, ReplaySource
 from ckpt8.optim.card import Form
-from ckpt8.optim.known_optimizers import SIDE_STATE
 
 _SPREAD = "the files of a distributed checkpoint are not replayed"
 
 
-def replay(original: Checkpoint, compressed: Checkpoint, drift: Drift, workers: Workers, prefix: str = "") -> None:
+def replay(original: Replayable, compressed: Replayable, drift: Drift, workers: Workers, prefix: str = "") -> None:
     """Replay every parameter of a known rule for as many steps as ``drift`` has, and add the figures to it.
 
     ``prefix`` comes before names. Raises InputError for damage, CheckFailedError if the two trees are not alike.
     """
     both = _Sides(original, compressed, len(drift.steps))
-    mine, theirs = (saved_parameters(each.tree, as_torch=True) for each in (original, compressed))
+    mine, theirs = original.parameters, compressed.parameters
     if [saved.name for saved in mine] != [saved.name for saved in theirs]:
         raise CheckFailedError(
             "the original and the compressed file have different parameters, so no step can be replayed"
@@ -60,14 +57,15 @@ def replay_files(reader: ContainerReader, original: Path, steps: int, workers: W
     """Replay every member with ``workers``; threads of its own decode the container."""
     drift = Drift([StepDrift() for _ in range(steps)])
     whole = reader.manifest.directory is None
-    for record in reader.manifest.members:
-        if record.format == DCP:
-            names = [each.name for each in reader.manifest.parameters if each.name.startswith(f"{record.path}:")]
-            drift.skipped.update(dict.fromkeys(names, _SPREAD))
-        if record.format in READERS:
-            path, prefix = (original, "") if whole else (original / record.path, f"{record.path}:")
-            with open_checkpoint(path) as first, open_member(reader.path, member=record.path) as second:
-                replay(first, second.checkpoint, drift, workers, prefix)
+    with open_source(original) as one, open_source(reader.path) as other:
+        first, second = ReplaySource(one), ReplaySource(other)
+        for record in reader.manifest.members:
+            if record.format == DCP:
+                names = [each.name for each in reader.manifest.parameters if each.name.startswith(f"{record.path}:")]
+                drift.skipped.update(dict.fromkeys(names, _SPREAD))
+            if record.format in READERS:
+                prefix = "" if whole else f"{record.path}:"
+                replay(first.of_member(record.path), second.of_member(record.path), drift, workers, prefix)
     return drift
 
 
@@ -87,16 +85,15 @@ class _Side:
 class _Sides:
     """Reads parameters of both checkpoints; the sources take one reader at a time."""
 
-    def __init__(self, original: Checkpoint, compressed: Checkpoint, steps: int) -> None:
+    def __init__(self, original: Replayable, compressed: Replayable, steps: int) -> None:
         self._original, self._compressed, self._steps = original, compressed, steps
-        self._storages = {storage.key: storage for storage in original.storages}
         self._lock = threading.Lock()
 
     def replay(self, job: tuple[SavedParameter, SavedParameter]) -> list[StepDrift] | str:
         """The drift of one parameter, given on both sides, step by step, or why it cannot be replayed. Thread-safe."""
         saved, theirs = job
         with self._lock:
-            rule = self._rule(saved)
+            rule = self._original.rule(saved)
             if isinstance(rule, str):
                 return rule
             shape = saved.state[rule.form.tensors[0].key].shape
@@ -126,12 +123,6 @@ class _Sides:
                 return "a replayed step of the original is not finite"
             found.append(_measure(u, v, original, compressed))
         return found
-
-    def _rule(self, saved: SavedParameter) -> Replayed | str:
-        own = {key: value for key, value in saved.state.items() if key in SIDE_STATE}
-        group = read_settings(self._original, self._storages, saved.group)
-        state = {**saved.state, **read_settings(self._original, self._storages, own)}
-        return find_rule(state, group, state.get("step", group.get("step")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,21 +166,14 @@ def _find_misfit(form: Form, saved: SavedParameter, shape: tuple[int, ...]) -> s
     return None
 
 
-def _read(checkpoint: Checkpoint, form: Form, saved: SavedParameter) -> _Side:
-    streamer = Streamer(checkpoint)
+def _read(source: Replayable, form: Form, saved: SavedParameter) -> _Side:
     state = {
         tensor.key: values.reshape(-1) if tensor.is_moment else values
         for tensor in form.tensors
         if isinstance(ref := saved.state.get(tensor.key), TensorRef)
-        for values in [_load(streamer, ref).float()]
+        for values in [source.load(ref)]
     }
-    return _Side(state, None if saved.weight is None else _load(streamer, saved.weight).float().reshape(-1))
-
-
-def _load(streamer: Streamer, ref: TensorRef) -> Tensor:
-    values = torch.empty(ref.shape, dtype=ref.dtype.torch)
-    streamer.copy(ref, values)
-    return values
+    return _Side(state, None if saved.weight is None else source.load(saved.weight).reshape(-1))
 
 
 def _measure(u: Tensor, v: Tensor, original: _Side, compressed: _Side) -> StepDrift:

@@ -37,13 +37,20 @@ class ModelPlan:
 def fitting(candidates: list[Candidate], model: nn.Module) -> list[Candidate]:
     """The state dicts with exactly the names of ``model``, else those with its names but for prefixes of wrappers.
 
-    A single candidate always fits.
+    Of several with the same names, those with its shapes fit. A single candidate always fits.
     """
     if len(candidates) == 1:
         return candidates
     live = model.state_dict()
     same = [each for each in candidates if each.node.keys() == live.keys()]
-    return same or [each for each in candidates if len(match(each.node, live)) == len(live) == len(each.node)]
+    same = same or [each for each in candidates if len(match(each.node, live)) == len(live) == len(each.node)]
+    return [each for each in same if _has_shapes(each, live)] or same
+
+
+def _has_shapes(candidate: Candidate, live: dict[str, Any]) -> bool:
+    """Whether a state dict has tensors of the shapes of the live ones."""
+    saved = {name: candidate.node[each] for name, each in match(candidate.node, live).items()}
+    return all(ref.shape == live[name].shape for name, ref in saved.items() if isinstance(ref, TensorRef))
 
 
 def plan_model(

@@ -174,6 +174,9 @@ def test_names_of_a_state_dict_of_torch_are_in_the_order_of_the_model(tmp_path):
     assert [p.name for p in manifest.parameters] == [f"optimizer.pt:{name}" for name in weights]
     (root / "again.bin").write_bytes((root / "pytorch_model.bin").read_bytes())
     manifest = ckpt8.compress(root, force=True)
+    assert [p.name for p in manifest.parameters] == [f"optimizer.pt:{name}" for name in weights]
+    torch.save({f"other.{name}": weight for name, weight in weights.items()}, root / "again.bin")
+    manifest = ckpt8.compress(root, force=True)
     assert [p.name for p in manifest.parameters] == [f"optimizer.pt:state.{k}" for k in range(3)]
 
 

@@ -1,0 +1,250 @@
+"""Which model an optimizer trains: averages, several models and optimizers, and weights in other files."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import ckpt8
+from ckpt8.checkpoint.meaning.pairing import saved_parameters
+from ckpt8.checkpoint.readers import open_checkpoint
+from ckpt8.core.tensors import Role
+
+
+def network(seed=0, width=96):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(80, width), nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, 80))
+
+
+def trained(*modules, kind=torch.optim.AdamW, **options):
+    """The state of the optimizer of some modules after a step."""
+    optimizer = kind([p for each in modules for p in each.parameters()], **{"lr": 1e-3, **options})
+    loss = sum((each(torch.randn(8, 80)).square().mean() for each in modules), torch.zeros(()))
+    loss.backward()
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def average(module):
+    return {name: tensor * 0.5 for name, tensor in module.state_dict().items()}
+
+
+NAMES = [name for name, _ in network().named_parameters()]
+
+
+def names_of(path):
+    return [each.name for each in ckpt8.compress(path, force=True).parameters]
+
+
+def weights_of(tree, path):
+    """For every parameter that has a state, the path of its weight in the tree; else why it has none."""
+    torch.save(tree, path)
+    with open_checkpoint(path) as checkpoint:
+        places = {}
+        for key, node in checkpoint.tree.items():
+            if isinstance(node, dict):
+                places |= {id(ref): f"{key}.{name}" for name, ref in node.items()}
+        found = saved_parameters(checkpoint.tree)
+        return [each.unpaired or places[id(each.weight)] for each in found]
+
+
+def steps(path):
+    return ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=1).resume
+
+
+AVERAGES = {
+    "model_ema": lambda model: {"model_ema": average(model)},
+    "ema_state_dict": lambda model: {"ema_state_dict": average(model)},
+    "swa": lambda model: {"swa": average(model)},
+    "state_dict_ema": lambda model: {"state_dict_ema": average(model)},
+    "teacher": lambda model: {"teacher": average(model)},
+    "wrapped": lambda model: {"ema_model": torch.optim.swa_utils.AveragedModel(model).state_dict()},
+    "a list": lambda model: {"averages": [p.data * 0.5 for p in model.parameters()]},
+    "several": lambda model: {"ema": average(model), "swa_model": average(model), "best": {"model": average(model)}},
+    "lightning": lambda model: {"current_model_state": model.state_dict()},
+}
+
+
+@pytest.mark.parametrize("case", AVERAGES)
+@pytest.mark.parametrize("first", [True, False])
+def test_an_average_takes_no_names(case, first, tmp_path):
+    model = network()
+    more = AVERAGES[case](model)
+    own = {"state_dict" if case == "lightning" else "model": model.state_dict(), "optimizer": trained(model)}
+    tree = {**more, **own} if first else {**own, **more}
+    owner = "current_model_state" if case == "lightning" else "model"
+    assert weights_of(tree, tmp_path / "run.pt") == [f"{owner}.{name}" for name in NAMES]
+    assert names_of(tmp_path / "run.pt") == NAMES
+    with ckpt8.open(tmp_path / "run.ckpt8") as file:
+        large = [each for each in file.manifest.storages if each.nbytes > 4 * 4096]
+    assert all(each.role is not Role.OTHER for each in large)
+
+
+def test_an_average_in_a_file_of_its_own_takes_no_names(tmp_path):
+    model, folder = network(), tmp_path / "run"
+    folder.mkdir()
+    torch.save(average(model), folder / "ema.pt")
+    torch.save(trained(model), folder / "optimizer.pt")
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    torch.save({"average": average(model), "decay": 0.5}, folder / "averages.pt")
+    assert names_of(folder) == [f"optimizer.pt:{name}" for name in NAMES]
+    found = steps(folder)
+    assert found["with_weights"] == found["parameters"] == len(NAMES)
+
+
+def gan(*, same=False, keys=("netG", "netD", "optG", "optD")):
+    one, other = network(0), network(1, width=96 if same else 64)
+    return dict(zip(keys, (one.state_dict(), other.state_dict(), trained(one), trained(other)), strict=True))
+
+
+STEMS = [
+    ("netG", "netD", "optG", "optD"),
+    ("netG", "netD", "optD", "optG"),
+    ("generator", "discriminator", "optimizer_g", "optimizer_d"),
+    ("actor_state_dict", "critic_state_dict", "critic_optimizer", "actor_optimizer"),
+    ("G", "D", "D_optim", "G_optim"),
+    ("model1", "model2", "optim2", "optim1"),
+]
+
+
+@pytest.mark.parametrize("keys", STEMS)
+@pytest.mark.parametrize("same", [True, False])
+def test_two_models_of_two_optimizers(keys, same, tmp_path):
+    one, other, first, second = keys
+    tree = gan(same=same)
+    straight = STEMS.index(keys) in (0, 2)
+    tree = {
+        one: tree["netG"],
+        other: tree["netD"],
+        first: tree["optG" if straight else "optD"],
+        second: tree["optD" if straight else "optG"],
+    }
+    expected = [f"{key}.{name}" for key in ((one, other) if straight else (other, one)) for name in NAMES]
+    assert weights_of(tree, tmp_path / "run.pt") == expected
+    assert names_of(tmp_path / "run.pt") == expected
+    found = steps(tmp_path / "run.pt")
+    assert found["with_weights"] == found["parameters"] == 2 * len(NAMES)
+
+
+def test_order_tells_lists_apart(tmp_path):
+    one, other = network(0), network(1)
+    tree = {"models": [one.state_dict(), other.state_dict()], "optimizers": [trained(one), trained(other)]}
+    torch.save(tree, tmp_path / "run.pt")
+    assert names_of(tmp_path / "run.pt") == [f"models.{k}.{name}" for k in range(2) for name in NAMES]
+
+
+def test_what_cannot_be_told_is_said(tmp_path):
+    one, other = network(0), network(1)
+    tree = {"a": one.state_dict(), "b": other.state_dict(), "optimizer": trained(one)}
+    found = weights_of(tree, tmp_path / "run.pt")
+    assert found == ["several models fit it: a, b"] * len(NAMES)
+    assert names_of(tmp_path / "run.pt") == NAMES  # both agree on these
+    with ckpt8.open(tmp_path / "run.ckpt8") as file:
+        roles = {each.name: each.role for each in file.manifest.storages}
+    assert roles["a.2.weight"] is roles["b.2.weight"] is Role.WEIGHT
+    tree["model"], tree["c"] = network(2, width=48).state_dict(), tree.pop("a")
+    assert len(set(weights_of(tree, tmp_path / "run.pt"))) == 1
+
+
+def test_a_key_beside_one_that_names_a_model(tmp_path):
+    """Both are models, for compress, resume and convert."""
+    one, other = network(0), network(1, width=64)
+    tree = {"model": one.state_dict(), "netG": other.state_dict(), "opt1": trained(one), "opt2": trained(other)}
+    assert weights_of(tree, tmp_path / "run.pt") == [f"{key}.{name}" for key in ("model", "netG") for name in NAMES]
+    ckpt8.compress(tmp_path / "run.pt", preset="lossless")
+    fresh = network(7, width=64)
+    ckpt8.resume(tmp_path / "run.ckpt8", fresh)
+    assert torch.equal(fresh[2].weight, other[2].weight)
+    ckpt8.convert(tmp_path / "run.pt", tmp_path / "netG.safetensors", to="safetensors", key="netG")
+
+
+def test_a_copy_under_another_key_does_not_stop_resume(tmp_path):
+    model = network()
+    torch.save({"model": model.state_dict(), "swa": average(model), "opt": trained(model)}, tmp_path / "run.pt")
+    fresh = network(1)
+    ckpt8.resume(tmp_path / "run.pt", fresh)
+    assert torch.equal(fresh[2].weight, model[2].weight)
+
+
+def test_parts_of_one_state_dict(tmp_path):
+    """As Lightning saves a GAN."""
+    module = nn.ModuleDict({"generator": network(0), "discriminator": network(1)})
+    states = [trained(module["generator"]), trained(module["discriminator"])]
+    tree = {"state_dict": module.state_dict(), "optimizer_states": states}
+    expected = [f"{part}.{name}" for part in module for name in NAMES]
+    assert weights_of(tree, tmp_path / "run.ckpt") == [f"state_dict.{name}" for name in expected]
+    found = steps_after(tmp_path / "run.ckpt")
+    assert found["with_weights"] == found["parameters"]
+
+
+def steps_after(path):
+    ckpt8.compress(path, force=True)
+    return steps(path)
+
+
+def test_two_optimizers_of_one_model(tmp_path):
+    model = network()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimizers = [torch.optim.AdamW(each, lr=1e-3) for each in (matrices, vectors)]
+    model(torch.randn(8, 80)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    tree = {
+        "model": model.state_dict(),
+        "ema": copy.deepcopy(average(model)),
+        "muon": optimizers[0].state_dict(),
+        "adamw": optimizers[1].state_dict(),
+    }
+    found = weights_of(tree, tmp_path / "run.pt")
+    assert found[:3] == [f"model.{name}" for name in NAMES if name.endswith("weight") and name != "1.weight"]
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_weights_in_another_file_than_the_optimizer(keyed, tmp_path):
+    one, other, folder = network(0), network(1, width=64), tmp_path / "run"
+    folder.mkdir()
+    for key, module in (("G", one), ("D", other)):
+        weights = {"params_of_it": module.state_dict(), "iteration": 3} if keyed else module.state_dict()
+        torch.save(weights, folder / f"net{key}_3.pth")
+        torch.save({"state_of_it": trained(module), "iteration": 3}, folder / f"opt{key}_3.pth")
+    torch.save({"features": torch.randn(300, 300)}, folder / "other.pth")
+    ckpt8.compress(folder)
+    with ckpt8.open(folder.with_suffix(".ckpt8")) as file:
+        roles = {each.name: each.role for each in file.manifest.storages}
+        names = [each.name for each in file.manifest.parameters]
+    key = "params_of_it." if keyed else ""
+    assert roles[f"netG_3.pth:{key}2.weight"] is roles[f"netD_3.pth:{key}2.weight"] is Role.WEIGHT
+    assert names == [f"opt{which}_3.pth:{name}" for which in "DG" for name in NAMES]
+    found = steps(folder)
+    assert found["with_weights"] == found["parameters"] == 2 * len(NAMES)
+
+
+def test_weights_alone_stay_as_they_are(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    torch.save({"params_of_it": network().state_dict(), "iteration": 3}, folder / "one.pt")
+    torch.save(trained(network(1, width=64)), folder / "opt.pt")
+    ckpt8.compress(folder)
+    with ckpt8.open(folder.with_suffix(".ckpt8")) as file:
+        roles = {each.name: each.role for each in file.manifest.storages}
+    assert roles["one.pt:params_of_it.2.weight"] is Role.OTHER
+
+
+def test_a_directory_of_the_trainer_is_replayed_with_its_weights(tmp_path):
+    """A safetensors file is sorted: only weights whose name is known count."""
+    model, folder = network(), tmp_path / "checkpoint-1"
+    folder.mkdir()
+    optimizer = trained(model)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    torch.save(optimizer, folder / "optimizer.pt")
+    found = steps_after(folder)
+    assert found["parameters"] == len(NAMES)
+    assert found["with_weights"] >= 3
+    assert "the file has no state dict of a model" not in found["without_weights"].values()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    assert steps_after(folder)["with_weights"] == len(NAMES)
