@@ -154,9 +154,8 @@ class MemberFile(io.RawIOBase):
         """Write the checksum fields over a piece of the skeleton; a field may begin or end outside the piece."""
         if piece.storage != self._skeleton:
             return
-        for place in self._places[bisect_left(self._places, piece.start - CRC_BYTES + 1) :]:
-            if place >= piece.stop:
-                break
+        begin = bisect_left(self._places, piece.start - CRC_BYTES + 1)
+        for place in self._places[begin : bisect_left(self._places, piece.stop, begin)]:
             first, last = max(place, piece.start), min(place + CRC_BYTES, piece.stop)
             target[first - piece.start : last - piece.start] = self._patches[place][first - place : last - place]
 
