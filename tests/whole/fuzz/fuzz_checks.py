@@ -53,8 +53,10 @@ def silent() -> Console:
 def digest(value: Any) -> Any:
     """What tells two loaded objects apart: types and plain values, and for tensors their layout and their bytes."""
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_quantized:
-            return str(value)
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta or value.numel() > 1 << 20:
+            return str(
+                (value.layout, value.dtype, value.shape, value.stride() if value.layout is torch.strided else "")
+            )
         flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         return str(value.dtype), tuple(value.shape), hashlib.sha256(content).hexdigest()

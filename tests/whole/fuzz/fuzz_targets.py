@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fuzz_commands
+import fuzz_sources
 import torch
 from fuzz_bytes import mutate_bytes, mutate_tree, render_json
 from fuzz_checks import BrokenError, refused, silent
@@ -33,8 +34,8 @@ from ckpt8.inspecting.container import inspect_container
 class Target:
     """``mutate`` makes an input, ``write`` puts it at a path, ``run`` has ckpt8 read it.
 
-    ``run`` gets the input too; it says whether it was read, and raises what is a finding. ``share`` is the part of all inputs that the
-    target gets when all are run.
+    ``run`` gets the input too; it says whether it was read, and raises what is a finding. ``share`` is the part of all
+    inputs that the target gets when all are run.
     """
 
     mutate: Callable[[random.Random], object]
@@ -237,6 +238,7 @@ TARGETS: dict[str, Target] = {
     "metadata": Target(_mutate_metadata, read_source, 0.15),
     "container": Target(_mutate_container, read_container, 0.06),
     "manifest": Target(fuzz_commands.mutate, fuzz_commands.run, 0.1),
+    "values": Target(fuzz_sources.mutate, fuzz_sources.run, 0.1),
     "directory": Target(_mutate_tree, read_source, 0.02),
     "resume": Target(_mutate_resume, resume, 0.02),
 }
