@@ -48,11 +48,14 @@ class ErrorStats:
         """Whether every figure is a finite number."""
         return all(math.isfinite(getattr(self, field.name)) for field in fields(self))
 
-    def disagreement(self, other: Self, tolerance: float = 1e-9) -> str | None:
-        """The first figure that differs (maxima exactly, sums beyond ``tolerance`` relative), or None."""
+    def disagreement(self, other: Self, tolerance: float = 1e-9, *, all_close: bool = False) -> str | None:
+        """The first figure that differs, or None. Sums differ beyond ``tolerance`` relative, maxima unless equal.
+
+        With ``all_close`` the tolerance is that of maxima, too.
+        """
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            exact = field.name.startswith("max_") or isinstance(mine, int)
+            exact = (field.name.startswith("max_") and not all_close) or isinstance(mine, int)
             if not (mine == theirs if exact else math.isclose(mine, theirs, rel_tol=tolerance)):
                 return f"{field.name} is {theirs!r}, measured {mine!r}"
         return None

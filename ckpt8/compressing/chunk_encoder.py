@@ -151,6 +151,11 @@ class ChunkEncoder:
             errors = self._meter.measure(unit, first, originals, parts)
         return PackedChunk(parts, crcs, errors)
 
+    def finish(self, unit: Unit, errors: UnitErrors) -> None:
+        """Complete the errors of a unit whose chunks are all merged, while its source is as it was."""
+        if self._meter is not None:
+            self._meter.finish(unit, errors)
+
     def master(self, run: Run, device: torch.device) -> torch.Tensor:
         """The fp32 elements of a run on ``device``, valid until this thread asks for the next."""
         assert run.storage is not None  # noqa: S101 - padding has no master

@@ -26,6 +26,7 @@ from ckpt8.compressing.plan import Plan, Unit
 from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.compressing.sharing import PACK_NAME, share
 from ckpt8.container import frames, header, layout
+from ckpt8.container.facts import NO_PARAMETER
 from ckpt8.container.manifest import FrameTable, Manifest
 from ckpt8.container.writer import ContainerWriter
 from ckpt8.core.errors import UsageError
@@ -184,8 +185,11 @@ class Compressor:
                 if refused is None:
                     packed.append(chunk)
                     errors.merge(chunk.errors)
+            self._encoder.finish(unit, errors)
             reason = refused or self._broken_bound(unit, errors)
             if reason is None:
+                for k, each in enumerate(packed):
+                    each.errors = UnitErrors() if k else errors
                 yield unit, packed
             else:
                 packed.clear()
@@ -216,11 +220,11 @@ class Compressor:
     def _broken_bound(self, unit: Unit, errors: UnitErrors) -> str | None:
         """Why the unit must be stored lossless to keep the bound on its update error, or None."""
         bound, parameter = self._options.max_update_error, unit.parameter
-        if bound is None or not any(stream.lossy_moment for stream in unit.streams):
+        if bound is None or not any(each.lossy if parameter else each.lossy_moment for each in unit.streams):
             return None
         error = errors.update
         if error is None:
-            why = parameter.reason if parameter else "its tensors cannot be read as the state of one parameter"
+            why = (parameter.reason if parameter else None) or NO_PARAMETER
             return f"update error unknown: {why}"
         if not error.max_error <= bound:
             return f"update error exceeds {bound:g}"
@@ -246,6 +250,7 @@ class Compressor:
                 for part, planes in parts.items():
                     if result.refused is None:
                         writer.append(layout.entry_name(stream.spec.name, part, k, len(slabs)), planes)
+        self._encoder.finish(unit, result.errors)
         return result
 
     def _collect(self, result: UnitResult, stored: list[_Planes], encoded: EncodedChunk, chunk: int) -> None:

@@ -11,26 +11,32 @@ from dataclasses import dataclass, field
 import torch
 
 from ckpt8.checkpoint.meaning.confidence import Confidence
-from ckpt8.checkpoint.tree import Checkpoint
+from ckpt8.checkpoint.meaning.replayed import Order
+from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
 from ckpt8.codecs.cutting import TILE, pieces, take
 from ckpt8.codecs.error_measures import moment_error, root, update_error, weight_error
 from ckpt8.codecs.error_stats import ErrorStats, MomentError, UpdateError, WeightError
 from ckpt8.compressing import lockstep
-from ckpt8.compressing.plan import Parameter, Stream, Unit, read_elements
+from ckpt8.compressing.parameters import Parameter, Replay
+from ckpt8.compressing.plan import Stream, Unit, read_elements
 from ckpt8.container.frames import FRAME
 from ckpt8.core.backend import for_checkpoint, resolve
 from ckpt8.core.tensors import DType, Parts, Role
+
+Moments = Mapping[str, torch.Tensor]
+"""Elements of the state of one parameter, by the key of its rule."""
 
 
 @dataclass(slots=True)
 class UnitErrors:
     """The errors of a unit: by stream index, and in update space where a moment is lossy and the rule is known.
 
-    Empty where nothing is measured.
+    Empty where nothing is measured. ``pieces`` wait for ``ErrorMeter.finish`` where a step takes the whole parameter.
     """
 
     streams: dict[int, ErrorStats] = field(default_factory=dict)
     update: UpdateError | None = None
+    pieces: list[tuple[Moments, Moments]] = field(default_factory=list)
 
     @classmethod
     def for_unit(cls, unit: Unit) -> UnitErrors:
@@ -45,6 +51,7 @@ class UnitErrors:
         """Add the errors of the chunk that follows."""
         for index, error in later.streams.items():
             self.streams[index].merge(error)
+        self.pieces += later.pieces
         if self.update is not None and later.update is not None:
             self.update.merge(later.update)
 
@@ -66,7 +73,8 @@ class ErrorMeter:
         All must be on one device, which computes the errors.
         """
         errors, length, done = UnitErrors.for_unit(unit), len(originals[0]), 0
-        if resolve(self.backend, originals[0].device, length) == "numba":
+        is_replayed = unit.parameter is not None and unit.parameter.replay is not None
+        if resolve(self.backend, originals[0].device, length) == "numba" and not is_replayed:
             done = _measure_in_one_pass(unit, errors, originals, parts)
         confidence = self._confidence(unit.parameter)
         # Tiles fit the cache of a CPU. On a GPU each would cost a wait for its result.
@@ -89,8 +97,8 @@ class ErrorMeter:
         parts: Sequence[Parts],
     ) -> None:
         sides: list[tuple[torch.Tensor, torch.Tensor]] = []
-        decoded = lockstep.decode(unit.streams, parts, originals, start, self.backend)
-        for stream, x, part, y in zip(unit.streams, originals, parts, (y.float() for y in decoded), strict=True):
+        decoded = [y.float() for y in lockstep.decode(unit.streams, parts, originals, start, self.backend)]
+        for stream, x, part, y in zip(unit.streams, originals, parts, decoded, strict=True):
             # Square roots count where the codec stores them, or the update is divided by them.
             is_second = stream.spec.role is Role.MOMENT2 or stream.codec.stores_roots
             roots = (root(x), root(y)) if is_second else None
@@ -99,8 +107,39 @@ class ErrorMeter:
             elif stream.lossy:
                 errors.streams[stream.index].merge(moment_error(x, y, stream.codec.group_scales(part), roots))
             sides.append(roots or (x, y))
-        if errors.update is not None:
+        if errors.update is None:
+            return
+        replay = unit.parameter.replay if unit.parameter else None
+        if replay is None:
             errors.update.merge(_update_error(unit, confidence, start, sides))
+            return
+        piece = _by_key(unit, replay, originals), _by_key(unit, replay, decoded)
+        if replay.is_whole:
+            errors.pieces.append(piece)
+        else:
+            errors.update.merge(_replayed_error(replay, *piece, Order((len(originals[0]),))))
+
+    def finish(self, unit: Unit, errors: UnitErrors) -> None:
+        """Replay the step that takes the whole parameter, once all chunks of ``unit`` are merged into ``errors``.
+
+        Without all of them the error of the update is unknown.
+        """
+        replay = unit.parameter.replay if unit.parameter else None
+        pieces, errors.pieces = errors.pieces, []
+        if replay is None or errors.update is None or not pieces:
+            return
+        original, decoded = (
+            {key: torch.cat([piece[side][key] for piece in pieces]) for key in replay.state} for side in (0, 1)
+        )
+        if len(next(iter(original.values()))) < unit.numel:
+            errors.update = None
+            return
+        statistics = {key: self._statistic(*each) for key, each in replay.statistics.items()}
+        errors.update = _replayed_error(replay, original | statistics, decoded | statistics, replay.order)
+
+    def _statistic(self, storage: StorageInfo, ref: TensorRef) -> torch.Tensor:
+        values = read_elements(self._checkpoint, storage, ref.dtype, ref.offset, ref.numel)
+        return values.as_strided(ref.shape, ref.stride).float().contiguous()
 
     def _confidence(self, parameter: Parameter | None) -> Confidence | None:
         """CAME's factored term; None for other rules."""
@@ -108,12 +147,7 @@ class ErrorMeter:
             return None
         last = self._last  # another thread may replace it at any time
         if last is None or last[0] is not parameter:
-            rows, columns = (
-                read_elements(self._checkpoint, storage, ref.dtype, ref.offset, ref.numel).as_strided(
-                    ref.shape, ref.stride
-                )
-                for storage, ref in parameter.confidence
-            )
+            rows, columns = (self._statistic(*each) for each in parameter.confidence)
             self._last = last = (parameter, Confidence(rows, columns))
         return last[1]
 
@@ -131,6 +165,20 @@ def _update_error(
     factors = confidence.at(start, start + len(m[0]), m[0].device) if confidence else None
     original, decoded = (parameter.rule.apply(m[k], v[k], factors) for k in (0, 1))
     return update_error(original, decoded, parameter.rule.factor)
+
+
+def _by_key(unit: Unit, replay: Replay, values: Sequence[torch.Tensor]) -> Moments:
+    """``values`` by stream, of the streams that a replayed step takes: on the CPU, where all its arithmetic is done.
+
+    A whole step takes copies, since a buffer may hold the originals.
+    """
+    place = {stream.index: k for k, stream in enumerate(unit.streams)}
+    found = {key: values[place[index]].cpu() for key, index in replay.state.items()}
+    return {key: x.clone() for key, x in found.items()} if replay.is_whole else found
+
+
+def _replayed_error(replay: Replay, original: Moments, decoded: Moments, order: Order) -> UpdateError:
+    return update_error(*replay.rule.first_updates(original, decoded, order), 1.0)
 
 
 def _measure_in_one_pass(

@@ -7,21 +7,19 @@ space on the way.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from ckpt8.checkpoint.meaning.roles import Names, ParameterState, Structure, classify, unique_name
-from ckpt8.checkpoint.meaning.update_rules import UpdateRule, recognise
-from ckpt8.checkpoint.scalars import read_scalar
 from ckpt8.checkpoint.sources.bundle import SKELETON, WithSkeleton
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense
 from ckpt8.codecs import Codec
+from ckpt8.compressing.parameters import Parameter, find_parameters
 from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.container import layout
 from ckpt8.core.tensors import DType, Role, TensorSpec
-from ckpt8.optim.known_optimizers import MOMENT_SLOTS
 
 _MOST_PADDING = 4096
 """The most elements in a gap between tensors that counts as alignment."""
@@ -50,27 +48,6 @@ class Stream:
     def chunk_spec(self, chunk: int) -> TensorSpec:
         """The specification of one chunk."""
         return layout.chunk_spec(self.spec, chunk)
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """The moments of one parameter by slot (``moment1``, ``moment2``, ``max_moment2``), as indices of streams.
-
-    ``rule`` is None where the update rule is unknown; ``reason`` then says why. ``confidence`` are the row and column
-    statistics of CAME, each with its storage.
-    """
-
-    name: str
-    moments: Mapping[str, int]
-    rule: UpdateRule | None
-    reason: str | None
-    shape: tuple[int, ...]
-    confidence: Sequence[tuple[StorageInfo, TensorRef]] = ()
-
-    @property
-    def denominator(self) -> str | None:
-        """The slot whose square root the update is divided by, or None."""
-        return next((slot for slot in ("max_moment2", "moment2") if slot in self.moments), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +109,7 @@ def make_plan(
         key: _stream(index, key, views[index], structure, policy, names, source) for key, index in index_of.items()
     }
     units = join(
-        [Unit((stream,)) for stream in streams.values()], _parameters(source, structure.parameters, streams, views)
+        [Unit((stream,)) for stream in streams.values()], find_parameters(source, structure.parameters, streams, views)
     )
     if isinstance(checkpoint, WithSkeleton):
         index = first + len(storages)
@@ -215,7 +192,7 @@ def join(units: list[Unit], parameters: list[Parameter]) -> list[Unit]:
     taken: set[int] = set()
     joined = []
     for parameter in parameters:
-        members = set(parameter.moments.values())
+        members = parameter.streams
         if not members & taken:
             taken |= members
             joined.append(Unit(tuple(streams[index] for index in sorted(members)), parameter))
@@ -226,65 +203,4 @@ def join(units: list[Unit], parameters: list[Parameter]) -> list[Unit]:
 def plan_joint(source: Checkpoint, plan: Plan, states: list[ParameterState]) -> None:
     """Join the units of ``plan`` that hold moments of one parameter; ``states`` refer to storages of ``source``."""
     streams = {stream.storage.key: stream for stream in plan.streams}
-    plan.units = join(plan.units, _parameters(source, states, streams, views_of(plan.tensors)))
-
-
-def _parameters(
-    source: Checkpoint,
-    states: Iterable[ParameterState],
-    streams: Mapping[str, Stream],
-    views: Mapping[int, list[NamedTensor]],
-) -> list[Parameter]:
-    """The parameters whose moments fill storages of their own. ``streams`` are by the key that ``states`` use."""
-    found = []
-    for state in states:
-        refs = {
-            MOMENT_SLOTS[key]: ref
-            for key, ref in state.state.items()
-            if key in MOMENT_SLOTS and isinstance(ref, TensorRef)
-        }
-        owned = all(_owns(ref, streams[ref.key], views) for ref in refs.values())
-        if owned and len({(ref.shape, ref.stride) for ref in refs.values()}) == 1:
-            found.append(_parameter(source, streams, state, refs))
-    return found
-
-
-def _owns(ref: TensorRef, stream: Stream, views: Mapping[int, list[NamedTensor]]) -> bool:
-    """Whether a tensor fills its storage and is the only one in it."""
-    fills = is_dense(ref) and ref.offset == 0 and ref.nbytes == stream.storage.nbytes
-    return fills and len(views[stream.index]) == 1
-
-
-def _parameter(
-    source: Checkpoint, streams: Mapping[str, Stream], state: ParameterState, refs: Mapping[str, TensorRef]
-) -> Parameter:
-    step = state.state.get("step", state.group.get("step"))
-    if isinstance(step, TensorRef):
-        step = read_scalar(source, streams[step.key].storage, step)
-    rule = recognise(state.state, state.group, step if isinstance(step, (int, float)) else None)
-    if isinstance(rule, UpdateRule) and rule.kind == "replayed":
-        rule = "its step needs a gradient"
-    moments = {slot: streams[ref.key].index for slot, ref in refs.items()}
-    shape = next(iter(refs.values())).shape
-    confidence: tuple[tuple[StorageInfo, TensorRef], ...] = ()
-    if isinstance(rule, UpdateRule) and rule.kind == "came":
-        factors = (state.state["exp_avg_res_row"], state.state["exp_avg_res_col"])
-        confidence = tuple((streams[ref.key].storage, ref) for ref in factors)
-        if not _factors_fit(shape, refs["moment1"], *factors):
-            rule = "CAME's row and column statistics do not have the shape of the parameter"
-    if isinstance(rule, UpdateRule):
-        return Parameter(state.name, moments, rule, None, shape, confidence)
-    return Parameter(state.name, moments, None, rule, shape)
-
-
-def _factors_fit(shape: tuple[int, ...], moment: TensorRef, rows: TensorRef, columns: TensorRef) -> bool:
-    contiguous = list(moment.stride) == sorted(moment.stride, reverse=True)
-    return (
-        len(shape) >= 2
-        and contiguous
-        and rows.shape == shape[:-1]
-        and columns.shape == shape[:-2] + shape[-1:]
-        and is_dense(rows)
-        and is_dense(columns)
-        and rows.dtype is columns.dtype is DType.FLOAT32
-    )
+    plan.units = join(plan.units, find_parameters(source, states, streams, views_of(plan.tensors)))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
 from ckpt8.codecs import codec_from_config
 from ckpt8.codecs.error_stats import MomentError, UpdateError, WeightError, read_error
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest, ParameterRecord, StorageRecord, TensorRecord
 from ckpt8.core.tensors import Role
 
+NO_PARAMETER = "its moments are not those of one parameter of a known optimizer, in storages of their own"
+NOT_MEASURED = "its error was not measured, or is not finite"
 SKELETON_ROLE, FILE_ROLE = "structure", "file"
 
 
@@ -55,8 +57,11 @@ def _masters(manifest: Manifest, record: StorageRecord) -> list[str]:
 
 
 def total_errors(manifest: Manifest) -> dict[str, Any]:
-    """The errors of weights, moments and updates over the whole file; None where nothing was measured."""
-    weights, updates = WeightError(), UpdateError()
+    """The errors of weights, moments and updates over the whole file; None where nothing was measured.
+
+    ``update`` are figures in update space, ``replayed`` those of the first replayed step: see ``figure_of``.
+    """
+    weights = WeightError()
     moments = {Role.MOMENT1: MomentError(), Role.MOMENT2: MomentError()}
     counts: Counter[str] = Counter()
     for record in manifest.storages:
@@ -66,21 +71,46 @@ def total_errors(manifest: Manifest) -> dict[str, Any]:
         elif isinstance(error, MomentError) and record.role in moments:
             moments[record.role].merge(error)
             counts[record.role.value] += 1
-    known = [error for p in manifest.parameters if isinstance(error := read_error(p.error), UpdateError)]
-    for error in known:
-        updates.merge(error)
+    steps = {kind: (UpdateError(), Counter[str]()) for kind in ("update", "replayed")}
+    for parameter in manifest.parameters:
+        if isinstance(error := read_error(parameter.error), UpdateError):
+            total, count = steps[figure_of(parameter)]
+            total.merge(error)
+            count["parameters"] += 1
     return {
         "weight": figures(weights) if weights.count else None,
         **{role.value: figures(error) if counts[role.value] else None for role, error in moments.items()},
-        "update": {**figures(updates), "parameters": len(known)} if known else None,
-        "update_unknown": sum(_is_unknown(manifest, parameter) for parameter in manifest.parameters),
+        **{kind: {**figures(total), **count} if count else None for kind, (total, count) in steps.items()},
+        **unknown_updates(_unknown_reasons(manifest)),
     }
 
 
-def _is_unknown(manifest: Manifest, parameter: ParameterRecord) -> bool:
-    """Whether the update error of a parameter with lossy moments is not known."""
-    codecs = (codec_from_config(manifest.storages[index].codec) for index in parameter.moments.values())
-    return parameter.error is None and any(codec.measured_as is not None for codec in codecs)
+def unknown_updates(reasons: Counter[str]) -> dict[str, Any]:
+    """How many parameters with lossy moments have an update of unknown error, and how many by reason."""
+    return {"update_unknown": reasons.total(), "update_reasons": dict(reasons.most_common())}
+
+
+def figure_of(parameter: ParameterRecord) -> Literal["update", "replayed"]:
+    """What the error of a parameter's update is: in update space, or of the first replayed step."""
+    return "replayed" if (parameter.rule or {}).get("kind") == "replayed" else "update"
+
+
+def _unknown_reasons(manifest: Manifest) -> Counter[str]:
+    """Why the error of an update is unknown, for every parameter with lossy moments that has none."""
+    lossy = {index for index, each in enumerate(manifest.storages) if _is_lossy_moment(each)}
+    reasons = Counter(
+        each.reason or NOT_MEASURED
+        for each in manifest.parameters
+        if each.error is None and not lossy.isdisjoint(each.moments.values())
+    )
+    owned = {index for each in manifest.parameters for index in each.moments.values()}
+    others = {manifest.storages[index].name.rpartition(".")[0] for index in lossy - owned}
+    return reasons + Counter({NO_PARAMETER: len(others)})
+
+
+def _is_lossy_moment(record: StorageRecord) -> bool:
+    is_moment = record.role in (Role.MOMENT1, Role.MOMENT2)
+    return is_moment and codec_from_config(record.codec).measured_as is not None
 
 
 def error_facts(stored: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ckpt8.codecs.error_stats import UpdateError, WeightError, read_error
-from ckpt8.container.facts import error_facts, figures, tensor_facts, total_errors
+from ckpt8.container.facts import error_facts, figure_of, figures, tensor_facts, total_errors
 from ckpt8.container.manifest import Manifest, MemberRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.tensors import Role
@@ -83,7 +84,10 @@ def _measure_again(reader: ContainerReader, original: Path) -> list[str]:
     for index, record in enumerate(reader.manifest.storages):
         record.error = measured.storages[index].to_json() if index in measured.storages else None
     for index, parameter in enumerate(reader.manifest.parameters):
-        parameter.error = measured.parameters[index].to_json() if index in measured.parameters else None
+        update = measured.parameters.get(index)
+        parameter.error = update.error.to_json() if update else None
+        if update is not None and update.parameter.rule is not None:
+            parameter.rule, parameter.reason = asdict(update.parameter.rule), None
     return measured.differing
 
 
@@ -136,7 +140,7 @@ def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:
             for tensor in manifest.tensors
         ]
         facts["parameters"] = [
-            {**row, "error": error_facts(parameter.error)}
+            {**row, "error": error_facts(parameter.error), "figure": figure_of(parameter)}
             for row, parameter in zip(parameter_facts(manifest), manifest.parameters, strict=True)
         ]
     return facts
@@ -154,7 +158,7 @@ def lossless_reasons(manifest: Manifest) -> list[dict[str, Any]]:
 def worst(manifest: Manifest) -> dict[str, list[dict[str, Any]]]:
     """The parameters with the largest max |Δu|, and the weights with the largest mean relative error."""
     updates = [
-        {**shown, **figures(error)}
+        {**shown, **figures(error), "figure": figure_of(parameter)}
         for parameter, shown in zip(manifest.parameters, shown_names(manifest), strict=True)
         if isinstance(error := read_error(parameter.error), UpdateError)
     ]

@@ -28,6 +28,9 @@ ROLE_WORDS = {
 }
 """Every role in words, in the order of reports."""
 
+FIGURE_WORDS = {"update": "update space", "replayed": "first replayed step"}
+"""What the error of an update is, in words: see ``facts.figure_of``."""
+
 _BY_FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("Hugging Face Trainer", re.compile(r"(?:.*/)?trainer_state\.json")),
     ("accelerate", re.compile(r"(?:.*/)?random_states_\d+\.pkl")),

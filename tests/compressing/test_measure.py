@@ -7,7 +7,7 @@ import torch
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, TensorRef
 from ckpt8.compressing.measure import ErrorMeter
-from ckpt8.compressing.plan import Parameter
+from ckpt8.compressing.parameters import Parameter
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.tensors import DType
 

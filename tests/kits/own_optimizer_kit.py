@@ -60,11 +60,12 @@ CARD = known.Card(
 
 
 @contextmanager
-def registered() -> Iterator[None]:
-    """With the card among those that ckpt8 knows; without it again afterwards."""
+def registered(*cards: known.Card) -> Iterator[None]:
+    """With ``cards``, or the one of this file, among those that ckpt8 knows; without them again afterwards."""
     tables = known.CARDS, known.TENSORS, known.MOMENT_SLOTS, known.STATE_ROLES
     before = [dict(table) for table in tables]
-    known.register(CARD)
+    for card in cards or (CARD,):
+        known.register(card)
     try:
         yield
     finally:

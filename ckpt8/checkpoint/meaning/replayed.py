@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.codecs.companded8.reference import square_root
 from ckpt8.core.files.crc import crc32
 from ckpt8.core.lazy import resolve
@@ -121,14 +122,17 @@ class Replayed:
         self._call(inputs, outputs, shape, step, 1.0, 0.0)
         return update.neg_()
 
-    def first_updates(self, original: Values, decoded: Values, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def first_updates(self, original: Values, decoded: Values, order: Order) -> tuple[Tensor, Tensor]:
         """The updates of the first step after the state of the original, and after the decoded one.
 
-        Both are flat tensors as for ``advance``. Without a reach beyond the element they may be any run of the elements
-        that begins at a multiple of ``BLOCK``; ``shape`` is then that of the run.
+        Moments are flat fp32 tensors as they are stored. Of a rule that reaches no further than the element they may be
+        any run of the elements that begins at a multiple of ``BLOCK``, in an order of its own.
         """
-        grad = self.gradients(original).at(0)
-        u, v = (self.update(state, grad, shape, self.step + 1) for state in (original, decoded))
+        grad = order.plain(self.gradients(original).at(0))
+        u, v = (
+            self.update({key: order.plain(x) for key, x in state.items()}, grad, order.shape, self.step + 1)
+            for state in (original, decoded)
+        )
         return u, v
 
     def _call(
@@ -162,6 +166,37 @@ class Replayed:
             for name, value in values.items():
                 if name in outputs:
                     outputs[name].copy_(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Between the plain order of a tensor's elements and that in which its storage has them.
+
+    ``dimensions`` are those of the storage, outermost first; None where both orders are the same, and for a rule with
+    row or column statistics, which takes all in plain order.
+    """
+
+    shape: tuple[int, ...]
+    dimensions: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, form: Form, first: TensorRef) -> Order:
+        """The order of the first tensor of a form, and with it of its seeds."""
+        plain = tuple(range(len(first.shape)))
+        dimensions = tuple(sorted(plain, key=lambda each: -first.stride[each]))
+        is_plain = dimensions == plain or not is_dense(first) or not all(each.is_moment for each in form.tensors)
+        return cls(first.shape, None if is_plain else dimensions)
+
+    def stored(self, values: Tensor) -> Tensor:
+        """Flat values in the order of the storage."""
+        return values if self.dimensions is None else values.view(self.shape).permute(self.dimensions).reshape(-1)
+
+    def plain(self, values: Tensor) -> Tensor:
+        """Flat values in the plain order."""
+        if self.dimensions is None:
+            return values
+        back = sorted(range(len(self.shape)), key=self.dimensions.__getitem__)
+        return values.view([self.shape[each] for each in self.dimensions]).permute(back).reshape(-1)
 
 
 class Gradients:

@@ -22,6 +22,7 @@ from ckpt8.cli.show.overview import (
 from ckpt8.cli.show.tables import Table, codec_text, number, shape_text, show_table
 from ckpt8.container.manifest import DIRECTORY
 from ckpt8.core.text import counted, differing_line, printable, printable_tree, size
+from ckpt8.inspecting.manifest_facts import FIGURE_WORDS
 
 _ALARMING = 0.5
 """A report warns of a max |Δu| above this part of max |u|."""
@@ -107,15 +108,20 @@ def _show_errors(console: Console, errors: dict[str, Any], source: dict[str, Any
         for role in ("moment1", "moment2")
         if (error := errors[role])
     ]
-    if update := errors["update"]:
-        lines.append(
-            f"update space  NMSE {number(update['nmse'])}, max |Δu| {number(update['max_error'])} "
-            f"where max |u| is {number(update['max_update'])}, {counted(update['parameters'], 'parameter')}"
-        )
-        if update["max_error"] > _ALARMING * update["max_update"]:
-            lines.append("              some updates change as much as they are large; --max-update-error bounds that")
-    if errors["update_unknown"]:
-        lines.append(f"update space  not measured for {counted(errors['update_unknown'], 'parameter')}")
+    for kind, words in FIGURE_WORDS.items():
+        if update := errors[kind]:
+            lines.append(
+                f"{words}  NMSE {number(update['nmse'])}, max |Δu| {number(update['max_error'])} "
+                f"where max |u| is {number(update['max_update'])}, {counted(update['parameters'], 'parameter')}"
+            )
+            if update["max_error"] > _ALARMING * update["max_update"]:
+                lines.append(
+                    "              some updates change as much as they are large; --max-update-error bounds that"
+                )
+    lines += [
+        f"update        unknown for {counted(count, 'parameter')}: {reason}"
+        for reason, count in errors["update_reasons"].items()
+    ]
     if source and source["differing"]:
         lines.append(differing_line(source))
     if lines:
@@ -132,8 +138,13 @@ def _show_worst(console: Console, worst: dict[str, list[dict[str, Any]]]) -> Non
     }
     for kind, (title, columns) in headings.items():
         if rows := worst[kind]:
-            cells = [(shown(row), *(number(row[key]) for key in columns.values())) for row in rows]
+            cells = [(_with_figure(row), *(number(row[key]) for key in columns.values())) for row in rows]
             show_table(console, (title, *columns), cells)
+
+
+def _with_figure(row: dict[str, Any]) -> str:
+    """The name of a parameter, and what its figure is unless that is in update space."""
+    return shown(row) + (f" ({FIGURE_WORDS['replayed']})" if row.get("figure") == "replayed" else "")
 
 
 def _show_lossless(console: Console, reasons: list[dict[str, Any]]) -> None:

@@ -19,6 +19,7 @@ from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.measure import ErrorMeter, UnitErrors
 from ckpt8.compressing.plan import Stream, Unit, read_elements
 from ckpt8.compressing.policy import LOSSLESS, Policy
+from ckpt8.container.facts import NO_PARAMETER
 from ckpt8.container.frames import FRAME
 from ckpt8.core.backend import Backend
 from ckpt8.core.errors import RefusedError
@@ -50,8 +51,10 @@ def checkpoint_distributions(path: Path, *, full: bool = False) -> dict[str, Any
             errors_from=f"preset {PRESET} on the sample",
             total=sum(unit.numel * len(unit.streams) for unit in units),
         )
-        look = partial(_look, source, ErrorMeter(source))
+        meter = ErrorMeter(source)
+        look = partial(_look, source, meter)
         for unit, seen in look_at(units, gathered.sampling, look, workers):
+            meter.finish(unit, seen.errors)
             _add(gathered, unit, seen)
         source.check_unchanged()
         return gathered.to_json()
@@ -69,9 +72,9 @@ def _add(gathered: Gathered, unit: Unit, seen: Seen) -> None:
         if each.index in seen.errors.streams:
             gathered.measure(each.spec.role.value, seen.errors.streams[each.index])
     if seen.errors.update is not None:
-        gathered.measure("update", seen.errors.update)
+        gathered.measure(gathered.figure(unit), seen.errors.update)
     elif seen.refused is None and any(each.lossy_moment for each in unit.streams):
-        gathered.unknown += 1
+        gathered.unknown[(unit.parameter and unit.parameter.reason) or NO_PARAMETER] += 1
     gathered.add(unit, seen)
 
 

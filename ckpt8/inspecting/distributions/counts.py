@@ -17,7 +17,7 @@ from ckpt8.checkpoint.meaning.update_rules import UpdateRule
 from ckpt8.codecs import Codec, config_of
 from ckpt8.codecs.error_measures import root
 from ckpt8.codecs.error_stats import ErrorStats
-from ckpt8.compressing.plan import Parameter
+from ckpt8.compressing.parameters import Parameter
 from ckpt8.container.facts import codec_name
 from ckpt8.core.tensors import Parts, Role, TensorSpec
 

@@ -11,7 +11,7 @@ from ckpt8.checkpoint.meaning.parameter_names import in_model_order, layer_of, p
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, WeightError
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Unit
-from ckpt8.container.facts import error_facts
+from ckpt8.container.facts import error_facts, figure_of, unknown_updates
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.tensors import Role
 from ckpt8.core.workers import Workers
@@ -66,6 +66,7 @@ class _Layer:
     stored_bytes: Counter[str] = field(default_factory=Counter)
     parameters: int = 0
     update: UpdateError = field(default_factory=UpdateError)
+    figures: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -88,15 +89,17 @@ class Gathered:
     worst: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"update": [], "weight": []})
     refused: dict[str, str] = field(default_factory=dict)
     totals: dict[str, ErrorStats] = field(default_factory=dict)
-    measured: int = 0
-    unknown: int = 0
+    measured: Counter[str] = field(default_factory=Counter)
+    unknown: Counter[str] = field(default_factory=Counter)
     _shown: dict[str, dict[str, Any]] = field(init=False)
+    _figures: dict[str, str] = field(init=False)
     _layers: dict[str, _Layer] = field(default_factory=lambda: defaultdict(_Layer))
 
     def __post_init__(self) -> None:
         manifest, owners = self.manifest, dict[int, str]()
         shown = list(zip(manifest.parameters, shown_names(manifest), strict=True))
         self._shown = {parameter.name: row for parameter, row in shown}
+        self._figures = {parameter.name: figure_of(parameter) for parameter in manifest.parameters}
         for parameter, row in shown:
             owners.update(dict.fromkeys(parameter.moments.values(), row["name"]))
         skeletons = skeleton_roles(manifest)
@@ -109,10 +112,14 @@ class Gathered:
             layer.bytes[role] += record.nbytes
             layer.stored_bytes[role] += record.stored_bytes
 
+    def figure(self, unit: Unit) -> str:
+        """What the error of the update of a unit is, see ``figure_of``."""
+        return self._figures[unit.parameter.name] if unit.parameter else "update"
+
     def measure(self, what: str, error: ErrorStats) -> None:
-        """Add an error to the total of ``weight``, ``moment1``, ``moment2`` or ``update``."""
+        """Add an error to the total of ``weight``, ``moment1``, ``moment2``, ``update`` or ``replayed``."""
         self.totals.setdefault(what, type(error)()).merge(error)
-        self.measured += isinstance(error, UpdateError)
+        self.measured[what] += 1
 
     def add(self, unit: Unit, seen: Seen) -> None:
         """Add the sample of a unit; ``seen.errors`` decide whether it is among the worst."""
@@ -126,7 +133,8 @@ class Gathered:
             layer = self._layers[layer_of(plain_path(shown["name"]))]
             layer.parameters += 1
             layer.update.merge(update)
-            self._keep_worst("update", "max_error", shown, update, seen.drawn)
+            layer.figures.add(self.figure(unit))
+            self._keep_worst("update", "max_error", {**shown, "figure": self.figure(unit)}, update, seen.drawn)
 
     def _keep_worst(self, kind: str, figure: str, name: Mapping[str, Any], error: ErrorStats, drawn: Drawn) -> None:
         """Keep the tensors of the largest figure, largest first; of equal ones the earlier."""
@@ -138,9 +146,11 @@ class Gathered:
 
     def to_json(self) -> dict[str, Any]:
         """The ``distributions`` of the report: plain values. ``errors`` has the keys that ``inspect`` gives it."""
-        errors = {what: error_facts(self.totals[what].to_json()) if what in self.totals else None for what in CHARTED}
-        if errors["update"] is not None:
-            errors["update"]["parameters"] = self.measured
+        kinds = (*CHARTED, "replayed")
+        errors = {what: error_facts(self.totals[what].to_json()) if what in self.totals else None for what in kinds}
+        for kind in ("update", "replayed"):
+            if (facts := errors[kind]) is not None:
+                facts["parameters"] = self.measured[kind]
         refused = [{"name": name, "reason": reason} for name, reason in self.refused.items()]
         full = self.drawn.elements == self.total
         return {
@@ -153,7 +163,7 @@ class Gathered:
             "before": self.before,
             "after": self.after,
             "errors_from": self.errors_from,
-            "errors": {**errors, "update_unknown": self.unknown},
+            "errors": {**errors, **unknown_updates(self.unknown)},
             "histograms": self.drawn.pairs_json(),
             "codes": self.drawn.codes_json(),
             "layers": [
@@ -173,4 +183,5 @@ class Gathered:
             "bytes": dict(sorted(layer.bytes.items())),
             "stored_bytes": dict(sorted(layer.stored_bytes.items())) if self.stored else None,
             "update": None if update is None else {**update, "parameters": layer.parameters},
+            "figures": sorted(layer.figures),
         }

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from ckpt8.checkpoint.meaning.pairing import SavedParameter
-from ckpt8.checkpoint.meaning.replayed import Replayed
+from ckpt8.checkpoint.meaning.replayed import Order, Replayed
 from ckpt8.checkpoint.readers import READERS
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.checkpoint.tree import TensorRef, is_dense
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.manifest import DCP
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError
@@ -102,12 +102,10 @@ class _Sides:
             original, compressed = _read(self._original, rule.form, saved), _read(self._compressed, rule.form, theirs)
         if rule.needs_weight and original.weight is None:
             return "its weight, which an L2 penalty needs, was not found"
-        order = _Order.of(rule.form, saved, shape)
-        return self._take_steps(rule, original, compressed, shape, order)
+        order = Order.of(rule.form, saved.state[rule.form.tensors[0].key])
+        return self._take_steps(rule, original, compressed, order)
 
-    def _take_steps(
-        self, rule: Replayed, original: _Side, compressed: _Side, shape: tuple[int, ...], order: _Order
-    ) -> list[StepDrift] | str:
+    def _take_steps(self, rule: Replayed, original: _Side, compressed: _Side, order: Order) -> list[StepDrift] | str:
         if broken := original.find_not_finite():
             return f"{broken} of the original is not finite"
         if compressed.find_not_finite():
@@ -116,41 +114,12 @@ class _Sides:
         gradients = rule.gradients({key: order.stored(values) for key, values in original.state.items()})
         for k in range(self._steps):
             grad = order.plain(gradients.at(k))
-            u, v = (
-                rule.advance(side.state, side.weight, grad, shape, rule.step + k + 1) for side in (original, compressed)
-            )
+            step = rule.step + k + 1
+            u, v = (rule.advance(s.state, s.weight, grad, order.shape, step) for s in (original, compressed))
             if not torch.isfinite(u).all() or original.find_not_finite():
                 return "a replayed step of the original is not finite"
             found.append(_measure(u, v, original, compressed))
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """Between the plain order of a tensor's elements and that in which its storage has them; None where they agree."""
-
-    shape: tuple[int, ...]
-    dimensions: tuple[int, ...] | None
-
-    @classmethod
-    def of(cls, form: Form, saved: SavedParameter, shape: tuple[int, ...]) -> _Order:
-        """The order of a form's first tensor."""
-        first = saved.state[form.tensors[0].key]
-        moved = tuple(sorted(range(len(shape)), key=lambda each: -first.stride[each]))
-        moments_alone = all(each.is_moment for each in form.tensors)
-        is_plain = moved == tuple(range(len(shape))) or not is_dense(first) or not moments_alone
-        return cls(shape, None if is_plain else moved)
-
-    def stored(self, values: Tensor) -> Tensor:
-        """Flat values in the order of the storage."""
-        return values if self.dimensions is None else values.view(self.shape).permute(self.dimensions).reshape(-1)
-
-    def plain(self, values: Tensor) -> Tensor:
-        """Flat values in the plain order."""
-        if self.dimensions is None:
-            return values
-        back = sorted(range(len(self.shape)), key=self.dimensions.__getitem__)
-        return values.view([self.shape[each] for each in self.dimensions]).permute(back).reshape(-1)
 
 
 def _find_misfit(form: Form, saved: SavedParameter, shape: tuple[int, ...]) -> str | None:

@@ -45,7 +45,7 @@ def test_a_container_without_statistics(inputs, inspect, tmp_path):
     ckpt8.compress(inputs / "gpt_adamw.pt", container, stats=False)
     facts, content, tree = inspect(container, tmp_path / "a.html")
     text = assert_inert(content)
-    assert "not measured for 10 parameters" in text
+    assert "unknown for 10 parameters: its error was not measured, or is not finite" in text
     assert "The worst tensors" not in text
     assert tree["distributions"]["worst"] == {"update": [], "weight": []}
     facts, content, tree = inspect(container, tmp_path / "b.html", "--against", inputs / "gpt_adamw.pt")

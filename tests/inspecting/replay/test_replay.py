@@ -22,8 +22,10 @@ from ckpt8.checkpoint.meaning.replay_settings import find_rule
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.cli import app as cli
+from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.tensors import DType
+from ckpt8.core.workers import Workers
 from ckpt8.inspecting.replay import replay
 
 REPLAYED = {
@@ -136,7 +138,8 @@ def test_the_drift_is_that_of_the_real_optimizer(make, monkeypatch, name):
         return found.clone()
 
     monkeypatch.setattr(replayed.Gradients, "at", recorded)
-    result = steps_of(path, threads=1)
+    with ContainerReader(path.with_suffix(".ckpt8")) as reader, Workers(1) as workers:
+        result = replay.replay_files(reader, path, STEPS, workers).to_json()
     assert result["parameters"] == result["with_weights"] == 6
     assert result["skipped"] == result["without_weights"] == {}
     sides = [real_steps(each, name, gradients) for each in (path, path.with_suffix(".ckpt8"))]

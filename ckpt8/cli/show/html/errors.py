@@ -10,8 +10,8 @@ from ckpt8.cli.show.html.distributions import histograms, sides_legend
 from ckpt8.cli.show.html.sizes import split_largest
 from ckpt8.cli.show.html.text import text
 from ckpt8.cli.show.tables import number
-from ckpt8.core.text import differing_line
-from ckpt8.inspecting.manifest_facts import ROLE_WORDS
+from ckpt8.core.text import counted, differing_line
+from ckpt8.inspecting.manifest_facts import FIGURE_WORDS, ROLE_WORDS
 
 
 def error_section(errors: dict[str, Any], distributions: dict[str, Any], source: dict[str, Any] | None = None) -> str:
@@ -24,7 +24,8 @@ def error_section(errors: dict[str, Any], distributions: dict[str, Any], source:
     return (
         f'<section id="errors"><h2>Error of lossy storage</h2>'
         f'<p class="soft">Measured on {text(distributions["errors_from"] + where)}. '
-        f"u is the step that the optimizer would take, per unit of learning rate; NMSE is the energy of the error in "
+        f"u is the step that the optimizer would take, per unit of learning rate: in update space as its state alone "
+        f"determines it, else the first step that verify --resume-steps replays. NMSE is the energy of the error in "
         f"it, relative to that of u.</p>{body}{_by_layer(distributions['layers'])}</section>"
     )
 
@@ -34,15 +35,17 @@ def _totals(errors: dict[str, Any]) -> str:
     if weight := errors["weight"]:
         mean = f"mean {number(weight['mean_relative'])}"
         rows.append(("weights", (f"max relative {number(weight['max_relative'])}", mean)))
-    noise = {"moment1": ROLE_WORDS["moment1"], "moment2": ROLE_WORDS["moment2"], "update": "update space"}
+    noise = {"moment1": ROLE_WORDS["moment1"], "moment2": ROLE_WORDS["moment2"], **FIGURE_WORDS}
     for what, name in noise.items():
         if error := errors[what]:
             rows += [(name, (f"NMSE {number(error['nmse'])}", _decibels(error)))]
-    if update := errors["update"]:
-        largest = f"max |Δu| {number(update['max_error'])}", f"max |u| {number(update['max_update'])}"
-        rows.append(("largest of an update", largest))
-    if errors["update_unknown"]:
-        rows.append(("update space", (f"not measured for {errors['update_unknown']:,} parameters",)))
+            if what in FIGURE_WORDS:
+                largest = f"max |Δu| {number(error['max_error'])}", f"max |u| {number(error['max_update'])}"
+                rows.append((f"{name}, largest", largest))
+    rows += [
+        ("update", (f"unknown for {counted(count, 'parameter')}: {reason}",))
+        for reason, count in errors["update_reasons"].items()
+    ]
     # No line break splits a phrase in a span.
     return "".join(
         f"<tr><th>{text(name)}</th><td>{', '.join(f'<span>{text(each)}</span>' for each in figures)}</td></tr>"
@@ -70,11 +73,11 @@ def _by_layer(layers: list[dict[str, Any]]) -> str:
         ]
         figures = f"{number(update['nmse'])} <small>max |Δu| {number(update['max_error'])}</small>"
         rows.append(row(text(each["layer"]), axis.dots(dots), figures))
+    figures_here = {figure for each in known for figure in each["figures"]}
+    title = " and ".join(words.capitalize() for kind, words in FIGURE_WORDS.items() if kind in figures_here)
     more = f'<p class="note">{len(others):,} layers with a smaller max |Δu| are left out.</p>' if others else ""
     colours = legend([("dot update", "NMSE of the update"), ("dot moment2 ring", "max |Δu|, the largest single error")])
-    return (
-        f'<h3>In update space, by layer</h3>{colours}<div id="layer-errors">{"".join(rows)}{axis.labels()}</div>{more}'
-    )
+    return f'<h3>{title}, by layer</h3>{colours}<div id="layer-errors">{"".join(rows)}{axis.labels()}</div>{more}'
 
 
 def worst_section(distributions: dict[str, Any]) -> str:
@@ -102,8 +105,8 @@ def worst_section(distributions: dict[str, Any]) -> str:
 
 def _update_figures(each: dict[str, Any]) -> str:
     return (
-        f"max |Δu| {number(each['max_error'])} where max |u| is {number(each['max_update'])}, "
-        f"NMSE {number(each['nmse'])}, {_decibels(each)}"
+        f"{FIGURE_WORDS[each['figure']]}: max |Δu| {number(each['max_error'])} "
+        f"where max |u| is {number(each['max_update'])}, NMSE {number(each['nmse'])}, {_decibels(each)}"
     )
 
 

@@ -24,6 +24,7 @@ from ckpt8.core.files.atomic import AtomicFile, refuse_source
 from ckpt8.core.text import percent, size
 from ckpt8.inspecting.distributions.checkpoint import checkpoint_distributions
 from ckpt8.inspecting.distributions.container import container_distributions
+from ckpt8.inspecting.manifest_facts import FIGURE_WORDS
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Even if a name got through as markup, the browser would neither run nor load anything."""
@@ -135,9 +136,10 @@ def _tiles(facts: dict[str, Any], errors: dict[str, Any]) -> str:
             ("preset flash, predicted", size(flash["bytes"])),
             ("predicted ratio", f"{flash['ratio']:.2f}x"),
         ]
-    if update := errors["update"]:
-        tiles.append(("NMSE of the update", number(update["nmse"])))
-        tiles.append(("max |Δu|", number(update["max_error"])))
+    for kind, words in FIGURE_WORDS.items():
+        if update := errors[kind]:
+            tiles.append((f"NMSE, {words}", number(update["nmse"])))
+            tiles.append((f"max |Δu|, {words}", number(update["max_error"])))
     items = "".join(f'<div class="tile"><b>{text(value)}</b><span>{text(name)}</span></div>' for name, value in tiles)
     return f'<div class="tiles">{items}</div>'
 

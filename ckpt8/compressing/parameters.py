@@ -1,0 +1,180 @@
+"""The parameters of a checkpoint whose moments compression reads together, and how each makes a step of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ckpt8.checkpoint.meaning.replay_settings import find_rule
+from ckpt8.checkpoint.meaning.replayed import LARGEST_MATRIX, Order, Replayed
+from ckpt8.checkpoint.meaning.roles import ParameterState
+from ckpt8.checkpoint.meaning.update_rules import UpdateRule, identify_state, recognise
+from ckpt8.checkpoint.scalars import read_settings
+from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense
+from ckpt8.core.tensors import DType
+from ckpt8.optim.known_optimizers import MOMENT_SLOTS, SIDE_STATE
+
+
+class Place(Protocol):
+    """What is asked of a stream."""
+
+    @property
+    def index(self) -> int:
+        """Its number in the container."""
+
+    @property
+    def storage(self) -> StorageInfo:
+        """Where it lies in the source."""
+
+    @property
+    def lossy(self) -> bool:
+        """Whether decoding gives other values than the source has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """How the first step of a parameter is replayed.
+
+    ``state`` are the streams of the unit by the key of the rule, ``statistics`` what else its state has, by key, each
+    with its storage; they come back as they are.
+    """
+
+    rule: Replayed
+    order: Order
+    state: Mapping[str, int]
+    statistics: Mapping[str, tuple[StorageInfo, TensorRef]]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the step takes all elements at once."""
+        return self.rule.form.reach != "element"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """The moments of one parameter by slot (``moment1``, ``moment2``, ``max_moment2``), as indices of streams.
+
+    ``rule`` is None where the update rule is unknown; ``reason`` then says why. ``confidence`` are the row and column
+    statistics of CAME, each with its storage. ``replay`` is there if the rule is ``replayed``.
+    """
+
+    name: str
+    moments: Mapping[str, int]
+    rule: UpdateRule | None
+    reason: str | None
+    shape: tuple[int, ...]
+    confidence: Sequence[tuple[StorageInfo, TensorRef]] = ()
+    replay: Replay | None = None
+
+    @property
+    def streams(self) -> set[int]:
+        """The indices of all streams that are read together."""
+        return {*self.moments.values(), *(self.replay.state.values() if self.replay else ())}
+
+    @property
+    def denominator(self) -> str | None:
+        """The slot whose square root the update is divided by, or None."""
+        return next((slot for slot in ("max_moment2", "moment2") if slot in self.moments), None)
+
+
+def find_parameters(
+    source: Checkpoint,
+    states: Iterable[ParameterState],
+    streams: Mapping[str, Place],
+    views: Mapping[int, list[NamedTensor]],
+) -> list[Parameter]:
+    """The parameters whose moments fill storages of their own. ``streams`` are by the key that ``states`` use."""
+    found, storages = [], {key: stream.storage for key, stream in streams.items()}
+    for saved in states:
+        own = {key: value for key, value in saved.state.items() if key in SIDE_STATE}
+        numbers = read_settings(source, storages, own)
+        state = replace(saved, state={**saved.state, **numbers}, group=read_settings(source, storages, saved.group))
+        attempts: tuple[Mapping[str, str], ...] = (_all_slots(state), MOMENT_SLOTS)
+        for slots in attempts:
+            refs = {key: ref for key, ref in state.state.items() if key in slots and isinstance(ref, TensorRef)}
+            owned = all(_owns(ref, streams[ref.key], views) for ref in refs.values())
+            owned = owned and any(slots[key] != "weight" for key in refs)
+            if owned and len({(ref.shape, ref.stride) for ref in refs.values()}) == 1:
+                found.append(_parameter(streams, state, refs, slots))
+                break
+    return found
+
+
+def _all_slots(state: ParameterState) -> Mapping[str, str]:
+    """The slots of what a replayed step needs besides statistics, by key; empty where no step is replayed."""
+    found = identify_state(state.state, state.group)
+    if found is None or found[1].update != "replayed":
+        return {}
+    return {each.key: each.slot for each in found[1].tensors if each.is_moment}
+
+
+def _owns(ref: TensorRef, stream: Place, views: Mapping[int, list[NamedTensor]]) -> bool:
+    """Whether a tensor fills its storage and is the only one in it."""
+    fills = is_dense(ref) and ref.offset == 0 and ref.nbytes == stream.storage.nbytes
+    return fills and len(views[stream.index]) == 1
+
+
+def _parameter(
+    streams: Mapping[str, Place], saved: ParameterState, refs: Mapping[str, TensorRef], slots: Mapping[str, str]
+) -> Parameter:
+    """The parameter of a state; ``refs`` are its tensors by key, ``slots`` the moments that they hold."""
+    step = saved.state.get("step", saved.group.get("step"))
+    rule = recognise(saved.state, saved.group, step if isinstance(step, (int, float)) else None)
+    moments = {slots[key]: streams[ref.key].index for key, ref in refs.items() if slots[key] != "weight"}
+    shape = next(iter(refs.values())).shape
+    confidence: tuple[tuple[StorageInfo, TensorRef], ...] = ()
+    replay: Replay | None = None
+    if isinstance(rule, UpdateRule) and rule.kind == "came":
+        factors = (saved.state["exp_avg_res_row"], saved.state["exp_avg_res_col"])
+        confidence = tuple((streams[ref.key].storage, ref) for ref in factors)
+        if not _factors_fit(shape, refs["exp_avg"], *factors):
+            rule = "CAME's row and column statistics do not have the shape of the parameter"
+    if isinstance(rule, UpdateRule) and rule.kind == "replayed":
+        found = _replay(streams, saved, refs, step)
+        rule, replay = (found, None) if isinstance(found, str) else (rule, found)
+    if isinstance(rule, UpdateRule):
+        return Parameter(saved.name, moments, rule, None, shape, confidence, replay)
+    return Parameter(saved.name, moments, None, rule, shape)
+
+
+def _replay(
+    streams: Mapping[str, Place], saved: ParameterState, refs: Mapping[str, TensorRef], step: object
+) -> Replay | str:
+    """How the first step is replayed, or why it is not."""
+    rule = find_rule(saved.state, saved.group, step)
+    if isinstance(rule, str):
+        return rule
+    first, others = refs.get(rule.form.tensors[0].key), {}
+    moments = {each.key for each in rule.form.tensors if each.is_moment}
+    if first is None or {key for key in moments if isinstance(saved.state.get(key), TensorRef)} != refs.keys():
+        return "the tensors of its state do not fill storages of their own, in one order"
+    if rule.needs_weight:
+        return "its step needs the weight, for an L2 penalty; verify --resume-steps replays it"
+    if rule.form.reach != "element" and first.numel > LARGEST_MATRIX:
+        return f"its step takes the whole tensor, and that has more than {LARGEST_MATRIX:,} elements"
+    for each in rule.form.tensors:
+        ref = saved.state.get(each.key)
+        if not each.is_moment and isinstance(ref, TensorRef):
+            others[each.key] = (streams[ref.key].storage, ref)
+            if ref.shape != each.shape(first.shape) or streams[ref.key].lossy or not is_plain(first):
+                return f"{each.key} is lossy, or does not have the shape of the parameter"
+    state = {key: streams[ref.key].index for key, ref in refs.items()}
+    return Replay(rule, Order.of(rule.form, first), state, others)
+
+
+def is_plain(ref: TensorRef) -> bool:
+    """Whether the elements of a dense tensor lie in plain order."""
+    return list(ref.stride) == sorted(ref.stride, reverse=True)
+
+
+def _factors_fit(shape: tuple[int, ...], moment: TensorRef, rows: TensorRef, columns: TensorRef) -> bool:
+    return (
+        len(shape) >= 2
+        and is_plain(moment)
+        and rows.shape == shape[:-1]
+        and columns.shape == shape[:-2] + shape[-1:]
+        and is_dense(rows)
+        and is_dense(columns)
+        and rows.dtype is columns.dtype is DType.FLOAT32
+    )
