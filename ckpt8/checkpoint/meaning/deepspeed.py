@@ -28,6 +28,7 @@ from ckpt8.checkpoint.meaning.update_rules import recognise
 from ckpt8.checkpoint.scalars import read_scalar
 from ckpt8.checkpoint.tree import Checkpoint, Inert, TensorRef
 from ckpt8.core.tensors import Role
+from ckpt8.optim.known_optimizers import setting_names
 
 _ROLES = {"fp32.pt": Role.WEIGHT, "exp_avg.pt": Role.MOMENT1, "exp_avg_sq.pt": Role.MOMENT2}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -67,9 +68,10 @@ class Universal:
         found = {key: self._tensor(f"{folder}/{key}.pt") for key in _MOMENTS}
         state: dict[str, Any] = {key: ref for key, ref in found.items() if ref is not None}
         step = self._step(folder, root)
-        groups = groups_of(self._tree(f"{root}/{_REST}"))
+        groups, names = groups_of(self._tree(f"{root}/{_REST}")), sorted(setting_names())
         # The files do not say which group has the parameter. That does not matter if all have one rule.
-        group = groups[0] if len({recognise(state, group, step) for group in groups}) == 1 else {}
+        rules = {(recognise(state, group, step), *(repr(group.get(name)) for name in names)) for group in groups}
+        group = groups[0] if len(rules) == 1 else {}
         return ParameterState(short_name(f"{root}:{name}"), {**state, "step": step}, group)
 
     def _tensor(self, path: str) -> TensorRef | None:

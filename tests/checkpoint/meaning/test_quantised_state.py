@@ -166,7 +166,7 @@ def wide(name, nested=True, **options):
         ("AdamW32bit", {}, "adam", ("companded8/1", "companded8/1")),
         ("Adam32bit", {}, "adam", ("companded8/1", "companded8/1")),
         ("LAMB32bit", {"max_unorm": 1.0}, None, ("companded8/1", "companded8/1")),
-        ("Lion32bit", {}, "momentum", ("companded8/1",)),
+        ("Lion32bit", {}, "replayed", ("companded8/1",)),
     ],
 )
 def test_32_bit_moments_that_can_be_told_are_moments(name, options, rule, codecs, nested, tmp_path):

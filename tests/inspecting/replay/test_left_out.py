@@ -1,0 +1,142 @@
+"""What a replay leaves out, and why: only what compression did makes ``verify`` fail, and every reason is true."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt8
+from ckpt8.checkpoint.scalars import read_settings
+from ckpt8.container.reader import ContainerReader
+
+STEPS = 3
+
+
+def run_of(optimizer_class=torch.optim.AdamW, steps: int = 4, **settings):
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 200))
+    optimizer = optimizer_class(net.parameters(), **settings)
+    for _ in range(steps):
+        for p in net.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    return {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def replay(tmp_path, tree, **options):
+    torch.save(tree, tmp_path / "run.pt")
+    ckpt8.compress(tmp_path / "run.pt", force=True, threads=1, **options)
+    found = ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt", resume_steps=STEPS, threads=1)
+    return found.failures, found.resume
+
+
+WRONG = {"NaN": math.nan, "Inf": math.inf}
+
+
+@pytest.mark.parametrize("value", WRONG)
+@pytest.mark.parametrize("place", ["weight", "exp_avg", "exp_avg_sq"])
+def test_an_original_that_is_not_finite(tmp_path, place, value):
+    tree = run_of()
+    tensor = tree["model"]["1.weight"] if place == "weight" else tree["optimizer"]["state"][2][place]
+    tensor[3, 5] = WRONG[value]
+    failures, resume = replay(tmp_path, tree)
+    assert failures == ()
+    name = "the weight" if place == "weight" else place
+    assert resume["skipped"] == {"optimizer.state.2": f"{name} of the original is not finite"}
+    assert resume["parameters"] == 3
+    assert 0 < resume["drift"] < 1e-2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"weight": 3e38, "lr": -10.0, "weight_decay": 1.0}, {"exp_avg": 3e38, "exp_avg_sq": 0.0, "eps": 1e-30}],
+    ids=["weight", "division"],
+)
+def test_an_original_whose_next_step_is_not_finite(tmp_path, change):
+    """The original overflows by itself: compression has not done that."""
+    tree = run_of()
+    for key, value in change.items():
+        if key == "weight":
+            tree["model"]["0.weight"][0] = value
+        elif key in tree["optimizer"]["state"][0]:
+            tree["optimizer"]["state"][0][key][0] = value
+        else:
+            tree["optimizer"]["param_groups"][0][key] = value
+    failures, resume = replay(tmp_path, tree)
+    assert failures == ()
+    assert "a replayed step of the original is not finite" in resume["skipped"].values()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_settings_in_tensors(tmp_path, dtype):
+    """torch keeps what the caller gave, a learning rate as a tensor for instance."""
+    numbers = {"lr": 0.0078125, "betas": (0.875, 0.96875), "eps": 2.0**-14, "weight_decay": 0.0625}
+    plain = run_of(**numbers)
+    in_tensors = run_of(**numbers)
+    for name, value in numbers.items():
+        several = [torch.tensor(x, dtype=dtype) for x in (value if name == "betas" else [value])]
+        in_tensors["optimizer"]["param_groups"][0][name] = tuple(several) if name == "betas" else several[0]
+    expected, found = replay(tmp_path, plain), replay(tmp_path, in_tensors)
+    assert expected == found
+    assert (found[1]["parameters"], found[1]["skipped"]) == (4, {})
+    with ContainerReader(tmp_path / "run.ckpt8") as reader:
+        rules = [each.rule for each in reader.manifest.parameters]
+    assert rules[0] == {"kind": "adam", "step": 4, "beta1": 0.875, "beta2": 0.96875, "eps": 2.0**-14}
+
+
+def test_the_learning_rate_of_capturable_adam(tmp_path):
+    failures, resume = replay(tmp_path, run_of(lr=torch.tensor(1e-3), foreach=False))
+    assert (failures, resume["skipped"], resume["parameters"]) == ((), {}, 4)
+
+
+def test_settings_that_are_no_numbers_stay_as_they_are(tmp_path):
+    group = {"params": [0, 1], "lr": "fast", "betas": [0.9, None], "long": list(range(99)), "none": None}
+    assert read_settings(None, {}, group) == {**group, "betas": (0.9, None)}
+
+
+def test_moments_of_bitsandbytes_in_32_bits(tmp_path):
+    """Beside 8-bit states of large tensors, bitsandbytes keeps 32 bits for small ones, and these are compressed."""
+    tree = run_of()
+    states, [group] = tree["optimizer"]["state"], tree["optimizer"]["param_groups"]
+    for number, state in states.items():
+        first, second = state.pop("exp_avg"), state.pop("exp_avg_sq")
+        state["step"] = 4
+        state |= {"state1": first, "state2": second}
+        if number == 2:
+            codes = torch.randint(0, 256, first.shape, dtype=torch.uint8)
+            state |= {"state1": codes, "state2": codes.clone(), "qmap1": torch.rand(256), "absmax1": torch.rand(50)}
+    for key in list(group):
+        if key not in ("params", "lr", "betas", "eps", "weight_decay"):
+            del group[key]
+    group |= {"alpha": 0.0, "t_alpha": None}
+    failures, resume = replay(tmp_path, tree)
+    assert failures == ()
+    assert resume["skipped"] == {"optimizer.state.2": "its state is in low precision already, which is not replayed"}
+    assert (resume["parameters"], resume["with_weights"]) == (3, 3)
+    assert 0 < resume["drift"] < 1e-2
+
+
+REASONS = {
+    "adagrad": (torch.optim.Adagrad, "its state has no first moment"),
+    "rmsprop": (torch.optim.RMSprop, "its state has no first moment"),
+    "rmsprop, centered": (
+        lambda p: torch.optim.RMSprop(p, momentum=0.9),
+        "the optimizer is not one whose update rule is known",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_no_reason_claims_what_is_stored(tmp_path, case):
+    """Second moments alone are compressed too: 'the presets keep all of it lossless' was false."""
+    make, reason = REASONS[case]
+    failures, resume = replay(tmp_path, run_of(make))
+    assert failures == ()
+    assert set(resume["skipped"].values()) == {reason}
+    with ContainerReader(tmp_path / "run.ckpt8") as reader:
+        assert any(
+            each.role.value == "moment2" and each.codec["id"] == "companded8/1" for each in reader.manifest.storages
+        )
