@@ -6,7 +6,8 @@ that refers to itself ends, and one that shares its parts a billion times takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ckpt8.checkpoint.tree import Inert, StatefulDict, StorageRef, TensorRef
@@ -22,6 +23,7 @@ Leaf = TensorRef | StorageRef
 Child = tuple[Any, Any]
 """A name, not yet text, and the value under it."""
 
+_NOTHING: Mapping[int, Any] = MappingProxyType({})
 _LEAVES = (TensorRef, StorageRef)
 _CONTAINERS = frozenset({dict, StatefulDict, list, tuple, set, frozenset, Inert})
 
@@ -41,18 +43,24 @@ def iter_leaves(tree: Any, label: str = "checkpoint") -> Iterator[tuple[Componen
 
 
 def iter_nodes(
-    tree: Any, label: str = "checkpoint", is_leaf: Callable[[Any], bool] = lambda _: False
+    tree: Any,
+    label: str = "checkpoint",
+    is_leaf: Callable[[Any], bool] = lambda _: False,
+    instead: Mapping[int, Any] = _NOTHING,
 ) -> Iterator[tuple[Components, Any]]:
     """As ``iter_leaves``, and every container that is not empty, before its content.
 
-    Values for which ``is_leaf`` is true come too, without their content.
+    Values for which ``is_leaf`` is true come too, without their content. ``instead`` has values to walk by the ``id``
+    of those whose place they take.
     """
+    tree = instead.get(id(tree), tree)
     yield (), tree
     seen = {id(tree)}
     frames: list[tuple[Components, Iterator[Child]]] = [((), _children(tree, seen))]
     while frames:
         path, children = frames[-1]
-        for name, value in children:
+        for name, child in children:
+            value = instead.get(id(child), child)
             kind = type(value)
             if kind in _LEAVES or is_leaf(value):
                 yield (*path, _component(name)), value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict
 from ckpt8.checkpoint.meaning.pairing import saved_names
-from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, holds_module
+from ckpt8.checkpoint.meaning.state_dicts import Candidate, find
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.walk import format_path, iter_nodes
@@ -35,8 +35,7 @@ def choose_model(data: Composite, key: str | None) -> Candidate:
         return models[0]
     if models:
         raise UsageError(f"{data.label}: holds {len(models)} models; choose one with --key: {paths}")
-    why = "a pickled module; save its state_dict()" if holds_module(data.tree) else "no state dict of a model"
-    raise UsageError(f"{data.label}: holds {why}")
+    raise UsageError(f"{data.label}: holds no state dict of a model")
 
 
 def choose_optimizer(data: Composite) -> Candidate | None:

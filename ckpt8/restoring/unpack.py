@@ -30,7 +30,9 @@ Weight = TypeVar("Weight")
 
 def is_packed(optimizer: Candidate) -> bool:
     """Whether one of ``ckpt8.optim`` saved a group of ``optimizer``."""
-    return any(is_packed_group(group) for group in optimizer.node["param_groups"] if isinstance(group, dict))
+    return optimizer.origin is None and any(
+        is_packed_group(group) for group in optimizer.node["param_groups"] if isinstance(group, dict)
+    )
 
 
 def join_weights(

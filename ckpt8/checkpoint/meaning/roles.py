@@ -2,9 +2,9 @@
 
 optimizer   a dict with ``state`` and ``param_groups``, anywhere; ``state[id][key]``, id an index or a name
 masters     under a key that names a list of fp32 master weights, anywhere
-weights     under a key that names a model (``model``, ``state_dict``, ``state_dict_ema``, ...), under the
-            ``_parameters`` of a pickled module, a bare state dict: a dict of nothing but tensors, or what
-            ``weight_evidence`` finds
+weights     under a key that names a model (``model``, ``state_dict``, ``state_dict_ema``, ...), the parameters of a
+            pickled module or optimizer, a bare state dict: a dict of nothing but tensors, or what ``weight_evidence``
+            finds
 other       everything else
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpt8.checkpoint.meaning.live_objects import LiveObjects, find_live_objects
 from ckpt8.checkpoint.meaning.nodes import (
     is_bare_state_dict,
     is_flat_optimizer,
@@ -25,7 +26,7 @@ from ckpt8.checkpoint.meaning.quantised_state import bitsandbytes_moments, with_
 from ckpt8.checkpoint.meaning.weight_evidence import evident_weights
 from ckpt8.checkpoint.tree import Labelled, NamedTensor, StorageRef, TensorRef
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS, MODEL_KEYS, STATE_LISTS
-from ckpt8.checkpoint.walk import Components, format_path, iter_nodes
+from ckpt8.checkpoint.walk import Components, format_path, iter_leaves, iter_nodes
 from ckpt8.core.tensors import Role, is_small
 from ckpt8.core.text import printable
 from ckpt8.optim.known_optimizers import MOMENT_SLOTS, STATE_ROLES, state_roles
@@ -90,9 +91,10 @@ def classify(
     structure = Structure()
     optimizer: Components | None = None
     moments: dict[int, Role] = {}
-    bare = is_bare_state_dict(tree)
+    live = find_live_objects(tree)
+    bare = is_bare_state_dict(live.instead.get(id(tree), tree))
     container = _Container(())
-    for path, node in iter_nodes(tree):
+    for path, node in live.walk(tree):
         if isinstance(node, TensorRef):
             if path[:-1] != container.path:
                 container = _Container(path[:-1])
@@ -107,12 +109,36 @@ def classify(
             parameters, renamed = _parameter_states(format_path(path), node, names.prefix)
             structure.parameters += parameters
             moments |= renamed
-    if role is None and any(_may_be_weight(tensor) for tensor in structure.tensors):
-        weights = evident_weights(tree) | beside()
-        structure.tensors = [
-            replace(each, role=Role.WEIGHT) if id(each.ref) in weights else each for each in structure.tensors
-        ]
+    _add_hidden(structure, tree, live, names)
+    if role is None:
+        known = dict.fromkeys(live.buffers, Role.OTHER) | dict.fromkeys(live.weights, Role.WEIGHT)
+        _set_roles(structure, lambda each: known.get(id(each.ref), each.role))
+        if any(map(_may_be_weight, structure.tensors)):
+            weights = evident_weights(tree) | beside()
+            _set_roles(structure, lambda each: Role.WEIGHT if id(each.ref) in weights else each.role)
     return structure
+
+
+def _set_roles(structure: Structure, role_of: Callable[[NamedTensor], Role]) -> None:
+    for at, each in enumerate(structure.tensors):
+        if (role := role_of(each)) is not each.role:
+            structure.tensors[at] = replace(each, role=role)
+
+
+def _add_hidden(structure: Structure, tree: object, live: LiveObjects, names: Names) -> None:
+    """Add the tensors and storages of pickled objects that their state dicts do not hold."""
+    if not live.instead:
+        return
+    shown = {id(each.ref) for each in structure.tensors}
+    hidden: dict[int, tuple[Components, TensorRef]] = {}
+    for path, leaf in iter_leaves(tree):
+        if isinstance(leaf, StorageRef):
+            structure.opaque.add(leaf.key)
+        elif id(leaf) not in shown:
+            hidden[id(leaf)] = path, leaf  # a parameter is a key of the state first, and then in its group
+    for path, leaf in hidden.values():
+        name = unique_name(names.prefix + format_path(path), names.tensors)
+        structure.tensors.append(NamedTensor(name, Role.OTHER, leaf))
 
 
 def _may_be_weight(tensor: NamedTensor) -> bool:

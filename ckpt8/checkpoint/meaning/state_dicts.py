@@ -6,20 +6,30 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt8.checkpoint.meaning.live_objects import find_live_objects
 from ckpt8.checkpoint.meaning.nodes import Inside, is_bare_state_dict, is_optimizer
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.checkpoint.meaning.weight_evidence import evident_weights, weights_of
 from ckpt8.checkpoint.tree import Inert
 from ckpt8.checkpoint.vocabulary import MODEL_KEYS, is_average
-from ckpt8.checkpoint.walk import format_path, iter_nodes
+from ckpt8.checkpoint.walk import format_path
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A dictionary of the tree. ``path`` are its keys joined by dots, ``(top level)`` for the tree itself."""
+    """A dictionary of the tree. ``path`` are its keys joined by dots, ``(top level)`` for the tree itself.
+
+    ``origin`` is the pickled object whose state dict ``node`` is, None for a dictionary that is in the tree.
+    """
 
     path: str
     node: dict[Any, Any]
+    origin: Inert | None = None
+
+    @property
+    def value(self) -> Any:
+        """What is in the tree."""
+        return self.node if self.origin is None else self.origin
 
     @property
     def home(self) -> str:
@@ -46,19 +56,20 @@ def find_all(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candid
     found: list[Candidate] = []
     others: dict[int, Candidate] = {}
     optimizers: list[Candidate] = []
-    entry = Inside()
-    for path, node in iter_nodes(tree):
-        if entry.holds(path):
+    entry, inert = Inside(), Inside()
+    live = find_live_objects(tree)
+    for path, node in live.walk(tree):
+        if entry.holds(path) or (inert.holds(path) and id(node) not in live.origins):
             continue
         if is_optimizer(node):
             entry.enter(path)
-            optimizers.append(Candidate(format_path(path) or TOP_LEVEL, node))
+            optimizers.append(Candidate(format_path(path) or TOP_LEVEL, node, live.origins.get(id(node))))
         elif isinstance(node, Inert):
-            entry.enter(path)  # the content of a pickled object has no names of its own
+            inert.enter(path)  # the content of a pickled object has no names of its own
         elif is_bare_state_dict(node):
             entry.enter(path)
-            found.append(Candidate(format_path(path) or TOP_LEVEL, node))
-            if path and path[-1] not in MODEL_KEYS:
+            found.append(Candidate(format_path(path) or TOP_LEVEL, node, live.origins.get(id(node))))
+            if path and path[-1] not in MODEL_KEYS and id(node) not in live.modules:
                 others[id(found[-1])] = found[-1]
     weights = evident_weights(tree) | evident if others else set()
     unknown = {
@@ -75,12 +86,6 @@ def _form(model: Candidate) -> frozenset[tuple[str, tuple[int, ...]]]:
     weights = weights_of(model.node)
     plain = plain_names(weights)
     return frozenset((plain[name], ref.shape) for name, ref in weights.items())
-
-
-def holds_module(tree: object) -> bool:
-    """Whether the tree holds a pickled module, which is no state dict."""
-    objects = (node.state for _, node in iter_nodes(tree) if isinstance(node, Inert))
-    return any(isinstance(state, dict) and "_parameters" in state for state in objects)
 
 
 CHECKS = "weight_checks"

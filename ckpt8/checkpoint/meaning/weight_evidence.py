@@ -16,11 +16,12 @@ name or the shape of a parameter count. Values are never looked at.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ckpt8.checkpoint.meaning.live_objects import find_live_objects
 from ckpt8.checkpoint.meaning.nodes import (
     Inside,
     holds_tensors_alone,
@@ -32,7 +33,6 @@ from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.vocabulary import BUFFERS, MODEL_KEYS
-from ckpt8.checkpoint.walk import iter_nodes
 from ckpt8.core.tensors import SMALL_NUMEL, Role
 from ckpt8.optim.known_optimizers import first_moments, state_roles
 
@@ -133,11 +133,13 @@ def evident_weights(*trees: object) -> set[int]:
     return {id(ref) for refs in found.values() for ref in refs}
 
 
-def _collect(trees: Iterable[object]) -> tuple[list[_Set], list[_Parameters]]:
+def _collect(trees: Sequence[object]) -> tuple[list[_Set], list[_Parameters]]:
     sets: list[_Set] = []
     optimizers: list[_Parameters] = []
     optimizer = Inside()
-    for path, node in (found for tree in trees for found in iter_nodes(tree)):
+    live = [find_live_objects(tree) for tree in trees]
+    modules = {each for objects in live for each in objects.modules}
+    for path, node in (found for tree, objects in zip(trees, live, strict=True) for found in objects.walk(tree)):
         if optimizer.holds(path):
             continue
         if is_optimizer(node):
@@ -148,8 +150,8 @@ def _collect(trees: Iterable[object]) -> tuple[list[_Set], list[_Parameters]]:
             tensors = {name: value for name, value in entries.items() if isinstance(value, TensorRef)}
             if tensors:
                 alone = len(tensors) == len(entries) or holds_tensors_alone(entries)
-                is_file = not path and is_bare_state_dict(node)
-                sets.append(_Set(tensors, alone, is_file or not MODEL_KEYS.isdisjoint(path)))
+                is_model = id(node) in modules or (not path and is_bare_state_dict(node))
+                sets.append(_Set(tensors, alone, is_model or not MODEL_KEYS.isdisjoint(path)))
     return sets, [each for each in optimizers if each.is_enough()][:MOST_OPTIMIZERS]
 
 

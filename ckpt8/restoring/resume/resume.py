@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, holds_module
+from ckpt8.checkpoint.meaning.state_dicts import Candidate, find
 from ckpt8.checkpoint.sources.objects import RestBuilder
 from ckpt8.checkpoint.sources.opening import OpenMember, open_member
 from ckpt8.checkpoint.sources.values import Fill, Streamer
@@ -111,7 +111,7 @@ class _Plan:
             chosen = self._choose_model(self._model, model_at)
             self._weights = models.plan_model(chosen, self._model, self._streamer, self._values, self._halves)
             self.problems += [f"model {problem}" for problem in self._weights.problems]
-            self.consumed.append(chosen.node)
+            self.consumed.append(chosen.value)
         if self._optimizer is not None:
             chosen, state = self._choose_optimizer(self._optimizer, optimizer_at)
             self.problems += [f"optimizer {problem}" for problem in state.problems]
@@ -119,7 +119,7 @@ class _Plan:
                 self._state = state
             else:
                 self.problems.append(f"optimizer at {chosen.path}: {state.wrong}")
-            self.consumed.append(chosen.node)
+            self.consumed.append(chosen.value)
         self._plan_fills(self._state or OptimizerPlan())
 
     def _plan_fills(self, state: OptimizerPlan) -> None:
@@ -135,12 +135,7 @@ class _Plan:
     def _choose_model(self, model: nn.Module, at: str | None) -> Candidate:
         candidates = _candidates_at(self._source.path, self._candidates[0], at, "model_at")
         if not candidates:
-            why = (
-                "a pickled module; save its state_dict()"
-                if holds_module(self._source.checkpoint.tree)
-                else "no model state dict"
-            )
-            raise UsageError(f"{self._source.path}: holds {why}")
+            raise UsageError(f"{self._source.path}: holds no model state dict")
         fitting = models.fitting(candidates, model)
         if len(fitting) != 1:
             paths = listed((candidate.path for candidate in fitting or candidates), 10)

@@ -161,11 +161,10 @@ def test_unknown_keys_are_other(read):
 
 
 def test_whole_module(read):
-    """The parameters are weights; of a module, buffers are not under _parameters."""
+    """The parameters are weights under the names of the state dict; buffers are not."""
     found = roles(read(network()))
-    weights = {name.rpartition("_parameters.")[2] for name, role in found.items() if role is WEIGHT}
-    assert weights == {"weight", "bias"}
-    assert sum(role is WEIGHT for role in found.values()) == 4
+    weights = {name for name, role in found.items() if role is WEIGHT}
+    assert weights == {name for name, _ in network().named_parameters()}
     others = {name.rpartition(".")[2] for name, role in found.items() if role is OTHER}
     assert others == {"running_mean", "running_var", "num_batches_tracked"}
 
