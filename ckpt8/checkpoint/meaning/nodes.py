@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from ckpt8.checkpoint.meaning.flat_states import flat_states
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.walk import Components
-from ckpt8.optim.known_optimizers import MOMENT_SLOTS
 
 
 @dataclass(slots=True)
@@ -38,8 +38,7 @@ def is_bare_state_dict(tree: object) -> bool:
 
 def is_flat_optimizer(tree: object) -> bool:
     """Whether the tree is an optimizer's state with paths for keys: ``state.0.exp_avg``, as in safetensors files."""
-    paths = (name.rpartition(".") for name in tree) if holds_tensors_alone(tree) else ()
-    return any(owner and key in MOMENT_SLOTS for owner, _, key in paths)
+    return holds_tensors_alone(tree) and bool(flat_states(tree))
 
 
 def holds_tensors_alone(tree: object) -> TypeGuard[dict[str, TensorRef]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpt8.checkpoint.meaning.flat_states import flat_states, flat_weights
 from ckpt8.checkpoint.meaning.live_objects import LiveObjects, find_live_objects
 from ckpt8.checkpoint.meaning.nodes import (
     is_bare_state_dict,
@@ -23,7 +24,7 @@ from ckpt8.checkpoint.meaning.nodes import (
     parameter_groups,
 )
 from ckpt8.checkpoint.meaning.quantised_state import bitsandbytes_moments, with_moments
-from ckpt8.checkpoint.meaning.weight_evidence import evident_weights
+from ckpt8.checkpoint.meaning.weight_evidence import evident_weights, weights_of_states
 from ckpt8.checkpoint.tree import Labelled, NamedTensor, StorageRef, TensorRef
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS, MODEL_KEYS, STATE_LISTS
 from ckpt8.checkpoint.walk import Components, format_path, iter_leaves, iter_nodes
@@ -155,21 +156,30 @@ def _classify_labelled(tree: Labelled, names: Names) -> Structure:
 
 
 def _classify_flat(tree: Any, names: Names) -> Structure:
+    """The tensors of a flat file: state of an optimizer, and weights that it fits."""
     structure = Structure()
+    found = flat_states(tree)
+    weights = flat_weights(tree, found)
     states: dict[str, dict[str, Any]] = {}
     for path, node in iter_nodes(tree):
         if isinstance(node, StorageRef):
             structure.opaque.add(node.key)
         elif isinstance(node, TensorRef):
-            owner, _, key = format_path(path).rpartition(".")
             name = unique_name(names.prefix + format_path(path), names.tensors)
-            structure.tensors.append(NamedTensor(name, STATE_ROLES.get(key, Role.OTHER), node))
-            states.setdefault(owner, {})[key] = node
+            role = Role.WEIGHT if path[-1] in weights else Role.OTHER
+            if path[-1] in found:
+                owner, key = found[path[-1]]
+                states.setdefault(owner, {})[key] = node
+                role = STATE_ROLES.get(key, Role.OTHER)
+            structure.tensors.append(NamedTensor(name, role, node))
     structure.parameters = [
         ParameterState(names.prefix + owner, state, {})
         for owner, state in states.items()
         if MOMENT_SLOTS.keys() & state
     ]
+    beside = {each: ref for each, ref in tree.items() if each not in found and isinstance(ref, TensorRef)}
+    alike = weights_of_states(beside, states.values())
+    _set_roles(structure, lambda each: Role.WEIGHT if id(each.ref) in alike else each.role)
     return structure
 
 

@@ -133,6 +133,13 @@ def evident_weights(*trees: object) -> set[int]:
     return {id(ref) for refs in found.values() for ref in refs}
 
 
+def weights_of_states(tensors: Mapping[str, TensorRef], states: Iterable[Mapping[str, Any]]) -> set[int]:
+    """The ``id`` of the tensors that are weights by their shapes, beside the states of all parameters."""
+    parameters = _Parameters({}, Counter(shape for state in states if (shape := _shape(state)) is not None))
+    found = _by_shape(_Set(tensors, True, False), parameters) if parameters.is_enough() else []
+    return set(map(id, found))
+
+
 def _collect(trees: Sequence[object]) -> tuple[list[_Set], list[_Parameters]]:
     sets: list[_Set] = []
     optimizers: list[_Parameters] = []
