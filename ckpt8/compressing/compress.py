@@ -22,6 +22,7 @@ from ckpt8.compressing.gpu_encoder import choose_encoder
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.target_names import CONTAINER, default_path
+from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.gpu import requested
@@ -38,6 +39,7 @@ def default_target(source: Path) -> Path:
     return source.with_suffix(CONTAINER)
 
 
+@checked
 def compress(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str] | None = None,
@@ -111,6 +113,7 @@ def save(
 ) -> PendingSave: ...
 
 
+@checked
 def save(
     obj: object,
     target: str | os.PathLike[str],

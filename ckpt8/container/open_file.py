@@ -12,6 +12,7 @@ from ckpt8.container.decoding import decode_storage
 from ckpt8.container.facts import tensor_facts
 from ckpt8.container.manifest import Manifest, TensorRecord
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.arguments import checked
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, UsageError
 
@@ -46,6 +47,7 @@ class CheckpointFile(Closing):
             raise UsageError(f"{self._reader.path}: has no tensor {name!r}")
         return self._tensors[name]
 
+    @checked
     def get_tensor(self, name: str) -> torch.Tensor:
         """Decode one tensor, with its shape, strides and flags, on the CPU. Raises UsageError for an unknown name."""
         record = self._record(name)
@@ -57,11 +59,13 @@ class CheckpointFile(Closing):
         except (AttributeError, RuntimeError) as exc:
             raise InputError(f"{self._reader.path}: {name}: does not fit its storage, or this torch") from exc
 
+    @checked
     def stats(self, name: str) -> dict[str, Any]:
         """Role, codec, sizes in bytes and error of one tensor. Raises UsageError for an unknown name."""
         return tensor_facts(self._reader.manifest, self._record(name))
 
 
+@checked
 def open_container(path: str | os.PathLike[str]) -> CheckpointFile:
     """Open a ``.ckpt8`` lazily: ``keys``, ``get_tensor``, ``stats``. Raises InputError for damage.
 

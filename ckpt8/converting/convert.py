@@ -11,6 +11,7 @@ from ckpt8.checkpoint.readers.entries import is_directory
 from ckpt8.converting import writers
 from ckpt8.converting.quantizing.scheme import LARGEST
 from ckpt8.converting.request import Report, Request, parse_dtype
+from ckpt8.core.arguments import checked
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.workers import Progress
@@ -18,6 +19,7 @@ from ckpt8.core.workers import Progress
 _QUANTIZING = "compressed-tensors"
 
 
+@checked
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -28,7 +30,7 @@ def convert(
     member: str | None = None,
     scale: str | None = None,
     per: str | None = None,
-    keep: Sequence[str] = (),
+    keep: str | Sequence[str] = (),
     config: str | os.PathLike[str] | None = None,
     force: bool = False,
     threads: int | None = None,

@@ -30,6 +30,7 @@ from ckpt8.container import frames, layout
 from ckpt8.container.decoding import check_frames, scratch_tensor
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.arguments import checked
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.files.crc import combine
 from ckpt8.core.tensors import Parts
@@ -209,6 +210,7 @@ class Verification:
     resume: dict[str, Any] | None = None
 
 
+@checked
 def verify(
     source: str | os.PathLike[str],
     original: str | os.PathLike[str] | None = None,

@@ -30,6 +30,7 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.container.header import is_container
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.workers import Workers
 from ckpt8.integrations import local_path, missing
@@ -72,6 +73,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
     ['state_dict']
     """
 
+    @checked
     def __init__(
         self,
         *,
@@ -94,6 +96,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
         self._background = background
         self._pending: PendingSave | None = None
 
+    @checked
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
@@ -111,6 +114,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
         else:
             save(checkpoint, target, **self._options)
 
+    @checked
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -129,6 +133,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
         with opened(source) as file:
             return cast("dict[str, Any]", load_allowed(file, str(source), map_location))
 
+    @checked
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the file or directory, if it is there. Raises OutputError, also for anything but a checkpoint.
 
@@ -158,6 +163,7 @@ for _other in _FOUND[1:]:
     _other.register(Ckpt8CheckpointIO)
 
 
+@checked
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A file with the bytes that torch.save would have written, decoded on reading; a plain ``.ckpt`` as it is.

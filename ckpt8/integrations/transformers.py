@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from ckpt8.compressing.compress import compress
 from ckpt8.compressing.policy import Policy
+from ckpt8.core.arguments import checked
 from ckpt8.core.errors import CheckFailedError, InputError, OutputError
 from ckpt8.inspecting.verify import verify
 from ckpt8.integrations import missing
@@ -60,6 +61,7 @@ class Ckpt8Callback(TrainerCallback):
     >>> callback = Ckpt8Callback(keep_original=False)  # Trainer(..., callbacks=[callback])
     """
 
+    @checked
     def __init__(
         self,
         *,
@@ -197,6 +199,7 @@ def _discard(source: Path) -> None:
     shutil.rmtree(aside)
 
 
+@checked
 def restored_checkpoint(
     output_dir: str | os.PathLike[str], target: str | os.PathLike[str] | None = None, *, threads: int | None = None
 ) -> str | None:
@@ -213,6 +216,7 @@ def restored_checkpoint(
     return _on_first_rank(lambda: _restore_newest(Path(output_dir), target, threads)[0])
 
 
+@checked
 @contextlib.contextmanager
 def temporary_checkpoint(output_dir: str | os.PathLike[str], *, threads: int | None = None) -> Iterator[str | None]:
     """As ``restored_checkpoint``, for a ``with`` block. Its end removes the directory that it made.

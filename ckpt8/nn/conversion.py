@@ -11,6 +11,7 @@ from typing import cast
 
 from torch import nn
 
+from ckpt8.core.arguments import checked
 from ckpt8.core.errors import UsageError
 from ckpt8.nn.linear import DTYPES, SwitchBackLinear, check_backend
 
@@ -22,6 +23,7 @@ HEADS = tuple(
 """Globs of the usual names of output layers. SwitchBack is meant for the layers inside the blocks."""
 
 
+@checked
 def switchback(model: nn.Module, skip: Sequence[str] | None = None, *, backend: str | None = None) -> list[str]:
     """Make every ``nn.Linear`` of ``model`` a ``SwitchBackLinear``, in place. Returns their paths.
 
@@ -58,6 +60,7 @@ def switchback(model: nn.Module, skip: Sequence[str] | None = None, *, backend: 
     return list(chosen)
 
 
+@checked
 def to_linear(model: nn.Module) -> list[str]:
     """Make every ``SwitchBackLinear`` of ``model`` an ``nn.Linear`` again, in place. Returns their paths.
 

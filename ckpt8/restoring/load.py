@@ -9,10 +9,12 @@ from typing import Any
 from ckpt8.checkpoint.sources.stored_member import load_source, member_index
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.arguments import checked
 from ckpt8.core.workers import Workers
 from ckpt8.restoring.unpack import unpack_tree
 
 
+@checked
 def load(
     path: str | os.PathLike[str],
     *,

@@ -10,6 +10,7 @@ from typing import Literal, overload
 from ckpt8.container.manifest import SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.arguments import checked
 from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.member_output import MemberWriter, Restored, file_check, new_directory
@@ -41,6 +42,7 @@ def restore(
 ) -> Salvage: ...
 
 
+@checked
 def restore(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str] | None = None,

@@ -53,6 +53,24 @@ def find(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candidate]
 
 def find_all(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candidate], list[Candidate], list[Candidate]]:
     """As ``find``: the models, their copies under keys that name no model, and the optimizers."""
+    found, others, optimizers = _find_every(tree)
+    weights = evident_weights(tree) | evident if others else set()
+    unknown = {
+        each for each, model in others.items() if not weights.issuperset(map(id, weights_of(model.node).values()))
+    }
+    forms = {_form(each) for each in found if id(each) not in others} if others else set()
+    copies = [each for each in others.values() if id(each) not in unknown and _form(each) in forms]
+    unknown.update(map(id, copies))
+    return [each for each in found if id(each) not in unknown], copies, optimizers
+
+
+def find_trees(tree: object) -> list[Candidate]:
+    """All dictionaries of nothing but tensors, and modules, that are not part of an optimizer, weights or not."""
+    return _find_every(tree)[0]
+
+
+def _find_every(tree: object) -> tuple[list[Candidate], dict[int, Candidate], list[Candidate]]:
+    """Trees of tensors, those of them under a key that names no model by ``id``, and optimizers."""
     found: list[Candidate] = []
     others: dict[int, Candidate] = {}
     optimizers: list[Candidate] = []
@@ -71,14 +89,7 @@ def find_all(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candid
             found.append(Candidate(format_path(path) or TOP_LEVEL, node, live.origins.get(id(node))))
             if path and path[-1] not in MODEL_KEYS and id(node) not in live.modules:
                 others[id(found[-1])] = found[-1]
-    weights = evident_weights(tree) | evident if others else set()
-    unknown = {
-        each for each, model in others.items() if not weights.issuperset(map(id, weights_of(model.node).values()))
-    }
-    forms = {_form(each) for each in found if id(each) not in others} if others else set()
-    copies = [each for each in others.values() if id(each) not in unknown and _form(each) in forms]
-    unknown.update(map(id, copies))
-    return [each for each in found if id(each) not in unknown], copies, optimizers
+    return found, others, optimizers
 
 
 def _form(model: Candidate) -> frozenset[tuple[str, tuple[int, ...]]]:

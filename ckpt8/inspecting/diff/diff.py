@@ -12,6 +12,7 @@ from ckpt8.checkpoint.scalars import read_scalar
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.checkpoint.walk import format_path, iter_nodes
+from ckpt8.core.arguments import checked
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.inspecting.diff.change import Change
 from ckpt8.inspecting.diff.leaves import Found, Tensor, collect
@@ -26,6 +27,7 @@ V = TypeVar("V")
 _BLOCK = 8 << 20
 
 
+@checked
 def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],

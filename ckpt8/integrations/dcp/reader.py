@@ -20,6 +20,7 @@ from ckpt8.checkpoint.readers.entries import PACKED_INDEX as FILE_NAME
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import StorageRecord, TensorRecord
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers
@@ -39,6 +40,7 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
     >>> dcp.load({"model": model.state_dict()}, storage_reader=Ckpt8StorageReader("step-2"), no_dist=True)
     """
 
+    @checked
     def __init__(self, path: str | os.PathLike[str], *, threads: int | None = None) -> None:
         super().__init__(path)
         self._threads = threads

@@ -26,6 +26,7 @@ from ckpt8.compressing.compressor import Compressor, Options
 from ckpt8.compressing.gpu_encoder import choose_encoder
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.arguments import checked
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.integrations import is_local
@@ -51,6 +52,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
     >>> saved = dcp.save({"model": model.state_dict()}, storage_writer=Ckpt8StorageWriter("step-1"), no_dist=True)
     """
 
+    @checked
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -3,6 +3,8 @@
 Imports what ``ckpt8.restoring`` does.
 
 resume           the function: every check first, then the copy
+given            one live object or several, and the paths for them
+matching         which entry of a checkpoint belongs to which of several
 model            which saved tensor goes into which live one
 optimizer        what becomes of the state of an optimizer; it asks one of
   state_checks     for known classes: whether a saved state is what the class keeps

@@ -107,11 +107,8 @@ def load(optimizer: Optimizer, take_state: Callable[[], object]) -> None:
 
 
 @contextmanager
-def undone_on_error(optimizer: Optimizer | None) -> Iterator[None]:
+def undone_on_error(optimizer: Optimizer) -> Iterator[None]:
     """Give ``optimizer`` back its state, groups and attributes when the block raises."""
-    if optimizer is None:
-        yield
-        return
     inner = unwrapped(optimizer)
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
     changing = [optimizer.__dict__, inner.__dict__, *optimizer.param_groups, optimizer.state, *states]

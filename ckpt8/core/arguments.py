@@ -1,0 +1,110 @@
+"""Checks the arguments of public functions: a value of another type is a UsageError, before anything is done."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import Any, TypeVar, cast
+
+from ckpt8.core.errors import UsageError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MOST_THREADS = 1 << 10
+
+
+def checked(function: F) -> F:
+    """``function`` that first compares its arguments with their annotations, as far as ``_KINDS`` has them."""
+    signature = inspect.signature(function)
+    known = {name: _KINDS[text] for name, each in signature.parameters.items() if (text := each.annotation) in _KINDS}
+    called = function.__qualname__.removesuffix(".__init__").removesuffix("open_container") or "open"
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            if name in known:
+                accepts, wanted = known[name]
+                if not accepts(value):
+                    raise UsageError(f"{called}: {name} is {described(value)}; give {wanted}")
+        return function(*args, **kwargs)
+
+    return cast("F", call)
+
+
+def described(value: object) -> str:
+    """What a value is, in a few words: ``None``, ``a dict``, ``the class Linear``, ``-1``."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        text = repr(value[:80] if isinstance(value, str) else value)
+        return text if len(text) <= 100 else f"{text[:100]}…"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, os.PathLike):
+        return f"the path {str(value)[:80]}"
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _is_path(value: object) -> bool:
+    if not isinstance(value, (str, os.PathLike)):
+        return False
+    text = os.fspath(value)
+    try:
+        return isinstance(text, str) and text != "" and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, (bool, Integral)) and value in (0, 1)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
+def _is_threads(value: object) -> bool:
+    return _is_count(value) and cast("int", value) <= _MOST_THREADS
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and all(map(_is_text, value))
+
+
+def _is_module(value: object) -> bool:
+    """Whether this is a module of torch, which need not be imported to find that out."""
+    return any(
+        (each.__module__, each.__name__) == ("torch.nn.modules.module", "Module") for each in type(value).__mro__
+    )
+
+
+def _optional(accepts: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: value is None or accepts(value)
+
+
+_KINDS: dict[Any, tuple[Callable[[object], bool], str]] = {
+    "str | os.PathLike[str]": (_is_path, "a path, as text or a pathlib.Path"),
+    "str | os.PathLike[str] | None": (_optional(_is_path), "a path, as text or a pathlib.Path"),
+    "str": (_is_text, "a text"),
+    "str | None": (_optional(_is_text), "a text"),
+    "Sequence[str]": (_is_texts, "a list of texts"),
+    "str | Sequence[str]": (lambda value: _is_text(value) or _is_texts(value), "a text, or a list of texts"),
+    "Sequence[str] | None": (_optional(_is_texts), "a list of texts"),
+    "bool": (_is_flag, "True or False"),
+    "int": (_is_count, "a whole number from 0 on"),
+    "int | None": (_optional(_is_threads), f"a whole number from 0 to {_MOST_THREADS}, or None"),
+    "float | None": (_optional(_is_number), "a number, or None"),
+    "nn.Module": (_is_module, "a torch.nn.Module"),
+    "Progress": (callable, "a function of the number of bytes"),
+}
+"""What the annotations of public functions accept, and the words for it."""
