@@ -15,7 +15,7 @@ from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.container import header
 from ckpt8.container.layout import PACK, entry_names, pack_entry
 
-_ROOM, _ROOM_SHARE = 10 << 10, 256
+_ROOM, _ROOM_SHARE = 12 << 10, 256
 """The header may take as many bytes, or this part of the source, before storages share entries."""
 
 PACK_NAME = "ckpt8.shared"

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 _KEPT = 16
 """Packs that a thread keeps: more than a checkpoint has roles and element types."""
 
-ReadPart = Callable[[Pack, str, PartSpec], "torch.Tensor"]
-"""Reads one part of a pack. Raises InputError for damage."""
+ReadPart = Callable[[Pack, str, PartSpec, str], "torch.Tensor"]
+"""Reads one part of a pack for the storage of a name. Raises InputError for damage."""
 
 
 @dataclass(slots=True)
 class _Open:
     """A pack in memory: its parts, where each storage begins in them, and its elements if these were asked for."""
 
+    record: Pack
     codec: Codec
     specs: dict[str, tuple[PartSpec, list[int]]]
     parts: Parts
@@ -45,28 +46,27 @@ class PackReader:
     def parts(self, record: StorageRecord, only: Collection[str] | None = None) -> Parts:
         """The parts of one storage, all or ``only`` some."""
         pack, at = self._open(record), record.place
-        for part, (spec, _) in pack.specs.items():
-            if part not in pack.parts and (only is None or part in only):
-                assert record.pack is not None  # noqa: S101
-                pack.parts[part] = self._read(record.pack, part, spec)
-        return {
-            part: pack.parts[part][starts[at] : starts[at + 1]]
-            for part, (_, starts) in pack.specs.items()
-            if only is None or part in only
-        }
+        parts = self._read_parts(pack, record, only)
+        return {part: parts[part][pack.specs[part][1][at] : pack.specs[part][1][at + 1]] for part in parts}
 
     def elements(self, record: StorageRecord, backend: Backend | None) -> torch.Tensor | None:
         """The decoded elements of one storage; None where its codec decodes it only on its own."""
-        pack, owner = self._open(record), record.pack
-        assert owner is not None  # noqa: S101
+        pack = self._open(record)
         if not pack.codec.by_element:
             return None
         if pack.elements is None:
-            for part, (spec, _) in pack.specs.items():
-                if part not in pack.parts:
-                    pack.parts[part] = self._read(owner, part, spec)
-            pack.elements = pack.codec.decode(pack.parts, owner.spec, backend=backend)
-        return pack.elements[owner.starts[record.place] : owner.starts[record.place + 1]]
+            parts = self._read_parts(pack, record, None)
+            pack.elements = pack.codec.decode(parts, pack.record.spec, backend=backend)
+        starts = pack.record.starts
+        return pack.elements[starts[record.place] : starts[record.place + 1]]
+
+    def _read_parts(self, pack: _Open, record: StorageRecord, only: Collection[str] | None) -> Parts:
+        """The parts of the whole pack, all or ``only`` some."""
+        wanted = [part for part in pack.specs if only is None or part in only]
+        for part in wanted:
+            if part not in pack.parts:
+                pack.parts[part] = self._read(pack.record, part, pack.specs[part][0], record.name)
+        return {part: pack.parts[part] for part in wanted}
 
     def _open(self, record: StorageRecord) -> _Open:
         owner = record.pack
@@ -75,7 +75,7 @@ class PackReader:
         found = kept.get(owner)
         if found is None:
             codec = self._codec_of(owner)
-            found = kept[owner] = _Open(codec, layout.pack_layout(codec, owner.spec, owner.numels), {})
+            found = kept[owner] = _Open(owner, codec, layout.pack_layout(codec, owner.spec, owner.numels), {})
             if len(kept) > _KEPT:
                 kept.popitem(last=False)
         else:

@@ -45,7 +45,7 @@ class ContainerReader(Closing):
             entries, stored = self._open_header()
             self.manifest = self._open_manifest(stored)
             self._backend = for_checkpoint(self.manifest.storages) if kernels else "torch"
-            self._places = self._locate({entry.name: entry for entry in entries})
+            self._parts = self._locate({entry.name: entry for entry in entries})
             check_references(self.manifest, self.codec, str(path))
             check_companions(self.manifest, self.codec, str(path))
             check_members(self.manifest, str(path))
@@ -147,18 +147,16 @@ class ContainerReader(Closing):
             return {ROUNDED: self._read_copy(codec.copied.cut(chunk * layout.FRAME, spec.numel), spec.numel)}
         expected = codec.layout(spec)
         wanted = expected if only is None else [part for part in expected if part in only]
-        places, where = self._places[storage], f"{self.path}: {record.name}"
+        places, where = self._parts[storage], f"{self.path}: {record.name}"
         return {part: self._read_part(places.get(part), expected[part], chunk, where) for part in wanted}
 
-    def _read_pack_part(self, pack: Pack, part: str, spec: PartSpec) -> torch.Tensor:
-        """One part of a pack. Raises InputError that names its first tensor."""
+    def _read_pack_part(self, pack: Pack, part: str, spec: PartSpec, name: str) -> torch.Tensor:
+        """One part of a pack. Raises InputError that names the tensor ``name``, for which it is read."""
         from ckpt8.container import frames
 
         if not pack.numel:
             return frames.host_bytes(0).view(spec.dtype.torch)
-        first = self.manifest.storages[pack.storages[0]].name
-        where = f"{self.path}: {first} and {len(pack.storages) - 1:,} more beside it"
-        return self._read_part(self._places[pack].get(part), spec, 0, where)
+        return self._read_part(self._parts[pack].get(part), spec, 0, f"{self.path}: {name}")
 
     def _read_part(self, place: PartPlace | None, spec: PartSpec, chunk: int, where: str) -> torch.Tensor:
         from ckpt8.container import frames
