@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -62,14 +63,14 @@ class StorageRecord:
     @property
     def stored_bytes(self) -> int:
         """Size in the container, in bytes; in a pack its share of that by elements."""
-        return self.share(self.pack.stored_bytes) if self.pack else _stored(self.parts)
+        return self.share(self.pack.stored_bytes) if self.pack else sum(_sizes(self.parts).values())
 
     @property
     def part_bytes(self) -> dict[str, int]:
         """Size in the container of every part, in bytes; as ``stored_bytes``."""
         if self.pack:
-            return {part: self.share(sum(table.lengths)) for part, table in self.pack.parts.items()}
-        return {part: sum(table.lengths) for part, table in self.parts.items()}
+            return {part: self.share(nbytes) for part, nbytes in self.pack.part_bytes.items()}
+        return _sizes(self.parts)
 
     def share(self, nbytes: int) -> int:
         """The share of ``nbytes`` of its pack. Those of all storages of a pack add up."""
@@ -78,7 +79,7 @@ class StorageRecord:
         return nbytes * stop // numel - nbytes * first // numel if numel else 0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Pack:
     """Small storages that share the entries of a container: one behind the other, encoded alike.
 
@@ -110,13 +111,18 @@ class Pack:
         return (stop - start for start, stop in pairwise(self.starts))
 
     @property
+    def part_bytes(self) -> dict[str, int]:
+        """Size in the container of every part, in bytes."""
+        return _sizes(self.parts)
+
+    @cached_property
     def stored_bytes(self) -> int:
         """Size in the container, in bytes."""
-        return _stored(self.parts)
+        return sum(self.part_bytes.values())
 
 
-def _stored(parts: dict[str, FrameTable]) -> int:
-    return sum(sum(table.lengths) for table in parts.values())
+def _sizes(parts: dict[str, FrameTable]) -> dict[str, int]:
+    return {part: sum(table.lengths) for part, table in parts.items()}
 
 
 @dataclass(slots=True)

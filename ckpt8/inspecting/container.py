@@ -100,8 +100,11 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
         if record.role is Role.WEIGHT and types[index].is_plane_float and not record.is_reference
     )
     parts: Counter[str] = Counter()
-    for record in manifest.storages:
-        parts.update(record.part_bytes)
+    for sizes in (
+        *(s.part_bytes for s in manifest.storages if s.pack is None),
+        *(p.part_bytes for p in manifest.packs),
+    ):
+        parts.update(sizes)
     return {
         "format": manifest.version,
         "writer": manifest.writer,

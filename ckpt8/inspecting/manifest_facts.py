@@ -87,13 +87,19 @@ def _rule_for(name: str) -> str:
 
 def sizes_by(column: str, manifest: Manifest) -> list[dict[str, Any]]:
     """Storages, elements and bytes by role and ``column``, ``dtype`` or ``codec``; sorted by both."""
-    rows: dict[tuple[str, str], Counter[str]] = {}
+    rows: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     types, skeletons = dtypes(manifest), skeleton_roles(manifest)
+    codecs: dict[int, str] = {}  # those of a pack are one object
     for index, record in enumerate(manifest.storages):
-        value = types[index].label if column == "dtype" else codec_name(record.codec)
-        row = rows.setdefault((skeletons.get(index, record.role.value), value), Counter())
-        elements = record.nbytes // types[index].itemsize
-        row.update(storages=1, elements=elements, bytes=record.nbytes, stored_bytes=record.stored_bytes)
+        if column == "dtype":
+            value = types[index].label
+        else:
+            value = codecs.get(id(record.codec)) or codecs.setdefault(id(record.codec), codec_name(record.codec))
+        row = rows[skeletons.get(index, record.role.value), value]
+        row["storages"] += 1
+        row["elements"] += record.nbytes // types[index].itemsize
+        row["bytes"] += record.nbytes
+        row["stored_bytes"] += record.stored_bytes
     return [{"role": role, column: value, **row} for (role, value), row in sorted(rows.items())]
 
 

@@ -17,6 +17,7 @@ import zstandard
 from reference_kit import LAYOUTS, masters
 from safetensors import safe_open
 from safetensors.torch import save_file
+from small_kit import ALL_LOSSY, adamw_state, mixed
 
 import ckpt8
 import ckpt8.container
@@ -31,6 +32,7 @@ from ckpt8.core.tensors import DType
 FORMAT = (Path(ckpt8.container.__file__).parent / "FORMAT.md").read_text()
 GOLDEN = sorted((Path(__file__).parents[2] / "fixtures" / "golden").glob("*.ckpt8"))
 CHUNK = 1 << 20
+SHARED = {"id": "shared/1"}
 FLOATS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -62,10 +64,94 @@ class Plain:
         assert self.manifest["frame"] == CHUNK
         assert self.manifest["slab"] % CHUNK == 0
         self.storages = self.manifest["storages"]
+        if any(storage["codec"] == SHARED for storage in self.storages):
+            self.expand()
         assert len({storage["name"] for storage in self.storages}) == len(self.storages)
         self.read = set()
 
+    def expand(self):
+        """Put the storages of packs in their places, and the rows of tables into the lists of records."""
+        packed = {}
+        for pack in (storage for storage in self.storages if storage["codec"] == SHARED):
+            shared = pack["shared"]
+            assert set(shared) == {"codec", "storages", "name", "numel", "reason", "error"}
+            assert (pack["reason"], pack["error"]) == (None, None)
+            rows = self.rows({key: value for key, value in shared.items() if key != "codec"}, "storages")
+            numels = [row["numel"] for row in rows]
+            assert sum(numels) == pack["numel"] <= 1 << 16
+            index = 0
+            for place, row in enumerate(rows):
+                index += row.pop("storages")
+                same = {"dtype": pack["dtype"], "role": pack["role"], "codec": shared["codec"]}
+                assert index not in packed
+                packed[index] = {**row, **same, "pack": pack, "place": place, "numels": numels}
+        own = iter([storage for storage in self.storages if storage["codec"] != SHARED])
+        total = sum(storage["codec"] != SHARED for storage in self.storages) + len(packed)
+        self.storages = [packed.get(index) or next(own) for index in range(total)]
+        assert self.manifest["tensors"] == self.manifest["members"] == []
+        for row in self.rows(self.manifest["tensor_table"], "name"):
+            storage = self.storages[row["storage"]]
+            row["name"] = storage["name"] if row["name"] is None else row["name"]
+            row["shape"] = [storage["numel"]] if row["shape"] is None else row["shape"]
+            if row["stride"] is None:
+                row["stride"] = [prod(max(n, 1) for n in row["shape"][k + 1 :]) for k in range(len(row["shape"]))]
+            self.manifest["tensors"].append(row)
+        for row in self.rows(self.manifest["member_table"], "path"):
+            segments, fields, at = [], [], 0
+            for each in self.rows(row["segments"], "before") if row["segments"] else []:
+                storage = self.storages[each["storage"]]
+                segments.append([at + each["before"], each["storage"]])
+                at += each["before"] + storage["numel"] * itemsize(storage["dtype"])
+            at = 0
+            for each in self.rows(row["crc_fields"], "gap") if row["crc_fields"] else []:
+                at += each["gap"]
+                fields.append([at, each["storage"]])
+            self.manifest["members"].append({**row, "segments": segments, "crc_fields": fields})
+
+    @staticmethod
+    def rows(table, listed):
+        """The rows of a table."""
+        count = len(table[listed])
+        columns = {}
+        for key, column in table.items():
+            if isinstance(column, list):
+                columns[key] = column
+            elif "all" in column:
+                columns[key] = [column["all"]] * count
+            else:
+                columns[key] = list(range(column["from"], column["from"] + count))
+            assert len(columns[key]) == count
+        return [{key: column[k] for key, column in columns.items()} for k in range(count)]
+
+    def packed(self, storage):
+        """{part: planes} of a storage in a pack."""
+        pack, place, numels = storage["pack"], storage["place"], storage["numels"]
+        found = {}
+        for part, table in pack["parts"].items():
+            sizes = [self.layout(storage, n)[part] for n in numels]
+            width, counts = sizes[0][0], [count for _, count in sizes]
+            first = sum(counts[:place])
+            name, at = f"{pack['name']}:{part}", 0
+            if not sum(numels):
+                assert name not in self.entries
+                assert table == {"lengths": [], "crcs": []}
+                found[part] = [b""] * width
+                continue
+            self.read.add(name)
+            assert len(table["lengths"]) == len(table["crcs"]) == width
+            found[part] = []
+            for length, crc in zip(table["lengths"], table["crcs"], strict=True):
+                frame = self.entries[name][at : at + length]
+                assert zlib.crc32(frame) == crc
+                found[part].append(self.plane(frame, sum(counts))[first : first + counts[place]])
+                at += length
+            assert at == len(self.entries[name])
+        assert set(found) == set(self.layout(storage, 1))
+        return found
+
     def lowest_version(self):
+        if any(storage["codec"] == SHARED for storage in self.manifest["storages"]):
+            return "1.3"
         if any(storage["codec"]["id"] == "reference/1" for storage in self.manifest["storages"]):
             return "1.2"
         return "1.1" if "directory" in self.manifest else "1.0"
@@ -99,6 +185,8 @@ class Plain:
     def frames(self, storage):
         """{part: [bytes of every plane, by chunk]} of a storage, all checks made."""
         total = storage["numel"]
+        if "pack" in storage:
+            return {part: [planes] for part, planes in self.packed(storage).items()}, [total]
         chunks = [min(CHUNK, total - start) for start in range(0, total, CHUNK)]
         per_slab = self.manifest["slab"] // CHUNK
         slabs = -(-len(chunks) // per_slab)
@@ -141,7 +229,7 @@ class Plain:
         if storage["codec"]["id"] == "reference/1":
             return self.copy(storage)
         frames, chunks = self.frames(storage)
-        decode = {"lossless/1": lossless, "split24/1": split24, "companded8/1": companded8}[storage["codec"]["id"]]
+        decode = DECODE[storage["codec"]["id"]] if storage["numel"] else lambda *_: b""
         return b"".join(
             decode({part: planes[k] for part, planes in frames.items()}, storage, n) for k, n in enumerate(chunks)
         )
@@ -257,6 +345,9 @@ def companded8(parts, storage, n):
         x = root * root
     x = x.to(getattr(torch, storage["dtype"]))
     return bytes(x.view(torch.uint8).tolist())
+
+
+DECODE = {"lossless/1": lossless, "split24/1": split24, "companded8/1": companded8}
 
 
 # The example
@@ -446,6 +537,28 @@ def test_references_read_from_the_specification_alone(layout, preset, tmp_path):
     manifest = ckpt8.compress(tmp_path / "a.pt", preset=preset)
     assert any(storage.is_reference for storage in manifest.storages)
     _agrees(tmp_path / "a.ckpt8")
+
+
+@pytest.mark.parametrize(
+    ("tree", "options", "expected"),
+    [
+        (mixed(), {}, set()),
+        (adamw_state(40), {}, {"lossless/1"}),
+        (adamw_state(40), {"rules": ALL_LOSSY}, {"companded8/1"}),
+        (adamw_state(40), {"rules": ALL_LOSSY, "max_update_error": 1e-2}, {"companded8/1", "lossless/1"}),
+    ],
+    ids=["mixed", "adamw", "lossy", "refused"],
+)
+def test_packs_read_from_the_specification_alone(tree, options, expected, tmp_path):
+    torch.save(tree, tmp_path / "a.pt")
+    manifest = ckpt8.compress(tmp_path / "a.pt", **options)
+    assert manifest.version == "1.3"
+    codecs = {storage.codec["id"] for storage in manifest.storages if storage.pack and storage.role.value == "moment1"}
+    assert codecs == expected
+    plain = _agrees(tmp_path / "a.ckpt8")
+    fields = {*plain.manifest["tensors"][0], *plain.manifest["members"][0], "member_table", "tensor_table", "shared"}
+    section = FORMAT.partition("## Packs")[2].partition("## Codecs")[0]
+    assert all(re.search(rf"\b{field}\b", section) for field in fields)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")

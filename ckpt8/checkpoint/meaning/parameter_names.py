@@ -83,7 +83,7 @@ def _is_named(name: str, moments: Sequence[str]) -> bool:
 
 def whole_tensor(name: str) -> str:
     """The name of a tensor without the place of a slice and without ``#2``."""
-    return SLICE.sub("", _REPEATED.sub("", name))
+    return SLICE.sub("", _REPEATED.sub("", name)) if "[" in name or "#" in name else name
 
 
 def plain_path(name: str) -> str:

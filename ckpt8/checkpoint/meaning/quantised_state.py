@@ -98,9 +98,9 @@ def find_low_bit(parts: Iterable[TensorSpec]) -> list[dict[str, Any]]:
     """
     owners: dict[tuple[str, str], dict[str, list[TensorSpec]]] = defaultdict(lambda: defaultdict(list))
     for part in parts:
-        for program, pattern in _PROGRAMS.items():
+        for program, pattern in _PROGRAMS.items() if part.role is Role.OTHER else ():
             found = pattern.fullmatch(part.name)
-            if found is not None and part.role is Role.OTHER:
+            if found is not None:
                 owners[program, found["owner"]][found["part"]].append(part)
                 break
     rows: dict[tuple[str, str, int | None], dict[str, Any]] = {}

@@ -48,11 +48,12 @@ def layers(storages: Iterable[Stored], parameters: Iterable[Mapping[str, Any]]) 
     sizes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     counts: dict[str, dict[tuple[str, str], int]] = defaultdict(dict)
     for each in storages:
-        owner = owners.get(_state(each.name))
-        group = _group(each, owner)
+        owner = owners.get(_state(each.name)) if owners else None
+        plain = plain_path(each.name) if each.role is Role.WEIGHT else ""
+        group = _group(each, owner, plain)
         sizes[group][each.role.value] += each.nbytes
         if each.role is Role.WEIGHT and _is_parameter(each, names):
-            key = owner or plain_path(each.name), "".join(SLICE.findall(each.name))
+            key = owner or plain, "".join(SLICE.findall(each.name))
             counts[group].setdefault(key, each.nbytes // each.dtype.itemsize)
     elsewhere = any(counts[group] for group in counts if group != MASTERS)
     return [
@@ -78,12 +79,13 @@ def _state(name: str) -> str:
     return whole_tensor(name).rpartition(".")[0]
 
 
-def _group(stored: Stored, path: str | None) -> str:
+def _group(stored: Stored, path: str | None, plain: str) -> str:
+    """The group of a storage. ``path`` is that of its optimizer's parameter, if it has one, ``plain`` its own."""
     if path is not None:
         return layer_of(path) if path else UNNAMED
     if stored.role is Role.WEIGHT:
         is_master = not MASTER_LISTS.isdisjoint(re.split(r"[.:]", stored.name))
-        return MASTERS if is_master else layer_of(plain_path(stored.name))
+        return MASTERS if is_master else layer_of(plain)
     return UNNAMED if stored.role in (Role.MOMENT1, Role.MOMENT2) else OUTSIDE_LAYERS
 
 
