@@ -142,17 +142,16 @@ def _replay(
     streams: Mapping[str, Place], saved: ParameterState, refs: Mapping[str, TensorRef], step: object
 ) -> Replay | str:
     """How the first step is replayed, or why it is not."""
-    rule = find_rule(saved.state, saved.group, step)
+    # The update is per unit of learning rate, so that any will do; a distributed checkpoint may not tell it.
+    rule = find_rule(saved.state, {**saved.group, "lr": 1.0}, step)
     if isinstance(rule, str):
         return rule
     first, others = refs.get(rule.form.tensors[0].key), {}
     moments = {each.key for each in rule.form.tensors if each.is_moment}
     if first is None or {key for key in moments if isinstance(saved.state.get(key), TensorRef)} != refs.keys():
         return "the tensors of its state do not fill storages of their own, in one order"
-    if rule.needs_weight:
-        return "its step needs the weight, for an L2 penalty; verify --resume-steps replays it"
-    if rule.form.reach != "element" and first.numel > LARGEST_MATRIX:
-        return f"its step takes the whole tensor, and that has more than {LARGEST_MATRIX:,} elements"
+    if problem := rule.misfit(first.shape) or _beyond_reach(rule, first, saved):
+        return problem
     for each in rule.form.tensors:
         ref = saved.state.get(each.key)
         if not each.is_moment and isinstance(ref, TensorRef):
@@ -161,6 +160,17 @@ def _replay(
                 return f"{each.key} is lossy, or does not have the shape of the parameter"
     state = {key: streams[ref.key].index for key, ref in refs.items()}
     return Replay(rule, Order.of(rule.form, first), state, others)
+
+
+def _beyond_reach(rule: Replayed, first: TensorRef, saved: ParameterState) -> str | None:
+    """What a step needs that compression does not read with the state of a parameter, or None."""
+    if rule.needs_weight:
+        return "its step needs the weight, which compression does not read beside it; verify --resume-steps replays it"
+    if rule.form.reach == "element":
+        return None
+    if first.numel > LARGEST_MATRIX:
+        return f"its step takes the whole tensor, and that has more than {LARGEST_MATRIX:,} elements"
+    return "its step takes the whole tensor, and the file has a slice of it" if saved.is_slice else None
 
 
 def is_plain(ref: TensorRef) -> bool:

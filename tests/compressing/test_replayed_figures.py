@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dcp_kit import save_in_pieces
 from own_optimizer_kit import registered
 
 import ckpt8
@@ -251,7 +252,7 @@ UNKNOWN = {
     "a penalty": (
         "lion",
         {"weight_decouple": False},
-        "its step needs the weight, for an L2 penalty; verify --resume-steps replays it",
+        "its step needs the weight, which compression does not read beside it; verify --resume-steps replays it",
     ),
     "no settings": (
         "whole",
@@ -375,3 +376,26 @@ def test_seeds_are_those_of_the_definition():
     noise = replayed._noise(5, 0, 1 << 20).double()
     assert abs(float(noise.mean())) < 5e-3
     assert float(noise.std()) == pytest.approx(1, abs=3e-3)
+
+
+def test_a_vector_where_the_step_takes_a_matrix(tmp_path):
+    """A flat buffer, say, or a bias: the rule is not called with it."""
+    card = CARDS["whole matrix"]
+    [parameter] = compress(tmp_path, checkpoint_of(card, card.matrix, shape=(70_000,))).parameters
+    assert parameter.reason == "its step takes a matrix, and its state is a vector"
+    assert set(replay(tmp_path).resume["skipped"].values()) == {parameter.reason}
+
+
+def test_a_slice_where_the_step_takes_the_whole_tensor(tmp_path):
+    """Two slices of a distributed checkpoint: each is half a matrix."""
+    for name, reason in (("whole", "its step takes the whole tensor, and the file has a slice of it"), ("lion", None)):
+        card = known.CARDS[name]
+        tree = checkpoint_of(card, card.matrix, shape=(600, 260))
+        key = card.matrix.tensors[0].key
+        halves = [((start, 0), (300, 260)) for start in (0, 300)]
+        cut = {f"optimizer.state.w.{key}": (tree["optimizer"]["state"][0][key], halves)}
+        group = tree["optimizer"]["param_groups"][0]
+        options = {f"optimizer.param_groups.w.{option}": value for option, value in group.items() if option != "params"}
+        save_in_pieces(cut, tmp_path / name, options | {"model.w": tree["model"]["w"]})
+        manifest = ckpt8.compress(tmp_path / name, tmp_path / f"{name}.ckpt8", threads=1)
+        assert [each.reason for each in manifest.parameters] == [reason, reason]

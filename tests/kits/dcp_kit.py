@@ -67,8 +67,11 @@ def save_small(saved, root, **options):
     return root
 
 
-def save_in_pieces(tensors, root):
-    """A checkpoint of tensors that lie in boxes, {name: (tensor, [(offsets, sizes), ...])}, however they are cut."""
+def save_in_pieces(tensors, root, others=None):
+    """A checkpoint of tensors that lie in boxes, {name: (tensor, [(offsets, sizes), ...])}, however they are cut.
+
+    ``others`` are further values by name, which are not cut.
+    """
     parts = {}
     for name, (tensor, boxes) in tensors.items():
         for number, (offsets, sizes) in enumerate(boxes):
@@ -76,7 +79,7 @@ def save_in_pieces(tensors, root):
             for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
                 part = part.narrow(dim, offset, size)
             parts[f"{name}/{number}"] = part.clone()
-    save_small(parts, root)
+    save_small(parts | (others or {}), root)
 
     def join(metadata):
         known, places = metadata.state_dict_metadata, metadata.storage_data

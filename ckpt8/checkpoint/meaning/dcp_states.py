@@ -70,8 +70,8 @@ def _joined(owned: list[StateSlice]) -> Iterator[ParameterState]:
         shared[each.key.key] = each.ref if is_whole and each.ref.numel == 1 else UNKNOWN
     shared |= home.state_values(key)
     group = home.roles.group(key, home.value)
-    for slices in places.values():
+    for place, slices in places.items():
         first = next((each for name, each in slices.items() if name in MOMENT_SLOTS), None)
         if first is not None:
             state = shared | {name: each.ref for name, each in slices.items()}
-            yield ParameterState(first.name, state, group)
+            yield ParameterState(first.name, state, group, is_slice=place is not None)

@@ -55,6 +55,14 @@ class Replayed:
         """Whether the update depends on the weight."""
         return self.card.needs_weight or (self.coupled and self.weight_decay != 0)
 
+    def misfit(self, shape: tuple[int, ...]) -> str | None:
+        """Why no step can be taken with a first tensor of ``shape``, or None."""
+        if not math.prod(shape):
+            return "it has no elements"
+        if self.form.reach == "matrix" and len(shape) < 2:
+            return "its step takes a matrix, and its state is a vector"
+        return None
+
     def gradients(self, state: Values) -> Gradients:
         """The gradients of the steps that follow ``state``: flat tensors as they are stored, of one run of elements."""
         return Gradients(self, state)

@@ -46,11 +46,15 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class ParameterState:
-    """The optimizer state of one parameter: ``state`` maps keys to values, ``group`` is its parameter group."""
+    """The optimizer state of one parameter: ``state`` maps keys to values, ``group`` is its parameter group.
+
+    ``is_slice``: its tensors are a slice of the parameter's.
+    """
 
     name: str
     state: Mapping[Any, Any]
     group: Mapping[Any, Any]
+    is_slice: bool = False
 
 
 @dataclass(slots=True)

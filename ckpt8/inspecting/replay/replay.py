@@ -97,7 +97,7 @@ class _Sides:
             if isinstance(rule, str):
                 return rule
             shape = saved.state[rule.form.tensors[0].key].shape
-            if problem := _find_misfit(rule.form, saved, shape):
+            if problem := rule.misfit(shape) or _find_misfit(rule.form, saved, shape):
                 return problem
             original, compressed = _read(self._original, rule.form, saved), _read(self._compressed, rule.form, theirs)
         if rule.needs_weight and original.weight is None:
@@ -124,8 +124,6 @@ class _Sides:
 
 def _find_misfit(form: Form, saved: SavedParameter, shape: tuple[int, ...]) -> str | None:
     """Why the state cannot belong to one parameter of this shape, or None."""
-    if not math.prod(shape):
-        return "it has no elements"
     for tensor in form.tensors:
         ref = saved.state.get(tensor.key)
         if isinstance(ref, TensorRef) and (

@@ -27,23 +27,6 @@ STATE, GROUPS, PARAMETERS = "state", "param_groups", "params"
 
 _MASTERS = {"fp32_param": Role.WEIGHT}
 _KEY_ROLES: Mapping[str, Role] = ChainMap(STATE_ROLES, _MASTERS)
-_OPTIONS = frozenset(
-    [
-        "betas",
-        "beta1",
-        "beta2",
-        "eps",
-        "amsgrad",
-        "bias_correction",
-        "correct_bias",
-        "momentum",
-        "dampening",
-        "nesterov",
-        "step",
-    ]
-)
-"""The options of a group that tell the update rule."""
-
 _MAX_COMPONENTS = 64
 """Names of modules have a few components; all behind the 64th count as one."""
 
@@ -70,6 +53,7 @@ class DcpRoles:
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
         self._groups: dict[tuple[str, str], Mapping[str, str]] | None = None
+        self._read: dict[int, Mapping[str, Any]] = {}
         self._names = {name: tuple(name.split(".", _MAX_COMPONENTS)) for name in metadata.names}
         self._inside: dict[str, tuple[Components, Components]] = {}
         self._find_optimizers()
@@ -149,11 +133,15 @@ class DcpRoles:
         return state_roles(tensors).get(key.key, Role.OTHER)
 
     def group(self, key: StateKey, value: Callable[[str], Any]) -> Mapping[str, Any]:
-        """The options of the group of a parameter, as far as they tell the update rule; ``value`` reads one by name."""
+        """The options of the group of a parameter; ``value`` reads one by name."""
         if self._groups is None:
             self._groups = self._read_groups(value)
-        options = self._groups.get((key.optimizer, key.parameter), {})
-        return {option: value(name) for option, name in options.items() if option in _OPTIONS}
+        names = self._groups.get((key.optimizer, key.parameter))
+        if names is None:
+            return {}
+        if id(names) not in self._read:
+            self._read[id(names)] = {option: value(name) for option, name in names.items() if option != PARAMETERS}
+        return self._read[id(names)]
 
     def _read_groups(self, value: Callable[[str], Any]) -> dict[tuple[str, str], Mapping[str, str]]:
         """The names of the options of its group, by optimizer and parameter."""
