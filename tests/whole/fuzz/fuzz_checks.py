@@ -53,7 +53,7 @@ def silent() -> Console:
 def digest(value: Any) -> Any:
     """What tells two loaded objects apart: types and plain values, and for tensors their layout and their bytes."""
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta or value.numel() > 1 << 20:
+        if value.layout is not torch.strided or value.numel() > 1 << 20 or value.is_meta or "q" in str(value.dtype):
             return str(
                 (value.layout, value.dtype, value.shape, value.stride() if value.layout is torch.strided else "")
             )

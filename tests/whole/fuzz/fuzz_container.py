@@ -118,7 +118,7 @@ def change_skeleton(
     content = entries[name]
     if len(content) != record["numel"]:
         content = zstandard.decompress(content)
-    content = _same_length(rng, content)
+    content = same_length(rng, content)
     frame = zstandard.compress(content, 1)
     frame = frame if len(frame) < len(content) else content
     entries[name] = frame
@@ -126,7 +126,7 @@ def change_skeleton(
     return manifest, entries
 
 
-def _same_length(rng: random.Random, content: bytes) -> bytes:
+def same_length(rng: random.Random, content: bytes) -> bytes:
     """Other bytes in the same place: of the pickle in it, with the checksums that are stated of it, or anywhere."""
     start = content.find(b"\x80\x02")
     if start < 0 or rng.random() < 0.3:

@@ -75,6 +75,15 @@ def tied() -> dict[str, Any]:
     return run
 
 
+def many_small() -> dict[str, Any]:
+    """So many small tensors that they share entries."""
+    model = torch.nn.ModuleList(torch.nn.Linear(3, 2) for _ in range(20))
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.stack([layer(torch.ones(3)).sum() for layer in model]).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
 @cache
 def kinds() -> tuple[Kind, ...]:
     """All of them."""
@@ -111,6 +120,7 @@ def kinds() -> tuple[Kind, ...]:
         add("tied", tied())
         add("masters", mixed())
         add("packed", run_of(ckpt8.optim.AdamW))
+        add("shared", many_small())
         trees: tuple[Tree, ...] = distributed_seeds()
         for number, tree in enumerate(trees):
             add(f"dcp {number}", tree)
@@ -120,5 +130,5 @@ def kinds() -> tuple[Kind, ...]:
             source = FIXTURES / "inputs" / f"{path.name.partition('.')[0]}.pt"
             packed.write_bytes(path.read_bytes())
             keep(path.stem, source.read_bytes() if source.exists() else None)
-    assert {unpack(kind.content)[2]["version"] for kind in found} >= {"1.0", "1.1", "1.2"}
+    assert {unpack(kind.content)[2]["version"] for kind in found} >= {"1.0", "1.1", "1.2", "1.3"}
     return tuple(found)

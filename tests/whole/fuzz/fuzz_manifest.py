@@ -33,7 +33,6 @@ PATHS = (
     "a/" * 255 + "x", "a/" * 300 + "x", "é", "e\u0301", "a\nb", "a\\b", "-o", "~", "[bold]x", "\x1b[2J", "\ud800",
     "model.safetensors", "model.safetensors/x", "optimizer.pt", ".metadata", "x:y", "con", "\u202ex", ".ckpt8", "%s{}",
 )  # fmt: skip
-_COUNTS = {"numel", "slab", "frame", "size", "offset", "shape", "stride", "lengths", "crcs"}
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "role": ("weight", "moment1", "moment2", "other", "Weight", ""),
     "format": ("torch-zip", "torch-legacy", "safetensors", "dcp", "file", "symlink", "directory", "tar", ""),
@@ -47,6 +46,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 _NAMES = ("name", "path", "directory", "writer", "reason")
 _LISTS = ("storages", "tensors", "parameters", "members")
+_TABLES = ("member_table", "tensor_table")
+"""Records by column, where small storages share entries."""
 
 
 def _lists(tree: Any) -> Iterator[list[Any]]:
@@ -60,8 +61,9 @@ def _lists(tree: Any) -> Iterator[list[Any]]:
 
 
 def _records(manifest: Manifest) -> list[tuple[str, dict[str, Any]]]:
-    """Every record of the four lists with the name of its list. The manifest may be edited already."""
-    return [
+    """Every record of the four lists, and every table, with its name. The manifest may be edited already."""
+    tables = [(name, manifest[name]) for name in _TABLES if isinstance(manifest.get(name), dict) and manifest[name]]
+    return tables + [
         (name, record)
         for name in _LISTS
         for record in (manifest.get(name) if isinstance(manifest.get(name), list) else [])
@@ -82,7 +84,7 @@ def _fields(tree: Any, key: str = "") -> Iterator[tuple[str, Slot]]:
 def _pick(rng: random.Random, manifest: Manifest) -> tuple[str, Slot] | None:
     """A field of a record: its kind and its place. Lists, and the fields of a record, are chosen evenly."""
     if rng.random() < 0.1:
-        kind, slot = rng.choice(list(_fields({k: v for k, v in manifest.items() if k not in _LISTS})))
+        kind, slot = rng.choice(list(_fields({k: v for k, v in manifest.items() if k not in _LISTS + _TABLES})))
         return kind, (manifest, kind) if kind in manifest else slot
     by_list: dict[str, list[dict[str, Any]]] = {}
     for name, record in _records(manifest):
@@ -129,16 +131,18 @@ def edit_field(rng: random.Random, manifest: Manifest) -> None:
     elif kind in ("segments", "crc_fields", "runs") and type(old) is int:
         is_index = key == (0 if kind == "runs" else 1)
         place[key] = _index(rng, manifest) if is_index else _count(rng, old)
-    elif kind in _CHOICES:
+    elif isinstance(old, dict) and old.keys() & {"all", "from"}:
+        place[key] = rng.choice(({"all": rng.choice(OTHERS)}, {"from": rng.choice(NUMBERS)}, {"all": 1, "from": 1}, []))
+    elif kind in _CHOICES and not isinstance(old, list | dict):
         place[key] = copy.deepcopy(rng.choice(_CHOICES[kind]))
-    elif kind in _NAMES:
+    elif kind in _NAMES and not isinstance(old, list):
         place[key] = rng.choice(PATHS if rng.random() < 0.7 else _names(manifest) or PATHS)
     elif isinstance(old, dict) and old and rng.random() < 0.5:
         first, second = rng.choice(list(old)), rng.choice(list(old))
         old[first], old[second] = old[second], old[first]
     elif isinstance(old, dict):
         old[rng.choice(("x", "bytes", "plane0", "codes", "moment1", "max_moment2", "R", "runs", ""))] = _count(rng, 1)
-    elif kind in _COUNTS and isinstance(old, list):
+    elif isinstance(old, list):
         _edit_list(rng, old, rng.choice(NUMBERS))
     else:
         place[key] = _count(rng, old)
@@ -273,7 +277,7 @@ def edit_entries(rng: random.Random, manifest: Manifest, entries: Entries) -> No
 def _edit_frames(rng: random.Random, manifest: Manifest, entries: Entries) -> None:
     record = rng.choice(manifest["storages"])
     for part, table in record["parts"].items():
-        name = f"{record['name']}/{part}"
+        name = f"{record['name']}{':' if 'shared' in record else '/'}{part}"
         if name in entries:
             frame, times = entries[name], rng.choice((0, 1, 2, 3))
             frame = rng.choice((frame, frame[:-1], frame + b"x", b"", frame[::-1], bytes(len(frame))))
@@ -291,7 +295,7 @@ _EDITS: tuple[Callable[[random.Random, Manifest], None], ...] = (
 def edit_manifest(rng: random.Random, manifest: Manifest, entries: Entries) -> tuple[Manifest, Entries]:
     """A copy with one to three edits."""
     manifest, entries = json.loads(json.dumps(manifest)), dict(entries)
-    if rng.random() < 0.1:
+    if rng.random() < 0.1 and "tensor_table" not in manifest:
         renumber(rng, manifest)
     if rng.random() < 0.15:
         edit_entries(rng, manifest, entries)

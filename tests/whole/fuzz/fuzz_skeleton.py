@@ -17,6 +17,7 @@ from typing import Any
 
 import zstandard
 from fuzz_bytes import mutate_bytes, mutate_tree, render_json
+from fuzz_container import same_length
 from fuzz_manifest import PATHS, Entries, Manifest
 from fuzz_pickle import cut_pickles, mutate_pickle, mutate_values
 from fuzz_zip import Record, write_zip
@@ -50,12 +51,24 @@ def put_skeleton(manifest: Manifest, entries: Entries, member: dict[str, Any], c
 
 def edit_skeleton(rng: random.Random, manifest: Manifest, entries: Entries) -> None:
     """Edit one member of a valid container, by the grammar of its format."""
+    if not manifest["members"]:  # they are a table
+        _edit_in_place(rng, manifest, entries)
+        return
     member = rng.choice(manifest["members"])
     skeleton = read_skeleton(manifest, entries, member)
     if skeleton is None:
         return
     edit = _EDITS.get(member["format"], _edit_file)
     edit(rng, manifest, entries, member, skeleton)
+
+
+def _edit_in_place(rng: random.Random, manifest: Manifest, entries: Entries) -> None:
+    """Other values of one length in what no tensor is made of."""
+    record = next(each for each in manifest["storages"] if "bytes" in each["parts"] and "shared" not in each)
+    content = same_length(rng, zstandard.decompress(entries[f"{record['name']}/bytes"]))
+    frame = zstandard.compress(content, 1)
+    entries[f"{record['name']}/bytes"] = frame
+    record["parts"]["bytes"] = {"lengths": [len(frame)], "crcs": [zlib.crc32(frame)]}
 
 
 def edit_pickle(rng: random.Random, content: bytes) -> bytes:
