@@ -50,7 +50,7 @@ def silent() -> Console:
     return Console(file=io.StringIO(), width=120, force_terminal=True)
 
 
-def digest(value: Any) -> Any:
+def digest(value: Any, above: tuple[int, ...] = ()) -> Any:
     """What tells two loaded objects apart: types and plain values, and for tensors their layout and their bytes."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.numel() > 1 << 20 or value.is_meta or "q" in str(value.dtype):
@@ -60,10 +60,13 @@ def digest(value: Any) -> Any:
         flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         return str(value.dtype), tuple(value.shape), hashlib.sha256(content).hexdigest()
+    if id(value) in above:
+        return "itself"
+    inside = (*above, id(value))
     if isinstance(value, dict):
-        return type(value).__name__, [(digest(key), digest(each)) for key, each in value.items()]
+        return type(value).__name__, [(digest(key), digest(each, inside)) for key, each in value.items()]
     if isinstance(value, (list, tuple)):
-        return type(value).__name__, [digest(each) for each in value]
+        return type(value).__name__, [digest(each, inside) for each in value]
     if isinstance(value, torch.nn.Module):
         return digest(value.state_dict())
     return f"{type(value).__name__} {value!r}" if isinstance(value, (str, bytes, int, float)) else type(value).__name__
