@@ -36,6 +36,14 @@ def _strike_again(lost: Any) -> None:
     signal.setitimer(signal.ITIMER_REAL, _SOON)
 
 
+def _run() -> None:
+    from ckpt8.cli.app import main as run
+
+    gc.freeze()
+    gc.enable()
+    run()
+
+
 def main() -> None:
     """Run the command line."""
     sys.unraisablehook = _strike_again
@@ -46,11 +54,11 @@ def main() -> None:
     try:
         # Modules live until the exit: the garbage collector need not look through them.
         gc.disable()
-        from ckpt8.cli.app import main as run
+        from ckpt8.cli.guard import guarded
+        from ckpt8.cli.streams import open_streams
 
-        gc.freeze()
-        gc.enable()
-        run()
+        open_streams()
+        guarded(_run)
     except BaseException:
         # In place of whatever became of an interrupt: in the middle of a wait for a lock, say, a RuntimeError.
         if _struck:

@@ -12,7 +12,7 @@ import typer
 from ckpt8 import __version__
 from ckpt8.cli.bench_command import bench
 from ckpt8.cli.convert_command import convert
-from ckpt8.cli.guard import guarded
+from ckpt8.cli.guard import guarded, shielded
 from ckpt8.cli.options import Container, Force, Json, Output, Threads, stopwatch
 from ckpt8.cli.output import console, present, print_json, print_lines, progress_bar
 from ckpt8.core.errors import CheckFailedError, UsageError
@@ -270,7 +270,7 @@ def make_app(commands: Iterable[Callable[..., None]]) -> typer.Typer:
     )
     made.callback()(_global)
     for command in commands:
-        made.command()(command)
+        made.command()(shielded(command))
     return made
 
 

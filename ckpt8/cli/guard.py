@@ -1,16 +1,45 @@
-"""Every expected error of a command becomes one line and an exit code."""
+"""Every error of a command becomes one line and an exit code.
+
+Expected errors have theirs in ``core.errors``. Anything else is INTERNAL: the process lacks memory, files or threads,
+or ckpt8 has a defect; the line says which.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
+from ckpt8.cli.streams import StdoutError, check_environment
 from ckpt8.core.errors import Ckpt8Error, KernelCacheWarning, OutputError
+from ckpt8.core.text import printable
+
+INTERNAL = 70
+"""The exit code of an error that no command expects; EX_SOFTWARE of sysexits.h."""
+
+TRACEBACK = "CKPT8_TRACEBACK"
+"""The environment variable that shows tracebacks."""
+
+_LONGEST = 300
+_NO_MEMORY = ("allocate memory", "out of memory", "failed to map segment", "bad_alloc")
+"""What libraries say in errors of other classes than MemoryError."""
+_NO_ROOM = {
+    errno.ENOMEM: "memory",
+    errno.EMFILE: "open files",
+    errno.ENFILE: "open files",
+    errno.EAGAIN: "threads or processes",
+}
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_NO_FOLDER = "No usable temporary directory"
+"""What tempfile says."""
 
 _format_warning = warnings.formatwarning
 
@@ -22,25 +51,83 @@ def _one_line(message: Warning | str, category: type[Warning], *where: Any, **li
     return _format_warning(message, category, *where, **line)
 
 
+class UnexpectedError(Exception):
+    """Carries an ``error`` past typer, which has an exit code of its own for some classes: 1."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def shielded(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose EOFError and OSError reach ``guarded``."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except (EOFError, OSError) as exc:
+            raise UnexpectedError(exc) from exc
+
+    return run
+
+
 def guarded(command: Callable[[], object]) -> None:
-    """Run a command and turn every expected error into one line and an exit code."""
+    """Run a command and turn every error into one line and an exit code."""
     # A torch without numpy warns at its first use; ckpt8 does not need numpy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     warnings.formatwarning = _one_line
+    check_environment()
     try:
         try:
             command()
         finally:
             sys.stdout.flush()
     except Ckpt8Error as exc:
-        line = " ".join(str(exc).split()).encode("utf-8", "backslashreplace").decode()
-        sys.stderr.write(f"ckpt8: {line}\n")
-        sys.exit(exc.exit_code)
-    except OSError as exc:
-        # Commands turn errors of their own files into Ckpt8Error. This one comes from the terminal or a pipe.
-        sys.stderr.write(f"ckpt8: standard output cannot be written: {exc.strerror}\n")
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(OutputError.exit_code)
+        _leave(str(exc), exc.exit_code, exc)
+    except StdoutError as exc:
+        _drop_stdout()
+        if exc.closed_pipe:
+            # The reader has seen enough. A program without a handler would be killed by this signal.
+            sys.exit(128 + signal.SIGPIPE)
+        _leave(f"standard output cannot be written: {exc}", OutputError.exit_code, exc)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+    except Exception as exc:
+        error = exc.error if isinstance(exc, UnexpectedError) else exc
+        _leave(*_unexpected(error), error)
+
+
+def _leave(text: str, code: int, error: BaseException) -> NoReturn:
+    where = "".join(traceback.format_exception(error)) if os.environ.get(TRACEBACK) else ""
+    said = f"{where}ckpt8: {' '.join(text.split())}\n"
+    sys.stderr.write(said.encode("utf-8", "backslashreplace").decode())
+    sys.exit(code)
+
+
+def _drop_stdout() -> None:
+    """Have the interpreter flush what is left to nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _unexpected(error: Exception) -> tuple[str, int]:
+    """What went wrong and what to do, in a line, and the exit code."""
+    if (missing := _missing(error)) is not None:
+        return f"not enough {missing} for this process; raise its limit, or give fewer --threads", INTERNAL
+    text = printable(str(error))
+    if isinstance(error, OSError) and (error.errno in _FULL or _NO_FOLDER in text):
+        # Outputs name themselves. What is left are temporary files of ckpt8 and of libraries.
+        return f"temporary files cannot be written: {text}; set TMPDIR to a folder with room", OutputError.exit_code
+    found = f"{type(error).__name__}: {text[:_LONGEST]}{'…' if len(text) > _LONGEST else ''}"
+    return f"a defect of ckpt8: {found}; please report it, with the traceback that {TRACEBACK}=1 shows", INTERNAL
+
+
+def _missing(error: Exception) -> str | None:
+    """What the process ran out of; None for another error."""
+    text = str(error)
+    if isinstance(error, MemoryError) or any(each in text.lower() for each in _NO_MEMORY):
+        return "memory"
+    if isinstance(error, OSError):
+        return _NO_ROOM.get(error.errno or 0)
+    return "threads or processes" if "can't start new thread" in text else None

@@ -12,7 +12,7 @@ from ckpt8.checkpoint.meaning.roles import ParameterState
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule, identify_state, recognise
 from ckpt8.checkpoint.scalars import read_settings
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense
-from ckpt8.core.tensors import DType
+from ckpt8.core.tensors import DType, TensorSpec
 from ckpt8.optim.known_optimizers import MOMENT_SLOTS, SIDE_STATE
 
 
@@ -22,6 +22,10 @@ class Place(Protocol):
     @property
     def index(self) -> int:
         """Its number in the container."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Its element type and number of elements."""
 
     @property
     def storage(self) -> StorageInfo:
@@ -110,8 +114,8 @@ def _all_slots(state: ParameterState) -> Mapping[str, str]:
 
 
 def _owns(ref: TensorRef, stream: Place, views: Mapping[int, list[NamedTensor]]) -> bool:
-    """Whether a tensor fills its storage and is the only one in it."""
-    fills = is_dense(ref) and ref.offset == 0 and ref.nbytes == stream.storage.nbytes
+    """Whether a tensor of floats fills its storage and is the only one in it; other types are kept as bytes."""
+    fills = is_dense(ref) and (ref.offset, ref.dtype, ref.numel) == (0, stream.spec.dtype, stream.spec.numel)
     return fills and len(views[stream.index]) == 1
 
 

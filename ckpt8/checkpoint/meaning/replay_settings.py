@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -106,5 +107,5 @@ def _is_coupled(group: Mapping[Any, Any], default: bool) -> bool:
 def _numbers(values: Any) -> tuple[float, ...]:
     """Finite numbers as floats; empty for anything else."""
     given = tuple(values) if isinstance(values, (tuple, list)) else ()
-    numeric = all(isinstance(n, (int, float)) and math.isfinite(n) for n in given)
+    numeric = all(isinstance(n, (int, float)) and abs(n) <= sys.float_info.max for n in given)
     return tuple(map(float, given)) if numeric else ()

@@ -6,6 +6,7 @@ the skeleton. The storages that it meets on the way are streamed from where they
 
 from __future__ import annotations
 
+import errno
 import pickle
 import tempfile
 from bisect import bisect_right
@@ -23,6 +24,9 @@ from ckpt8.checkpoint.readers.zip_directory import read_directory
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
 from ckpt8.core.errors import OutputError
 from ckpt8.core.files.partial import Partial
+
+_WRITER_SAYS = ("inline_container", "PytorchStreamWriter", "iostream", "Parent directory")
+"""Words in errors of torch's zip writer where a file cannot be written."""
 
 
 def recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
@@ -111,14 +115,24 @@ def _temporary_directory(name: str) -> Iterator[Path]:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn the RuntimeError of torch's zip writer where a file cannot be written into an OutputError."""
+    """Turn the error of a temporary file that cannot be written into an OutputError."""
+    try:
+        with torch_writes():
+            yield
+    except OSError as exc:
+        what = "a temporary file cannot be written; make room there, or set TMPDIR to another directory"
+        raise OutputError(f"{path.parent.parent}: {what}") from exc
+
+
+@contextmanager
+def torch_writes() -> Iterator[None]:
+    """Turn the RuntimeError of torch's zip writer where a file cannot be written into an OSError."""
     try:
         yield
     except RuntimeError as exc:
-        if "inline_container" not in str(exc) and "PytorchStreamWriter" not in str(exc):
+        if not any(each in str(exc) for each in _WRITER_SAYS):
             raise
-        what = "a temporary file cannot be written; make room there, or set TMPDIR to another directory"
-        raise OutputError(f"{path.parent.parent}: {what}") from exc
+        raise OSError(errno.EIO, "torch cannot write the file; is the disk full?") from exc
 
 
 def with_crc_fields(skeleton: OpenCheckpoint) -> list[StorageInfo]:

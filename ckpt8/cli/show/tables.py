@@ -84,10 +84,11 @@ def show_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence
 def wrap(text: str, width: int, *, first: str = "", more: str = _GAP) -> Iterator[str]:
     """Lines of at most ``width`` columns, broken at blanks. A name longer than a line breaks after its separators.
 
-    ``first`` stands before the first line, ``more`` before the others.
+    A line has at least one character beside its indentation, however small ``width`` is. ``first`` stands before the
+    first line, ``more`` before the others.
     """
     line, is_empty = first, True
-    for part in _parts(text, width - cell_len(more)):
+    for part in _parts(text, max(width - cell_len(more), 1)):
         if not is_empty and cell_len(line) + cell_len(part.rstrip()) > width:
             yield line.rstrip()
             line = more
@@ -102,13 +103,23 @@ def _parts(text: str, width: int) -> Iterator[str]:
             yield f"{word} "
             continue
         *parts, last = filter(None, _BREAKS.findall(word))
-        for part in (*parts, f"{last} "):
-            rest = part
-            while cell_len(rest.rstrip()) > width:
-                fits = next(n for n in range(max(width, 1), 0, -1) if n == 1 or cell_len(rest[:n]) <= width)
-                yield rest[:fits]
-                rest = rest[fits:]
-            yield rest
+        for part in parts:
+            yield from _cut(part, width)
+        *pieces, end = _cut(last, width)
+        yield from pieces
+        yield f"{end} "
+
+
+def _cut(text: str, width: int) -> Iterator[str]:
+    """Pieces of at most ``width`` columns, or of one character that is wider."""
+    start = used = 0
+    for at, character in enumerate(text):
+        columns = cell_len(character)
+        if used + columns > width and at > start:
+            yield text[start:at]
+            start, used = at, 0
+        used += columns
+    yield text[start:]
 
 
 def pack(items: list[str], width: int, *, indent: str = "") -> Iterator[str]:

@@ -7,9 +7,9 @@ each value with holes; this module streams the content into the holes.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.live_object import with_crc_fields
-from ckpt8.checkpoint.tree import TensorRef, gaps
+from ckpt8.checkpoint.tree import StorageInfo, TensorRef, gaps
 from ckpt8.checkpoint.walk import format_path, iter_leaves
 from ckpt8.converting.computed import computed
 from ckpt8.converting.request import OpenFile, Report, Request, new_file
@@ -34,11 +34,18 @@ from ckpt8.converting.writers.dcp_names import distributed_tree
 from ckpt8.converting.writers.hollow import Hollow, build_hollow
 from ckpt8.converting.writers.torch_zip import fill_storages, save_hollow
 from ckpt8.core.errors import UsageError
+from ckpt8.core.files.atomic import Guard
 from ckpt8.core.files.temporary import temporary_directory
 
 _FILE = "__0_0.distcp"
 _RECORDS = "archive"
 """The name that torch gives the records of a file without a name."""
+
+_FIRST = "0"
+"""The key of the first storage that torch saves."""
+
+_MOST_KNOWN = 4096
+"""Forms that are kept, of about a kilobyte each."""
 
 _VERSION = "1.0.0"
 
@@ -92,6 +99,50 @@ def _alone(data: Composite, ref: TensorRef) -> TensorRef:
     return computed(data, ref.dtype, ref.shape, partial(data.elements, ref))
 
 
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A value as torch saves it: the bytes outside its storages by their offsets, and the places of its storages."""
+
+    length: int
+    outside: tuple[tuple[int, bytes], ...]
+    places: tuple[StorageInfo, ...]
+
+
+class _Saver:
+    """Has torch save values, by way of a file in ``folder``. Values that only differ in content are saved once."""
+
+    def __init__(self, hollow: Hollow, folder: Path, guard: Guard) -> None:
+        self._label = hollow.data.label
+        self._path = folder / _RECORDS
+        self._guard = guard
+        self._known: dict[object, _Saved] = {}
+
+    def save(self, value: object) -> tuple[_Saved, Mapping[str, torch.UntypedStorage]]:
+        """The form of a value, and its storages by key. Raises OutputError, UnsupportedError."""
+        kind = _kind(value)
+        if kind is not None and kind in self._known:
+            storage = {_FIRST: value.untyped_storage()} if isinstance(value, torch.Tensor) else {}
+            return self._known[kind], storage
+        self._path.unlink(missing_ok=True)
+        storages = save_hollow(value, self._path, self._label, self._guard)
+        with open_checkpoint(self._path) as skeleton:
+            places = with_crc_fields(skeleton)
+            length = skeleton.size
+            outside = tuple((start, skeleton.file.read(start, size)) for start, size in gaps(places, length))
+        saved = _Saved(length, outside, tuple(places))
+        if kind is not None and len(self._known) < _MOST_KNOWN and storages.keys() <= {_FIRST}:
+            self._known[kind] = saved
+        return saved, storages
+
+
+def _kind(value: object) -> object:
+    """What the form of a value depends on; None for one of which that is not known."""
+    if type(value) is torch.Tensor:
+        whole = value.untyped_storage().nbytes()
+        return value.dtype, value.shape, value.stride(), value.storage_offset(), whole, value.is_conj(), value.is_neg()
+    return (type(value), repr(value)) if type(value) in (bool, int, float, str, type(None)) else None
+
+
 def _write_values(
     hollow: Hollow, values: Iterable[tuple[MetadataIndex, Any]], out: OpenFile
 ) -> dict[MetadataIndex, _StorageInfo]:
@@ -104,29 +155,17 @@ def _write_values(
     with ExitStack() as stack:
         with out.guard():
             folder = stack.enter_context(temporary_directory("ckpt8-"))
+        saver = _Saver(hollow, folder, out.guard)
         for index, value in values:
+            saved, storages = saver.save(value)
             counting = out if isinstance(value, torch.Tensor) else out._replace(progress=lambda _: None)
-            length = _write_value(hollow, value, folder / _RECORDS, position, counting)
-            found[index] = _StorageInfo(_FILE, position, length)
-            position += length
+            for start, content in saved.outside:
+                out.write(content, position + start)
+            places = [
+                replace(place, offset=position + place.offset, crc_fields=tuple(position + n for n in place.crc_fields))
+                for place in saved.places
+            ]
+            fill_storages(hollow, storages, places, counting)
+            found[index] = _StorageInfo(_FILE, position, saved.length)
+            position += saved.length
     return found
-
-
-def _write_value(hollow: Hollow, value: object, path: Path, base: int, out: OpenFile) -> int:
-    """Write one value at ``base``, by way of a file at ``path`` with holes. Returns its length."""
-    with out.guard():
-        path.unlink(missing_ok=True)
-        saved = save_hollow(value, path, hollow.data.label)
-        length = path.stat().st_size
-    with open_checkpoint(path) as skeleton:
-        places = with_crc_fields(skeleton)
-        for start, size in gaps(places, length):
-            content = bytearray(size)  # what lies between two storages is short
-            skeleton.read_into(start, memoryview(content))
-            out.write(content, base + start)
-    moved = [
-        replace(place, offset=base + place.offset, crc_fields=tuple(base + field for field in place.crc_fields))
-        for place in places
-    ]
-    fill_storages(hollow, saved, moved, out)
-    return length

@@ -28,6 +28,9 @@ _BUILT = frozenset(
 )
 """The types of the objects that are built; anything else is left out."""
 
+_MOST_BITS = 255 * 8 - 1
+"""The longest integer that torch reads with weights_only."""
+
 _KEYS = frozenset({type(None), bool, int, float, str, bytes, tuple})
 _RESERVE = getattr(mmap, "MAP_NORESERVE", 0)
 _SHOWN = 80
@@ -85,7 +88,7 @@ class _HollowBuilder(RestBuilder):
 
     def _build(self, node: Any) -> Any:
         built = super()._build(node)
-        if built is CONSUMED or type(built) in _BUILT:
+        if built is CONSUMED or (type(built) in _BUILT and not _is_too_long(built)):
             return built
         if (number := _numpy_number(built)) is not None:
             return number
@@ -98,7 +101,8 @@ class _HollowBuilder(RestBuilder):
         self.dropped[f"{'.'.join(self._path)[:_SHOWN] or 'the whole'}: {kind[:_SHOWN]}"] = None
 
     def _key(self, key: Any) -> Any:
-        if type(key) in _KEYS and (type(key) is not tuple or all(type(part) in _KEYS for part in key)):
+        parts = key if type(key) is tuple else (key,)
+        if all(type(part) in _KEYS and not _is_too_long(part) for part in parts):
             return key
         self._path.append("(key)")
         self._drop(key)
@@ -121,6 +125,10 @@ class _HollowBuilder(RestBuilder):
     def _tensor(self, ref: TensorRef) -> torch.Tensor:
         self.tensors += 1
         return super()._tensor(self._retype(ref))
+
+
+def _is_too_long(value: Any) -> bool:
+    return type(value) is int and value.bit_length() > _MOST_BITS
 
 
 def _numpy_number(value: Any) -> bool | int | float | None:

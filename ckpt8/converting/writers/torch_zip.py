@@ -15,7 +15,7 @@ import torch
 from ckpt8.checkpoint.meaning.state_dicts import find
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.sources.composite import BLOCK, Composite
-from ckpt8.checkpoint.sources.live_object import recording_pickle, with_crc_fields
+from ckpt8.checkpoint.sources.live_object import recording_pickle, torch_writes, with_crc_fields
 from ckpt8.checkpoint.tree import StorageInfo, TensorRef
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.member_layout import CRC_BYTES
@@ -25,6 +25,7 @@ from ckpt8.converting.unpacked import unpack_tree
 from ckpt8.converting.weights import WeightTypes
 from ckpt8.converting.writers.hollow import NOTHING, Hollow, build_hollow
 from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.atomic import Guard
 from ckpt8.core.files.crc import combine, crc32
 from ckpt8.core.files.temporary import temporary_directory
 from ckpt8.core.tensors import DType
@@ -72,7 +73,7 @@ def write_zip(hollow: Hollow, out: OpenFile, name: str) -> None:
         # torch names the records in the file after the file.
         link = folder / name
         link.symlink_to(out.path)
-        storages = save_hollow(hollow.built, link, label)
+        storages = save_hollow(hollow.built, link, label, out.guard)
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(out.path)
     if not storages:
         raise InputError(f"{label}: {NOTHING}")
@@ -83,14 +84,14 @@ def write_zip(hollow: Hollow, out: OpenFile, name: str) -> None:
     fill_storages(hollow, storages, places, out)
 
 
-def save_hollow(obj: object, path: Path, label: str) -> dict[str, torch.UntypedStorage]:
+def save_hollow(obj: object, path: Path, label: str, guard: Guard) -> dict[str, torch.UntypedStorage]:
     """Save hollow objects with holes in place of their storages, which are returned by their names in the file.
 
-    Raises UnsupportedError, opened by ``label``, for what torch does not save.
+    Raises OutputError by way of ``guard``, and UnsupportedError, opened by ``label``, for what torch does not save.
     """
     storages: dict[str, torch.UntypedStorage] = {}
     try:
-        with torch.serialization.skip_data():
+        with guard(), torch_writes(), torch.serialization.skip_data():
             torch.save(obj, path, pickle_module=cast("Any", recording_pickle(storages)))
     except RuntimeError as exc:
         raise UnsupportedError(f"{label}: cannot be saved by torch: {exc}") from exc
