@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -12,26 +12,38 @@ from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights
 from ckpt8.checkpoint.meaning.roles import Names, short_name
 from ckpt8.checkpoint.meaning.weight_evidence import evident_weights
 from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.tree import NamedTensor
 from ckpt8.compressing.lockstep import set_companions
 from ckpt8.compressing.master_copies import refer_to_masters
-from ckpt8.compressing.plan import Plan, Unit, make_plan, plan_joint
+from ckpt8.compressing.plan import Plan, Unit, choose, make_plan, plan_joint, views_of
 from ckpt8.compressing.policy import Policy
 
 
 def plan_bundle(bundle: Bundle, policy: Policy) -> Plan:
     """The plan of all members, one after the other. Raises UsageError for a rule that does not fit, InputError."""
-    plan = plan_members(bundle, policy)
-    members = [(member.path, member.checkpoint.tree) for member in bundle.members]
-    refer_to_masters(plan, bundle, members, policy)
-    set_companions(plan)
-    return plan
+    return plan_policies(bundle, [policy])[0]
+
+
+def plan_policies(bundle: Bundle, policies: Sequence[Policy]) -> list[Plan]:
+    """The plan of all members under each policy. Raises as ``plan_bundle``."""
+    trees = [(member.path, member.checkpoint.tree) for member in bundle.members]
+    found = plan_members(bundle, policies[0])
+    views = views_of(found.tensors)
+    plans = []
+    for policy in policies:
+        units = found.units if policy is policies[0] else [_chosen(unit, found, views, policy) for unit in found.units]
+        plan = Plan(units, found.tensors, found.chosen)
+        refer_to_masters(plan, bundle, trees, policy)
+        set_companions(plan)
+        plans.append(plan)
+    return plans
 
 
 def plan_members(bundle: Bundle, policy: Policy) -> Plan:
     """As ``plan_bundle``, without what only elements tell: which storages are copies of others. Raises the same."""
+    members = [(member.path, member.checkpoint) for member in bundle.members]
     names = Names()
     plan = Plan([])
-    members = [(member.path, member.checkpoint) for member in bundle.members]
     weight_names, universal = NamesFromWeights(members), Universal(members)
     beside = cache(lambda: evident_weights(*(checkpoint.tree for _, checkpoint in members)))
     for member in bundle.members:
@@ -43,10 +55,20 @@ def plan_members(bundle: Bundle, policy: Policy) -> Plan:
             own.units = [_renamed(unit, name_of) for unit in own.units]
         plan.units += own.units
         plan.tensors += own.tensors
+        plan.chosen |= own.chosen
     joint = joint_parameters(state for member in bundle.members for state in member.states) + universal.parameters()
     if joint:
         plan_joint(bundle, plan, joint)
     return plan
+
+
+def _chosen(unit: Unit, plan: Plan, views: Mapping[int, list[NamedTensor]], policy: Policy) -> Unit:
+    """The unit with the codecs that ``policy`` chooses."""
+    streams = tuple(
+        choose(stream, views[stream.index], policy) if stream.index in plan.chosen else stream
+        for stream in unit.streams
+    )
+    return unit if streams == unit.streams else replace(unit, streams=streams)
 
 
 def _renamed(unit: Unit, name_of: Mapping[str, str]) -> Unit:

@@ -73,10 +73,14 @@ class Unit:
 
 @dataclass(slots=True)
 class Plan:
-    """The units in the order of the source, and all tensors with the index of their storage."""
+    """The units in the order of the source, and all tensors with the index of their storage.
+
+    ``chosen`` are the storages whose codec the policy chose; that of the others is lossless under every policy.
+    """
 
     units: list[Unit]
     tensors: list[tuple[NamedTensor, int]] = field(default_factory=list)
+    chosen: set[int] = field(default_factory=set)
 
     @property
     def streams(self) -> list[Stream]:
@@ -105,9 +109,13 @@ def make_plan(
     index_of = {storage.key: index for index, storage in enumerate(storages, first)}
     tensors = [(tensor, index_of[tensor.ref.key]) for tensor in structure.tensors]
     views = views_of(tensors)
-    streams = {
-        key: _stream(index, key, views[index], structure, policy, names, source) for key, index in index_of.items()
-    }
+    chosen: set[int] = set()
+    streams = {}
+    for key, index in index_of.items():
+        streams[key], is_free = _stream(index, key, views[index], structure, names, source)
+        if is_free:
+            chosen.add(index)
+            streams[key] = choose(streams[key], views[index], policy)
     units = join(
         [Unit((stream,)) for stream in streams.values()], find_parameters(source, structure.parameters, streams, views)
     )
@@ -116,7 +124,7 @@ def make_plan(
         name = unique_name(names.prefix + SKELETON, names.storages)
         spec = TensorSpec(name, Role.OTHER, DType.UINT8, (checkpoint.skeleton.nbytes,))
         units.append(Unit((Stream(index, spec, source.storages[index], LOSSLESS, checkpoint.reason),)))
-    return Plan(units, tensors)
+    return Plan(units, tensors, chosen)
 
 
 def views_of(tensors: Iterable[tuple[NamedTensor, int]]) -> Mapping[int, list[NamedTensor]]:
@@ -132,11 +140,13 @@ def _stream(
     key: str,
     views: list[NamedTensor],
     structure: Structure,
-    policy: Policy,
     names: Names,
     source: Checkpoint,
-) -> Stream:
-    """The stream of storage ``index`` of ``source``; ``structure`` knows that as ``key``."""
+) -> tuple[Stream, bool]:
+    """The stream of storage ``index`` of ``source``, lossless, and whether a policy may choose another codec.
+
+    ``structure`` knows the storage as ``key``.
+    """
     storage = source.storages[index]
     name = unique_name(views[0].name if views else f"{names.prefix}storage:{key}", names.storages)
     dtypes = {view.ref.dtype for view in views} or {storage.dtype}
@@ -148,16 +158,24 @@ def _stream(
     role = roles.pop() if len(roles) == 1 else Role.OTHER
     spec = TensorSpec(name, role, dtype, (storage.nbytes // dtype.itemsize,))
     if plain_bytes:
-        return Stream(index, spec, storage, LOSSLESS)
+        return Stream(index, spec, storage, LOSSLESS), False
     if key in structure.opaque:
-        return Stream(index, spec, storage, LOSSLESS, "used by something other than a tensor")
+        return Stream(index, spec, storage, LOSSLESS, "used by something other than a tensor"), False
     if roles:
-        return Stream(index, spec, storage, LOSSLESS, "shared by tensors of several roles")
-    gaps = _gaps(spec.numel, [view.ref for view in views])
+        return Stream(index, spec, storage, LOSSLESS, "shared by tensors of several roles"), False
+    refs = [view.ref for view in views]
+    gaps = [] if len(refs) == 1 and refs[0].nbytes == storage.nbytes and is_dense(refs[0]) else _gaps(spec.numel, refs)
     if not all(_is_padding(source, storage, dtype, gap) for gap in gaps):
-        return Stream(index, spec, storage, LOSSLESS, "not fully covered by its tensors")
+        return Stream(index, spec, storage, LOSSLESS, "not fully covered by its tensors"), False
+    return Stream(index, spec, storage, LOSSLESS), True
+
+
+def choose(stream: Stream, views: Sequence[NamedTensor], policy: Policy) -> Stream:
+    """The stream with the codec that ``policy`` chooses; ``views`` are its tensors."""
     paths, shapes = [path for view in views for path in view.paths], [view.ref.shape for view in views]
-    return Stream(index, spec, storage, *policy.choose(spec, paths, shapes))
+    codec, reason = policy.choose(stream.spec, paths, shapes)
+    same = (codec, reason) == (stream.codec, stream.reason)
+    return stream if same else replace(stream, codec=codec, reason=reason)
 
 
 def _gaps(numel: int, refs: list[TensorRef]) -> list[range]:

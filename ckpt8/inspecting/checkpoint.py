@@ -10,9 +10,12 @@ from typing import Any
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import check_storages
 from ckpt8.compressing import lockstep
-from ckpt8.compressing.bundle_plan import plan_bundle
+from ckpt8.compressing.bundle_plan import plan_policies
+from ckpt8.compressing.chunk_encoder import ChunkEncoder
+from ckpt8.compressing.group_encoder import GroupEncoder
 from ckpt8.compressing.plan import Plan, Unit, read_elements
 from ckpt8.compressing.policy import LOSSLESS, PRESETS, Policy
+from ckpt8.compressing.sharing import Group, share
 from ckpt8.container import frames, layout
 from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name
 from ckpt8.container.manifest import Manifest
@@ -31,6 +34,12 @@ _STRUCTURE_LEFT = 0.1
 _ENTRY_BYTES = 160
 """Bytes of header, manifest and seal for every entry, about."""
 
+_ROW_BYTES = 5
+"""Bytes of the manifest for every storage that shares entries, about."""
+
+_UNITS_SAMPLED = 256
+"""Units of a group to encode for a prediction."""
+
 
 def inspect_checkpoint(
     path: Path, *, tensors: bool = False, full: bool = False, progress: Progress = lambda _: None
@@ -45,7 +54,8 @@ def inspect_checkpoint(
         if full:
             for member in source.members:
                 check_storages(member.checkpoint, str(path) if source.directory is None else f"{path}: {member.path}")
-        plan = plan_bundle(source, Policy())
+        plans = dict(zip(PRESETS, plan_policies(source, [Policy.of(preset) for preset in PRESETS]), strict=True))
+        plan = plans[Policy().preset]
         manifest = describe(source, plan)
         facts: dict[str, Any] = {
             "path": str(path),
@@ -70,7 +80,7 @@ def inspect_checkpoint(
             **origin_of(source),
             "layers": layers_of(manifest),
             **survey(subject_of(source, plan, manifest), full=full, progress=progress),
-            "predicted": {preset: _predict(source, skeleton_roles(manifest), preset) for preset in PRESETS},
+            "predicted": {preset: _predict(source, skeleton_roles(manifest), each) for preset, each in plans.items()},
         }
         if tensors:
             facts["tensors"] = _tensors(manifest, plan)
@@ -109,14 +119,26 @@ def _tensors(manifest: Manifest, plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _predict(source: Bundle, skeletons: Mapping[int, str], preset: str) -> dict[str, Any]:
+def _predict(source: Bundle, skeletons: Mapping[int, str], plan: Plan) -> dict[str, Any]:
     """Stored size from a sample of every storage; an estimate, good to about a percent for trained weights."""
-    plan = plan_bundle(source, Policy.of(preset))
     structure = {index for index, role in skeletons.items() if role == SKELETON_ROLE}
-    stored = sum(_predict_unit(source, unit) for unit in plan.units if unit.streams[0].index not in structure)
+    units = [unit for unit in plan.units if unit.streams[0].index not in structure]
+    own, groups = share(units, source.size, layout.SLAB)
+    stored = sum(_predict_unit(source, unit) for unit in own) + sum(_predict_group(source, group) for group in groups)
     outside = sum(stream.storage.nbytes for stream in plan.streams if stream.index in structure)
     size = int(stored + outside * _STRUCTURE_LEFT)
     return {"bytes": size, "ratio": source.size / max(size, 1)}
+
+
+def _predict_group(source: Bundle, group: Group) -> float:
+    """Bytes that small units with common entries take, from some of them."""
+    units = group.units[:: -(-len(group.units) // _UNITS_SAMPLED)]
+    packed = GroupEncoder(source, ChunkEncoder(source, measure=False), lambda *_: None).stored(Group(units))
+    stored = sum(len(f) for _, parts in packed.packs for planes in parts.values() for f, _ in planes)
+    numel = sum(unit.numel for unit in units)
+    share_of_all = sum(unit.numel for unit in group.units) / numel if numel else 0
+    entries = sum(len(planes) for _, parts in packed.packs for planes in parts.values())
+    return stored * share_of_all + _ENTRY_BYTES * entries + _ROW_BYTES * len(group.units)
 
 
 def _predict_unit(source: Bundle, unit: Unit) -> float:
