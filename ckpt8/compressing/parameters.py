@@ -147,7 +147,7 @@ def _replay(
 ) -> Replay | str:
     """How the first step is replayed, or why it is not."""
     # The update is per unit of learning rate, so that any will do; a distributed checkpoint may not tell it.
-    rule = find_rule(saved.state, {**saved.group, "lr": 1.0}, step)
+    rule = find_rule(saved.state, {"lr": 1.0, **saved.group}, step)
     if isinstance(rule, str):
         return rule
     first, others = refs.get(rule.form.tensors[0].key), {}

@@ -19,6 +19,7 @@ import ckpt8
 from ckpt8.checkpoint.meaning.roles import classify
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.core.tensors import Role
+from ckpt8.inspecting.container import inspect_container
 from ckpt8.optim.known_optimizers import CARDS, identify, state_roles, why_unknown
 from ckpt8.optim.recognised.cards import RECOGNISED
 
@@ -93,6 +94,31 @@ def test_muon_with_adamw_in_one_optimizer(tmp_path, package):
     rule = "muon_keller_jordan" if package == "muon" else "muon_pytorch_optimizer"
     assert [each.found for each in found] == [rule, "adamw", "adamw", "adamw"]
     assert max(each.ulps for each in found) <= 8
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("package", "kind", "rule", "settings"), RULES)
+def test_the_stated_error_is_that_of_the_first_replayed_step(tmp_path, monkeypatch, package, kind, rule, settings):
+    monkeypatch.setattr(kit, "network", lambda seed=0, **_: _large(seed, matrices=True))
+    model, optimizer = build(package, kind, settings)
+    path = tmp_path / "run.pt"
+    torch.save({"netG": model.state_dict(), "opt": optimizer.state_dict()}, path)
+    manifest = ckpt8.compress(path)
+    resume = ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=1).resume
+    assert resume["skipped"] == {}
+    errors = inspect_container(path.with_suffix(".ckpt8"))["errors"]
+    reasons = {each.reason for each in manifest.parameters}
+    decoupled = settings.get("decoupled_weight_decay") or settings.get("weight_decouple") or CARDS[rule].own_decay
+    if (
+        CARDS[rule].needs_weight
+        or (CARDS[rule].coupled and settings.get("weight_decay") and not decoupled)
+        or reasons != {None}
+    ):
+        assert errors["replayed"] is None
+        assert all("needs the weight" in each for each in reasons), reasons
+    else:
+        assert errors["replayed"]["nmse"] == pytest.approx(resume["steps"][0]["update_nmse"], rel=0.01)
+        assert 0 < errors["replayed"]["nmse"] < 0.01
 
 
 VARIED = {

@@ -12,7 +12,7 @@ from ckpt8.checkpoint.meaning.replayed import Replayed
 from ckpt8.checkpoint.meaning.update_rules import UNKNOWN, identify_state, recognise
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.optim.card import Card
-from ckpt8.optim.known_optimizers import first_moments, setting, why_unknown
+from ckpt8.optim.known_optimizers import first_moments, setting, state_roles, why_unknown
 from ckpt8.optim.recognised.cards import VARIANTS
 
 _LARGEST_STEP = 2**53
@@ -57,7 +57,8 @@ def _why_unknown(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> str:
         return "its state is in low precision already, which is not replayed"
     if reason := why_unknown(tensors, state, group):
         return reason
-    return UNKNOWN if not tensors or tensors.keys() & set(first_moments()) else "its state has no first moment"
+    known = {*first_moments(), *state_roles(tensors)}
+    return UNKNOWN if not tensors or tensors.keys() & known else "its state has no first moment"
 
 
 def _steps_taken(card: Card, state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) -> int | str:
