@@ -57,7 +57,7 @@ def digest(value: Any, above: tuple[int, ...] = ()) -> Any:
             return str(
                 (value.layout, value.dtype, value.shape, value.stride() if value.layout is torch.strided else "")
             )
-        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        flat = torch.empty(value.numel(), dtype=value.dtype).view(value.shape).copy_(value.detach()).reshape(-1)
         content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         return str(value.dtype), tuple(value.shape), hashlib.sha256(content).hexdigest()
     if id(value) in above:

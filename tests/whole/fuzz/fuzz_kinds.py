@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from fuzz_container import unpack
-from fuzz_seeds import FIXTURES, Tree, _written, distributed_seeds, make_tree, objects, small_tree
+from fuzz_seeds import FIXTURES, Tree, _written, distributed_seeds, make_tree, numbered_storages, objects, small_tree
 from fuzz_watch import Content, content_of
 
 import ckpt8
@@ -105,7 +105,8 @@ def kinds() -> tuple[Kind, ...]:
             elif isinstance(source, bytes):
                 path.write_bytes(source)
             else:
-                torch.save(source, path, **options.pop("save", {}))
+                with numbered_storages():
+                    torch.save(source, path, **options.pop("save", {}))
             ckpt8.compress(path, packed, threads=1, force=True, **options)
             keep(name, content_of(path))
 

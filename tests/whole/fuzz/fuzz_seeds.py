@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 import random
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,9 +41,23 @@ def objects() -> dict[str, object]:
     }  # fmt: skip
 
 
+@contextmanager
+def numbered_storages() -> Iterator[None]:
+    """Storages are numbered in the order in which they are saved: a legacy file names them by their addresses."""
+    numbers: dict[int, int] = {}
+    address = torch._C.StorageBase._cdata
+    number = property(lambda storage: 10**13 + numbers.setdefault(address.__get__(storage), len(numbers)))
+    torch.UntypedStorage._cdata = number  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        del torch.UntypedStorage._cdata
+
+
 @cache
 def _written() -> dict[str, dict[str, bytes]]:
     found: dict[str, dict[str, bytes]] = {"zip": {}, "legacy": {}, "safetensors": {}, "container": {}}
+    torch.manual_seed(0)
     with TemporaryDirectory() as name:
         path = Path(name) / "a"
         for kind, obj in objects().items():
@@ -49,7 +66,8 @@ def _written() -> dict[str, dict[str, bytes]]:
             torch.save(obj, path, pickle_protocol=4)
             found["zip"][f"{kind} 4"] = path.read_bytes()
             if kind != "typed":
-                torch.save(obj, path, _use_new_zipfile_serialization=False)
+                with numbered_storages():
+                    torch.save(obj, path, _use_new_zipfile_serialization=False)
                 found["legacy"][kind] = path.read_bytes()
         save_file({"a.w": torch.ones(3, 5), "b": torch.zeros(2, 2, dtype=torch.int8)}, path, metadata={"k": "v"})
         found["safetensors"]["plain"] = path.read_bytes()
@@ -140,6 +158,10 @@ def distributed_seeds() -> tuple[Tree, ...]:
         for number, state in enumerate((objects()["run"], flat)):
             root = Path(name) / str(number)
             dcp.save(state, checkpoint_id=root, no_dist=True)
+            # The identity of the save and its folder are other ones each time.
+            metadata = pickle.loads((root / ".metadata").read_bytes())
+            metadata.storage_meta = type(metadata.storage_meta)("folder", "save")
+            (root / ".metadata").write_bytes(pickle.dumps(metadata))
             trees.append({path.name: path.read_bytes() for path in sorted(root.iterdir())})
     return tuple(trees)
 

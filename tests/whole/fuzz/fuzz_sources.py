@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from fuzz_checks import REFUSED, BrokenError, attempt, digest, silent
-from fuzz_seeds import Tree, distributed_seeds
+from fuzz_seeds import Tree, distributed_seeds, numbered_storages
 from fuzz_values import TEXTS, Values
 from fuzz_watch import content_of
 
@@ -44,7 +44,8 @@ def mutate(rng: random.Random) -> bytes | Tree:
         )
         try:
             value = values.run() if rng.random() < 0.6 else values.tree()
-            torch.save(value, stream, **options)
+            with numbered_storages():
+                torch.save(value, stream, **options)
         except (RuntimeError, NotImplementedError, TypeError, AttributeError, pickle.PicklingError, RecursionError):
             return b""  # torch does not save it
     return stream.getvalue()
@@ -158,6 +159,7 @@ def _save(path: Path, folder: Path) -> None:
     """An object in memory: saved and loaded, or refused."""
     try:
         value = torch.load(path, weights_only=False)
+        torch.save(value, io.BytesIO())
     except Exception:
         return
     target = folder / "saved.ckpt8"

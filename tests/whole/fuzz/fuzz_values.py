@@ -52,6 +52,7 @@ class Values:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
+        torch.manual_seed(0)
         self.made: list[torch.Tensor] = []
 
     def shape(self) -> tuple[int, ...]:
