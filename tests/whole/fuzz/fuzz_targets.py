@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fuzz_commands
+import fuzz_environment
 import fuzz_sources
 import torch
 from fuzz_bytes import mutate_bytes, mutate_tree, render_json
@@ -47,7 +48,7 @@ def write(path: Path, data: object) -> None:
     """Put an input at ``path``: bytes as a file, a tree as a directory. Raises OSError or ValueError."""
     if path.is_dir():
         shutil.rmtree(path)
-    if isinstance(data, fuzz_commands.Edited):
+    if isinstance(data, fuzz_commands.Edited | fuzz_environment.Setting):
         data = data.content
     if isinstance(data, bytes):
         path.write_bytes(data)
@@ -232,14 +233,16 @@ def _mutate_metadata(rng: random.Random) -> Tree:
 
 
 TARGETS: dict[str, Target] = {
-    "zip": Target(_mutate_zip, read_source, 0.25),
-    "legacy": Target(_mutate_legacy, read_source, 0.25),
-    "safetensors": Target(_mutate_safetensors, read_source, 0.25),
-    "metadata": Target(_mutate_metadata, read_source, 0.15),
-    "container": Target(_mutate_container, read_container, 0.06),
-    "manifest": Target(fuzz_commands.mutate, fuzz_commands.run, 0.1),
-    "values": Target(fuzz_sources.mutate, fuzz_sources.run, 0.1),
-    "directory": Target(_mutate_tree, read_source, 0.02),
-    "resume": Target(_mutate_resume, resume, 0.02),
+    "zip": Target(_mutate_zip, read_source, 0.07),
+    "legacy": Target(_mutate_legacy, read_source, 0.15),
+    "safetensors": Target(_mutate_safetensors, read_source, 0.3),
+    "metadata": Target(_mutate_metadata, read_source, 0.29),
+    "container": Target(_mutate_container, read_container, 0.02),
+    "manifest": Target(fuzz_commands.mutate, fuzz_commands.run, 0.08),
+    "values": Target(fuzz_sources.mutate, fuzz_sources.run, 0.05),
+    "environment": Target(fuzz_environment.mutate, fuzz_environment.run, 0.019),
+    "process": Target(fuzz_environment.mutate, fuzz_environment.run_process, 0.001),
+    "directory": Target(_mutate_tree, read_source, 0.01),
+    "resume": Target(_mutate_resume, resume, 0.01),
 }
 """By name. A reader of another format is one more line."""

@@ -1,0 +1,383 @@
+"""The targets ``environment`` and ``process``: command lines in environments that nobody asks for.
+
+A command line runs in a fork of this process, with streams, variables, limits and file names of its own, or, for a few
+inputs, in a process of its own. It ends with a documented exit code and no traceback, changes no source, and leaves no
+output behind that it says it did not write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import io
+import json
+import os
+import pkgutil
+import random
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fuzz_checks import BrokenError
+from fuzz_kinds import Kind, kinds
+from fuzz_watch import content_of
+
+import ckpt8
+
+SECONDS = 20
+"""Seconds after which a command is killed, which is a finding."""
+CRASHED = 99
+"""The exit code of a fork whose command raised something."""
+_SIZES = ("0", "1", "2", "7", "8", "9", "20", "80", "500", "100000", "9" * 30, "-1", "x", "", "1.5", "\u0663", " 5 ")
+_PLACES = (
+    "",
+    "{folder}/none",
+    "{folder}/source",
+    "/dev/null",
+    "relative",
+    "{folder}/home",
+    "\udcff",
+    "x" * 300,
+    "/proc",
+)
+_VARIABLES: dict[str, tuple[str, ...]] = {
+    "COLUMNS": _SIZES, "LINES": _SIZES, "TERMINAL_WIDTH": _SIZES, "HOME": _PLACES, "TMPDIR": _PLACES,
+    "XDG_CACHE_HOME": _PLACES, "TERM": ("dumb", "", "xterm-256color", "unknown", "x" * 999, "vt100"),
+    "NO_COLOR": ("", "1"), "FORCE_COLOR": ("", "1"), "LANG": ("C", "xx_XX", "de_DE.ISO-8859-1", ""),
+    "LC_ALL": ("C", "POSIX", "C.UTF-8", "xx"), "PYTHONIOENCODING": ("ascii", "latin-1", "utf-8:strict", "utf-16"),
+    "PYTHONUTF8": ("0", "1"), "PYTHONCOERCECLOCALE": ("0",), "TTY_COMPATIBLE": ("1", "0"), "JUPYTER_COLUMNS": _SIZES,
+}  # fmt: skip
+_ENCODINGS = (
+    ("utf-8", "strict"), ("utf-8", "surrogateescape"), ("ascii", "strict"), ("ascii", "surrogateescape"),
+    ("latin-1", "strict"), ("cp1252", "strict"), ("utf-16", "strict"),
+)  # fmt: skip
+_NAMES = (
+    "x", "a b", "é", "e\u0301", "😀", "a\nb", "\udcff\udcfe", "-x", "--json", "[red]x[/]", "%s{}", "\x1b[2J", "~",
+    "$HOME", "x" * 240, "é" * 120, "*", "?", ".", ".hidden", "\u202ex", "x.pt", "x.safetensors", "a:b", "a\\b", "\t",
+    "'", '"', "#",
+)  # fmt: skip
+_STREAMS = ("file",) * 6 + ("closed", "full", "broken", "unreadable", "terminal")
+_USED = (
+    "rich.console",
+    "rich.progress",
+    "rich.table",
+    "rich.markup",
+    "typer.rich_utils",
+    "typer.main",
+    "ckpt8.__main__",
+)
+_UNUSED = re.compile(r"numba|triton|gpu|bench|kernel|\.(optim|nn|integrations)\b|__main__")
+_NUMBERS = ("0", "1", "2", "-1", "256", "257", "1e9", "nan", "inf", "x", "", "9" * 400, "0x1", "1.5")
+_COMMANDS: tuple[tuple[str, ...], ...] = (
+    ("inspect", "{c}"), ("inspect", "{s}"), ("inspect", "{c}", "--tensors"), ("inspect", "{c}", "--json"),
+    ("inspect", "{s}", "--json", "--tensors"), ("inspect", "{c}", "--against", "{s}"), ("inspect", "{s}", "--full"),
+    ("inspect", "{c}", "--html", "{o}"), ("inspect", "{s}", "--readiness"), ("inspect", "{bad}"), ("inspect", "{d}"),
+    ("compress", "{s}", "-o", "{o}"), ("compress", "{s}"), ("compress", "{s}", "-o", "{o}", "--json"),
+    ("compress", "{s}", "-o", "{o}", "--preset", "{word}"), ("compress", "{s}", "-o", "{o}", "--rule", "{word}"),
+    ("compress", "{bad}", "-o", "{o}"), ("compress", "{s}", "-o", "{o}", "--max-update-error", "{n}"),
+    ("compress", "{s}", "-o", "{o}", "--threads", "{n}"), ("restore", "{c}", "-o", "{o}"), ("restore", "{c}"),
+    ("restore", "{c}", "-o", "{o}", "--json"), ("restore", "{c}", "-o", "{o}", "--salvage"), ("restore", "{bad}"),
+    ("restore", "{c}", "-o", "{word}"), ("verify", "{c}"), ("verify", "{c}", "--json"), ("verify", "{bad}"),
+    ("verify", "{c}", "--against", "{s}"), ("verify", "{c}", "--against", "{s}", "--resume-steps", "{n}"),
+    ("verify", "{c}", "--against", "{bad}"), ("diff", "{c}", "{s}"), ("diff", "{s}", "{s}"), ("diff", "{c}", "{bad}"),
+    ("diff", "{c}", "{s}", "--json"), ("convert", "{c}", "{o}", "--to", "torch"), ("convert", "{s}", "{o}.safetensors"),
+    ("convert", "{c}", "{o}", "--to", "dcp"), ("convert", "{c}", "{o}", "--to", "{word}"), ("convert", "{s}", "{o}"),
+    ("convert", "{s}", "{o}.pt", "--dtype", "{word}"), ("convert", "{c}", "{o}.pt", "--key", "{word}"), (), ("--help",),
+    ("--version",), ("{word}",), ("inspect", "--help"), ("compress", "-h"), ("convert", "--help"), ("bench", "--help"),
+    ("verify", "--nothing"), ("inspect",), ("inspect", "{c}", "{c}"), ("inspect", "https://x/y.pt"),
+    ("inspect", "{loop}"),
+)  # fmt: skip
+_WORDS = (
+    "",
+    "x",
+    "flash",
+    "*=lossless",
+    "*=split24(R=0)",
+    "=",
+    "torch",
+    "bfloat16",
+    "é",
+    "\udcff",
+    "model",
+    "/",
+    ".",
+    "x" * 5000,
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A command line and what surrounds it. ``limits`` are of files' sizes and of open files."""
+
+    command: tuple[str, ...]
+    kind: str
+    name: str
+    variables: tuple[tuple[str, str], ...]
+    stdout: str
+    stderr: str
+    encoding: tuple[str, str]
+    limits: tuple[int | None, int | None]
+    content: bytes = b""
+
+
+def mutate(rng: random.Random) -> Setting:
+    """Mostly one thing that is odd, sometimes all of them."""
+    odd = [rng.random() < chance for chance in rng.choice(((0.3,) * 5, (0.9,) * 5, (0, 0.5, 0, 0, 0), (0, 0, 1, 0, 0)))]
+    command = tuple(
+        part.replace("{n}", rng.choice(_NUMBERS)).replace("{word}", rng.choice(_WORDS))
+        for part in rng.choice(_COMMANDS)
+    )
+    names = rng.sample(list(_VARIABLES), rng.choice((1, 2, 4))) if odd[1] else []
+    return Setting(
+        command,
+        rng.choice(("safetensors", "objects", "lossless", "file", "dcp 1", "shared", "tied")),
+        rng.choice(_NAMES) if odd[0] else "x",
+        tuple((name, rng.choice(_VARIABLES[name])) for name in names),
+        rng.choice(_STREAMS) if odd[2] else "file",
+        rng.choice(("file", "file", "closed", "full", "broken")) if odd[2] else "file",
+        rng.choice(_ENCODINGS) if odd[3] else _ENCODINGS[0],
+        (rng.choice((None, 0, 1, 100, 5000)), rng.choice((None, 3, 6, 12))) if odd[4] else (None, None),
+    )
+
+
+class Place:
+    """A folder with a container, its source, and what is neither."""
+
+    def __init__(self, folder: Path, setting: Setting) -> None:
+        self.folder, self.setting = folder, setting
+        kind: Kind = next(each for each in kinds() if each.name == setting.kind)
+        self.paths = {
+            "c": f"{folder}/{setting.name[:240]}.ckpt8", "s": f"{folder}/source/{setting.name}", "d": f"{folder}/home",
+            "o": f"{folder}/out/{setting.name}", "bad": f"{folder}/home/bad", "loop": f"{folder}/home/loop",
+        }  # fmt: skip
+        for name in ("source", "home", "out", "temporary"):
+            (folder / name).mkdir()
+        Path(self.paths["c"]).write_bytes(kind.content)
+        Path(self.paths["bad"]).write_bytes(kind.content[:-40] + bytes(40))
+        Path(self.paths["loop"]).symlink_to("loop")
+        source = Path(self.paths["s"])
+        kind.write_original(folder.parent).rename(source)  # type: ignore[union-attr]
+        self.before = content_of(folder)
+
+    @property
+    def argv(self) -> list[str]:
+        """The command line."""
+        found = list(self.setting.command)
+        for key, path in self.paths.items():
+            found = [part.replace("{" + key + "}", path) for part in found]
+        return found
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment, without what the caller's says of terminals and languages."""
+        kept = {key: value for key, value in os.environ.items() if key not in _VARIABLES and not key.startswith("LC_")}
+        given = {key: value.replace("{folder}", str(self.folder)) for key, value in self.setting.variables}
+        return kept | {"HOME": f"{self.folder}/home", "TMPDIR": f"{self.folder}/temporary"} | given
+
+    def check(self, code: int, out: bytes, err: bytes) -> None:
+        """Raise BrokenError for what a command must not do."""
+        setting, shown = self.setting, f"{self.setting.command} ends with {code}, {err[-300:]!r}"
+        command = next((part for part in setting.command if not part.startswith("-")), "")
+        limited = setting.limits != (None, None)
+        allowed = {0, 2, 3, 4} | ({1} if command in ("verify", "diff") or "--salvage" in setting.command else set())
+        allowed |= {141} if "broken" in (setting.stdout, setting.stderr) else set()
+        allowed |= {70} if setting.limits[1] is not None else set()
+        if code not in allowed or b"Traceback" in err + out:
+            raise BrokenError(shown)
+        if code in (3, 4) and setting.stderr == "file" and not limited and err.count(b"ckpt8: ") != 1:
+            raise BrokenError(f"no line says why: {shown}")
+        if code == 0 and "--json" in setting.command and setting.stdout == "file":
+            json.loads(out)
+        after: Any = content_of(self.folder)
+        if {name: after.get(name) for name in self.before} != self.before:
+            raise BrokenError(f"a source is changed: {shown}")
+        new = [name for name in after if name not in self.before]
+        if any(name.startswith("temporary") or "ckpt8-" in name for name in new):
+            raise BrokenError(f"leaves {new}: {shown}")
+        if new and code in (1, 2, 3, 4) and setting.stdout == "file" and "--salvage" not in setting.command:
+            raise BrokenError(f"fails and leaves {new}: {shown}")
+
+
+def run(path: Path, rng: random.Random, setting: Setting) -> bool:
+    """In a fork; whether the command ends with 0."""
+    return _run(path, setting, _forked)
+
+
+def run_process(path: Path, rng: random.Random, setting: Setting) -> bool:
+    """In a process of its own."""
+    return _run(path, setting, _spawned)
+
+
+def _run(path: Path, setting: Setting, start: Any) -> bool:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="env") as name:
+        folder = Path(name) / "place"
+        folder.mkdir()
+        try:
+            place = Place(folder, setting)
+        except (OSError, ValueError):
+            return False  # a name that no file can have
+        report, streams = folder.parent / "report", {}
+        with contextlib.ExitStack() as stack:
+            for number, kind in ((1, setting.stdout), (2, setting.stderr)):
+                streams[number] = stack.enter_context(_stream(kind, folder.parent / str(number)))
+            code, took = start(place, {number: ends[0] for number, ends in streams.items()}, report, streams[1][1])
+        out, err = (_read(folder.parent / str(number)) for number in (1, 2))
+        if report.exists() and report.stat().st_size:
+            raise BrokenError(f"{setting.command} raises {report.read_text()[-400:]}")
+        if took > SECONDS:
+            raise BrokenError(f"{setting.command} takes {took:.0f} s")
+        place.check(code, out, err)
+        return code == 0
+
+
+def _read(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+@contextlib.contextmanager
+def _stream(kind: str, path: Path) -> Iterator[tuple[int | None, int | None]]:
+    """The descriptor of a stream, None for a closed one, and for a terminal the one that reads what is shown."""
+    other = None
+    if kind == "closed":
+        yield None, None
+        return
+    if kind == "broken":
+        reading, end = os.pipe()
+        os.close(reading)
+    elif kind == "terminal":
+        other, end = os.openpty()
+    else:
+        flags = {"file": os.O_WRONLY | os.O_CREAT, "full": os.O_WRONLY, "unreadable": os.O_RDONLY}[kind]
+        end = os.open(path if kind == "file" else "/dev/full" if kind == "full" else "/dev/null", flags)
+    try:
+        yield end, other
+    finally:
+        os.close(end)
+        if other is not None:
+            os.close(other)
+
+
+def _wait(child: int, terminal: int | None) -> tuple[int, float]:
+    """The exit code of a child, and its seconds; it is killed after SECONDS."""
+    started = time.monotonic()
+    while True:
+        if terminal is not None and select.select([terminal], [], [], 0)[0]:
+            with contextlib.suppress(OSError):
+                os.read(terminal, 1 << 16)
+        found, status = os.waitpid(child, os.WNOHANG)
+        took = time.monotonic() - started
+        if found:
+            return os.waitstatus_to_exitcode(status), took
+        if took > SECONDS:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+def _limit(limits: tuple[int | None, int | None]) -> None:
+    for number, limit in zip((resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE), limits, strict=True):
+        if limit is not None:
+            used = (
+                max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+                if number == resource.RLIMIT_NOFILE
+                else 0
+            )
+            resource.setrlimit(number, (limit + used, limit + used))
+
+
+@cache
+def _import_all() -> None:
+    """What commands import when they run, once for all forks."""
+    modules = [each.name for each in pkgutil.walk_packages(ckpt8.__path__, "ckpt8.") if not _UNUSED.search(each.name)]
+    for name in (*_USED, *modules):
+        importlib.import_module(name)
+    gc.freeze()
+
+
+def _forked(place: Place, streams: dict[int, int | None], report: Path, terminal: int | None) -> tuple[int, float]:
+    _import_all()
+    child = os.fork()
+    if child:
+        return _wait(child, terminal)
+    code = CRASHED
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        told = os.open(report, os.O_WRONLY | os.O_CREAT)
+        code = _in_child(place, streams, told)
+    finally:
+        os._exit(code)
+
+
+def _in_child(place: Place, streams: dict[int, int | None], told: int) -> int:
+    from ckpt8.__main__ import main
+
+    os.chdir(place.folder / "home")
+    os.environ.clear()
+    os.environ.update(place.variables)
+    tempfile.tempdir = None
+    sys.argv = ["ckpt8", *place.argv]
+    for number, end in streams.items():
+        os.close(number)
+        if end is not None:
+            os.dup2(end, number)
+        made = None
+        if end is not None:
+            encoding, errors = place.setting.encoding
+            raw = io.BufferedWriter(io.FileIO(number, "w", closefd=False)) if number == 1 else None
+            made = io.TextIOWrapper(
+                raw or io.BufferedWriter(io.FileIO(2, "w", closefd=False)),
+                encoding,
+                errors if number == 1 else "backslashreplace",
+                line_buffering=number == 2,
+            )
+        setattr(sys, {1: "stdout", 2: "stderr"}[number], made)
+        setattr(sys, {1: "__stdout__", 2: "__stderr__"}[number], made)
+    _limit(place.setting.limits)
+    code = 0
+    try:
+        main()
+    except SystemExit as exc:
+        code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+    except BaseException:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        os.write(told, traceback.format_exc().encode("utf-8", "backslashreplace"))
+        return CRASHED
+    try:
+        if sys.stdout is not None and not sys.stdout.closed:
+            sys.stdout.flush()
+    except Exception:
+        return 120  # as the interpreter ends then
+    return code
+
+
+def _spawned(place: Place, streams: dict[int, int | None], report: Path, terminal: int | None) -> tuple[int, float]:
+    def prepare() -> None:
+        for number, end in streams.items():
+            os.close(number) if end is None else os.dup2(end, number)
+        _limit(place.setting.limits)
+
+    root = str(Path(__file__).parents[3])
+    command = [sys.executable, "-W", "ignore", "-m", "ckpt8", *place.argv]
+    variables = place.variables | {"PYTHONPATH": os.pathsep.join((root, os.environ.get("PYTHONPATH", "")))}
+    child = subprocess.Popen(
+        command,
+        env=variables,
+        cwd=place.folder / "home",
+        preexec_fn=prepare,  # noqa: PLW1509 (nothing else runs in this process)
+        stdin=subprocess.DEVNULL,
+        close_fds=False,
+    )
+    code, took = _wait(child.pid, terminal)
+    child.returncode = code
+    return code, took
