@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. Exit codes: 0 ok, 1 a check fails, 2 usage, 3 input, 4 output."""
+"""The command line: parse, call, print. ``EXIT_CODES`` lists what it returns."""
 
 from __future__ import annotations
 
@@ -258,12 +258,19 @@ COMMANDS: tuple[Callable[..., None], ...] = (compress, inspect, restore, verify,
 """The functions of all commands, in the order of ``--help``."""
 
 
+EXIT_CODES = (
+    "0 ok, 1 a check fails, diff finds a difference or salvage loses something, 2 usage, 3 the input is damaged or no "
+    "checkpoint, 4 the output cannot be written, 70 ckpt8 has a defect or lacks memory, 130 and 143 SIGINT and SIGTERM "
+    "end it, 141 the reader of its output went away"
+)
+
+
 def make_app(commands: Iterable[Callable[..., None]]) -> typer.Typer:
     """The command line with these commands."""
     made = typer.Typer(
         name="ckpt8",
         no_args_is_help=True,
-        add_completion=False,
+        epilog=f"Exit codes: {EXIT_CODES}.",
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         help="Make training checkpoints about three times smaller. A run that resumes from one trains on as before.",

@@ -37,7 +37,7 @@ _NO_ROOM = {
     errno.EAGAIN: "threads or processes",
 }
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 _NO_FOLDER = "No usable temporary directory"
 """What tempfile says."""
 
@@ -116,9 +116,9 @@ def _unexpected(error: Exception) -> tuple[str, int]:
     if (missing := _missing(error)) is not None:
         return f"not enough {missing} for this process; raise its limit, or give fewer --threads", INTERNAL
     text = printable(str(error))
-    if isinstance(error, OSError) and (error.errno in _FULL or _NO_FOLDER in text):
-        # Outputs name themselves. What is left are temporary files of ckpt8 and of libraries.
-        return f"temporary files cannot be written: {text}; set TMPDIR to a folder with room", OutputError.exit_code
+    if isinstance(error, OSError) and (error.errno in _UNWRITABLE or _NO_FOLDER in text):
+        # Outputs name themselves. What is left are temporary files, and those of libraries.
+        return f"a file beside the output cannot be written: {text}; see TMPDIR and HOME", OutputError.exit_code
     found = f"{type(error).__name__}: {text[:_LONGEST]}{'…' if len(text) > _LONGEST else ''}"
     return f"a defect of ckpt8: {found}; please report it, with the traceback that {TRACEBACK}=1 shows", INTERNAL
 

@@ -29,6 +29,7 @@ from ckpt8.checkpoint.tree import OpenCheckpoint, Reader
 from ckpt8.container.header import HEAD_BYTES, begins_container
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.files.urls import refuse_url
 
 READERS: dict[str, str] = {
     "torch-zip": "ckpt8.checkpoint.readers.torch_zip",
@@ -60,7 +61,7 @@ def match_reader(file: SourceFile) -> Reader | None:
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
-    """Open a checkpoint file of any known format. Raises InputError for everything else."""
+    """Open a checkpoint file of any known format. Raises InputError for everything else, UsageError for a URL."""
     with closing(SourceFile(_as_source(path))) as file:
         if is_named_shard(path.name):
             raise lone_shard(str(path))
@@ -71,6 +72,7 @@ def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
 
 
 def _as_source(path: Path) -> ByteRange:
+    refuse_url(path)
     try:
         if path.is_dir():
             holds = next(path.iterdir(), None)

@@ -12,6 +12,7 @@ from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_paths import MAX_COMPONENTS, link_stays_inside
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import ByteRange
+from ckpt8.core.files.urls import refuse_url
 
 PACKED_INDEX = "ckpt8-dcp.json"
 """The file that marks a checkpoint of ``integrations.dcp``."""
@@ -98,7 +99,8 @@ def _entry(root: Path, path: str) -> Entry | None:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files below a directory. Raises InputError."""
+    """Bytes of a file, or of all files below a directory. Raises InputError, UsageError for a URL."""
+    refuse_url(path)
     entries = walk(path) if is_directory(path) else [Entry("", FILE)]
     try:
         return sum((path / entry.path).stat().st_size for entry in entries if entry.format == FILE)

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from ckpt8.core.errors import OutputError, UsageError
+from ckpt8.core.files.urls import refuse_url
 
 _UNITS = {
     "": 1,
@@ -39,6 +40,7 @@ def in_gigabytes(count: float) -> str:
 
 def free_bytes(folder: Path) -> int:
     """Room on the disk of a folder; of a disk in memory, half of the free memory. Raises OutputError for no folder."""
+    refuse_url(folder)
     try:
         free = shutil.disk_usage(folder).free
     except OSError as exc:

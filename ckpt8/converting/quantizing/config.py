@@ -10,6 +10,7 @@ from typing import Any
 from ckpt8.checkpoint.meaning.transformers_order import LONGEST_CONFIG
 from ckpt8.converting.content import Content
 from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.files.urls import refuse_url
 from ckpt8.core.json_text import parse_any_json
 
 CONFIG = "config.json"
@@ -48,6 +49,7 @@ def read_config(content: Content, given: Path | None) -> dict[str, Any] | None:
 
 
 def _read_file(path: Path) -> bytearray:
+    refuse_url(path)
     try:
         _check_size(str(path), path.stat().st_size)
         return bytearray(path.read_bytes())

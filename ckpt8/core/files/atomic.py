@@ -13,6 +13,7 @@ from typing import BinaryIO
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import OutputError
 from ckpt8.core.files.partial import Partial, locked, partial_path, remove
+from ckpt8.core.files.urls import refuse_url
 
 Check = Callable[[Path], str]
 """Describes what is at a path. Raises OutputError where it must not be replaced, and OSError."""
@@ -28,7 +29,7 @@ class AtomicOutput(Closing):
 
     A subclass names ``what`` it makes; ``is_kind`` tells whether a path leads to such a thing. With ``force`` it
     replaces an existing target if ``check`` accepts that, now and again on ``publish``; ``replaced`` then describes the
-    old target. Every OSError becomes an OutputError that names the target.
+    old target. Every OSError becomes an OutputError that names the target; a URL is a UsageError.
     """
 
     what: str
@@ -40,6 +41,7 @@ class AtomicOutput(Closing):
         self.replaced: str | None = None
         self._force = force
         self._check = check
+        refuse_url(target)
         with self.guard():
             # Resolve symbolic links: the temporary must be on the file system of the final target.
             self._final = target.resolve()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt8.core.errors import InputError
+from ckpt8.core.files.urls import refuse_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class ByteRange:
 
     @classmethod
     def of(cls, path: Path) -> ByteRange:
-        """The whole file. Raises InputError when it is missing, unreadable or not a regular file."""
+        """The whole file. Raises InputError unless it is a regular file that can be read, UsageError for a URL."""
+        refuse_url(path)
         try:
             if path.exists() and not path.is_file():
                 raise InputError(f"{path}: is not a regular file, expected a checkpoint")

@@ -9,6 +9,7 @@ from ckpt8.cli.show.html.plots import by_step
 from ckpt8.cli.show.html.text import text
 from ckpt8.cli.show.tables import number
 from ckpt8.core.errors import InputError
+from ckpt8.core.files.urls import refuse_url
 from ckpt8.core.json_text import parse_any_json
 
 _MOST_BYTES = 32 << 20
@@ -27,6 +28,7 @@ def read_drift(path: Path, container: int | None) -> dict[str, Any]:
 
     ``container`` is the size in bytes of the container of the report; ``verify`` must have checked this one.
     """
+    refuse_url(path)
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise InputError(f"{path}: is too long for the output of verify --json")

@@ -1,0 +1,75 @@
+"""A URL in place of a path is named as a URL, whatever the argument, with what to do."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+import ckpt8
+from ckpt8.core.errors import UsageError
+
+URLS = (
+    "https://host/run.pt",
+    "s3://bucket/run.ckpt8",
+    "gs://bucket/run.pt",
+    "hf://me/model/run.pt",
+    "file:///a/run.pt",
+)
+ARGUMENTS = {
+    "inspect": ("inspect", "URL"),
+    "the original of inspect": ("inspect", "run.ckpt8", "--against", "URL"),
+    "a report": ("inspect", "run.ckpt8", "--html", "URL"),
+    "the drift of a report": ("inspect", "run.ckpt8", "--html", "r.html", "--drift", "URL"),
+    "compress": ("compress", "URL"),
+    "the target of compress": ("compress", "run.pt", "-o", "URL"),
+    "restore": ("restore", "URL"),
+    "the target of restore": ("restore", "run.ckpt8", "-o", "URL"),
+    "salvage": ("restore", "URL", "--salvage"),
+    "the target of salvage": ("restore", "run.ckpt8", "--salvage", "-o", "URL"),
+    "verify": ("verify", "URL"),
+    "the original of verify": ("verify", "run.ckpt8", "--against", "URL"),
+    "diff": ("diff", "URL", "run.pt"),
+    "the other side of diff": ("diff", "run.pt", "URL"),
+    "convert": ("convert", "URL", "x.safetensors"),
+    "the target of convert": ("convert", "run.pt", "URL", "--to", "torch"),
+    "the target directory of convert": ("convert", "run.pt", "URL", "--to", "dcp"),
+    "a configuration": ("convert", "run.pt", "x/", "--dtype", "int8", "--config", "URL"),
+    "bench": ("bench", "URL"),
+    "the folder of bench": ("bench", "run.pt", "--scratch", "URL"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(inputs, scratch):
+    shutil.copyfile(inputs / "legacy.pt", scratch / "run.pt")
+    ckpt8.compress(scratch / "run.pt")
+    return scratch
+
+
+@pytest.mark.parametrize("place", ARGUMENTS)
+def test_a_url_is_a_usage_error_that_names_it(place, folder, run_command, monkeypatch):
+    monkeypatch.chdir(folder)
+    before = sorted(folder.iterdir())
+    for url in URLS:
+        code, out, err = run_command(*(url if word == "URL" else word for word in ARGUMENTS[place]))
+        assert (code, out) == (2, ""), (url, err)
+        assert err.startswith(f"ckpt8: {url}: is a URL, and ckpt8 reads and writes local files; ")
+        assert err.count("\n") == 1
+    assert "give the path alone, /a/run.pt" in err
+    assert sorted(folder.iterdir()) == before
+
+
+def test_the_functions_say_so_too(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for call in (ckpt8.load, ckpt8.compress, lambda url: ckpt8.convert("run.pt", url, to="torch"), ckpt8.open):
+        with pytest.raises(UsageError, match=r"s3://bucket/run\.ckpt8: is a URL.*aws s3 cp"):
+            call("s3://bucket/run.ckpt8")
+
+
+def test_a_folder_may_have_such_a_name(folder, tmp_path, monkeypatch, run_command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s3:").mkdir()
+    shutil.copyfile(folder / "run.pt", tmp_path / "s3:" / "run.pt")
+    assert run_command("compress", "s3:/run.pt")[0] == 0
+    assert run_command("inspect", "s3:/run.ckpt8")[0] == 0
