@@ -32,7 +32,10 @@ CODECS: tuple[tuple[str, str], ...] = (
 )
 """(id, "module:Class") of every codec that a rule may name."""
 
-RELATIONS: tuple[tuple[str, str], ...] = (("reference/1", "ckpt8.codecs.rounded_copy:Reference"),)
+RELATIONS: tuple[tuple[str, str], ...] = (
+    ("reference/1", "ckpt8.codecs.rounded_copy:Reference"),
+    ("reference16/1", "ckpt8.codecs.rounded_copy:HalfReference"),
+)
 """The same for codecs that only the compressor chooses: copies of other storages."""
 
 _SHOWN = 200

@@ -1,4 +1,4 @@
-"""``reference/1``: the bf16 copy of fp32 master weights. It stores only where its masters are.
+"""``reference/1`` and ``reference16/1``: the bf16 or fp16 copy of fp32 master weights, stored as where its masters are.
 
 Mixed-precision training keeps every weight twice: fp32 in the optimizer, and rounded to bf16 in the model. The copy
 follows from the masters of the same container, kept exactly or as split24: a value decoded from split24 rounds to the
@@ -7,6 +7,12 @@ same bf16 as before. Rounding is to nearest, ties to even:
     hi = ((bits + 0x7fff + ((bits >> 16) & 1)) mod 2^32) >> 16      of the fp32 bits, the sign among them
 
 This formula need not give NaN for NaN. A copy that differs from the formula is not stored as a reference.
+
+fp16 has three more bits of mantissa than bf16, and split24 does not keep them exactly. So ``reference16/1`` also stores
+one part, ``delta``: what the bits of the copy, as integers, have more than those of ``hi`` rounded to fp16. Rounding is
+to nearest, ties to even, with subnormals; what is too large becomes Inf, and NaN has the bits ``sign << 15 | 0x7e00``.
+The differences are few and small: four units for rounding to bf16, eight where the exponent changes. They take 0.4
+bytes an element, where the copy takes 1.7. Larger ones are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt8.codecs.base import NO_COMPANIONS, Codec, Companions, Copied, Run
 from ckpt8.core import backend as backends
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import RefusedError, UsageError
 from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -25,6 +31,11 @@ if TYPE_CHECKING:
 ROUNDED = "rounded"
 """The one part that ``decode`` needs: the rounded masters, bf16. The reader computes it; it is never stored."""
 
+DELTA = "delta"
+"""The part of an fp16 copy: its bits less those of the rounded master."""
+
+_MOST = 127
+_SIGN, _NAN = -(1 << 15), 0x7E00
 _LARGEST = 1 << 62
 
 
@@ -64,14 +75,20 @@ class Reference(Codec, Copied):
 
     def encode(
         self,
-        x: torch.Tensor,  # noqa: ARG002
+        x: torch.Tensor,
         *,
         backend: backends.Backend | None = None,
         first: int = 0,  # noqa: ARG002
-        companions: Companions = NO_COMPANIONS,  # noqa: ARG002
+        companions: Companions = NO_COMPANIONS,
     ) -> Parts:
-        """No parts. The compressor has checked before that ``x`` is what the masters give."""
+        """No parts. Raises RefusedError unless ``x`` is, bit for bit, the companion ``rounded``.
+
+        Without this companion nothing is checked: the size is the same.
+        """
         backends.resolve(backend)
+        rounded = companions.get(ROUNDED)
+        if rounded is not None and not bool((_bits(x) == _bits(rounded)).all()):
+            raise RefusedError("differs from its fp32 master rounded to bf16")
         return {}
 
     def decode(
@@ -92,3 +109,66 @@ class Reference(Codec, Copied):
     def copied(self) -> Reference:
         """Itself, with its runs."""
         return self
+
+
+@dataclass(frozen=True)
+class HalfReference(Reference):
+    """The fp16 copy: as ``Reference``, with the difference that bf16 leaves."""
+
+    id = "reference16/1"
+
+    def accepts(self, spec: TensorSpec) -> bool:
+        """Tensors of fp16."""
+        return spec.dtype is DType.FLOAT16
+
+    def layout(self, spec: TensorSpec) -> dict[str, PartSpec]:
+        """One difference for every element."""
+        return {DELTA: PartSpec(DType.INT8, spec.numel)}
+
+    def encode(
+        self,
+        x: torch.Tensor,
+        *,
+        backend: backends.Backend | None = None,
+        first: int = 0,  # noqa: ARG002
+        companions: Companions = NO_COMPANIONS,
+    ) -> Parts:
+        """The differences between ``x`` and the companion ``rounded``, bf16. Raises RefusedError for a large one.
+
+        Without this companion, ``x`` itself is rounded: the size is about the same.
+        """
+        backends.resolve(backend)
+        rounded = companions.get(ROUNDED)
+        base = _half_bits(x.to(DType.BFLOAT16.torch) if rounded is None else rounded)
+        delta = _bits(x).to(DType.INT32.torch) - base.to(DType.INT32.torch)
+        if bool((delta.abs() > _MOST).any()):
+            raise RefusedError("differs from its fp32 master rounded to fp16")
+        return {DELTA: delta.to(DType.INT8.torch)}
+
+    def decode(
+        self,
+        parts: Parts,
+        spec: TensorSpec,
+        *,
+        out: torch.Tensor | None = None,
+        backend: backends.Backend | None = None,
+        first: int = 0,  # noqa: ARG002
+        companions: Companions = NO_COMPANIONS,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """The copy, from the differences and the part ``rounded``."""
+        backends.resolve(backend)
+        # int16 wraps around, as the format says.
+        copy = (_half_bits(parts[ROUNDED]) + parts[DELTA].to(DType.INT16.torch)).view(spec.dtype.torch)
+        return copy if out is None else out.copy_(copy)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The bits of flat 16-bit floats, int16."""
+    return x.reshape(-1).view(DType.INT16.torch)
+
+
+def _half_bits(rounded: torch.Tensor) -> torch.Tensor:
+    """The bits, int16, of flat bf16 elements rounded to fp16, padding as it is in bf16."""
+    bits = _bits(rounded.to(DType.FLOAT32.torch).to(DType.FLOAT16.torch))
+    # Processors differ in the bits of a NaN.
+    return bits.where(rounded.isfinite() | rounded.isinf(), (_bits(rounded) & _SIGN) | _NAN)

@@ -15,7 +15,7 @@ import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.base import Copied, Run
-from ckpt8.codecs.rounded_copy import fill_padding
+from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding
 from ckpt8.codecs.split24.reference import round_masters
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.measure import ErrorMeter, UnitErrors
@@ -25,7 +25,7 @@ from ckpt8.core.backend import for_checkpoint
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.files.crc import crc32
 from ckpt8.core.gpu import copy_to_row, row_bytes
-from ckpt8.core.tensors import DType
+from ckpt8.core.tensors import DType, Parts
 from ckpt8.core.workers import Workers, scratch
 
 P = TypeVar("P")
@@ -76,22 +76,19 @@ def check_source(unit: Unit, crcs: Sequence[int], source: str) -> None:
             raise InputError(f"{source}: {stream.spec.name}: checksum and bytes do not match; the file is damaged")
 
 
-def check_copy(x: torch.Tensor, first: int, copied: Copied, master: Callable[[Run], torch.Tensor]) -> None:
-    """Raise RefusedError unless ``copied`` gives ``x``, the elements from ``first`` on of a copy, bit for bit.
+def rounded_masters(copied: Copied, first: int, count: int, master: Callable[[Run], torch.Tensor]) -> torch.Tensor:
+    """``count`` elements of a copy from ``first`` on as its masters give them, rounded to bf16.
 
-    ``master`` gives the fp32 elements of a run on the device of ``x``.
+    ``master`` gives the fp32 elements of a run.
     """
-    at = 0
-    for run in copied.cut(first, x.numel()):
-        copy = x[at : at + run.length]
+    found = []
+    for run in copied.cut(first, count):
         if run.storage is None:
-            expected = torch.empty_like(copy)
-            fill_padding(expected, run.start)
+            found.append(torch.empty(run.length, dtype=torch.bfloat16))
+            fill_padding(found[-1], run.start)
         else:
-            expected = round_masters(master(run))
-        if not torch.equal(copy.view(torch.int16), expected.view(torch.int16)):
-            raise RefusedError("differs from its fp32 master rounded to bf16")
-        at += run.length
+            found.append(round_masters(master(run)))
+    return torch.cat([each.to(found[0].device) for each in found]) if len(found) != 1 else found[0]
 
 
 def store(packed: PackedChunk, *, copy: bool = False) -> EncodedChunk:
@@ -139,10 +136,10 @@ class ChunkEncoder:
         unit, chunk = work
         first = chunk * frames.FRAME
         try:
-            for stream, x in zip(unit.streams, originals, strict=True):
-                if stream.codec.copied is not None:
-                    check_copy(x, first, stream.codec.copied, partial(self.master, device=x.device))
-            parts = lockstep.encode(unit.streams, originals, first, self._backend)
+            if unit.streams[0].codec.copied is not None:
+                parts = [self._pack_copy(stream, x, first) for stream, x in zip(unit.streams, originals, strict=True)]
+            else:
+                parts = lockstep.encode(unit.streams, originals, first, self._backend)
         except RefusedError as exc:
             whose = "the state of its parameter " if len(unit.streams) > 1 else ""
             return PackedChunk([], crcs, refused=f"{whose}{exc}")
@@ -155,6 +152,13 @@ class ChunkEncoder:
         """Complete the errors of a unit whose chunks are all merged, while its source is as it was."""
         if self._meter is not None:
             self._meter.finish(unit, errors)
+
+    def _pack_copy(self, stream: Stream, x: torch.Tensor, first: int) -> Parts:
+        """The parts of the elements ``x`` of a copy from ``first`` on. Raises RefusedError."""
+        assert stream.codec.copied is not None  # noqa: S101 - as the caller found
+        master = partial(self.master, device=x.device)
+        rounded = rounded_masters(stream.codec.copied, first, x.numel(), master).to(x.device)
+        return stream.codec.encode(x, companions={ROUNDED: rounded})
 
     def master(self, run: Run, device: torch.device) -> torch.Tensor:
         """The fp32 elements of a run on ``device``, valid until this thread asks for the next."""

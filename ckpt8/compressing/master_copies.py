@@ -1,4 +1,4 @@
-"""Finds the bf16 weights of a checkpoint that are rounded copies of its fp32 masters: they become references.
+"""Finds the bf16 and fp16 weights of a checkpoint that are rounded copies of its fp32 masters: they become references.
 
 The structure of the checkpoint proposes the master of a copy, and a few elements must agree. The encoder then compares
 every element. A storage of copies may hold padding between its tensors and after them.
@@ -18,18 +18,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ckpt8.checkpoint.meaning.deepspeed import Partitions, find_partitions
 from ckpt8.checkpoint.meaning.parameter_names import split_member
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, TensorRef
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS
 from ckpt8.codecs.base import Run
-from ckpt8.codecs.rounded_copy import Reference
+from ckpt8.codecs.rounded_copy import HalfReference, Reference
 from ckpt8.codecs.split24.reference import round_masters
 from ckpt8.compressing.plan import Plan, Stream, read_elements, views_of
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.copies import ReferenceCheck
 from ckpt8.container.frames import bytes_of
 from ckpt8.core.tensors import DType, Role
+
+_REFERENCES = {DType.BFLOAT16: Reference, DType.FLOAT16: HalfReference}
+"""The codec of a copy by its element type."""
 
 _SAMPLE = 32
 """Elements to compare at the beginning, in the middle and at the end of a tensor."""
@@ -64,7 +69,7 @@ def refer_to_masters(plan: Plan, source: Checkpoint, members: Members, policy: P
     copies, masters = [], []
     for tensor, index in plan.tensors:
         found = _tensor(tensor, streams[index])
-        if found is not None and found.ref.dtype is DType.BFLOAT16:
+        if found is not None and found.ref.dtype in _REFERENCES:
             copies.append(found)
         elif found is not None and found.stream.codec.keeps_masters:
             masters.append(found)
@@ -85,7 +90,7 @@ def _tensor(tensor: NamedTensor, stream: Stream) -> _Tensor | None:
     usable = (
         tensor.role is stream.spec.role is Role.WEIGHT
         and ref.dtype is stream.spec.dtype
-        and ref.dtype in (DType.BFLOAT16, DType.FLOAT32)
+        and ref.dtype in (*_REFERENCES, DType.FLOAT32)
         and ref.is_contiguous
         and not (ref.conj or ref.neg)
         and ref.numel > 0
@@ -118,13 +123,14 @@ class _Origins:
     def match_alike(self, copies: Iterable[_Tensor]) -> None:
         """Pair copies with masters of as many elements whose samples agree."""
         waiting = [copy for copy in copies if copy.ref not in self.runs]
-        sizes = {copy.count for copy in waiting}
-        found: dict[tuple[int, bytes], list[Run]] = defaultdict(list)
+        sizes = {(copy.count, copy.ref.dtype) for copy in waiting}
+        found: dict[tuple[int, DType, bytes], list[Run]] = defaultdict(list)
         for master in self._masters:
-            if master.count in sizes:
-                found[master.count, self._sample([master.run])].append(master.run)
+            for dtype in _REFERENCES:
+                if (master.count, dtype) in sizes:
+                    found[master.count, dtype, self._sample([master.run], dtype)].append(master.run)
         for copy in waiting:
-            alike = found.get((copy.count, self._sample([copy.run], DType.BFLOAT16)), []) if found else []
+            alike = found.get((copy.count, copy.ref.dtype, self._own_sample(copy)), []) if found else []
             if alike:
                 # Several masters with one sample are mostly constant norms and biases, in the order of their copies.
                 self.runs[copy.ref] = [alike.pop(0) if len(alike) > 1 else alike[0]]
@@ -148,20 +154,29 @@ class _Origins:
 
     def _accept(self, found: Mapping[_Tensor, list[Run]]) -> bool:
         """Keep the runs of copies if all their samples agree; return whether they do."""
-        agree = all(self._sample(runs) == self._sample([copy.run], DType.BFLOAT16) for copy, runs in found.items())
+        agree = all(self._sample(runs, copy.ref.dtype) == self._own_sample(copy) for copy, runs in found.items())
         if agree:
             self.runs.update((copy.ref, runs) for copy, runs in found.items())
         return agree
 
-    def _sample(self, runs: Sequence[Run], dtype: DType = DType.FLOAT32) -> bytes:
-        """A few of the elements of ``runs``, which are of ``dtype``, rounded to bf16."""
-        codec = Reference(tuple(runs))
+    def _sample(self, runs: Sequence[Run], dtype: DType) -> bytes:
+        """A few of the elements of ``runs`` over masters, rounded to ``dtype``."""
         found = b""
+        codec = Reference(tuple(runs))
         for at, n in _windows(codec.numel):
             for run in codec.cut(at, n):
-                x = read_elements(self._source, self._source.storages[run.storage or 0], dtype, run.start, run.length)
-                found += bytes(bytes_of(x if dtype is DType.BFLOAT16 else round_masters(x)))
+                x = self._elements(run, DType.FLOAT32)
+                found += bytes(bytes_of(round_masters(x) if dtype is DType.BFLOAT16 else x.to(dtype.torch)))
         return found
+
+    def _own_sample(self, copy: _Tensor) -> bytes:
+        """The same elements of a copy."""
+        codec = Reference((copy.run,))
+        runs = (run for at, n in _windows(codec.numel) for run in codec.cut(at, n))
+        return b"".join(bytes(bytes_of(self._elements(run, copy.ref.dtype))) for run in runs)
+
+    def _elements(self, run: Run, dtype: DType) -> torch.Tensor:
+        return read_elements(self._source, self._source.storages[run.storage or 0], dtype, run.start, run.length)
 
 
 def _windows(count: int) -> Iterator[tuple[int, int]]:
@@ -214,7 +229,7 @@ def _references(
         if policy.has_rule([view.name for view in views[index]]):
             continue
         whole = _runs_of_storage(streams[index], [view.ref for view in views[index]], runs, source)
-        codec = Reference(tuple(whole or ()))
+        codec = _REFERENCES[streams[index].spec.dtype](tuple(whole or ()))
         if whole and check.problem(codec) is None:
             found[index] = codec
     return found

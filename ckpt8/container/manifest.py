@@ -12,6 +12,9 @@ from ckpt8.codecs import RELATIONS
 from ckpt8.container.header import DIRECTORY_VERSION, FILE_VERSION, REFERENCE_VERSION, SHARED_VERSION
 from ckpt8.core.tensors import DType, Role, Strided, TensorSpec
 
+HALF_REFERENCE = "reference16/1"
+"""The codec of fp16 copies, which earlier versions do not know."""
+
 FILE, SYMLINK, DIRECTORY = "file", "symlink", "directory"
 """Formats of members that are no checkpoints: plain bytes, the target of a link, an empty directory."""
 
@@ -190,7 +193,7 @@ class Manifest:
     @property
     def version(self) -> str:
         """The lowest format version that covers the content."""
-        if self.packs:
+        if self.packs or any(record.codec.get("id") == HALF_REFERENCE for record in self.storages):
             return SHARED_VERSION
         if any(record.is_reference for record in self.storages):
             return REFERENCE_VERSION

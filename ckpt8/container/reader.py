@@ -136,19 +136,20 @@ class ContainerReader(Closing):
     def read_parts(self, storage: int, chunk: int, only: Collection[str] | None = None) -> Parts:
         """The parts of one chunk, all or ``only`` some, checked against checksums and declared sizes.
 
-        A reference has one part, its elements, which are rounded from its masters. Raises InputError that names the
-        tensor.
+        A reference has one part more, its elements, which are rounded from its masters. Raises InputError that names
+        the tensor.
         """
         record = self.manifest.storages[storage]
         if record.pack is not None:
             return self._packs.parts(record, only)
         spec, codec = self.chunk_spec(storage, chunk), self.codec(storage)
+        copied: Parts = {}
         if codec.copied is not None:
-            return {ROUNDED: self._read_copy(codec.copied.cut(chunk * layout.FRAME, spec.numel), spec.numel)}
+            copied[ROUNDED] = self._read_copy(codec.copied.cut(chunk * layout.FRAME, spec.numel), spec.numel)
         expected = codec.layout(spec)
         wanted = expected if only is None else [part for part in expected if part in only]
         places, where = self._parts[storage], f"{self.path}: {record.name}"
-        return {part: self._read_part(places.get(part), expected[part], chunk, where) for part in wanted}
+        return copied | {part: self._read_part(places.get(part), expected[part], chunk, where) for part in wanted}
 
     def _read_pack_part(self, pack: Pack, part: str, spec: PartSpec, name: str) -> torch.Tensor:
         """One part of a pack. Raises InputError that names the tensor ``name``, for which it is read."""

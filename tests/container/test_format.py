@@ -11,6 +11,7 @@ from fractions import Fraction
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import zstandard
@@ -150,7 +151,7 @@ class Plain:
         return found
 
     def lowest_version(self):
-        if any(storage["codec"] == SHARED for storage in self.manifest["storages"]):
+        if any(each["codec"] == SHARED or each["codec"]["id"] == "reference16/1" for each in self.manifest["storages"]):
             return "1.3"
         if any(storage["codec"]["id"] == "reference/1" for storage in self.manifest["storages"]):
             return "1.2"
@@ -177,6 +178,8 @@ class Plain:
             assert set(codec) == {"id", "R"}
             assert dtype == "float32"
             return {"exponent": (1, n), "mantissa": (1, n), "rho": (1, n)}
+        if codec["id"] == "reference16/1":
+            return {"delta": (1, n)}
         assert codec["id"] == "companded8/1"
         assert set(codec) == {"id", "signed", "Q", "p"}
         assert dtype in ("float32", "bfloat16")
@@ -227,18 +230,32 @@ class Plain:
         """The bytes of a storage."""
         storage = self.storages[index]
         if storage["codec"]["id"] == "reference/1":
-            return self.copy(storage)
+            return self.copy(storage, "bfloat16")
+        if storage["codec"]["id"] == "reference16/1":
+            return self.half_copy(storage)
         frames, chunks = self.frames(storage)
         decode = DECODE[storage["codec"]["id"]] if storage["numel"] else lambda *_: b""
         return b"".join(
             decode({part: planes[k] for part, planes in frames.items()}, storage, n) for k, n in enumerate(chunks)
         )
 
-    def copy(self, storage):
+    def half_copy(self, storage):
+        """The bytes of a reference of fp16: masters rounded to bf16, then to fp16, and what the copy has more."""
+        high = integers(self.copy(storage, "float16", {"delta"}), torch.int16) & 0xFFFF
+        wide = (high.numpy().astype(np.uint32) << 16).view(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            half = wide.astype(np.float16).view(np.uint16).astype(np.int64)
+        nan = np.isnan(wide)
+        half[nan] = (high.numpy()[nan] & 0x8000) | 0x7E00
+        frames, _ = self.frames(storage)
+        delta = integers(b"".join(planes[0] for planes in frames["delta"]), torch.int8)
+        return low_bytes((torch.from_numpy(half) + delta) % 2**16, 2)
+
+    def copy(self, storage, dtype, parts=frozenset()):
         """The bytes of a reference: masters rounded to bf16, and padding."""
         assert set(storage["codec"]) == {"id", "runs"}
-        assert storage["dtype"] == "bfloat16"
-        assert not storage["parts"]
+        assert storage["dtype"] == dtype
+        assert set(storage["parts"]) == parts
         out = b""
         for master, start, length in storage["codec"]["runs"]:
             if master is None:

@@ -33,7 +33,7 @@ def test_every_golden_file_is_expected_and_small():
     for name in files:
         with ckpt8.open(FOLDER / name) as file:
             codecs |= {storage.codec["id"] for storage in file.manifest.storages}
-    assert codecs == {"lossless/1", "split24/1", "companded8/1", "reference/1"}
+    assert codecs == {"lossless/1", "split24/1", "companded8/1", "reference/1", "reference16/1"}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
