@@ -129,7 +129,8 @@ def save(
     """Save ``obj`` as ``torch.save`` does, but to a ``.ckpt8``; return its manifest.
 
     Tensors are packed on the device that they are on, CPU or GPU. Arguments are those of ``compress``, except that an
-    existing file is replaced unless ``force`` is False. Raises OutputError, UsageError, and what pickling raises.
+    existing file is replaced unless ``force`` is False. Raises OutputError, and UsageError for wrong arguments and for
+    an object that cannot be pickled.
 
     With ``background`` it returns a ``PendingSave`` once all tensors are packed in memory: in flash 5.1 bytes a
     parameter, for the 12 of fp32 and AdamW. You may then change the tensors; the file gets the old values. A thread

@@ -13,7 +13,7 @@ from ckpt8.core.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_MOST_THREADS = 1 << 10
+_MOST_THREADS, _MOST_STEPS = 1 << 10, 1 << 20
 
 
 def checked(function: F) -> F:
@@ -73,6 +73,10 @@ def _is_count(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
+def _is_steps(value: object) -> bool:
+    return _is_count(value) and cast("int", value) <= _MOST_STEPS
+
+
 def _is_threads(value: object) -> bool:
     return _is_count(value) and cast("int", value) <= _MOST_THREADS
 
@@ -101,10 +105,10 @@ _KINDS: dict[Any, tuple[Callable[[object], bool], str]] = {
     "str | Sequence[str]": (lambda value: _is_text(value) or _is_texts(value), "a text, or a list of texts"),
     "Sequence[str] | None": (_optional(_is_texts), "a list of texts"),
     "bool": (_is_flag, "True or False"),
-    "int": (_is_count, "a whole number from 0 on"),
+    "int": (_is_steps, f"a whole number from 0 to {_MOST_STEPS}"),
     "int | None": (_optional(_is_threads), f"a whole number from 0 to {_MOST_THREADS}, or None"),
     "float | None": (_optional(_is_number), "a number, or None"),
     "nn.Module": (_is_module, "a torch.nn.Module"),
-    "Progress": (callable, "a function of the number of bytes"),
+    "Progress": (lambda value: callable(value) and not isinstance(value, type), "a function of the number of bytes"),
 }
 """What the annotations of public functions accept, and the words for it."""

@@ -7,7 +7,6 @@ import errno
 import gc
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -249,7 +248,7 @@ def test_a_failed_save_does_not_stop_the_next(tmp_path, gate):
 @pytest.mark.parametrize(
     ("tree", "name", "options", "error"),
     [
-        ({"w": torch.ones(3), "f": lambda: 0}, "a.ckpt8", {}, (pickle.PicklingError, AttributeError, TypeError)),
+        ({"w": torch.ones(3), "f": lambda: 0}, "a.ckpt8", {}, UsageError),
         ({"w": torch.ones(3)}, "a.ckpt8", {"preset": "tiny"}, UsageError),
         ({"w": torch.ones(3)}, "a.ckpt8", {"rules": ["*x=lossless"]}, UsageError),
         ({"w": torch.ones(3)}, "a.ckpt8", {"stats": False, "max_update_error": 1.0}, UsageError),

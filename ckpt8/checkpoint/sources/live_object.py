@@ -22,7 +22,7 @@ import torch
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.zip_directory import read_directory
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
-from ckpt8.core.errors import OutputError
+from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.files.partial import Partial
 
 _WRITER_SAYS = ("inline_container", "PytorchStreamWriter", "iostream", "Parent directory")
@@ -78,7 +78,7 @@ class LiveCheckpoint(OpenCheckpoint):
 def live_checkpoint(obj: object, name: str) -> Iterator[OpenCheckpoint]:
     """Open a live object as a checkpoint file of that ``name`` without its suffix.
 
-    Raises what ``torch.save`` raises for objects that cannot be pickled, and OutputError.
+    Raises UsageError for objects that cannot be pickled, and OutputError.
     """
     storages: dict[str, torch.UntypedStorage] = {}
     with _temporary_directory(f"{name}.pt") as directory:
@@ -115,10 +115,15 @@ def _temporary_directory(name: str) -> Iterator[Path]:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn the error of a temporary file that cannot be written into an OutputError."""
+    """Turn errors of pickling into a UsageError, and those of a temporary file into an OutputError."""
     try:
         with torch_writes():
             yield
+    except (pickle.PicklingError, AttributeError, TypeError) as exc:
+        reason = (str(exc).splitlines() or [""])[0]
+        raise UsageError(
+            f"the object cannot be pickled: {reason}; save its state, in dicts, lists and tensors"
+        ) from exc
     except OSError as exc:
         what = "a temporary file cannot be written; make room there, or set TMPDIR to another directory"
         raise OutputError(f"{path.parent.parent}: {what}") from exc

@@ -95,7 +95,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file. Raises OutputError, and what pickling raises."""
+        """Write this rank's file. Raises OutputError."""
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._write(plan, planner) if plan.items else [])
         return done

@@ -1,0 +1,108 @@
+"""Public functions with arguments of every wrong type: one line of UsageError or InputError, and nothing is written."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import ckpt8
+from ckpt8.core.errors import Ckpt8Error, UsageError
+
+FUNCTIONS = ("compress", "convert", "diff", "load", "open", "restore", "resume", "save", "verify")
+
+WRONG = {
+    "None": None, "true": True, "zero": 0, "negative": -1, "float": 3.5, "nan": float("nan"), "huge": 10**400,
+    "empty text": "", "text": "x", "nul": "nope\0", "surrogate": "\ud800", "bytes": b"a.pt", "list": [], "numbers": [1],
+    "dict": {}, "set": set(), "object": object(), "tensor": torch.ones(2), "class": int, "function": len,
+    "dtype": torch.float32, "device": torch.device("cpu"), "range": range(3), "array": np.array([1, 2]),
+    "scalar": np.float64(1), "exception": ValueError("x"), "module": torch.nn.Identity(), "one star": "*",
+}  # fmt: skip
+
+NEVER_RIGHT = ("object", "tensor", "dtype", "array", "exception", "set", "module")
+"""Values that no argument takes but for objects, models, and what torch takes for ``map_location``."""
+
+
+@pytest.fixture
+def arguments(tmp_path, monkeypatch):
+    """Arguments with which every function works."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {"w": torch.ones(3)}}, "a.pt")
+    ckpt8.compress("a.pt", threads=1)
+    return {
+        "compress": {"source": "a.pt", "target": "o.ckpt8"},
+        "convert": {"source": "a.pt", "target": "o.safetensors"},
+        "diff": {"a": "a.pt", "b": "a.ckpt8"},
+        "load": {"path": "a.ckpt8"},
+        "open": {"path": "a.ckpt8"},
+        "restore": {"source": "a.ckpt8", "target": "o.pt"},
+        "resume": {"path": "a.ckpt8"},
+        "save": {"obj": {"w": torch.ones(3)}, "target": "o.ckpt8"},
+        "verify": {"source": "a.ckpt8", "original": "a.pt"},
+    }
+
+
+def outcome(function, arguments):
+    """The result of a call, or its expected error."""
+    try:
+        found = function(**arguments)
+        return found.result() if hasattr(found, "result") else found
+    except Ckpt8Error as error:
+        return error
+
+
+@pytest.mark.parametrize("value", WRONG)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_wrong_type_is_one_line(name, value, arguments, tmp_path):
+    function = getattr(ckpt8, name)
+    before = {path.name for path in tmp_path.iterdir()}
+    for parameter in inspect.signature(function).parameters.keys() - {"obj"}:
+        if parameter == "progress" and callable(WRONG[value]):
+            continue
+        threads = {} if name == "open" else {"threads": 1}
+        found = outcome(function, arguments[name] | threads | {parameter: WRONG[value]})
+        if isinstance(found, Ckpt8Error):
+            assert "\n" not in str(found)
+            assert {path.name for path in tmp_path.iterdir()} == before
+        else:
+            allowed = (parameter, value) == ("model", "module") or parameter == "map_location"
+            assert allowed or value not in NEVER_RIGHT, f"{name}({parameter}={value}) returned {found}"
+        for path in tmp_path.iterdir():
+            if path.name not in before:
+                path.unlink()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_was_found_and_what_to_give(name, arguments):
+    with pytest.raises(UsageError, match=rf"^{name}: \w+ is an object; give a path"):
+        getattr(ckpt8, name)(**arguments[name] | {next(key for key in arguments[name] if key != "obj"): object()})
+
+
+def test_the_functions_keep_their_names_and_signatures():
+    for name in FUNCTIONS:
+        function = getattr(ckpt8, name)
+        assert function.__doc__
+        assert list(inspect.signature(function).parameters)
+        assert Path(inspect.unwrap(function).__code__.co_filename).name != "arguments.py"
+
+
+@pytest.mark.parametrize("obj", [(x for x in ()), lambda: 0, {"f": lambda: 0}], ids=["generator", "function", "inside"])
+@pytest.mark.parametrize("background", [False, True])
+def test_what_cannot_be_pickled(obj, background, tmp_path):
+    with pytest.raises(UsageError, match=r"cannot be pickled: .*; save its state"):
+        ckpt8.save(obj, tmp_path / "x.ckpt8", background=background)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", ["object", "tensor", "class", "list", "float"])
+def test_names_of_tensors_and_models(value, arguments):
+    with ckpt8.open("a.ckpt8") as file:
+        for method in (file.get_tensor, file.stats):
+            with pytest.raises(UsageError, match="name is "):
+                method(WRONG[value])
+    for function in (ckpt8.nn.switchback, ckpt8.nn.to_linear):
+        with pytest.raises(UsageError, match=r"model is .*; give a torch.nn.Module"):
+            function(WRONG[value])
