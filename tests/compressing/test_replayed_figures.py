@@ -317,7 +317,7 @@ def test_reports_name_the_figure(tmp_path, monkeypatch, capsys):
         shown(monkeypatch, capsys, tmp_path / source, "--html", tmp_path / f"{source}.html")
         page = (tmp_path / f"{source}.html").read_text()
         assert "Update space and First replayed step, by layer" in page
-        assert "NMSE, first replayed step" in page
+        assert "NMSE of the first replayed step" in page
         assert "first replayed step: max |Δu| 2" in page
 
 

@@ -104,8 +104,9 @@ def worst_section(distributions: dict[str, Any]) -> str:
 
 
 def _update_figures(each: dict[str, Any]) -> str:
+    kind = f"{FIGURE_WORDS['replayed']}: " if each["figure"] == "replayed" else ""
     return (
-        f"{FIGURE_WORDS[each['figure']]}: max |Δu| {number(each['max_error'])} "
+        f"{kind}max |Δu| {number(each['max_error'])} "
         f"where max |u| is {number(each['max_update'])}, NMSE {number(each['nmse'])}, {_decibels(each)}"
     )
 

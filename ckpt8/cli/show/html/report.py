@@ -136,10 +136,11 @@ def _tiles(facts: dict[str, Any], errors: dict[str, Any]) -> str:
             ("preset flash, predicted", size(flash["bytes"])),
             ("predicted ratio", f"{flash['ratio']:.2f}x"),
         ]
-    for kind, words in FIGURE_WORDS.items():
+    step = f"the {FIGURE_WORDS['replayed']}"
+    names = {"update": ("NMSE of the update", "max |Δu|"), "replayed": (f"NMSE of {step}", f"max |Δu| of {step}")}
+    for kind, (nmse, largest) in names.items():
         if update := errors[kind]:
-            tiles.append((f"NMSE, {words}", number(update["nmse"])))
-            tiles.append((f"max |Δu|, {words}", number(update["max_error"])))
+            tiles += [(nmse, number(update["nmse"])), (largest, number(update["max_error"]))]
     items = "".join(f'<div class="tile"><b>{text(value)}</b><span>{text(name)}</span></div>' for name, value in tiles)
     return f'<div class="tiles">{items}</div>'
 
