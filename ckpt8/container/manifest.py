@@ -94,8 +94,8 @@ class Pack:
     dtype: DType
     role: Role
     codec: dict[str, Any]
-    storages: list[int]
-    starts: list[int]
+    storages: list[int] = field(repr=False)
+    starts: list[int] = field(repr=False)
     parts: dict[str, FrameTable] = field(default_factory=dict)
 
     @property

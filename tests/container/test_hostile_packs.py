@@ -1,0 +1,183 @@
+"""Packs and tables in hostile containers: each is sound or refused, soon, and takes no more memory than its text."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hostile_kit import bounded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_kit import ALL_LOSSY, adamw_state
+from test_damage import _SETTINGS, _mutations, exercise, pack, unpack
+
+import ckpt8
+from ckpt8.core.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A container of a few kB with packs of every codec, and its source."""
+    folder = tmp_path_factory.mktemp("packs")
+    torch.save(adamw_state(24), folder / "a.pt")
+    ckpt8.compress(folder / "a.pt", rules=ALL_LOSSY)
+    return folder / "a.ckpt8"
+
+
+@pytest.fixture(scope="module")
+def parts(small):
+    return unpack(small.read_bytes())
+
+
+def packs(manifest):
+    return [record for record in manifest["storages"] if record["codec"] == {"id": "shared/1"}]
+
+
+def of_moments(manifest):
+    return next(record for record in packs(manifest) if record["role"] == "moment1")
+
+
+def shared(**columns):
+    """Other columns of the pack of first moments; a function changes the one that is there."""
+
+    def change(manifest):
+        table = of_moments(manifest)["shared"]
+        for key, value in columns.items():
+            table[key] = value(table[key]) if callable(value) else value
+
+    return change
+
+
+def table(name, **columns):
+    def change(manifest):
+        for key, value in columns.items():
+            manifest[name][key] = value(manifest[name][key]) if callable(value) else value
+
+    return change
+
+
+def fields(**given):
+    return lambda manifest: of_moments(manifest).update(given)
+
+
+def without(name):
+    def change(manifest):
+        del manifest[name]
+
+    return change
+
+
+def flat(value):
+    """A number far beyond memory, where rows are counted."""
+    return {"all": value}
+
+
+MALFORMED = {
+    "more elements than a pack may have": lambda m: (shared(numel=flat(2**16))(m), fields(numel=24 * 2**16)(m)),
+    "another sum": fields(numel=7),
+    "a huge storage": lambda m: (shared(numel=lambda n: [2**61, *n[1:]])(m), fields(numel=2**61)(m)),
+    "a negative storage": shared(numel=lambda n: [-1, *n[1:]]),
+    "a storage that is text": shared(numel=lambda n: ["1", *n[1:]]),
+    "a storage that is true": shared(numel=flat(True)),
+    "no storages": shared(storages=[]),
+    "storages that are no list": shared(storages={"from": 0}),
+    "a storage twice": shared(storages=lambda steps: [*steps[:-1], 0]),
+    "a storage of another pack": shared(storages=lambda steps: [0, *steps[1:]]),
+    "a storage behind the end": shared(storages=lambda steps: [*steps[:-1], 10**6]),
+    "a storage before the first": shared(storages=lambda steps: [-(2**61), *steps[1:]]),
+    "fewer names": shared(name=lambda names: names[1:]),
+    "names that count": shared(name={"from": 0}),
+    "a name of half a pair": shared(name=lambda names: ["\ud800", *names[1:]]),
+    "a reason that is a number": shared(reason=flat(1)),
+    "an error that is a list": shared(error=flat([])),
+    "a column of two kinds": shared(error={"all": None, "from": 0}),
+    "a column that is text": shared(error="x"),
+    "a column that is missing": shared(error=None),
+    "no table": fields(shared=None),
+    "a reference": shared(codec={"id": "reference/1", "runs": [[0, 0, 8]]}),
+    "a codec that is a pack": shared(codec={"id": "shared/1"}),
+    "an unknown codec": shared(codec={"id": "x/1"}),
+    "an element type that the codec does not hold": fields(dtype="int64"),
+    "fewer parts": lambda m: of_moments(m)["parts"].pop("scales"),
+    "more frames": lambda m: of_moments(m)["parts"]["codes"].update(lengths=[1, 1], crcs=[0, 0]),
+    "no frames": lambda m: of_moments(m)["parts"]["codes"].update(lengths=[], crcs=[]),
+    "the entries of another pack": lambda m: fields(name=packs(m)[0]["name"])(m),
+    "no members": table("member_table", path=[]),
+    "no table of members": without("member_table"),
+    "no table of tensors": without("tensor_table"),
+    "a member without a skeleton": table("member_table", skeleton=flat(10**6)),
+    "segments that overlap": table(
+        "member_table", segments=lambda s: {"all": {**s["all"], "before": [-(2**40), *s["all"]["before"][1:]]}}
+    ),
+    "segments far away": table(
+        "member_table", segments=lambda s: {"all": {**s["all"], "before": [2**61, *s["all"]["before"][1:]]}}
+    ),
+    "segments that repeat": table("member_table", segments=lambda s: {"all": {**s["all"], "storage": flat(3)}}),
+    "segments that count": table("member_table", segments={"from": 3}),
+    "checksums outside of the skeleton": table(
+        "member_table", crc_fields=lambda s: {"all": {**s["all"], "gap": flat(0)}} if "all" in s else {}
+    ),
+    "tensors of no storage": table("tensor_table", storage={"from": 60}),
+    "tensors that count on": table("tensor_table", storage={"from": 2**62 - 1}),
+    "an unknown type": table("tensor_table", dtype=flat("float3")),
+    "a type that is a number": table("tensor_table", dtype=flat(3)),
+    "a shape that is text": table("tensor_table", shape=flat("12")),
+    "a negative shape": table("tensor_table", shape=flat([-1])),
+    "strides of another length": table("tensor_table", stride=flat([1, 1, 1])),
+    "flags that are none": table("tensor_table", flags=flat(["x"])),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_packs_and_tables_that_are_not_sound(name, parts, small, tmp_path):
+    metadata, entries, manifest = parts
+    changed = copy.deepcopy(manifest)
+    MALFORMED[name](changed)
+    path = tmp_path / "x.ckpt8"
+    path.write_bytes(pack(changed, entries, metadata))
+    with bounded(), pytest.raises(InputError) as caught:
+        ckpt8.verify(path)
+    assert len(str(caught.value)) < 500
+    exercise(path, small.with_suffix(".pt"), tmp_path)
+
+
+def test_other_forms_of_the_same_columns_are_sound(parts, tmp_path):
+    """The checks above refuse what they name, not whatever was changed."""
+    metadata, entries, manifest = parts
+    path = tmp_path / "x.ckpt8"
+    count = len(manifest["tensor_table"]["name"])
+    for change in (
+        table("tensor_table", offset=[0] * count),
+        table("tensor_table", flags=[[]] * count),
+        shared(reason=[None] * 24),
+        shared(error=flat(None)),
+        fields(name="another name"),
+    ):
+        changed = copy.deepcopy(manifest)
+        change(changed)
+        renamed = of_moments(changed)["name"]
+        old = of_moments(manifest)["name"]
+        path.write_bytes(
+            pack(changed, {name.replace(f"{old}:", f"{renamed}:"): e for name, e in entries.items()}, metadata)
+        )
+        assert not ckpt8.verify(path).failures
+
+
+def test_a_shape_for_all_tensors_takes_no_memory(parts, tmp_path):
+    """Rows are counted by lists alone, so a short text cannot ask for many."""
+    metadata, entries, manifest = parts
+    changed = copy.deepcopy(manifest)
+    changed["tensor_table"]["shape"] = flat([2**40, 2**20])
+    path = tmp_path / "x.ckpt8"
+    path.write_bytes(pack(changed, entries, metadata))
+    with bounded(), ckpt8.open(path) as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            with pytest.raises(InputError, match="does not fit its storage"):
+                file.get_tensor(name)
+
+
+@settings(max_examples=150, **_SETTINGS)
+@given(data=st.data())
+def test_a_mutated_manifest_with_packs_is_read_or_refused(data, parts, small, tmp_path):
+    _mutations(parts, data, small, tmp_path)
