@@ -18,8 +18,7 @@ from ckpt8.core.tensors import DType
 
 Manifest = dict[str, Any]
 Entries = dict[str, bytes]
-Slot = tuple[Any, Any]
-"""A container of JSON and the key or index of a field in it."""
+Slot = tuple[Any, Any]  # a container of JSON and the key or index of a field in it
 
 HUGE = 10**400
 NUMBERS: tuple[Any, ...] = (
@@ -46,8 +45,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 _NAMES = ("name", "path", "directory", "writer", "reason")
 _LISTS = ("storages", "tensors", "parameters", "members")
-_TABLES = ("member_table", "tensor_table")
-"""Records by column, where small storages share entries."""
+_TABLES = ("member_table", "tensor_table")  # records by column, where small storages share entries
 
 
 def _lists(tree: Any) -> Iterator[list[Any]]:
@@ -180,9 +178,7 @@ def edit_record(rng: random.Random, manifest: Manifest) -> None:
     if isinstance(manifest.get(name), list) and rng.random() < 0.5:
         _edit_list(rng, manifest[name], {})
         return
-    lists = list(_lists(manifest))
-    if lists:
-        _edit_list(rng, rng.choice(lists))
+    _edit_list(rng, rng.choice(list(_lists(manifest)) or [[]]))
 
 
 def edit_reference(rng: random.Random, manifest: Manifest) -> None:

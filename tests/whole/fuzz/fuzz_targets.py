@@ -12,6 +12,7 @@ from typing import Any
 
 import fuzz_commands
 import fuzz_environment
+import fuzz_settings
 import fuzz_sources
 import torch
 from fuzz_bytes import mutate_bytes, mutate_tree, render_json
@@ -19,6 +20,7 @@ from fuzz_checks import BrokenError, refused, silent
 from fuzz_container import mutate_container
 from fuzz_pickle import cut_pickles, mutate_pickle
 from fuzz_seeds import Tree, choose, distributed_seeds, make_tree, network, tree_seed
+from fuzz_settings import Setting
 from fuzz_zip import mutate_zip
 
 import ckpt8
@@ -48,7 +50,7 @@ def write(path: Path, data: object) -> None:
     """Put an input at ``path``: bytes as a file, a tree as a directory. Raises OSError or ValueError."""
     if path.is_dir():
         shutil.rmtree(path)
-    if isinstance(data, fuzz_commands.Edited | fuzz_environment.Setting):
+    if isinstance(data, fuzz_commands.Edited | Setting):
         data = data.content
     if isinstance(data, bytes):
         path.write_bytes(data)
@@ -240,8 +242,8 @@ TARGETS: dict[str, Target] = {
     "container": Target(_mutate_container, read_container, 0.02),
     "manifest": Target(fuzz_commands.mutate, fuzz_commands.run, 0.08),
     "values": Target(fuzz_sources.mutate, fuzz_sources.run, 0.05),
-    "environment": Target(fuzz_environment.mutate, fuzz_environment.run, 0.019),
-    "process": Target(fuzz_environment.mutate, fuzz_environment.run_process, 0.001),
+    "environment": Target(fuzz_settings.mutate, fuzz_environment.run, 0.019),
+    "process": Target(fuzz_settings.mutate, fuzz_environment.run_process, 0.001),
     "directory": Target(_mutate_tree, read_source, 0.01),
     "resume": Target(_mutate_resume, resume, 0.01),
 }

@@ -31,7 +31,7 @@ INPUTS = {
     "metadata": 300,
     "manifest": 120,
     "values": 200,
-    "environment": 40,
+    "environment": 25,
     "process": 2,
 }
 
