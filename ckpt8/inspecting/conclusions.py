@@ -15,6 +15,7 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.container.manifest import Manifest, ParameterRecord, StorageRecord
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Role, TensorSpec
+from ckpt8.optim.card import role_of
 
 _NUMBERS = ("step", "beta1", "beta2", "eps")
 _MEASURED = {Role.WEIGHT: "weight", Role.MOMENT1: "moment", Role.MOMENT2: "moment"}
@@ -118,7 +119,7 @@ def _slot_problem(
         record, (owner, known) = stated.storages[index], owners.get(index, (None, slot))
         if known != slot:
             return f"{record.name} is its {slot} in the manifest, and its {known} in the file in it"
-        if record.role not in (Role.OTHER, Role.MOMENT1 if slot == "moment1" else Role.MOMENT2):
+        if record.role not in (Role.OTHER, role_of(slot)):
             return f"{record.name} is its {slot}, and has the role {record.role.value} in the manifest"
         found.update(() if owner is None else [id(owner)])
     return "has moments of several parameters in the manifest" if len(found) > 1 else None

@@ -19,6 +19,13 @@ Reach = Literal["element", "tensor", "matrix"]
 _MOMENTS = {"moment1": Role.MOMENT1, "moment2": Role.MOMENT2}
 
 
+def role_of(slot: str) -> Role:
+    """What presets take the tensor in a slot for."""
+    if slot == "weight":
+        return Role.WEIGHT
+    return next((role for name, role in _MOMENTS.items() if name in slot), Role.OTHER)
+
+
 def _same(shape: Shape) -> Shape:
     return shape
 
@@ -47,9 +54,7 @@ class StateTensor:
     @property
     def role(self) -> Role:
         """What presets take it for."""
-        if self.slot == "weight":
-            return Role.WEIGHT
-        return next((role for name, role in _MOMENTS.items() if name in self.slot), Role.OTHER)
+        return role_of(self.slot)
 
 
 @dataclass(frozen=True, slots=True)
