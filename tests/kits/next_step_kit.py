@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
+from ckpt8.checkpoint.meaning.replay_settings import find_rule
 from ckpt8.checkpoint.readers import open_checkpoint
-from ckpt8.inspecting.replay import replay
+from ckpt8.checkpoint.scalars import read_settings
+from ckpt8.checkpoint.sources.values import Streamer
+from ckpt8.checkpoint.tree import TensorRef
 
 INNER = ("optimizer", "base_optimizer")
 """Where wrappers keep the optimizer that takes the step, on gradients of their own."""
@@ -48,15 +51,23 @@ def next_steps(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path,
     kit.step(model, optimizer, seed)
     found = []
     with open_checkpoint(folder / "run.pt") as checkpoint:
-        sides = replay._Sides(checkpoint, checkpoint, 1)
+        storages = {storage.key: storage for storage in checkpoint.storages}
+        streamer = Streamer(checkpoint)
         for saved in saved_parameters(checkpoint.tree, as_torch=True):
             param, start, grad = (each[saved.identifier] for each in (params, before, grads))
-            rule = sides._rule(saved)
-            problem = rule if isinstance(rule, str) else replay._find_misfit(rule.form, saved, tuple(param.shape))
+            group = read_settings(checkpoint, storages, saved.group)
+            step = read_settings(checkpoint, storages, {"step": saved.state.get("step", group.get("step"))})["step"]
+            rule = find_rule(saved.state, group, step)
+            problem = rule if isinstance(rule, str) else rule.misfit(tuple(param.shape))
             if problem is not None:
                 found.append(NextStep(problem, param.ndim))
                 continue
-            state = replay._read(checkpoint, rule.form, saved).state
+            state = {}
+            for each in rule.form.tensors:
+                if isinstance(ref := saved.state.get(each.key), TensorRef):
+                    values = torch.empty(ref.shape, dtype=ref.dtype.torch)
+                    streamer.copy(ref, values)
+                    state[each.key] = values.float().reshape(-1) if each.is_moment else values.float()
             weight = start.reshape(-1).clone()
             rule.advance(state, weight, grad.reshape(-1), tuple(param.shape), rule.step + 1)
             off, moved = weight - param.detach().reshape(-1), (param.detach() - start).norm()
