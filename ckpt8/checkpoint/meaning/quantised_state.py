@@ -66,6 +66,9 @@ def parameter_shape(state: Mapping[Any, Any]) -> tuple[int, ...] | None:
     rows, columns = state.get("exp_avg_sq_row"), state.get("exp_avg_sq_col")
     if isinstance(rows, TensorRef) and isinstance(columns, TensorRef):
         return rows.shape + columns.shape[-1:]
+    rows, columns = state.get("row_var"), state.get("col_var")
+    if isinstance(rows, TensorRef) and isinstance(columns, TensorRef) and len(rows.shape) == len(columns.shape):
+        return tuple(map(max, rows.shape, columns.shape))
     nested = state.get(_NESTED)
     for each in (state, nested if isinstance(nested, dict) else {}):
         for key in ("exp_avg", "exp_avg_sq", "exp_avg::quantized", "momentum_buffer::quantized", "state2", "state1"):

@@ -70,6 +70,8 @@ UNREPLAYED = (
         StateTensor("exp_avg_diff", "moment1_2"),
         StateTensor("pre_grad", "moment1_3", when="pre_grad"),
     ),
+    _roles("mars", "MARS", _ROLES_ONLY, _M, _V, StateTensor("last_grad", "moment1_2")),
+    _roles("diffgrad", "DiffGrad", _ROLES_ONLY, _M, _V, StateTensor("previous_grad", "moment1_2")),
     _roles("schedule_free_sgd", "ScheduleFree SGD", _NO_SCALE, StateTensor("z", "weight")),
     _roles(
         "schedule_free_reference",
