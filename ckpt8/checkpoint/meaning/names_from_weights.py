@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt8.checkpoint.meaning.ownership import Owner, owners
-from ckpt8.checkpoint.meaning.pairing import Beside, place, saved_names
-from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find, find_all
+from ckpt8.checkpoint.meaning.pairing import Beside, models_and_optimizers, place, saved_names
+from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
 from ckpt8.checkpoint.meaning.transformers_order import LONGEST_CONFIG, ModelOrder, of_config
 from ckpt8.checkpoint.meaning.weight_evidence import evident_weights, shapes_of, untied, weights_of
 from ckpt8.checkpoint.tree import Checkpoint
@@ -162,7 +162,7 @@ def parameter_names(tree: object, folder: Sequence[Weights] = ()) -> Mapping[str
     found = list(_names(tree, folder))
     several = len(found) > 1
     return {
-        place(optimizer, each): f"{owner.model.path}.{name}" if several and owner.model is not None else name
+        place(optimizer, each): f"{owner.model.path}.{name}" if several and owner.model and owner.model.path else name
         for optimizer, owner, names in found
         for each, name in names.items()
     }
@@ -177,8 +177,7 @@ def bare_names(tree: object, folder: Sequence[Weights] = ()) -> Mapping[str, str
 
 def _names(tree: object, folder: Sequence[Weights]) -> Iterator[tuple[Candidate, Owner, Mapping[int | str, str]]]:
     """Every optimizer of ``tree`` with its model, and the names of its parameters by identifier."""
-    models, copies, optimizers = find_all(tree)
-    models += copies
+    models, optimizers = models_and_optimizers(tree)
     beside = {} if models else {id(each.node): each for each in folder}
     candidates = models or [Candidate(each.path, each.node) for each in folder]
     for optimizer, owner in zip(optimizers, owners(optimizers, candidates), strict=True):

@@ -10,7 +10,8 @@ beside      the optimizer and the model are in the same container
 named       the key is one of those that name a model
 order       as many models as optimizers fit each other: the first goes with the first
 
-What then still fits alike is not told apart. Values are never looked at.
+Where no model has all parameters of an optimizer, several models one after the other can. What still fits alike is not
+told apart. Values are never looked at.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from ckpt8.checkpoint.meaning.weight_evidence import MOST_OPTIMIZERS, given_name
 from ckpt8.checkpoint.vocabulary import MODEL_KEYS, is_average, words
 
 Shape = tuple[int, ...]
+
+_MOST_TOGETHER = 6
+"""Of more models no optimizer has several: their orders are tried."""
 
 _COMMON = re.compile(
     r"(?:opt|optim|optimizer|state|dict|model|net|weight|param)s?|sd|network|module|checkpoint|ckpt|pth?|bin|safetensors"
@@ -116,9 +120,33 @@ def _best(parameters: _Parameters, models: Sequence[_Weights], parts: Sequence[_
     """
     fits = [(each.fit(parameters), each.model) for each in models]
     best = max((fit for fit, _ in fits), default=0)
+    if best < _SOME and (whole := _together(parameters, models)) is not None:
+        return [whole]
     inner = [(fit, part.model) for part in parts if (fit := part.fit(parameters)) > max(best, _SOME)]
     best, fits = (max(fit for fit, _ in inner), inner) if inner else (best, fits)
     return [model for fit, model in fits if fit == best and (fit or len(fits) == 1)]
+
+
+def _together(parameters: _Parameters, models: Sequence[_Weights]) -> Candidate | None:
+    """Models that have all parameters, one model after the other, as one with their keys before the names.
+
+    Of models with the same shapes, the first in the file come first. None where the models could meet otherwise.
+    """
+    usable = [each for each in models if each.order and not is_average(each.model.path)]
+    if parameters.names or None in parameters.order or not 1 < len(usable) <= _MOST_TOGETHER:
+        return None
+    found: dict[tuple[tuple[Shape, ...], ...], tuple[_Weights, ...]] = {}
+    waiting: list[tuple[int, tuple[_Weights, ...]]] = [(0, ())]
+    while waiting:
+        at, taken = waiting.pop()
+        if at == parameters.count:
+            found.setdefault(tuple(tuple(each.order) for each in taken), taken)
+        fitting = [each for each in usable if parameters.order[at : at + len(each.order)] == each.order]
+        waiting += [(at + len(each.order), (*taken, each)) for each in reversed(fitting) if each not in taken]
+    if len(found) != 1:
+        return None
+    (taken,) = found.values()
+    return Candidate("", {f"{each.model.path}.{name}": ref for each in taken for name, ref in each.refs.items()})
 
 
 def _parts(model: Candidate) -> list[Candidate]:

@@ -19,7 +19,7 @@ from ckpt8.checkpoint.meaning.nodes import listed_parameters, parameter_groups
 from ckpt8.checkpoint.meaning.ownership import Owner, owners
 from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.quantised_state import bitsandbytes_moments, with_moments
-from ckpt8.checkpoint.meaning.state_dicts import Candidate, find_all
+from ckpt8.checkpoint.meaning.state_dicts import Candidate, find_all, find_loose
 from ckpt8.checkpoint.meaning.weight_evidence import moment_shape, untied, weights_of
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.text import listed
@@ -71,8 +71,7 @@ def saved_parameters(tree: object, beside: Beside | None = None, *, as_torch: bo
     The models ``beside`` serve where the tree itself has none. With ``as_torch`` the 32-bit moments of bitsandbytes
     have the names of torch.
     """
-    models, copies, optimizers = find_all(tree)
-    models += copies
+    models, optimizers = models_and_optimizers(tree)
     beside = Beside() if models or beside is None else beside
     found = owners(optimizers, models or beside.models)
     return [
@@ -82,6 +81,13 @@ def saved_parameters(tree: object, beside: Beside | None = None, *, as_torch: bo
             optimizer, owner, models or beside.models, None if models else beside.names, as_torch
         )
     ]
+
+
+def models_and_optimizers(tree: object) -> tuple[list[Candidate], list[Candidate]]:
+    """All that can be the model of an optimizer: state dicts, their copies, and other weights; and the optimizers."""
+    models, copies, optimizers = find_all(tree)
+    models += copies
+    return (models or find_loose(tree, optimizers)) if optimizers else models, optimizers
 
 
 def _parameters(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.checkpoint.meaning.weight_evidence import evident_weights, weights_of
 from ckpt8.checkpoint.tree import Inert
 from ckpt8.checkpoint.vocabulary import MODEL_KEYS, is_average
-from ckpt8.checkpoint.walk import format_path
+from ckpt8.checkpoint.walk import format_path, iter_leaves
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +91,22 @@ def _find_every(tree: object) -> tuple[list[Candidate], dict[int, Candidate], li
             if path and path[-1] not in MODEL_KEYS and id(node) not in live.modules:
                 others[id(found[-1])] = found[-1]
     return found, others, optimizers
+
+
+def find_loose(tree: object, taken: Iterable[Candidate]) -> list[Candidate]:
+    """Weights by evidence that are no state dict, by the first key: a list, a tree of dicts, entries among others.
+
+    ``taken`` are the models and optimizers of the tree.
+    """
+    known = {id(value) for each in taken for value in each.node.values()}
+    weights = evident_weights(tree) - known
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
+    for path, leaf in iter_leaves(tree):
+        if id(leaf) in weights:
+            key, *rest = path if len(path) > 1 else ("", *path)
+            numbered = all(map(str.isdecimal, rest))
+            found[key].setdefault(".".join(path if numbered else rest), leaf)
+    return [Candidate(key or TOP_LEVEL, node) for key, node in found.items()]
 
 
 def _form(model: Candidate) -> frozenset[tuple[str, tuple[int, ...]]]:

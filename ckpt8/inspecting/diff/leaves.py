@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar
 
 from ckpt8.checkpoint.meaning.deepspeed import Universal
 from ckpt8.checkpoint.meaning.roles import classify, unique_name
+from ckpt8.checkpoint.meaning.weight_evidence import evident_weights
 from ckpt8.checkpoint.tree import Global, Inert, StorageRef, TensorRef
 from ckpt8.checkpoint.walk import iter_nodes
 from ckpt8.core.tensors import Role
@@ -80,8 +82,9 @@ def collect(side: Side, naming: Naming, *, param_names: bool) -> Found:
     taken: dict[str, int] = {}
     ties: dict[tuple[object, ...], str] = {}
     universal = Universal((part.path, part.checkpoint) for part in side.parts)
+    beside = cache(lambda: evident_weights(*(part.data.tree for part in side.parts)))
     for part in side.parts:
-        classified = classify(part.data.tree, role=universal.role(part.path))
+        classified = classify(part.data.tree, role=universal.role(part.path), beside=beside)
         roles = {id(tensor.ref): tensor.role for tensor in reversed(classified.tensors)}
         for place, leaf in _walk(part, naming, param_names=param_names):
             called = unique_name(place.own, own)

@@ -15,6 +15,7 @@ from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights
 from ckpt8.checkpoint.meaning.pairing import saved_names
 from ckpt8.checkpoint.meaning.parameter_names import match, plain_names
 from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
+from ckpt8.checkpoint.meaning.weight_evidence import evident_weights
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.inspecting.diff.sides import Part, Side
 
@@ -80,7 +81,8 @@ def naming(side: Side) -> Naming:
     """Find the models and optimizers of a source, and the names of their parameters. Raises InputError."""
     members = [(part.path, part.checkpoint) for part in side.parts] + list(side.files.items())
     weight_names = NamesFromWeights(members)
-    candidates = [(part, *find(part.data.tree)) for part in side.parts]
+    evident = evident_weights(*(part.data.tree for part in side.parts))
+    candidates = [(part, *find(part.data.tree, evident)) for part in side.parts]
     found = Naming(
         _models([(part, model) for part, models, _ in candidates for model in models]),
         [_optimizer(part, each, weight_names) for part, _, optimizers in candidates for each in optimizers],

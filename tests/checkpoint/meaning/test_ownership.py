@@ -248,3 +248,58 @@ def test_a_directory_of_the_trainer_is_replayed_with_its_weights(tmp_path):
     assert "the file has no state dict of a model" not in found["without_weights"].values()
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     assert steps_after(folder)["with_weights"] == len(NAMES)
+
+
+def tree_of(module):
+    """The weights as a tree of dicts."""
+    tree = {}
+    for name, tensor in module.state_dict().items():
+        *owners, last = name.split(".")
+        node = tree
+        for owner in owners:
+            node = node.setdefault(f"layer{owner}", {})
+        node[last] = tensor
+    return tree
+
+
+@pytest.mark.parametrize("keys", [("enc", "dec"), ("encoder", "decoder")])
+@pytest.mark.parametrize("swapped", [True, False])
+def test_one_optimizer_of_several_models(keys, swapped, tmp_path):
+    """The order of the parameters tells the order of the models, whatever that is in the file."""
+    modules = dict(zip(keys, (network(0), network(1, width=64)), strict=True))
+    optimizer = trained(*modules.values())
+    saved = {key: module.state_dict() for key, module in modules.items()}
+    tree = {"other": {"x": torch.randn(9, 9)}, **(dict(reversed(saved.items())) if swapped else saved)}
+    expected = [f"{key}.{name}" for key in keys for name in NAMES]
+    assert weights_of({**tree, "opt": optimizer}, tmp_path / "run.pt") == expected
+    assert names_of(tmp_path / "run.pt") == expected
+
+
+def test_models_that_could_meet_in_two_ways_are_not_told_apart(tmp_path):
+    """One is the beginning of the other: the shapes do not say where it ends."""
+    torch.manual_seed(0)
+    short = nn.Sequential(nn.Linear(96, 96, bias=False))
+    long = nn.Sequential(nn.Linear(96, 96, bias=False), nn.Linear(96, 96, bias=False))
+    optimizer = torch.optim.AdamW([*short.parameters(), *long.parameters()])
+    (short(torch.randn(3, 96)).sum() + long(torch.randn(3, 96)).sum()).backward()
+    optimizer.step()
+    tree = {"model": short.state_dict(), "net": long.state_dict(), "opt": optimizer.state_dict()}
+    assert all("cannot be told apart" in each for each in weights_of(tree, tmp_path / "run.pt"))
+
+
+LOOSE = {
+    "a tree": (lambda model: {"variables": tree_of(model)}, "variables.layer0.weight"),
+    "beside other entries": (lambda model: {**model.state_dict(), "epoch": 3}, "0.weight"),
+    "a list": (lambda model: {"fp32": list(model.parameters())}, "fp32.0"),
+    "nested lists": (lambda model: {"fp32": [list(model.parameters())[:3], list(model.parameters())[3:]]}, "fp32.0.0"),
+}
+
+
+@pytest.mark.parametrize("case", LOOSE)
+def test_weights_that_are_no_state_dict(case, tmp_path):
+    make, first = LOOSE[case]
+    model = network()
+    torch.save({**make(model), "opt": trained(model)}, tmp_path / "run.pt")
+    found = steps_after(tmp_path / "run.pt")
+    assert found["with_weights"] == found["parameters"] == len(NAMES)
+    assert names_of(tmp_path / "run.pt")[0].endswith(first.removeprefix("variables."))
