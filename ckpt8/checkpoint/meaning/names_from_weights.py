@@ -139,8 +139,11 @@ def models_of_files(files: Sequence[tuple[str, str, object]]) -> list[Weights]:
             own.add(model.node, {id(ref): name for ref in model.node.values()})
             models.append(own)
             if is_bare:
-                whole = next((each for each in shards if own.names.isdisjoint(*(part.names for part in each))), None)
-                shards.append([own]) if whole is None else whole.append(own)
+                whole = next((each for each in shards if all(own.names.isdisjoint(part.names) for part in each)), None)
+                if whole is None:
+                    shards.append([own])
+                else:
+                    whole.append(own)
     return models + [_joined(parts) for parts in shards if len(parts) > 1]
 
 
