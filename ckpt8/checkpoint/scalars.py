@@ -44,15 +44,16 @@ def read_settings(
     torch keeps a learning rate or betas as tensors where the caller gave tensors.
     """
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, TensorRef) and value.numel == 1 and value.key in storages:
-            number = read_scalar(checkpoint, storages[value.key], value)
-            return value if number is None else number
-        if isinstance(value, (list, tuple)) and len(value) <= _MOST_NUMBERS:
-            return tuple(map(plain, value))
-        return value
+    return {key: value if key == "params" else _plain(checkpoint, storages, value) for key, value in group.items()}
 
-    return {key: value if key == "params" else plain(value) for key, value in group.items()}
+
+def _plain(checkpoint: Checkpoint, storages: Mapping[str, StorageInfo], value: Any) -> Any:
+    if isinstance(value, TensorRef) and value.numel == 1 and value.key in storages:
+        number = read_scalar(checkpoint, storages[value.key], value)
+        return value if number is None else number
+    if isinstance(value, (list, tuple)) and len(value) <= _MOST_NUMBERS:
+        return tuple(_plain(checkpoint, storages, each) for each in value)
+    return value
 
 
 def is_setting(value: object) -> bool:
