@@ -43,7 +43,6 @@ def read_settings(
 
     torch keeps a learning rate or betas as tensors where the caller gave tensors.
     """
-
     return {key: value if key == "params" else _plain(checkpoint, storages, value) for key, value in group.items()}
 
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ckpt8 import __version__
@@ -98,7 +99,7 @@ class Compressor:
         self._options = options
         self._slab = layout.SLAB
         self._encoder = encoder or ChunkEncoder(source, measure=options.stats)
-        self._groups = GroupEncoder(source, self._encoder, self._broken_bound)
+        self._groups = GroupEncoder(source, self._encoder, partial(_broken_bound, options.max_update_error))
         self._own, self._shared = share(plan.units, source.size, self._slab)
 
     def run(self, target: Path, policy: Policy, *, force: bool) -> Manifest:
@@ -135,7 +136,7 @@ class Compressor:
         for unit in units:
             mark = writer.mark()
             result = self._write_unit(writer, unit, chunks)
-            reason = result.refused or self._broken_bound(unit, result.errors)
+            reason = result.refused or _broken_bound(self._options.max_update_error, unit, result.errors)
             if reason is not None:
                 writer.rollback(mark)
                 again = unit.lossless(reason)
@@ -186,7 +187,7 @@ class Compressor:
                     packed.append(chunk)
                     errors.merge(chunk.errors)
             self._encoder.finish(unit, errors)
-            reason = refused or self._broken_bound(unit, errors)
+            reason = refused or _broken_bound(self._options.max_update_error, unit, errors)
             if reason is None:
                 for k, each in enumerate(packed):
                     each.errors = UnitErrors() if k else errors
@@ -216,19 +217,6 @@ class Compressor:
     def _no_errors(self, unit: Unit) -> UnitErrors:
         """Sums for what is measured of a unit, all zero."""
         return UnitErrors.for_unit(unit) if self._options.stats else UnitErrors()
-
-    def _broken_bound(self, unit: Unit, errors: UnitErrors) -> str | None:
-        """Why the unit must be stored lossless to keep the bound on its update error, or None."""
-        bound, parameter = self._options.max_update_error, unit.parameter
-        if bound is None or not any(each.lossy if parameter else each.lossy_moment for each in unit.streams):
-            return None
-        error = errors.update
-        if error is None:
-            why = (parameter.reason if parameter else None) or NO_PARAMETER
-            return f"update error unknown: {why}"
-        if not error.max_error <= bound:
-            return f"update error exceeds {bound:g}"
-        return None
 
     def _write_unit(self, writer: ContainerWriter, unit: Unit, chunks: Iterator[EncodedChunk]) -> UnitResult:
         """Write a unit slab by slab. Consumes all its chunks, also after one was refused."""
@@ -268,3 +256,17 @@ class Compressor:
 
 def _chunks_of(units: Iterable[Unit]) -> Iterator[Work]:
     return ((unit, chunk) for unit in units for chunk in range(layout.chunk_count(unit.numel)))
+
+
+def _broken_bound(bound: float | None, unit: Unit, errors: UnitErrors) -> str | None:
+    """Why the unit must be stored lossless to keep the bound on its update error, or None."""
+    parameter = unit.parameter
+    if bound is None or not any(each.lossy if parameter else each.lossy_moment for each in unit.streams):
+        return None
+    error = errors.update
+    if error is None:
+        why = (parameter.reason if parameter else None) or NO_PARAMETER
+        return f"update error unknown: {why}"
+    if not error.max_error <= bound:
+        return f"update error exceeds {bound:g}"
+    return None
