@@ -48,7 +48,7 @@ class Weights:
 
     ``path`` and ``node`` are those of a ``Candidate``; a model in shards has the entries of all. ``ordered``: the
     weights are in the order of the model. ``order``: the order of the model, if known. ``trainer``: the Trainer of
-    transformers wrote the folder. ``files`` are the names of the files of values, by the ``id`` of each.
+    transformers wrote the folder. ``files`` are the paths of the files of values, by the ``id`` of each.
     """
 
     path: str = ""
@@ -91,6 +91,7 @@ class NamesFromWeights:
         for path, checkpoint in members:
             folder, _, name = path.rpartition("/")
             self._folders[folder][name] = checkpoint
+        self._members = dict(members)
         self._models: dict[str, list[Weights]] = {}
 
     def of_member(self, path: str) -> Mapping[str, str]:
@@ -102,20 +103,25 @@ class NamesFromWeights:
         """The models in the folder of a member, and what they say of its parameters. Raises InputError."""
         folder, _, name = path.rpartition("/")
         tree, models = self._folders[folder][name].tree, self._models_in(folder)
-        above = f"{folder}/" if folder else ""
-        files = {ref: f"{above}{file}" for each in models for ref, file in each.files.items()}
+        files = {ref: file for each in models for ref, file in each.files.items()}
         return Beside([Candidate(each.path, each.node) for each in models], bare_names(tree, models), files)
 
     def _models_in(self, folder: str) -> list[Weights]:
         if folder not in self._models:
             files = self._folders[folder]
+            above = f"{folder}/" if folder else ""
+            found = models_of_files({f"{above}{name}": checkpoint for name, checkpoint in files.items()})
             order = _order(files.get(_CONFIG))
-            self._models[folder] = found = models_of_files(
-                [(name, checkpoint.format, checkpoint.tree) for name, checkpoint in files.items()]
-            )
             for weights in found:
                 weights.order, weights.trainer = order, _TRAINER in files
+            self._models[folder] = found or models_of_files(self._further(above))
         return self._models[folder]
+
+    def _further(self, above: str) -> dict[str, Checkpoint]:
+        """The files that serve where a folder has no model: all, if one alone has optimizers; else those below."""
+        owners = (path for path, each in self._members.items() if find(each.tree)[1])
+        alone = next(owners, None) is not None and next(owners, None) is None
+        return {path: each for path, each in self._members.items() if alone or path.startswith(above)}
 
 
 def _order(config: Checkpoint | None) -> ModelOrder | None:
@@ -126,14 +132,14 @@ def _order(config: Checkpoint | None) -> ModelOrder | None:
     return of_config(bytes(text))
 
 
-def models_of_files(files: Sequence[tuple[str, str, object]]) -> list[Weights]:
-    """The models in files, given by name, format and tree. Files of weights that share no name can be one model."""
+def models_of_files(files: Mapping[str, Checkpoint]) -> list[Weights]:
+    """The models in files, by path. Files of weights that share no name can be one model."""
     models: list[Weights] = []
     shards: list[list[Weights]] = []
-    evident = evident_weights(*(tree for _, _, tree in files))
-    for name, file_format, tree in files:
-        ordered = file_format != "safetensors"
-        for model in find(tree, evident)[0]:
+    evident = evident_weights(*(checkpoint.tree for checkpoint in files.values()))
+    for name, checkpoint in files.items():
+        ordered = checkpoint.format != "safetensors"
+        for model in find(checkpoint.tree, evident)[0]:
             is_bare = model.path == TOP_LEVEL
             own = Weights(name if is_bare else f"{name}:{model.path}", ordered=ordered)
             own.add(model.node, {id(ref): name for ref in model.node.values()})

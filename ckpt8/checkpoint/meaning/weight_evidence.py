@@ -15,17 +15,19 @@ name or the shape of a parameter count. Values are never looked at.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ckpt8.checkpoint.meaning.flat_states import flat_states
 from ckpt8.checkpoint.meaning.live_objects import find_live_objects
 from ckpt8.checkpoint.meaning.nodes import (
     Inside,
     holds_tensors_alone,
     is_bare_state_dict,
+    is_flat_optimizer,
     is_optimizer,
     listed_parameters,
 )
@@ -140,26 +142,41 @@ def weights_of_states(tensors: Mapping[str, TensorRef], states: Iterable[Mapping
     return set(map(id, found))
 
 
-def _collect(trees: Sequence[object]) -> tuple[list[_Set], list[_Parameters]]:
+def _collect(trees: Iterable[object]) -> tuple[list[_Set], list[_Parameters]]:
     sets: list[_Set] = []
     optimizers: list[_Parameters] = []
-    optimizer = Inside()
-    live = [find_live_objects(tree) for tree in trees]
-    modules = {each for objects in live for each in objects.modules}
-    for path, node in (found for tree, objects in zip(trees, live, strict=True) for found in objects.walk(tree)):
-        if optimizer.holds(path):
-            continue
-        if is_optimizer(node):
-            optimizer.enter(path)
-            optimizers.append(_parameters(node))
-        elif isinstance(node, (dict, list, tuple)):
-            entries = node if isinstance(node, dict) else dict(enumerate(node))
-            tensors = {name: value for name, value in entries.items() if isinstance(value, TensorRef)}
-            if tensors:
-                alone = len(tensors) == len(entries) or holds_tensors_alone(entries)
-                is_model = id(node) in modules or (not path and is_bare_state_dict(node))
-                sets.append(_Set(tensors, alone, is_model or not MODEL_KEYS.isdisjoint(path)))
+    for tree in trees:
+        optimizer = Inside()
+        live = find_live_objects(tree)
+        for path, node in live.walk(tree):
+            if optimizer.holds(path):
+                continue
+            if is_optimizer(node):
+                optimizer.enter(path)
+                optimizers.append(_parameters(node))
+            elif not path and is_flat_optimizer(node):
+                optimizers.append(_flat_parameters(node))
+            elif isinstance(node, (dict, list, tuple)):
+                is_model = id(node) in live.modules or (not path and is_bare_state_dict(node))
+                sets += _sets(node, is_model or not MODEL_KEYS.isdisjoint(path))
     return sets, [each for each in optimizers if each.is_enough()][:MOST_OPTIMIZERS]
+
+
+def _sets(node: Mapping[Any, Any] | Sequence[Any], keyed: bool) -> list[_Set]:
+    """The set of the tensors that a container holds directly; nothing where it holds none."""
+    entries = node if isinstance(node, Mapping) else dict(enumerate(node))
+    tensors = {name: value for name, value in entries.items() if isinstance(value, TensorRef)}
+    alone = len(tensors) == len(entries) or holds_tensors_alone(entries)
+    return [_Set(tensors, alone, keyed)] if tensors else []
+
+
+def _flat_parameters(tree: Mapping[str, TensorRef]) -> _Parameters:
+    """The parameters of a flat file of an optimizer."""
+    states: dict[str, dict[str, TensorRef]] = defaultdict(dict)
+    for name, (owner, key) in flat_states(tree).items():
+        states[owner][key] = tree[name]
+    shapes = {owner: shape for owner, state in states.items() if (shape := _shape(state)) is not None}
+    return _Parameters(shapes, Counter(shapes.values()))
 
 
 def given_names(optimizer: Mapping[str, Any]) -> dict[int | str, str | None]:

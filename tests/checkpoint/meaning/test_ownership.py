@@ -224,6 +224,34 @@ def test_weights_in_another_file_than_the_optimizer(keyed, tmp_path):
     assert found["with_weights"] == found["parameters"] == 2 * len(NAMES)
 
 
+@pytest.mark.parametrize(
+    "names", [("a.pt", "b.pt"), ("b.pt", "a.pt"), ("w/net.pt", "o/opt.pt"), ("w/net.pt", "opt.pt")]
+)
+@pytest.mark.parametrize("form", ["bare", "keyed", "flat", "live"])
+def test_an_optimizer_alone_in_its_file(names, form, tmp_path):
+    """Whatever the order of the files, and in other folders too."""
+    model, folder = network(), tmp_path / "run"
+    weights, state = (folder / name for name in names)
+    for each in (weights, state):
+        each.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"params_of_it": model.state_dict(), "iteration": 3}, weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.randn(8, 80)).square().mean().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    if form == "flat":
+        tensors = {f"{k}.{key}": value for k, each in saved["state"].items() for key, value in each.items()}
+        save_file(tensors, state)
+    else:
+        torch.save({"bare": saved, "keyed": {"opt": saved}, "live": optimizer}[form], state)
+    names = names_of(folder)
+    with ckpt8.open(folder.with_suffix(".ckpt8")) as file:
+        roles = {each.name.rpartition(":")[2]: each.role for each in file.manifest.storages}
+    assert roles["params_of_it.2.weight"] is Role.WEIGHT
+    if form != "flat":
+        assert [name.rpartition(":")[2] for name in names] == NAMES
+
+
 def test_weights_alone_stay_as_they_are(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
