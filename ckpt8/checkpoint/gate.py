@@ -6,8 +6,10 @@ goes to ``torch.load(..., weights_only=True)``, and any error of torch becomes o
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -66,6 +68,31 @@ def is_loadable(path: Path) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a file will not be loaded: a ``reason``, and the ``names`` that torch does not allow."""
+
+    reason: str
+    names: frozenset[str] = frozenset()
+
+
+def refusal_of(source: SourceFile) -> Refusal | None:
+    """Why ``load_allowed`` and ``load_member`` would refuse a file of torch.save, judged before torch sees it."""
+    calls = _calls(source)
+    try:
+        _check(source, _reader(source), calls)
+    except InputError as exc:
+        return Refusal(
+            str(exc).removeprefix(f"{source.source}: ").partition(", which torch")[0], frozenset(calls.foreign)
+        )
+    return None
+
+
+def refusal_of_bytes(content: bytes) -> Refusal | None:
+    """As ``refusal_of``, of a file in memory."""
+    return refusal_of(_Stream(io.BytesIO(content), "bytes"))
+
+
 class _Stream(SourceFile):
     """A seekable file of a caller, who opens and closes it."""
 
@@ -101,10 +128,14 @@ def _reader(source: SourceFile) -> _TorchReader:
     return torch_legacy
 
 
-def _check(source: SourceFile, reader: _TorchReader) -> OpenCheckpoint:
-    """The structure of a file for torch. Raises InputError or UnsupportedError for a file that torch must not load."""
+def _calls(source: SourceFile) -> TorchCalls:
     trusted = unpickler._get_user_allowed_globals()  # type: ignore[no-untyped-call]
-    calls = TorchCalls(source.source.length, unpickler._get_allowed_globals(), trusted)
+    return TorchCalls(source.source.length, unpickler._get_allowed_globals(), trusted)
+
+
+def _check(source: SourceFile, reader: _TorchReader, calls: TorchCalls | None = None) -> OpenCheckpoint:
+    """The structure of a file for torch. Raises InputError or UnsupportedError for a file that torch must not load."""
+    calls = calls or _calls(source)
     checkpoint = reader.read(source, calls)
     if calls.foreign:
         raise UnsupportedError(

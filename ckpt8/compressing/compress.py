@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeVar, overload
 
 import torch
 
+from ckpt8.checkpoint.gate import refusal_of
 from ckpt8.checkpoint.readers.entries import is_directory
 from ckpt8.checkpoint.replacing import checkpoint_file
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
 from ckpt8.checkpoint.sources.opening import directory_name, open_source
+from ckpt8.checkpoint.tree import Global, Inert, OpenCheckpoint
+from ckpt8.checkpoint.walk import format_path, iter_nodes
 from ckpt8.compressing.background import PendingSave, start, wait_for
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.compressor import Compressor, Options
@@ -29,6 +34,10 @@ from ckpt8.core.gpu import requested
 from ckpt8.core.workers import Progress
 
 R = TypeVar("R")
+
+_SHOWN = 5
+_CALLER = 5
+"""Frames from a warning to the caller of ``save``."""
 
 
 def default_target(source: Path) -> Path:
@@ -147,6 +156,7 @@ def save(
 
     def compress_live(run_or_pack: Callable[..., R]) -> R:
         with live_checkpoint(obj, target.stem) as checkpoint:
+            _warn_of_refusal(target, checkpoint)
             live = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
             compressor = _compressor(Bundle.of(checkpoint, member), policy, options, live)
             return run_or_pack(compressor, target, policy, force=force)
@@ -155,6 +165,25 @@ def save(
         return start(target, partial(compress_live, Compressor.pack))
     wait_for(target)
     return compress_live(Compressor.run)
+
+
+def _warn_of_refusal(target: Path, checkpoint: OpenCheckpoint) -> None:
+    """Warn of objects that ``ckpt8.load`` will refuse."""
+    refusal = refusal_of(checkpoint.file)
+    if refusal is None:
+        return
+
+    def is_refused(node: object) -> bool:
+        return isinstance(node, (Inert, Global)) and node.name in refusal.names
+
+    nodes = iter_nodes(checkpoint.tree, is_leaf=is_refused)
+    paths = (format_path(path) or "the object" for path, node in nodes if is_refused(node))
+    where = ", ".join(islice(paths, _SHOWN)) or "the object"
+    warnings.warn(
+        f"{target}: ckpt8.load will refuse it: {where}: {refusal.reason}; save numbers, texts, lists, dicts and "
+        "tensors instead, or allow these classes with torch.serialization.add_safe_globals before loading",
+        stacklevel=_CALLER,
+    )
 
 
 def _compressor(

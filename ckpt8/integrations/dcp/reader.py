@@ -100,7 +100,8 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
             if not isinstance(whole, torch.Tensor) or whole.shape != self._values[name].size:
                 raise InputError(f"{self.path}: {name}: is not the tensor that {FILE_NAME} states")
             for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                whole = whole.narrow(dim, offset, length)
+                # Tensors of other layouts cannot be narrowed, and are one slice.
+                whole = whole if length == whole.shape[dim] else whole.narrow(dim, offset, length)
             target.copy_(whole)
         else:
             value = self._values[name]

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckpt8.checkpoint.gate import refusal_of_bytes
 from ckpt8.checkpoint.readers.entries import PACKED_INDEX as FILE_NAME
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
@@ -29,12 +31,14 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.tensors import DType
+from ckpt8.core.text import listed
 from ckpt8.integrations import is_local
 from ckpt8.integrations.dcp.metadata import OBJECTS, InDirectory, Stored, write_metadata
 from ckpt8.integrations.dcp.slices import ExactStorages
 from ckpt8.integrations.dcp.tree import Naming, build, fill_slots, tensor_names
 
 _FILE = re.compile(r"__(\d+)_(\d+)\.ckpt8")
+_SHOWN = 5
 _DCP_VERSION = "1.0.0"
 _DTYPES = frozenset(dtype.label for dtype in DType)
 
@@ -105,6 +109,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         tensors: list[torch.Tensor] = []
         slices: list[tuple[str, tuple[int, ...]]] = []
         places: list[tuple[MetadataIndex, int | tuple[int, int]]] = []
+        contents: dict[str, bytes] = {}
         for item in plan.items:
             data = planner.resolve_data(item)
             if isinstance(data, torch.Tensor) and _is_plain(data):
@@ -112,11 +117,13 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
                 slices.append((item.index.fqn, tuple(item.index.offset or ())))
                 tensors.append(exact.tensor(data))
             else:
-                content = _as_bytes(data)
+                content = contents[item.index.fqn] = _as_bytes(data)
                 places.append((item.index, (len(saved), len(content))))
                 saved += content
-        known = getattr(planner, "state_dict", None)
-        tree = self._tree(slices, plan, known if isinstance(known, Mapping) else {})
+        found = getattr(planner, "state_dict", None)
+        known = found if isinstance(found, Mapping) else {}
+        self._warn_of_refusals(contents, known)
+        tree = self._tree(slices, plan, known)
         names = tensor_names(tree)
         obj = fill_slots(tree, tensors.__getitem__)
         if saved:
@@ -129,6 +136,23 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
             else WriteResult(index, place[1], Stored(target.name, seal, None, *place))
             for index, place in places
         ]
+
+    def _warn_of_refusals(self, contents: Mapping[str, bytes], values: Mapping[str, Any]) -> None:
+        """Warn of values that the reader will refuse, given as torch.save writes them."""
+        known = {content: refusal_of_bytes(content) for content in set(contents.values())}
+        reasons: dict[str, None] = {}
+        refused = []
+        for name, content in contents.items():
+            if (refusal := known[content]) is not None:
+                reasons[refusal.reason] = None
+                refused.append(f"{name} ({type(values[name]).__name__})" if name in values else name)
+        if refused:
+            warnings.warn(
+                f"{self.path}: Ckpt8StorageReader will refuse {listed(refused, _SHOWN)}: {listed(reasons, _SHOWN)}; "
+                "save numbers, texts, lists, dicts and tensors instead, or allow these classes with "
+                "torch.serialization.add_safe_globals before loading",
+                stacklevel=2,
+            )
 
     @staticmethod
     def _tree(slices: list[tuple[str, tuple[int, ...]]], plan: SavePlan, known: Mapping[str, Any]) -> dict[str, Any]:
