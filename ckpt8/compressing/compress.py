@@ -28,6 +28,7 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.target_names import CONTAINER, default_path
 from ckpt8.core.arguments import checked
+from ckpt8.core.collection import without_collection
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.gpu import requested
@@ -193,7 +194,8 @@ def _compressor(
     live: Mapping[str, torch.UntypedStorage] | None = None,
     device: torch.device | None = None,
 ) -> Compressor:
-    plan = plan_bundle(source, policy)
+    with without_collection():
+        plan = plan_bundle(source, policy)
     policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
     encoder = choose_encoder(source, live or {}, device, measure=options.stats)
     return Compressor(source, plan, options, encoder)

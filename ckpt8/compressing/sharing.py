@@ -18,6 +18,9 @@ from ckpt8.container.layout import PACK, entry_names, pack_entry
 _ROOM, _ROOM_SHARE = 12 << 10, 256
 """The header may take as many bytes, or this part of the source, before storages share entries."""
 
+_EMPTY_RECORD = 40
+"""What a storage without elements counts, which has no entries but a record in the manifest."""
+
 PACK_NAME = "ckpt8.shared"
 _WIDEST = f"{PACK_NAME}{10**8}"
 
@@ -69,7 +72,8 @@ def share(units: Sequence[Unit], size: int, slab: int) -> tuple[list[Unit], list
 def _is_header_long(units: Iterable[Unit], room: int, slab: int) -> bool:
     taken = 0
     for stream in (stream for unit in units for stream in unit.streams):
-        taken += sum(map(header.reserved_entry, entry_names(stream.codec, stream.spec, slab)))
+        entries = entry_names(stream.codec, stream.spec, slab)
+        taken += sum(map(header.reserved_entry, entries)) if entries else _EMPTY_RECORD
         if taken > room:
             return True
     return False

@@ -21,6 +21,7 @@ from ckpt8.container.pack_reader import PackReader
 from ckpt8.container.places import Locator, PartPlace, Places
 from ckpt8.core.backend import for_checkpoint
 from ckpt8.core.closing import Closing
+from ckpt8.core.collection import without_collection
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
@@ -42,17 +43,21 @@ class ContainerReader(Closing):
         self._codecs: dict[int | Pack, Codec] = {}
         self._packs = PackReader(self.pack_codec, self._read_pack_part)
         try:
-            entries, stored = self._open_header()
-            self.manifest = self._open_manifest(stored)
-            self._backend = for_checkpoint(self.manifest.storages) if kernels else "torch"
-            self._parts = self._locate({entry.name: entry for entry in entries})
-            check_references(self.manifest, self.codec, str(path))
-            check_companions(self.manifest, self.codec, str(path))
-            check_members(self.manifest, str(path))
-            check_paths(self.manifest, str(path))
+            with without_collection():
+                self._open(kernels=kernels)
         except BaseException:
             self._file.close()
             raise
+
+    def _open(self, *, kernels: bool) -> None:
+        entries, stored = self._open_header()
+        self.manifest = self._open_manifest(stored)
+        self._backend = for_checkpoint(self.manifest.storages) if kernels else "torch"
+        self._parts = self._locate({entry.name: entry for entry in entries})
+        check_references(self.manifest, self.codec, str(self.path))
+        check_companions(self.manifest, self.codec, str(self.path))
+        check_members(self.manifest, str(self.path))
+        check_paths(self.manifest, str(self.path))
 
     def close(self) -> None:
         """Close the file."""

@@ -19,6 +19,7 @@ from ckpt8.compressing.sharing import Group, share
 from ckpt8.container import frames, layout
 from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name
 from ckpt8.container.manifest import Manifest
+from ckpt8.core.collection import without_collection
 from ckpt8.core.errors import RefusedError
 from ckpt8.inspecting.manifest_facts import low_bit_state, parameter_facts, sizes_by, skeleton_roles, unrecognised
 from ckpt8.inspecting.opening import describe, open_any
@@ -50,7 +51,7 @@ def inspect_checkpoint(
     flags, calls ``progress`` with the bytes that it has read, and checks the checksums that the source states.
     ``tensors`` adds every tensor and every parameter that has moments.
     """
-    with open_any(path, containers=False) as source:
+    with without_collection(), open_any(path, containers=False) as source:
         if full:
             for member in source.members:
                 check_storages(member.checkpoint, str(path) if source.directory is None else f"{path}: {member.path}")

@@ -12,6 +12,7 @@ from ckpt8.codecs.error_stats import UpdateError, WeightError, read_error
 from ckpt8.container.facts import error_facts, figure_of, figures, tensor_facts, total_errors
 from ckpt8.container.manifest import Manifest, MemberRecord
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.collection import without_collection
 from ckpt8.core.tensors import Role
 from ckpt8.inspecting.manifest_facts import (
     dtypes,
@@ -42,7 +43,7 @@ def inspect_container(
     reader, whose manifest then has these errors. ``full`` decodes every element and looks for ``flags``. Raises
     InputError for damage.
     """
-    with ContainerReader(path) as reader:
+    with without_collection(), ContainerReader(path) as reader:
         manifest = reader.manifest
         differing = [] if original is None else _measure_again(reader, original)
         if visit is not None:

@@ -42,8 +42,8 @@ TREES = {
     "one number": lambda: torch.tensor(1.5),
     "twenty numbers": lambda: {f"n{k}": torch.tensor(float(k)) for k in range(20)},
     "24 of 8": lambda: many(24, 8),
-    "2000 numbers": lambda: many(2000, 1),
-    "2000 of 8": lambda: many(2000, 8),
+    "800 numbers": lambda: many(800, 1),
+    "800 of 8": lambda: many(800, 8),
     "500 of 64": lambda: many(500, 64),
     "300 of 1000 in bf16": lambda: many(300, 1000, torch.bfloat16),
     "60 of 30000": lambda: many(60, 30_000),
@@ -51,6 +51,7 @@ TREES = {
     "30 of 65537": lambda: many(30, PACK + 1),
     "300 of 1000 bytes": lambda: many(300, 1000, torch.uint8),
     "3000 empty": lambda: {f"blocks.{k}.none": torch.empty(0, 5) for k in range(3000)},
+    "3000 empty and one": lambda: {"w": torch.ones(5), **{f"none.{k}": torch.empty(0) for k in range(3000)}},
     "long names": lambda: {f"{'layer' * 95}.{k}": w for k, w in enumerate(many(200, 16).values())},
     "state of AdamW": lambda: adamw_state(200),
     "all types": mixed,
@@ -81,11 +82,11 @@ def test_a_container_is_hardly_longer_than_its_source(name, writer, tmp_path):
     assert ckpt8.restore(tmp_path / "a.ckpt8", tmp_path / "back").read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize("size", [0, 1, 100])
+@pytest.mark.parametrize("size", [0, 100])
 def test_a_directory_of_tiny_files(size, tmp_path):
     root = tmp_path / "run"
     root.mkdir()
-    for k in range(1200):
+    for k in range(400):
         folder = root / f"part{k % 30}"
         folder.mkdir(exist_ok=True)
         (folder / f"shard-{k:05}.bin").write_bytes(random.Random(k).randbytes(size))
@@ -190,17 +191,17 @@ def test_what_is_said_of_storages_in_packs_adds_up(tmp_path):
 
 
 def test_the_prediction_knows_shared_entries(tmp_path):
-    torch.save(many(3000, 20), tmp_path / "a.pt")
+    torch.save(many(1500, 20), tmp_path / "a.pt")
     predicted = inspect_checkpoint(tmp_path / "a.pt")["predicted"]["flash"]["bytes"]
     ckpt8.compress(tmp_path / "a.pt")
     assert predicted == pytest.approx((tmp_path / "a.ckpt8").stat().st_size, rel=0.1)
 
 
 def test_damage_in_a_pack_loses_its_storages_and_no_others(tmp_path):
-    tree = many(4000, 40)  # three packs
+    tree = many(2000, 40)  # two packs
     torch.save(tree, tmp_path / "a.pt")
     manifest = ckpt8.compress(tmp_path / "a.pt")
-    assert len(manifest.packs) == 3
+    assert len(manifest.packs) == 2
     broken = manifest.packs[1]
     data = bytearray((tmp_path / "a.ckpt8").read_bytes())
     with ckpt8.open(tmp_path / "a.ckpt8") as file:
