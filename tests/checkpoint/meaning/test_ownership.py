@@ -331,3 +331,16 @@ def test_weights_that_are_no_state_dict(case, tmp_path):
     found = steps_after(tmp_path / "run.pt")
     assert found["with_weights"] == found["parameters"] == len(NAMES)
     assert names_of(tmp_path / "run.pt")[0].endswith(first.removeprefix("variables."))
+
+
+@pytest.mark.parametrize("stranger", [9, "9", -1, "lost"])
+def test_a_state_that_no_group_lists_changes_nothing(stranger, tmp_path):
+    """It has no name, though every parameter that the groups list has one."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
+    model(torch.randn(8, 80)).square().mean().backward()
+    optimizer.step()
+    run = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    before = weights_of(run, tmp_path / "run.pt")
+    run["optimizer"]["state"][stranger] = copy.deepcopy(run["optimizer"]["state"][0])
+    assert weights_of(run, tmp_path / "run.pt") == before == [f"model.{name}" for name in NAMES]

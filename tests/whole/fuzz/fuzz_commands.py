@@ -7,6 +7,7 @@ edit. A difference is no finding where ``verify`` says so: the seal of an edited
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import tempfile
@@ -214,17 +215,46 @@ def _resume(path: Path, folder: Path, kind: Kind) -> Any:
 
 def _against(path: Path, folder: Path, kind: Kind) -> Any:
     original = kind.write_original(path.parent)
+    if original is None:
+        return REFUSED
     steps = len(path.read_bytes()) % 3 == 0
-    if original is not None:
-        found = attempt(
-            lambda: ckpt8.verify(path, original, threads=1, resume_steps=int(steps)),
-            InputError,
-            CheckFailedError,
-            UsageError,
-        )
-        if found is not REFUSED:
-            json.dumps([found.resume, found.failures])
+    found = attempt(
+        lambda: ckpt8.verify(path, original, threads=1, resume_steps=int(steps)),
+        InputError,
+        CheckFailedError,
+        UsageError,
+    )
+    if found is not REFUSED:
+        json.dumps([found.resume, found.failures])
+        if not found.failures:
+            _check_stated(path, kind)
     return REFUSED
+
+
+def _check_stated(path: Path, kind: Kind) -> None:
+    """Raise BrokenError for a figure that holds no more, though ``verify`` has measured it."""
+    unedited = path.with_name("unedited")
+    unedited.write_bytes(kind.content)
+    with ckpt8.open(unedited) as file:
+        known = _stated(file.manifest)
+    unedited.unlink()
+    with ckpt8.open(path) as file:
+        stated = _stated(file.manifest)
+    for place, figure in stated.items():
+        if figure is not None and known.get(place) is not None and not math.isclose(figure, known[place], rel_tol=1e-8):
+            raise BrokenError(f"{kind.name}: verify accepts {figure!r} for {known[place]!r} as {place}")
+
+
+def _stated(manifest: Any) -> dict[tuple[Any, ...], float | None]:
+    """The figures of errors and rules by the names of storages and parameters."""
+    found = {}
+    for record in (*manifest.storages, *manifest.parameters):
+        for field in ("error", "rule"):
+            values = getattr(record, field, None)
+            for key, value in (values or {}).items():
+                if type(value) in (int, float):
+                    found[record.name, field, key] = value if abs(value) < 1e300 else None
+    return found
 
 
 def _convert(to: str) -> Callable[[Path, Path, Kind], Any]:

@@ -8,12 +8,18 @@ from __future__ import annotations
 import json
 import random
 import zipfile
+from pathlib import Path
 
 import fuzz
 import fuzz_checks
+import fuzz_commands
+import fuzz_environment
+import fuzz_kinds
+import fuzz_settings
 import fuzz_targets
+import fuzz_watch
 import pytest
-from fuzz_container import unpack
+from fuzz_container import pack, unpack
 from fuzz_pickle import mutate_pickle, opcodes
 from fuzz_seeds import seeds
 from fuzz_zip import Record, read_zip, write_zip
@@ -96,6 +102,63 @@ def test_what_breaks_a_promise_is_found(tmp_path, monkeypatch):
         "BrokenError",
     ]
     assert "took" in counts.findings[-1]["what"]
+
+
+def test_what_ckpt8_writes_elsewhere_is_found(tmp_path):
+    folder, other = tmp_path / "a", tmp_path / "b"
+    folder.mkdir()
+    with fuzz_watch.writes_only_in(folder) as outside:
+        (folder / "x").write_bytes(b"")
+        (folder / "link").symlink_to(other)
+        assert outside == []
+        other.mkdir()
+        (other / "y").write_bytes(b"")
+        (other / "y").read_bytes()
+        (folder / ".." / "z").write_bytes(b"")
+    assert outside == [str(other), str(other / "y"), str(folder / ".." / "z")]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_command_that_gives_something_else_is_found(tmp_path, monkeypatch):
+    """Unless the container does not verify."""
+    kind = next(each for each in fuzz_kinds.kinds() if each.name == "safetensors")
+    command, _ = fuzz_commands.COMMANDS["restore"]
+
+    def other(path, folder, kind):
+        found = command(path, folder, kind)
+        return found if path.name == "unedited" else found[:-1] + b"x"
+
+    monkeypatch.setattr(fuzz_commands, "COMMANDS", {"restore": (other, True), "again": (other, True)})
+    path = tmp_path / "input"
+    path.write_bytes(kind.content)
+    edited = fuzz_commands.Edited(kind, kind.content)
+    with pytest.raises(fuzz_checks.BrokenError, match="verify accepts it"):
+        fuzz_commands.run(path, random.Random(1), edited)
+    metadata, entries, manifest = unpack(kind.content)
+    manifest["tensors"] = manifest["tensors"][:-1]
+    edited = fuzz_commands.Edited(kind, pack(metadata, entries, manifest))
+    path.write_bytes(edited.content)
+    fuzz_commands.run(path, random.Random(1), edited)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_command_line_must_not_do_is_found(tmp_path):
+    setting = fuzz_settings.Setting(
+        ("inspect", "{c}", "--json"), "objects", "x", (), "file", "file", ("utf-8", "strict"), (None, None)
+    )
+    (tmp_path / "place").mkdir()
+    place = fuzz_environment.Place(tmp_path / "place", setting)
+    place.check(0, b"{}", b"")
+    place.check(3, b"", b"ckpt8: x\n")
+    for code, out, err in ((1, b"", b"ckpt8: x\n"), (3, b"", b""), (0, b"{", b""), (2, b"", b"Traceback")):
+        with pytest.raises((fuzz_checks.BrokenError, ValueError)):
+            place.check(code, out, err)
+    Path(place.paths["o"]).write_bytes(b"x")
+    with pytest.raises(fuzz_checks.BrokenError, match="fails and leaves"):
+        place.check(4, b"", b"ckpt8: x\n")
+    Path(place.paths["s"]).write_bytes(b"x")
+    with pytest.raises(fuzz_checks.BrokenError, match="a source is changed"):
+        place.check(0, b"{}", b"")
 
 
 def _raise(error):
