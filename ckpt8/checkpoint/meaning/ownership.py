@@ -29,6 +29,9 @@ from ckpt8.checkpoint.vocabulary import MODEL_KEYS, is_average, words
 
 Shape = tuple[int, ...]
 
+_MOST_MODELS = 500
+"""Of more models in a file the first count: each is compared with every optimizer."""
+
 _MOST_TOGETHER = 6
 """Of more models no optimizer has several: their orders are tried."""
 
@@ -62,6 +65,7 @@ class Owner:
 
 def owners(optimizers: Sequence[Candidate], models: Sequence[Candidate]) -> list[Owner]:
     """The model of every optimizer. With several optimizers it may be a part of one in the file."""
+    models = models[:_MOST_MODELS]
     described = [_Weights(model) for model in models]
     parts = [_Weights(part) for model in models for part in _parts(model)] if len(optimizers) > 1 else []
     fits = [_best(_Parameters(each), described, parts) for each in optimizers[:MOST_OPTIMIZERS]]

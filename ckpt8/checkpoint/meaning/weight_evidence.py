@@ -44,6 +44,7 @@ _MANY_PARAMETERS, _MANY_SHAPES = 8, 3
 """An optimizer of so many parameters, of so many shapes, does not fit a set by chance."""
 
 MOST_OPTIMIZERS = 64
+_MOST_PAIRS = 100_000
 """Optimizers after these show nothing: each is compared with every set, and a hostile file may have any number."""
 
 
@@ -159,7 +160,8 @@ def _collect(trees: Iterable[object]) -> tuple[list[_Set], list[_Parameters]]:
             elif isinstance(node, (dict, list, tuple)):
                 is_model = id(node) in live.modules or (not path and is_bare_state_dict(node))
                 sets += _sets(node, is_model or not MODEL_KEYS.isdisjoint(path))
-    return sets, [each for each in optimizers if each.is_enough()][:MOST_OPTIMIZERS]
+    most = max(1, min(MOST_OPTIMIZERS, _MOST_PAIRS // max(1, len(sets))))
+    return sets, [each for each in optimizers if each.is_enough()][:most]
 
 
 def _sets(node: Mapping[Any, Any] | Sequence[Any], keyed: bool) -> list[_Set]:
