@@ -7,7 +7,7 @@ every element. A storage of copies may hold padding between its tensors and afte
                  all ranks
     alike        masters that are tensors of as many elements: in a list, or in the state of an optimizer
     in order     flat masters that hold the parameters one after the other: all in one group, or the matrices in one
-                 and the vectors in another
+                 and the vectors in another. Under an unknown key they are longer than every copy
 """
 
 from __future__ import annotations
@@ -138,11 +138,10 @@ class _Origins:
     def match_in_order(self, copies: Iterable[_Tensor]) -> None:
         """Lay the copies one after the other over flat masters, group by group."""
         waiting = {copy.run: copy for copy in copies if copy.ref not in self.runs}.values()
-        flat = [
-            master
-            for master in self._masters
-            if len(master.ref.shape) == 1 and not MASTER_LISTS.isdisjoint(re.split(r"[.:]", master.name))
-        ]
+        lines = [master for master in self._masters if len(master.ref.shape) == 1]
+        listed = [each for each in lines if not MASTER_LISTS.isdisjoint(re.split(r"[.:]", each.name))]
+        longest = max((copy.count for copy in waiting), default=0)
+        flat = listed or [each for each in lines if each.count > longest]
         if not waiting or not flat:
             return
         matrices = [copy for copy in waiting if len(copy.ref.shape) > 1]

@@ -140,6 +140,18 @@ def test_chunks_of_a_long_copy(tmp_path):
     assert all(torch.equal(bits(loaded[name]), bits(w.half())) for name, w in weights.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("key", ["fp32_groups_flat", "main_params", "of_any_name"])
+def test_flat_masters_under_any_key(key, dtype, tmp_path):
+    weights = masters()
+    whole = torch.cat([w.flatten() for w in weights.values()])
+    tree = {"model": {name: w.to(dtype) for name, w in weights.items()}, key: [whole], "opt": adamw([whole])}
+    torch.save(tree, tmp_path / "run.pt")
+    ckpt8.compress(tmp_path / "run.pt")
+    expected = "reference16/1" if dtype is torch.float16 else "reference/1"
+    assert codecs_of(tmp_path / "run.ckpt8", DType.from_label(str(dtype)))[0] == {expected}
+
+
 def test_other_types_are_not_accepted():
     codec = HalfReference((Run(0, 0, 3),))
     assert codec.accepts(spec(3))
