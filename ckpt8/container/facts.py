@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from ckpt8.codecs import codec_from_config
@@ -56,10 +57,11 @@ def _masters(manifest: Manifest, record: StorageRecord) -> list[str]:
     return [manifest.storages[index].name for index in dict.fromkeys(run[0] for run in runs) if index is not None]
 
 
-def total_errors(manifest: Manifest) -> dict[str, Any]:
+def total_errors(manifest: Manifest, count: Callable[[Iterable[str]], int]) -> dict[str, Any]:
     """The errors of weights, moments and updates over the whole file; None where nothing was measured.
 
     ``update`` are figures in update space, ``replayed`` those of the first replayed step: see ``figure_of``.
+    ``count`` counts parameters by their names.
     """
     weights = WeightError()
     moments = {Role.MOMENT1: MomentError(), Role.MOMENT2: MomentError()}
@@ -71,22 +73,29 @@ def total_errors(manifest: Manifest) -> dict[str, Any]:
         elif isinstance(error, MomentError) and record.role in moments:
             moments[record.role].merge(error)
             counts[record.role.value] += 1
-    steps = {kind: (UpdateError(), Counter[str]()) for kind in ("update", "replayed")}
+    steps = {kind: (UpdateError(), list[str]()) for kind in ("update", "replayed")}
     for parameter in manifest.parameters:
         if isinstance(error := read_error(parameter.error), UpdateError):
-            total, count = steps[figure_of(parameter)]
+            total, names = steps[figure_of(parameter)]
             total.merge(error)
-            count["parameters"] += 1
+            names.append(parameter.name)
     return {
         "weight": figures(weights) if weights.count else None,
         **{role.value: figures(error) if counts[role.value] else None for role, error in moments.items()},
-        **{kind: {**figures(total), **count} if count else None for kind, (total, count) in steps.items()},
-        **unknown_updates(_unknown_reasons(manifest)),
+        **{
+            kind: {**figures(total), "parameters": count(names)} if names else None
+            for kind, (total, names) in steps.items()
+        },
+        **unknown_updates(_unknown_reasons(manifest), count),
     }
 
 
-def unknown_updates(reasons: Counter[str]) -> dict[str, Any]:
-    """How many parameters with lossy moments have an update of unknown error, and how many by reason."""
+def unknown_updates(names: Mapping[str, Iterable[str]], count: Callable[[Iterable[str]], int]) -> dict[str, Any]:
+    """How many parameters with lossy moments have an update of unknown error, and how many by reason.
+
+    ``names`` are those of the parameters, by reason.
+    """
+    reasons = Counter({reason: count(each) for reason, each in names.items()})
     return {"update_unknown": reasons.total(), "update_reasons": dict(reasons.most_common())}
 
 
@@ -95,17 +104,17 @@ def figure_of(parameter: ParameterRecord) -> Literal["update", "replayed"]:
     return "replayed" if (parameter.rule or {}).get("kind") == "replayed" else "update"
 
 
-def _unknown_reasons(manifest: Manifest) -> Counter[str]:
-    """Why the error of an update is unknown, for every parameter with lossy moments that has none."""
+def _unknown_reasons(manifest: Manifest) -> dict[str, list[str]]:
+    """The parameters with lossy moments whose error of the update is unknown, by the reason for that."""
     lossy = {index for index, each in enumerate(manifest.storages) if _is_lossy_moment(each)}
-    reasons = Counter(
-        each.reason or NOT_MEASURED
-        for each in manifest.parameters
-        if each.error is None and not lossy.isdisjoint(each.moments.values())
-    )
+    reasons = defaultdict[str, list[str]](list)
+    for each in manifest.parameters:
+        if each.error is None and not lossy.isdisjoint(each.moments.values()):
+            reasons[each.reason or NOT_MEASURED].append(each.name)
     owned = {index for each in manifest.parameters for index in each.moments.values()}
-    others = {manifest.storages[index].name.rpartition(".")[0] for index in lossy - owned}
-    return reasons + Counter({NO_PARAMETER: len(others)})
+    if others := {manifest.storages[index].name.rpartition(".")[0] for index in lossy - owned}:
+        reasons[NO_PARAMETER] += others
+    return reasons
 
 
 def _is_lossy_moment(record: StorageRecord) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import check_storages
 from ckpt8.compressing import lockstep
@@ -21,7 +22,14 @@ from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.collection import without_collection
 from ckpt8.core.errors import RefusedError
-from ckpt8.inspecting.manifest_facts import low_bit_state, parameter_facts, sizes_by, skeleton_roles, unrecognised
+from ckpt8.inspecting.manifest_facts import (
+    low_bit_state,
+    parameter_facts,
+    sizes_by,
+    skeleton_roles,
+    unrecognised,
+    whole_shapes,
+)
 from ckpt8.inspecting.opening import describe, open_any
 from ckpt8.inspecting.sampling import PER_TENSOR
 from ckpt8.inspecting.survey.layers import layers_of
@@ -72,7 +80,7 @@ def inspect_checkpoint(
                 }
                 for member in manifest.members
             ],
-            "tensor_count": len(manifest.tensors),
+            "tensor_count": count_whole(tensor.name for tensor in manifest.tensors),
             "storages": len(manifest.storages) - len(manifest.members),
             "roles": _roles(manifest),
             "optimizer": _optimizers(manifest),
@@ -99,18 +107,22 @@ def _roles(manifest: Manifest) -> list[dict[str, Any]]:
 
 def _optimizers(manifest: Manifest) -> list[dict[str, Any]]:
     """Parameters by update rule, with the step if the rule counts it."""
-    rules = [each.rule or {"kind": f"unknown: {each.reason}", "step": None} for each in manifest.parameters]
-    rows = Counter((rule["kind"], rule["step"] or None) for rule in rules)
-    return [{"rule": kind, "step": step, "parameters": count} for (kind, step), count in rows.items()]
+    rows: dict[tuple[str, int | None], list[str]] = defaultdict(list)
+    for each in manifest.parameters:
+        rule = each.rule or {"kind": f"unknown: {each.reason}", "step": None}
+        rows[rule["kind"], rule["step"] or None].append(each.name)
+    return [{"rule": kind, "step": step, "parameters": count_whole(names)} for (kind, step), names in rows.items()]
 
 
 def _tensors(manifest: Manifest, plan: Plan) -> list[dict[str, Any]]:
+    whole = whole_shapes(manifest)
     return [
         {
             "name": tensor.name,
             "role": tensor.role.value,
             "dtype": tensor.ref.dtype.label,
             "shape": list(tensor.ref.shape),
+            "whole_shape": whole.get(tensor.name, list(tensor.ref.shape)),
             "storage": record.name,
             "bytes": record.nbytes,
             "codec": codec_name(record.codec),

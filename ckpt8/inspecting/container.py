@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.codecs.error_stats import UpdateError, WeightError, read_error
 from ckpt8.container.facts import error_facts, figure_of, figures, tensor_facts, total_errors
 from ckpt8.container.manifest import Manifest, MemberRecord
@@ -22,6 +23,7 @@ from ckpt8.inspecting.manifest_facts import (
     shown_names,
     sizes_by,
     unrecognised,
+    whole_shapes,
 )
 from ckpt8.inspecting.survey.layers import layers_of
 
@@ -122,7 +124,7 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
         "overhead_bytes": size - sum(parts.values()),
         "roles": sizes_by("codec", manifest),
         "low_bit": low_bit_state(manifest),
-        "errors": total_errors(manifest),
+        "errors": total_errors(manifest, count_whole),
     }
 
 
@@ -139,8 +141,14 @@ def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:
         "unrecognised": unrecognised(manifest) if manifest.preset != "lossless" else [],
     }
     if tensors:
+        whole = whole_shapes(manifest)
         facts["tensors"] = [
-            {"name": tensor.name, "shape": tensor.shape, **tensor_facts(manifest, tensor)}
+            {
+                "name": tensor.name,
+                "shape": tensor.shape,
+                "whole_shape": whole.get(tensor.name, tensor.shape),
+                **tensor_facts(manifest, tensor),
+            }
             for tensor in manifest.tensors
         ]
         facts["parameters"] = [

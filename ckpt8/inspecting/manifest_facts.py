@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection
 from typing import Any
 
-from ckpt8.checkpoint.meaning.parameter_names import display_names, split_member
+from ckpt8.checkpoint.meaning.parameter_names import SLICE, display_names, split_member, whole_name
 from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
 from ckpt8.checkpoint.meaning.update_rules import read_rule
 from ckpt8.codecs import codec_from_config
@@ -53,6 +53,21 @@ def dtypes(manifest: Manifest) -> dict[int, DType]:
     """The element type of every storage, from its first tensor: the container stores some as plain bytes."""
     stored = {index: record.dtype for index, record in enumerate(manifest.storages)}
     return stored | {tensor.storage: tensor.dtype for tensor in reversed(manifest.tensors)}
+
+
+def whole_shapes(manifest: Manifest) -> dict[str, list[int]]:
+    """The shapes of the tensors that the file has in slices, by the name of each slice."""
+    sizes: dict[str, list[int]] = {}
+    slices: dict[str, str] = {}
+    for tensor in manifest.tensors:
+        if found := SLICE.search(tensor.name):
+            ends = [place.rpartition(":")[2] for place in found[0][1:-1].split(",")]
+            if len(ends) == len(tensor.shape):
+                whole = slices[tensor.name] = whole_name(tensor.name)
+                reached = [int(end or size) for end, size in zip(ends, tensor.shape, strict=True)]
+                known = sizes.get(whole, reached)
+                sizes[whole] = [max(pair) for pair in zip(known, reached, strict=False)]
+    return {name: sizes[whole] for name, whole in slices.items()}
 
 
 def unrecognised(manifest: Manifest) -> list[dict[str, Any]]:

@@ -128,6 +128,13 @@ def whole_name(name: str) -> str:
     return name if part is None else without_file(name[: part.start()])
 
 
+def count_whole(names: Iterable[str]) -> int:
+    """How many tensors or parameters these names mean: all slices of one count once."""
+    given = list(names)
+    slices = [name for name in given if SLICE.search(name)]
+    return len(given) - len(slices) + len({whole_name(name) for name in slices})
+
+
 def shown(row: dict[str, Any]) -> str:
     """The name for a table. A row without ``named`` always has a name."""
     return str(row["name"]) if row.get("named", True) else f"unnamed {row['name']}"

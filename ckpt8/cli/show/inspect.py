@@ -77,7 +77,7 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
             (
                 t["name"],
                 t["role"],
-                shape_text(t["shape"]),
+                _shape(t),
                 codec_text(t["codec"]),
                 size(t["stored_bytes"]),
                 _error(t["error"]),
@@ -166,6 +166,12 @@ def _show_parameters(console: Console, parameters: Sequence[dict[str, Any]]) -> 
         show_table(console, ("parameter", "rule", "step"), rows)
 
 
+def _shape(tensor: dict[str, Any]) -> str:
+    """The shape of a tensor, and of a slice also that of the whole."""
+    shape, whole = tensor["shape"], tensor["whole_shape"]
+    return shape_text(shape) if shape == whole else f"{shape_text(shape)} of {shape_text(whole)}"
+
+
 def _error(error: dict[str, Any] | None) -> str:
     if error is None:
         return "-"
@@ -200,7 +206,7 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
     _show_unrecognised(console, facts["unrecognised"])
     if "tensors" in facts:
         cells = [
-            (t["name"], t["role"], t["dtype"], shape_text(t["shape"]), codec_text(t["codec"]), t["reason"] or "")
+            (t["name"], t["role"], t["dtype"], _shape(t), codec_text(t["codec"]), t["reason"] or "")
             for t in facts["tensors"]
         ]
         show_table(console, ("tensor", "role", "dtype", "shape", "codec", "reason"), cells)

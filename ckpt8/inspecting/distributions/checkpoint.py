@@ -72,9 +72,11 @@ def _add(gathered: Gathered, unit: Unit, seen: Seen) -> None:
         if each.index in seen.errors.streams:
             gathered.measure(each.spec.role.value, seen.errors.streams[each.index])
     if seen.errors.update is not None:
-        gathered.measure(gathered.figure(unit), seen.errors.update)
+        gathered.measure(gathered.figure(unit), seen.errors.update, unit.parameter.name if unit.parameter else None)
     elif seen.refused is None and any(each.lossy_moment for each in unit.streams):
-        gathered.unknown[(unit.parameter and unit.parameter.reason) or NO_PARAMETER] += 1
+        parameter, name = unit.parameter, unit.streams[0].spec.name.rpartition(".")[0]
+        reason = (parameter and parameter.reason) or NO_PARAMETER
+        gathered.unknown[reason].append(parameter.name if parameter else name)
     gathered.add(unit, seen)
 
 

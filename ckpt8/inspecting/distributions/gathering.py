@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt8.checkpoint.meaning.parameter_names import in_model_order, layer_of, plain_path
+from ckpt8.checkpoint.meaning.parameter_names import count_whole, in_model_order, layer_of, plain_path
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, WeightError
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Unit
@@ -64,7 +64,7 @@ class _Layer:
     weights: int = 0
     bytes: Counter[str] = field(default_factory=Counter)
     stored_bytes: Counter[str] = field(default_factory=Counter)
-    parameters: int = 0
+    parameters: list[str] = field(default_factory=list)
     update: UpdateError = field(default_factory=UpdateError)
     figures: set[str] = field(default_factory=set)
 
@@ -89,8 +89,8 @@ class Gathered:
     worst: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"update": [], "weight": []})
     refused: dict[str, str] = field(default_factory=dict)
     totals: dict[str, ErrorStats] = field(default_factory=dict)
-    measured: Counter[str] = field(default_factory=Counter)
-    unknown: Counter[str] = field(default_factory=Counter)
+    measured: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    unknown: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     _shown: dict[str, dict[str, Any]] = field(init=False)
     _figures: dict[str, str] = field(init=False)
     _layers: dict[str, _Layer] = field(default_factory=lambda: defaultdict(_Layer))
@@ -116,10 +116,13 @@ class Gathered:
         """What the error of the update of a unit is, see ``figure_of``."""
         return self._figures[unit.parameter.name] if unit.parameter else "update"
 
-    def measure(self, what: str, error: ErrorStats) -> None:
-        """Add an error to the total of ``weight``, ``moment1``, ``moment2``, ``update`` or ``replayed``."""
+    def measure(self, what: str, error: ErrorStats, parameter: str | None = None) -> None:
+        """Add an error to the total of ``weight``, ``moment1``, ``moment2``, ``update`` or ``replayed``.
+
+        The last two are those of a ``parameter``.
+        """
         self.totals.setdefault(what, type(error)()).merge(error)
-        self.measured[what] += 1
+        self.measured[what] += [] if parameter is None else [parameter]
 
     def add(self, unit: Unit, seen: Seen) -> None:
         """Add the sample of a unit; ``seen.errors`` decide whether it is among the worst."""
@@ -131,7 +134,7 @@ class Gathered:
         if unit.parameter is not None and update is not None:
             shown = self._shown[unit.parameter.name]
             layer = self._layers[layer_of(plain_path(shown["name"]))]
-            layer.parameters += 1
+            layer.parameters.append(unit.parameter.name)
             layer.update.merge(update)
             layer.figures.add(self.figure(unit))
             self._keep_worst("update", "max_error", {**shown, "figure": self.figure(unit)}, update, seen.drawn)
@@ -150,7 +153,7 @@ class Gathered:
         errors = {what: error_facts(self.totals[what].to_json()) if what in self.totals else None for what in kinds}
         for kind in ("update", "replayed"):
             if (facts := errors[kind]) is not None:
-                facts["parameters"] = self.measured[kind]
+                facts["parameters"] = count_whole(self.measured[kind])
         refused = [{"name": name, "reason": reason} for name, reason in self.refused.items()]
         full = self.drawn.elements == self.total
         return {
@@ -163,7 +166,7 @@ class Gathered:
             "before": self.before,
             "after": self.after,
             "errors_from": self.errors_from,
-            "errors": {**errors, **unknown_updates(self.unknown)},
+            "errors": {**errors, **unknown_updates(self.unknown, count_whole)},
             "histograms": self.drawn.pairs_json(),
             "codes": self.drawn.codes_json(),
             "layers": [
@@ -182,6 +185,6 @@ class Gathered:
             "weights": layer.weights,
             "bytes": dict(sorted(layer.bytes.items())),
             "stored_bytes": dict(sorted(layer.stored_bytes.items())) if self.stored else None,
-            "update": None if update is None else {**update, "parameters": layer.parameters},
+            "update": None if update is None else {**update, "parameters": count_whole(layer.parameters)},
             "figures": sorted(layer.figures),
         }

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from ckpt8.checkpoint.meaning.parameter_names import without_file
+from ckpt8.checkpoint.meaning.parameter_names import SLICE, without_file
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite, Stretch
 from ckpt8.checkpoint.tree import TensorRef, is_dense
@@ -109,6 +109,7 @@ class TensorSource:
                 self._data.add(Stretch(self.bundle, storage.offset, storage.nbytes), storage.dtype, ref.key)
             name = tensor.whole or tensor.name
             parameter = parameters.get(index)
+            parameter = parameter and SLICE.sub("", parameter)
             label = name if parameter is None else f"{parameter}.{name.rpartition('.')[2]}"
             if index in spread:
                 name, label = without_file(name), without_file(label)

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt8.checkpoint.meaning.nodes import is_optimizer
+from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
+from ckpt8.checkpoint.scalars import read_scalar
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.checkpoint.walk import format_path, iter_nodes
@@ -22,6 +24,10 @@ from ckpt8.inspecting.manifest_facts import framework_of_files
 
 _STEP_KEYS = ("global_step", "step", "iter_num", "iteration", "global_steps", "num_updates", "steps")
 _EPOCH_KEYS = ("epoch", "current_epoch", "epochs")
+_COUNTERS = frozenset({*_STEP_KEYS, *_EPOCH_KEYS})
+_MOST_STEPS = 4096
+"""Parameters of a distributed checkpoint whose own step is read."""
+
 _LONGEST_JSON = 16 << 20
 _MOST_OPTIONS, _MOST_ITEMS, _LONGEST_TEXT = 64, 8, 100
 _LARGEST = 1 << 53
@@ -57,11 +63,12 @@ def origin_of(source: Bundle) -> dict[str, Any]:
             found = tree if isinstance(tree, dict) else {}
             numbers += [found] if name == "trainer_state.json" else []
             version = version or _text(found.get("transformers_version"))
+    distributed = [_numbers(source, home) for home in _homes(source)]
     return {
         "framework": framework_of_files([member.path for member in source.members]) or next(by_keys, None),
         "version": _text(version),
-        "step": _first(numbers, _STEP_KEYS, whole=True),
-        "epoch": _first(numbers, _EPOCH_KEYS, whole=False),
+        "step": _first([*numbers, *distributed], _STEP_KEYS, whole=True),
+        "epoch": _first([*numbers, *distributed], _EPOCH_KEYS, whole=False),
         "hyperparameters": [*_of_trees(source), *_of_distributed(source)],
     }
 
@@ -98,9 +105,48 @@ def _of_trees(source: Bundle) -> Iterator[dict[str, Any]]:
                 yield from _merged(before + format_path(path), groups, 0)
 
 
+def _homes(source: Bundle) -> list[DcpCheckpoint]:
+    """The distributed checkpoints of a source."""
+    return list({id(found.home): found.home for found in source.found if isinstance(found, DcpMember)}.values())
+
+
+def _numbers(source: Bundle, home: DcpCheckpoint) -> dict[str, Any]:
+    """The steps and epochs of a distributed checkpoint outside of its optimizers, those at the top first.
+
+    Where none counts steps, the step is that of the optimizers, if it is the same in all.
+    """
+    found: dict[str, Any] = {}
+    names = sorted(home.metadata.names, key=lambda name: name.count("."))
+    last = {name: name.rpartition(".")[2] for name in names}
+    outside = [name for name in names if last[name] in _COUNTERS and not home.roles.is_inside(name)]
+    depths: dict[bool, int] = {}
+    for name, value in _values(source, home, outside):
+        if depths.setdefault(last[name] in _STEP_KEYS, name.count(".")) == name.count("."):
+            found.setdefault(last[name], value)
+    if found.keys().isdisjoint(_STEP_KEYS):
+        steps = [name for name in names if last[name] == "step" and home.roles.is_inside(name)]
+        counted = {value for _, value in _values(source, home, steps[:_MOST_STEPS])}
+        found |= {"step": counted.pop()} if len(counted) == 1 else {}
+    return found
+
+
+def _values(source: Bundle, home: DcpCheckpoint, names: Iterable[str]) -> Iterator[tuple[str, int | float]]:
+    """Those of the values that are numbers, plain or in a tensor of one element; whole ones as int."""
+    wanted = dict.fromkeys(names)
+    tensors: dict[str, Any] = {}
+    for member in source.found:
+        if isinstance(member, DcpMember) and member.home is home:
+            parts = [(piece.name, ref) for piece, ref in member.parts if piece.name in wanted]
+            places = {storage.key: storage for storage in member.checkpoint.storages} if parts else {}
+            tensors |= {name: read_scalar(member.checkpoint, places[ref.key], ref) for name, ref in parts}
+    for name in wanted:
+        value = tensors[name] if name in tensors else home.value(name)
+        if type(value) in (int, float):
+            yield name, int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _of_distributed(source: Bundle) -> Iterator[dict[str, Any]]:
-    homes = {id(state.home): state.home for member in source.members for state in member.states}
-    for home in homes.values():
+    for home in _homes(source):
         options: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
         for name, key in home.roles.options.items():
             options[key.optimizer][key.parameter][key.key] = home.value(name)

@@ -107,6 +107,10 @@ class DcpRoles:
             return StateKey(".".join(optimizer), ".".join(path[1:]), path[0])
         return None
 
+    def is_inside(self, name: str) -> bool:
+        """Whether a value is in an optimizer."""
+        return name in self._inside
+
     def role(self, name: str) -> Role:
         """The role of a tensor."""
         key = self.states.get(name)
