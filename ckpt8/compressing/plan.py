@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ckpt8.checkpoint.meaning.roles import Names, ParameterState, Structure, classify, unique_name
-from ckpt8.checkpoint.sources.bundle import SKELETON, WithSkeleton
+from ckpt8.checkpoint.sources.bundle import WithSkeleton
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense
 from ckpt8.codecs import Codec
 from ckpt8.compressing.parameters import Parameter, find_parameters
 from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.container import layout
+from ckpt8.container.manifest import SKELETON
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
 _MOST_PADDING = 4096

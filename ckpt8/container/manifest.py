@@ -21,6 +21,9 @@ FILE, SYMLINK, DIRECTORY = "file", "symlink", "directory"
 DCP = "dcp"
 """Format of the files of a distributed checkpoint, which only their ``.metadata`` explains."""
 
+SKELETON = "ckpt8.skeleton"
+"""Name of the record that holds the bytes of a member outside its storages, behind its path in a directory."""
+
 SHARED = "shared/1"
 """The codec in the record of a pack: a reader of earlier versions refuses it."""
 

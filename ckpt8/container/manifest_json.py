@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from ckpt8.container.columns import column, gaps
 from ckpt8.container.manifest import (
     SHARED,
+    SKELETON,
     FrameTable,
     Manifest,
     MemberRecord,
@@ -32,7 +33,8 @@ def manifest_json(manifest: Manifest) -> dict[str, Any]:
     if manifest.directory is not None:
         tree["directory"] = manifest.directory
     if shares:
-        tree["storages"] += [_pack_json(manifest, pack) for pack in manifest.packs]
+        skeletons = {member.skeleton: skeleton_name(manifest, member) for member in manifest.members}
+        tree["storages"] += [_pack_json(manifest, pack, skeletons) for pack in manifest.packs]
         tree["member_table"] = _members_json(manifest)
         tree["tensor_table"] = _tensors_json(manifest)
     return tree
@@ -72,9 +74,18 @@ def _parts_json(parts: dict[str, FrameTable]) -> dict[str, Any]:
     return {name: {"lengths": table.lengths, "crcs": table.crcs} for name, table in parts.items()}
 
 
-def _pack_json(manifest: Manifest, pack: Pack) -> dict[str, Any]:
-    """The record of a pack."""
+def skeleton_name(manifest: Manifest, member: MemberRecord) -> str:
+    """The name of the skeleton of a member, unless another record has it."""
+    return SKELETON if manifest.directory is None else f"{member.path}:{SKELETON}"
+
+
+def _pack_json(manifest: Manifest, pack: Pack, skeletons: Mapping[int, str]) -> dict[str, Any]:
+    """The record of a pack. Null is the name of a storage that has its name from ``skeletons``, by index."""
     records = [manifest.storages[index] for index in pack.storages]
+    names = [
+        None if skeletons.get(index) == record.name else record.name
+        for index, record in zip(pack.storages, records, strict=True)
+    ]
     return {
         "name": pack.name,
         "dtype": pack.dtype.label,
@@ -87,7 +98,7 @@ def _pack_json(manifest: Manifest, pack: Pack) -> dict[str, Any]:
         "shared": {
             "codec": pack.codec,
             "storages": gaps(pack.storages),
-            "name": [record.name for record in records],
+            "name": column(names),
             "numel": column(list(pack.numels)),
             "reason": column([record.reason for record in records]),
             "error": column([record.error for record in records]),

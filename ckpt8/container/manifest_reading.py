@@ -38,7 +38,7 @@ from ckpt8.container.manifest import (
     StorageRecord,
     TensorRecord,
 )
-from ckpt8.container.manifest_json import dense_stride
+from ckpt8.container.manifest_json import dense_stride, skeleton_name
 from ckpt8.core.errors import InputError
 from ckpt8.core.json_text import FREE, MANIFEST_COST, cost, parse_json
 from ckpt8.core.tensors import DType, Role
@@ -120,11 +120,9 @@ def read_manifest(tree: object, where: str) -> Manifest:
     storages, packs = _read_packs(fields, own)
     count = len(storages)
     members = fields.each("members", lambda each: _member(each, count))
-    tensors = fields.each("tensors", lambda each: _tensor(each, count))
     if packs:
         members += _read_members(fields.nested(tree, "member_table"), storages)
-        tensors += _read_tensors(fields.nested(tree, "tensor_table"), storages)
-    return Manifest(
+    manifest = Manifest(
         writer=fields.get("writer", str),
         preset=fields.get("preset", str),
         rules=fields.get("rules", list),
@@ -132,11 +130,18 @@ def read_manifest(tree: object, where: str) -> Manifest:
         frame=fields.count("frame"),
         members=members,
         storages=storages,
-        tensors=tensors,
         parameters=fields.each("parameters", lambda each: _parameter(each, count)),
         directory=fields.optional("directory", str),
         packs=packs,
     )
+    for member in members:
+        storages[member.skeleton].name = storages[member.skeleton].name or skeleton_name(manifest, member)
+    if not all(record.name for record in storages if record.pack is not None):
+        raise fields.fail("storages")
+    manifest.tensors += fields.each("tensors", lambda each: _tensor(each, count))
+    if packs:
+        manifest.tensors += _read_tensors(fields.nested(tree, "tensor_table"), storages)
+    return manifest
 
 
 def _read_packs(fields: Fields, found: list[StorageRecord]) -> tuple[list[StorageRecord], list[Pack]]:
@@ -164,7 +169,7 @@ def _read_packs(fields: Fields, found: list[StorageRecord]) -> tuple[list[Storag
         pack = Pack(record.name, record.dtype, record.role, codec, indices, starts, record.parts)
         rows = zip(
             indices,
-            table.each("name", as_text),
+            table.each("name", or_null(as_text)),
             numels,
             table.each("reason", or_null(as_text)),
             table.each("error", or_null(as_object)),
@@ -173,7 +178,7 @@ def _read_packs(fields: Fields, found: list[StorageRecord]) -> tuple[list[Storag
         for place, (index, name, numel, reason, error) in enumerate(rows):
             if index in storages:
                 raise columns.fail("storages")
-            one = StorageRecord(name, pack.dtype, numel, pack.role, codec, reason, {}, error, pack, place)
+            one = StorageRecord(name or "", pack.dtype, numel, pack.role, codec, reason, {}, error, pack, place)
             storages[index] = one
         packs.append(pack)
     own = [record for record in found if record.codec.get("id") != SHARED]

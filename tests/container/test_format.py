@@ -90,6 +90,11 @@ class Plain:
         total = sum(storage["codec"] != SHARED for storage in self.storages) + len(packed)
         self.storages = [packed.get(index) or next(own) for index in range(total)]
         assert self.manifest["tensors"] == self.manifest["members"] == []
+        for row in self.rows(self.manifest["member_table"], "path"):
+            skeleton = self.storages[row["skeleton"]]
+            before = f"{row['path']}:" if "directory" in self.manifest else ""
+            skeleton["name"] = f"{before}ckpt8.skeleton" if skeleton["name"] is None else skeleton["name"]
+        assert all(storage["name"] for storage in self.storages)
         for row in self.rows(self.manifest["tensor_table"], "name"):
             storage = self.storages[row["storage"]]
             row["name"] = storage["name"] if row["name"] is None else row["name"]

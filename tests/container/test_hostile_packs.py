@@ -87,6 +87,7 @@ MALFORMED = {
     "a storage behind the end": shared(storages=lambda steps: [*steps[:-1], 10**6]),
     "a storage before the first": shared(storages=lambda steps: [-(2**61), *steps[1:]]),
     "fewer names": shared(name=lambda names: names[1:]),
+    "no names": shared(name=flat(None)),
     "names that count": shared(name={"from": 0}),
     "a name of half a pair": shared(name=lambda names: ["\ud800", *names[1:]]),
     "a reason that is a number": shared(reason=flat(1)),

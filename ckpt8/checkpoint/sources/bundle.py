@@ -19,15 +19,12 @@ from ckpt8.checkpoint.readers import READERS
 from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, cut_by_runs, gaps
+from ckpt8.container.manifest import SKELETON
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
 
 _LISTED = 20
-
-
-SKELETON = "ckpt8.skeleton"
-"""Name of the record that holds the skeleton."""
 
 
 class WithSkeleton:
