@@ -3,8 +3,9 @@
     python tests/whole/fuzz/fuzz.py --inputs 1000000 --seed 1 --target all --jobs 1 --json fuzz.json --keep findings
 
 An input follows from the seed, the target and its number alone. A finding is an exception that is none of ckpt8's own,
-a message that is not one line, more than a second of processor time, more than 512 MB of memory, a crash, or a
-restore that leaves something behind.
+or not one of the command's, a message that is not one line, more than a second of processor time, more than 512 MB of
+memory, a crash, an output that is left behind or lies elsewhere, a source that is changed, and a result that is not
+the original's though ``verify`` accepts the container.
 """
 
 from __future__ import annotations
