@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 INTERESTING = (
@@ -134,3 +135,12 @@ def render_json(rng: random.Random, tree: Any) -> bytes:
     if rng.random() < 0.05:
         text = mutate_bytes(rng, text)
     return text
+
+
+def places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """Every entry of dictionaries and element of lists, as its container and its key."""
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in list(pairs):
+        yield tree, key
+        if isinstance(value, (dict, list)):
+            yield from places(value)

@@ -6,21 +6,23 @@ a refusal by an error that the guide documents.
 
 from __future__ import annotations
 
+import copy
 import io
 import json
-import math
 import pickle
 import random
 import shutil
-import struct
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from fuzz_checks import REFUSED, BrokenError, attempt, digest, silent
-from fuzz_seeds import Tree, distributed_seeds, numbered_storages
-from fuzz_values import TEXTS, Values
+from fuzz_formats import distributed, safetensors_file
+from fuzz_kinds import mixed, run_of, train
+from fuzz_seeds import Tree, numbered_storages
+from fuzz_values import Values
 from fuzz_watch import content_of
 
 import ckpt8
@@ -29,13 +31,30 @@ from ckpt8.core.errors import CheckFailedError, InputError, OutputError, UsageEr
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 
 
+def _tree(rng: random.Random, values: Values) -> Any:
+    """A run that was valid, or was never one."""
+    dice = rng.random()
+    if dice < 0.45:
+        return values.edited(copy.deepcopy(rng.choice(_runs())))
+    return values.run() if dice < 0.8 else values.tree()
+
+
+@cache
+def _runs() -> tuple[dict[str, Any], ...]:
+    """Valid checkpoints of several optimizers."""
+    made = (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adamax, ckpt8.optim.AdamW, ckpt8.optim.Lion)
+    named = run_of(torch.optim.AdamW)
+    named["optimizer"]["param_groups"][0]["param_names"] = list(named["model"])
+    return (*(run_of(each, **({"momentum": 0.9} if each is torch.optim.SGD else {})) for each in made), named, mixed())
+
+
 def mutate(rng: random.Random) -> bytes | Tree:
     """A file of torch.save or safetensors, or a distributed checkpoint."""
     dice = rng.random()
     if dice < 0.15:
-        return _safetensors(rng)
+        return safetensors_file(rng)
     if dice < 0.3:
-        return _distributed(rng)
+        return distributed(rng)
     values, stream = Values(rng), io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -43,7 +62,7 @@ def mutate(rng: random.Random) -> bytes | Tree:
             ({}, {}, {"pickle_protocol": rng.choice((3, 4, 5))}, {"_use_new_zipfile_serialization": False})
         )
         try:
-            value = values.run() if rng.random() < 0.6 else values.tree()
+            value = _tree(rng, values)
             with numbered_storages():
                 torch.save(value, stream, **options)
         except (RuntimeError, NotImplementedError, TypeError, AttributeError, pickle.PicklingError, RecursionError):
@@ -137,11 +156,25 @@ def _look(path: Path, packed: Path, folder: Path, rng: random.Random, *, lossles
             raise BrokenError("a refused conversion leaves something behind")
     elif how == 5 and path.is_file():
         _save(path, folder)
-    elif how == 6:
+    elif how <= 7:
+        _resume(packed, rng)
+    elif how == 8:
         with ckpt8.open(packed) as file:
             for name in file.keys()[:20]:
                 file.stats(name)
                 attempt(lambda name=name: file.get_tensor(name), InputError)
+
+
+def _resume(packed: Path, rng: random.Random) -> None:
+    """Into a model and an optimizer that may not be those of the run: all of it or nothing."""
+    model, optimizer = train(rng.choice((torch.optim.AdamW, torch.optim.SGD, ckpt8.optim.AdamW)))
+    before = digest([model.state_dict(), optimizer.state_dict()])
+    strict = rng.random() < 0.6
+    done = attempt(
+        lambda: ckpt8.resume(packed, model=model, optimizer=optimizer, strict=strict), InputError, UsageError
+    )
+    if done is REFUSED and digest([model.state_dict(), optimizer.state_dict()]) != before:
+        raise BrokenError("a refused resume changes the model or the optimizer")
 
 
 def _load(path: Path, packed: Path, *, lossless: bool) -> None:
@@ -173,113 +206,3 @@ def _save(path: Path, folder: Path) -> None:
     loaded = attempt(lambda: ckpt8.load(target, threads=1), InputError)
     if loaded is not REFUSED and digest(loaded) != digest(value):
         raise BrokenError("what was saved loads as something else")
-
-
-def _safetensors(rng: random.Random) -> bytes:
-    """A header whose entries are valid one by one, over data of that length, with or without holes."""
-    sizes = {
-        "F64": 8,
-        "F32": 4,
-        "F16": 2,
-        "BF16": 2,
-        "I64": 8,
-        "I32": 4,
-        "U8": 1,
-        "BOOL": 1,
-        "F8_E4M3": 1,
-        "U16": 2,
-        "C64": 8,
-    }
-    header: dict[str, Any] = {}
-    at = 0
-    names = [
-        *TEXTS,
-        "state.0.exp_avg",
-        "state.0.exp_avg_sq",
-        "state.0.step",
-        "w",
-        "model.w",
-        "lm_head.weight",
-        "x" * 3000,
-    ]
-    for name in rng.sample(names, rng.choice((0, 1, 2, 5, 9))):
-        dtype = rng.choice(list(sizes))
-        shape = [rng.choice((0, 1, 2, 3, 8, 64, 70)) for _ in range(rng.choice((0, 1, 2, 2, 3)))]
-        size = math.prod(shape) * sizes[dtype]
-        if at + size > 1 << 16:
-            continue
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
-        at += size
-    if rng.random() < 0.4:
-        header["__metadata__"] = rng.choice(
-            ({}, {"format": "pt"}, {"a": "b" * 999}, {"": ""}, {"a": 1}, {"a": None}, [], None, "x")
-        )
-    if header and rng.random() < 0.2:
-        entry = header[rng.choice(list(header))]
-        if isinstance(entry, dict) and "shape" in entry:
-            entry[rng.choice(("dtype", "shape", "data_offsets", "x"))] = rng.choice(
-                (
-                    [0, at],
-                    [at, 0],
-                    [2**63, 2**63],
-                    [-1, 3],
-                    [[1]],
-                    [1.0, 2],
-                    "F4",
-                    "x",
-                    None,
-                    [2**31, 2**31, 2],
-                    [10**400],
-                    {},
-                    True,
-                )
-            )
-    items = list(header.items())
-    rng.shuffle(items)
-    text = json.dumps(dict(items), ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
-    return struct.pack("<Q", len(text)) + text + rng.randbytes(at)
-
-
-def _distributed(rng: random.Random) -> Tree:
-    """A distributed checkpoint whose metadata state other places, sizes, names and types."""
-    tree = dict(rng.choice(distributed_seeds()))
-    metadata = pickle.loads(tree[".metadata"])  # torch wrote it
-    for _ in range(rng.choice((0, 1, 1, 2))):
-        _edit_metadata(rng, metadata)
-    tree[".metadata"] = pickle.dumps(metadata)
-    if rng.random() < 0.1:
-        tree.pop(rng.choice(list(tree)))
-    return tree
-
-
-def _edit_metadata(rng: random.Random, metadata: Any) -> None:
-    entries, places = metadata.state_dict_metadata, metadata.storage_data
-    number = rng.choice((-1, 0, 1, 2, 5, 2**31, 2**63, 10**400, 0.5, None, "1"))
-    if not entries or not places:
-        return
-    name, index, how = rng.choice(list(entries)), rng.choice(list(places)), rng.randrange(8)
-    if how == 0:
-        del entries[name]
-    elif how == 1:
-        entries[rng.choice(TEXTS)] = entries.pop(name)
-    elif how == 2:
-        del places[index]
-    elif how == 3:
-        object.__setattr__(
-            places[index],
-            rng.choice(("offset", "length", "relative_path")),
-            rng.choice((number, "../x", "", "/x", "__0_0.distcp")),
-        )
-    elif how == 4:
-        places[index] = places[rng.choice(list(places))]
-    elif how == 5 and hasattr(entries[name], "size"):
-        entries[name].size = rng.choice((torch.Size([2, 2]), torch.Size([2**40]), torch.Size([]), number, [number]))
-    elif how == 6 and hasattr(entries[name], "chunks"):
-        chunk = rng.choice(entries[name].chunks)
-        setattr(
-            chunk,
-            rng.choice(("offsets", "sizes")),
-            rng.choice((torch.Size([1, 0]), torch.Size([2**40, 8]), [number, number], number)),
-        )
-    elif metadata.planner_data:
-        metadata.planner_data[name] = rng.choice(((), (name, 0), (number,), number, ("a", "b", "c"), (2**70,)))

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from fuzz_bytes import places
 
 DTYPES = tuple(
     getattr(torch, name)
@@ -219,6 +220,27 @@ class Values:
         if rng.random() < 0.3:
             found[self.key()] = self.tree(2)
         return rng.choice((found, found, found, tuple(found.values()), optimizer, {"trainer": found}))
+
+    def edited(self, tree: Any) -> Any:
+        """A valid checkpoint with one to three edits: entries and elements of any depth dropped, moved, replaced."""
+        rng = self.rng
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            found = list(places(tree))
+            node, key = rng.choice(found)
+            how = rng.randrange(6)
+            if how == 0:
+                del node[key]
+            elif how == 1:
+                other, there = rng.choice(found)
+                if other is node or not isinstance(node[key], dict | list):
+                    other[there] = node[key]
+            elif how == 2 and isinstance(node, dict):
+                node[self.key()] = node[key] if rng.random() < 0.5 else node.pop(key)
+            elif how == 3 and isinstance(node[key], torch.Tensor):
+                node[key] = rng.choice((self._view(node[key]), node[key].double(), node[key].bfloat16(), self.tensor()))
+            else:
+                node[key] = self.tree(4) if rng.random() < 0.3 else self.scalar()
+        return tree
 
     def entry(self, key: Any, weight: torch.Tensor) -> Any:
         """What one key of a parameter's state holds."""
