@@ -192,8 +192,7 @@ class Values:
             return items
         if dice < 0.67:
             return tuple(items)
-        kind = rng.choice((dict, dict, dict, collections.OrderedDict))
-        found = kind((self.key(), each) for each in items)
+        found = rng.choice((dict, dict, collections.OrderedDict))((self.key(), each) for each in items)
         if rng.random() < 0.02:
             found["self"] = found
         return found
@@ -216,7 +215,7 @@ class Values:
             optimizer = rng.choice(
                 ({"optimizer": optimizer}, [optimizer], (optimizer, None), {"base": optimizer, "x": self.scalar()})
             )
-        found = {rng.choice(WRAPPERS[:5]): weights, rng.choice(WRAPPERS[4:12]): optimizer}
+        found: dict[Any, Any] = {rng.choice(WRAPPERS[:5]): weights, rng.choice(WRAPPERS[4:12]): optimizer}
         if rng.random() < 0.3:
             found[self.key()] = self.tree(2)
         return rng.choice((found, found, found, tuple(found.values()), optimizer, {"trainer": found}))
