@@ -35,8 +35,8 @@ INPUTS = {
     "directory": 120,
     "resume": 150,
     "metadata": 300,
-    "manifest": 120,
-    "values": 200,
+    "manifest": 90,
+    "values": 120,
     "environment": 25,
     "process": 2,
 }
