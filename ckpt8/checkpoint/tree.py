@@ -6,7 +6,7 @@ Imports core only.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol, TypeVar
@@ -129,12 +129,16 @@ class Checkpoint(Protocol):
 
 @dataclass(slots=True)
 class OpenCheckpoint:
-    """A ``Checkpoint`` of one file; the caller closes the file. A file without ``storages`` is kept as it is."""
+    """A ``Checkpoint`` of one file; the caller closes the file. A file without ``storages`` is kept as it is.
+
+    ``names`` are the dotted names of all classes and functions in its pickles.
+    """
 
     format: str
     file: SourceFile
     storages: Sequence[StorageInfo] = ()
     tree: Any = None
+    names: Collection[str] = ()
 
     @property
     def size(self) -> int:

@@ -16,7 +16,7 @@ from ckpt8.cli.guard import guarded, shielded
 from ckpt8.cli.options import Container, Force, Json, Output, Threads, stopwatch
 from ckpt8.cli.output import console, present, print_json, print_lines, progress_bar
 from ckpt8.core.errors import CheckFailedError, UsageError
-from ckpt8.core.text import size
+from ckpt8.core.text import printable, size
 
 
 def _version(value: bool) -> None:
@@ -114,9 +114,9 @@ def inspect(
 ) -> None:
     """Show what a .ckpt8 or a checkpoint holds, where its bytes are, red flags, and the error of compression.
 
-    Red flags are NaN, dead rows, weights stored twice, and values that fp16 would lose. inspect looks for them in a
-    sample of a checkpoint, and with --full in every element. In a .ckpt8 it looks for them with --full only. --json
-    prints them as flags, with sample and layers.
+    Red flags are NaN, dead rows, weights stored twice, values that fp16 would lose, and names in a pickle that
+    torch.load refuses with weights_only. inspect looks at a sample of the values of a checkpoint, and with --full at
+    every element; at those of a .ckpt8 with --full only. --json prints them as flags, with sample and layers.
     """
     from ckpt8.container.header import is_container
 
@@ -170,6 +170,7 @@ def restore(
     --force replaces checkpoints: a directory only if it holds nothing else, another file only if -o names it.
     """
     from ckpt8.container.reader import ContainerReader
+    from ckpt8.inspecting.foreign import names_in_container, warning
     from ckpt8.restoring import restore as api
 
     if salvage:
@@ -180,6 +181,7 @@ def restore(
         return
     with ContainerReader(src) as reader:
         total = sum(member.size for member in reader.manifest.members)
+        foreign = list(names_in_container(reader))
     elapsed = stopwatch()
     with progress_bar(f"restore {src.name}", total=total, enabled=not as_json) as progress:
         restored = api.restore_original(src, output, force=force, threads=threads, progress=progress)
@@ -191,6 +193,8 @@ def restore(
         lambda console: print_lines(console, lines),
         as_json=as_json,
     )
+    if (line := warning(str(restored.path), foreign)) is not None:
+        sys.stderr.write(f"ckpt8: {printable(line)}\n")
 
 
 def verify(

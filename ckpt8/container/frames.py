@@ -17,7 +17,7 @@ import torch
 import zstandard
 
 from ckpt8.codecs.lossless import RAW_PART
-from ckpt8.container.layout import FRAME
+from ckpt8.container.layout import FRAME, MAX_WINDOW
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.crc import crc32
 from ckpt8.core.tensors import PartSpec
@@ -43,8 +43,6 @@ _WORTH_IT = 0.95
 """A plane that stays larger is stored as it is. Codes of first moments, 1.3 % smaller, took a tenth of all time; those
 of most second moments, 4 % smaller, a twentieth."""
 
-_MAX_WINDOW = 1 << 24
-
 
 class _Zstd(threading.local):
     """The zstd contexts of one thread, which all its frames share."""
@@ -53,7 +51,7 @@ class _Zstd(threading.local):
         self.raw = zstandard.ZstdCompressor(level=_RAW_LEVEL)
         parameters = zstandard.ZstdCompressionParameters(**_PLANE_SETTINGS)
         self.plane = zstandard.ZstdCompressor(compression_params=parameters)
-        self.decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
 
 
 _zstd = _Zstd()
@@ -126,7 +124,7 @@ def inflate(stored: torch.Tensor, length: int, where: str) -> torch.Tensor:
     frame = bytes_of(stored)
     try:
         declared = zstandard.get_frame_parameters(frame)
-        if declared.content_size != length or declared.window_size > _MAX_WINDOW:
+        if declared.content_size != length or declared.window_size > MAX_WINDOW:
             raise InputError(f"{where}: frame does not declare the {length} bytes it must hold")
         got = _zstd.decompressor.stream_reader(frame).readinto(bytes_of(plane))
     except zstandard.ZstdError as exc:

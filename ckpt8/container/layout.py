@@ -11,6 +11,9 @@ from ckpt8.core.tensors import PartSpec, TensorSpec
 FRAME = 1 << 20
 """Elements of a storage that one frame covers."""
 
+MAX_WINDOW = 1 << 24
+"""The most bytes that the decoder of a zstd frame keeps."""
+
 SLAB = 1 << 24
 """Elements in a slab unless the header would grow past the limit of safetensors."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.base import Companions, Run
+from ckpt8.codecs.lossless import RAW_PART
 from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding
 from ckpt8.container import header, layout
 from ckpt8.container.copies import check_companions, check_references
@@ -23,6 +24,7 @@ from ckpt8.core.backend import for_checkpoint
 from ckpt8.core.closing import Closing
 from ckpt8.core.collection import without_collection
 from ckpt8.core.errors import InputError
+from ckpt8.core.files.crc import crc32
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
 
@@ -186,6 +188,20 @@ class ContainerReader(Closing):
             self.decode_chunk(storage, chunk, out)
         else:
             out.copy_(elements)
+
+    def is_plain(self, storage: int) -> bool:
+        """Whether a storage is kept as plain bytes, as skeletons are."""
+        record = self.manifest.storages[storage]
+        return set(self._parts[record.pack or storage]) == {RAW_PART} and record.dtype is DType.UINT8
+
+    def stored_frame(self, owner: int | Pack, part: str, index: int) -> bytes:
+        """The stored bytes of one frame of a storage or a pack, checked. Raises InputError. This needs no torch."""
+        located = self._parts[owner][part]
+        stored = self._file.read(located.offsets[index], located.table.lengths[index])
+        if crc32(stored) != located.table.crcs[index]:
+            name = owner.name if isinstance(owner, Pack) else self.manifest.storages[owner].name
+            raise InputError(f"{self.path}: {name}: checksum does not match; the file is damaged")
+        return stored
 
     def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
         """Decode one chunk into ``out``, a flat contiguous CPU tensor of its elements. Returns its parts."""

@@ -22,6 +22,7 @@ from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.collection import without_collection
 from ckpt8.core.errors import RefusedError
+from ckpt8.inspecting.foreign import foreign_flags, names_of
 from ckpt8.inspecting.manifest_facts import (
     low_bit_state,
     parameter_facts,
@@ -91,6 +92,7 @@ def inspect_checkpoint(
             **survey(subject_of(source, plan, manifest), full=full, progress=progress),
             "predicted": {preset: _predict(source, skeleton_roles(manifest), each) for preset, each in plans.items()},
         }
+        facts["flags"][:0] = foreign_flags(each for member in source.found for each in names_of(member))
         if tensors:
             facts["tensors"] = _tensors(manifest, plan)
             facts["parameters"] = parameter_facts(manifest)

@@ -15,9 +15,10 @@ from ckpt8.container.manifest import Manifest, MemberRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.collection import without_collection
 from ckpt8.core.tensors import Role
+from ckpt8.inspecting.foreign import foreign_flags, names_in_container
 from ckpt8.inspecting.manifest_facts import (
     dtypes,
-    framework_of_files,
+    frameworks_by_folder,
     low_bit_state,
     parameter_facts,
     shown_names,
@@ -55,16 +56,25 @@ def inspect_container(
             from ckpt8.inspecting.survey.survey import survey_decoded
 
             found = survey_decoded(path)
+        found["flags"][:0] = foreign_flags(names_in_container(reader))
         return {
             "path": str(path),
             "kind": "ckpt8",
             **_facts(manifest, reader.size),
             "measured_from": None if original is None else {"path": str(original), "differing": differing},
-            "framework": framework_of_files([member.path for member in manifest.members]),
+            **_origin(manifest),
             "layers": layers_of(manifest),
             **found,
             **_lists(manifest, tensors),
         }
+
+
+def _origin(manifest: Manifest) -> dict[str, Any]:
+    """``framework``, and ``origins`` if names of files show several; what is in the files is not read."""
+    folders = frameworks_by_folder([member.path for member in manifest.members])
+    rows = [{"path": path or ".", "framework": name} for path, name in folders.items()]
+    several = len(set(folders.values())) > 1
+    return {"framework": None if several or not rows else rows[0]["framework"], "origins": rows if several else []}
 
 
 def _not_surveyed(manifest: Manifest) -> dict[str, Any]:

@@ -40,8 +40,27 @@ _BY_FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
 
 
 def framework_of_files(paths: Collection[str]) -> str | None:
-    """The program that wrote the files of a directory; None if no name shows it."""
-    return next((name for name, pattern in _BY_FILES if any(map(pattern.fullmatch, paths))), None)
+    """The program that wrote the files of a directory; None if no name shows it, or names show several."""
+    found = set(frameworks_by_folder(paths).values())
+    return found.pop() if len(found) == 1 else None
+
+
+def frameworks_by_folder(paths: Collection[str]) -> dict[str, str]:
+    """The program that wrote the files of a folder, by the path of the folder; folders inside belong to it."""
+    found: dict[str, str] = {}
+    for name, pattern in _BY_FILES:
+        for path in filter(pattern.fullmatch, paths):
+            found.setdefault(path.rpartition("/")[0], name)
+    return {
+        folder: found[folder]
+        for folder in sorted(found)
+        if not any(other != folder and is_below(folder, other) for other in found)
+    }
+
+
+def is_below(path: str, folder: str) -> bool:
+    """Whether a path is in a folder, or is that folder; the empty folder is the whole directory."""
+    return not folder or path == folder or path.startswith(f"{folder}/")
 
 
 def skeleton_roles(manifest: Manifest) -> dict[int, str]:

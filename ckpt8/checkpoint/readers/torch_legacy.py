@@ -61,11 +61,12 @@ def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
     """
     source = file.source
     limit = min(source.length, longest_pickle(file))
+    names: set[str] = set()
     stream = io.BufferedReader(_RawStream(file, limit), _BUFFER_BYTES)
 
     def load(what: str, table: StorageTable | None = None) -> Any:
         label, persistent_load = f"{source}: {what}", table.load if table else None
-        return load_pickle(stream, limit, label, persistent_load, stored=file.stored, calls=calls)
+        return load_pickle(stream, limit, label, persistent_load, names=names, stored=file.stored, calls=calls)
 
     if load("magic number") != MAGIC or load("format version") != PROTOCOL_VERSION:
         raise InputError(f"{source}: not a checkpoint of torch before 1.6: its magic number or version is another")
@@ -77,7 +78,7 @@ def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
     check_depth(tree, table.label)
     keys = load("list of storages")
     storages = _storages(file, table, keys, stream.tell())
-    return OpenCheckpoint("torch-legacy", file, storages, tree)
+    return OpenCheckpoint("torch-legacy", file, storages, tree, names)
 
 
 def _storages(file: SourceFile, table: StorageTable, keys: Any, offset: int) -> Sequence[StorageInfo]:

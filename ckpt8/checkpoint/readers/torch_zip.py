@@ -62,7 +62,7 @@ def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
     for name, entry in records.items():
         if name not in known and entry.method == STORED and entry.size <= MAX_SMALL_RECORD_BYTES:
             _read_stored(file, entry, MAX_SMALL_RECORD_BYTES)
-    return OpenCheckpoint("torch-zip", file, _storages(file, table, records), tree)
+    return OpenCheckpoint("torch-zip", file, _storages(file, table, records), tree, names)
 
 
 def _check_for_torch(file: SourceFile, entries: Sequence[ZipEntry]) -> None:

@@ -96,7 +96,7 @@ def live_checkpoint(obj: object, name: str) -> Iterator[OpenCheckpoint]:
         with open_checkpoint(path) as skeleton:
             try:
                 places = with_crc_fields(skeleton)
-                yield LiveCheckpoint(skeleton.format, skeleton.file, places, skeleton.tree, storages)
+                yield LiveCheckpoint(skeleton.format, skeleton.file, places, skeleton.tree, memory=storages)
             finally:
                 # A reference to the checkpoint, kept for its structure, must not keep the caller's memory.
                 storages.clear()

@@ -17,6 +17,7 @@ from ckpt8.cli.show.overview import (
     show_hyperparameters,
     show_layers,
     show_origin,
+    show_origins,
     show_roles,
 )
 from ckpt8.cli.show.tables import Table, codec_text, number, shape_text, show_table
@@ -46,6 +47,7 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
     say(console, facts["path"], "bold")
     say(console, f"ckpt8 {facts['format']}, preset {facts['preset']}")
     say(console, f"from {_origin(facts)}")
+    show_origins(console, facts["origins"])
     say(console, f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, {facts['ratio']:.2f}x{per_weight}")
     columns = ("role", "codec", "storages", "elements", "original", "stored", "ratio")
     rows = [

@@ -12,12 +12,14 @@ from rich.text import Text
 
 from ckpt8.cli.show.tables import Share, bars, wrap
 from ckpt8.core.text import counted, percent, size
+from ckpt8.inspecting.foreign import FOREIGN
 
 _MOST_GROUPS = 16
 _EXAMPLES = 3
 _MOST_ROWS = 4
 
 FLAG_TITLES = {
+    FOREIGN: "names in a pickle that torch.load refuses with weights_only, and without it may call",
     "nan": "NaN",
     "inf": "Inf",
     "negative_moment2": "second moments below zero",
@@ -53,6 +55,19 @@ def show_origin(console: Console, facts: Mapping[str, Any]) -> None:
     ]
     if any(words):
         say(console, ", ".join(filter(None, words)))
+    show_origins(console, facts["origins"])
+
+
+def show_origins(console: Console, origins: Iterable[Mapping[str, Any]]) -> None:
+    """Print the program, step and epoch of every checkpoint in a directory, if they are of several programs."""
+    for row in origins:
+        version = f" {row['version']}" if row.get("version") else ""
+        words = [
+            f"{row['framework']}{version}" if row["framework"] else "of unknown origin",
+            f"step {row['step']:,}" if row.get("step") is not None else "",
+            f"epoch {row['epoch']:.4g}" if row.get("epoch") is not None else "",
+        ]
+        say(console, f"{row['path']}: {', '.join(filter(None, words))}", indent="  ")
 
 
 def optimizer_line(row: Mapping[str, Any]) -> str:
@@ -153,7 +168,7 @@ def show_flags(console: Console, flags: Sequence[Mapping[str, Any]], sample: Map
     """Print the red flags by kind, the worst tensors of each, and how much was read to find them."""
     console.print()
     say(console, "Red flags", "bold")
-    say(console, looked_at(sample, bool(flags)))
+    say(console, looked_at(sample, flags))
     for kind, title, extent, lines in flags_by_kind(flags, _EXAMPLES):
         say(console, f"{title}: {extent}", "yellow" if kind in _LOST_IN_FP16 else "red", indent="  ")
         for line in lines:
@@ -179,6 +194,8 @@ def _extent(kind: str, found: Sequence[Mapping[str, Any]]) -> str:
     """The number of tensors with flags of this kind, and the share of lost values."""
     if kind == "stored_twice":
         return counted(len(found), "time")
+    if kind == FOREIGN:
+        return counted(len(found), "file")
     where = counted(len(found), "parameter" if kind == "dead_rows" else "tensor")
     if kind not in _LOST_IN_FP16:
         return where
@@ -186,8 +203,9 @@ def _extent(kind: str, found: Sequence[Mapping[str, Any]]) -> str:
     return f"{share} of the {'groups' if kind == 'fp16_scales' else 'values'} in {where}"
 
 
-def looked_at(sample: Mapping[str, Any], found: bool) -> str:
-    """A sentence on how much ``inspect`` read to find flags and, unless ``found``, that there are none."""
+def looked_at(sample: Mapping[str, Any], flags: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence on how much ``inspect`` read to find flags and, unless values have some, that there are none."""
+    found = any(flag["kind"] != FOREIGN for flag in flags)
     count, total = sample["elements"], sample["of"]
     if not total:
         return "the checkpoint has no floating-point tensors to look at"

@@ -14,13 +14,13 @@ from typing import Any
 from ckpt8.checkpoint.meaning.nodes import is_optimizer
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.scalars import read_scalar
-from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.sources.bundle import Bundle, Member
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.checkpoint.walk import format_path, iter_nodes
 from ckpt8.container.manifest import DCP, FILE
 from ckpt8.core.errors import InputError
 from ckpt8.core.json_text import parse_any_json
-from ckpt8.inspecting.manifest_facts import framework_of_files
+from ckpt8.inspecting.manifest_facts import framework_of_files, frameworks_by_folder, is_below
 
 _STEP_KEYS = ("global_step", "step", "iter_num", "iteration", "global_steps", "num_updates", "steps")
 _EPOCH_KEYS = ("epoch", "current_epoch", "epochs")
@@ -45,31 +45,69 @@ _BY_KEYS: tuple[tuple[str, frozenset[str]], ...] = (
 _VERSIONS = ("pytorch-lightning_version", "ds_version")
 
 
+_WHOLE = ("DeepSpeed", "torch.distributed.checkpoint")
+"""Programs below others: a folder with their files has no files of another program, whatever keys these have."""
+
+
 def origin_of(source: Bundle) -> dict[str, Any]:
     """``framework``, its ``version``, ``step`` and ``epoch``, None if unknown, and ``hyperparameters``.
 
     ``hyperparameters`` is a list of {optimizer, parameters, options}, one for every group of an optimizer that differs
-    from its others: the path of its state, the number of parameters, and the options with plain values.
+    from its others: the path of its state, the number of parameters, and the options with plain values. In a directory
+    with checkpoints of several programs the first four are None, and ``origins`` has them for each ``path``.
     """
-    trees = [tree for member in source.members if isinstance(tree := member.checkpoint.tree, dict)]
-    by_keys = (name for tree in trees for name, keys in _BY_KEYS if keys <= tree.keys())
+    origins = [] if source.directory is None else _origins(source)
+    several = len({row["framework"] for row in origins} - {None}) > 1
+    framework = None if several else framework_of_files([member.path for member in source.members])
+    one = _origin(source, [] if several else source.members, framework, in_directory=source.directory is not None)
+    return {
+        **one,
+        "origins": origins if several else [],
+        "hyperparameters": [*_of_trees(source), *_of_distributed(source)],
+    }
+
+
+def _origins(source: Bundle) -> list[dict[str, Any]]:
+    """The origin of every folder with files of one program, and of every other member with tensors."""
+    folders = frameworks_by_folder([member.path for member in source.members])
+    rest = []
+    rows = {}
+    for member in source.members:
+        folder = next((each for each in folders if is_below(member.path, each)), None)
+        own = _by_keys([member])
+        if folder is None or (folders[folder] not in _WHOLE and own not in (None, "DeepSpeed", folders[folder])):
+            rest += [member] if own or any(storage.nbytes for storage in member.checkpoint.source_storages) else []
+    for folder, name in folders.items():
+        inside = [member for member in source.members if member not in rest and is_below(member.path, folder)]
+        rows[folder] = _origin(source, inside, name, in_directory=True)
+    rows |= {member.path: _origin(source, [member], None, in_directory=False) for member in rest}
+    return [{"path": path or ".", **row} for path, row in sorted(rows.items())]
+
+
+def _by_keys(members: Iterable[Member]) -> str | None:
+    trees = [tree for member in members if isinstance(tree := member.checkpoint.tree, dict)]
+    return next((name for tree in trees for name, keys in _BY_KEYS if keys <= tree.keys()), None)
+
+
+def _origin(source: Bundle, members: Sequence[Member], framework: str | None, *, in_directory: bool) -> dict[str, Any]:
+    """The origin of ``members`` of one program; ``framework`` is what their names say."""
+    trees = [tree for member in members if isinstance(tree := member.checkpoint.tree, dict)]
     version = next((tree[key] for tree in trees for key in _VERSIONS if isinstance(tree.get(key), str)), None)
     # In a directory, the files of schedulers and random generators count steps of their own.
-    numbers = [*trees] if source.directory is None else []
-    for member in source.members:
+    numbers = [] if in_directory else [*trees]
+    for member in members:
         name = member.path.rpartition("/")[2]
         if name in ("trainer_state.json", "config.json") and member.checkpoint.format == FILE:
             tree = read_json(member.checkpoint)
             found = tree if isinstance(tree, dict) else {}
             numbers += [found] if name == "trainer_state.json" else []
             version = version or _text(found.get("transformers_version"))
-    distributed = [_numbers(source, home) for home in _homes(source)]
+    distributed = [_numbers(source, home) for home in _homes(source, members)]
     return {
-        "framework": framework_of_files([member.path for member in source.members]) or next(by_keys, None),
+        "framework": framework or _by_keys(members),
         "version": _text(version),
         "step": _first([*numbers, *distributed], _STEP_KEYS, whole=True),
         "epoch": _first([*numbers, *distributed], _EPOCH_KEYS, whole=False),
-        "hyperparameters": [*_of_trees(source), *_of_distributed(source)],
     }
 
 
@@ -105,9 +143,11 @@ def _of_trees(source: Bundle) -> Iterator[dict[str, Any]]:
                 yield from _merged(before + format_path(path), groups, 0)
 
 
-def _homes(source: Bundle) -> list[DcpCheckpoint]:
-    """The distributed checkpoints of a source."""
-    return list({id(found.home): found.home for found in source.found if isinstance(found, DcpMember)}.values())
+def _homes(source: Bundle, members: Iterable[Member]) -> list[DcpCheckpoint]:
+    """The distributed checkpoints that ``members`` of a source belong to."""
+    paths = {member.path for member in members}
+    found = [each.home for each in source.found if isinstance(each, DcpMember) and each.path in paths]
+    return list({id(home): home for home in found}.values())
 
 
 def _numbers(source: Bundle, home: DcpCheckpoint) -> dict[str, Any]:
@@ -146,7 +186,7 @@ def _values(source: Bundle, home: DcpCheckpoint, names: Iterable[str]) -> Iterat
 
 
 def _of_distributed(source: Bundle) -> Iterator[dict[str, Any]]:
-    for home in _homes(source):
+    for home in _homes(source, source.members):
         options: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
         for name, key in home.roles.options.items():
             options[key.optimizer][key.parameter][key.key] = home.value(name)

@@ -153,7 +153,7 @@ def _flags(facts: dict[str, Any]) -> str:
         f"<li><b>{text(title)}</b>: {text(extent)}<ul>{''.join(f'<li>{text(line)}</li>' for line in lines)}</ul></li>"
         for _, title, extent, lines in flags_by_kind(facts["flags"], _FLAGS)
     )
-    seen = text(looked_at(facts["sample"], bool(items)))
+    seen = text(looked_at(facts["sample"], facts["flags"]))
     alarm = ' class="alarm"' if items else ""
     return f'<section id="flags"><h2{alarm}>Red flags</h2><p>{seen}</p>{items and f"<ul>{items}</ul>"}</section>'
 
