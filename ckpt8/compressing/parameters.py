@@ -154,7 +154,7 @@ def _replay(
     moments = {each.key for each in rule.form.tensors if each.is_moment}
     if first is None or {key for key in moments if isinstance(saved.state.get(key), TensorRef)} != refs.keys():
         return "the tensors of its state do not fill storages of their own, in one order"
-    if problem := rule.misfit(first.shape) or _beyond_reach(rule, first, saved):
+    if problem := _beyond_reach(rule, first, saved):
         return problem
     for each in rule.form.tensors:
         ref = saved.state.get(each.key)

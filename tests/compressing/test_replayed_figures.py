@@ -41,7 +41,7 @@ def orthogonal(x: torch.Tensor) -> torch.Tensor:
 def whole_matrix(blocks, whole, *, step, lr, momentum, weight_decay):
     (block,) = blocks
     param, grad, buffer = block.load("param", "grad", "whole_buffer")
-    assert param.shape == SHAPE
+    assert param.dim() == 2
     buffer.mul_(momentum).add_(grad)
     moved = lr * orthogonal(grad + momentum * buffer)
     yield {"param": param.mul_(1 - lr * weight_decay) - moved, "whole_buffer": buffer}

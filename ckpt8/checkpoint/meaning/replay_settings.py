@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
+
+import torch
 
 from ckpt8.checkpoint.meaning.quantised_state import is_low_bit
 from ckpt8.checkpoint.meaning.replayed import Replayed
 from ckpt8.checkpoint.meaning.update_rules import UNKNOWN, identify_state, recognise
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.optim.card import Card
-from ckpt8.optim.known_optimizers import first_moments, setting, state_roles, why_unknown
+from ckpt8.optim.known_optimizers import CARDS, first_moments, setting, state_roles, why_unknown
 from ckpt8.optim.recognised.cards import VARIANTS
 
 _LARGEST_STEP = 2**53
+_MOST_ITERATIONS = 64
+"""Of Newton and Schulz; five are usual."""
+
 _MISSING = object()
 _INCOMPLETE = "hyperparameters are missing from the parameter group, or out of range"
 
@@ -47,7 +53,48 @@ def find_rule(state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) 
     present = {each.when: each.key in state for each in form.tensors if each.when and each.when not in choices}
     counted = {"taken": taken} if "taken" in card.fixed else {}
     coupled = not card.own_decay and _is_coupled(group, card.coupled)
-    return Replayed(card, form, taken, lr, weight_decay, coupled, read | present | counted)
+    rule = Replayed(card, form, taken, lr, weight_decay, coupled, read | present | counted)
+    return _why_impossible(rule, state) or rule
+
+
+def _why_impossible(rule: Replayed, state: Mapping[Any, Any]) -> str | None:
+    """Why the rule takes no step from a state, or None."""
+    tensors = tuple(each.key for each in rule.form.tensors if isinstance(state.get(each.key), TensorRef))
+    if not {each.key for each in rule.form.present(rule.arguments)} <= set(tensors):
+        return "its state lacks a tensor that its hyperparameters ask for"
+    shape = state[tensors[0]].shape
+    given = tuple(sorted(rule.arguments.items()))
+    numbers = rule.step, rule.lr, rule.weight_decay, rule.coupled
+    where = rule.card.rule_id, rule.card.forms.index(rule.form)
+    if problem := rule.misfit(shape):
+        return problem
+    is_possible = _takes_a_step(*where, numbers, given, tensors, len(shape))
+    return None if is_possible else "its rule takes no step from such a state with such hyperparameters"
+
+
+@lru_cache(maxsize=4096)
+def _takes_a_step(
+    rule_id: str,
+    form: int,
+    numbers: tuple[int, float, float, bool],
+    given: tuple[tuple[str, Any], ...],
+    tensors: tuple[str, ...],
+    dimensions: int,
+) -> bool:
+    """Whether the rule takes a step of a few elements: some settings divide by zero, some rules take matrices alone."""
+    card = CARDS[rule_id]
+    rule = Replayed(card, card.forms[form], *numbers, dict(given))
+    shape = (*[1] * (dimensions - 2), *[2] * min(dimensions, 2))
+    try:
+        state = {}
+        for each in (tensor for tensor in rule.form.tensors if tensor.key in tensors):
+            values = torch.full(each.shape(shape), 0.5)
+            state[each.key] = values.reshape(-1) if each.is_moment else values
+        grad = rule.gradient_scale(state)
+        rule.advance(state, torch.ones(grad.shape), grad, shape, rule.step + 1)
+    except (ArithmeticError, ValueError, TypeError, RuntimeError):
+        return False
+    return True
 
 
 def _why_unknown(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> str:
@@ -78,6 +125,7 @@ _RANGES: dict[str, Callable[[float], bool]] = {
     "momentum": lambda momentum: 0 <= momentum < 1,
     "dampening": lambda dampening: dampening < 1,
     "clip_threshold": lambda threshold: threshold > 0,
+    "ns_steps": lambda steps: 0 <= steps <= _MOST_ITERATIONS,
 }
 
 

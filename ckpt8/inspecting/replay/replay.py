@@ -97,7 +97,7 @@ class _Sides:
             if isinstance(rule, str):
                 return rule
             shape = saved.state[rule.form.tensors[0].key].shape
-            if problem := rule.misfit(shape) or _find_misfit(rule.form, saved, shape):
+            if problem := _find_misfit(rule.form, saved, shape):
                 return problem
             original, compressed = _read(self._original, rule.form, saved), _read(self._compressed, rule.form, theirs)
         if rule.needs_weight and original.weight is None:

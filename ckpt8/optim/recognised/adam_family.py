@@ -77,14 +77,18 @@ def nadam(
         yield {"param": param, "exp_avg": m, "exp_avg_sq": v}
 
 
+_WARM = 1 << 17
+"""Steps after which mu is beta1, to nine digits at the default decay."""
+
+
 def _mu_product(beta1: float, momentum_decay: float, step: int) -> float:
-    """M_t for settings that never changed; 0 once it no longer matters to 1 - M_t."""
+    """M_t for settings that never changed; 0 once it no longer matters to 1 - M_t, the limit of mu after many steps."""
     product = 1.0
-    for t in range(1, step + 1):
+    for t in range(1, min(step, _WARM) + 1):
         product *= beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
         if product < 1e-20:
             return 0.0
-    return product
+    return product * beta1 ** max(step - _WARM, 0)
 
 
 def radam(

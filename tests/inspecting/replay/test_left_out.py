@@ -9,8 +9,12 @@ import torch
 from torch import nn
 
 import ckpt8
+from ckpt8.checkpoint.meaning.replay_settings import find_rule
+from ckpt8.checkpoint.meaning.replayed import Replayed
 from ckpt8.checkpoint.scalars import read_settings
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.tensors import DType
 
 STEPS = 3
 
@@ -144,3 +148,64 @@ def test_no_reason_claims_what_is_stored(tmp_path, case):
     with ContainerReader(tmp_path / "run.ckpt8") as reader:
         stored = reader.manifest.storages
     assert any(each.role.value == "moment2" and each.codec["id"] == "companded8/1" for each in stored)
+
+
+def ref(*shape: int) -> TensorRef:
+    return TensorRef("0", DType.FLOAT32, 0, shape, tuple(math.prod(shape[k + 1 :]) for k in range(len(shape))))
+
+
+def muon(shape: tuple[int, ...], **settings):
+    group = {
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_coefficients": (3.4445, -4.775, 2.0315),
+        "eps": 1e-7,
+        "ns_steps": 5,
+    }
+    return {"momentum_buffer": ref(*shape)}, {
+        "lr": 1e-3,
+        "weight_decay": 0.1,
+        "adjust_lr_fn": None,
+        **group,
+        **settings,
+    }
+
+
+def nadam(**settings):
+    group = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "momentum_decay": 4e-3}
+    state = {"exp_avg": ref(4, 4), "exp_avg_sq": ref(4, 4), "mu_product": ref(), "step": 7}
+    return state, {**group, "decoupled_weight_decay": False, **settings}
+
+
+def rmsprop(**settings):
+    group = {"lr": 1e-3, "momentum": 0.9, "alpha": 0.99, "eps": 1e-8, "centered": True, "weight_decay": 0.0}
+    return {"square_avg": ref(4, 4), "momentum_buffer": ref(4, 4), "step": 7}, {**group, **settings}
+
+
+NO_STEP = "its rule takes no step from such a state with such hyperparameters"
+HOSTILE = {
+    "a matrix of three dimensions": (muon((3, 4, 4)), NO_STEP),
+    "a vector": (muon((4,)), "its step takes a matrix, and its state is a vector"),
+    "nothing": (muon((4, 0)), "it has no elements"),
+    "endless iterations": (
+        muon((4, 4), ns_steps=2**53),
+        "hyperparameters are missing from the parameter group, or out of range",
+    ),
+    "powers beyond floats": (nadam(momentum_decay=-1e308), NO_STEP),
+    "a tensor too few": (rmsprop(), "its state lacks a tensor that its hyperparameters ask for"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_settings_that_no_rule_survives(case):
+    """``compress`` calls the rule, too: it must not raise, and not take for ever."""
+    (state, group), reason = HOSTILE[case]
+    assert find_rule(state, group, state.get("step")) == reason
+
+
+def test_endless_steps():
+    """The product over all steps so far: a file may say that they are 2^53, and that beta is almost one."""
+    state, group = nadam(betas=(1 - 2.0**-53, 0.99))
+    assert isinstance(find_rule(state, group, 2**53), Replayed)
+    assert isinstance(find_rule(*nadam(), 7), Replayed)
+    assert isinstance(find_rule(*muon((4, 4)), None), Replayed)
