@@ -101,7 +101,7 @@ class _Sides:
                 return problem
             original, compressed = _read(self._original, rule.form, saved), _read(self._compressed, rule.form, theirs)
         if rule.needs_weight and original.weight is None:
-            return "its weight, which an L2 penalty needs, was not found"
+            return "its weight, which its step needs, was not found"
         order = Order.of(rule.form, saved.state[rule.form.tensors[0].key])
         return self._take_steps(rule, original, compressed, order)
 

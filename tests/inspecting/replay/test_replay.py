@@ -368,7 +368,7 @@ def test_a_penalty_needs_the_weight(tmp_path):
         torch.save({"optimizer": state["optimizer"]}, path)
         ckpt8.compress(path, threads=1, force=True)
         result = steps_of(path)
-        assert list(result["skipped"].values()) == skipped * ["its weight, which an L2 penalty needs, was not found"]
+        assert list(result["skipped"].values()) == skipped * ["its weight, which its step needs, was not found"]
         assert result["parameters"] == 6 - skipped
         assert result["steps"][0]["weight_rms"] is None
         assert list(result["without_weights"].values()) == (6 - skipped) * ["the file has no state dict of a model"]
