@@ -20,7 +20,10 @@ from ckpt8.checkpoint.meaning import replayed
 from ckpt8.cli import app as cli
 from ckpt8.container import reader as container_reader
 from ckpt8.container.manifest import Manifest
+from ckpt8.container.reader import ContainerReader
 from ckpt8.inspecting.container import inspect_container
+from ckpt8.inspecting.distributions.checkpoint import checkpoint_distributions
+from ckpt8.inspecting.distributions.container import container_distributions
 from ckpt8.optim import known_optimizers as known
 
 SHAPE = (300, 260)
@@ -399,3 +402,14 @@ def test_a_slice_where_the_step_takes_the_whole_tensor(tmp_path):
         save_in_pieces(cut, tmp_path / name, options | {"model.w": tree["model"]["w"]})
         manifest = ckpt8.compress(tmp_path / name, tmp_path / f"{name}.ckpt8", threads=1)
         assert [each.reason for each in manifest.parameters] == [reason, reason]
+
+
+@pytest.mark.parametrize("name", ["lion", "adagrad", "adadelta", "adan", "muon"])
+def test_no_update_is_drawn_from_moments_alone(tmp_path, name):
+    """A momentum was drawn as Lion's update, which is a sign."""
+    card = known.CARDS[name]
+    changes = {option: values[0] for option, values in card.choices.items()}
+    compress(tmp_path, checkpoint_of(card, card.matrix, **changes))
+    with ContainerReader(tmp_path / "run.ckpt8", kernels=True) as reader:
+        drawn = [container_distributions(reader), checkpoint_distributions(tmp_path / "run.pt", full=True)]
+    assert all({*each["histograms"]} & {"moment1", "moment2"} and "update" not in each["histograms"] for each in drawn)

@@ -19,7 +19,7 @@ from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.measure import ErrorMeter, UnitErrors
 from ckpt8.compressing.plan import Stream, Unit, read_elements
 from ckpt8.compressing.policy import LOSSLESS, Policy
-from ckpt8.container.facts import NO_PARAMETER
+from ckpt8.container.facts import NO_PARAMETER, NOT_MEASURED
 from ckpt8.container.frames import FRAME
 from ckpt8.core.backend import Backend
 from ckpt8.core.errors import RefusedError
@@ -75,7 +75,7 @@ def _add(gathered: Gathered, unit: Unit, seen: Seen) -> None:
         gathered.measure(gathered.figure(unit), seen.errors.update, unit.parameter.name if unit.parameter else None)
     elif seen.refused is None and any(each.lossy_moment for each in unit.streams):
         parameter, name = unit.parameter, unit.streams[0].spec.name.rpartition(".")[0]
-        reason = (parameter and parameter.reason) or NO_PARAMETER
+        reason = (parameter.reason or NOT_MEASURED) if parameter else NO_PARAMETER
         gathered.unknown[reason].append(parameter.name if parameter else name)
     gathered.add(unit, seen)
 

@@ -30,6 +30,9 @@ HIGHEST = 127
 CHARTED = ("weight", "moment1", "moment2", "update")
 """What has histograms, in the order in which the report shows them."""
 
+_NOT_DRAWN = ("came", "replayed")
+"""Kinds of updates that do not follow from the moments of the same elements alone."""
+
 _SIDES = ("before", "after")
 _COUNTED = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
 
@@ -169,7 +172,7 @@ def draw(pieces: Sequence[Piece], parameter: Parameter | None) -> Drawn:
             key = piece.role.value, codec_name(config_of(piece.codec)), codes.part
             drawn.merge(Drawn(codes={key: Codes.of(piece.parts[codes.part], codes.lowest, codes.highest)}))
     # The update of an element follows from its own moments alone, but for CAME's factored statistics.
-    if parameter is not None and parameter.rule is not None and parameter.rule.kind != "came":
+    if parameter is not None and parameter.rule is not None and parameter.rule.kind not in _NOT_DRAWN:
         originals = {piece.index: piece.before for piece in pieces if piece.before is not None}
         before = _update(parameter, parameter.rule, originals) if len(originals) == len(pieces) else None
         drawn.add("update", before, _update(parameter, parameter.rule, {piece.index: piece.after for piece in pieces}))

@@ -45,7 +45,7 @@ def _without_updates(pairs: dict[str, Any]) -> str:
     moments, updates = (pairs[what]["after"]["total"] if what in pairs else 0 for what in ("moment1", "update"))
     if moments <= updates:
         return ""
-    return " Updates are drawn where they follow from moments alone: CAME's do not, nor those of unknown rules."
+    return " Updates are drawn where they follow from moments alone: CAME's and replayed ones do not, nor unknown ones."
 
 
 def _refused(refused: dict[str, Any]) -> str:
