@@ -72,8 +72,12 @@ def dead_rows(moments):
 
 
 def as_pairs(flags):
-    """Flags of single tensors in the form of ``expected``."""
-    return {(flag["kind"], flag["tensor"]): (flag["count"], flag["of"]) for flag in flags if "tensor" in flag}
+    """Flags of values of single tensors in the form of ``expected``."""
+    return {
+        (flag["kind"], flag["tensor"]): (flag["count"], flag["of"])
+        for flag in flags
+        if "tensor" in flag and flag["kind"] != "foreign_globals"
+    }
 
 
 def healthy():

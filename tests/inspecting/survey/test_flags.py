@@ -246,7 +246,8 @@ def test_flags_of_real_checkpoints_are_those_of_their_values(name, inputs):
 @pytest.mark.parametrize("name", ["legacy.pt", "views.pt", "module.pt", "custom_objects.pt", "low_bit/flash.pt"])
 def test_odd_fixtures_raise_no_alarm(name, inputs):
     kinds = {flag["kind"] for flag in inspect_checkpoint(inputs / name, full=True)["flags"]}
-    assert kinds <= {"moment2_fp16_zero", "fp16_scales"}
+    named = {"foreign_globals"} if name in ("module.pt", "custom_objects.pt") else set()
+    assert kinds - named <= {"moment2_fp16_zero", "fp16_scales"}
 
 
 @pytest.mark.parametrize("name", ["gpt_adamw.pt", "views.pt", "trainer-adamw", "low_bit/torchao_fp8.pt"])
@@ -256,7 +257,7 @@ def test_a_container_has_the_flags_of_its_original(name, inputs, tmp_path):
     stored = inspect_container(tmp_path / "run.ckpt8", full=True)
     assert (stored["flags"], stored["sample"]) == (raw["flags"], raw["sample"])
     quick = inspect_container(tmp_path / "run.ckpt8")
-    assert quick["flags"] == []
+    assert quick["flags"] == [flag for flag in raw["flags"] if flag["kind"] == "foreign_globals"]
     assert quick["sample"] == {"elements": 0, "of": raw["sample"]["of"], "full": False}
 
 
