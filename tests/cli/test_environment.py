@@ -281,3 +281,13 @@ def test_a_process_without_a_place_for_temporary_files(files, tmp_path):
     assert (result.returncode, result.stderr) == (0, b"")
     result = start("restore", files / "run.ckpt8", "-o", tmp_path / "x.pt", env=env)
     assert (result.returncode, result.stderr) == (0, b"")
+
+
+def test_a_user_without_a_home(run_command, inputs, tmp_path, monkeypatch):
+    """A number that no list of users has, as in a container."""
+    ckpt8.compress(inputs / "accelerate", tmp_path / "run.ckpt8")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    for _ in range(2):
+        code, _, err = run_command("restore", tmp_path / "run.ckpt8", "-o", tmp_path / "out", "--force")
+        assert code == 0, err

@@ -32,7 +32,8 @@ class AtomicDirectory(AtomicOutput):
 
     def _check_place(self, final: Path, keep: Path, check: Check) -> str:
         """Describe the directory ``final``. Raises OutputError for one that must never be replaced."""
-        here, home = Path.cwd(), Path("~").expanduser().resolve()
+        # A user may have no home directory, which pathlib takes for an error.
+        here, home = Path.cwd(), Path(os.path.expanduser("~")).resolve()  # noqa: PTH111
         kept = (here, *here.parents, *keep.resolve().parents, keep.parent.resolve(), *keep.parent.resolve().parents)
         refusals = (
             (final in kept, "holds the file that is read, or the current directory; give another"),
