@@ -41,9 +41,10 @@ def distributed_tree(data: Composite, key: str | None, types: WeightTypes, repor
     tree: dict[str, Any] = {_MODEL: weights}
     if optimizer is not None:
         tree[_OPTIMIZER] = _named(data, model, optimizer, plain, report)
-    used = {id(each.node) for each in (model, optimizer) if each is not None}
+    used = {id(each.value) for each in (model, optimizer) if each is not None}
     others = _without(data.tree, [path for path, node in iter_nodes(data.tree, data.label) if id(node) in used])
-    for name, value in (others or {}).items():
+    named = others if isinstance(others, dict) else dict(enumerate(others or ()))
+    for name, value in named.items():
         if name in tree:
             report.dropped.append(f"{name}: the format needs this name for the model or the optimizer")
         else:

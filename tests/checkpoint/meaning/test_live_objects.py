@@ -88,6 +88,8 @@ def test_resume_and_convert_take_them(case, tmp_path):
     assert again.param_groups[0]["lr"] == 1e-3
     if case == "both":
         assert rest == {"epoch": 3}
+        report = ckpt8.convert(tmp_path / "live.pt", tmp_path / "live-dcp", to="dcp")
+        assert not any("needs this name" in line for line in report.dropped)
     ckpt8.convert(tmp_path / "live.ckpt8", tmp_path / "live.safetensors", to="safetensors", dtype="float32")
     fresh = network()
     ckpt8.resume(tmp_path / "live.safetensors", fresh)

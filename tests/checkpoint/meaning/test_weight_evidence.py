@@ -213,6 +213,16 @@ def test_convert_and_resume_take_the_same(key, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values(), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_list_becomes_a_distributed_checkpoint(tmp_path):
+    model = network()
+    torch.save([model.state_dict(), trained(model), {"epoch": 3}], tmp_path / "run.pt")
+    ckpt8.convert(tmp_path / "run.pt", tmp_path / "run", to="dcp")
+    weights = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    dcp.load({"model": weights}, checkpoint_id=tmp_path / "run", no_dist=True)
+    assert torch.equal(weights["0.weight"], model[0].weight)
+
+
 def test_what_stays_lossless_is_said_with_the_rule_that_compresses_it(tmp_path, run_command):
     """The rule works, and then nothing is left to say."""
     tree = {"unet": network().state_dict(), "opt": trained(network(seed=1, width=64), kind=torch.optim.Rprop)}
