@@ -41,12 +41,20 @@ def _remove_unfinished() -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or directory as far as possible."""
+    """Remove a file or directory as far as possible, also where a process may open hardly any more files."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
+            _remove_tree(path)
         else:
             path.unlink()
+
+
+def _remove_tree(path: Path) -> None:
+    """As ``shutil.rmtree``, which holds three descriptors for each level, with one in all. Raises OSError."""
+    for name in os.listdir(path):  # noqa: PTH208 - iterdir keeps its descriptor
+        remove(path / name)
+    path.rmdir()
 
 
 class Partial:
@@ -75,13 +83,13 @@ class Partial:
                 raise
 
     def close(self) -> None:
-        """Remove whatever has the name of the temporary, and release the lock."""
-        if self.path in unfinished:
-            remove(self.path)
-            unfinished.pop(self.path, None)
+        """Release the lock, which makes room for a descriptor, and remove whatever has the name of the temporary."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+        if self.path in unfinished:
+            remove(self.path)
+            unfinished.pop(self.path, None)
 
 
 def partial_path(final: Path) -> Path:
