@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from ckpt8.core.files.partial import remove
 
 
 @contextmanager
@@ -46,4 +47,4 @@ def temporary_directory(prefix: str, where: Path | None = None) -> Iterator[Path
         yield path
     finally:
         if path is not None:
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
