@@ -95,7 +95,7 @@ class Place:
         allowed |= {70} if setting.limits[1] is not None else set()
         if code not in allowed or b"Traceback" in err + out:
             raise BrokenError(shown)
-        said = err.decode(setting.encoding[0], "replace").count("ckpt8: ")
+        said = err.replace(b"\0", b"").count(b"ckpt8: ")  # UTF-16 too, which PYTHONIOENCODING may ask for
         if code in (3, 4) and setting.stderr == "file" and not limited and said != 1:
             raise BrokenError(f"no line says why: {shown}")
         if code == 0 and "--json" in setting.command and setting.stdout == "file":
