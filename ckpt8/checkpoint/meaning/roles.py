@@ -207,12 +207,17 @@ def _role(path: Components, container: _Container, optimizer: Components | None,
 
     ``moment`` is the role of a moment under another name than in torch, else OTHER.
     """
-    if container.has_masters or (path[-1:] and path[-1] in MASTER_LISTS):
-        return Role.WEIGHT
     depth = len(path) if optimizer is None else len(optimizer)
-    if depth < len(path) and path[:depth] == optimizer:
-        in_state = len(path) == depth + 3 and path[depth] == "state"
-        return STATE_ROLES.get(path[-1], moment) if in_state else moment
+    is_inside = depth < len(path) and path[:depth] == optimizer
+    in_state = is_inside and len(path) == depth + 3 and path[depth] == "state"
+    if path[-1:] and path[-1] in MASTER_LISTS:
+        return Role.WEIGHT
+    if in_state:
+        return STATE_ROLES.get(path[-1], moment)  # whatever the parameter is called
+    if container.has_masters:
+        return Role.WEIGHT
+    if is_inside:
+        return moment
     if container.has_states:
         return STATE_ROLES.get(path[-1], Role.OTHER)
     return Role.WEIGHT if bare or container.is_model else Role.OTHER

@@ -274,9 +274,9 @@ def test_groups_of_one_optimizer(read):
 
 
 def test_state_keyed_by_name(read):
-    """FSDP and torch.distributed.checkpoint key the state by the name of the parameter."""
+    """FSDP and torch.distributed.checkpoint key the state by the name of the parameter, which may be any."""
     moment = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2), "step": torch.ones(())}
-    names = ["module.fc.weight", "module.fc.bias"]
+    names = ["module.fc.weight", "module.fc.bias", "fp32_from_fp16_params", "model"]
     optimizer = {
         "state": {name: {k: v.clone() for k, v in moment.items()} for name in names},
         "param_groups": [{"params": names, "lr": 0.5}],
@@ -287,7 +287,7 @@ def test_state_keyed_by_name(read):
         assert found[f"optimizer.state.{name}.exp_avg"] is MOMENT1
         assert found[f"optimizer.state.{name}.exp_avg_sq"] is MOMENT2
     assert [parameter.name for parameter in structure.parameters] == names
-    assert [parameter.group["lr"] for parameter in structure.parameters] == [0.5, 0.5]
+    assert [parameter.group["lr"] for parameter in structure.parameters] == [0.5] * 4
 
 
 def test_parameters_take_their_names_from_the_groups(read):
