@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import zipfile
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -19,16 +20,26 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpt8
+from ckpt8.compressing import sharing
 from ckpt8.core.errors import InputError, OutputError, UnsupportedError
 
 FRAME = 1 << 20
+
+
+@contextmanager
+def own_entries():
+    """Nothing shares entries, as in a large checkpoint; ``test_sharing`` damages what shares them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharing, "_ROOM", 1 << 40)
+        yield
 
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory, inputs):
     """A container of a real checkpoint, and what it restores to."""
     folder = tmp_path_factory.mktemp("sample")
-    ckpt8.compress(inputs / "gpt_adamw.pt", folder / "run.ckpt8")
+    with own_entries():
+        ckpt8.compress(inputs / "gpt_adamw.pt", folder / "run.ckpt8")
     ckpt8.restore(folder / "run.ckpt8", folder / "whole.pt")
     return folder / "run.ckpt8"
 
@@ -186,7 +197,8 @@ def test_the_container_is_not_written_over(sample, tmp_path):
 
 def test_views_by_name(inputs, tmp_path):
     """Transposed, sliced and tied ones; what no safetensors file holds is listed."""
-    ckpt8.compress(inputs / "views.pt", tmp_path / "v.ckpt8", preset="lossless")
+    with own_entries():
+        ckpt8.compress(inputs / "views.pt", tmp_path / "v.ckpt8", preset="lossless")
     path = damage(tmp_path / "v.ckpt8", tmp_path / "x.ckpt8", "ckpt8.skeleton/bytes")
     found = ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
     expected = loaded(inputs / "views.pt")
@@ -323,7 +335,8 @@ def test_a_later_version_is_not_taken_for_damage(sample, tmp_path):
 def directory(tmp_path_factory):
     folder = tmp_path_factory.mktemp("directory")
     make_run(folder / "run")
-    ckpt8.compress(folder / "run")
+    with own_entries():
+        ckpt8.compress(folder / "run")
     ckpt8.restore(folder / "run.ckpt8", folder / "whole")
     return folder / "run.ckpt8"
 

@@ -193,7 +193,7 @@ def _names(tree: object, folder: Sequence[Weights]) -> Iterator[tuple[Candidate,
         groups = [group for group in optimizer.node["param_groups"] if isinstance(group, dict)]
         found = []
         if saved_names(groups) == {} and len(owner.models) <= _MOST_ALIKE:
-            for model in owner.models:
+            for model in (each for each in owner.models if not each.numbered):
                 weights = beside.get(id(model.node)) or _of_candidate(model)
                 found.append(_names_in(groups, shapes_of(optimizer.node), weights))
         yield optimizer, owner, _agreed(found, owner)

@@ -21,11 +21,13 @@ class Candidate:
     """A dictionary of the tree. ``path`` are its keys joined by dots, ``(top level)`` for the tree itself.
 
     ``origin`` is the pickled object whose state dict ``node`` is, None for a dictionary that is in the tree.
+    ``numbered``: its keys are places in lists, which are no names of parameters.
     """
 
     path: str
     node: dict[Any, Any]
     origin: Inert | None = None
+    numbered: bool = False
 
     @property
     def value(self) -> Any:
@@ -101,12 +103,15 @@ def find_loose(tree: object, taken: Iterable[Candidate]) -> list[Candidate]:
     known = {id(value) for each in taken for value in each.node.values()}
     weights = evident_weights(tree) - known
     found: dict[str, dict[str, Any]] = defaultdict(dict)
+    named: set[str] = set()
     for path, leaf in iter_leaves(tree):
         if id(leaf) in weights:
             key, *rest = path if len(path) > 1 else ("", *path)
             numbered = all(map(str.isdecimal, rest))
             found[key].setdefault(".".join(path if numbered else rest), leaf)
-    return [Candidate(key or TOP_LEVEL, node) for key, node in found.items()]
+            if not path[-1].isdecimal():
+                named.add(key)
+    return [Candidate(key or TOP_LEVEL, node, numbered=key not in named) for key, node in found.items()]
 
 
 def _form(model: Candidate) -> frozenset[tuple[str, tuple[int, ...]]]:

@@ -318,13 +318,17 @@ def test_models_that_could_meet_in_two_ways_are_not_told_apart(tmp_path):
 LOOSE = {
     "a tree": (lambda model: {"variables": tree_of(model)}, "variables.layer0.weight"),
     "beside other entries": (lambda model: {**model.state_dict(), "epoch": 3}, "0.weight"),
-    "a list": (lambda model: {"fp32": list(model.parameters())}, "fp32.0"),
-    "nested lists": (lambda model: {"fp32": [list(model.parameters())[:3], list(model.parameters())[3:]]}, "fp32.0.0"),
+    "a list": (lambda model: {"fp32": list(model.parameters())}, "opt.state.0"),
+    "nested lists": (
+        lambda model: {"fp32": [list(model.parameters())[:3], list(model.parameters())[3:]]},
+        "opt.state.0",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", LOOSE)
 def test_weights_that_are_no_state_dict(case, tmp_path):
+    """A place in a list is no name."""
     make, first = LOOSE[case]
     model = network()
     torch.save({**make(model), "opt": trained(model)}, tmp_path / "run.pt")

@@ -163,7 +163,8 @@ def test_the_temporary_directory_of_a_save(tmp_path, monkeypatch):
             seen.extend((path.name, path.stat().st_mode & 0o777) for path in (tmp_path / "tmp").iterdir())
             return (int, ())
 
-    ckpt8.save({"w": torch.ones(3), "x": Looking()}, tmp_path / "a.ckpt8")
+    with pytest.warns(UserWarning, match="will refuse it: x"):
+        ckpt8.save({"w": torch.ones(3), "x": Looking()}, tmp_path / "a.ckpt8")
     ((name, mode),) = seen
     assert LEFTOVER.fullmatch(name)
     assert name != abandoned.name

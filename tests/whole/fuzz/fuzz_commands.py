@@ -12,7 +12,7 @@ import random
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,9 +57,7 @@ def mutate(rng: random.Random) -> Edited:
 def run(path: Path, rng: random.Random, edited: Edited) -> bool:
     """Two or three commands; whether the first of them, which is ``verify``, accepts the container."""
     reader = Reader(path, edited.kind)
-    tempfile.tempdir = str(path.parent / "temporary")
-    Path(tempfile.tempdir).mkdir(exist_ok=True)
-    with warnings.catch_warnings(), writes_only_in(path.parent) as outside:
+    with warnings.catch_warnings(), temporary_in(path.parent), writes_only_in(path.parent) as outside:
         warnings.simplefilter("ignore")
         good = attempt(lambda: ckpt8.verify(path, threads=1), InputError) is not REFUSED
         names = rng.sample(list(COMMANDS), rng.choice((1, 1, 2)))
@@ -68,11 +66,23 @@ def run(path: Path, rng: random.Random, edited: Edited) -> bool:
             raise BrokenError(f"{edited.kind.name}: {differing} give something else, and verify accepts it")
     if outside:
         raise BrokenError(f"writes {outside[:3]}")
-    if list(Path(tempfile.tempdir).iterdir()):
-        raise BrokenError("leaves temporary files")
     if path.read_bytes() != edited.content:
         raise BrokenError("the source is changed")
     return good
+
+
+@contextmanager
+def temporary_in(folder: Path) -> Iterator[None]:
+    """Temporary files lie in ``folder``, and none is left at the end."""
+    before, own = tempfile.tempdir, folder / "temporary"
+    own.mkdir(exist_ok=True)
+    tempfile.tempdir = str(own)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+    if list(own.iterdir()):
+        raise BrokenError("leaves temporary files")
 
 
 class Reader:
