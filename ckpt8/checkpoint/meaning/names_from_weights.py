@@ -171,8 +171,9 @@ def parameter_names(tree: object, folder: Sequence[Weights] = ()) -> Mapping[str
     found = list(_names(tree, folder))
     several = len(found) > 1
     return {
-        place(optimizer, each): f"{owner.model.path}.{name}" if several and owner.model and owner.model.path else name
+        place(optimizer, each): f"{key}.{name}" if key else name
         for optimizer, owner, names in found
+        for key in (owner.model.before_names if several and owner.model else "",)
         for each, name in names.items()
     }
 

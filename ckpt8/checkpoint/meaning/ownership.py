@@ -161,7 +161,7 @@ def _parts(model: Candidate) -> list[Candidate]:
     for name, parts in names.items():
         if len(parts) > depth + 1:
             found[parts[depth]][name] = model.node[name]
-    inner = [replace(model, path=f"{model.path}.{key}", node=node) for key, node in found.items()]
+    inner = [replace(model, path=f"{model.path}.{key}", node=node, whole=model.path) for key, node in found.items()]
     return inner if len(inner) > 1 else []
 
 

@@ -21,18 +21,25 @@ class Candidate:
     """A dictionary of the tree. ``path`` are its keys joined by dots, ``(top level)`` for the tree itself.
 
     ``origin`` is the pickled object whose state dict ``node`` is, None for a dictionary that is in the tree.
-    ``numbered``: its keys are places in lists, which are no names of parameters.
+    ``numbered``: its keys are places in lists, which are no names of parameters. ``whole`` is the path of the dictionary
+    of which this is a part.
     """
 
     path: str
     node: dict[Any, Any]
     origin: Inert | None = None
     numbered: bool = False
+    whole: str | None = None
 
     @property
     def value(self) -> Any:
         """What is in the tree."""
         return self.node if self.origin is None else self.origin
+
+    @property
+    def before_names(self) -> str:
+        """The path that the keys of ``node`` complete: a part of a dictionary has the keys of the whole."""
+        return self.path if self.whole is None else self.whole
 
     @property
     def home(self) -> str:

@@ -186,6 +186,14 @@ def steps_after(path):
     return steps(path)
 
 
+def test_parts_are_named_by_their_keys_in_the_file(tmp_path):
+    module = nn.ModuleDict({"generator": network(0), "discriminator": network(1)})
+    states = [trained(module[key]) for key in module]
+    given = {f"model.{name}": values for name, values in module.state_dict().items()}
+    torch.save({"state_dict": given, "optimizer_states": states}, tmp_path / "run.pt")
+    assert names_of(tmp_path / "run.pt") == [f"state_dict.{name}" for name in given]
+
+
 def test_two_optimizers_of_one_model(tmp_path):
     model = network()
     matrices = [p for p in model.parameters() if p.ndim == 2]
