@@ -64,10 +64,19 @@ class Owner:
 
 
 def owners(optimizers: Sequence[Candidate], models: Sequence[Candidate]) -> list[Owner]:
-    """The model of every optimizer. With several optimizers it may be a part of one in the file."""
+    """The model of every optimizer.
+
+    With several optimizers it may be a part of one in the file; so it may with a single one, beside its average.
+    """
     models = models[:_MOST_MODELS]
     described = [_Weights(model) for model in models]
-    parts = [_Weights(part) for model in models for part in _parts(model)] if len(optimizers) > 1 else []
+    inner = [_parts(model) for model in models]
+    parts = [
+        _Weights(part)
+        for each in inner
+        if len(optimizers) > 1 or len({is_average(part.path) for part in each}) > 1
+        for part in each
+    ]
     fits = [_best(_Parameters(each), described, parts) for each in optimizers[:MOST_OPTIMIZERS]]
     fits += [list(models)] * (len(optimizers) - len(fits))
     chosen = list(fits)

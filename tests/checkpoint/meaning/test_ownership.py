@@ -194,6 +194,25 @@ def test_parts_are_named_by_their_keys_in_the_file(tmp_path):
     assert names_of(tmp_path / "run.pt") == [f"state_dict.{name}" for name in given]
 
 
+@pytest.mark.parametrize("average_key", ["ema", "ema_model", "model_ema", "net_ema"])
+@pytest.mark.parametrize("first", [True, False])
+def test_an_average_in_the_state_dict_of_its_model_takes_no_names(average_key, first, tmp_path):
+    model = network()
+    own = {f"net.{name}": values for name, values in model.state_dict().items()}
+    more = {f"{average_key}.{name}": values for name, values in average(model).items()}
+    tree = {"state_dict": {**more, **own} if first else {**own, **more}, "optimizer_states": [trained(model)]}
+    assert weights_of(tree, tmp_path / "run.pt") == [f"state_dict.net.{name}" for name in NAMES]
+    assert names_of(tmp_path / "run.pt") == [f"net.{name}" for name in NAMES]
+
+
+def test_the_optimizer_of_a_part_is_not_that_of_the_average(tmp_path):
+    module = nn.ModuleDict({"encoder": network(0), "decoder": network(1, width=64)})
+    tree = {"model": module.state_dict(), "model_ema": average(module), "optimizer": trained(module["decoder"])}
+    found = weights_of(tree, tmp_path / "run.pt")
+    assert not any(each.startswith("model_ema") for each in found)
+    assert not any("ema" in name for name in names_of(tmp_path / "run.pt"))
+
+
 def test_two_optimizers_of_one_model(tmp_path):
     model = network()
     matrices = [p for p in model.parameters() if p.ndim == 2]
