@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+
 import zstandard
 
 from ckpt8.codecs.lossless import RAW_PART
@@ -21,7 +23,10 @@ class SkeletonFile(SourceFile):
         self.source = ByteRange(reader.path, 0, record.size, record.path)
         self._reader = reader
         self._skeleton = record.skeleton
-        self._runs = member_runs(reader.manifest, member, str(reader.path))
+        runs = member_runs(reader.manifest, member, str(reader.path))
+        self._runs = [run for run in runs if run.storage == self._skeleton]
+        self._starts = [run.start for run in self._runs]
+        self._stops = [run.stop for run in self._runs]
         self._last: tuple[int, bytes] = (-1, b"")
 
     @property
@@ -34,9 +39,10 @@ class SkeletonFile(SourceFile):
         self._check_extent(offset, len(buffer))
         buffer[:] = bytes(len(buffer))
         stop = offset + len(buffer)
-        for run in self._runs:
+        for at in range(bisect_right(self._stops, offset), bisect_left(self._starts, stop)):
+            run = self._runs[at]
             start, end = max(run.start, offset), min(run.stop, stop)
-            while run.storage == self._skeleton and start < end:
+            while start < end:
                 chunk, into = divmod(run.origin + start - run.start, FRAME)
                 part = self._chunk(chunk)[into : into + end - start]
                 buffer[start - offset : start - offset + len(part)] = part
