@@ -68,7 +68,7 @@ def _chosen(unit: Unit, plan: Plan, views: Mapping[int, list[NamedTensor]], poli
         choose(stream, views[stream.index], policy) if stream.index in plan.chosen else stream
         for stream in unit.streams
     )
-    return unit if streams == unit.streams else replace(unit, streams=streams)
+    return unit if streams == unit.streams else Unit(streams, unit.parameter)
 
 
 def _renamed(unit: Unit, name_of: Mapping[str, str]) -> Unit:

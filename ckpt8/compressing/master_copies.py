@@ -65,6 +65,8 @@ class _Tensor:
 
 def refer_to_masters(plan: Plan, source: Checkpoint, members: Members, policy: Policy) -> None:
     """Turn the storages of ``plan`` that hold nothing but copies of masters into references."""
+    if not any(tensor.ref.dtype in _REFERENCES for tensor, _ in plan.tensors):
+        return
     streams = {stream.index: stream for unit in plan.units for stream in unit.streams}
     copies, masters = [], []
     for tensor, index in plan.tensors:

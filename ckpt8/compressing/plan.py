@@ -176,7 +176,7 @@ def choose(stream: Stream, views: Sequence[NamedTensor], policy: Policy) -> Stre
     paths, shapes = [path for view in views for path in view.paths], [view.ref.shape for view in views]
     codec, reason = policy.choose(stream.spec, paths, shapes)
     same = (codec, reason) == (stream.codec, stream.reason)
-    return stream if same else replace(stream, codec=codec, reason=reason)
+    return stream if same else Stream(stream.index, stream.spec, stream.storage, codec, reason)
 
 
 def _gaps(numel: int, refs: list[TensorRef]) -> list[range]:

@@ -122,13 +122,20 @@ class MemberFile(io.RawIOBase):
     def fill(self, piece: Piece, view: memoryview, *, keep: bool = False) -> None:
         """Decode one piece into the start of ``view``. Thread-safe. With ``keep`` the next read may use its chunk."""
         target = view[: piece.stop - piece.start]
+        last = self._last
+        if last is not None and last[0] == (piece.storage, piece.chunk):
+            target[:] = memoryview(last[1])[piece.origin : piece.origin + len(target)]
+        else:
+            self._fill_anew(piece, target, keep=keep or piece.storage == self._skeleton)
+        self._patch(piece, target)
+
+    def _fill_anew(self, piece: Piece, target: memoryview, *, keep: bool) -> None:
         record = self._reader.manifest.storages[piece.storage]
         spec = self._reader.chunk_spec(piece.storage, piece.chunk)
         length = spec.numel * spec.dtype.itemsize
         if len(target) < length or not self._decode(record, piece, target):
-            chunk = self._chunk(record, piece, length, keep=keep or piece.storage == self._skeleton)
+            chunk = self._chunk(record, piece, length, keep=keep)
             target[:] = memoryview(chunk)[piece.origin : piece.origin + len(target)]
-        self._patch(piece, target)
 
     def _decode(self, record: StorageRecord, piece: Piece, target: memoryview) -> bool:
         """Decode a whole chunk straight into ``target``; False where its address does not suit the element type."""
@@ -140,14 +147,11 @@ class MemberFile(io.RawIOBase):
 
     def _chunk(self, record: StorageRecord, piece: Piece, length: int, *, keep: bool) -> bytearray:
         """A whole decoded chunk. With ``keep`` it is kept for the next read, since small reads come in sequence."""
-        key, last = (piece.storage, piece.chunk), self._last
-        if last is not None and last[0] == key:
-            return last[1]
         chunk = bytearray(length)
         out = _tensor(memoryview(chunk)).view(record.dtype.torch)
         self._reader.fill_chunk(piece.storage, piece.chunk, out)
         if keep:
-            self._last = (key, chunk)
+            self._last = ((piece.storage, piece.chunk), chunk)
         return chunk
 
     def _patch(self, piece: Piece, target: memoryview) -> None:

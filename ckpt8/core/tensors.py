@@ -50,6 +50,9 @@ class DType(enum.Enum):
     QUINT4X2 = ("quint4x2", 1, "QUInt4x2Storage")
     QUINT2X4 = ("quint2x4", 1, "QUInt2x4Storage")
 
+    __hash__ = object.__hash__
+    """A checkpoint has millions of lookups by type, and an ``Enum`` hashes its name in Python."""
+
     def __init__(self, label: str, itemsize: int, storage_class: str | None) -> None:
         self.label = label
         self.itemsize = itemsize

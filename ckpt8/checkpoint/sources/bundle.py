@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,14 @@ class Bundle:
     def storages(self) -> Sequence[StorageInfo]:
         """The storages of all members, skeletons among them, with their addresses in the bundle."""
         return [
-            replace(storage, key=self.key(storage.key, number), offset=member.base + storage.offset)
+            StorageInfo(
+                self.key(storage.key, number),
+                storage.dtype,
+                member.base + storage.offset,
+                storage.nbytes,
+                storage.crc32,
+                storage.crc_fields,
+            )
             for number, member in enumerate(self.members)
             for storage in member.checkpoint.storages
         ]
