@@ -144,7 +144,7 @@ class ChunkEncoder:
             whose = "the state of its parameter " if len(unit.streams) > 1 else ""
             return PackedChunk([], crcs, refused=f"{whose}{exc}")
         errors = UnitErrors()
-        if self._meter is not None and any(stream.lossy for stream in unit.streams):
+        if self._meter is not None and unit.measured:
             errors = self._meter.measure(unit, first, originals, parts)
         return PackedChunk(parts, crcs, errors)
 

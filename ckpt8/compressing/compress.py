@@ -197,5 +197,7 @@ def _compressor(
     with without_collection():
         plan = plan_bundle(source, policy)
     policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
-    encoder = choose_encoder(source, live or {}, device, measure=options.stats)
+    encoder = choose_encoder(
+        source, live or {}, device, measure=options.stats and any(stream.lossy for stream in plan.streams)
+    )
     return Compressor(source, plan, options, encoder)

@@ -98,7 +98,8 @@ class Compressor:
         self._plan = plan
         self._options = options
         self._slab = layout.SLAB
-        self._encoder = encoder or ChunkEncoder(source, measure=options.stats)
+        self._measures = options.stats and any(stream.lossy for stream in plan.streams)
+        self._encoder = encoder or ChunkEncoder(source, measure=self._measures)
         self._groups = GroupEncoder(source, self._encoder, partial(_broken_bound, options.max_update_error))
         self._own, self._shared = share(plan.units, source.size, self._slab)
 
@@ -216,7 +217,7 @@ class Compressor:
 
     def _no_errors(self, unit: Unit) -> UnitErrors:
         """Sums for what is measured of a unit, all zero."""
-        return UnitErrors.for_unit(unit) if self._options.stats else UnitErrors()
+        return UnitErrors.for_unit(unit) if self._measures else UnitErrors()
 
     def _write_unit(self, writer: ContainerWriter, unit: Unit, chunks: Iterator[EncodedChunk]) -> UnitResult:
         """Write a unit slab by slab. Consumes all its chunks, also after one was refused."""

@@ -97,6 +97,7 @@ class GroupEncoder:
         found: list[list[Parts]] = []
         for unit in units:
             chunk = self._encoder.pack((unit, 0))
+            self._encoder.finish(unit, chunk.errors)
             reason = chunk.refused or self._reason_of(unit, chunk.errors)
             if reason is not None:
                 refused.append(unit.lossless(reason))
@@ -117,9 +118,15 @@ class GroupEncoder:
             packed.packs.append((list(streams), parts))
             rows.append(crcs)
         packed.units += [
-            EncodedUnit(unit, UnitErrors(), list(crcs))
+            EncodedUnit(unit, self._errors(unit), list(crcs))
             for unit, crcs in zip(units, zip(*rows, strict=True), strict=True)
         ]
+
+    def _errors(self, unit: Unit) -> UnitErrors:
+        """What is measured of a lossless unit."""
+        errors = self._encoder.pack((unit, 0)).errors if unit.measured else UnitErrors()
+        self._encoder.finish(unit, errors)
+        return errors
 
     def _encode(self, streams: Sequence[Stream]) -> tuple[Parts, list[int]]:
         """The parts of lossless streams of one element type, one behind the other, and their checksums."""

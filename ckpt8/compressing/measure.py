@@ -31,6 +31,7 @@ Moments = Mapping[str, torch.Tensor]
 class UnitErrors:
     """The errors of a unit: by stream index, and in update space where a moment is lossy and the rule is known.
 
+    Those of a replayed step are known of exact moments too: its figure is that of all parameters, as in a replay.
     Empty where nothing is measured. ``pieces`` wait for ``ErrorMeter.finish`` where a step takes the whole parameter.
     """
 
@@ -44,8 +45,7 @@ class UnitErrors:
         kinds = {"weight": WeightError, "moment": MomentError}
         streams = {s.index: kinds[s.codec.measured_as]() for s in unit.streams if s.codec.measured_as is not None}
         has_rule = unit.parameter is not None and unit.parameter.rule is not None
-        is_lossy = any(stream.lossy for stream in unit.streams)
-        return cls(streams, UpdateError() if has_rule and is_lossy else None)
+        return cls(streams, UpdateError() if has_rule and unit.measured else None)
 
     def merge(self, later: UnitErrors) -> None:
         """Add the errors of the chunk that follows."""

@@ -63,6 +63,13 @@ class Unit:
         """Elements of each stream."""
         return self.streams[0].spec.numel
 
+    @property
+    def measured(self) -> bool:
+        """Whether errors are measured: of lossy streams, and of a replayed step, which is one of all its parameters."""
+        return any(stream.lossy for stream in self.streams) or (
+            self.parameter is not None and self.parameter.replay is not None
+        )
+
     def lossless(self, reason: str) -> Unit:
         """The same unit with every stream stored lossless; ``reason`` is noted where it would not have been."""
         streams = tuple(

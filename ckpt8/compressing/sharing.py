@@ -80,8 +80,8 @@ def _is_header_long(units: Iterable[Unit], room: int, slab: int) -> bool:
 
 
 def _parts_of(unit: Unit) -> list[Unit]:
-    """The streams of a lossless unit one by one: nothing is measured of them together."""
-    if len(unit.streams) == 1 or any(stream.codec != LOSSLESS for stream in unit.streams):
+    """The streams of a lossless unit one by one, if nothing is measured of them together."""
+    if len(unit.streams) == 1 or unit.measured or any(stream.codec != LOSSLESS for stream in unit.streams):
         return [unit]
     return [Unit((stream,)) for stream in unit.streams]
 

@@ -165,7 +165,7 @@ def _compare(
         for stream, x, part in zip(unit.streams, originals, parts, strict=True)
         if not stream.lossy and not _equal(reader, stream, chunk, x, part)
     ]
-    if not any(stream.lossy for stream in unit.streams):
+    if not unit.measured:
         return differing, UnitErrors.for_unit(unit), crcs
     return differing, meter.measure(unit, chunk * frames.FRAME, originals, parts), crcs
 

@@ -21,8 +21,8 @@ class Candidate:
     """A dictionary of the tree. ``path`` are its keys joined by dots, ``(top level)`` for the tree itself.
 
     ``origin`` is the pickled object whose state dict ``node`` is, None for a dictionary that is in the tree.
-    ``numbered``: its keys are places in lists, which are no names of parameters. ``whole`` is the path of the dictionary
-    of which this is a part.
+    ``numbered``: its keys are places in lists, which are no names of parameters. ``whole`` is the path of the
+    dictionary of which this is a part.
     """
 
     path: str

@@ -90,7 +90,7 @@ def _look(source: Bundle, meter: ErrorMeter, work: Work) -> Seen:
         pieces, refused = _encode(unit.streams, originals, start, meter.backend)
         seen.refused = seen.refused or refused
         seen.drawn.merge(draw(pieces, unit.parameter))
-        if refused is None and any(stream.lossy for stream in unit.streams):
+        if refused is None and unit.measured:
             seen.errors.merge(meter.measure(unit, start, originals, [each.parts for each in pieces]))
     return seen
 
