@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ckpt8.checkpoint.sources.bundle import Bundle, Member
-from ckpt8.codecs import config_of
+from ckpt8.codecs import Codec, config_of
 from ckpt8.codecs.error_stats import UpdateError
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Plan, Stream, Unit
@@ -47,6 +47,7 @@ class Results:
     updates: dict[int, UpdateError] = field(default_factory=dict)
     lossy: set[int] = field(default_factory=set)
     packs: list[Pack] = field(default_factory=list)
+    _configs: dict[int, tuple[Codec, dict[str, Any]]] = field(default_factory=dict, repr=False)
 
     def add_unit(self, unit: Unit, errors: UnitErrors) -> None:
         """Add what is known of a unit as a whole."""
@@ -58,9 +59,16 @@ class Results:
         """Add a unit whose storages have entries of their own."""
         self.add_unit(result.unit, result.errors)
         for k, stream in enumerate(result.unit.streams):
-            record = _storage_record(stream, config_of(stream.codec), result.errors)
+            record = _storage_record(stream, self._config(stream.codec), result.errors)
             record.parts = result.tables[k]
             self.records[stream.index] = record
+
+    def _config(self, codec: Codec) -> dict[str, Any]:
+        """The stored form of a codec, one for all storages that share the object."""
+        found = self._configs.get(id(codec))
+        if found is None:
+            found = self._configs[id(codec)] = codec, config_of(codec)  # with the codec, so that its id stays its own
+        return found[1]
 
     def add_pack(self, pack: Pack, streams: Sequence[Stream], errors: UnitErrors) -> None:
         """Add a pack of ``streams``; ``errors`` hold those of its storages."""

@@ -20,6 +20,7 @@ from ckpt8.compressing.plan import views_of
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest, MemberRecord, TensorRecord
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.collection import without_collection
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers
@@ -37,25 +38,26 @@ def check_table(reader: ContainerReader, workers: Workers) -> Manifest:
 
     Raises InputError that names the first tensor of which the manifest of the container says something else.
     """
-    stated = reader.manifest
-    bundle = stored_bundle(reader, workers, decode=False)
-    plan = plan_members(bundle, Policy.of("lossless"))
-    found = describe(bundle, plan)
-    pairs = _Pairs(stated, found, MANIFEST, FILE_INSIDE)
-    views = {
-        pairs.index_of[index]: [View(each.paths, each.ref.shape) for each in views]
-        for index, views in views_of(plan.tensors).items()
-        if index in pairs.index_of
-    }
-    problems = chain(
-        pairs.differences(),
-        _checksum_problems(stated, bundle),
-        role_problems(stated, found, pairs.index_of, views),
-        parameter_problems(stated, found, pairs.index_of, views),
-    )
-    for problem in problems:
-        raise InputError(f"{reader.path}: {problem}; the manifest does not belong to what the container holds")
-    return found
+    with without_collection():
+        stated = reader.manifest
+        bundle = stored_bundle(reader, workers, decode=False)
+        plan = plan_members(bundle, Policy.of("lossless"))
+        found = describe(bundle, plan)
+        pairs = _Pairs(stated, found, MANIFEST, FILE_INSIDE)
+        views = {
+            pairs.index_of[index]: [View(each.paths, each.ref.shape) for each in views]
+            for index, views in views_of(plan.tensors).items()
+            if index in pairs.index_of
+        }
+        problems = chain(
+            pairs.differences(),
+            _checksum_problems(stated, bundle),
+            role_problems(stated, found, pairs.index_of, views),
+            parameter_problems(stated, found, pairs.index_of, views),
+        )
+        for problem in problems:
+            raise InputError(f"{reader.path}: {problem}; the manifest does not belong to what the container holds")
+        return found
 
 
 def table_differences(stored: Manifest, original: Manifest) -> Iterator[str]:

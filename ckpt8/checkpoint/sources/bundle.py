@@ -140,6 +140,8 @@ class Bundle:
     @cached_property
     def storages(self) -> Sequence[StorageInfo]:
         """The storages of all members, skeletons among them, with their addresses in the bundle."""
+        if self.directory is None and len(self.members) == 1:
+            return self.members[0].checkpoint.storages
         return [
             StorageInfo(
                 self.key(storage.key, number),

@@ -8,7 +8,7 @@ their parameter if its name is known.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
@@ -46,20 +46,23 @@ def layers(storages: Iterable[Stored], parameters: Iterable[Mapping[str, Any]]) 
     storages = list(storages)
     names = {each.name for each in storages}
     sizes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    counts: dict[str, dict[tuple[str, str], int]] = defaultdict(dict)
+    counts: dict[tuple[str, str, str], int] = {}
     for each in storages:
         owner = owners.get(_state(each.name)) if owners else None
         plain = plain_path(each.name) if each.role is Role.WEIGHT else ""
         group = _group(each, owner, plain)
         sizes[group][each.role.value] += each.nbytes
         if each.role is Role.WEIGHT and _is_parameter(each, names):
-            key = owner or plain, "".join(SLICE.findall(each.name))
-            counts[group].setdefault(key, each.nbytes // each.dtype.itemsize)
-    elsewhere = any(counts[group] for group in counts if group != MASTERS)
+            key = group, owner or plain, "".join(SLICE.findall(each.name))
+            counts.setdefault(key, each.nbytes // each.dtype.itemsize)
+    totals: Counter[str] = Counter()
+    for (group, _, _), count in counts.items():
+        totals[group] += count
+    elsewhere = any(group != MASTERS for group in totals)
     return [
         {
             "group": group,
-            "parameters": 0 if group == MASTERS and elsewhere else sum(counts[group].values()),
+            "parameters": 0 if group == MASTERS and elsewhere else totals[group],
             "bytes": sum(sizes[group].values()),
             "roles": dict(sizes[group]),
         }
