@@ -45,13 +45,14 @@ def layers(storages: Iterable[Stored], parameters: Iterable[Mapping[str, Any]]) 
         owners.update((_state(moment), path) for moment in parameter["moments"].values())
     storages = list(storages)
     names = {each.name for each in storages}
-    sizes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    sizes: dict[str, dict[str, int]] = defaultdict(dict)
     counts: dict[tuple[str, str, str], int] = {}
     for each in storages:
         owner = owners.get(_state(each.name)) if owners else None
         plain = plain_path(each.name) if each.role is Role.WEIGHT else ""
         group = _group(each, owner, plain)
-        sizes[group][each.role.value] += each.nbytes
+        own, role = sizes[group], each.role.value
+        own[role] = own.get(role, 0) + each.nbytes
         if each.role is Role.WEIGHT and _is_parameter(each, names):
             key = group, owner or plain, "".join(SLICE.findall(each.name))
             counts.setdefault(key, each.nbytes // each.dtype.itemsize)
@@ -64,7 +65,7 @@ def layers(storages: Iterable[Stored], parameters: Iterable[Mapping[str, Any]]) 
             "group": group,
             "parameters": 0 if group == MASTERS and elsewhere else totals[group],
             "bytes": sum(sizes[group].values()),
-            "roles": dict(sizes[group]),
+            "roles": sizes[group],
         }
         for group in sorted(in_model_order(sizes), key=lambda group: group in (UNNAMED, MASTERS, OUTSIDE_LAYERS))
     ]
