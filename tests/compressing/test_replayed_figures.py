@@ -18,6 +18,7 @@ from own_optimizer_kit import registered
 import ckpt8
 from ckpt8.checkpoint.meaning import replayed
 from ckpt8.cli import app as cli
+from ckpt8.compressing import sharing
 from ckpt8.container import reader as container_reader
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.reader import ContainerReader
@@ -413,3 +414,34 @@ def test_no_update_is_drawn_from_moments_alone(tmp_path, name):
     with ContainerReader(tmp_path / "run.ckpt8", kernels=True) as reader:
         drawn = [container_distributions(reader), checkpoint_distributions(tmp_path / "run.pt", full=True)]
     assert all({*each["histograms"]} & {"moment1", "moment2"} and "update" not in each["histograms"] for each in drawn)
+
+
+SMALL_AND_LARGE = {
+    "NAdam": lambda model: torch.optim.NAdam(model.parameters(), lr=1e-3),
+    "Nesterov": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True),
+    "Muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own entries", "shared entries"])
+@pytest.mark.parametrize("name", SMALL_AND_LARGE)
+@pytest.mark.filterwarnings("ignore")
+def test_the_figure_counts_parameters_that_are_exact(name, shared, tmp_path, monkeypatch):
+    """Biases, norms and small matrices take their steps too: a replay counts them, whoever shares entries."""
+    monkeypatch.setattr(sharing, "_ROOM", 0 if shared else 1 << 40)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.LayerNorm(96), torch.nn.Linear(96, 40))
+    optimizer = SMALL_AND_LARGE[name](model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(16, 64)).square().mean().backward()
+        optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    ckpt8.compress(tmp_path / "run.pt")
+    stated = inspect_container(tmp_path / "run.ckpt8")["errors"]["replayed"]
+    found = ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt", resume_steps=1)
+    assert not found.failures
+    assert stated["nmse"] == pytest.approx(found.resume["steps"][0]["update_nmse"], rel=0.01)
+    assert stated["parameters"] == found.resume["parameters"] == len(optimizer.state)
+    ckpt8.compress(tmp_path / "run.pt", preset="lossless", force=True)
+    assert inspect_container(tmp_path / "run.ckpt8")["errors"]["replayed"] is None
