@@ -445,3 +445,32 @@ def test_the_figure_counts_parameters_that_are_exact(name, shared, tmp_path, mon
     assert stated["parameters"] == found.resume["parameters"] == len(optimizer.state)
     ckpt8.compress(tmp_path / "run.pt", preset="lossless", force=True)
     assert inspect_container(tmp_path / "run.ckpt8")["errors"]["replayed"] is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_replay_tells_rules_that_need_a_gradient_from_others(tmp_path, capsys):
+    """Muon for matrices and AdamW for the rest are two figures of a container, and a replay gives the first again."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(96, 96), torch.nn.Embedding(100, 96))
+    muon = torch.optim.Muon([model[0].weight], lr=1e-2)
+    adamw = torch.optim.AdamW([model[0].bias, model[1].weight], lr=1e-3)
+    for _ in range(3):
+        loss = model[0](model[1](torch.arange(100))).square().mean()
+        for optimizer in (muon, adamw):
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in (muon, adamw):
+            optimizer.step()
+    tree = {"model": model.state_dict(), "optimizer": [muon.state_dict(), adamw.state_dict()]}
+    torch.save(tree, tmp_path / "run.pt")
+    ckpt8.compress(tmp_path / "run.pt")
+    stated = inspect_container(tmp_path / "run.ckpt8")["errors"]
+    found = ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt", resume_steps=2).resume
+    first = found["first_of_gradient_rules"]
+    assert (first["parameters"], found["parameters"]) == (1, 3)
+    assert first["update_nmse"] == pytest.approx(stated["replayed"]["nmse"], rel=0.01)
+    assert first["update_nmse"] != pytest.approx(found["steps"][0]["update_nmse"], rel=0.01)
+    arguments = ["verify", tmp_path / "run.ckpt8", "--against", tmp_path / "run.pt", "--resume-steps", "1"]
+    with pytest.raises(SystemExit):
+        cli.app(list(map(str, arguments)))
+    assert "first step of the 1 parameter whose step needs a gradient: NMSE " in capsys.readouterr().out

@@ -37,6 +37,12 @@ def _show_drift(console: Console, resume: dict[str, Any]) -> None:
         keys = ("update_nmse", "update_max", "weight_rms", "weight_max")
         rows = [(str(k), *(number(step[key]) for key in keys)) for k, step in enumerate(resume["steps"], 1)]
         console.print(Table(columns, rows))
+        first = resume["first_of_gradient_rules"]
+        if first and first["parameters"] < resume["parameters"]:
+            console.print(
+                f"first step of the {counted(first['parameters'], 'parameter')} whose step needs a gradient: "
+                f"NMSE {number(first['update_nmse'])}, max |Δu| {number(first['update_max'])}"
+            )
     else:
         console.print("nothing could be replayed: the drift is unknown")
     print_lines(console, left_out(resume))

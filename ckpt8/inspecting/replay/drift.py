@@ -40,16 +40,22 @@ class StepDrift(ErrorStats):
 
 @dataclass(slots=True)
 class Drift:
-    """Figures by step, numbers of parameters, and by name the reason why others, or their weights, are left out."""
+    """Figures by step, numbers of parameters, and by name the reason why others, or their weights, are left out.
+
+    ``first`` is the first step of the parameters, ``with_gradient`` in number, whose step needs a gradient: the figure
+    that a container states of them.
+    """
 
     steps: list[StepDrift]
+    first: StepDrift = field(default_factory=StepDrift)
+    with_gradient: int = 0
     parameters: int = 0
     with_weights: int = 0
     without_weights: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
 
-    def add(self, name: str, steps: list[StepDrift] | str, unpaired: str | None) -> None:
+    def add(self, name: str, steps: list[StepDrift] | str, unpaired: str | None, *, needs_gradient: bool) -> None:
         """Add a parameter: its figures by step, or why there are none; ``unpaired`` says why it has no weight."""
         if isinstance(steps, str):
             self.skipped[name] = steps
@@ -63,6 +69,9 @@ class Drift:
                 self.without_weights[name] = unpaired
             for total, step in zip(self.steps, steps, strict=True):
                 total.merge(step)
+            if needs_gradient:
+                self.with_gradient += 1
+                self.first.merge(steps[0])
 
     @property
     def worst(self) -> float:
@@ -87,6 +96,9 @@ class Drift:
             "without_weights": self.without_weights,
             "skipped": self.skipped,
             "steps": [step.to_json() for step in self.steps],
+            "first_of_gradient_rules": {"parameters": self.with_gradient, **self.first.to_json()}
+            if self.with_gradient
+            else None,
         }
 
 

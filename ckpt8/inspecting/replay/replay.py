@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ckpt8.checkpoint.meaning.pairing import SavedParameter
 from ckpt8.checkpoint.meaning.replayed import Order, Replayed
+from ckpt8.checkpoint.meaning.update_rules import UpdateRule, recognise
 from ckpt8.checkpoint.readers import READERS
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import TensorRef
@@ -50,7 +51,9 @@ def replay(original: Replayable, compressed: Replayable, drift: Drift, workers: 
         )
     jobs = zip(mine, theirs, strict=True)
     for saved, found in zip(mine, workers.map(both.replay, jobs), strict=True):
-        drift.add(prefix + saved.name, found, saved.unpaired)
+        rule = recognise(saved.state, saved.group, None)
+        needs_gradient = isinstance(rule, UpdateRule) and rule.kind == "replayed"
+        drift.add(prefix + saved.name, found, saved.unpaired, needs_gradient=needs_gradient)
 
 
 def replay_files(reader: ContainerReader, original: Path, steps: int, workers: Workers) -> Drift:
