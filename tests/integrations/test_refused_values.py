@@ -22,7 +22,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 import ckpt8
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 
-pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated", "ignore:torch.distributed is")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:TypedStorage is deprecated", "ignore:torch.distributed is", "ignore:Validating sparse tensor"
+)
 
 
 class Own:
