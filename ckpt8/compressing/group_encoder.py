@@ -1,7 +1,7 @@
 """Packs groups of small units: the parts of their storages one behind the other, in worker threads.
 
-A lossy unit is encoded and measured on its own. One that is refused falls back alone: its storages go, lossless, to
-packs beside those of the others.
+A unit is encoded on its own unless its bytes are stored as they are. One that is refused falls back alone: its
+storages go, lossless, to packs beside those of the others.
 """
 
 from __future__ import annotations
@@ -81,17 +81,23 @@ class GroupEncoder:
     def pack(self, group: Group) -> PackedGroup:
         """Read and pack a group. Raises InputError."""
         packed = PackedGroup()
-        refused = self._pack_lossy(group.units, packed) if group.lossy else list(group.units)
-        if refused:
-            self._pack_lossless(refused, packed)
+        if refused := self._pack(group.units, packed):
+            self._pack(refused, packed)  # lossless now: none of them is refused
         return packed
 
     def stored(self, group: Group) -> EncodedGroup:
         """Read, pack and compress a group. Raises InputError."""
         return store_group(self.pack(group))
 
-    def _pack_lossy(self, units: Sequence[Unit], packed: PackedGroup) -> list[Unit]:
+    def _pack(self, units: Sequence[Unit], packed: PackedGroup) -> list[Unit]:
         """Pack those units that their codecs take; return the others, lossless."""
+        if all(unit.is_plain for unit in units):
+            self._pack_at_once(units, packed)
+            return []
+        return self._pack_each(units, packed)
+
+    def _pack_each(self, units: Sequence[Unit], packed: PackedGroup) -> list[Unit]:
+        """As ``_pack``: every unit is encoded and measured on its own."""
         refused: list[Unit] = []
         kept: list[Unit] = []
         found: list[list[Parts]] = []
@@ -111,22 +117,17 @@ class GroupEncoder:
             packed.packs.append(([unit.streams[place] for unit in kept], joined))
         return refused
 
-    def _pack_lossless(self, units: Sequence[Unit], packed: PackedGroup) -> None:
+    def _pack_at_once(self, units: Sequence[Unit], packed: PackedGroup) -> None:
+        """Pack units that are stored as they are."""
         rows = []
         for streams in zip(*(unit.streams for unit in units), strict=True):
             parts, crcs = self._encode(streams)
             packed.packs.append((list(streams), parts))
             rows.append(crcs)
         packed.units += [
-            EncodedUnit(unit, self._errors(unit), list(crcs))
+            EncodedUnit(unit, UnitErrors(), list(crcs))
             for unit, crcs in zip(units, zip(*rows, strict=True), strict=True)
         ]
-
-    def _errors(self, unit: Unit) -> UnitErrors:
-        """What is measured of a lossless unit."""
-        errors = self._encoder.pack((unit, 0)).errors if unit.measured else UnitErrors()
-        self._encoder.finish(unit, errors)
-        return errors
 
     def _encode(self, streams: Sequence[Stream]) -> tuple[Parts, list[int]]:
         """The parts of lossless streams of one element type, one behind the other, and their checksums."""

@@ -70,6 +70,11 @@ class Unit:
             self.parameter is not None and self.parameter.replay is not None
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its bytes are stored as they are, and nothing is measured of them."""
+        return not self.measured and all(stream.codec == LOSSLESS for stream in self.streams)
+
     def lossless(self, reason: str) -> Unit:
         """The same unit with every stream stored lossless; ``reason`` is noted where it would not have been."""
         streams = tuple(

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ckpt8.compressing.plan import Stream, Unit
+from ckpt8.compressing.plan import Unit
 from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.container import header
 from ckpt8.container.layout import PACK, entry_names, pack_entry
@@ -30,15 +30,6 @@ class Group:
     """Small units whose streams, place by place, have one role, element type and codec."""
 
     units: Sequence[Unit]
-
-    def places(self) -> Iterator[list[Stream]]:
-        """The streams of every place."""
-        return (list(streams) for streams in zip(*(unit.streams for unit in self.units), strict=True))
-
-    @property
-    def lossy(self) -> bool:
-        """Whether units of the group may be refused."""
-        return any(stream.codec != LOSSLESS for stream in self.units[0].streams)
 
     def names(self) -> Iterator[str]:
         """Names as long as those of its entries: a lossy group may need as many for the units that are refused."""
@@ -81,7 +72,7 @@ def _is_header_long(units: Iterable[Unit], room: int, slab: int) -> bool:
 
 def _parts_of(unit: Unit) -> list[Unit]:
     """The streams of a lossless unit one by one, if nothing is measured of them together."""
-    if len(unit.streams) == 1 or unit.measured or any(stream.codec != LOSSLESS for stream in unit.streams):
+    if len(unit.streams) == 1 or not unit.is_plain:
         return [unit]
     return [Unit((stream,)) for stream in unit.streams]
 

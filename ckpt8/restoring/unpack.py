@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ckpt8.checkpoint.meaning.nodes import dict_groups
 from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, is_packed_group, weight_checks
 from ckpt8.checkpoint.tree import TensorRef
@@ -30,9 +31,7 @@ Weight = TypeVar("Weight")
 
 def is_packed(optimizer: Candidate) -> bool:
     """Whether one of ``ckpt8.optim`` saved a group of ``optimizer``."""
-    return optimizer.origin is None and any(
-        is_packed_group(group) for group in optimizer.node["param_groups"] if isinstance(group, dict)
-    )
+    return optimizer.origin is None and any(map(is_packed_group, dict_groups(optimizer.node)))
 
 
 def join_weights(

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt8.checkpoint.meaning.nodes import dict_groups
 from ckpt8.checkpoint.meaning.ownership import Owner, owners
 from ckpt8.checkpoint.meaning.pairing import Beside, models_and_optimizers, place, saved_names
 from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
@@ -191,7 +192,7 @@ def _names(tree: object, folder: Sequence[Weights]) -> Iterator[tuple[Candidate,
     beside = {} if models else {id(each.node): each for each in folder}
     candidates = models or [Candidate(each.path, each.node) for each in folder]
     for optimizer, owner in zip(optimizers, owners(optimizers, candidates), strict=True):
-        groups = [group for group in optimizer.node["param_groups"] if isinstance(group, dict)]
+        groups = dict_groups(optimizer.node)
         found = []
         if saved_names(groups) == {} and len(owner.models) <= _MOST_ALIKE:
             for model in (each for each in owner.models if not each.numbered):

@@ -49,12 +49,17 @@ def holds_tensors_alone(tree: object) -> TypeGuard[dict[str, TensorRef]]:
     return bool(values) and all(isinstance(key, str) for key in tree) and all(isinstance(v, TensorRef) for v in values)
 
 
+def dict_groups(optimizer: Mapping[str, Any]) -> list[dict[Any, Any]]:
+    """The parameter groups of an optimizer, without what a damaged file may hold in their place."""
+    return [group for group in optimizer["param_groups"] if isinstance(group, dict)]
+
+
 def parameter_groups(optimizer: Mapping[str, Any]) -> list[dict[Any, Any]]:
     """The groups of an optimizer, each with the keys of the state that belongs to no parameter.
 
     A wrapper such as TRAC keeps such state, and takes other steps than the optimizer in it.
     """
-    groups = [group for group in optimizer["param_groups"] if isinstance(group, dict)]
+    groups = dict_groups(optimizer)
     if not any(isinstance(each, int) for each in optimizer["state"]):
         return groups
     listed = {

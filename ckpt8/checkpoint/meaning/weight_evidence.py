@@ -25,6 +25,7 @@ from ckpt8.checkpoint.meaning.flat_states import flat_states
 from ckpt8.checkpoint.meaning.live_objects import find_live_objects
 from ckpt8.checkpoint.meaning.nodes import (
     Inside,
+    dict_groups,
     holds_tensors_alone,
     is_bare_state_dict,
     is_flat_optimizer,
@@ -183,7 +184,7 @@ def _flat_parameters(tree: Mapping[str, TensorRef]) -> _Parameters:
 
 def given_names(optimizer: Mapping[str, Any]) -> dict[int | str, str | None]:
     """Every parameter that the groups of an optimizer list, in their order, with the name that they state, or None."""
-    groups = [group for group in optimizer["param_groups"] if isinstance(group, dict)]
+    groups = dict_groups(optimizer)
     return {each: name for group in groups for each, name in listed_parameters(group) if isinstance(each, (int, str))}
 
 

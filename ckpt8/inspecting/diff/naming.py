@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights
+from ckpt8.checkpoint.meaning.nodes import dict_groups
 from ckpt8.checkpoint.meaning.pairing import saved_names
 from ckpt8.checkpoint.meaning.parameter_names import match, plain_names
 from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
@@ -131,7 +132,7 @@ def _base(part: Part, candidate: Candidate) -> str:
 
 
 def _optimizer(part: Part, candidate: Candidate, weight_names: NamesFromWeights) -> Optimizer:
-    groups = [group for group in candidate.node["param_groups"] if isinstance(group, dict)]
+    groups = dict_groups(candidate.node)
     known = saved_names(groups)
     names: dict[Any, str] = {} if isinstance(known, str) else dict(known)
     if not names:

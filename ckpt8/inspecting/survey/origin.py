@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt8.checkpoint.meaning.nodes import is_optimizer
+from ckpt8.checkpoint.meaning.nodes import dict_groups, is_optimizer
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.scalars import read_scalar
 from ckpt8.checkpoint.sources.bundle import Bundle, Member
@@ -139,7 +139,7 @@ def _of_trees(source: Bundle) -> Iterator[dict[str, Any]]:
             continue
         for path, node in iter_nodes(member.checkpoint.tree):
             if is_optimizer(node):
-                groups = [group for group in node["param_groups"] if isinstance(group, dict)]
+                groups = dict_groups(node)
                 yield from _merged(before + format_path(path), groups, 0)
 
 

@@ -182,8 +182,7 @@ def adan(
     """One step; yields ``param``, ``exp_avg``, ``exp_avg_diff``, ``exp_avg_sq`` and the last gradient.
 
     ``last`` is the key of the last gradient, which is stored with its sign turned. ``debiased`` averages are stored
-    after their division by 1 - b^t. ``weight_decouple`` or ``no_prox``: weight decay comes
-    before the step, as in AdamW.
+    after their division by 1 - b^t. With ``weight_decouple`` or ``no_prox`` weight decay comes first, as in AdamW.
     """
     decoupled = weight_decouple or no_prox
     beta1, beta2, beta3 = betas

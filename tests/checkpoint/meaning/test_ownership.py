@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from evidence_kit import trained, tree_of
 from safetensors.torch import save_file
 from torch import nn
 
@@ -18,15 +19,6 @@ from ckpt8.core.tensors import Role
 def network(seed=0, width=96):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(80, width), nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, 80))
-
-
-def trained(*modules, kind=torch.optim.AdamW, **options):
-    """The state of the optimizer of some modules after a step."""
-    optimizer = kind([p for each in modules for p in each.parameters()], **{"lr": 1e-3, **options})
-    loss = sum((each(torch.randn(8, 80)).square().mean() for each in modules), torch.zeros(()))
-    loss.backward()
-    optimizer.step()
-    return optimizer.state_dict()
 
 
 def average(module):
@@ -303,18 +295,6 @@ def test_a_directory_of_the_trainer_is_replayed_with_its_weights(tmp_path):
     assert "the file has no state dict of a model" not in found["without_weights"].values()
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     assert steps_after(folder)["with_weights"] == len(NAMES)
-
-
-def tree_of(module):
-    """The weights as a tree of dicts."""
-    tree = {}
-    for name, tensor in module.state_dict().items():
-        *owners, last = name.split(".")
-        node = tree
-        for owner in owners:
-            node = node.setdefault(f"layer{owner}", {})
-        node[last] = tensor
-    return tree
 
 
 @pytest.mark.parametrize("keys", [("enc", "dec"), ("encoder", "decoder")])

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from evidence_kit import trained, tree_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -22,15 +23,6 @@ def network(seed=0, width=96):
     return nn.Sequential(nn.Linear(80, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 80))
 
 
-def trained(*modules, kind=torch.optim.AdamW, **options):
-    """The optimizer of some modules after a step."""
-    optimizer = kind([p for each in modules for p in each.parameters()], **{"lr": 1e-3, **options})
-    loss = sum((each(torch.randn(8, 80)).square().mean() for each in modules), torch.zeros(()))
-    loss.backward()
-    optimizer.step()
-    return optimizer.state_dict()
-
-
 def roles(tree, path):
     """The names of the tensors that are weights, and the others outside optimizers."""
     torch.save(tree, path)
@@ -38,18 +30,6 @@ def roles(tree, path):
         found = classify(checkpoint.tree).tensors
     weights = {each.name for each in found if each.role is Role.WEIGHT}
     return weights, {each.name for each in found if each.role is Role.OTHER and ".state." not in f".{each.name}"}
-
-
-def flax(module):
-    """The weights as a tree of dicts."""
-    tree = {}
-    for name, tensor in module.state_dict().items():
-        *owners, last = name.split(".")
-        node = tree
-        for owner in owners:
-            node = node.setdefault(f"layer{owner}", {})
-        node[last] = tensor
-    return tree
 
 
 def generator_and_discriminator():
@@ -111,7 +91,7 @@ CASES = {
     "two models": (generator_and_discriminator, {f"net{each}.{name}" for each in "GD" for name in LARGE}),
     "one optimizer of two": (one_optimizer_of_two, {f"{each}.{name}" for each in ("stem", "head") for name in LARGE}),
     "a tree": (
-        lambda: {"variables": flax(model := network()), "opt": trained(model)},
+        lambda: {"variables": tree_of(model := network()), "opt": trained(model)},
         {"variables.layer0.weight", "variables.layer3.weight"},
     ),
     "frozen weights": (frozen, {f"unet.{name}" for name in LARGE}),
