@@ -32,21 +32,29 @@ CODECS: tuple[tuple[str, str], ...] = (
 )
 """(id, "module:Class") of every codec that a rule may name."""
 
+BUDGETED: tuple[tuple[str, str], ...] = (
+    ("lattice/1", "ckpt8.codecs.lattice:Lattice"),
+    ("rclog/1", "ckpt8.codecs.rclog:RowColumnLog"),
+    ("vscaled/1", "ckpt8.codecs.vscaled:VScaled"),
+)
+"""The same for codecs whose fields the compressor computes from a budget."""
+
 RELATIONS: tuple[tuple[str, str], ...] = (
     ("reference/1", "ckpt8.codecs.rounded_copy:Reference"),
     ("reference16/1", "ckpt8.codecs.rounded_copy:HalfReference"),
+    ("reference/2", "ckpt8.codecs.rounded_copy:LatticeReference"),
 )
 """The same for codecs that only the compressor chooses: copies of other storages."""
 
 _SHOWN = 200
 
-__all__ = ["CODECS", "RELATIONS", "Codec", "codec_class", "codec_from_config", "config_of", "parse_codec"]
+__all__ = ["BUDGETED", "CODECS", "RELATIONS", "Codec", "codec_class", "codec_from_config", "config_of", "parse_codec"]
 
 
 @lru_cache
 def codec_class(codec_id: str) -> type[Any]:
     """The class of a codec id. Raises KeyError."""
-    return cast("type[Any]", resolve(dict((*CODECS, *RELATIONS))[codec_id]))
+    return cast("type[Any]", resolve(dict((*CODECS, *BUDGETED, *RELATIONS))[codec_id]))
 
 
 def codec_from_config(config: Mapping[str, Any]) -> Codec:

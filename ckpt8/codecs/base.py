@@ -82,7 +82,7 @@ class Codec(ABC):
 
     id: ClassVar[str]
 
-    measured_as: ClassVar[Literal["weight", "moment"] | None] = None
+    measured_as: ClassVar[Literal["weight", "noise", "moment"] | None] = None
     """The statistics that the error is reported in; None for a codec that makes none."""
 
     measured_in_one_pass: ClassVar[bool] = False
@@ -107,6 +107,12 @@ class Codec(ABC):
     sets the field, which is None before, to the index of its storage.
     """
 
+    compares_originals: ClassVar[bool] = False
+    """Whether encoding also needs each companion as it was: with ``original_`` before the name of its field."""
+
+    by_chunk: ClassVar[bool] = False
+    """Whether the parts of an element depend on the others of its chunk: a chunk is encoded and decoded whole."""
+
     by_element: ClassVar[bool] = False
     """Whether tensors one behind the other have the parts of each one behind the other, wherever they meet."""
 
@@ -121,8 +127,9 @@ class Codec(ABC):
     def layout(self, spec: TensorSpec) -> dict[str, PartSpec]:
         """Element type and count of every part, from the specification alone.
 
-        The parts of a tensor are the concatenation of the parts of its pieces, wherever it is cut at a multiple
-        of 32 elements.
+        A part of int32 holds symbols: integers from 0 on, mostly small, and -1 for a value of its own. The container
+        packs them. Unless the codec is ``by_chunk``, the parts of a tensor are the concatenation of the parts of its
+        pieces, wherever it is cut at a multiple of 32 elements.
         """
 
     def kernel(self, direction: Direction, backend: backends.Backend) -> Callable[..., None]:
@@ -154,7 +161,7 @@ class Codec(ABC):
         spec = TensorSpec("", Role.OTHER, _dtype_of(x.dtype), (flat.numel(),))
         parts = {name: flat.new_empty(part.numel, dtype=part.dtype.torch) for name, part in self.layout(spec).items()}
         for run, tile in self._tiles(spec, parts, used):
-            kernel(flat[run], tile, **self._keywords(first, companions, run))
+            kernel(flat[run], tile, **self._keywords("encode", first, companions, run))
         return parts
 
     def decode(
@@ -179,20 +186,23 @@ class Codec(ABC):
             # As bytes: torch warns of new tensors of some element types, but not of views.
             out = any_part.new_empty(spec.numel * spec.dtype.itemsize, dtype=DType.UINT8.torch).view(spec.dtype.torch)
         for run, tile in self._tiles(spec, parts, used):
-            kernel(tile, out[run], **self._keywords(first, companions, run))
+            kernel(tile, out[run], **self._keywords("decode", first, companions, run))
         return out
 
     def _tiles(self, spec: TensorSpec, parts: Parts, backend: backends.Backend) -> Iterator[tuple[slice, Parts]]:
         """The slice and the parts of every tile. Kernels other than torch's take a tensor whole."""
-        if spec.numel > TILE and backend == "torch":
+        if spec.numel > TILE and backend == "torch" and not self.by_chunk:
             for run, cuts in pieces(self, spec.dtype, spec.numel):
                 yield run, take(parts, cuts)
         elif spec.numel or backend != "torch":
             yield slice(0, spec.numel), parts
 
-    def _keywords(self, first: int, companions: Companions, run: slice) -> dict[str, Any]:
+    def _keywords(self, direction: Direction, first: int, companions: Companions, run: slice) -> dict[str, Any]:
         """The keywords that the kernel takes for the elements ``run``."""
-        found: dict[str, Any] = {name: companions[name][run] for name in self.companions}
+        names = list(self.companions)
+        if self.compares_originals and direction == "encode":
+            names += [f"original_{name}" for name in self.companions]
+        found: dict[str, Any] = {name: companions[name][run] for name in names}
         if self.counts_elements:
             found["first"] = first + run.start
         return found

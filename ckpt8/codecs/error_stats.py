@@ -110,6 +110,27 @@ class MomentError(NoiseError):
 
 
 @dataclass(slots=True)
+class LatticeError(NoiseError):
+    """Error of weights on a lattice; ``max_distance`` is the largest |w' - w|."""
+
+    max_distance: float = 0.0
+
+
+@dataclass(slots=True)
+class StepError(ErrorStats):
+    """Error of a parameter in the measure of a budget, see ``compressing.budget``; all are energies of weights.
+
+    ``step`` is what one step of the optimizer moves, ``weight``, ``moment1`` and ``moment2`` what the errors of the
+    three move. The error in steps is sqrt((weight + moment1 + moment2) / step), each summed over an optimizer.
+    """
+
+    step: float = 0.0
+    weight: float = 0.0
+    moment1: float = 0.0
+    moment2: float = 0.0
+
+
+@dataclass(slots=True)
 class UpdateError(NoiseError):
     """Error in update space, per unit of learning rate."""
 

@@ -1,4 +1,8 @@
-"""``reference/1`` and ``reference16/1``: the bf16 or fp16 copy of fp32 master weights, stored as where its masters are.
+"""The bf16 or fp16 copy of fp32 master weights, stored as where its masters are.
+
+    reference/1     bf16 copies of masters that are kept so well that they round to the same bf16
+    reference16/1   fp16 copies of such masters
+    reference/2     bf16 and fp16 copies of masters on a lattice: as many bits as the decoded masters have
 
 Mixed-precision training keeps every weight twice: fp32 in the optimizer, and rounded to bf16 in the model. The copy
 follows from the masters of the same container, kept exactly or as split24: a value decoded from split24 rounds to the
@@ -160,6 +164,17 @@ class HalfReference(Reference):
         # int16 wraps around, as the format says.
         copy = (_half_bits(parts[ROUNDED]) + parts[DELTA].to(DType.INT16.torch)).view(spec.dtype.torch)
         return copy if out is None else out.copy_(copy)
+
+
+@dataclass(frozen=True)
+class LatticeReference(Reference):
+    """The copy of masters on a lattice: the decoded masters rounded to its type, not the copy as it was."""
+
+    id = "reference/2"
+
+    def accepts(self, spec: TensorSpec) -> bool:
+        """Tensors of bf16 and fp16."""
+        return spec.dtype in (DType.BFLOAT16, DType.FLOAT16)
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

@@ -45,10 +45,14 @@ def encode(
     def decoded(k: int) -> torch.Tensor:
         return _decode(streams[k], parts[k], originals[k], first, backend, {})
 
-    for k, companions in _with_decoded(streams, decoded):
-        x = originals[k]
+    place = {stream.index: k for k, stream in enumerate(streams)}
+    for k, needed in _with_decoded(streams, decoded):
+        x, codec, companions = originals[k], streams[k].codec, dict(needed)
+        if codec.compares_originals:
+            for name, index in codec.companion_storages.items():
+                companions[f"original_{name}"] = originals[place[index]].float()
         asked = on_cpu(backend, x.device)
-        parts[k] = streams[k].codec.encode(x, backend=asked, first=first, companions=companions)
+        parts[k] = codec.encode(x, backend=asked, first=first, companions=companions)
     return [parts[k] for k in range(len(streams))]
 
 

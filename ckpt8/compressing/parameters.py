@@ -56,11 +56,29 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """What a budget needs to know of the step that moves one parameter.
+
+    ``optimizer`` is the number of its optimizer among those of the source. ``lr`` is the learning rate of its group, at
+    least a tenth of the initial one where that is known, and above zero. ``weight`` is the stream whose elements are
+    its weights, in the order of its moments; None where that is unknown, and ``unpaired`` then says why.
+    """
+
+    optimizer: int
+    lr: float
+    beta1: float
+    beta2: float
+    weight: int | None
+    unpaired: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """The moments of one parameter by slot (``moment1``, ``moment2``, ``max_moment2``), as indices of streams.
 
     ``rule`` is None where the update rule is unknown; ``reason`` then says why. ``confidence`` are the row and column
-    statistics of CAME, each with its storage. ``replay`` is there if the rule is ``replayed``.
+    statistics of CAME, each with its storage. ``replay`` is there if the rule is ``replayed``. ``step`` is there under
+    a budget, where rule and learning rate are known; its weight is then a stream of the same unit.
     """
 
     name: str
@@ -70,11 +88,13 @@ class Parameter:
     shape: tuple[int, ...]
     confidence: Sequence[tuple[StorageInfo, TensorRef]] = ()
     replay: Replay | None = None
+    step: OptimizerStep | None = None
 
     @property
     def streams(self) -> set[int]:
         """The indices of all streams that are read together."""
-        return {*self.moments.values(), *(self.replay.state.values() if self.replay else ())}
+        found = {*self.moments.values(), *(self.replay.state.values() if self.replay else ())}
+        return found if self.step is None or self.step.weight is None else found | {self.step.weight}
 
     @property
     def denominator(self) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,24 +13,20 @@ from ckpt8.codecs import Codec, parse_codec
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
+from ckpt8.compressing.budget import PRESET_BUDGETS, Budget
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Role, TensorSpec, is_small
 
 LOSSLESS = Lossless()
 
-PRESETS: Mapping[str, Mapping[Role, Codec]] = {
-    "flash": {
-        Role.WEIGHT: Split24(),
-        Role.MOMENT1: Companded8(),
-        Role.MOMENT2: Companded8(signed=False, Q=255),
-    },
-    "compact": {
-        Role.WEIGHT: Split24(R=7),
-        Role.MOMENT1: Companded8(Q=31),
-        Role.MOMENT2: Companded8(signed=False, Q=63, p=0.5),
-    },
-    "lossless": {},
+_FLASH: Mapping[Role, Codec] = {
+    Role.WEIGHT: Split24(),
+    Role.MOMENT1: Companded8(),
+    Role.MOMENT2: Companded8(signed=False, Q=255),
 }
+
+PRESETS: Mapping[str, Mapping[Role, Codec]] = {"flash": _FLASH, "compact": _FLASH, "archive": _FLASH, "lossless": {}}
+"""The codec of each role. Under a budget these are the codecs of what a budget cannot be given to."""
 
 
 _COMPONENTS = re.compile(r"[.:]")
@@ -76,17 +72,37 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A preset and rules; the first rule that matches wins over the preset."""
+    """A preset and rules; the first rule that matches wins over the preset.
+
+    ``budget`` is that of the preset, or the one that was asked for; None without one.
+    """
 
     preset: str = "flash"
     rules: tuple[Rule, ...] = ()
+    budget: Budget | None = None
 
     @classmethod
-    def of(cls, preset: str = "flash", rules: Sequence[str] = ()) -> Policy:
-        """Read a preset and rules. Raises UsageError for an unknown preset or a malformed rule."""
+    def of(
+        cls,
+        preset: str | None = None,
+        rules: Sequence[str] = (),
+        budget: float | None = None,
+        max_update_error: float | None = None,
+    ) -> Policy:
+        """Read a preset, flash by default, and rules. A ``budget`` in steps is a preset of its own.
+
+        Moments under a budget keep ``max_update_error``. Raises UsageError for an unknown preset, a preset beside a
+        budget, a budget out of range, and a malformed rule.
+        """
+        if budget is not None and preset is not None:
+            raise UsageError(f"preset {preset!r} has an error of its own; give a preset or a budget")
+        preset = preset or ("flash" if budget is None else "archive")
         if preset not in PRESETS:
             raise UsageError(f"preset {preset!r}: expected one of {', '.join(PRESETS)}")
-        return cls(preset, tuple(Rule.parse(text) for text in rules))
+        found = PRESET_BUDGETS.get(preset) if budget is None else Budget.of(budget)
+        if found is not None and max_update_error:
+            found = replace(found, u_max=2 * max_update_error)
+        return cls(preset, tuple(Rule.parse(text) for text in rules), found)
 
     @property
     def keeps_compressed(self) -> bool:

@@ -30,10 +30,14 @@ SHARED = "shared/1"
 
 @dataclass(slots=True)
 class FrameTable:
-    """Stored length and crc32 of every frame of a part, ordered by chunk, then plane."""
+    """Stored length and crc32 of every frame of a part, ordered by chunk, then plane.
+
+    ``modes`` says how the symbols of every chunk are packed, see ``container.symbols``; empty for other parts.
+    """
 
     lengths: list[int] = field(default_factory=list)
     crcs: list[int] = field(default_factory=list)
+    modes: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -152,6 +156,7 @@ class ParameterRecord:
     """The moments of one parameter, and their error in update space.
 
     ``rule`` is how the optimizer makes a step of its state; None where that is unknown, and ``reason`` says why.
+    ``steps`` holds the number of its ``optimizer`` and the fields of ``error_stats.StepError``.
     """
 
     name: str
@@ -159,6 +164,7 @@ class ParameterRecord:
     rule: dict[str, Any] | None = None
     reason: str | None = None
     error: dict[str, Any] | None = None
+    steps: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -179,7 +185,10 @@ class MemberRecord:
 
 @dataclass(slots=True)
 class Manifest:
-    """The records of a container. ``slab`` and ``frame`` count elements; ``directory`` names a source directory."""
+    """The records of a container. ``slab`` and ``frame`` count elements; ``directory`` names a source directory.
+
+    ``budget`` holds the fields of ``compressing.budget.Budget``, None without one.
+    """
 
     writer: str
     preset: str
@@ -192,6 +201,7 @@ class Manifest:
     parameters: list[ParameterRecord] = field(default_factory=list)
     directory: str | None = None
     packs: list[Pack] = field(default_factory=list)
+    budget: dict[str, float] | None = None
 
     @property
     def version(self) -> str:

@@ -164,6 +164,11 @@ class PartSpec:
         """Size in bytes before entropy coding."""
         return self.numel * self.dtype.itemsize
 
+    @property
+    def is_symbols(self) -> bool:
+        """Whether it holds symbols, which the container packs: see ``container.symbols``."""
+        return self.dtype is DType.INT32
+
 
 SMALL_NUMEL = 4096
 

@@ -1,0 +1,64 @@
+"""``lattice/1``: weights on a lattice with one step for the whole tensor, and a dither for every element.
+
+With i the index of an element in its storage and t = t(i, salt) a number from 0 to 1 that follows from it:
+
+    code     q = floor(w / step + t)            |q| < 2^18, else the tensor is refused
+    decode   w' = (q + (1/2 - t)) * step        |w - w'| <= step (1/2 + (|q| + 1) 2^-22)
+
+The dither is subtractive: the error is uniform and does not depend on the weight. Rounding to the nearest point of a
+fixed lattice would pull a restored run back to where it was, and erase its progress. So every file has another salt.
+
+The step follows the gradients and not the weights: an error costs as much loss as its size times the root of the
+second moment. One step for a tensor is as good as one for each row, and no side information. Steps are quarter octaves.
+An exact zero has a code of its own, and comes back as +0.
+
+``reference`` defines the arithmetic in torch. ``numba`` (CPU) and ``triton`` (CUDA) compute the same bits faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from ckpt8.codecs.base import Codec, Direction
+from ckpt8.core.backend import Backend
+from ckpt8.core.errors import UsageError
+from ckpt8.core.tensors import DType, PartSpec, Role, TensorSpec
+
+LOWEST_K, HIGHEST_K = -408, 400
+"""Steps from 2^-102 to 2^100."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lattice(Codec):
+    """Weights in steps of 2^(k/4), from 2^-102 to 2^100. ``salt`` is a uint32. Other values raise UsageError."""
+
+    id = "lattice/1"
+    measured_as = "noise"
+    has_kernels = True
+    counts_elements = True
+
+    k: int = -40
+    salt: int = 0
+
+    def __post_init__(self) -> None:
+        if not (type(self.k) is int and LOWEST_K <= self.k <= HIGHEST_K):
+            raise UsageError(f"lattice: k must be an integer from {LOWEST_K} to {HIGHEST_K}, not {self.k!r}")
+        if not (type(self.salt) is int and 0 <= self.salt < 1 << 32):
+            raise UsageError(f"lattice: salt must be an integer from 0 to 2^32 - 1, not {self.salt!r}")
+
+    def accepts(self, spec: TensorSpec) -> bool:
+        """Whether the tensor is fp32 or bf16, and no moment."""
+        return spec.dtype in (DType.FLOAT32, DType.BFLOAT16) and spec.role in (Role.WEIGHT, Role.OTHER)
+
+    def layout(self, spec: TensorSpec) -> dict[str, PartSpec]:
+        """``codes``: a symbol for every element, zigzag of q; -1 for an exact zero."""
+        return {"codes": PartSpec(DType.INT32, spec.numel)}
+
+    def kernel(self, direction: Direction, backend: Backend) -> Callable[..., None]:
+        """The function that encodes or decodes, see ``Codec.kernel``. Both compute in fp32.
+
+        ``encode`` raises RefusedError for NaN, Inf and |q| from 2^18 on.
+        """
+        return partial(self._function(direction, backend), k=self.k, salt=self.salt)
