@@ -36,7 +36,22 @@ def _global(
 def compress(
     src: Annotated[Path, typer.Argument(readable=False, help="A checkpoint file, or a directory of them.")],
     output: Output = None,
-    preset: Annotated[str, typer.Option(help="flash, compact (smaller) or lossless (bit-exact).")] = "flash",
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="flash, compact (smaller), archive (smallest) or lossless (bit-exact). Default: flash. compact is a "
+            "budget of 0.15, archive of 1.",
+        ),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            metavar="STEPS",
+            help="Instead of a preset: the error in optimizer steps, from 0.01 to 10. At 1, weights and moments differ "
+            "from SRC as much as one step of training changes them.",
+        ),
+    ] = None,
     rule: Annotated[
         list[str] | None,
         typer.Option(
@@ -47,7 +62,11 @@ def compress(
     threads: Threads = None,
     max_update_error: Annotated[
         float | None,
-        typer.Option(min=0, metavar="X", help="Keep moments lossless where max |Δu| exceeds X or is unknown."),
+        typer.Option(
+            min=0,
+            metavar="X",
+            help="Keep moments lossless where max |Δu| exceeds X or is unknown. Codes of a budget keep to X.",
+        ),
     ] = None,
     stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Measure the error while compressing.")] = True,
     force: Force = False,
@@ -65,6 +84,7 @@ def compress(
             src,
             output,
             preset=preset,
+            budget=budget,
             rules=rule or (),
             device=device,
             threads=threads,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ckpt8.core.arguments import described
 from ckpt8.core.errors import UsageError
 
 LEAST_STEPS, MOST_STEPS = 0.01, 10.0
@@ -41,7 +42,9 @@ class Budget:
     def of(cls, steps: float) -> Budget:
         """The budget of so many steps that somebody asked for. Raises UsageError unless from 0.01 to 10."""
         if not LEAST_STEPS <= steps <= MOST_STEPS:
-            raise UsageError(f"a budget is a number of steps from {LEAST_STEPS:g} to {MOST_STEPS:g}, not {steps:g}")
+            raise UsageError(
+                f"a budget is a number of steps from {LEAST_STEPS:g} to {MOST_STEPS:g}, not {described(steps)}"
+            )
         return cls(float(steps), min(_LARGEST_U, 2.0 ** math.floor(math.log2(steps))), 1.0)
 
     @property

@@ -54,7 +54,8 @@ def compress(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str] | None = None,
     *,
-    preset: str = "flash",
+    preset: str | None = None,
+    budget: float | None = None,
     rules: Sequence[str] = (),
     device: str = "auto",
     threads: int | None = None,
@@ -65,11 +66,13 @@ def compress(
 ) -> Manifest:
     """Compress a checkpoint file or directory into a ``.ckpt8``, by default next to it; return its manifest.
 
-    ``preset`` is flash, compact or lossless. ``rules`` are ``GLOB=CODEC`` for tensors by name; the first match wins.
-    ``device`` packs on auto, cpu or cuda; auto is cpu. ``stats`` measures the error while compressing. Moments stay
-    lossless where the max |Δu| of their parameter exceeds ``max_update_error`` or is unknown. With ``force`` an
-    existing file is replaced; without ``target`` only a checkpoint or container is. ``progress`` is called with the
-    number of source bytes just finished.
+    ``preset`` is flash (the default), compact, archive or lossless. ``budget`` takes its place: a number of optimizer
+    steps, from 0.01 to 10. Weights and moments then differ from the original as much as so many steps of training
+    change them; archive is one step, compact 0.15. ``rules`` are ``GLOB=CODEC`` for tensors by name; the first match
+    wins. ``device`` packs on auto, cpu or cuda; auto is cpu. ``stats`` measures the error while compressing. Moments
+    stay lossless where the max |Δu| of their parameter exceeds ``max_update_error`` or is unknown; the codes of a
+    budget keep to it. With ``force`` an existing file is replaced; without ``target`` only a checkpoint or container
+    is. ``progress`` is called with the number of source bytes just finished.
 
     Raises InputError for a source that is damaged or holds no tensors, OutputError for the target, UsageError for the
     arguments.
@@ -79,7 +82,7 @@ def compress(
     """
     source = Path(source)
     named, target = target is not None, default_target(source) if target is None else Path(target)
-    policy = Policy.of(preset, rules)
+    policy = Policy.of(preset, rules, budget, max_update_error)
     options = Options(threads, stats, max_update_error, progress)
     gpu = requested(device)
     refuse_source(target, source)
@@ -98,7 +101,8 @@ def save(
     obj: object,
     target: str | os.PathLike[str],
     *,
-    preset: str = ...,
+    preset: str | None = ...,
+    budget: float | None = ...,
     rules: Sequence[str] = ...,
     threads: int | None = ...,
     stats: bool = ...,
@@ -113,7 +117,8 @@ def save(
     obj: object,
     target: str | os.PathLike[str],
     *,
-    preset: str = ...,
+    preset: str | None = ...,
+    budget: float | None = ...,
     rules: Sequence[str] = ...,
     threads: int | None = ...,
     stats: bool = ...,
@@ -128,7 +133,8 @@ def save(
     obj: object,
     target: str | os.PathLike[str],
     *,
-    preset: str = "flash",
+    preset: str | None = None,
+    budget: float | None = None,
     rules: Sequence[str] = (),
     threads: int | None = None,
     stats: bool = True,
@@ -151,7 +157,7 @@ def save(
     'flash'
     """
     target = Path(target)
-    policy = Policy.of(preset, rules)
+    policy = Policy.of(preset, rules, budget, max_update_error)
     options = Options(threads, stats, max_update_error)
     member = target.with_suffix(".pt").name
 

@@ -14,6 +14,7 @@ from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
 from ckpt8.compressing.budget import PRESET_BUDGETS, Budget
+from ckpt8.core.arguments import described
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Role, TensorSpec, is_small
 
@@ -95,8 +96,9 @@ class Policy:
         budget, a budget out of range, and a malformed rule.
         """
         if budget is not None and preset is not None:
-            raise UsageError(f"preset {preset!r} has an error of its own; give a preset or a budget")
-        preset = preset or ("flash" if budget is None else "archive")
+            raise UsageError(f"preset {preset!r} and budget {described(budget)} exclude each other; give one of them")
+        if preset is None:
+            preset = "flash" if budget is None else "archive"
         if preset not in PRESETS:
             raise UsageError(f"preset {preset!r}: expected one of {', '.join(PRESETS)}")
         found = PRESET_BUDGETS.get(preset) if budget is None else Budget.of(budget)

@@ -59,8 +59,8 @@ CheckpointIO: Any = _FOUND[0]
 class Ckpt8CheckpointIO(CheckpointIO):
     """Saves with ``ckpt8.save``. Loads what it saved, and a ``.ckpt`` of torch.save.
 
-    ``preset``, ``rules``, ``threads``, ``stats`` and ``max_update_error`` are those of ``ckpt8.save``. With
-    ``background`` a save returns once everything is packed in memory. The next save waits for it, and raises its
+    ``preset``, ``budget``, ``rules``, ``threads``, ``stats`` and ``max_update_error`` are those of ``ckpt8.save``.
+    With ``background`` a save returns once everything is packed in memory. The next save waits for it, and raises its
     failure; so does the end of the run.
 
     Never executes a pickle, whatever ``weights_only`` says. Refuses hyperparameters of a class that torch does not
@@ -77,7 +77,8 @@ class Ckpt8CheckpointIO(CheckpointIO):
     def __init__(
         self,
         *,
-        preset: str = "flash",
+        preset: str | None = None,
+        budget: float | None = None,
         rules: Sequence[str] = (),
         background: bool = False,
         threads: int | None = None,
@@ -85,9 +86,10 @@ class Ckpt8CheckpointIO(CheckpointIO):
         max_update_error: float | None = None,
     ) -> None:
         super().__init__()
-        Policy.of(preset, rules)
+        Policy.of(preset, rules, budget, max_update_error)
         self._options: dict[str, Any] = {
             "preset": preset,
+            "budget": budget,
             "rules": tuple(rules),
             "threads": threads,
             "stats": stats,

@@ -49,10 +49,10 @@ _DISCARDED = re.compile(r"\.checkpoint-\d+\.ckpt8-discarded")
 class Ckpt8Callback(TrainerCallback):
     """Compresses every checkpoint that Trainer saves: ``checkpoint-N/`` becomes ``checkpoint-N.ckpt8`` beside it.
 
-    ``preset``, ``rules`` and ``threads`` are those of ``ckpt8.compress``. With ``keep_original`` False the callback
-    removes a directory once it has written its container and compared the two, but never the best one: Trainer reads
-    that at the end. With ``background`` training goes on meanwhile, until the next save or the end. Of the containers
-    it keeps as many as ``save_total_limit`` says, the newest, and that of the best checkpoint in any case.
+    ``preset``, ``budget``, ``rules`` and ``threads`` are those of ``ckpt8.compress``. With ``keep_original`` False the
+    callback removes a directory once it has written its container and compared the two, but never the best one: Trainer
+    reads that at the end. With ``background`` training goes on meanwhile, until the next save or the end. Of the
+    containers it keeps as many as ``save_total_limit`` says, the newest, and that of the best checkpoint in any case.
 
     Rank 0 compresses; it must see all files of a checkpoint. A failure is a warning, and the directory stays; with
     ``strict`` it ends the run.
@@ -65,20 +65,19 @@ class Ckpt8Callback(TrainerCallback):
     def __init__(
         self,
         *,
-        preset: str = "flash",
+        preset: str | None = None,
+        budget: float | None = None,
         rules: Sequence[str] = (),
         keep_original: bool = True,
         background: bool = False,
         strict: bool = False,
         threads: int | None = None,
     ) -> None:
-        Policy.of(preset, rules)
-        self._preset = preset
-        self._rules = tuple(rules)
+        Policy.of(preset, rules, budget)
+        self._options: dict[str, Any] = {"preset": preset, "budget": budget, "rules": tuple(rules), "threads": threads}
         self._keep = keep_original
         self._background = background
         self._strict = strict
-        self._threads = threads
         self._job: tuple[Path, Future[None]] | None = None
         self._verified: list[Path] = []
 
@@ -131,9 +130,9 @@ class Ckpt8Callback(TrainerCallback):
 
     def _compress(self, source: Path, limit: int | None, best: Path | None) -> None:
         target = source.with_name(source.name + SUFFIX)
-        compress(source, target, preset=self._preset, rules=self._rules, threads=self._threads, force=True)
+        compress(source, target, force=True, **self._options)
         if not self._keep:
-            failures = verify(target, source, threads=self._threads).failures
+            failures = verify(target, source, threads=self._options["threads"]).failures
             if failures:
                 raise CheckFailedError(f"{target}: {failures[0]}")
         _rotate(source.parent, limit, best)

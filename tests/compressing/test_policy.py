@@ -8,6 +8,7 @@ from ckpt8.checkpoint.vocabulary import BUFFERS
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
+from ckpt8.compressing.budget import Budget
 from ckpt8.compressing.policy import PRESETS, Policy, Rule
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec, is_small
@@ -32,7 +33,8 @@ def _numel(shape):
 
 TABLE = {
     "flash": [Split24(R=127), Companded8(Q=127), Companded8(signed=False, Q=255, p=1), Lossless()],
-    "compact": [Split24(R=7), Companded8(Q=31), Companded8(signed=False, Q=63, p=0.5), Lossless()],
+    "compact": [Split24(), Companded8(), Companded8(signed=False, Q=255), Lossless()],
+    "archive": [Split24(), Companded8(), Companded8(signed=False, Q=255), Lossless()],
     "lossless": [Lossless()] * 4,
 }
 
@@ -47,13 +49,38 @@ def test_there_are_no_other_presets():
     assert set(PRESETS) == set(TABLE)
     assert Policy.of() == Policy() == Policy.of("flash")
     for name in ("", "Flash", "fast", "none"):
-        with pytest.raises(UsageError, match="flash, compact, lossless"):
+        with pytest.raises(UsageError, match="flash, compact, archive, lossless"):
             Policy.of(name)
+
+
+def test_a_budget_is_a_preset_of_its_own():
+    assert Policy.of("flash").budget is Policy.of("lossless").budget is None
+    assert Policy.of("archive").budget == Budget(1, 1, 0.25)
+    assert Policy.of("compact").budget == Budget(0.15, 0.125, 0.25)
+    steps = {0.01: 2.0**-7, 0.15: 2.0**-3, 1: 1, 1.9: 1, 2: 2, 5: 4, 10: 4}
+    assert {each: Policy.of(budget=each).budget for each in steps} == {
+        each: Budget(each, u_max, 1) for each, u_max in steps.items()
+    }
+    for preset in PRESETS:
+        with pytest.raises(UsageError, match=f"preset '{preset}' and budget 1 exclude each other"):
+            Policy.of(preset, budget=1)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 0.0099, 10.01, float("nan"), float("inf"), 10**400])
+def test_budgets_out_of_range(steps):
+    with pytest.raises(UsageError, match=r"a budget is a number of steps from 0.01 to 10, not "):
+        Policy.of(budget=steps)
+
+
+def test_a_bound_on_the_update_error_is_the_reach_of_a_budget():
+    assert Policy.of("archive", max_update_error=0.02).budget == Budget(1, 0.04, 0.25)
+    assert Policy.of(budget=5, max_update_error=0.02).budget == Budget(5, 0.04, 1)
+    assert Policy.of("flash", max_update_error=0.02).budget is None
 
 
 @pytest.mark.parametrize("dtype", DType)
 def test_presets_only_touch_the_types_that_codecs_take(dtype):
-    for preset in ("flash", "compact"):
+    for preset in ("flash", "compact", "archive"):
         policy = Policy.of(preset)
         weight, moment1, moment2, other = (choose(policy, role, dtype=dtype) for role in ROLES)
         assert (weight[0] != Lossless()) is (dtype is DType.FLOAT32)

@@ -16,6 +16,7 @@ FUNCTIONS = ("compress", "convert", "diff", "load", "open", "restore", "resume",
 
 WRONG = {
     "None": None, "true": True, "zero": 0, "negative": -1, "float": 3.5, "nan": float("nan"), "huge": 10**400,
+    "longer": 10**5000,
     "empty text": "", "text": "x", "nul": "nope\0", "surrogate": "\ud800", "bytes": b"a.pt", "list": [], "numbers": [1],
     "dict": {}, "set": set(), "object": object(), "tensor": torch.ones(2), "class": int, "function": len,
     "dtype": torch.float32, "device": torch.device("cpu"), "range": range(3), "array": np.array([1, 2]),

@@ -314,6 +314,8 @@ def test_directories_that_hold_none(tmp_path):
         load({"w": torch.zeros(8)}, tmp_path / "theirs")
     with pytest.raises(UsageError, match="is not a path of the file system"):
         Ckpt8StorageWriter("s3://bucket/run")
+    with pytest.raises(UsageError, match=r"a budget is a number of steps from 0\.01 to 10, not 11"):
+        Ckpt8StorageWriter(tmp_path, budget=11)
     with pytest.raises(UsageError, match="leave out use_collectives"):
         dcp.save({}, storage_writer=Ckpt8StorageWriter(tmp_path / "y"), use_collectives=False)
 

@@ -225,6 +225,8 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
         io.save_checkpoint({}, tmp_path / "x.ckpt", storage_options={})
     with pytest.raises(UsageError, match="preset 'best'"):
         Ckpt8CheckpointIO(preset="best")
+    with pytest.raises(UsageError, match=r"a budget is a number of steps from 0\.01 to 10, not 11"):
+        Ckpt8CheckpointIO(budget=11)
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written"):
         io.save_checkpoint({}, tmp_path / "file" / "x.ckpt")

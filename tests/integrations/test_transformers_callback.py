@@ -272,6 +272,8 @@ def test_ranks_wait_for_each_other(tmp_path):
 def test_arguments_are_checked_before_the_run():
     with pytest.raises(UsageError, match="preset 'best'"):
         Ckpt8Callback(preset="best")
+    with pytest.raises(UsageError, match=r"a budget is a number of steps from 0\.01 to 10, not 11"):
+        Ckpt8Callback(budget=11)
     with pytest.raises(UsageError, match="rule"):
         Ckpt8Callback(rules=["nonsense"])
 

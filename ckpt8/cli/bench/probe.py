@@ -140,6 +140,7 @@ OPERATIONS: dict[str, Operation] = {
     "compress": partial(_library, "compress"),
     "compress --no-stats": partial(_library, "compress", stats=False),
     "compress --preset compact": partial(_library, "compress", preset="compact"),
+    "compress --preset archive": partial(_library, "compress", preset="archive"),
     "restore": partial(_library, "restore"),
     "verify": partial(_library, "verify"),
     "load": partial(_library, "load"),

@@ -46,10 +46,10 @@ _DTYPES = frozenset(dtype.label for dtype in DType)
 class Ckpt8StorageWriter(InDirectory, StorageWriter):
     """Writes a checkpoint into the directory ``path``, which every rank must reach.
 
-    ``preset``, ``rules``, ``threads`` and ``stats`` are those of ``ckpt8.save``. Rules match the names of the state
-    dict, with ``weights.`` before those of trained parameters at its top level and ``other.`` before those that belong
-    to no model and no optimizer. The writer packs slices where they are, CPU or GPU. It replaces a checkpoint in the
-    directory, unless ``overwrite`` is False.
+    ``preset``, ``budget``, ``rules``, ``threads`` and ``stats`` are those of ``ckpt8.save``. Rules match the names of
+    the state dict, with ``weights.`` before those of trained parameters at its top level and ``other.`` before those
+    that belong to no model and no optimizer. The writer packs slices where they are, CPU or GPU. It replaces a
+    checkpoint in the directory, unless ``overwrite`` is False.
 
     >>> from torch.distributed import checkpoint as dcp
     >>> from ckpt8.integrations.dcp import Ckpt8StorageWriter
@@ -61,14 +61,15 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         self,
         path: str | os.PathLike[str],
         *,
-        preset: str = "flash",
+        preset: str | None = None,
+        budget: float | None = None,
         rules: Sequence[str] = (),
         threads: int | None = None,
         stats: bool = True,
         overwrite: bool = True,
     ) -> None:
         super().__init__(path)
-        self._policy = Policy.of(preset, rules)
+        self._policy = Policy.of(preset, rules, budget)
         self._options = Options(threads, stats)
         self._overwrite = overwrite
 

@@ -103,6 +103,7 @@ def test_the_smaller_presets_and_saves_are_what_ckpt8_and_torch_write(inputs, tm
         "compress": {},
         "compress --no-stats": {"stats": False},
         "compress --preset compact": {"preset": "compact"},
+        "compress --preset archive": {"preset": "archive"},
     }.items():
         ckpt8.compress(source, tmp_path / "expected", force=True, **options)
         result = done(name, source, tmp_path, tmp_path / "out")
