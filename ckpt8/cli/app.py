@@ -53,12 +53,12 @@ def inspect(
         Path | None,
         typer.Option(metavar="FILE", help="Write a report with charts: one HTML page, no network, no script."),
     ] = None,
-    drift: Annotated[
+    replay: Annotated[
         Path | None,
         typer.Option(
             readable=False,
             metavar="FILE",
-            help="Add drift to the report: the output of verify --resume-steps N --json.",
+            help="Add replayed steps to the report: the output of verify --resume-steps N --json.",
         ),
     ] = None,
     force: Force = False,
@@ -76,9 +76,9 @@ def inspect(
     if html is not None:
         from ckpt8.cli.show.html.report import Report
 
-        report = Report(html, path, original=against, drift=drift, full=full, force=force)
-    elif drift is not None:
-        raise UsageError("--drift is shown in a report; give --html FILE")
+        report = Report(html, path, original=against, replay=replay, full=full, force=force)
+    elif replay is not None:
+        raise UsageError("--replay is shown in a report; give --html FILE")
     if is_container(path):
         from ckpt8.inspecting.container import inspect_container
 
@@ -158,11 +158,14 @@ def verify(
     resume_steps: Annotated[
         int,
         typer.Option(
-            min=0, max=1 << 20, metavar="N", help="Replay N optimizer steps on both and show the drift between them."
+            min=0, max=1 << 20, metavar="N", help="Replay N optimizer steps on both and show how they differ."
         ),
     ] = 0,
-    max_drift: Annotated[
-        float | None, typer.Option(min=0, metavar="X", help="Exit with 1 if the NMSE of a replayed update exceeds X.")
+    max_replay_error: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="X", help="Exit with 1 if the replay error, the NMSE of a replayed update, exceeds X."
+        ),
     ] = None,
     threads: Threads = None,
     as_json: Json = False,
@@ -178,7 +181,14 @@ def verify(
     # An original counts twice: verify decodes as many bytes, then compares them.
     sources = [src] if against is None else [against, against]
     with progress_bar(f"verify {src.name}", *sources, enabled=not as_json) as progress:
-        result = run(src, against, resume_steps=resume_steps, max_drift=max_drift, threads=threads, progress=progress)
+        result = run(
+            src,
+            against,
+            resume_steps=resume_steps,
+            max_replay_error=max_replay_error,
+            threads=threads,
+            progress=progress,
+        )
     present(
         {"path": str(src), **asdict(result)},
         lambda console: show_verified(console, src, against, result),

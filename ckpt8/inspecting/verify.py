@@ -198,7 +198,7 @@ def check_statistics(reader: ContainerReader, measured: Measured) -> list[str]:
 class Verification:
     """The result of ``verify``. ``failures`` is empty if all holds; ``against`` says whether there was an original.
 
-    ``resume`` holds the figures of the replayed steps, see ``Drift.to_json``.
+    ``resume`` holds the figures of the replayed steps, see ``ReplayFigures.to_json``.
     """
 
     frames: int
@@ -216,25 +216,25 @@ def verify(
     original: str | os.PathLike[str] | None = None,
     *,
     resume_steps: int = 0,
-    max_drift: float | None = None,
+    max_replay_error: float | None = None,
     threads: int | None = None,
     progress: Progress = lambda _: None,
 ) -> Verification:
     """Check a container with all tensors that its manifest lists, and with ``original`` every statistic it states.
 
-    It then replays ``resume_steps`` steps of the optimizer on both; a drift above ``max_drift``, the largest NMSE of an
-    update, is a failure. Raises InputError for damage, CheckFailedError for another original, UsageError for
-    arguments that ask for nothing. A statistic that does not hold is in ``failures``.
+    It then replays ``resume_steps`` steps of the optimizer on both; a replay error, the largest NMSE of an update,
+    above ``max_replay_error`` is a failure. Raises InputError for damage, CheckFailedError for another original,
+    UsageError for arguments that ask for nothing. A statistic that does not hold is in ``failures``.
 
     >>> ckpt8.verify("run.ckpt8", "run.pt").failures
     ()
     """
     if resume_steps and original is None:
         raise UsageError("replayed steps need the original to compare with; give --against ORIGINAL")
-    if max_drift is not None and not max_drift >= 0:
-        raise UsageError(f"a limit of the drift is a number from 0 on, not {max_drift}")
-    if max_drift is not None and not resume_steps:
-        raise UsageError("a limit on the drift needs steps to replay; give --resume-steps N")
+    if max_replay_error is not None and not max_replay_error >= 0:
+        raise UsageError(f"a limit of the replay error is a number from 0 on, not {max_replay_error}")
+    if max_replay_error is not None and not resume_steps:
+        raise UsageError("a limit on the replay error needs steps to replay; give --resume-steps N")
     with ContainerReader(Path(source), kernels=True) as reader, Workers(threads) as workers:
         check_frames(reader, workers, progress)
         table = check_table(reader, workers)
@@ -249,7 +249,7 @@ def verify(
             unmeasured = sum(storages[index].error is None for index in measured.storages)
             failures = [*table_differences(table, measured.table), *check_statistics(reader, measured)]
             if resume_steps:
-                drift = replay_files(reader, Path(original), resume_steps, workers)
-                failures += drift.failures(max_drift)
-                resume = drift.to_json()
+                figures = replay_files(reader, Path(original), resume_steps, workers)
+                failures += figures.failures(max_replay_error)
+                resume = figures.to_json()
         return Verification(count, reader.size, original is not None, statistics, unmeasured, tuple(failures), resume)

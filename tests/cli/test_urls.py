@@ -20,7 +20,7 @@ ARGUMENTS = {
     "inspect": ("inspect", "URL"),
     "the original of inspect": ("inspect", "run.ckpt8", "--against", "URL"),
     "a report": ("inspect", "run.ckpt8", "--html", "URL"),
-    "the drift of a report": ("inspect", "run.ckpt8", "--html", "r.html", "--drift", "URL"),
+    "the replay of a report": ("inspect", "run.ckpt8", "--html", "r.html", "--replay", "URL"),
     "compress": ("compress", "URL"),
     "the target of compress": ("compress", "run.pt", "-o", "URL"),
     "restore": ("restore", "URL"),

@@ -289,7 +289,7 @@ def test_the_bound_is_on_the_replayed_figure(tmp_path):
     assert [each.reason for each in compress(tmp_path, tree, max_update_error=2.0).storages if each.reason] == []
     stored = compress(tmp_path, tree, max_update_error=1.9).storages
     assert [each.reason for each in stored if each.reason] == ["update error exceeds 1.9"]
-    assert replay(tmp_path).resume["drift"] < 1e-6
+    assert replay(tmp_path).resume["replay_error"] < 1e-6
 
 
 def shown(monkeypatch, capsys, path, *options) -> str:

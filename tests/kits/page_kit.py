@@ -46,7 +46,7 @@ def assert_inert(content):
     assert [tag for tag, _ in found.elements if not TAGS.fullmatch(tag)] == []
     scripts = [attributes for tag, attributes in found.elements if tag == "script"]
     assert scripts == [{"type": "application/json", "id": "ckpt8-report"}]
-    assert json.loads("".join(found.script)).keys() == {"facts", "distributions", "drift"}
+    assert json.loads("".join(found.script)).keys() == {"facts", "distributions", "replay"}
     for tag, attributes in found.elements:
         assert not {"src", "style", "srcdoc", "action"} & attributes.keys()
         assert not [name for name in attributes if name.startswith("on")]

@@ -85,8 +85,8 @@ def test_its_steps_are_replayed(tmp_path):
     result = ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=3).resume
     assert result["parameters"] == result["with_weights"] == 6
     assert result["skipped"] == {}
-    assert 0 < result["drift"] < 1e-2
-    failures = ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=3, max_drift=0.0).failures
+    assert 0 < result["replay_error"] < 1e-2
+    failures = ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=3, max_replay_error=0.0).failures
     assert len(failures) == 1
 
 

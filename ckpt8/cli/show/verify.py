@@ -1,4 +1,4 @@
-"""Shows the result of ``verify`` in a terminal, and the drift of a replayed run."""
+"""Shows the result of ``verify`` in a terminal, and the figures of replayed steps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.console import Console
 from ckpt8.cli.output import print_lines
 from ckpt8.cli.show.tables import Table, number
 from ckpt8.core.text import counted, size
-from ckpt8.inspecting.replay.drift import left_out
+from ckpt8.inspecting.replay.figures import left_out
 from ckpt8.inspecting.verify import Verification
 
 
 def show_verified(console: Console, src: Path, against: Path | None, result: Verification) -> None:
-    """Print the result, and the drift of replayed steps."""
+    """Print the result, and the figures of replayed steps."""
     text = f"{src}: seal and {result.frames:,} frames hold ({size(result.nbytes)})"
     if result.against and not result.failures:
         text += f"; {result.statistics} statistics and all lossless tensors agree with {against}"
@@ -23,15 +23,15 @@ def show_verified(console: Console, src: Path, against: Path | None, result: Ver
             text += f"; {result.unmeasured} lossy tensors carry no statistics to check"
     print_lines(console, [text])
     if result.resume is not None:
-        _show_drift(console, result.resume)
+        _show_replay(console, result.resume)
 
 
-def _show_drift(console: Console, resume: dict[str, Any]) -> None:
+def _show_replay(console: Console, resume: dict[str, Any]) -> None:
     """Print how far the compressed run is from the original after every replayed step."""
     if resume["parameters"]:
         console.print(
             f"replayed {counted(len(resume['steps']), 'step')} of {counted(resume['parameters'], 'parameter')}; "
-            f"drift {number(resume['drift'])}"
+            f"replay error {number(resume['replay_error'])}"
         )
         columns = ("step", "update NMSE", "max |Δu|", "weights RMS", "weights max")
         keys = ("update_nmse", "update_max", "weight_rms", "weight_max")
@@ -44,5 +44,5 @@ def _show_drift(console: Console, resume: dict[str, Any]) -> None:
                 f"NMSE {number(first['update_nmse'])}, max |Δu| {number(first['update_max'])}"
             )
     else:
-        console.print("nothing could be replayed: the drift is unknown")
+        console.print("nothing could be replayed: the replay error is unknown")
     print_lines(console, left_out(resume))

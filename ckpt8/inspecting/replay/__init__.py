@@ -1,1 +1,1 @@
-"""``verify --resume-steps``: how far the next steps of the optimizer drift apart after compression."""
+"""``verify --resume-steps``: how much compression changes the next steps of the optimizer."""

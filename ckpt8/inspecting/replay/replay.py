@@ -6,8 +6,8 @@ of the original, see ``checkpoint.meaning.replayed``. Memory holds one parameter
     update   NMSE = sum (du)^2 / sum u^2 over all parameters, and max |du|
     weights  sqrt(sum (dw)^2 / sum w^2), and the largest |dw| in units of the RMS of its tensor
 
-where d is compressed minus original. The *drift* of a file is the largest NMSE of its steps. A parameter whose original
-is not finite, or whose original takes a step that is not, is left out: compression did not do that.
+where d is compressed minus original. The *replay error* of a file is the largest NMSE of its steps. A parameter whose
+original is not finite, or whose original takes a step that is not, is left out: compression did not do that.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.diff.change import measure
-from ckpt8.inspecting.replay.drift import Drift, StepDrift
+from ckpt8.inspecting.replay.figures import ReplayFigures, StepFigures
 from ckpt8.inspecting.replay.sources import Replayable, ReplaySource
 from ckpt8.optim.card import Form
 
 _SPREAD = "the files of a distributed checkpoint are not replayed"
 
 
-def replay(original: Replayable, compressed: Replayable, drift: Drift, workers: Workers, prefix: str = "") -> None:
-    """Replay every parameter of a known rule for as many steps as ``drift`` has, and add the figures to it.
+def replay(
+    original: Replayable, compressed: Replayable, figures: ReplayFigures, workers: Workers, prefix: str = ""
+) -> None:
+    """Replay every parameter of a known rule for as many steps as ``figures`` has, and add the figures to it.
 
     ``prefix`` comes before names. Raises InputError for damage, CheckFailedError if the two trees are not alike.
     """
-    both = _Sides(original, compressed, len(drift.steps))
+    both = _Sides(original, compressed, len(figures.steps))
     mine, theirs = original.parameters, compressed.parameters
     if [saved.name for saved in mine] != [saved.name for saved in theirs]:
         raise CheckFailedError(
@@ -53,23 +55,23 @@ def replay(original: Replayable, compressed: Replayable, drift: Drift, workers: 
     for saved, found in zip(mine, workers.map(both.replay, jobs), strict=True):
         rule = recognise(saved.state, saved.group, None)
         needs_gradient = isinstance(rule, UpdateRule) and rule.kind == "replayed"
-        drift.add(prefix + saved.name, found, saved.unpaired, needs_gradient=needs_gradient)
+        figures.add(prefix + saved.name, found, saved.unpaired, needs_gradient=needs_gradient)
 
 
-def replay_files(reader: ContainerReader, original: Path, steps: int, workers: Workers) -> Drift:
+def replay_files(reader: ContainerReader, original: Path, steps: int, workers: Workers) -> ReplayFigures:
     """Replay every member with ``workers``; threads of its own decode the container."""
-    drift = Drift([StepDrift() for _ in range(steps)])
+    figures = ReplayFigures([StepFigures() for _ in range(steps)])
     whole = reader.manifest.directory is None
     with open_source(original) as one, open_source(reader.path) as other:
         first, second = ReplaySource(one), ReplaySource(other)
         for record in reader.manifest.members:
             if record.format == DCP:
                 names = [each.name for each in reader.manifest.parameters if each.name.startswith(f"{record.path}:")]
-                drift.skipped.update(dict.fromkeys(names, _SPREAD))
+                figures.skipped.update(dict.fromkeys(names, _SPREAD))
             if record.format in READERS:
                 prefix = "" if whole else f"{record.path}:"
-                replay(first.of_member(record.path), second.of_member(record.path), drift, workers, prefix)
-    return drift
+                replay(first.of_member(record.path), second.of_member(record.path), figures, workers, prefix)
+    return figures
 
 
 @dataclass(slots=True)
@@ -92,8 +94,8 @@ class _Sides:
         self._original, self._compressed, self._steps = original, compressed, steps
         self._lock = threading.Lock()
 
-    def replay(self, job: tuple[SavedParameter, SavedParameter]) -> list[StepDrift] | str:
-        """The drift of one parameter, given on both sides, step by step, or why it cannot be replayed. Thread-safe."""
+    def replay(self, job: tuple[SavedParameter, SavedParameter]) -> list[StepFigures] | str:
+        """The figures of one parameter, step by step, or why it cannot be replayed. Thread-safe."""
         saved, theirs = job
         with self._lock:
             rule = self._original.rule(saved)
@@ -108,11 +110,11 @@ class _Sides:
         order = Order.of(rule.form, saved.state[rule.form.tensors[0].key])
         return self._take_steps(rule, original, compressed, order)
 
-    def _take_steps(self, rule: Replayed, original: _Side, compressed: _Side, order: Order) -> list[StepDrift] | str:
+    def _take_steps(self, rule: Replayed, original: _Side, compressed: _Side, order: Order) -> list[StepFigures] | str:
         if broken := original.find_not_finite():
             return f"{broken} of the original is not finite"
         if compressed.find_not_finite():
-            return [StepDrift(update_error=math.inf)] * self._steps
+            return [StepFigures(update_error=math.inf)] * self._steps
         found = []
         gradients = rule.gradients({key: order.stored(values) for key, values in original.state.items()})
         for k in range(self._steps):
@@ -146,13 +148,13 @@ def _read(source: Replayable, form: Form, saved: SavedParameter) -> _Side:
     return _Side(state, None if saved.weight is None else source.load(saved.weight).reshape(-1))
 
 
-def _measure(u: Tensor, v: Tensor, original: _Side, compressed: _Side) -> StepDrift:
+def _measure(u: Tensor, v: Tensor, original: _Side, compressed: _Side) -> StepFigures:
     update = measure(u, v)
     # ``measure`` leaves NaN and Inf out; a step with any of them is broken.
-    drift = StepDrift(math.inf if update.excluded else update.change, update.square, update.max_change)
+    figures = StepFigures(math.inf if update.excluded else update.change, update.square, update.max_change)
     if original.weight is not None and compressed.weight is not None:
         weight = measure(original.weight, compressed.weight)
-        drift.weight_error = math.inf if weight.excluded else weight.change
-        drift.weight = weight.square
-        drift.max_weight = weight.max_change / weight.rms if weight.rms else 0.0
-    return drift
+        figures.weight_error = math.inf if weight.excluded else weight.change
+        figures.weight = weight.square
+        figures.max_weight = weight.max_change / weight.rms if weight.rms else 0.0
+    return figures

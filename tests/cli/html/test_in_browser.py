@@ -25,7 +25,7 @@ def assert_at_ease(seen, width):
     assert seen["resources"] == []
     assert (seen["width"], seen["scroll"], seen["beyond"]) == (width, width, 0)
     assert seen["cut"] == []
-    assert seen["embedded"] == ["facts", "distributions", "drift"]
+    assert seen["embedded"] == ["facts", "distributions", "replay"]
 
 
 def test_a_broken_page_is_seen_to_be_broken(tmp_path):
@@ -39,11 +39,11 @@ def test_a_broken_page_is_seen_to_be_broken(tmp_path):
 
 def test_a_container_on_a_phone_and_in_the_dark(packed, inspect, run_command, tmp_path):
     original, container = packed
-    drift = tmp_path / "drift.json"
+    replay = tmp_path / "replay.json"
     code, out, _ = run_command("verify", container, "--against", original, "--resume-steps", 12, "--json")
     assert code == 0
-    drift.write_text(out)
-    facts, page, tree = inspect(container, tmp_path / "r.html", "--against", original, "--drift", drift)
+    replay.write_text(out)
+    facts, page, tree = inspect(container, tmp_path / "r.html", "--against", original, "--replay", replay)
     seen = browse(page, tmp_path, width=PHONE, dark=True)
     assert_at_ease(seen, PHONE)
     assert seen["dark"]
@@ -56,7 +56,7 @@ def test_a_container_on_a_phone_and_in_the_dark(packed, inspect, run_command, tm
     assert_worst(seen, facts["worst"])
     assert_codes(seen, tree["distributions"]["codes"])
     assert_histograms(seen, tree["distributions"])
-    assert_drift(seen, tree["drift"])
+    assert_replay(seen, tree["replay"])
 
 
 def test_a_checkpoint_on_a_desk_in_the_light(inputs, inspect, tmp_path):
@@ -185,11 +185,11 @@ def assert_histograms(seen, distributions):
         assert "share of values" in charts[what]["axes"]
 
 
-def assert_drift(seen, drift):
-    charts = [chart for chart in seen["charts"] if chart["section"] == "drift"]
+def assert_replay(seen, replay):
+    charts = [chart for chart in seen["charts"] if chart["section"] == "replay"]
     assert len(charts) == 4
     for chart, figure in zip(charts, ("update_nmse", "update_max", "weight_rms", "weight_max"), strict=True):
-        values = [step[figure] for step in drift["steps"]]
+        values = [step[figure] for step in replay["steps"]]
         assert chart["titles"] == [f"step {k}: {number(value)}" for k, value in enumerate(values, 1)]
         assert "replayed step" in chart["axes"]
-    assert f"the largest NMSE of a step: {number(drift['drift'])}" in seen["text"]
+    assert f"the largest NMSE of a step: {number(replay['replay_error'])}" in seen["text"]

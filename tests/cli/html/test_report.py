@@ -168,17 +168,17 @@ def test_damage_leaves_no_report(run_command, packed, tmp_path):
 
 
 @pytest.fixture
-def drift(run_command, packed, tmp_path):
+def replay(run_command, packed, tmp_path):
     """What verify prints of three replayed steps."""
     code, out, _ = run_command("verify", packed[1], "--against", packed[0], "--resume-steps", 3, "--json")
     assert code == 0
-    path = tmp_path / "drift.json"
+    path = tmp_path / "replay.json"
     path.write_text(out)
     return path
 
 
-def test_a_drift_needs_a_report(run_command, packed, drift):
-    code, _, err = run_command("inspect", packed[1], "--drift", drift)
+def test_a_replay_needs_a_report(run_command, packed, replay):
+    code, _, err = run_command("inspect", packed[1], "--replay", replay)
     assert code == 2
     assert "--html" in err
 
@@ -194,41 +194,41 @@ def changed(tree, **values):
         (lambda tree: {**tree, "resume": None}, "no replayed steps"),
         (lambda tree: changed(tree, steps=[{"update_nmse": "x"}]), "no replayed steps"),
         (lambda tree: changed(tree, steps=[dict.fromkeys(tree["resume"]["steps"][0], -1.0)]), "no replayed steps"),
-        (lambda tree: changed(tree, drift=10**400), "no replayed steps"),
+        (lambda tree: changed(tree, replay_error=10**400), "no replayed steps"),
         (lambda tree: changed(tree, parameters="<b>"), "no replayed steps"),
         (lambda tree: [tree], "no replayed steps"),
     ],
 )
-def test_what_is_no_drift_of_this_container_is_refused(change, words, run_command, packed, drift, tmp_path):
-    drift.write_text(json.dumps(change(json.loads(drift.read_text()))))
-    code, out, err = run_command("inspect", packed[1], "--html", tmp_path / "r.html", "--drift", drift)
+def test_what_is_no_replay_of_this_container_is_refused(change, words, run_command, packed, replay, tmp_path):
+    replay.write_text(json.dumps(change(json.loads(replay.read_text()))))
+    code, out, err = run_command("inspect", packed[1], "--html", tmp_path / "r.html", "--replay", replay)
     assert (code, out) == (3, "")
     assert words in err
     assert not (tmp_path / "r.html").exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 200_000, b'{"resume": {"steps": [NaN'])
-def test_what_is_no_json_is_refused(content, run_command, packed, drift, tmp_path):
-    drift.write_bytes(content)
-    code, _, err = run_command("inspect", packed[1], "--html", tmp_path / "r.html", "--drift", drift)
+def test_what_is_no_json_is_refused(content, run_command, packed, replay, tmp_path):
+    replay.write_bytes(content)
+    code, _, err = run_command("inspect", packed[1], "--html", tmp_path / "r.html", "--replay", replay)
     assert code == 3
     assert re.fullmatch(r"ckpt8: [^\n]+\n", err)
 
 
-def test_a_drift_of_a_checkpoint_is_refused(run_command, packed, drift, tmp_path):
-    code, _, err = run_command("inspect", packed[0], "--html", tmp_path / "r.html", "--drift", drift)
+def test_a_replay_of_a_checkpoint_is_refused(run_command, packed, replay, tmp_path):
+    code, _, err = run_command("inspect", packed[0], "--html", tmp_path / "r.html", "--replay", replay)
     assert code == 3
     assert "another container" in err
 
 
-def test_figures_of_the_drift(inspect, packed, drift, tmp_path):
-    tree = json.loads(drift.read_text())
+def test_figures_of_the_replay(inspect, packed, replay, tmp_path):
+    tree = json.loads(replay.read_text())
     tree["resume"]["steps"][1]["update_nmse"] = 0.0
     tree["resume"]["steps"][2]["weight_rms"] = None
-    drift.write_text(json.dumps(tree))
-    _, content, found = inspect(packed[1], tmp_path / "r.html", "--drift", drift)
+    replay.write_text(json.dumps(tree))
+    _, content, found = inspect(packed[1], tmp_path / "r.html", "--replay", replay)
     text = assert_inert(content)
-    assert found["drift"] == tree["resume"]
+    assert found["replay"] == tree["resume"]
     assert "3 optimizer steps of 28 parameters" in text
     assert "step 2:" in text
-    assert content.decode().count('data-chart="drift"') == 4
+    assert content.decode().count('data-chart="replay"') == 4

@@ -1,4 +1,4 @@
-"""Replayed steps: the rules against the published optimizers, the drift against real optimizers, and its limits."""
+"""Replayed steps: the rules against the published optimizers, their figures against real optimizers, and its limits."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def joined(tensors) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", REPLAYED)
-def test_the_drift_is_that_of_the_real_optimizer(make, monkeypatch, name):
+def test_the_figures_are_those_of_the_real_optimizer(make, monkeypatch, name):
     path = make(name)
     gradients, owners = {}, []
     made = replayed.Gradients.at
@@ -161,22 +161,22 @@ def test_the_drift_is_that_of_the_real_optimizer(make, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", REPLAYED)
-def test_lossless_does_not_drift(make, name):
-    result = steps_of(make(name, "lossless"), max_drift=0.0)
-    assert result["drift"] == 0.0
+def test_lossless_steps_do_not_differ(make, name):
+    result = steps_of(make(name, "lossless"), max_replay_error=0.0)
+    assert result["replay_error"] == 0.0
     assert all(step["update_max"] == step["weight_max"] == 0.0 for step in result["steps"])
     assert result["parameters"] == 6
 
 
-def test_the_drift_is_small_and_the_same_everywhere(make):
+def test_the_replay_error_is_small_and_the_same_everywhere(make):
     path = make("torch-adamw")
     one, two = (steps_of(path, threads=threads) for threads in (1, 2))
     assert one == two
-    assert 1e-7 < one["drift"] < 5e-3
-    assert one["drift"] == max(step["update_nmse"] for step in one["steps"])
+    assert 1e-7 < one["replay_error"] < 5e-3
+    assert one["replay_error"] == max(step["update_nmse"] for step in one["steps"])
     assert all(a["weight_rms"] < b["weight_rms"] for a, b in pairwise(one["steps"]))
     compact = steps_of(make("torch-adamw", "compact"))
-    assert compact["drift"] > 3 * one["drift"]
+    assert compact["replay_error"] > 3 * one["replay_error"]
 
 
 def test_gradients_have_the_scale_of_the_second_moments(make, monkeypatch):
@@ -210,8 +210,8 @@ def test_what_is_not_replayed_is_told(make, monkeypatch, capsys, name):
     assert result["parameters"] == 0
     assert len(result["skipped"]) == 6
     assert set(result["skipped"].values()) == {SKIPPED[name]}
-    failures = ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=1, max_drift=1.0).failures
-    assert failures == ("no parameter could be replayed, so that the drift is unknown",)
+    failures = ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=1, max_replay_error=1.0).failures
+    assert failures == ("no parameter could be replayed, so that the replay error is unknown",)
     _, out, _ = run_cli(
         monkeypatch, capsys, "verify", path.with_suffix(".ckpt8"), "--against", path, "--resume-steps", 1
     )
@@ -256,11 +256,13 @@ def test_a_state_that_is_not_finite(make, monkeypatch):
 
 def test_a_limit_that_is_passed(make):
     path = make("came-pytorch")
-    worst = steps_of(path)["drift"]
-    failures = ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=STEPS, max_drift=worst * 0.99).failures
+    worst = steps_of(path)["replay_error"]
+    failures = ckpt8.verify(
+        path.with_suffix(".ckpt8"), path, resume_steps=STEPS, max_replay_error=worst * 0.99
+    ).failures
     assert len(failures) == 1
-    assert "the drift of the update over 4 steps" in failures[0]
-    assert not ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=STEPS, max_drift=worst).failures
+    assert "the replay error of 4 steps" in failures[0]
+    assert not ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=STEPS, max_replay_error=worst).failures
 
 
 def test_arguments_that_ask_for_nothing(make):
@@ -268,7 +270,7 @@ def test_arguments_that_ask_for_nothing(make):
     with pytest.raises(UsageError, match="give --against"):
         ckpt8.verify(path.with_suffix(".ckpt8"), resume_steps=1)
     with pytest.raises(UsageError, match="give --resume-steps"):
-        ckpt8.verify(path.with_suffix(".ckpt8"), path, max_drift=1.0)
+        ckpt8.verify(path.with_suffix(".ckpt8"), path, max_replay_error=1.0)
 
 
 def test_another_original(make, tmp_path):
@@ -292,14 +294,14 @@ def test_the_command_line(make, monkeypatch, capsys):
     arguments = ["verify", path.with_suffix(".ckpt8"), "--against", path, "--resume-steps", 3]
     code, out, _ = run_cli(monkeypatch, capsys, *arguments)
     assert code == 0
-    assert "replayed 3 steps of 6 parameters; drift" in out
-    code, out, err = run_cli(monkeypatch, capsys, *arguments, "--max-drift", "1e-9", "--json")
+    assert "replayed 3 steps of 6 parameters; replay error" in out
+    code, out, err = run_cli(monkeypatch, capsys, *arguments, "--max-replay-error", "1e-9", "--json")
     assert code == 1
     result = json.loads(out)["resume"]
     assert len(result["steps"]) == 3
     assert set(result["steps"][0]) == {"update_nmse", "update_max", "weight_rms", "weight_max"}
     assert "above 1e-09" in err
-    assert math.isclose(result["drift"], max(step["update_nmse"] for step in result["steps"]))
+    assert math.isclose(result["replay_error"], max(step["update_nmse"] for step in result["steps"]))
 
 
 def pairs(tmp_path, tree) -> dict[str, str | None]:
@@ -399,4 +401,4 @@ def test_the_update_does_not_need_the_weight(make):
         ckpt8.compress(path, threads=1, force=True)
         unknown = steps_of(path)
         assert unknown["with_weights"] == 0
-        assert unknown["drift"] == known["drift"] > 0
+        assert unknown["replay_error"] == known["replay_error"] > 0

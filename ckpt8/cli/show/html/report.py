@@ -1,7 +1,7 @@
 """The report of ``inspect --html``: one page that loads nothing, runs nothing and is the same for the same facts.
 
 It also holds its facts as JSON, in the element ``ckpt8-report``: ``facts`` as ``inspect --json`` prints them,
-``distributions`` (see ``ckpt8.inspecting.distributions.gathering.Gathered``) and the ``drift``, if given.
+``distributions`` (see ``ckpt8.inspecting.distributions.gathering.Gathered``) and the ``replay``, if given.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from ckpt8 import __version__
 from ckpt8.cli.show.html.distributions import code_section, value_section
-from ckpt8.cli.show.html.drift import drift_section, read_drift
 from ckpt8.cli.show.html.errors import error_section, worst_section
+from ckpt8.cli.show.html.replay import read_replay, replay_section
 from ckpt8.cli.show.html.sizes import size_section
 from ckpt8.cli.show.html.style import STYLE
 from ckpt8.cli.show.html.text import text
@@ -36,7 +36,7 @@ _FLAGS = 10
 class Report:
     """The report about the checkpoint or container ``path``, to write to ``target``.
 
-    ``original`` is the checkpoint that a container was made from; ``drift`` is a file with the output of ``verify
+    ``original`` is the checkpoint that a container was made from; ``replay`` is a file with the output of ``verify
     --resume-steps N --json``; ``full`` reads every element instead of a sample. Raises OutputError, before it reads
     anything, if ``target`` cannot be written, or exists without ``force``.
     """
@@ -47,15 +47,15 @@ class Report:
         path: Path,
         *,
         original: Path | None = None,
-        drift: Path | None = None,
+        replay: Path | None = None,
         full: bool = False,
         force: bool = False,
     ) -> None:
-        for source in (path, original, drift):
+        for source in (path, original, replay):
             if source is not None:
                 refuse_source(target, source)
         AtomicFile(target, force=force).close()
-        self._target, self._path, self._original, self._drift = target, path, original, drift
+        self._target, self._path, self._original, self._replay = target, path, original, replay
         self._full, self._force = full, force
         self._distributions: dict[str, Any] | None = None
 
@@ -68,15 +68,15 @@ class Report:
         distributions = self._distributions
         if distributions is None:
             distributions = checkpoint_distributions(self._path, full=self._full)
-        drift = None if self._drift is None else read_drift(self._drift, facts.get("stored_bytes"))
-        content = page(facts, distributions, drift).encode()
+        replay = None if self._replay is None else read_replay(self._replay, facts.get("stored_bytes"))
+        content = page(facts, distributions, replay).encode()
         with AtomicFile(self._target, force=self._force) as output:
             with output.guard():
                 output.file.write(content)
             output.publish()
 
 
-def page(facts: dict[str, Any], distributions: dict[str, Any], drift: dict[str, Any] | None) -> str:
+def page(facts: dict[str, Any], distributions: dict[str, Any], replay: dict[str, Any] | None) -> str:
     """The whole document."""
     errors = facts["errors"] if facts["kind"] == "ckpt8" else distributions["errors"]
     name = facts["path"].rstrip("/").rpartition("/")[2] or facts["path"]
@@ -86,13 +86,13 @@ def page(facts: dict[str, Any], distributions: dict[str, Any], drift: dict[str, 
         _flags(facts),
         size_section(facts, distributions["layers"]),
         error_section(errors, distributions, facts.get("measured_from")),
-        drift_section(drift),
+        replay_section(replay),
         value_section(distributions),
         code_section(distributions),
         worst_section(distributions),
         _footer(distributions["sample"]),
     ]
-    data = {"facts": facts, "distributions": distributions, "drift": drift}
+    data = {"facts": facts, "distributions": distributions, "replay": replay}
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'

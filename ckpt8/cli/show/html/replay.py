@@ -23,7 +23,7 @@ _FIGURES = {
 """Every figure of a step: style, title and axis of its chart."""
 
 
-def read_drift(path: Path, container: int | None) -> dict[str, Any]:
+def read_replay(path: Path, container: int | None) -> dict[str, Any]:
     """The ``resume`` in the output of ``verify --resume-steps N --json``. Raises InputError.
 
     ``container`` is the size in bytes of the container of the report; ``verify`` must have checked this one.
@@ -40,19 +40,19 @@ def read_drift(path: Path, container: int | None) -> dict[str, Any]:
     except InputError as exc:
         raise InputError(f"{path}: is not JSON; give what verify --resume-steps N --json printed") from exc
     resume = tree.get("resume") if isinstance(tree, dict) else None
-    if not isinstance(resume, dict) or not _is_drift(resume):
+    if not isinstance(resume, dict) or not _is_replay(resume):
         raise InputError(f"{path}: holds no replayed steps; give what verify --resume-steps N --json printed")
     if tree.get("nbytes") != container:
         raise InputError(f"{path}: is about another container, of {tree.get('nbytes')} bytes; verify this one")
     return resume
 
 
-def _is_drift(resume: dict[str, Any]) -> bool:
+def _is_replay(resume: dict[str, Any]) -> bool:
     steps = resume.get("steps")
     return (
         isinstance(steps, list)
         and all(isinstance(step, dict) and all(_is_figure(step.get(key)) for key in _FIGURES) for step in steps)
-        and _is_figure(resume.get("drift"))
+        and _is_figure(resume.get("replay_error"))
         and type(resume.get("parameters")) is int
     )
 
@@ -61,21 +61,21 @@ def _is_figure(value: object) -> bool:
     return value is None or (type(value) in (int, float) and 0 <= value < _LARGEST)  # type: ignore[operator]
 
 
-def drift_section(resume: dict[str, Any] | None) -> str:
+def replay_section(resume: dict[str, Any] | None) -> str:
     """How far the compressed run is from the original, by step; empty without replayed steps."""
     if resume is None:
         return ""
     steps = resume["steps"]
     values = {figure: [step[figure] for step in steps] for figure in _FIGURES}
     charts = [
-        f'<figure data-chart="drift"><figcaption>{title}</figcaption>{by_step(values[figure], css, axis)}'
+        f'<figure data-chart="replay"><figcaption>{title}</figcaption>{by_step(values[figure], css, axis)}'
         f'<p class="note">after step {len(steps):,}: {number(values[figure][-1])}</p></figure>'
         for figure, (css, title, axis) in _FIGURES.items()
         if any(value is not None for value in values[figure])
     ]
     return (
-        f'<section id="drift"><h2>Resuming from it</h2><p>{len(steps):,} optimizer steps of '
+        f'<section id="replay"><h2>Resuming from it</h2><p>{len(steps):,} optimizer steps of '
         f"{resume['parameters']:,} parameters were replayed on the original and on the container, with the same "
-        f"gradients. Drift, the largest NMSE of a step: <b>{text(number(resume['drift']))}</b></p>"
+        f"gradients. Replay error, the largest NMSE of a step: <b>{text(number(resume['replay_error']))}</b></p>"
         f'<div class="charts pairs">{"".join(charts)}</div></section>'
     )

@@ -12,7 +12,7 @@ from ckpt8.codecs.error_stats import ErrorStats
 
 
 @dataclass(slots=True)
-class StepDrift(ErrorStats):
+class StepFigures(ErrorStats):
     """Sums over parameters after one step; ``max_*`` are maxima."""
 
     update_error: float = 0.0
@@ -39,15 +39,15 @@ class StepDrift(ErrorStats):
 
 
 @dataclass(slots=True)
-class Drift:
+class ReplayFigures:
     """Figures by step, numbers of parameters, and by name the reason why others, or their weights, are left out.
 
     ``first`` is the first step of the parameters, ``with_gradient`` in number, whose step needs a gradient: the figure
     that a container states of them.
     """
 
-    steps: list[StepDrift]
-    first: StepDrift = field(default_factory=StepDrift)
+    steps: list[StepFigures]
+    first: StepFigures = field(default_factory=StepFigures)
     with_gradient: int = 0
     parameters: int = 0
     with_weights: int = 0
@@ -55,7 +55,7 @@ class Drift:
     skipped: dict[str, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
 
-    def add(self, name: str, steps: list[StepDrift] | str, unpaired: str | None, *, needs_gradient: bool) -> None:
+    def add(self, name: str, steps: list[StepFigures] | str, unpaired: str | None, *, needs_gradient: bool) -> None:
         """Add a parameter: its figures by step, or why there are none; ``unpaired`` says why it has no weight."""
         if isinstance(steps, str):
             self.skipped[name] = steps
@@ -75,22 +75,22 @@ class Drift:
 
     @property
     def worst(self) -> float:
-        """The drift: the largest NMSE of the updates."""
+        """The replay error: the largest NMSE of the updates."""
         return max((step.nmse for step in self.steps), default=0.0)
 
     def failures(self, limit: float | None) -> list[str]:
-        """Lines about steps that broke, and about a drift above ``limit``."""
+        """Lines about steps that broke, and about a replay error above ``limit``."""
         found = [f"{name}: a replayed step is not finite" for name in self.broken]
         if limit is not None and not self.parameters:
-            found.append("no parameter could be replayed, so that the drift is unknown")
+            found.append("no parameter could be replayed, so that the replay error is unknown")
         elif limit is not None and self.worst > limit:
-            found.append(f"the drift of the update over {len(self.steps)} steps is {self.worst:.3g}, above {limit:.3g}")
+            found.append(f"the replay error of {len(self.steps)} steps is {self.worst:.3g}, above {limit:.3g}")
         return found
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "drift": self.worst if math.isfinite(self.worst) else None,
+            "replay_error": self.worst if math.isfinite(self.worst) else None,
             "parameters": self.parameters,
             "with_weights": self.with_weights,
             "without_weights": self.without_weights,
@@ -103,7 +103,7 @@ class Drift:
 
 
 def left_out(resume: Mapping[str, Any]) -> list[str]:
-    """Lines about weights and parameters that the figures of ``Drift.to_json`` leave out."""
+    """Lines about weights and parameters that the figures of ``ReplayFigures.to_json`` leave out."""
     lines = []
     weights, skipped = (sorted(Counter(resume[key].values()).items()) for key in ("without_weights", "skipped"))
     if weights:
