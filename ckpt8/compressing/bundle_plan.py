@@ -15,6 +15,7 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import NamedTensor
 from ckpt8.compressing.lockstep import set_companions
 from ckpt8.compressing.master_copies import refer_to_masters
+from ckpt8.compressing.optimizer_steps import give_steps
 from ckpt8.compressing.plan import Plan, Unit, choose, make_plan, plan_joint, views_of
 from ckpt8.compressing.policy import Policy
 
@@ -34,6 +35,8 @@ def plan_policies(bundle: Bundle, policies: Sequence[Policy]) -> list[Plan]:
         units = found.units if policy is policies[0] else [_chosen(unit, found, views, policy) for unit in found.units]
         plan = Plan(units, found.tensors, found.chosen)
         refer_to_masters(plan, bundle, trees, policy)
+        if policy.budget is not None:
+            give_steps(plan, bundle)
         set_companions(plan)
         plans.append(plan)
     return plans

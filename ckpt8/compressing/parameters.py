@@ -78,7 +78,8 @@ class Parameter:
 
     ``rule`` is None where the update rule is unknown; ``reason`` then says why. ``confidence`` are the row and column
     statistics of CAME, each with its storage. ``replay`` is there if the rule is ``replayed``. ``step`` is there under
-    a budget, where rule and learning rate are known; its weight is then a stream of the same unit.
+    a budget, where rule and learning rate are known, else ``stepless`` says why it is not; its weight is then a stream
+    of the same unit.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Parameter:
     confidence: Sequence[tuple[StorageInfo, TensorRef]] = ()
     replay: Replay | None = None
     step: OptimizerStep | None = None
+    stepless: str | None = None
 
     @property
     def streams(self) -> set[int]:

@@ -27,7 +27,10 @@ TENSORS: dict[str, StateTensor] = {}
 MOMENT_SLOTS: dict[str, str] = {}
 """Slots of the moments that presets may compress, by key."""
 
-STATE_ROLES: dict[str, Role] = dict.fromkeys(("master_param", "master_params", "master_weight"), Role.WEIGHT)
+MASTER_KEYS = ("master_param", "master_params", "master_weight")
+"""Keys of a state under which programs keep the fp32 master of a weight in 16 bits."""
+
+STATE_ROLES: dict[str, Role] = dict.fromkeys(MASTER_KEYS, Role.WEIGHT)
 """Roles of the tensors in a parameter's state, by key; other keys have the role ``other``."""
 
 SIDE_STATE = {"step"}

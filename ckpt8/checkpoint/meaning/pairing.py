@@ -41,7 +41,7 @@ class SavedParameter:
     """State, group and weight of one parameter. ``unpaired`` says why the weight is unknown. ``name`` is for people.
 
     ``identifier`` stands for the parameter in its group. ``shape`` is that of the first moment or residual, None
-    without one.
+    without one. ``optimizer`` is the number of its optimizer in the tree.
     """
 
     name: str
@@ -51,6 +51,7 @@ class SavedParameter:
     shape: tuple[int, ...] | None
     weight: TensorRef | None
     unpaired: str | None
+    optimizer: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,9 @@ def saved_parameters(tree: object, beside: Beside | None = None, *, as_torch: bo
     found = owners(optimizers, models or beside.models)
     return [
         parameter
-        for optimizer, owner in zip(optimizers, found, strict=True)
+        for number, (optimizer, owner) in enumerate(zip(optimizers, found, strict=True))
         for parameter in _parameters(
-            optimizer, owner, models or beside.models, None if models else beside.names, as_torch
+            number, optimizer, owner, models or beside.models, None if models else beside.names, as_torch
         )
     ]
 
@@ -91,6 +92,7 @@ def models_and_optimizers(tree: object) -> tuple[list[Candidate], list[Candidate
 
 
 def _parameters(
+    number: int,
     optimizer: Candidate,
     owner: Owner,
     models: Sequence[Candidate],
@@ -106,7 +108,7 @@ def _parameters(
     names = saved_names(groups)
     if isinstance(names, str):
         return [
-            SavedParameter(place(optimizer, each), each, state, {}, moment_shape(state), None, names)
+            SavedParameter(place(optimizer, each), each, state, {}, moment_shape(state), None, names, number)
             for each, state in states.items()
         ]
     shapes = {each: shape for each, state in states.items() if (shape := moment_shape(state)) is not None}
@@ -127,7 +129,7 @@ def _parameters(
                 weight = found.get(each, _NO_SHAPE)
                 ref, reason = (None, weight) if isinstance(weight, str) else (weight, None)
                 name = names.get(each, place(optimizer, each))
-                result.append(SavedParameter(name, each, states[each], group, shapes.get(each), ref, reason))
+                result.append(SavedParameter(name, each, states[each], group, shapes.get(each), ref, reason, number))
     return result
 
 

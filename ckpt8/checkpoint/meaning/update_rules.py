@@ -76,11 +76,11 @@ def read_rule(stored: Mapping[str, Any] | None) -> dict[str, Any] | None:
         rule = UpdateRule(**stored or {"kind": None})
     except TypeError:
         return None
-    valid = None not in map(_number, (rule.beta1, rule.beta2, rule.eps)) and type(rule.step) is int
+    valid = None not in map(finite, (rule.beta1, rule.beta2, rule.eps)) and type(rule.step) is int
     return asdict(rule) if valid and rule.kind in get_args(Update) else None
 
 
-def _number(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
     """A finite number as a float; None for anything else."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < _LARGEST else None
@@ -112,8 +112,8 @@ def recognise(state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | 
 
 def _adam(kind: Update, state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
     """The rule of Adam, or that of StableAdamW where the moments are free of bias."""
-    eps, given = _number(group.get("eps")), setting(group, "betas")
-    numbers = [_number(beta) for beta in given] if isinstance(given, (tuple, list)) else []
+    eps, given = finite(group.get("eps")), setting(group, "betas")
+    numbers = [finite(beta) for beta in given] if isinstance(given, (tuple, list)) else []
     betas = [beta for beta in numbers if beta is not None and 0 <= beta < 1]
     if eps is None:
         return _INCOMPLETE
@@ -124,7 +124,7 @@ def _adam(kind: Update, state: Mapping[Any, Any], group: Mapping[Any, Any], step
         return _INCOMPLETE
     if group.get("bias_correction", group.get("correct_bias", True)) in (False, 0):
         return UpdateRule("stable_adamw", eps=eps)
-    count = _number(step)
+    count = finite(step)
     if count is None or not 1 <= count <= _LARGEST_STEP or count != int(count):
         return "the step is missing"
     return UpdateRule("adam", int(count), betas[0], betas[1], eps)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights
-from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
+from ckpt8.checkpoint.meaning.pairing import SavedParameter
 from ckpt8.checkpoint.meaning.replay_settings import find_rule
 from ckpt8.checkpoint.meaning.replayed import Replayed
+from ckpt8.checkpoint.meaning.trained import Pairs
 from ckpt8.checkpoint.scalars import read_settings
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.values import Streamer
@@ -52,15 +52,14 @@ class ReplaySource:
     def __init__(self, source: Bundle) -> None:
         self._source = source
         self._members = {each.path: each.checkpoint for each in source.found}
-        self._names = NamesFromWeights(list(self._members.items()))
+        self._pairs = Pairs(list(self._members.items()), directory=source.directory is not None)
 
     def of_member(self, path: str) -> Replayable:
         """What to replay of a member; of a single file, whatever its name. Raises InputError where it is missing."""
         if self._source.directory is None:
-            checkpoint = self._source.found[0].checkpoint
-            return Replayable(checkpoint, saved_parameters(checkpoint.tree, as_torch=True))
-        if path not in self._members:
+            path = self._source.found[0].path
+        elif path not in self._members:
             raise InputError(f"{self._source.path / path}: no such file")
-        checkpoint, beside = self._members[path], self._names.beside(path)
-        homes = {ref: self._members[file] for ref, file in beside.files.items()}
-        return Replayable(checkpoint, saved_parameters(checkpoint.tree, beside, as_torch=True), homes)
+        parameters, files = self._pairs.of_member(path)
+        homes = {ref: self._members[file] for ref, file in files.items()}
+        return Replayable(self._members[path], parameters, homes)

@@ -1,0 +1,89 @@
+"""What the optimizers of a source train: the optimizer, the group and the weight of every saved state.
+
+The weight is in the same file, or in another one of the folder: see ``pairing``. What the optimizer keeps as its own
+copy of the weight, a master in fp32, is the weight that it steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights
+from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
+from ckpt8.checkpoint.tree import Checkpoint, Labelled, TensorRef
+from ckpt8.optim.known_optimizers import MASTER_KEYS
+
+_RANK = re.compile(r"(rank|shard)[_-]?\d+(?:_\d+)*")
+"""The part of a path that numbers the processes that saved one optimizer together."""
+
+Members = Sequence[tuple[str, Checkpoint]]
+"""Path and content of every member."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The step that a saved state belongs to.
+
+    ``optimizer`` is the number of the optimizer in the source; files that ranks wrote of one optimizer share it.
+    ``group`` is its parameter group as saved. The key of ``weight`` is that of its storage in the source; where it is
+    None, ``unpaired`` says why.
+    """
+
+    optimizer: int
+    group: Mapping[Any, Any]
+    weight: TensorRef | None
+    unpaired: str | None
+
+
+class Pairs:
+    """The parameters of the members of a source, paired with weights of the same file or of others in its folder.
+
+    A source of one file has nothing beside it.
+    """
+
+    def __init__(self, members: Members, *, directory: bool) -> None:
+        self._members = dict(members)
+        self._names = NamesFromWeights(members) if directory else None
+
+    def of_member(self, path: str) -> tuple[list[SavedParameter], Mapping[int, str]]:
+        """The parameters of a member, and the path of each weight in another one, by its ``id``. Raises InputError."""
+        beside = None if self._names is None else self._names.beside(path)
+        found = saved_parameters(self._members[path].tree, beside, as_torch=True)
+        return found, {} if beside is None else beside.files
+
+
+def trained_states(members: Members, key_of: Callable[[str, int], str], *, directory: bool) -> dict[str, Trained]:
+    """What is known of every saved state, by the key of each of its storages. Raises InputError.
+
+    ``key_of`` gives the key in the source of a storage in the member of a number.
+    """
+    numbers = {path: number for number, (path, _) in enumerate(members)}
+    pairs, found = Pairs(members, directory=directory), dict[str, Trained]()
+    optimizers: dict[object, int] = {}
+    for number, (path, checkpoint) in enumerate(members):
+        if isinstance(checkpoint.tree, Labelled):
+            continue
+        parameters, homes = pairs.of_member(path)
+        for saved in parameters:
+            optimizer = optimizers.setdefault((_RANK.sub("rank", path), saved.optimizer), len(optimizers))
+            weight, home = _weight(saved), number
+            if weight is not None and weight is saved.weight:
+                home = numbers[homes[id(weight)]] if id(weight) in homes else number
+            weight = weight and replace(weight, key=key_of(weight.key, home))
+            each = Trained(optimizer, saved.group, weight, None if weight else saved.unpaired)
+            found.update((key_of(ref.key, number), each) for ref in _tensors(saved.state))
+    return found
+
+
+def _weight(saved: SavedParameter) -> TensorRef | None:
+    """The weight that the optimizer steps: its own copy if it has one."""
+    masters = (saved.state.get(key) for key in MASTER_KEYS)
+    own = (ref for ref in masters if isinstance(ref, TensorRef) and ref.shape == saved.shape)
+    return next(own, saved.weight)
+
+
+def _tensors(state: Mapping[Any, Any]) -> Iterator[TensorRef]:
+    return (ref for ref in state.values() if isinstance(ref, TensorRef))

@@ -1,0 +1,118 @@
+"""The step of the optimizer that moves each parameter of a plan, and units that hold a weight with its moments.
+
+A budget is told in these steps. The weight of a parameter is a stream of its unit where the source says which it is,
+and where its elements lie as those of the moments do. Nothing is guessed from values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpt8.checkpoint.meaning.trained import Trained, trained_states
+from ckpt8.checkpoint.meaning.update_rules import finite
+from ckpt8.checkpoint.scalars import read_settings
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.tree import NamedTensor, StorageInfo, TensorRef, is_dense
+from ckpt8.compressing.parameters import OptimizerStep, Parameter
+from ckpt8.compressing.plan import Plan, Stream, Unit, join, views_of
+from ckpt8.optim.known_optimizers import setting
+
+_RULES = ("adam", "stable_adamw", "came")
+"""The kinds of rules whose steps a budget can be told in."""
+
+_UNKNOWN = Trained(0, {}, None, "its optimizer is not known")
+_LEAST_SHARE = 0.1
+"""A learning rate counts as this part of the initial one at least: what a decay has left says little of the weights."""
+
+
+def give_steps(plan: Plan, bundle: Bundle) -> None:
+    """Give every parameter of ``plan`` its step, or the reason why it has none, and join weights into their units."""
+    if any(unit.parameter is not None for unit in plan.units):
+        steps = _Steps(plan, bundle)
+        parameters = [steps.with_step(unit.parameter) for unit in plan.units if unit.parameter is not None]
+        plan.units = join(plan.units, parameters)
+
+
+class _Steps:
+    """Finds the steps of the parameters of one plan. A weight belongs to one parameter."""
+
+    def __init__(self, plan: Plan, bundle: Bundle) -> None:
+        self._bundle = bundle
+        self._streams = plan.streams
+        self._storages: Mapping[str, StorageInfo] = {stream.storage.key: stream.storage for stream in self._streams}
+        self._index = {stream.storage.key: stream.index for stream in self._streams}
+        self._views = views_of(plan.tensors)
+        self._taken = {index for unit in plan.units if unit.parameter is not None for index in _indices(unit)}
+        members = [(member.path, member.checkpoint) for member in bundle.found]
+        self._states = trained_states(members, bundle.key, directory=bundle.directory is not None)
+
+    def with_step(self, parameter: Parameter) -> Parameter:
+        """The parameter with its step, or without one and with the reason."""
+        keys = (self._streams[index].storage.key for index in parameter.moments.values())
+        state = next((self._states[key] for key in keys if key in self._states), _UNKNOWN)
+        found = self._numbers(parameter, state.group)
+        if isinstance(found, str):
+            return replace(parameter, stepless=found)
+        lr, beta1, beta2 = found
+        weight = self._weight(parameter, state)
+        if isinstance(weight, str):
+            return replace(parameter, step=OptimizerStep(state.optimizer, lr, beta1, beta2, None, weight))
+        self._taken.add(weight)
+        return replace(parameter, step=OptimizerStep(state.optimizer, lr, beta1, beta2, weight))
+
+    def _numbers(self, parameter: Parameter, saved: Mapping[Any, Any]) -> tuple[float, float, float] | str:
+        """Learning rate and betas, or why the step is not known."""
+        if parameter.rule is None or parameter.rule.kind not in _RULES:
+            return parameter.reason or "its optimizer has no step that a budget is told in"
+        group = read_settings(self._bundle, self._storages, saved)
+        lr = _rate(group)
+        if isinstance(lr, str):
+            return lr
+        betas = setting(group, "betas")
+        numbers = [finite(beta) for beta in betas] if isinstance(betas, (tuple, list)) else []
+        known = [beta for beta in numbers[:2] if beta is not None and 0 <= beta < 1]
+        if len(known) < 2:
+            return "betas are missing from the parameter group"
+        return lr, known[0], known[1]
+
+    def _weight(self, parameter: Parameter, state: Trained) -> int | str:
+        """The stream of the weight, or why it is unknown."""
+        ref = state.weight
+        if ref is None:
+            return state.unpaired or "its weight is not known"
+        index = self._index[ref.key]
+        (moment,) = (view.ref for view in self._views[next(iter(parameter.moments.values()))])
+        if index in self._taken:
+            return "its weight is in the step of another optimizer"
+        if _order(ref) != _order(moment) or not _fills(ref, self._streams[index], self._views[index]):
+            return "the elements of its weight do not lie as those of its moments"
+        return index
+
+
+def _rate(group: Mapping[Any, Any]) -> float | str:
+    """The learning rate of a group, or why there is none."""
+    lr, initial = finite(group.get("lr")), finite(group.get("initial_lr"))
+    if lr is None:
+        return "its learning rate is missing" if "lr" not in group else "its learning rate is not a finite number"
+    lr = max(lr, _LEAST_SHARE * (initial or 0.0))
+    return lr if lr > 0 else "its learning rate is zero"
+
+
+def _indices(unit: Unit) -> list[int]:
+    return [stream.index for stream in unit.streams]
+
+
+def _order(ref: TensorRef) -> list[tuple[int, int]]:
+    """The dimensions that order the elements of a tensor: size and stride of each."""
+    return [(size, stride) for size, stride in zip(ref.shape, ref.stride, strict=True) if size != 1]
+
+
+def _fills(ref: TensorRef, stream: Stream, views: Sequence[NamedTensor]) -> bool:
+    """Whether a weight fills its storage, in which other tensors have no other elements and no other type."""
+    whole = (0, stream.spec.dtype, stream.spec.numel)
+    refs = (ref, *(view.ref for view in views))
+    return stream.spec.dtype.is_plane_float and all(
+        is_dense(each) and (each.offset, each.dtype, each.numel) == whole for each in refs
+    )
