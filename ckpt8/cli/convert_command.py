@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from ckpt8.cli.options import Force, Json, Threads, stopwatch
 from ckpt8.cli.output import present, progress_bar
+from ckpt8.core.text import printable
 
 _FORMATS = "torch, safetensors, trainer, dcp, flashoptim, compressed-tensors or ckpt8"
 """The keys of ``converting.writers.WRITERS``, which ``--help`` need not import."""
@@ -82,3 +84,5 @@ def convert(
     seconds = elapsed()
     facts = {**report.to_json(), "seconds": seconds}
     present(facts, lambda console: show(console, report, seconds), as_json=as_json)
+    if report.warning is not None:
+        sys.stderr.write(f"ckpt8: {printable(report.warning)}\n")

@@ -138,9 +138,10 @@ class UpdateError(NoiseError):
     max_update: float = 0.0
 
 
-def read_error(stored: Mapping[str, Any] | None) -> WeightError | MomentError | UpdateError | None:
+def read_error(stored: Mapping[str, Any] | None) -> WeightError | LatticeError | MomentError | UpdateError | None:
     """The accumulator of a stored record, or None where nothing was measured or the record is of another kind."""
-    kinds: tuple[type[WeightError | MomentError | UpdateError], ...] = (WeightError, MomentError, UpdateError)
+    kinds: tuple[type[WeightError | LatticeError | MomentError | UpdateError], ...]
+    kinds = (WeightError, LatticeError, MomentError, UpdateError)
     for kind in kinds:
         if stored is not None and set(stored) == {field.name for field in fields(kind)}:
             plain = all(isinstance(value, (int, float)) and abs(value) < _LARGEST for value in stored.values())

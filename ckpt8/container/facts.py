@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from ckpt8.codecs import codec_from_config
-from ckpt8.codecs.error_stats import MomentError, UpdateError, WeightError, read_error
+from ckpt8.codecs.error_stats import LatticeError, MomentError, UpdateError, WeightError, read_error
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest, ParameterRecord, StorageRecord, TensorRecord
 from ckpt8.core.tensors import Role
 
@@ -128,7 +128,7 @@ def error_facts(stored: dict[str, Any] | None) -> dict[str, Any] | None:
     return figures(error) if error else None
 
 
-def figures(error: WeightError | MomentError | UpdateError) -> dict[str, Any]:
+def figures(error: WeightError | LatticeError | MomentError | UpdateError) -> dict[str, Any]:
     """The figures of an error that people read."""
     if isinstance(error, WeightError):
         names = ("max_relative", "mean_relative", "max_bf16_ulp")
@@ -136,4 +136,6 @@ def figures(error: WeightError | MomentError | UpdateError) -> dict[str, Any]:
     noise = {"nmse": error.nmse if math.isfinite(error.nmse) else None, "snr_db": error.snr_db}
     if isinstance(error, MomentError):
         return {**noise, "max_scaled": error.max_scaled}
+    if isinstance(error, LatticeError):
+        return {**noise, "max_distance": error.max_distance}
     return {**noise, "max_error": error.max_error, "max_update": error.max_update}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ckpt8.checkpoint.readers.entries import is_directory
 from ckpt8.converting import writers
+from ckpt8.converting.publishing import PUBLISHED, weights_snr
 from ckpt8.converting.quantizing.scheme import LARGEST
 from ckpt8.converting.request import Report, Request, parse_dtype
 from ckpt8.core.arguments import checked
@@ -51,6 +52,9 @@ def convert(
     of int8, as in SwitchBack). ``keep`` are patterns of names of modules that stay bf16; ``config`` is the config.json
     of the model, for a source without one. ``quantized`` of the report has the error of the weights.
 
+    ``warning`` of the report says where weights go into a format for inference or publishing, or are written without
+    the rest of the checkpoint, and come from a ``.ckpt8`` that keeps them only well enough to resume.
+
     Memory is bounded by blocks, no pickle is executed, and the target appears whole or not at all. Raises InputError
     for a source that is damaged or in pieces by rank, UsageError for wrong arguments and for what the source does not
     hold, OutputError for the target.
@@ -78,6 +82,8 @@ def convert(
     found = _choose_format(request, to, in_directory=in_directory)
     report = Report(str(wanted), found)
     import_module(f"{writers.__name__}.{writers.WRITERS[found]}").write(request, report)
+    if found in PUBLISHED or key is not None:
+        report.weights_snr, report.warning = weights_snr(path, member)
     return report
 
 

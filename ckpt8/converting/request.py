@@ -31,6 +31,7 @@ class Report:
     """What was written. ``casts`` counts tensors by ``FROM -> TO``, ``aliases`` are names left out of tied weights.
 
     ``quantized`` is the summary of ``quantizing.report``, or None. ``replaced`` says what the target replaced, or None.
+    ``weights_snr`` and ``warning`` are those of ``publishing.weights_snr``.
     """
 
     target: str
@@ -44,6 +45,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
     quantized: dict[str, Any] | None = None
     replaced: str | None = None
+    weights_snr: float | None = None
+    warning: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""
