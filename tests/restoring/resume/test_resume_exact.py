@@ -52,17 +52,19 @@ def test_training_in_bfloat16_continues_bit_for_bit(tmp_path, name):
     check_continues(tmp_path, OPTIMIZERS[name], "lossless", dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("preset", ["flash", "compact", "archive"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_flash_gives_what_load_gives(tmp_path, name):
+def test_resume_gives_what_load_and_restore_give(tmp_path, name, preset):
     make = OPTIMIZERS[name]
     model, optimizer = trained(make)
-    path = save(tmp_path, model, optimizer, "flash")
+    path = save(tmp_path, model, optimizer, preset)
     loaded = ckpt8.load(path)
     other = Net(seed=1)
     fresh = make(groups(other), 0.001)
     ckpt8.resume(path, other, fresh)
     assert same(dict(other.state_dict()), dict(loaded["model"]))
     assert same(fresh.state_dict(), loaded["optimizer"])
+    assert same(torch.load(ckpt8.restore(path, tmp_path / "back.pt"), weights_only=True), loaded)
     assert not same(dict(other.state_dict()), dict(model.state_dict()))
 
 
