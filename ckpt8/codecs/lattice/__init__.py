@@ -17,6 +17,7 @@ An exact zero has a code of its own, and comes back as +0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,14 @@ from ckpt8.core.tensors import DType, PartSpec, Role, TensorSpec
 
 LOWEST_K, HIGHEST_K = -408, 400
 """Steps from 2^-102 to 2^100."""
+
+_QUARTERS = (0x800000, 0x9837F0, 0xB504F3, 0xD744FD)
+"""2^0, 2^(1/4), 2^(1/2) and 2^(3/4), rounded to fp32, times 2^23."""
+
+
+def step_of(k: int) -> float:
+    """The step 2^(k/4), an fp32 number."""
+    return math.ldexp(_QUARTERS[k % 4], k // 4 - 23)
 
 
 @dataclass(frozen=True, slots=True)

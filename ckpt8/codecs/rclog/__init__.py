@@ -6,6 +6,9 @@ a column factor c_j, integers in units of 2^20, take away what second moments of
     code     q = floordiv(bits - p + S / 2, S)                  p = (r_i + c_j) 2^20, integers throughout
     decode   bits' = clamp(q S + p, 1, 0x7f7fffff)              |bits' - bits| <= S / 2; v = 0 has a code of its own
 
+For bf16 the clamp is to its smallest and largest number, and half a unit of it is added to the bound: rounding makes
+neither zero nor infinity of a second moment.
+
 Factors belong to a chunk: r_i is the mean of the bits over the elements of the row in the chunk that are not zero, c_j
 that of bits - r_i 2^20 over a column, both in units of 2^20, rounded to nearest, halves up. Without ``columns`` the c_j
 are zero and not stored.

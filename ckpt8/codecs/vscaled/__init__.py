@@ -7,8 +7,9 @@ With v' the decoded second moment of the same element, v the second moment itsel
     code     q = the integer nearest to m / s + t - 1/2 for which u' = m' / D(v') is within (1 - 2^-8) u_max / 2 of u
     decode   m' = (q + (1/2 - t)) * s                          where v' = 0: m' = q s
 
-So |u' - u| <= u_max / 2 holds in fp32 for every element. The dither t is that of ``lattice``. A step in proportion to
-v^(1/4) lies between steps that are even in m and steps that are even in u.
+So |u' - u| <= u_max / 2 holds in fp32 for every element, and for bf16 up to the rounding of m'. Updates of 2^12 u_max
+and more are refused: fp32 has too few digits for the bound. The dither t is that of ``lattice``. A step in proportion
+to v^(1/4) lies between steps that are even in m and steps that are even in u.
 
 ``reference`` defines the arithmetic in torch. ``numba`` (CPU) and ``triton`` (CUDA) compute the same bits faster.
 """
@@ -72,7 +73,7 @@ class VScaled(Codec):
         """The function that encodes or decodes, see ``Codec.kernel``. Both compute in fp32.
 
         ``second`` are the decoded second moments. ``encode`` also takes ``original_second``, these as they were. It
-        raises RefusedError for NaN, Inf, |q| from 2^18 on, and an update that the rule does not define.
+        raises RefusedError for NaN, Inf, |q| from 2^18 on, and an update that is not defined or too large.
         """
         settings = {name: getattr(self, name) for name in ("k", "u_max", "bias1", "root_bias2", "eps", "salt")}
         return partial(self._function(direction, backend), **settings)

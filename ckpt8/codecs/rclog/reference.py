@@ -1,0 +1,85 @@
+"""Second moments in steps of a pseudo-logarithm, in plain torch, in integer arithmetic on the bits of fp32.
+
+    r        = round(mean of bits / 2^20)                   over the elements of a row of the chunk that are not zero
+    c        = round(mean of (bits - r 2^20) / 2^20)        over those of a column; rounded to nearest, halves up
+    p        = (r + c) 2^20                                 r and c are 0 where there are none
+    q        = floordiv(bits - p + S // 2, S)
+    decode   : bits' = clamp(q S + p, 1, 0x7f7fffff)        the reserved symbol: 0
+
+Means are of exact sums. For bf16 the clamp is to the smallest and the largest number of bf16, so that no rounding makes
+zero or infinity of a second moment.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ckpt8.codecs.symbols import RESERVED, from_zigzag, zigzag
+from ckpt8.core.errors import RefusedError
+from ckpt8.core.tensors import Parts
+
+UNIT = 20
+"""Factors are in units of 2 to this."""
+
+RANGES = {torch.float32: (1, 0x7F7FFFFF), torch.bfloat16: (0x10000, 0x7F7F0000)}
+"""The smallest and the largest bits that decode, by the type of the second moments."""
+
+REFUSAL = "holds NaN, Inf or a negative second moment"
+
+_INFINITE = 0x7F800000
+_ABOVE = 1 << 12
+"""Added to factors and taken away again: integer division truncates on some devices."""
+
+
+def _mean(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """The quotient total / count in units of 2^20, rounded to nearest, halves up; 0 where nothing is counted."""
+    unit = count.clamp_min(1) << UNIT
+    doubled = 2 * total + unit + 2 * _ABOVE * unit
+    return torch.div(doubled, 2 * unit, rounding_mode="floor").sub_(_ABOVE)
+
+
+def _factors(x: torch.Tensor, index: torch.Tensor, count: int, present: torch.Tensor) -> torch.Tensor:
+    """The means of ``x`` over the elements of each of ``count`` rows or columns; it is zero where not ``present``."""
+    sums = torch.zeros(2, count, dtype=torch.int64, device=x.device)
+    return _mean(sums[0].index_add_(0, index, x), sums[1].index_add_(0, index, present.long()))
+
+
+def _places(count: int, first: int, C: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: N803
+    """The row in the chunk and the column of every element."""
+    index = torch.arange(first % C, first % C + count, device=device)
+    return torch.div(index, C, rounding_mode="floor"), index % C
+
+
+def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int) -> None:  # noqa: N803
+    """Encode a flat chunk (fp32 or bf16) into ``codes``, ``rows`` and maybe ``columns``.
+
+    Raises RefusedError on NaN, Inf and a value below zero.
+    """
+    # -0 becomes 0, and what is negative remains so.
+    bits = x.float().add(0.0).view(torch.int32).long()
+    if not bool(((bits >= 0) & (bits < _INFINITE)).all()):
+        raise RefusedError(REFUSAL)
+    row, column = _places(x.numel(), first, C, x.device)
+    present = bits != 0
+    rows = _factors(bits, row, out["rows"].numel(), present)
+    out["rows"].copy_(rows)
+    rest = bits - (rows[row] << UNIT)
+    if "columns" in out:
+        columns = _factors(rest.where(present, 0), column, C, present)
+        out["columns"].copy_(columns)
+        rest -= columns[column] << UNIT
+    # Factors reach from -4096 to 4096.
+    above = ((2 * _ABOVE) << UNIT) // S + 1
+    q = torch.div(rest + S // 2 + above * S, S, rounding_mode="floor").sub_(above)
+    out["codes"].copy_(zigzag(q.to(torch.int32)).masked_fill_(~present, RESERVED))
+
+
+def decode(parts: Parts, out: torch.Tensor, *, S: int, C: int, first: int) -> None:  # noqa: N803
+    """Decode a chunk into ``out`` (fp32 or bf16)."""
+    codes = parts["codes"]
+    row, column = _places(codes.numel(), first, C, codes.device)
+    p = parts["rows"].long()[row]
+    if "columns" in parts:
+        p += parts["columns"].long()[column]
+    bits = (from_zigzag(codes).long() * S).add_(p << UNIT).clamp_(*RANGES[out.dtype]).to(torch.int32)
+    out.copy_(bits.masked_fill_(codes == RESERVED, 0).view(torch.float32))
