@@ -9,7 +9,8 @@ c steps is S_W + S_M + S_V = c^2 M1, where the errors of the moments count what 
     G^2 = g^2 (1 + b1 b2) / ((1 - b2^2) (1 - b1 b2))
 
 G is how far an error that decays by b2 in each step carries a weight whose updates correlate by b1 from step to step.
-m^ and v^ are free of bias. Each of the three gets the share c / sqrt(3).
+m^ and v^ are free of bias. Each of the three gets the share c / sqrt(3). Steps follow from shares, since an error
+that is even over a step s has the variance s^2 / 12.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ckpt8.codecs.lattice import HIGHEST_K, LOWEST_K
+from ckpt8.codecs.rclog import LARGEST_STEP, OCTAVE, SMALLEST_STEP
 from ckpt8.core.arguments import described
 from ckpt8.core.errors import UsageError
 
@@ -24,6 +27,12 @@ LEAST_STEPS, MOST_STEPS = 0.01, 10.0
 
 _LARGEST_U = 4.0
 """Errors of an update beyond it save nothing."""
+
+_CARRY = 0.576
+"""g, fitted at betas of .9 and .99."""
+
+_SLOPE = math.sqrt(3 / (8 * math.log(2)))
+"""What a relative error is to an error of the pseudo-logarithm: the root mean square of 1 / (1 + mantissa)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,49 @@ class Budget:
     def share(self) -> float:
         """The steps that each of weights, first and second moments may take."""
         return self.steps / math.sqrt(3)
+
+    def log_step(self, beta1: float, beta2: float) -> int:
+        """S of ``rclog`` for the second moments of a parameter."""
+        octaves = self.share * 2 * math.sqrt(12) / (_SLOPE * carry(beta1, beta2))
+        return min(max(round(octaves * OCTAVE), SMALLEST_STEP), LARGEST_STEP)
+
+    def moment_scale(self, energy: float, roots: float, lr: float, beta1: float, bias1: float) -> float:
+        """The k of ``vscaled`` for the first moments of a parameter.
+
+        ``energy`` is M1 and ``roots`` the sum of sqrt(v), both over all parameters of the optimizer.
+        """
+        reach = lr * beta1 / ((1 - beta1) * bias1)
+        return self.share * math.sqrt(12 * energy / roots) / reach if roots and reach else math.inf
+
+    def weight_step(self, energy: float, numel: int, mean_square: float, rms: float) -> tuple[int, bool]:
+        """The k of ``lattice`` for a tensor of weights, and whether the cap makes it smaller than the budget allows.
+
+        ``energy`` is M1 and ``numel`` N, over all parameters of the optimizer. ``mean_square`` is the mean of v^ over
+        the tensor, ``rms`` the root mean square of its weights, above zero.
+        """
+        most = math.floor(4 * math.log2(self.cap * rms))
+        if not mean_square:
+            return _in_range(most), True
+        wanted = math.floor(4 * math.log2(self.share * math.sqrt(12 * energy / numel / mean_square)) + 0.5)
+        return _in_range(min(wanted, most)), wanted > most
+
+
+def carry(beta1: float, beta2: float) -> float:
+    """G: how far a relative error of sqrt(v) carries a weight, in steps."""
+    both = beta1 * beta2
+    return _CARRY * math.sqrt((1 + both) / ((1 - beta2 * beta2) * (1 - both)))
+
+
+def _in_range(k: int) -> int:
+    return min(max(k, LOWEST_K), HIGHEST_K)
+
+
+@dataclass(slots=True)
+class Spent:
+    """What became of a budget: elements of ``weights`` on a lattice, and of those the ones whose step is ``capped``."""
+
+    weights: int = 0
+    capped: int = 0
 
 
 PRESET_BUDGETS = {"archive": Budget(1.0, 1.0, 0.25), "compact": Budget(0.15, 0.125, 0.25)}

@@ -18,6 +18,7 @@ from ckpt8.compressing.master_copies import refer_to_masters
 from ckpt8.compressing.optimizer_steps import give_steps
 from ckpt8.compressing.plan import Plan, Unit, choose, make_plan, plan_joint, views_of
 from ckpt8.compressing.policy import Policy
+from ckpt8.compressing.spending import spend
 
 
 def plan_bundle(bundle: Bundle, policy: Policy) -> Plan:
@@ -37,6 +38,7 @@ def plan_policies(bundle: Bundle, policies: Sequence[Policy]) -> list[Plan]:
         refer_to_masters(plan, bundle, trees, policy)
         if policy.budget is not None:
             give_steps(plan, bundle)
+            spend(plan, bundle, policy, policy.budget)
         set_companions(plan)
         plans.append(plan)
     return plans

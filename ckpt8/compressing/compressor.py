@@ -2,7 +2,7 @@
 
 A few threads read, encode, measure and compress chunks of 2^20 elements, which come back in order. Memory holds one
 slab of stored planes and the chunks in flight. When a codec refuses a unit, or its update error exceeds the bound, the
-writer rolls the unit back and stores it lossless.
+writer rolls the unit back and tries the next codecs, lossless ones at last: see ``Unit.fallback``.
 
 ``run`` does all of it. ``pack`` stops when every chunk is packed in memory and the codec of every unit is final. From
 then on the source is not needed: the ``Unwritten`` that ``pack`` returns writes the same file later.
@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ckpt8 import __version__
@@ -24,7 +23,7 @@ from ckpt8.compressing.group_encoder import EncodedGroup, GroupEncoder, PackedGr
 from ckpt8.compressing.manifest_records import Results, UnitResult, fill_manifest
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Plan, Unit
-from ckpt8.compressing.policy import LOSSLESS, Policy
+from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.sharing import PACK_NAME, share
 from ckpt8.container import frames, header, layout
 from ckpt8.container.facts import NO_PARAMETER
@@ -100,7 +99,7 @@ class Compressor:
         self._slab = layout.SLAB
         self._measures = options.stats and any(stream.lossy for stream in plan.streams)
         self._encoder = encoder or ChunkEncoder(source, measure=self._measures)
-        self._groups = GroupEncoder(source, self._encoder, partial(_broken_bound, options.max_update_error))
+        self._groups = GroupEncoder(source, self._encoder, self._broken_bound)
         self._own, self._shared = share(plan.units, source.size, self._slab)
 
     def run(self, target: Path, policy: Policy, *, force: bool) -> Manifest:
@@ -137,10 +136,9 @@ class Compressor:
         for unit in units:
             mark = writer.mark()
             result = self._write_unit(writer, unit, chunks)
-            reason = result.refused or _broken_bound(self._options.max_update_error, unit, result.errors)
-            if reason is not None:
+            while reason := result.refused or self._broken_bound(result.unit, result.errors):
                 writer.rollback(mark)
-                again = unit.lossless(reason)
+                again = result.unit.fallback(reason)
                 result = self._write_unit(writer, again, self._encoder.stored(_chunks_of([again]), workers))
             check_source(result.unit, result.crcs, self._source.label)
             results.add(result)
@@ -170,6 +168,7 @@ class Compressor:
         """Write the manifest and give the file its name. Raises OutputError."""
         rules = [rule.text for rule in policy.rules]
         manifest = Manifest(f"ckpt8 {__version__}", policy.preset, rules, self._slab, frames.FRAME)
+        manifest.budget = asdict(policy.budget) if policy.budget else None
         fill_manifest(manifest, self._source, self._plan, results)
         writer.finish(manifest)
         return manifest
@@ -178,28 +177,32 @@ class Compressor:
         """Every unit with its final codecs, and its packed chunks."""
         chunks = self._encoder.packed(_chunks_of(self._own), workers)
         for unit in self._own:
-            errors = self._no_errors(unit)
-            packed: list[PackedChunk] = []
-            refused: str | None = None
-            for _ in range(layout.chunk_count(unit.numel)):
-                chunk = next(chunks)
-                refused = refused or chunk.refused
-                if refused is None:
-                    packed.append(chunk)
-                    errors.merge(chunk.errors)
-            self._encoder.finish(unit, errors)
-            reason = refused or _broken_bound(self._options.max_update_error, unit, errors)
-            if reason is None:
-                for k, each in enumerate(packed):
-                    each.errors = UnitErrors() if k else errors
-                yield unit, packed
-            else:
+            packed, reason = self._pack_unit(unit, chunks)
+            final = unit
+            while reason is not None:
                 packed.clear()
-                again = unit.lossless(reason)
-                yield again, list(self._encoder.packed(_chunks_of([again]), workers))
+                final = final.fallback(reason)
+                packed, reason = self._pack_unit(final, self._encoder.packed(_chunks_of([final]), workers))
+            yield final, packed
+
+    def _pack_unit(self, unit: Unit, chunks: Iterator[PackedChunk]) -> tuple[list[PackedChunk], str | None]:
+        """The packed chunks of a unit, all its errors with the first of them, and why its codecs cannot keep it."""
+        errors = self._no_errors(unit)
+        packed: list[PackedChunk] = []
+        refused: str | None = None
+        for _ in range(layout.chunk_count(unit.numel)):
+            chunk = next(chunks)
+            refused = refused or chunk.refused
+            if refused is None:
+                packed.append(chunk)
+                errors.merge(chunk.errors)
+        self._encoder.finish(unit, errors)
+        for k, each in enumerate(packed):
+            each.errors = UnitErrors() if k else errors
+        return packed, refused or self._broken_bound(unit, errors)
 
     def _names(self) -> list[str]:
-        """The entry names that the header must have room for: of each storage the longer of its codec's and lossless'.
+        """The entry names that the header must have room for: of each storage the longest of those of its codecs.
 
         Makes slabs larger until the header stays within the limit of safetensors.
         """
@@ -207,13 +210,25 @@ class Compressor:
         while True:
             names = list(shared)
             for stream in (stream for unit in self._own for stream in unit.streams):
-                spec = stream.spec
-                wanted, fallback = (layout.entry_names(codec, spec, self._slab) for codec in (stream.codec, LOSSLESS))
-                longer = max(wanted, fallback, key=lambda each: (len(each), len("".join(each))))
-                names += longer
+                found = [layout.entry_names(codec, stream.spec, self._slab) for codec in stream.codecs]
+                longest: list[str] = max(found, key=lambda each: (len(each), len("".join(each))))
+                names += longest
             if header.reserved_size(names) <= header.MAX_HEADER or self._slab > 1 << 40:
                 return names
             self._slab *= 2
+
+    def _broken_bound(self, unit: Unit, errors: UnitErrors) -> str | None:
+        """Why the codecs of a unit cannot keep the bound on its update error, or None."""
+        bound, parameter = self._options.max_update_error, unit.parameter
+        if bound is None or not any(each.lossy if parameter else each.lossy_moment for each in unit.streams):
+            return None
+        error = errors.update
+        if error is None:
+            why = (parameter.reason if parameter else None) or NO_PARAMETER
+            return f"update error unknown: {why}"
+        if not error.max_error <= bound:
+            return f"update error exceeds {bound:g}"
+        return None
 
     def _no_errors(self, unit: Unit) -> UnitErrors:
         """Sums for what is measured of a unit, all zero."""
@@ -257,17 +272,3 @@ class Compressor:
 
 def _chunks_of(units: Iterable[Unit]) -> Iterator[Work]:
     return ((unit, chunk) for unit in units for chunk in range(layout.chunk_count(unit.numel)))
-
-
-def _broken_bound(bound: float | None, unit: Unit, errors: UnitErrors) -> str | None:
-    """Why the unit must be stored lossless to keep the bound on its update error, or None."""
-    parameter = unit.parameter
-    if bound is None or not any(each.lossy if parameter else each.lossy_moment for each in unit.streams):
-        return None
-    error = errors.update
-    if error is None:
-        why = (parameter.reason if parameter else None) or NO_PARAMETER
-        return f"update error unknown: {why}"
-    if not error.max_error <= bound:
-        return f"update error exceeds {bound:g}"
-    return None

@@ -1,7 +1,7 @@
 """Packs groups of small units: the parts of their storages one behind the other, in worker threads.
 
 A unit is encoded on its own unless its bytes are stored as they are. One that is refused falls back alone: its
-storages go, lossless, to packs beside those of the others.
+storages go, with the next codecs, to packs beside those of the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckpt8.core.files.crc import crc32
 from ckpt8.core.tensors import Parts
 
 FindReason = Callable[[Unit, UnitErrors], "str | None"]
-"""Why a unit must be stored lossless although its codec took it."""
+"""Why the codecs of a unit cannot keep it although they took it."""
 
 
 @dataclass(slots=True)
@@ -80,9 +80,9 @@ class GroupEncoder:
 
     def pack(self, group: Group) -> PackedGroup:
         """Read and pack a group. Raises InputError."""
-        packed = PackedGroup()
-        if refused := self._pack(group.units, packed):
-            self._pack(refused, packed)  # lossless now: none of them is refused
+        packed, units = PackedGroup(), group.units
+        while units:
+            units = self._pack(units, packed)
         return packed
 
     def stored(self, group: Group) -> EncodedGroup:
@@ -90,7 +90,7 @@ class GroupEncoder:
         return store_group(self.pack(group))
 
     def _pack(self, units: Sequence[Unit], packed: PackedGroup) -> list[Unit]:
-        """Pack those units that their codecs take; return the others, lossless."""
+        """Pack those units that their codecs take; return the others with the next codecs."""
         if all(unit.is_plain for unit in units):
             self._pack_at_once(units, packed)
             return []
@@ -106,7 +106,7 @@ class GroupEncoder:
             self._encoder.finish(unit, chunk.errors)
             reason = chunk.refused or self._reason_of(unit, chunk.errors)
             if reason is not None:
-                refused.append(unit.lossless(reason))
+                refused.append(unit.fallback(reason))
                 continue
             kept.append(unit)
             found.append(chunk.parts)

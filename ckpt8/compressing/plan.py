@@ -16,6 +16,7 @@ from ckpt8.checkpoint.meaning.roles import Names, ParameterState, Structure, cla
 from ckpt8.checkpoint.sources.bundle import WithSkeleton
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense
 from ckpt8.codecs import Codec
+from ckpt8.compressing.budget import Spent
 from ckpt8.compressing.parameters import Parameter, find_parameters
 from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.container import layout
@@ -28,13 +29,27 @@ _MOST_PADDING = 4096
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One storage on its way into the container. ``spec`` is flat; ``storage`` its place in the source."""
+    """One storage on its way into the container. ``spec`` is flat; ``storage`` its place in the source.
+
+    Where ``codec`` refuses its unit, ``second`` is next; None for lossless.
+    """
 
     index: int
     spec: TensorSpec
     storage: StorageInfo
     codec: Codec
     reason: str | None = None
+    second: Codec | None = None
+
+    @property
+    def codecs(self) -> list[Codec]:
+        """All codecs that it may come to have."""
+        return list(dict.fromkeys((self.codec, self.second or LOSSLESS, LOSSLESS)))
+
+    def fallback(self, codec: Codec, reason: str) -> Stream:
+        """The stream with one of its next codecs; ``reason`` is noted behind an earlier one."""
+        reasons = [reason] if self.reason is None else [self.reason, reason]
+        return replace(self, codec=codec, reason="; ".join(reasons), second=None)
 
     @property
     def lossy(self) -> bool:
@@ -75,13 +90,22 @@ class Unit:
         """Whether its bytes are stored as they are, and nothing is measured of them."""
         return not self.measured and all(stream.codec == LOSSLESS for stream in self.streams)
 
-    def lossless(self, reason: str) -> Unit:
-        """The same unit with every stream stored lossless; ``reason`` is noted where it would not have been."""
+    def fallback(self, reason: str) -> Unit:
+        """The same unit with the next codecs, of the preset or lossless; ``reason`` is noted where they are new."""
+        nexts = [stream.second for stream in self.streams]
+        if not any(nexts):
+            nexts = [LOSSLESS if stream.codec != LOSSLESS else None for stream in self.streams]
         streams = tuple(
-            replace(stream, codec=LOSSLESS, reason=reason) if stream.codec != LOSSLESS else stream
-            for stream in self.streams
+            stream
+            if codec is None
+            else replace(stream, codec=codec, reason=_joined(stream.reason, reason), second=None)
+            for stream, codec in zip(self.streams, nexts, strict=True)
         )
         return replace(self, streams=streams)
+
+
+def _joined(first: str | None, second: str) -> str:
+    return second if first is None else f"{first}; {second}"
 
 
 @dataclass(slots=True)
@@ -89,11 +113,13 @@ class Plan:
     """The units in the order of the source, and all tensors with the index of their storage.
 
     ``chosen`` are the storages whose codec the policy chose; that of the others is lossless under every policy.
+    ``spent`` is what became of the policy's budget.
     """
 
     units: list[Unit]
     tensors: list[tuple[NamedTensor, int]] = field(default_factory=list)
     chosen: set[int] = field(default_factory=set)
+    spent: Spent | None = None
 
     @property
     def streams(self) -> list[Stream]:

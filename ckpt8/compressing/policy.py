@@ -137,8 +137,16 @@ class Policy:
         wanted = PRESETS[self.preset].get(spec.role)
         if wanted is None or not wanted.accepts(spec):
             return LOSSLESS, None
-        if any(_COMPONENTS.split(name)[-1] in BUFFERS for name in names):
-            return LOSSLESS, "buffer"
-        if any(is_small(shape) for shape in shapes):
-            return LOSSLESS, "small"
-        return wanted, None
+        kept = _why_kept(names, shapes)
+        return (wanted, None) if kept is None else (LOSSLESS, kept)
+
+    def is_free(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> bool:
+        """Whether a budget may choose the codec of a storage: no rule names it, and it is not kept as it is."""
+        return _why_kept(names, shapes) is None and not self.has_rule(names)
+
+
+def _why_kept(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str | None:
+    """Why a storage stays exact under every preset, or None."""
+    if any(_COMPONENTS.split(name)[-1] in BUFFERS for name in names):
+        return "buffer"
+    return "small" if any(is_small(shape) for shape in shapes) else None

@@ -11,7 +11,6 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckpt8.compressing.plan import Unit
-from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.container import header
 from ckpt8.container.layout import PACK, entry_names, pack_entry
 
@@ -34,7 +33,7 @@ class Group:
     def names(self) -> Iterator[str]:
         """Names as long as those of its entries: a lossy group may need as many for the units that are refused."""
         for stream in self.units[0].streams:
-            for codec in dict.fromkeys((stream.codec, LOSSLESS)):
+            for codec in stream.codecs:
                 yield from (pack_entry(_WIDEST, part) for part in codec.layout(stream.spec))
 
 
@@ -47,7 +46,7 @@ def share(units: Sequence[Unit], size: int, slab: int) -> tuple[list[Unit], list
     for unit in units:
         for each in _parts_of(unit):
             if _is_small(each):
-                alike[tuple((s.spec.role, s.spec.dtype, s.codec) for s in each.streams)].append(each)
+                alike[tuple((s.spec.role, s.spec.dtype, s.codec, s.second) for s in each.streams)].append(each)
             else:
                 own.append(each)
     groups = []

@@ -26,7 +26,8 @@ from ckpt8.core.backend import Backend
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType, PartSpec, Role, TensorSpec
 
-_LARGEST = 2.0**100
+LARGEST = 2.0**100
+"""The largest value of a field; 1 / LARGEST is the smallest above zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,9 @@ class VScaled(Codec):
     def __post_init__(self) -> None:
         for name in ("k", "u_max", "bias1", "root_bias2", "eps"):
             value = getattr(self, name)
-            least = 0.0 if name == "eps" else 1 / _LARGEST
-            if type(value) not in (int, float) or not least <= value <= _LARGEST:
-                raise UsageError(f"vscaled: {name} must be a number from {least:g} to {_LARGEST:g}, not {value!r}")
+            least = 0.0 if name == "eps" else 1 / LARGEST
+            if type(value) not in (int, float) or not least <= value <= LARGEST:
+                raise UsageError(f"vscaled: {name} must be a number from {least:g} to {LARGEST:g}, not {value!r}")
         if not (type(self.salt) is int and 0 <= self.salt < 1 << 32):
             raise UsageError(f"vscaled: salt must be an integer from 0 to 2^32 - 1, not {self.salt!r}")
 

@@ -568,7 +568,7 @@ def test_a_unit_made_lossless_keeps_its_reason(plan):
     optimizer.step()
     made, _ = plan({"optimizer": optimizer.state_dict()})
     [unit] = [unit for unit in made.units if unit.parameter is not None]
-    safe = unit.lossless("holds NaN")
+    safe = unit.fallback("holds NaN")
     assert [(stream.codec, stream.reason) for stream in safe.streams] == [(Lossless(), "holds NaN")] * 2
     assert [stream.spec for stream in safe.streams] == [stream.spec for stream in unit.streams]
     assert unit.streams[0].lossy

@@ -1,0 +1,241 @@
+"""Gives the storages of a plan the codecs of a budget, with steps that together make an error of so many steps.
+
+They are for parameters whose optimizer's step is known and divides by second moments. All other storages keep the
+codecs of the preset, which those under the budget fall back to, too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckpt8.checkpoint.tree import Checkpoint, TensorRef
+from ckpt8.codecs import Codec
+from ckpt8.codecs.lattice import Lattice
+from ckpt8.codecs.rclog import FLAT_ROW, MOST_COLUMNS, RowColumnLog
+from ckpt8.codecs.rounded_copy import LatticeReference
+from ckpt8.codecs.vscaled import LARGEST, VScaled
+from ckpt8.compressing.budget import Budget, Spent
+from ckpt8.compressing.parameters import OptimizerStep, Parameter
+from ckpt8.compressing.plan import Plan, Stream, Unit, views_of
+from ckpt8.compressing.policy import Policy
+from ckpt8.compressing.step_statistics import SAMPLE, Sampler, Spread
+from ckpt8.container.facts import NO_PARAMETER
+from ckpt8.core.errors import UsageError
+from ckpt8.core.tensors import Role
+
+_LEAST_ROWS = 16
+"""Matrices of fewer rows get no column factors: these would cost more than they save."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stepped:
+    """A parameter with the step that moves it, and the divisor of the step: ``second`` is its storage.
+
+    ``free`` are the streams of its unit whose codecs the budget may choose.
+    """
+
+    parameter: Parameter
+    step: OptimizerStep
+    second: int
+    free: Sequence[Stream]
+
+    @property
+    def bias1(self) -> float:
+        """What the first moments are divided by to be free of bias."""
+        return _bias(self.parameter, "beta1")
+
+    @property
+    def bias2(self) -> float:
+        """The same of second moments."""
+        return _bias(self.parameter, "beta2")
+
+
+@dataclass(slots=True)
+class _Optimizer:
+    """Sums over the parameters of an optimizer: M1, N, and that of sqrt(v).
+
+    ``large`` are the parameters with free streams, each with how its second moments are spread.
+    """
+
+    energy: float = 0.0
+    numel: int = 0
+    roots: float = 0.0
+    large: list[tuple[_Stepped, Spread]] = field(default_factory=list)
+
+    def add(self, one: _Stepped, first: Spread, second: Spread) -> None:
+        """Add a parameter, or several of one rate and bias."""
+        self.energy += (one.step.lr / one.bias1) ** 2 * first.total("square")
+        self.numel += first.numel
+        self.roots += second.total("root")
+
+
+def spend(plan: Plan, source: Checkpoint, policy: Policy, budget: Budget) -> None:
+    """Choose codecs under a budget; ``policy`` has chosen the others. Raises InputError."""
+    plan.spent = Spent()
+    _Spending(plan, source, policy, budget, plan.spent).run()
+
+
+class _Spending:
+    def __init__(self, plan: Plan, source: Checkpoint, policy: Policy, budget: Budget, spent: Spent) -> None:
+        self._plan, self._policy, self._budget, self._spent = plan, policy, budget, spent
+        self._views = views_of(plan.tensors)
+        self._sampler = Sampler(source)
+        self._streams = {stream.index: stream for unit in plan.units for stream in unit.streams}
+
+    def run(self) -> None:
+        """Replace the streams of the plan."""
+        stepped = [each for unit in self._plan.units if (each := self._stepped(unit)) is not None]
+        for optimizer in self._optimizers(stepped):
+            if optimizer.energy and optimizer.roots:
+                self._spend(optimizer)
+            else:
+                for one, _ in optimizer.large:
+                    self._note(one.free, "its optimizer has not moved anything yet")
+        self._follow_masters()
+        self._plan.units = [
+            replace(unit, streams=tuple(self._streams[stream.index] for stream in unit.streams))
+            for unit in self._plan.units
+        ]
+
+    def _stepped(self, unit: Unit) -> _Stepped | None:
+        """The parameter of a unit if its step is known; else a note why its streams keep the codecs of the preset."""
+        free = [stream for stream in unit.streams if self._is_free(stream)]
+        parameter = unit.parameter
+        if parameter is None:
+            self._note(free, "no state of an optimizer moves it", Role.WEIGHT)
+            self._note(free, NO_PARAMETER, Role.MOMENT1, Role.MOMENT2)
+            return None
+        rule, second = parameter.rule, parameter.moments.get(parameter.denominator or "")
+        if parameter.step is None or rule is None:
+            self._note(free, parameter.reason or parameter.stepless or "the step of its optimizer is unknown")
+        elif rule.divisor_eps is None or second is None or "moment1" not in parameter.moments:
+            self._note(free, "its optimizer does not divide by second moments")
+        else:
+            return _Stepped(parameter, parameter.step, second, free)
+        return None
+
+    def _is_free(self, stream: Stream) -> bool:
+        """Whether neither a rule nor its name or size decides how a storage is kept."""
+        if stream.index not in self._plan.chosen or stream.reason is not None:
+            return False
+        views = self._views[stream.index]
+        return self._policy.is_free([path for view in views for path in view.paths], [view.ref.shape for view in views])
+
+    def _note(self, streams: Iterable[Stream], reason: str, *roles: Role) -> None:
+        """Note why streams, or those of some roles, keep the codecs of the preset."""
+        for stream in streams:
+            if stream.lossy and (not roles or stream.spec.role in roles):
+                self._streams[stream.index] = replace(stream, reason=f"no budget: {reason}")
+
+    def _optimizers(self, stepped: Iterable[_Stepped]) -> Iterable[_Optimizer]:
+        """The optimizers with their sums, without parameters that hold NaN or Inf."""
+        found: dict[int, _Optimizer] = defaultdict(_Optimizer)
+        small: dict[tuple[int, float, float], list[_Stepped]] = defaultdict(list)
+        for one in stepped:
+            if not one.free and self._streams[one.second].spec.numel <= SAMPLE:
+                small[one.step.optimizer, one.step.lr, one.bias1].append(one)
+                continue
+            first, second = self._moments([one])
+            if first.is_finite and second.is_finite:
+                found[one.step.optimizer].add(one, first, second)
+                found[one.step.optimizer].large.append((one, second))
+            else:
+                self._note(one.free, "its moments hold NaN or Inf")
+        for alike in small.values():
+            found[alike[0].step.optimizer].add(alike[0], *self._moments(alike))
+        return found.values()
+
+    def _moments(self, alike: Sequence[_Stepped]) -> tuple[Spread, Spread]:
+        """How the first and second moments of parameters are spread."""
+        first = self._sampler.spread([self._streams[one.parameter.moments["moment1"]] for one in alike])
+        return first, self._sampler.spread([self._streams[one.second] for one in alike])
+
+    def _spend(self, optimizer: _Optimizer) -> None:
+        """Choose the codecs of all parameters of an optimizer."""
+        weights = {
+            stream.index: self._sampler.spread([stream])
+            for one, _ in optimizer.large
+            for stream in one.free
+            if stream.index == one.step.weight
+        }
+        for one, second in optimizer.large:
+            for stream in one.free:
+                if stream.spec.role is Role.MOMENT1:
+                    self._take(stream, self._first(optimizer, one, stream))
+                elif stream.spec.role is Role.MOMENT2:
+                    self._take(stream, self._second(one, stream))
+                elif stream.index in weights:
+                    self._take(stream, self._weight(optimizer, one, second, stream, weights[stream.index]))
+
+    def _take(self, stream: Stream, codec: Codec | str) -> None:
+        """Give a stream a codec that takes its type, and note why where there is none."""
+        if isinstance(codec, str):
+            self._note([stream], codec)
+        elif codec.accepts(stream.spec):
+            self._streams[stream.index] = replace(stream, codec=codec, second=stream.codec)
+
+    def _first(self, optimizer: _Optimizer, one: _Stepped, stream: Stream) -> Codec | str:
+        rule, step = one.parameter.rule, one.step
+        assert rule is not None  # noqa: S101 - a step without a rule is none
+        k = self._budget.moment_scale(optimizer.energy, optimizer.roots, step.lr, step.beta1, one.bias1)
+        try:
+            return VScaled(
+                k=min(max(k, 1 / LARGEST), LARGEST),
+                u_max=self._budget.u_max,
+                bias1=one.bias1,
+                root_bias2=one.bias2**0.5,
+                eps=rule.eps,
+                salt=self._sampler.salt(stream.index),
+            )
+        except UsageError as exc:
+            return str(exc)
+
+    def _second(self, one: _Stepped, stream: Stream) -> Codec:
+        row, has_columns = row_length([view.ref for view in self._views[stream.index]])
+        return RowColumnLog(self._budget.log_step(one.step.beta1, one.step.beta2), row, has_columns)
+
+    def _weight(
+        self, optimizer: _Optimizer, one: _Stepped, second: Spread, stream: Stream, weight: Spread
+    ) -> Codec | str:
+        if not weight.is_finite:
+            return "its weights hold NaN or Inf"
+        rms = weight.mean("square") ** 0.5
+        if not rms:
+            return "its weights are zero"
+        mean_square = second.mean("value") / one.bias2
+        k, capped = self._budget.weight_step(optimizer.energy, optimizer.numel, mean_square, rms)
+        self._spent.weights += stream.spec.numel
+        self._spent.capped += stream.spec.numel * capped
+        return Lattice(k, self._sampler.salt(stream.index))
+
+    def _follow_masters(self) -> None:
+        """Make copies of masters on a lattice what they are after decoding: copies of the decoded masters."""
+        on_lattice = {index for index, stream in self._streams.items() if stream.codec.id == Lattice.id}
+        for index, stream in self._streams.items():
+            copied = stream.codec.copied
+            if copied is not None and any(run.storage in on_lattice for run in copied.runs):
+                self._streams[index] = replace(stream, codec=LatticeReference(copied.runs))
+
+
+def row_length(views: Sequence[TensorRef]) -> tuple[int, bool]:
+    """The length of the rows of ``rclog`` for the tensors of a storage, and whether their columns get factors.
+
+    A row has all dimensions but the first in the order of the storage, or fewer that make it long enough.
+    """
+    if len(views) != 1:
+        return FLAT_ROW, False
+    (ref,) = views
+    sizes = [size for _, size in sorted(zip(ref.stride, ref.shape, strict=True), reverse=True) if size > 1]
+    length = 1
+    while len(sizes) > 1 and length < FLAT_ROW:
+        length *= sizes.pop()
+    if not FLAT_ROW <= length <= MOST_COLUMNS:
+        return FLAT_ROW, False
+    return length, ref.numel // length >= _LEAST_ROWS
+
+
+def _bias(parameter: Parameter, beta: str) -> float:
+    rule = parameter.rule
+    return 1.0 - getattr(rule, beta) ** rule.step if rule is not None and rule.kind == "adam" else 1.0
