@@ -6,7 +6,18 @@ import torch
 
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.codecs.companded8.reference import square_root
-from ckpt8.codecs.error_stats import SMALLEST_NORMAL, MomentError, UpdateError, WeightError, larger
+from ckpt8.codecs.error_stats import (
+    SMALLEST_NORMAL,
+    LatticeError,
+    MomentError,
+    StepError,
+    UpdateError,
+    WeightError,
+    larger,
+)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A flat fp32 tile as it was, and as it comes back."""
 
 
 def _largest(x: torch.Tensor) -> float:
@@ -39,7 +50,7 @@ def moment_error(
     original: torch.Tensor,
     decoded: torch.Tensor,
     scales: torch.Tensor | None,
-    roots: tuple[torch.Tensor, torch.Tensor] | None = None,
+    roots: Pair | None = None,
 ) -> MomentError:
     """Measure a flat fp32 tile of a moment. ``scales`` is the fp32 scale of each group of 32, if any.
 
@@ -69,3 +80,31 @@ def update_error(original: torch.Tensor, decoded: torch.Tensor, factor: float) -
         _largest(error) * factor,
         _largest(original) * factor,
     )
+
+
+def lattice_error(original: torch.Tensor, decoded: torch.Tensor) -> LatticeError:
+    """Measure a flat fp32 tile of weights on a lattice."""
+    error = decoded - original
+    return LatticeError(_square_sum(error), _square_sum(original), _largest(error))
+
+
+def step_sums(weight: Pair | None, moment1: Pair, moment2: torch.Tensor, roots: Pair) -> StepError:
+    """Sums over a tile in the measure of a budget, without the factors of its parameter.
+
+    They are the sums of m^2, v dW^2, dm^2 and (e m)^2, with e the relative error of sqrt(v), 0 where v is 0. ``roots``
+    are the square roots of the second moments ``moment2`` and of these as they come back.
+    """
+    m, decoded = moment1
+    moved = (roots[1] - roots[0]).div_(roots[0].clamp_min(SMALLEST_NORMAL)).masked_fill_(moment2 == 0, 0.0).mul_(m)
+    weighed = 0.0
+    if weight is not None:
+        error = (weight[1] - weight[0]).double().square_()
+        weighed = float(error.mul_(moment2.double()).sum())
+    return StepError(_square_sum(m), weighed, _square_sum(decoded - m), _square_sum(moved))
+
+
+def factored_step_sums(weight: Pair | None, update: Pair, inverse_roots: torch.Tensor) -> StepError:
+    """The same for CAME: sums of v u^2, v dW^2 and v du^2. ``inverse_roots`` are 1 / sqrt(v)."""
+    u, decoded = update
+    weighed = 0.0 if weight is None else _square_sum((weight[1] - weight[0]).div_(inverse_roots))
+    return StepError(_square_sum(u / inverse_roots), weighed, _square_sum((decoded - u).div_(inverse_roots)))

@@ -39,7 +39,7 @@ def _square(x):
 
 
 @kernel
-def _add_squares(x, lanes):
+def add_squares(x, lanes):
     """Add the squares of a block to the lanes."""
     for j in range(GROUP):
         low = (_square(x[j]) + _square(x[j + 32])) + (_square(x[j + 64]) + _square(x[j + 96]))
@@ -48,13 +48,14 @@ def _add_squares(x, lanes):
 
 
 @kernel
-def _subtract(y, x, out):
+def subtract(y, x, out):
+    """Y - x of a block."""
     for i in range(BLOCK):
         out[i] = y[i] - x[i]
 
 
 @kernel
-def _largest(bits):
+def top_bits(bits):
     """The bits of the largest magnitude."""
     largest = i4(0)
     for i in range(bits.size):
@@ -67,7 +68,7 @@ def _largest_scaled(bits, scales, cell, cell_bits):
     """The bits of the largest magnitude of a block relative to the scale of its group."""
     largest = i4(0)
     for g in range(GROUPS):
-        top = _largest(bits[g * GROUP : (g + 1) * GROUP])
+        top = top_bits(bits[g * GROUP : (g + 1) * GROUP])
         cell_bits[0] = i4(scales[g]) << 15
         s = cell[0]
         cell_bits[0] = top
@@ -78,13 +79,15 @@ def _largest_scaled(bits, scales, cell, cell_bits):
 
 
 @kernel
-def _root(x, out):
+def take_roots(x, out):
+    """The square roots of a block."""
     for i in range(BLOCK):
         out[i] = np.sqrt(x[i])
 
 
 @kernel
-def _divide(m, root, eps, out):
+def divide(m, root, eps, out):
+    """The update of a block without its factor."""
     for i in range(BLOCK):
         out[i] = m[i] / (root[i] + eps)
 
@@ -103,7 +106,7 @@ def _weight_error(x, x_bits, exponent, mantissa, rho, levels, room, room_bits, t
             magnitude = abs(a[i])
             relative[i] = abs(decoded[i] - a[i]) / (max(smallest, magnitude))
         _add(relative, total)
-        largest = max(largest, _largest(relative_bits))
+        largest = max(largest, top_bits(relative_bits))
         for i in range(BLOCK):
             up = max(up, i4(decoded_bits[i] - bits[i]))
         for i in range(BLOCK):
@@ -126,30 +129,30 @@ def _adam_errors(
         last, group = first + BLOCK, first // GROUP
         block, scales = m[first:last], m_scales[group : group + GROUPS]
         decode_signed_blocks(m_codes[first:last], scales, cell, cell_bits, error, m_decoded, m_levels)
-        _subtract(m_decoded, block, error)
-        _add_squares(error, sums[0])
-        _add_squares(block, sums[1])
+        subtract(m_decoded, block, error)
+        add_squares(error, sums[0])
+        add_squares(block, sums[1])
         maxima[0] = max(maxima[0], _largest_scaled(error_bits, scales, cell, cell_bits))
         block, scales = v[first:last], v_scales[group : group + GROUPS]
         decode_roots(v_codes[first:last], scales, cell, cell_bits, error, root_decoded, v_levels, fourth_root)
         square(root_decoded, decoded)
-        _subtract(decoded, block, error)
-        _add_squares(error, sums[2])
-        _add_squares(block, sums[3])
-        _root(block, root)
+        subtract(decoded, block, error)
+        add_squares(error, sums[2])
+        add_squares(block, sums[3])
+        take_roots(block, root)
         if fourth_root:
             # Without the fourth root, ``root_decoded`` is already the rounded root of its rounded square: no code and
             # scale are small enough for a square to lose bits.
-            _root(decoded, root_decoded)
-        _subtract(root_decoded, root, error)
+            take_roots(decoded, root_decoded)
+        subtract(root_decoded, root, error)
         maxima[1] = max(maxima[1], _largest_scaled(error_bits, scales, cell, cell_bits))
-        _divide(m[first:last], root, eps, u)
-        _divide(m_decoded, root_decoded, eps, u_decoded)
-        _subtract(u_decoded, u, error)
-        _add_squares(error, sums[4])
-        _add_squares(u, sums[5])
-        maxima[2] = max(maxima[2], _largest(error_bits))
-        maxima[3] = max(maxima[3], _largest(room_bits[6]))
+        divide(m[first:last], root, eps, u)
+        divide(m_decoded, root_decoded, eps, u_decoded)
+        subtract(u_decoded, u, error)
+        add_squares(error, sums[4])
+        add_squares(u, sums[5])
+        maxima[2] = max(maxima[2], top_bits(error_bits))
+        maxima[3] = max(maxima[3], top_bits(room_bits[6]))
 
 
 def weight_error(original: torch.Tensor, parts: Parts, codec: Split24) -> WeightError:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt8.checkpoint.sources.bundle import Bundle, Member
 from ckpt8.codecs import Codec, config_of
-from ckpt8.codecs.error_stats import UpdateError
+from ckpt8.codecs.error_stats import StepError, UpdateError
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Plan, Stream, Unit
 from ckpt8.container.manifest import (
@@ -38,13 +38,15 @@ class UnitResult:
 
 @dataclass(slots=True)
 class Results:
-    """What was written: the records of storages and update errors, both by the index of a stream, and the packs.
+    """What was written: the records of storages, update errors and errors in steps by index of a stream, and the packs.
 
-    An update error is that of the unit whose first stream it is. ``lossy`` are the storages that come back otherwise.
+    Errors of updates and in steps are those of the unit whose first stream it is. ``lossy`` are the storages that come
+    back otherwise.
     """
 
     records: dict[int, StorageRecord] = field(default_factory=dict)
     updates: dict[int, UpdateError] = field(default_factory=dict)
+    steps: dict[int, StepError] = field(default_factory=dict)
     lossy: set[int] = field(default_factory=set)
     packs: list[Pack] = field(default_factory=list)
     _configs: dict[int, tuple[Codec, dict[str, Any]]] = field(default_factory=dict, repr=False)
@@ -54,6 +56,8 @@ class Results:
         self.lossy.update(stream.index for stream in unit.streams if stream.lossy)
         if errors.update is not None and errors.update.finite:
             self.updates[unit.streams[0].index] = errors.update
+        if errors.steps is not None and errors.steps.finite:
+            self.steps[unit.streams[0].index] = errors.steps
 
     def add(self, result: UnitResult) -> None:
         """Add a unit whose storages have entries of their own."""
@@ -93,7 +97,7 @@ def fill_manifest(manifest: Manifest, source: Bundle, plan: Plan, results: Resul
         )
     for unit in plan.units:
         if (parameter := unit.parameter) is not None:
-            error = results.updates.get(unit.streams[0].index)
+            error, steps = (found.get(unit.streams[0].index) for found in (results.updates, results.steps))
             manifest.parameters.append(
                 ParameterRecord(
                     parameter.name,
@@ -101,6 +105,7 @@ def fill_manifest(manifest: Manifest, source: Bundle, plan: Plan, results: Resul
                     asdict(parameter.rule) if parameter.rule else None,
                     parameter.reason,
                     error.to_json() if error else None,
+                    {"optimizer": parameter.step.optimizer, **steps.to_json()} if parameter.step and steps else None,
                 )
             )
 

@@ -77,9 +77,9 @@ class Parameter:
     """The moments of one parameter by slot (``moment1``, ``moment2``, ``max_moment2``), as indices of streams.
 
     ``rule`` is None where the update rule is unknown; ``reason`` then says why. ``confidence`` are the row and column
-    statistics of CAME, each with its storage. ``replay`` is there if the rule is ``replayed``. ``step`` is there under
-    a budget, where rule and learning rate are known, else ``stepless`` says why it is not; its weight is then a stream
-    of the same unit.
+    statistics of CAME's confidence, ``squares`` those of its second moments, each with its storage. ``replay`` is there
+    if the rule is ``replayed``. ``step`` is there under a budget, where rule and learning rate are known, else
+    ``stepless`` says why it is not; its weight is then a stream of the same unit.
     """
 
     name: str
@@ -91,6 +91,7 @@ class Parameter:
     replay: Replay | None = None
     step: OptimizerStep | None = None
     stepless: str | None = None
+    squares: Sequence[tuple[StorageInfo, TensorRef]] = ()
 
     @property
     def streams(self) -> set[int]:
@@ -149,18 +150,20 @@ def _parameter(
     rule = recognise(saved.state, saved.group, step if isinstance(step, (int, float)) else None)
     moments = {slots[key]: streams[ref.key].index for key, ref in refs.items() if slots[key] != "weight"}
     shape = next(iter(refs.values())).shape
-    confidence: tuple[tuple[StorageInfo, TensorRef], ...] = ()
+    confidence, squares = [], []
     replay: Replay | None = None
     if isinstance(rule, UpdateRule) and rule.kind == "came":
-        factors = (saved.state["exp_avg_res_row"], saved.state["exp_avg_res_col"])
-        confidence = tuple((streams[ref.key].storage, ref) for ref in factors)
-        if not _factors_fit(shape, refs["exp_avg"], *factors):
+        confidence, squares = (
+            [(streams[ref.key].storage, ref) for ref in (saved.state[f"{name}_row"], saved.state[f"{name}_col"])]
+            for name in ("exp_avg_res", "exp_avg_sq")
+        )
+        if not all(_factors_fit(shape, refs["exp_avg"], *(ref for _, ref in each)) for each in (confidence, squares)):
             rule = "CAME's row and column statistics do not have the shape of the parameter"
     if isinstance(rule, UpdateRule) and rule.kind == "replayed":
         found = _replay(streams, saved, refs, step)
         rule, replay = (found, None) if isinstance(found, str) else (rule, found)
     if isinstance(rule, UpdateRule):
-        return Parameter(saved.name, moments, rule, None, shape, confidence, replay)
+        return Parameter(saved.name, moments, rule, None, shape, confidence, replay, squares=squares)
     return Parameter(saved.name, moments, None, rule, shape)
 
 

@@ -80,10 +80,10 @@ class Unit:
 
     @property
     def measured(self) -> bool:
-        """Whether errors are measured: of lossy streams, and of a replayed step, which is one of all its parameters."""
-        return any(stream.lossy for stream in self.streams) or (
-            self.parameter is not None and self.parameter.replay is not None
-        )
+        """Whether errors are measured: of lossy streams, and of steps, replayed or known, which sum all parameters."""
+        parameter = self.parameter
+        has_step = parameter is not None and (parameter.replay is not None or parameter.step is not None)
+        return has_step or any(stream.lossy for stream in self.streams)
 
     @property
     def is_plain(self) -> bool:

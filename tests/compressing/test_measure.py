@@ -33,12 +33,12 @@ def test_a_thread_gets_the_statistics_of_its_own_parameter(tmp_path):
         def __setattr__(self, name, value):
             super().__setattr__(name, value)
             if name == "_last" and value is not None and value[0] is mine:
-                super().__setattr__(name, (other, self._confidence(other)))
+                super().__setattr__(name, (other, self._factors(other)))
 
     file = SourceFile(ByteRange.of(path))
     meter = Raced(OpenCheckpoint("file", file, storages))
     for _ in range(2):
-        found = meter._confidence(mine)
+        found = meter._factors(mine).confidence
         assert torch.equal(found.rows, values[0])
         assert torch.equal(found.columns, values[1])
     file.close()

@@ -47,15 +47,21 @@ class UpdateRule:
     @property
     def factor(self) -> float:
         """What ``apply`` leaves out: sqrt(1 - b2^t) / (1 - b1^t) for adam, else 1."""
-        return self._root_bias2 / (1.0 - self.beta1**self.step) if self.kind == "adam" else 1.0
+        return self.root_bias2 / self.bias1 if self.kind == "adam" else 1.0
 
     @property
     def divisor_eps(self) -> float | None:
         """What ``apply`` adds to sqrt(v) before it divides; None for a rule that does not divide by it."""
-        return self.eps * self._root_bias2 if self.kind in ("adam", "stable_adamw") else None
+        return self.eps * self.root_bias2 if self.kind in ("adam", "stable_adamw") else None
 
     @property
-    def _root_bias2(self) -> float:
+    def bias1(self) -> float:
+        """What m is divided by to be free of bias; 1 where the rule corrects none."""
+        return 1.0 - self.beta1**self.step if self.kind == "adam" else 1.0
+
+    @property
+    def root_bias2(self) -> float:
+        """What sqrt(v) is divided by to be free of bias; 1 where the rule corrects none."""
         return math.sqrt(1.0 - self.beta2**self.step) if self.kind == "adam" else 1.0
 
     def apply(self, moment1: torch.Tensor, root2: torch.Tensor | None, confidence: torch.Tensor | None) -> torch.Tensor:

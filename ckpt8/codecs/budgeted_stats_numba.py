@@ -1,0 +1,102 @@
+"""Measures parameters under a budget as ``error_measures``, on a CPU in one pass over originals and decoded values.
+
+Maxima are the same bit for bit; sums are taken in float64, in 32 lanes, as in ``error_stats_numba``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ckpt8.codecs.companded8 import GROUP
+from ckpt8.codecs.companded8.numba import BLOCK
+from ckpt8.codecs.error_measures import Pair
+from ckpt8.codecs.error_stats import SMALLEST_NORMAL, LatticeError, MomentError, StepError, UpdateError
+from ckpt8.codecs.error_stats_numba import add_squares, divide, subtract, take_roots, top_bits
+from ckpt8.core.numba_kernels import f4, f8, kernel, with_bits
+
+_ROOM = 5
+_NO_WEIGHT = torch.empty(0)
+
+
+@kernel
+def _product(x, weight):
+    return f8(x) * f8(x) * f8(weight)
+
+
+@kernel
+def _add_weighted_squares(x, weights, lanes):
+    """Add the squares of a block, each times its weight, to the lanes."""
+    for j in range(GROUP):
+        a, b, c = j + 32, j + 64, j + 96
+        low = (_product(x[j], weights[j]) + _product(x[a], weights[a])) + (
+            _product(x[b], weights[b]) + _product(x[c], weights[c])
+        )
+        a, b, c, d = j + 128, j + 160, j + 192, j + 224
+        high = (_product(x[a], weights[a]) + _product(x[b], weights[b])) + (
+            _product(x[c], weights[c]) + _product(x[d], weights[d])
+        )
+        lanes[j] += low + high
+
+
+@kernel
+def _relative(decoded, root, m, out):
+    """The relative error of ``root`` times m; 0 where the root is 0."""
+    for i in range(BLOCK):
+        error = decoded[i] - root[i] if root[i] > 0 else f4(0)
+        out[i] = error / max(root[i], f4(SMALLEST_NORMAL)) * m[i]
+
+
+@kernel
+def _budgeted_errors(w, w_there, m, m_there, v, v_there, eps, room, room_bits, sums, maxima):
+    """Add to the lanes of ``sums`` and raise ``maxima``, in the order of ``budgeted_errors``."""
+    eps = f4(eps)
+    error, error_bits, here, there, u, u_there = room[0], room_bits[0], room[1], room[2], room[3], room[4]
+    u_bits = room_bits[3]
+    for first in range(0, m.size, BLOCK):
+        last = first + BLOCK
+        block, second = m[first:last], v[first:last]
+        if w.size:
+            subtract(w_there[first:last], w[first:last], error)
+            add_squares(error, sums[0])
+            add_squares(w[first:last], sums[1])
+            _add_weighted_squares(error, second, sums[2])
+            maxima[0] = max(maxima[0], top_bits(error_bits))
+        subtract(m_there[first:last], block, error)
+        add_squares(error, sums[3])
+        add_squares(block, sums[4])
+        subtract(v_there[first:last], second, error)
+        add_squares(error, sums[5])
+        add_squares(second, sums[6])
+        take_roots(second, here)
+        take_roots(v_there[first:last], there)
+        _relative(there, here, block, error)
+        add_squares(error, sums[7])
+        divide(block, here, eps, u)
+        divide(m_there[first:last], there, eps, u_there)
+        subtract(u_there, u, error)
+        add_squares(error, sums[8])
+        add_squares(u, sums[9])
+        maxima[1] = max(maxima[1], top_bits(error_bits))
+        maxima[2] = max(maxima[2], top_bits(u_bits))
+
+
+def budgeted_errors(
+    weight: Pair | None, moment1: Pair, moment2: Pair, eps: float, factor: float
+) -> tuple[LatticeError, MomentError, MomentError, UpdateError, StepError]:
+    """The errors of a parameter in flat fp32 tensors of whole blocks, and of ``factor * m / (sqrt(v) + eps)``.
+
+    The last one holds sums without the factors of the parameter, see ``step_sums``.
+    """
+    sums, maxima = np.zeros((10, GROUP)), np.zeros(3, np.int32)
+    arrays = [x.numpy() for pair in (weight or (_NO_WEIGHT, _NO_WEIGHT), moment1, moment2) for x in pair]
+    _budgeted_errors(*arrays, eps, *with_bits(_ROOM, BLOCK), sums, maxima)
+    total, top = sums.sum(axis=1).tolist(), maxima.view(f4).tolist()
+    square = factor * factor
+    return (
+        LatticeError(total[0], total[1], top[0]),
+        MomentError(total[3], total[4]),
+        MomentError(total[5], total[6]),
+        UpdateError(total[8] * square, total[9] * square, top[1] * factor, top[2] * factor),
+        StepError(total[4], total[2], total[3], total[7]),
+    )

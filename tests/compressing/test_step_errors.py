@@ -1,0 +1,194 @@
+"""The error in steps of the optimizer: against the formulas of a budget in float64, on every path that measures it."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ckpt8.checkpoint.meaning.update_rules import UpdateRule
+from ckpt8.checkpoint.tree import StorageInfo
+from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.error_measures import lattice_error, moment_error, root, step_sums, update_error
+from ckpt8.codecs.lossless import Lossless
+from ckpt8.codecs.split24 import Split24
+from ckpt8.compressing import lockstep
+from ckpt8.compressing.budget import carry
+from ckpt8.compressing.measure import ErrorMeter, UnitErrors
+from ckpt8.compressing.parameters import OptimizerStep, Parameter
+from ckpt8.compressing.plan import Stream, Unit
+from ckpt8.compressing.step_measure import StepScales
+from ckpt8.core.tensors import DType, Role, TensorSpec
+
+LR, BETA1, BETA2, STEP, EPS = 3e-3, 0.9, 0.95, 20, 1e-8
+COUNT = 256 * 40
+ROLES = {"weight": Role.WEIGHT, "moment1": Role.MOMENT1, "moment2": Role.MOMENT2, "max_moment2": Role.MOMENT2}
+RULES = {"adam": UpdateRule("adam", STEP, BETA1, BETA2, EPS), "stable_adamw": UpdateRule("stable_adamw", eps=EPS)}
+
+
+def state(numel: int = COUNT) -> dict[str, torch.Tensor]:
+    """Weights and moments of many magnitudes; some second moments are zero."""
+    generator = torch.Generator().manual_seed(numel)
+    size = 10 ** (torch.rand(numel, generator=generator) * 3 - 5)
+    found = {
+        "weight": torch.randn(numel, generator=generator) * 0.1,
+        "moment1": torch.randn(numel, generator=generator) * size,
+        "moment2": torch.randn(numel, generator=generator).square() * size.square(),
+    }
+    for key in ("moment1", "moment2"):
+        found[key][5::97] = 0.0
+    found["max_moment2"] = found["moment2"] * (1 + torch.rand(numel, generator=generator))
+    return found
+
+
+def energies(was, there, rule: str, denominator: str = "moment2") -> dict[str, float]:
+    """The formulas of a budget, in float64 from beginning to end."""
+    bias1, bias2 = (1 - BETA1**STEP, 1 - BETA2**STEP) if rule == "adam" else (1.0, 1.0)
+    wide, found = ({key: x.double() for key, x in side.items()} for side in (was, there))
+    m, v = wide["moment1"] / bias1, wide[denominator] / bias2
+    roots = wide[denominator].sqrt(), found[denominator].sqrt()
+    relative = torch.where(roots[0] > 0, (roots[1] - roots[0]) / roots[0], 0.0)
+    both = BETA1 * BETA2
+    gain = 0.576**2 * (1 + both) / ((1 - BETA2**2) * (1 - both))
+    dm = (found["moment1"] - wide["moment1"]) / bias1
+    weight = v * (found["weight"] - wide["weight"]).square() if "weight" in was else torch.zeros(1)
+    return {
+        "step": float((LR * m).square().sum()),
+        "weight": float(weight.sum()),
+        "moment1": float((LR * BETA1 / (1 - BETA1) * dm).square().sum()),
+        "moment2": gain * float((LR * relative * m).square().sum()),
+    }
+
+
+def unit_of(values, codecs, rule: UpdateRule, **options) -> Unit:
+    """A unit of these tensors, and its parameter."""
+    places = {key: k for k, key in enumerate(values)}
+    streams = tuple(
+        Stream(k, TensorSpec(key, ROLES[key], DType.FLOAT32, (len(x),)), StorageInfo(key, DType.FLOAT32, 0, 0), codec)
+        for (k, (key, x)), codec in zip(enumerate(values.items()), codecs, strict=True)
+    )
+    step = OptimizerStep(0, LR, BETA1, BETA2, places.get("weight"), None)
+    moments = {key: k for key, k in places.items() if key != "weight"}
+    numel = len(next(iter(values.values())))
+    return Unit(streams, Parameter("p", moments, rule, None, (numel,), step=step, **options))
+
+
+def measured(unit: Unit, values, meter: ErrorMeter | None = None) -> tuple[UnitErrors, dict[str, torch.Tensor]]:
+    originals = list(values.values())
+    meter = meter or ErrorMeter(SimpleNamespace(storages=[]))
+    parts = lockstep.encode(unit.streams, originals, 0, "torch")
+    decoded = lockstep.decode(unit.streams, parts, originals, 0, "torch")
+    return meter.measure(unit, 0, originals, parts), dict(zip(values, decoded, strict=True))
+
+
+def assert_energies(steps, expected):
+    for name, value in expected.items():
+        assert getattr(steps, name) == pytest.approx(value, rel=1e-4, abs=0), name
+
+
+def test_an_error_of_the_second_moment_is_carried_by_its_decay_and_by_the_momentum():
+    """G is g times the norm of errors that decay by b2, of updates that correlate by b1 from step to step."""
+    for beta1, beta2, steps in ((0.9, 0.99, 2500), (0.9, 0.95, 600), (0.0, 0.9, 300)):
+        age = torch.arange(steps, dtype=torch.float64)
+        apart = (age[:, None] - age).abs()
+        energy = (beta2 ** age[:, None] * beta2**age * beta1**apart).sum()
+        assert carry(beta1, beta2) == pytest.approx(0.576 * math.sqrt(float(energy)), rel=1e-6)
+    assert carry(0.9, 0.99) == pytest.approx(17.0, rel=2e-3)
+
+
+@pytest.mark.parametrize("rule", ["adam", "stable_adamw"])
+@pytest.mark.parametrize("keys", [("weight", "moment1", "moment2"), ("moment1", "moment2")], ids=len)
+def test_the_codecs_of_flash(rule, keys):
+    values = {key: x for key, x in state(70_001).items() if key in keys}
+    codecs = {"weight": Split24(R=7), "moment1": Companded8(), "moment2": Companded8(signed=False, Q=255)}
+    unit = unit_of(values, [codecs[key] for key in keys], RULES[rule])
+    found, there = measured(unit, values)
+    expected = energies(values, there, rule)
+    assert (expected["weight"] > 0) == ("weight" in keys)
+    assert min(expected[name] for name in ("step", "moment1", "moment2")) > 0
+    assert_energies(found.steps, expected)
+
+
+def test_amsgrad_divides_by_the_largest_second_moment():
+    values = state()
+    second = Companded8(signed=False, Q=255)
+    unit = unit_of(values, [Split24(), Companded8(), second, second], RULES["adam"])
+    found, there = measured(unit, values)
+    assert_energies(found.steps, energies(values, there, "adam", "max_moment2"))
+    assert found.steps.weight > 1.1 * energies(values, there, "adam")["weight"]
+
+
+def test_the_step_of_an_exact_parameter_counts():
+    values = {key: state()[key] for key in ("weight", "moment1", "moment2")}
+    unit = unit_of(values, [Lossless()] * 3, RULES["adam"])
+    assert unit.measured
+    found, there = measured(unit, values)
+    assert_energies(found.steps, energies(values, there, "adam"))
+    assert found.steps.weight == found.steps.moment1 == found.steps.moment2 == 0 < found.steps.step
+    assert found.streams == {}
+
+
+def test_without_a_known_step_nothing_is_measured_in_steps():
+    values = {key: state()[key] for key in ("moment1", "moment2")}
+    unit = unit_of(values, [Companded8(), Companded8(signed=False, Q=255)], UpdateRule("momentum"))
+    assert measured(unit, values)[0].steps is None
+    assert StepScales.of(None) is None
+
+
+def test_came_takes_second_moments_from_its_row_and_column_statistics():
+    shape = (40, 256)
+    values = {key: state()[key] for key in ("weight", "moment1")}
+    generator = torch.Generator().manual_seed(7)
+    rows, columns, res_rows, res_columns = (
+        torch.rand(length, generator=generator) * 1e-4 + 1e-6 for length in (*shape, *shape)
+    )
+
+    class Given(ErrorMeter):
+        """With statistics that are in no file."""
+
+        def _statistic(self, *which):
+            return (res_rows, res_columns, rows, columns)[which[0]]
+
+    unit = unit_of(values, [Split24(R=7), Companded8()], UpdateRule("came"), confidence=[[0], [1]], squares=[[2], [3]])
+    found, there = measured(unit, values, Given(SimpleNamespace(storages=[])))
+    wide, decoded = ({key: x.double().reshape(shape) for key, x in side.items()} for side in (values, there))
+    v = rows.double()[:, None] / rows.double().mean() * columns.double()
+    confidence = (res_rows.double()[:, None] / res_rows.double().mean() * res_columns.double()).rsqrt()
+    du = (decoded["moment1"] - wide["moment1"]) * confidence
+    expected = {
+        "step": float((v * (LR * wide["moment1"] * confidence).square()).sum()),
+        "weight": float((v * (decoded["weight"] - wide["weight"]).square()).sum()),
+        "moment1": float((v * (LR * BETA1 / (1 - BETA1) * du).square()).sum()),
+        "moment2": 0.0,
+    }
+    assert_energies(found.steps, expected)
+
+
+@pytest.mark.parametrize("with_weight", [True, False])
+def test_the_fused_kernel_finds_the_same(with_weight):
+    pytest.importorskip("numba", reason="numba is not installed")
+    from ckpt8.codecs.budgeted_stats_numba import budgeted_errors
+
+    was = state()
+    generator = torch.Generator().manual_seed(3)
+    there = {key: x * (1 + 0.2 * (torch.rand(COUNT, generator=generator) - 0.5)) for key, x in was.items()}
+    pairs = {key: (was[key], there[key]) for key in was}
+    weight, rule = pairs["weight"] if with_weight else None, RULES["adam"]
+    *streams, update, steps = budgeted_errors(weight, pairs["moment1"], pairs["moment2"], rule.divisor_eps, rule.factor)
+    roots = [root(x) for x in pairs["moment2"]]
+    updates = [rule.apply(m, r, None) for m, r in zip(pairs["moment1"], roots, strict=True)]
+    expected = [
+        *([lattice_error(*weight)] if weight else []),
+        moment_error(*pairs["moment1"], None),
+        moment_error(*pairs["moment2"], None),
+        update_error(*updates, rule.factor),
+        step_sums(weight, pairs["moment1"], was["moment2"], roots),
+    ]
+    for mine, theirs in zip([*streams[not with_weight :], update, steps], expected, strict=True):
+        assert theirs.disagreement(mine, tolerance=1e-12) is None
+    if not with_weight:
+        was = {key: was[key] for key in ("moment1", "moment2")}
+    unit = unit_of(was, [Lossless()] * len(was), rule)
+    assert_energies(StepScales.of(unit.parameter).apply(steps), energies(was, there, "adam"))
