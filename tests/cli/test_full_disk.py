@@ -39,17 +39,21 @@ def sources(inputs, scratch):
     ckpt8.convert(scratch / "run.pt", scratch / "slices", to="dcp")
     for name, source in {"run": scratch / "run.pt", "dir": inputs / "trainer-adamw", "dcp": scratch / "slices"}.items():
         ckpt8.compress(source, scratch / f"{name}.ckpt8")
+    ckpt8.compress(scratch / "run.pt", scratch / "archive.ckpt8", preset="archive")
     return scratch
 
 
 DIRECTORIES = ("trainer", "dcp", "compressed-tensors")
 COMMANDS = {
     "compress a file": ("compress", "run.pt", "-o", "OUT"),
+    "compress with a budget": ("compress", "run.pt", "--budget", "2", "-o", "OUT"),
     "compress a directory": ("compress", "slices", "-o", "OUT"),
     "restore a file": ("restore", "run.ckpt8", "-o", "OUT"),
+    "restore an archive": ("restore", "archive.ckpt8", "-o", "OUT"),
     "restore a directory": ("restore", "dir.ckpt8", "-o", "OUT"),
     "restore a distributed checkpoint": ("restore", "dcp.ckpt8", "-o", "OUT"),
     "salvage a file": ("restore", "run.ckpt8", "--salvage", "-o", "OUT"),
+    "salvage an archive": ("restore", "archive.ckpt8", "--salvage", "-o", "OUT"),
     "salvage a directory": ("restore", "dir.ckpt8", "--salvage", "-o", "OUT"),
     "a report": ("inspect", "run.ckpt8", "--html", "OUT"),
     "convert slices": ("convert", "slices", "OUT", "--to", "torch"),

@@ -54,10 +54,16 @@ class Operation:
         return self.folder / "tmp"
 
     @property
+    def preset(self) -> str:
+        return "archive" if "archive" in self.name else "flash"
+
+    @property
     def job(self) -> dict:
-        if self.name == "background save":
-            return {"save": str(self.source), "target": str(self.target)}
-        return {"argv": [self.name.split()[0], str(self.source), "-o", str(self.target), "--force", "--threads", "2"]}
+        if "save" in self.name:
+            return {"save": str(self.source), "target": str(self.target), "preset": self.preset}
+        command = self.name.split()[0]
+        more = ["--preset", self.preset] if command == "compress" else []
+        return {"argv": [command, str(self.source), "-o", str(self.target), "--force", "--threads", "2", *more]}
 
     def leftovers(self) -> list[str]:
         """Names that neither source nor target have."""
@@ -66,13 +72,19 @@ class Operation:
 
 
 def operations(folder: Path) -> dict[str, Operation]:
-    """Compress, restore a file, restore a directory, save in the background: each in a folder of its own."""
+    """Compress, restore a file, restore a directory, save in the background: each in a folder of its own.
+
+    Those with "archive" in their names are of files of that preset.
+    """
     found = {}
     for name, source, target in (
         ("compress", "run.pt", "run.ckpt8"),
         ("restore file", "run.ckpt8", "run.pt"),
         ("restore directory", "run.ckpt8", "run"),
         ("background save", "run.pt", "run.ckpt8"),
+        ("compress archive", "run.pt", "run.ckpt8"),
+        ("restore archive", "run.ckpt8", "run.pt"),
+        ("background save archive", "run.pt", "run.ckpt8"),
     ):
         own = folder / name.replace(" ", "_")
         (own / "tmp").mkdir(parents=True)
@@ -80,7 +92,7 @@ def operations(folder: Path) -> dict[str, Operation]:
         if source == "run.pt":
             shutil.copy(INPUTS / "gpt_adamw.pt", operation.source)
         elif target == "run.pt":
-            ckpt8.compress(INPUTS / "gpt_adamw.pt", operation.source)
+            ckpt8.compress(INPUTS / "gpt_adamw.pt", operation.source, preset=operation.preset)
         else:
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 run = make_run(Path(scratch) / "run")

@@ -1,7 +1,7 @@
 """A process with everything imported that forks a child for every job on its standard input, and kills it in time.
 
-    {"argv": [...]}             the command line
-    {"save": SOURCE, "target"}  a save in the background of what SOURCE holds, waited for
+    {"argv": [...]}                       the command line
+    {"save": SOURCE, "target", "preset"}  a save in the background of what SOURCE holds, waited for
 
 With "delay" the child gets "signal", by default SIGKILL, after so many seconds; with "size" files may not grow beyond
 so many bytes. It leaves as every interpreter does, but does not tear down what it has imported. The
@@ -80,7 +80,7 @@ def run(job: dict) -> None:
 
 
 def save(job: dict) -> None:
-    pending = ckpt8.save(loaded[job["save"]], job["target"], background=True)
+    pending = ckpt8.save(loaded[job["save"]], job["target"], preset=job["preset"], background=True)
     while not pending.done():
         time.sleep(0.001)
     pending.result()

@@ -72,7 +72,7 @@ def tree():
     generator = torch.Generator().manual_seed(3)
     w, m = torch.randn(70, 80, generator=generator), torch.randn(70, 80, generator=generator) * 1e-3
     state = {0: {"step": torch.tensor(7.0), "exp_avg": m, "exp_avg_sq": m * m}}
-    group = {"params": [0], "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}
+    group = {"params": [0], "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}
     return {"model": {"w": w}, "optimizer": {"state": state, "param_groups": [group]}}
 
 
@@ -90,6 +90,7 @@ def made(tmp_path_factory):
 
 OPERATIONS = {
     "compress": ("run.pt", "out.ckpt8", lambda source, target: ckpt8.compress(source, target, force=True)),
+    "archive": ("run.pt", "out.ckpt8", lambda source, target: ckpt8.compress(source, target, budget=1, force=True)),
     "save": ("run.pt", "out.ckpt8", lambda source, target: ckpt8.save(tree(), target)),
     "background": ("run.pt", "out.ckpt8", lambda source, target: ckpt8.save(tree(), target, background=True).result()),
     "restore": ("run.ckpt8", "out.pt", lambda source, target: ckpt8.restore(source, target, force=True)),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from faults_kit import SIGNALS, Server, kill_rounds, operations, signal_rounds, size_rounds
 
-NAMES = ("compress", "restore file", "restore directory", "background save")
+ARCHIVES = ("compress archive", "restore archive", "background save archive")
+NAMES = ("compress", "restore file", "restore directory", "background save", *ARCHIVES)
 
 
 @pytest.fixture(params=NAMES)
@@ -22,7 +23,7 @@ def server(operation):
 def test_a_few_kills_limits_and_interrupts(operation, server):
     assert kill_rounds(server, operation, 6, seed=1).faults == []
     assert size_rounds(server, operation, 4).faults == []
-    for name in SIGNALS if operation.name != "background save" else ():
+    for name in SIGNALS if "save" not in operation.name else ():
         assert signal_rounds(server, operation, name, 3, seed=2).faults == []
 
 
@@ -44,6 +45,6 @@ def test_a_limit_on_the_size_of_files_anywhere(operation, server):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIGNALS)
 def test_interrupts_at_random_moments(name, operation, server):
-    if operation.name != "background save":
+    if "save" not in operation.name:
         assert signal_rounds(server, operation, name, 12, seed=4).faults == []
         assert signal_rounds(None, operation, name, 4, seed=5).faults == []
