@@ -177,9 +177,21 @@ def test_the_rest_of_a_weight_that_never_had_a_gradient_is_kept(tmp_path):
     assert model.unused.detach().bfloat16().float().ne(model.unused.detach()).any()
 
 
-def test_fewer_levels_than_the_optimizer_has_are_encoded_anew(tmp_path):
+FEWER_LEVELS = [
+    "*.exp_avg=companded8(Q=31)",
+    "*.exp_avg_sq=companded8(signed=False, Q=63, p=0.5)",
+    "model.*weight=split24(R=7)",
+]
+"""What the preset compact of older files is made of."""
+
+
+@pytest.mark.parametrize(
+    "settings", [{"rules": FEWER_LEVELS}, {"preset": "compact"}, {"preset": "archive"}, {"budget": 5}]
+)
+def test_what_the_optimizer_cannot_hold_is_encoded_anew(tmp_path, settings):
+    """Fewer levels than it has, and codes on a lattice."""
     model, optimizer = trained(OPTIMIZERS["torch-adamw"])
-    path = save(tmp_path / "run.ckpt8", model, optimizer, preset="compact")
+    path = save(tmp_path / "run.ckpt8", model, optimizer, **settings)
     live, packed = fresh("AdamW")
     ckpt8.resume(path, live, packed)
     group = packed.param_groups[0]
