@@ -25,6 +25,9 @@ from ckpt8.container.facts import NO_PARAMETER
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Role
 
+NO_BUDGET = "no budget: "
+"""Begins the reason why a storage keeps the codec of the preset under a budget."""
+
 _LEAST_ROWS = 16
 """Matrices of fewer rows get no column factors: these would cost more than they save."""
 
@@ -127,7 +130,7 @@ class _Spending:
         """Note why streams, or those of some roles, keep the codecs of the preset."""
         for stream in streams:
             if stream.lossy and (not roles or stream.spec.role in roles):
-                self._streams[stream.index] = replace(stream, reason=f"no budget: {reason}")
+                self._streams[stream.index] = replace(stream, reason=f"{NO_BUDGET}{reason}")
 
     def _optimizers(self, stepped: Iterable[_Stepped]) -> Iterable[_Optimizer]:
         """The optimizers with their sums, without parameters that hold NaN or Inf."""

@@ -80,7 +80,7 @@ class InDirectory:
 class Stored:
     """Where a slice or an object is: ``tensor`` in ``file``, or bytes of the tensor OBJECTS there.
 
-    ``seal`` identifies the file.
+    ``seal`` identifies the file. ``unspent`` says why a slice is not kept within the budget of the save.
     """
 
     file: str
@@ -88,9 +88,10 @@ class Stored:
     tensor: str | None = None
     start: int = 0
     length: int = 0
+    unspent: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields without the seal, which ``files`` has once for each file."""
+        """Where it is, without the seal, which ``files`` has once for each file."""
         if self.tensor is not None:
             return {"file": self.file, "tensor": self.tensor}
         return {"file": self.file, "start": self.start, "length": self.length}

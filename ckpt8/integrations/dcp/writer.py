@@ -27,6 +27,7 @@ from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.compressor import Compressor, Options
 from ckpt8.compressing.gpu_encoder import choose_encoder
 from ckpt8.compressing.policy import Policy
+from ckpt8.compressing.spending import NO_BUDGET
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import OutputError, UsageError
@@ -35,7 +36,7 @@ from ckpt8.core.text import listed
 from ckpt8.integrations import is_local
 from ckpt8.integrations.dcp.metadata import OBJECTS, InDirectory, Stored, write_metadata
 from ckpt8.integrations.dcp.slices import ExactStorages
-from ckpt8.integrations.dcp.tree import Naming, build, fill_slots, tensor_names
+from ckpt8.integrations.dcp.tree import Naming, are_parted, build, fill_slots, tensor_names
 
 _FILE = re.compile(r"__(\d+)_(\d+)\.ckpt8")
 _SHOWN = 5
@@ -130,9 +131,13 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         if saved:
             obj[OBJECTS] = torch.frombuffer(saved, dtype=torch.uint8)
         target = self._new_file(plan.storage_data)
-        seal = self._compress(obj, target)
+        seal, unspent = self._compress(obj, target)
         return [
-            WriteResult(index, tensors[place].nbytes, Stored(target.name, seal, names[place]))
+            WriteResult(
+                index,
+                tensors[place].nbytes,
+                Stored(target.name, seal, names[place], unspent=unspent.get(names[place])),
+            )
             if isinstance(place, int)
             else WriteResult(index, place[1], Stored(target.name, seal, None, *place))
             for index, place in places
@@ -174,16 +179,18 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         taken = [number for path, owner, number in self._files() if owner == rank]
         return self.path / f"__{rank}_{max(taken, default=-1) + 1}.ckpt8"
 
-    def _compress(self, obj: object, target: Path) -> str:
-        """Write ``target``, and return its seal."""
+    def _compress(self, obj: object, target: Path) -> tuple[str, dict[str, str]]:
+        """Write ``target``. Returns its seal, and why tensors are not within the budget, by name."""
         with live_checkpoint(obj, target.stem) as checkpoint:
             bundle = Bundle.of(checkpoint, f"{target.stem}.pt")
             live = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
             encoder = choose_encoder(bundle, live, None, measure=self._options.stats)
             compressor = Compressor(bundle, plan_bundle(bundle, self._policy), self._options, encoder)
-            compressor.run(target, self._policy, force=False)
+            manifest = compressor.run(target, self._policy, force=False)
+        reasons = ((tensor.name, manifest.storages[tensor.storage].reason or "") for tensor in manifest.tensors)
+        unspent = {name: why.removeprefix(NO_BUDGET) for name, why in reasons if why.startswith(NO_BUDGET)}
         with ContainerReader(target) as reader:
-            return reader.seal.hex()
+            return reader.seal.hex(), unspent
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata, which replaces an older checkpoint, and remove the files of that one."""
@@ -191,10 +198,27 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         metadata.storage_data = {result.index: result.storage_data for each in results for result in each}
         metadata.storage_meta = self.storage_meta()
         used = write_metadata(self.path, metadata, metadata.storage_data, self._run_id)
+        self._warn_of_unspent(metadata.storage_data)
         for path, _, _ in self._files():
             if path.name not in used:
                 with contextlib.suppress(OSError):
                     path.unlink()
+
+    def _warn_of_unspent(self, stored: Mapping[MetadataIndex, Stored]) -> None:
+        """Warn of slices that are larger than the budget asks for, because one rank does not know their step."""
+        slices = {index: each for index, each in stored.items() if each.tensor is not None}
+        unspent = [each for each in slices.values() if each.unspent is not None]
+        if unspent:
+            reasons = dict.fromkeys(each.unspent or "" for each in unspent)
+            why, advice = listed(reasons, _SHOWN), ""
+            if are_parted({(index.fqn, tuple(index.offset or ())): each.file for index, each in slices.items()}):
+                why = "ranks saved weights and moments of one parameter apart"
+                advice = "; save with DefaultSavePlanner(dedup_save_to_lowest_rank=True)"
+            warnings.warn(
+                f"{self.path}: {len(unspent)} of {len(slices)} slices are kept as flash keeps them, not within the "
+                f"budget: {why}{advice}",
+                stacklevel=2,
+            )
 
     def _files(self) -> list[tuple[Path, int, int]]:
         """The files of ranks in the directory: path, rank, number."""
