@@ -1,0 +1,106 @@
+"""First moments in steps of their second moments in one pass on a CPU: the arithmetic of ``reference``, to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ckpt8.codecs.symbols_numba import dither, from_zigzag, u4, zigzag
+from ckpt8.codecs.vscaled import reference
+from ckpt8.core.errors import RefusedError
+from ckpt8.core.numba_kernels import f4, i4, kernel
+from ckpt8.core.tensors import Parts
+
+
+@kernel
+def _divisor(v, bias1, root_bias2, eps):
+    return f4(f4(f4(np.sqrt(v) / root_bias2) + eps) * bias1)
+
+
+@kernel
+def _encode(x, second, original, codes, k, u_max, bias1, root_bias2, eps, salt, first):
+    """Fill codes; whether any value must be refused."""
+    share, reach = f4(u_max * f4(reference.STEP_SHARE)), f4(u_max * f4(reference.REACH))
+    most, least = f4(u_max * f4(reference.LARGEST_UPDATE)), f4(reference.SMALLEST_STEP)
+    zero, half, infinite = f4(0), f4(0.5), f4(np.inf)
+    refused = i4(0)
+    for i in range(x.size):
+        m, v = x[i], second[i]
+        empty = v == zero
+        divisor = _divisor(v, bias1, root_bias2, eps)
+        largest = f4(divisor * share)
+        step = f4(np.sqrt(np.sqrt(v)) * k)
+        step = largest if empty or largest < step else step
+        t = dither(u4(first + u4(i)), salt)
+        t = half if empty else t
+        offset = half - t
+        u = m / _divisor(original[i], bias1, root_bias2, eps)
+        u = zero if m == zero else u
+        low = np.ceil(f4(f4((u - reach) * divisor) / step) - offset)
+        high = np.floor(f4(f4((u + reach) * divisor) / step) - offset)
+        q = np.floor(m / step + t)
+        q = low if low > q else q
+        q = high if high < q else q
+        nothing = empty & (step == zero) & (m == zero)
+        bounded = (step >= least) & (step < infinite) & (divisor < infinite)
+        bounded &= (abs(u) < most) & (abs(q) < f4(reference.CODES))
+        refused |= i4(not (nothing | bounded))
+        codes[i] = zigzag(i4(zero if nothing else q))
+    return refused != 0
+
+
+@kernel
+def _decode(codes, second, out, k, u_max, bias1, root_bias2, eps, salt, first):
+    share, zero, half = f4(u_max * f4(reference.STEP_SHARE)), f4(0), f4(0.5)
+    for i in range(out.size):
+        v = second[i]
+        empty = v == zero
+        largest = f4(_divisor(v, bias1, root_bias2, eps) * share)
+        step = f4(np.sqrt(np.sqrt(v)) * k)
+        step = largest if empty or largest < step else step
+        offset = half - dither(u4(first + u4(i)), salt)
+        offset = zero if empty else offset
+        out[i] = (f4(from_zigzag(codes[i])) + offset) * step
+
+
+def encode(
+    x: torch.Tensor,
+    out: Parts,
+    *,
+    second: torch.Tensor,
+    original_second: torch.Tensor,
+    first: int,
+    k: float,
+    u_max: float,
+    bias1: float,
+    root_bias2: float,
+    eps: float,
+    salt: int,
+) -> None:
+    """As ``reference.encode``, of any length."""
+    given = [t.float().contiguous().numpy() for t in (x, second, original_second)]
+    settings = map(f4, (k, u_max, bias1, root_bias2, eps))
+    if _encode(*given, out["codes"].numpy(), *settings, u4(salt), u4(first & 0xFFFFFFFF)):
+        raise RefusedError(reference.REFUSAL)
+
+
+def decode(
+    parts: Parts,
+    out: torch.Tensor,
+    *,
+    second: torch.Tensor,
+    first: int,
+    k: float,
+    u_max: float,
+    bias1: float,
+    root_bias2: float,
+    eps: float,
+    salt: int,
+) -> None:
+    """As ``reference.decode``, of any length."""
+    flat = out if out.dtype is torch.float32 else torch.empty(out.numel())
+    given = (parts["codes"].contiguous().numpy(), second.contiguous().numpy(), flat.numpy())
+    settings = map(f4, (k, u_max, bias1, root_bias2, eps))
+    _decode(*given, *settings, u4(salt), u4(first & 0xFFFFFFFF))
+    if flat is not out:
+        out.copy_(flat)
