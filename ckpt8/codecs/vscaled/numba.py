@@ -39,8 +39,8 @@ def _encode(x, second, original, codes, k, u_max, bias1, root_bias2, eps, salt, 
         low = np.ceil(f4(f4((u - reach) * divisor) / step) - offset)
         high = np.floor(f4(f4((u + reach) * divisor) / step) - offset)
         q = np.floor(m / step + t)
-        q = low if low > q else q
-        q = high if high < q else q
+        q = max(q, low)
+        q = min(q, high)
         nothing = empty & (step == zero) & (m == zero)
         bounded = (step >= least) & (step < infinite) & (divisor < infinite)
         bounded &= (abs(u) < most) & (abs(q) < f4(reference.CODES))
