@@ -1,6 +1,6 @@
 """Second moments in steps of a pseudo-logarithm on a CPU: the arithmetic of ``reference``, to the bit.
 
-Codes and bits are computed in float64, which holds these integers exactly; what is beyond 2^53 is beyond the clamp, too.
+Codes and bits are computed in float64, which holds these integers exactly; beyond 2^53 they are beyond the clamp, too.
 (x + 1/2) / S has the same floor as x / S, and is so far from a whole number that the reciprocal of S may be rounded.
 """
 
