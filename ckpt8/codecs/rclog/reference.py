@@ -46,8 +46,9 @@ def _factors(x: torch.Tensor, index: torch.Tensor, count: int, present: torch.Te
 
 def _places(count: int, first: int, C: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: N803
     """The row in the chunk and the column of every element."""
-    index = torch.arange(first % C, first % C + count, device=device)
-    return torch.div(index, C, rounding_mode="floor"), index % C
+    column = torch.arange(first % C, first % C + count, device=device)
+    row = torch.div(column, C, rounding_mode="floor")
+    return row, column.sub_(row * C)
 
 
 def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int) -> None:  # noqa: N803
@@ -63,14 +64,14 @@ def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int) -> None: 
     present = bits != 0
     rows = _factors(bits, row, out["rows"].numel(), present)
     out["rows"].copy_(rows)
-    rest = bits - (rows[row] << UNIT)
+    bits.sub_(rows.bitwise_left_shift_(UNIT)[row])
     if "columns" in out:
-        columns = _factors(rest.where(present, 0), column, C, present)
+        columns = _factors(bits.masked_fill(~present, 0), column, C, present)
         out["columns"].copy_(columns)
-        rest -= columns[column] << UNIT
+        bits.sub_(columns.bitwise_left_shift_(UNIT)[column])
     # Factors reach from -4096 to 4096.
     above = ((2 * _ABOVE) << UNIT) // S + 1
-    q = torch.div(rest + S // 2 + above * S, S, rounding_mode="floor").sub_(above)
+    q = bits.add_(S // 2 + above * S).div_(S, rounding_mode="floor").sub_(above)
     out["codes"].copy_(zigzag(q.to(torch.int32)).masked_fill_(~present, RESERVED))
 
 
@@ -81,5 +82,5 @@ def decode(parts: Parts, out: torch.Tensor, *, S: int, C: int, first: int) -> No
     p = parts["rows"].long()[row]
     if "columns" in parts:
         p += parts["columns"].long()[column]
-    bits = (from_zigzag(codes).long() * S).add_(p << UNIT).clamp_(*RANGES[out.dtype]).to(torch.int32)
+    bits = from_zigzag(codes).long().mul_(S).add_(p.bitwise_left_shift_(UNIT)).clamp_(*RANGES[out.dtype]).to(torch.int32)
     out.copy_(bits.masked_fill_(codes == RESERVED, 0).view(torch.float32))
