@@ -12,9 +12,8 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.trained import Trained, trained_states
 from ckpt8.checkpoint.meaning.update_rules import finite
-from ckpt8.checkpoint.scalars import read_settings
 from ckpt8.checkpoint.sources.bundle import Bundle
-from ckpt8.checkpoint.tree import NamedTensor, StorageInfo, TensorRef, is_dense
+from ckpt8.checkpoint.tree import NamedTensor, TensorRef, is_dense
 from ckpt8.compressing.parameters import OptimizerStep, Parameter
 from ckpt8.compressing.plan import Plan, Stream, Unit, join, views_of
 from ckpt8.optim.known_optimizers import setting
@@ -39,20 +38,19 @@ class _Steps:
     """Finds the steps of the parameters of one plan. A weight belongs to one parameter."""
 
     def __init__(self, plan: Plan, bundle: Bundle) -> None:
-        self._bundle = bundle
         self._streams = plan.streams
-        self._storages: Mapping[str, StorageInfo] = {stream.storage.key: stream.storage for stream in self._streams}
         self._index = {stream.storage.key: stream.index for stream in self._streams}
         self._views = views_of(plan.tensors)
         self._taken = {index for unit in plan.units if unit.parameter is not None for index in _indices(unit)}
-        members = [(member.path, member.checkpoint) for member in bundle.found]
-        self._states = trained_states(members, bundle.key, directory=bundle.directory is not None)
+        self._states = trained_states(bundle.found, bundle.key, directory=bundle.directory is not None)
 
     def with_step(self, parameter: Parameter) -> Parameter:
         """The parameter with its step, or without one and with the reason."""
+        if parameter.rule_beside_master is not None:
+            parameter = replace(parameter, rule=parameter.rule_beside_master, reason=None)
         keys = (self._streams[index].storage.key for index in parameter.moments.values())
         state = next((self._states[key] for key in keys if key in self._states), _UNKNOWN)
-        found = self._numbers(parameter, state.group)
+        found = _numbers(parameter, state.group)
         if isinstance(found, str):
             return replace(parameter, stepless=found)
         lr, beta1, beta2 = found
@@ -62,33 +60,38 @@ class _Steps:
         self._taken.add(weight)
         return replace(parameter, step=OptimizerStep(state.optimizer, lr, beta1, beta2, weight))
 
-    def _numbers(self, parameter: Parameter, saved: Mapping[Any, Any]) -> tuple[float, float, float] | str:
-        """Learning rate and betas, or why the step is not known."""
-        if parameter.rule is None or parameter.rule.kind not in _RULES:
-            return parameter.reason or "its optimizer has no step that a budget is told in"
-        group = read_settings(self._bundle, self._storages, saved)
-        lr = _rate(group)
-        if isinstance(lr, str):
-            return lr
-        betas = setting(group, "betas")
-        numbers = [finite(beta) for beta in betas] if isinstance(betas, (tuple, list)) else []
-        known = [beta for beta in numbers[:2] if beta is not None and 0 <= beta < 1]
-        if len(known) < 2:
-            return "betas are missing from the parameter group"
-        return lr, known[0], known[1]
-
     def _weight(self, parameter: Parameter, state: Trained) -> int | str:
-        """The stream of the weight, or why it is unknown."""
+        """The stream of the weight, or why it is unknown. A copy stands for its master."""
         ref = state.weight
         if ref is None:
             return state.unpaired or "its weight is not known"
-        index = self._index[ref.key]
         (moment,) = (view.ref for view in self._views[next(iter(parameter.moments.values()))])
+        index = self._index[ref.key]
+        if (copied := self._streams[index].codec.copied) is not None:
+            if [run.start for run in copied.runs] != [0] or copied.runs[0].storage is None:
+                return "its weight is a copy of masters that do not lie as its moments"
+            index = copied.runs[0].storage
+            ref = next(view.ref for view in self._views[index])
         if index in self._taken:
-            return "its weight is in the step of another optimizer"
+            return "its weight is in the step of another parameter"
+        if ref.numel != moment.numel:
+            return f"its weight has {ref.numel} elements and its moments have {moment.numel}: one of them is padded"
         if _order(ref) != _order(moment) or not _fills(ref, self._streams[index], self._views[index]):
             return "the elements of its weight do not lie as those of its moments"
         return index
+
+
+def _numbers(parameter: Parameter, group: Mapping[Any, Any]) -> tuple[float, float, float] | str:
+    """Learning rate and betas, or why the step is not known."""
+    if parameter.rule is None or parameter.rule.kind not in _RULES:
+        return parameter.reason or "its optimizer has no step that a budget is told in"
+    lr = _rate(group)
+    if isinstance(lr, str):
+        return lr
+    betas = setting(group, "betas")
+    numbers = [finite(beta) for beta in betas] if isinstance(betas, (tuple, list)) else []
+    known = [beta for beta in numbers[:2] if beta is not None and 0 <= beta < 1]
+    return (lr, known[0], known[1]) if len(known) == 2 else "betas are missing from the parameter group"
 
 
 def _rate(group: Mapping[Any, Any]) -> float | str:

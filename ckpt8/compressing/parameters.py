@@ -13,7 +13,7 @@ from ckpt8.checkpoint.meaning.update_rules import UpdateRule, identify_state, re
 from ckpt8.checkpoint.scalars import read_settings
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense
 from ckpt8.core.tensors import DType, TensorSpec
-from ckpt8.optim.known_optimizers import MOMENT_SLOTS, SIDE_STATE
+from ckpt8.optim.known_optimizers import MASTER_KEYS, MEGATRON_MASTER, MOMENT_SLOTS, SIDE_STATE
 
 
 class Place(Protocol):
@@ -79,7 +79,8 @@ class Parameter:
     ``rule`` is None where the update rule is unknown; ``reason`` then says why. ``confidence`` are the row and column
     statistics of CAME's confidence, ``squares`` those of its second moments, each with its storage. ``replay`` is there
     if the rule is ``replayed``. ``step`` is there under a budget, where rule and learning rate are known, else
-    ``stepless`` says why it is not; its weight is then a stream of the same unit.
+    ``stepless`` says why it is not; its weight is then a stream of the same unit. ``rule_beside_master`` is the rule of
+    a state without the master that makes ``rule`` unknown.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Parameter:
     step: OptimizerStep | None = None
     stepless: str | None = None
     squares: Sequence[tuple[StorageInfo, TensorRef]] = ()
+    rule_beside_master: UpdateRule | None = None
 
     @property
     def streams(self) -> set[int]:
@@ -164,7 +166,16 @@ def _parameter(
         rule, replay = (found, None) if isinstance(found, str) else (rule, found)
     if isinstance(rule, UpdateRule):
         return Parameter(saved.name, moments, rule, None, shape, confidence, replay, squares=squares)
-    return Parameter(saved.name, moments, None, rule, shape)
+    return Parameter(saved.name, moments, None, rule, shape, rule_beside_master=_rule_beside_master(saved, step))
+
+
+def _rule_beside_master(saved: ParameterState, step: object) -> UpdateRule | None:
+    """The rule of a state that holds a master as well; None without a master, or for an unknown optimizer."""
+    state = {key: value for key, value in saved.state.items() if key not in (*MASTER_KEYS, MEGATRON_MASTER)}
+    if len(state) == len(saved.state):
+        return None
+    rule = recognise(state, saved.group, step if isinstance(step, (int, float)) else None)
+    return rule if isinstance(rule, UpdateRule) and rule.kind in ("adam", "stable_adamw") else None
 
 
 def _replay(

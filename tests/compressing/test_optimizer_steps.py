@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from dcp_kit import adam_state, save_in_pieces, save_small
+from reference_kit import GROUP, LAYOUTS, SHAPES, adamw, masters, rounded
 from torch import nn
 
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.policy import Policy
+from ckpt8.core.tensors import DType
+
+INPUTS = Path(__file__).parents[2] / "fixtures" / "inputs"
+NAMES = ("weight", "bias")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def planned(path, **options):
@@ -100,3 +108,223 @@ def test_the_rate_is_that_of_the_group_and_a_tenth_of_the_first_at_least(tmp_pat
     found = [step if isinstance(step, str) else step.lr for step in steps(plan)]
     zero, nan = "its learning rate is zero", "its learning rate is not a finite number"
     assert found == [1e-3, 1e-3, 0.125, 0.125, 2e-4, 2e-4, zero, nan]
+
+
+# Optimizers
+
+
+def test_two_optimizers_of_one_file(tmp_path):
+    generator, discriminator = make_net(), make_net()
+    tree = {
+        "netG": generator.state_dict(),
+        "netD": discriminator.state_dict(),
+        "optG": trained(generator, betas=(0.5, 0.9)).state_dict(),
+        "optD": trained(discriminator, lr=4e-3).state_dict(),
+    }
+    plan = saved(tree, tmp_path)
+    check_units(plan)
+    assert pairs(plan) == {f"{net}.{name}": f"{net}.{name}" for net in ("netG", "netD") for name in tree[net]}
+    found = {(step.optimizer, step.lr, step.beta1) for step in steps(plan)}
+    assert found == {(0, 1e-3, 0.5), (1, 4e-3, 0.9)}
+
+
+def test_a_largest_second_moment_is_in_the_unit(tmp_path):
+    net = make_net()
+    plan = saved({"model": net.state_dict(), "optimizer": trained(net, amsgrad=True).state_dict()}, tmp_path)
+    check_units(plan)
+    assert {len(unit.streams) for unit in plan.units if unit.parameter is not None} == {4}
+    assert pairs(plan) == {name: f"model.{name}" for name in net.state_dict()}
+
+
+def test_stable_adamw_of_optimi(tmp_path):
+    optimi = pytest.importorskip("optimi")
+    net = make_net()
+    optimizer = trained(net, optimi.StableAdamW, betas=(0.9, 0.98), triton=False)
+    plan = saved({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
+    assert {(step.lr, step.beta1, step.beta2) for step in steps(plan)} == {(1e-3, 0.9, 0.98)}
+    assert pairs(plan) == {name: f"model.{name}" for name in net.state_dict()}
+
+
+def test_came_steps_matrices(tmp_path):
+    """Vectors have no second moment, so that no budget is told in their steps."""
+    came = pytest.importorskip("came_pytorch")
+    net = make_net()
+    plan = saved({"model": net.state_dict(), "optimizer": trained(net, came.CAME).state_dict()}, tmp_path)
+    check_units(plan)
+    assert pairs(plan) == {f"{k}.weight": f"model.{k}.weight" for k in (0, 2, 3)}
+    assert {(step.lr, step.beta1, step.beta2) for step in steps(plan) if not isinstance(step, str)} == {
+        (1e-3, 0.9, 0.999)
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.SGD, {"momentum": 0.9, "nesterov": True})],
+)
+def test_rules_without_a_step(kind, options, tmp_path):
+    net = make_net()
+    plan = saved({"model": net.state_dict(), "optimizer": trained(net, kind, **options).state_dict()}, tmp_path)
+    check_units(plan)
+    assert set(steps(plan)) == {"its optimizer has no step that a budget is told in"}
+
+
+def test_a_rule_that_is_not_known(tmp_path):
+    net = make_net()
+    state = trained(net).state_dict()
+    for each in state["state"].values():
+        each["more"] = torch.ones(3)
+    plan = saved({"model": net.state_dict(), "optimizer": state}, tmp_path)
+    assert set(steps(plan)) == {"the optimizer is not one whose update rule is known"}
+
+
+# Weights
+
+
+def test_tied_weights(tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(128, 64), nn.Linear(64, 64), nn.Linear(64, 128, bias=False))
+    net[2].weight = net[0].weight
+    plan = saved({"model": net.state_dict(), "optimizer": trained(net).state_dict()}, tmp_path)
+    check_units(plan)
+    assert pairs(plan) == {name: f"model.{name}" for name in ("0.weight", "1.weight", "1.bias")}
+
+
+def test_elements_in_another_order_or_place_are_not_paired(tmp_path):
+    net = make_net()
+    optimizer, model = trained(net).state_dict(), net.state_dict()
+    buffer = torch.zeros(7 + 64 * 96)
+    model["0.weight"] = buffer[7:].view(64, 96).copy_(model["0.weight"])
+    model["2.weight"] = model["2.weight"].t().contiguous().t()
+    found = pairs(saved({"model": model, "optimizer": optimizer}, tmp_path))
+    reason = "the elements of its weight do not lie as those of its moments"
+    assert {name for name, weight in found.items() if weight == reason} == {"0.weight", "2.weight"}
+    assert found["3.weight"] == "model.3.weight"
+
+
+def test_both_in_another_order_are_paired(tmp_path):
+    torch.manual_seed(0)
+    net = nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)
+    plan = saved({"model": net.state_dict(), "optimizer": trained(net).state_dict()}, tmp_path)
+    assert pairs(plan) == {name: f"model.{name}" for name in net.state_dict()}
+
+
+def test_a_file_without_weights(tmp_path):
+    plan = saved({"optimizer": trained(make_net()).state_dict()}, tmp_path)
+    check_units(plan)
+    assert set(pairs(plan).values()) == {"the file has no state dict of a model"}
+    assert {step.lr for step in steps(plan)} == {1e-3}
+
+
+def test_weights_in_bf16_beside_moments_in_fp32(tmp_path):
+    net = make_net()
+    optimizer = trained(net).state_dict()
+    plan = saved({"model": net.bfloat16().state_dict(), "optimizer": optimizer}, tmp_path)
+    check_units(plan)
+    assert pairs(plan) == {name: f"model.{name}" for name in net.state_dict()}
+
+
+# Masters
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_masters_are_the_weights(layout, tmp_path):
+    plan = saved(LAYOUTS[layout](masters()), tmp_path)
+    check_units(plan)
+    by_name = {stream.spec.name: stream for stream in plan.streams}
+    weights = [by_name[weight] for weight in pairs(plan).values()]
+    assert {weight.spec.dtype for weight in weights} == {DType.FLOAT32}
+    assert all(weight.spec.name.startswith("optimizer.") for weight in weights)
+    assert sum(weight.spec.numel for weight in weights) >= sum(math.prod(shape) for shape in SHAPES.values())
+    assert {step.lr for step in steps(plan)} == {GROUP["lr"]}
+
+
+def test_a_copy_whose_masters_no_key_names_leads_to_them(tmp_path):
+    weights = masters()
+    tree = {"model": rounded(weights), "optimizer": adamw(list(weights.values())), "weights": list(weights.values())}
+    plan = saved(tree, tmp_path)
+    check_units(plan)
+    found = pairs(plan)
+    assert {found[name] for name in SHAPES if "norm" not in name} == {
+        f"weights.{k}" for k, name in enumerate(SHAPES) if "norm" not in name
+    }
+
+
+# Directories
+
+
+def test_the_weights_of_a_trainer_directory():
+    for folder in ("trainer-adamw", "trainer-stable-adamw"):
+        found = pairs(planned(INPUTS / folder))
+        assert len(found) == 11
+        assert found == {name: name.replace("optimizer.pt:", "model.safetensors:") for name in found}
+
+
+def test_a_lightning_checkpoint():
+    plan = planned(INPUTS / "lightning.ckpt")
+    assert pairs(plan) == {name: name for name in (f"state_dict.network.{k}.{n}" for k in (2, 4) for n in NAMES)}
+
+
+def test_files_of_ranks_share_their_optimizer(tmp_path):
+    """Flat parameters of FSDP as each rank saves its own: an imitation."""
+    for rank in range(2):
+        flat = nn.ParameterDict({"_flat_param": nn.Parameter(torch.randn(6000))})
+        tree = {"model": flat.state_dict(), "optimizer": trained(flat).state_dict()}
+        torch.save(tree, tmp_path / f"fsdp-rank{rank}.pt")
+    plan = planned(tmp_path)
+    check_units(plan)
+    assert {step.optimizer for step in steps(plan)} == {0}
+    assert set(pairs(plan).values()) == {f"fsdp-rank{rank}.pt:model._flat_param" for rank in range(2)}
+
+
+def test_files_of_two_optimizers_do_not(tmp_path):
+    for name in ("optimizer.bin", "optimizer_1.bin"):
+        torch.save(trained(make_net()).state_dict(), tmp_path / name)
+    assert {step.optimizer for step in steps(planned(tmp_path))} == {0, 1}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_slices_of_a_distributed_checkpoint(flat, tmp_path):
+    weights = {"a.weight": torch.randn(80, 64), "b.weight": torch.randn(64, 64)}
+    state = adam_state(weights)
+    sliced = {f"model.{name}" if not flat else name: weight for name, weight in weights.items()}
+    sliced |= {f"optimizer.state.{name}.{key}": state["state"][name][key] for name in weights for key in MOMENTS}
+    others = {f"optimizer.state.{name}.step": state["state"][name]["step"] for name in weights}
+    others |= {f"optimizer.param_groups.0.{key}": value for key, value in state["param_groups"][0].items()}
+    halves = {80: [((0, 0), (40, 64)), ((40, 0), (40, 64))], 64: [((0, 0), (64, 64))]}
+    save_in_pieces({name: (each, halves[len(each)]) for name, each in sliced.items()}, tmp_path / "run", others)
+    plan = planned(tmp_path / "run")
+    check_units(plan)
+    found = {name.partition(":")[2]: weight.partition(":")[2] for name, weight in pairs(plan).items()}
+    before = "" if flat else "model."
+    assert found == {each: f"{before}{each}" for each in ("a.weight[0:40,:]", "a.weight[40:80,:]", "b.weight")}
+    assert {(step.optimizer, step.lr, step.beta2) for step in steps(plan)} == {(0, 1e-3, 0.99)}
+
+
+def test_a_distributed_checkpoint_of_the_model_beside_that_of_the_optimizer(tmp_path):
+    """As accelerate writes them."""
+    weights = {"a.weight": torch.randn(80, 64)}
+    save_small({"model": weights}, tmp_path / "pytorch_model_fsdp_0")
+    save_small({"optimizer": adam_state(weights)}, tmp_path / "optimizer_0")
+    (weight,) = pairs(planned(tmp_path)).values()
+    assert weight.startswith("pytorch_model_fsdp_0/")
+    assert weight.endswith(":model.a.weight")
+
+
+def test_slices_that_lie_in_other_places(tmp_path):
+    weight = torch.randn(80, 64)
+    state = adam_state({"a.weight": weight})
+    whole, halves = [((0, 0), (80, 64))], [((0, 0), (40, 64)), ((40, 0), (40, 64))]
+    sliced = {f"optimizer.state.a.weight.{key}": (state["state"]["a.weight"][key], halves) for key in MOMENTS}
+    others = {f"optimizer.param_groups.0.{key}": value for key, value in state["param_groups"][0].items()}
+    others["optimizer.state.a.weight.step"] = state["state"]["a.weight"]["step"]
+    save_in_pieces({"model.a.weight": (weight, whole), **sliced}, tmp_path / "run", others)
+    assert set(pairs(planned(tmp_path / "run")).values()) == {"its weight is cut into other slices than its moments"}
+
+
+def test_a_master_in_a_distributed_checkpoint(tmp_path):
+    weights = {"a.weight": torch.randn(80, 64)}
+    state = adam_state(weights)
+    state["state"]["a.weight"]["fp32_param"] = weights["a.weight"]
+    save_small({"model": {"a.weight": weights["a.weight"].bfloat16()}, "optimizer": state}, tmp_path / "run")
+    (weight,) = pairs(planned(tmp_path / "run")).values()
+    assert weight.endswith(":optimizer.state.a.weight.fp32_param")

@@ -57,11 +57,25 @@ class Universal:
 
     def parameters(self) -> list[ParameterState]:
         """The state of every parameter, with tensors whose keys are those of the bundle."""
-        return [
-            self._parameter(folder)
-            for folder, _, name in (path.rpartition("/") for path in self._members)
-            if name == "exp_avg.pt" and self.role(f"{folder}/{name}")
-        ]
+        return [self._parameter(folder) for folder in self._folders()]
+
+    def weights(self) -> Iterator[tuple[str, TensorRef | None, ParameterState]]:
+        """The folder, the fp32 weight and the state of every parameter, with keys of the bundle.
+
+        The groups have no learning rate where it is not the same in all.
+        """
+        for folder in self._folders():
+            root, state = folder.rpartition("/")[0], self._parameter(folder)
+            groups = groups_of(self._tree(f"{root}/{_REST}"))
+            if len({(repr(group.get("lr")), repr(group.get("initial_lr"))) for group in groups}) > 1:
+                state = replace(state, group={key: value for key, value in state.group.items() if key != "lr"})
+            yield root, self._tensor(f"{folder}/fp32.pt"), state
+
+    def _folders(self) -> Iterator[str]:
+        """The folders of parameters."""
+        for folder, _, name in (path.rpartition("/") for path in self._members):
+            if name == "exp_avg.pt" and self.role(f"{folder}/{name}"):
+                yield folder
 
     def _parameter(self, folder: str) -> ParameterState:
         root, _, name = folder.rpartition("/")

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from ckpt8.checkpoint.meaning.masters import find_masters, lists_of_masters
 from ckpt8.checkpoint.meaning.nodes import listed_parameters, parameter_groups
 from ckpt8.checkpoint.meaning.ownership import Owner, owners
 from ckpt8.checkpoint.meaning.parameter_names import match
@@ -41,7 +42,8 @@ class SavedParameter:
     """State, group and weight of one parameter. ``unpaired`` says why the weight is unknown. ``name`` is for people.
 
     ``identifier`` stands for the parameter in its group. ``shape`` is that of the first moment or residual, None
-    without one. ``optimizer`` is the number of its optimizer in the tree.
+    without one. ``optimizer`` is the number of its optimizer in the tree. ``master`` is the fp32 weight that the
+    optimizer keeps itself, if it does.
     """
 
     name: str
@@ -52,6 +54,7 @@ class SavedParameter:
     weight: TensorRef | None
     unpaired: str | None
     optimizer: int
+    master: TensorRef | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,14 @@ class Beside:
     files: Mapping[int, str] = field(default_factory=dict)
 
 
+class _Optimizer(NamedTuple):
+    """An optimizer, its number in the tree, and the masters that are listed beside it."""
+
+    number: int
+    candidate: Candidate
+    masters: Sequence[Any]
+
+
 def saved_parameters(tree: object, beside: Beside | None = None, *, as_torch: bool = False) -> list[SavedParameter]:
     """All parameters that have a state, in the order of the optimizers' groups.
 
@@ -75,11 +86,17 @@ def saved_parameters(tree: object, beside: Beside | None = None, *, as_torch: bo
     models, optimizers = models_and_optimizers(tree)
     beside = Beside() if models or beside is None else beside
     found = owners(optimizers, models or beside.models)
+    lists = lists_of_masters(tree) if optimizers else {}
+    names = None if models else beside.names
     return [
         parameter
         for number, (optimizer, owner) in enumerate(zip(optimizers, found, strict=True))
         for parameter in _parameters(
-            number, optimizer, owner, models or beside.models, None if models else beside.names, as_torch
+            _Optimizer(number, optimizer, lists.get(id(optimizer.node), ())),
+            owner,
+            models or beside.models,
+            names,
+            as_torch,
         )
     ]
 
@@ -92,13 +109,13 @@ def models_and_optimizers(tree: object) -> tuple[list[Candidate], list[Candidate
 
 
 def _parameters(
-    number: int,
-    optimizer: Candidate,
+    saved: _Optimizer,
     owner: Owner,
     models: Sequence[Candidate],
     names_beside: Mapping[str, str] | None,
     as_torch: bool,
 ) -> list[SavedParameter]:
+    number, optimizer, listed = saved
     groups = parameter_groups(optimizer.node)
     states = {each: state for each, state in optimizer.node["state"].items() if isinstance(state, dict) and state}
     if as_torch:
@@ -108,7 +125,7 @@ def _parameters(
     names = saved_names(groups)
     if isinstance(names, str):
         return [
-            SavedParameter(place(optimizer, each), each, state, {}, moment_shape(state), None, names, number)
+            SavedParameter(place(optimizer, each), each, state, {}, moment_shape(state), None, names, number, None)
             for each, state in states.items()
         ]
     shapes = {each: shape for each, state in states.items() if (shape := moment_shape(state)) is not None}
@@ -122,6 +139,7 @@ def _parameters(
     else:
         known = {each: name for each in shapes if (name := names_beside.get(place(optimizer, each))) is not None}
         found = dict.fromkeys(shapes, _UNORDERED) | _by_name(known, shapes, owner.model)
+    masters = find_masters(states, groups, shapes, listed)
     result = []
     for group in groups:
         for each in group["params"]:
@@ -129,7 +147,8 @@ def _parameters(
                 weight = found.get(each, _NO_SHAPE)
                 ref, reason = (None, weight) if isinstance(weight, str) else (weight, None)
                 name = names.get(each, place(optimizer, each))
-                result.append(SavedParameter(name, each, states[each], group, shapes.get(each), ref, reason, number))
+                own = (states[each], group, shapes.get(each))
+                result.append(SavedParameter(name, each, *own, ref, reason, number, masters.get(each)))
     return result
 
 

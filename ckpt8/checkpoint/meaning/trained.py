@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckpt8.checkpoint.meaning.dcp_pairs import slice_pairs
+from ckpt8.checkpoint.meaning.deepspeed import Universal
 from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights
 from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
+from ckpt8.checkpoint.readers.entries import DirectoryMember
+from ckpt8.checkpoint.scalars import read_settings
 from ckpt8.checkpoint.tree import Checkpoint, Labelled, TensorRef
-from ckpt8.optim.known_optimizers import MASTER_KEYS
 
 _RANK = re.compile(r"(rank|shard)[_-]?\d+(?:_\d+)*")
 """The part of a path that numbers the processes that saved one optimizer together."""
@@ -28,8 +31,8 @@ class Trained:
     """The step that a saved state belongs to.
 
     ``optimizer`` is the number of the optimizer in the source; files that ranks wrote of one optimizer share it.
-    ``group`` is its parameter group as saved. The key of ``weight`` is that of its storage in the source; where it is
-    None, ``unpaired`` says why.
+    ``group`` is its parameter group, with numbers in place of tensors. The key of ``weight`` is that of its storage in
+    the source; where it is None, ``unpaired`` says why.
     """
 
     optimizer: int
@@ -55,34 +58,43 @@ class Pairs:
         return found, {} if beside is None else beside.files
 
 
-def trained_states(members: Members, key_of: Callable[[str, int], str], *, directory: bool) -> dict[str, Trained]:
+def trained_states(
+    members: Sequence[DirectoryMember], key_of: Callable[[str, int], str], *, directory: bool
+) -> dict[str, Trained]:
     """What is known of every saved state, by the key of each of its storages. Raises InputError.
 
     ``key_of`` gives the key in the source of a storage in the member of a number.
     """
-    numbers = {path: number for number, (path, _) in enumerate(members)}
-    pairs, found = Pairs(members, directory=directory), dict[str, Trained]()
+    contents = [(member.path, member.checkpoint) for member in members]
+    pairs, found = Pairs(contents, directory=directory), dict[str, Trained]()
+    numbers = {path: number for number, (path, _) in enumerate(contents)}
     optimizers: dict[object, int] = {}
-    for number, (path, checkpoint) in enumerate(members):
+
+    def number_of(optimizer: object) -> int:
+        return optimizers.setdefault(optimizer, len(optimizers))
+
+    for number, (path, checkpoint) in enumerate(contents):
         if isinstance(checkpoint.tree, Labelled):
             continue
-        parameters, homes = pairs.of_member(path)
+        parameters, files = pairs.of_member(path)
+        storages = {storage.key: storage for storage in checkpoint.storages} if parameters else {}
+        groups: dict[int, Mapping[Any, Any]] = {}
         for saved in parameters:
-            optimizer = optimizers.setdefault((_RANK.sub("rank", path), saved.optimizer), len(optimizers))
-            weight, home = _weight(saved), number
-            if weight is not None and weight is saved.weight:
-                home = numbers[homes[id(weight)]] if id(weight) in homes else number
+            if id(saved.group) not in groups:
+                groups[id(saved.group)] = read_settings(checkpoint, storages, saved.group)
+            weight, home = saved.master, number
+            if weight is None and (weight := saved.weight) is not None:
+                home = numbers[files[id(weight)]] if id(weight) in files else number
             weight = weight and replace(weight, key=key_of(weight.key, home))
-            each = Trained(optimizer, saved.group, weight, None if weight else saved.unpaired)
+            optimizer = number_of((_RANK.sub("rank", path), saved.optimizer))
+            each = Trained(optimizer, groups[id(saved.group)], weight, None if weight else saved.unpaired)
             found.update((key_of(ref.key, number), each) for ref in _tensors(saved.state))
+    for pair in slice_pairs(members, key_of):
+        found[pair.key] = Trained(number_of(pair.optimizer), pair.group, pair.weight, pair.unpaired)
+    for root, weight, state in Universal(contents).weights():
+        each = Trained(number_of(root), state.group, weight, None if weight else "it has no fp32.pt")
+        found.update((ref.key, each) for ref in _tensors(state.state))
     return found
-
-
-def _weight(saved: SavedParameter) -> TensorRef | None:
-    """The weight that the optimizer steps: its own copy if it has one."""
-    masters = (saved.state.get(key) for key in MASTER_KEYS)
-    own = (ref for ref in masters if isinstance(ref, TensorRef) and ref.shape == saved.shape)
-    return next(own, saved.weight)
 
 
 def _tensors(state: Mapping[Any, Any]) -> Iterator[TensorRef]:

@@ -19,6 +19,9 @@ from deepspeed_worker import LAST, PRESETS, SAVED, make_model
 from reference_kit import adamw
 
 import ckpt8
+from ckpt8.checkpoint.sources.opening import open_source
+from ckpt8.compressing.bundle_plan import plan_bundle
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.decoding import decode_storage
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.tensors import DType, Role
@@ -131,6 +134,25 @@ def test_what_is_restored_is_what_was_measured(run):
             # The model of a bf16 run is what its masters round to, whatever becomes of these.
             if path.suffix != ".pt" or ("bf16" in run.case and path.name.endswith("_model_states.pt")):
                 assert back["flash"] == back["compact"] == path.read_bytes()
+
+
+@each_run
+def test_masters_are_paired_with_their_moments(run):
+    """All but those of the last rank where only the moments are padded. Ranks share one optimizer."""
+    with open_source(run.source) as source:
+        plan = plan_bundle(source, Policy.of("archive"))
+    names = {stream.index: stream.spec.name for stream in plan.streams}
+    steps = [(unit.parameter.name, unit.parameter.step) for unit in plan.units if unit.parameter is not None]
+    last = f"zero_pp_rank_{run.world - 1}_"
+    for name, step in steps:
+        assert (step.lr, step.beta1, step.beta2) == (1e-3, 0.9, 0.95)
+        if step.weight is None:
+            assert last in name
+            assert step.unpaired.endswith("one of them is padded")
+        else:
+            assert any(key in names[step.weight] for key in (*MASTERS, "fp32.pt"))
+    assert len({step.optimizer for _, step in steps}) == 1 + run.case.endswith("universal")
+    assert 2 * sum(step.weight is not None for _, step in steps) >= len(steps)
 
 
 @each_run

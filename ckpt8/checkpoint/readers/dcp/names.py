@@ -20,13 +20,12 @@ from ckpt8.checkpoint.readers.dcp.metadata import Metadata
 from ckpt8.checkpoint.readers.pickle.rebuild import is_count
 from ckpt8.checkpoint.vocabulary import MODEL_KEYS
 from ckpt8.core.tensors import Role
-from ckpt8.optim.known_optimizers import STATE_ROLES, state_roles
+from ckpt8.optim.known_optimizers import MEGATRON_MASTER, STATE_ROLES, state_roles
 
 STATE, GROUPS, PARAMETERS = "state", "param_groups", "params"
 """Parts of the names of an optimizer's values; ``params`` is an option of a group."""
 
-_MASTERS = {"fp32_param": Role.WEIGHT}
-_KEY_ROLES: Mapping[str, Role] = ChainMap(STATE_ROLES, _MASTERS)
+_KEY_ROLES: Mapping[str, Role] = ChainMap(STATE_ROLES, {MEGATRON_MASTER: Role.WEIGHT})
 _MAX_COMPONENTS = 64
 """Names of modules have a few components; all behind the 64th count as one."""
 

@@ -1,0 +1,154 @@
+"""Which slice of a weight belongs to which slice of optimizer state in distributed checkpoints.
+
+The names of a distributed checkpoint make a tree of whole tensors, which ``pairing`` pairs as that of any file. Where
+one checkpoint has the optimizer and another one the model, both in folders of one folder, the weights are in the other.
+The slices of a pair must lie in the same places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
+from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
+from ckpt8.checkpoint.readers.dcp.metadata import Place
+from ckpt8.checkpoint.readers.entries import DirectoryMember
+from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.vocabulary import MODEL_KEYS
+from ckpt8.optim.known_optimizers import MASTER_KEYS, MEGATRON_MASTER
+
+_CUT_ELSEWHERE = "its weight is cut into other slices than its moments"
+_NOT_FOUND = "no weight has its name"
+_MODEL = "model"
+"""The key for weights without a path before their names."""
+
+_MOST_COMPONENTS = 64
+"""A longer path is no path of a model."""
+
+SliceKey = tuple[str, Place | None]
+"""The name of a tensor and the place of a slice in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlicePair:
+    """A slice of optimizer state by its key: what stands for its optimizer, its group, and the slice of its weight.
+
+    Where that is None, ``unpaired`` says why.
+    """
+
+    key: str
+    optimizer: object
+    group: Mapping[Any, Any]
+    weight: TensorRef | None
+    unpaired: str | None
+
+
+@dataclass(slots=True)
+class _Home:
+    """A distributed checkpoint in a folder. The keys of its ``slices`` are those of the source."""
+
+    checkpoint: DcpCheckpoint
+    folder: str
+    slices: dict[SliceKey, TensorRef] = field(default_factory=dict)
+
+    def is_beside(self, other: _Home) -> bool:
+        """Whether it has no optimizer and lies in a folder beside that of ``other``."""
+        above = {each.folder.rpartition("/")[0] for each in (self, other)}
+        return self is not other and len(above) == 1 and not self.checkpoint.roles.states
+
+
+def slice_pairs(members: Sequence[DirectoryMember], key_of: Callable[[str, int], str]) -> Iterator[SlicePair]:
+    """Every slice of state in the distributed checkpoints among ``members``.
+
+    ``key_of`` gives the key in the source of a storage in the member of a number.
+    """
+    homes: dict[int, _Home] = {}
+    for number, member in enumerate(members):
+        if isinstance(member, DcpMember):
+            home = homes.setdefault(id(member.home), _Home(member.home, member.path.rpartition("/")[0]))
+            for piece, ref in member.parts:
+                home.slices[piece.name, piece.place] = replace(ref, key=key_of(ref.key, number))
+    for home in homes.values():
+        if home.checkpoint.roles.states:
+            yield from _pairs_of(home, [each for each in homes.values() if each.is_beside(home)])
+
+
+def _pairs_of(home: _Home, others: Sequence[_Home]) -> Iterator[SlicePair]:
+    """The pairs of one checkpoint, whose weights ``others`` may have."""
+    roles, tree = home.checkpoint.roles, dict[str, Any]()
+    slices = {id(ref): home.slices for ref in _add_weights(tree, home)}
+    for other in others if not slices else ():
+        slices.update((id(ref), other.slices) for ref in _add_weights(tree, other))
+    _add_states(tree, home)
+    saved = {ref.key: each for each in saved_parameters(tree) for ref in each.state.values()}
+    for (name, place), ref in home.slices.items():
+        if (key := roles.states.get(name)) is not None:
+            weight, reason = _slice_of_weight(saved.get(name), place, slices, home.slices)
+            group = roles.group(key, home.checkpoint.value)
+            yield SlicePair(ref.key, (id(home), key.optimizer), group, weight, reason)
+
+
+def _slice_of_weight(
+    saved: SavedParameter | None,
+    place: Place | None,
+    slices: Mapping[int, Mapping[SliceKey, TensorRef]],
+    own: Mapping[SliceKey, TensorRef],
+) -> tuple[TensorRef | None, str | None]:
+    """The slice of a weight in a place, or why there is none. Masters are among the ``own`` slices of the state."""
+    if saved is None:
+        return None, _NOT_FOUND
+    whole = saved.master or saved.weight
+    if whole is None:
+        return None, saved.unpaired
+    found = slices.get(id(whole), own).get((whole.key, place))
+    return found, None if found is not None else _CUT_ELSEWHERE
+
+
+def _add_weights(tree: dict[str, Any], home: _Home) -> Iterator[TensorRef]:
+    """Put the tensors outside the optimizers into a tree of models; the key of each is its name."""
+    metadata, roles = home.checkpoint.metadata, home.checkpoint.roles
+    trained = {key.parameter for key in roles.states.values()}
+    for name, stored in metadata.tensors.items():
+        if not roles.is_inside(name) and stored.dtype.is_floating:
+            *above, last = (_MODEL, name) if name in trained else _path(name, metadata.paths.get(name, ()))
+            node = _node(tree, above)
+            if node is not None:
+                node[last] = ref = TensorRef.whole(name, stored.dtype, stored.shape)
+                yield ref
+
+
+def _path(name: str, saved: Sequence[str | int]) -> list[str]:
+    """The keys that lead to a model, then the name of the weight in it. ``saved`` is the path if it is known."""
+    is_nested = 1 < len(saved) <= _MOST_COMPONENTS
+    parts = [str(part) for part in saved] if is_nested else name.split(".", _MOST_COMPONENTS)
+    at = next((k for k, part in enumerate(parts[:-1]) if part in MODEL_KEYS), None)
+    if at is not None:
+        return [*parts[: at + 1], ".".join(parts[at + 1 :])]
+    return parts if is_nested else [_MODEL, name]
+
+
+def _node(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | None:
+    """The dictionary at a path, made where it is missing; None where there is a tensor."""
+    node: Any = tree
+    for part in path:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            return None
+    return cast("dict[str, Any]", node)
+
+
+def _add_states(tree: dict[str, Any], home: _Home) -> None:
+    """Put the tensors of optimizer state into the tree, each parameter under its name."""
+    metadata, optimizers = home.checkpoint.metadata, dict[str, dict[str, Any]]()
+    for name, key in home.checkpoint.roles.states.items():
+        stored = metadata.tensors.get(name)
+        if stored is not None:
+            state = optimizers.setdefault(key.optimizer, {}).setdefault(key.parameter, {})
+            ref = TensorRef.whole(name, stored.dtype, stored.shape)
+            state[MASTER_KEYS[0] if key.key == MEGATRON_MASTER else key.key] = ref
+    for path, states in optimizers.items():
+        node = _node(tree, path.split(".") if path else [])
+        if node is not None:
+            node.update(state=states, param_groups=[{"params": list(states)}])
