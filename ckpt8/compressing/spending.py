@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from ckpt8.checkpoint.meaning.update_rules import UpdateRule
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef
 from ckpt8.codecs import Codec
 from ckpt8.codecs.lattice import Lattice
@@ -34,25 +35,16 @@ _LEAST_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class _Stepped:
-    """A parameter with the step that moves it, and the divisor of the step: ``second`` is its storage.
+    """A parameter with the step that moves it, and the divisor of the step: ``second`` is the storage of its square.
 
     ``free`` are the streams of its unit whose codecs the budget may choose.
     """
 
     parameter: Parameter
+    rule: UpdateRule
     step: OptimizerStep
     second: int
     free: Sequence[Stream]
-
-    @property
-    def bias1(self) -> float:
-        """What the first moments are divided by to be free of bias."""
-        return _bias(self.parameter, "beta1")
-
-    @property
-    def bias2(self) -> float:
-        """The same of second moments."""
-        return _bias(self.parameter, "beta2")
 
 
 @dataclass(slots=True)
@@ -69,7 +61,7 @@ class _Optimizer:
 
     def add(self, one: _Stepped, first: Spread, second: Spread) -> None:
         """Add a parameter, or several of one rate and bias."""
-        self.energy += (one.step.lr / one.bias1) ** 2 * first.total("square")
+        self.energy += (one.step.lr / one.rule.bias1) ** 2 * first.total("square")
         self.numel += first.numel
         self.roots += second.total("root")
 
@@ -116,7 +108,7 @@ class _Spending:
         elif rule.divisor_eps is None or second is None or "moment1" not in parameter.moments:
             self._note(free, "its optimizer does not divide by second moments")
         else:
-            return _Stepped(parameter, parameter.step, second, free)
+            return _Stepped(parameter, rule, parameter.step, second, free)
         return None
 
     def _is_free(self, stream: Stream) -> bool:
@@ -138,7 +130,7 @@ class _Spending:
         small: dict[tuple[int, float, float], list[_Stepped]] = defaultdict(list)
         for one in stepped:
             if not one.free and self._streams[one.second].spec.numel <= SAMPLE:
-                small[one.step.optimizer, one.step.lr, one.bias1].append(one)
+                small[one.step.optimizer, one.step.lr, one.rule.bias1].append(one)
                 continue
             first, second = self._moments([one])
             if first.is_finite and second.is_finite:
@@ -180,15 +172,14 @@ class _Spending:
             self._streams[stream.index] = replace(stream, codec=codec, second=stream.codec)
 
     def _first(self, optimizer: _Optimizer, one: _Stepped, stream: Stream) -> Codec | str:
-        rule, step = one.parameter.rule, one.step
-        assert rule is not None  # noqa: S101 - a step without a rule is none
-        k = self._budget.moment_scale(optimizer.energy, optimizer.roots, step.lr, step.beta1, one.bias1)
+        rule, step = one.rule, one.step
+        k = self._budget.moment_scale(optimizer.energy, optimizer.roots, step.lr, step.beta1, rule.bias1)
         try:
             return VScaled(
                 k=min(max(k, 1 / LARGEST), LARGEST),
                 u_max=self._budget.u_max,
-                bias1=one.bias1,
-                root_bias2=one.bias2**0.5,
+                bias1=rule.bias1,
+                root_bias2=rule.root_bias2,
                 eps=rule.eps,
                 salt=self._sampler.salt(stream.index),
             )
@@ -207,7 +198,7 @@ class _Spending:
         rms = weight.mean("square") ** 0.5
         if not rms:
             return "its weights are zero"
-        mean_square = second.mean("value") / one.bias2
+        mean_square = second.mean("value") / one.rule.root_bias2**2
         k, capped = self._budget.weight_step(optimizer.energy, optimizer.numel, mean_square, rms)
         self._spent.weights += stream.spec.numel
         self._spent.capped += stream.spec.numel * capped
@@ -237,8 +228,3 @@ def row_length(views: Sequence[TensorRef]) -> tuple[int, bool]:
     if not FLAT_ROW <= length <= MOST_COLUMNS:
         return FLAT_ROW, False
     return length, ref.numel // length >= _LEAST_ROWS
-
-
-def _bias(parameter: Parameter, beta: str) -> float:
-    rule = parameter.rule
-    return 1.0 - getattr(rule, beta) ** rule.step if rule is not None and rule.kind == "adam" else 1.0
