@@ -11,7 +11,7 @@ Sums are taken in float64, maxima in fp32, so that another machine gets the same
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +129,11 @@ class StepError(ErrorStats):
     moment1: float = 0.0
     moment2: float = 0.0
 
+    @property
+    def energy(self) -> float:
+        """What the errors move together."""
+        return self.weight + self.moment1 + self.moment2
+
 
 @dataclass(slots=True)
 class UpdateError(NoiseError):
@@ -144,6 +149,15 @@ def read_error(stored: Mapping[str, Any] | None) -> WeightError | LatticeError |
     kinds = (WeightError, LatticeError, MomentError, UpdateError)
     for kind in kinds:
         if stored is not None and set(stored) == {field.name for field in fields(kind)}:
-            plain = all(isinstance(value, (int, float)) and abs(value) < _LARGEST for value in stored.values())
-            return kind(**stored) if plain else None
+            return kind(**stored) if _plain(stored.values()) else None
     return None
+
+
+def read_step_error(stored: Mapping[str, Any] | None) -> StepError | None:
+    """The error in steps of a stored record of a parameter, or None where nothing was measured."""
+    found: list[Any] = [(stored or {}).get(each.name) for each in fields(StepError)]
+    return StepError(*found) if _plain(found) and min(found) >= 0 else None
+
+
+def _plain(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, (int, float)) and abs(value) < _LARGEST for value in values)

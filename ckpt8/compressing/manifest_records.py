@@ -10,6 +10,7 @@ from ckpt8.checkpoint.sources.bundle import Bundle, Member
 from ckpt8.codecs import Codec, config_of
 from ckpt8.codecs.error_stats import StepError, UpdateError
 from ckpt8.compressing.measure import UnitErrors
+from ckpt8.compressing.parameters import OptimizerStep
 from ckpt8.compressing.plan import Plan, Stream, Unit
 from ckpt8.container.manifest import (
     FrameTable,
@@ -97,7 +98,7 @@ def fill_manifest(manifest: Manifest, source: Bundle, plan: Plan, results: Resul
         )
     for unit in plan.units:
         if (parameter := unit.parameter) is not None:
-            error, steps = (found.get(unit.streams[0].index) for found in (results.updates, results.steps))
+            error, steps = results.updates.get(unit.streams[0].index), results.steps.get(unit.streams[0].index)
             manifest.parameters.append(
                 ParameterRecord(
                     parameter.name,
@@ -105,9 +106,16 @@ def fill_manifest(manifest: Manifest, source: Bundle, plan: Plan, results: Resul
                     asdict(parameter.rule) if parameter.rule else None,
                     parameter.reason,
                     error.to_json() if error else None,
-                    {"optimizer": parameter.step.optimizer, **steps.to_json()} if parameter.step and steps else None,
+                    steps_record(parameter.step, steps),
                 )
             )
+
+
+def steps_record(step: OptimizerStep | None, error: StepError | None) -> dict[str, Any] | None:
+    """The stored form of an error in steps; None where it was not measured."""
+    if step is None or error is None:
+        return None
+    return {"optimizer": step.optimizer, "weight_storage": step.weight, **error.to_json()}
 
 
 def _member_record(member: Member, results: Results) -> MemberRecord:

@@ -60,16 +60,19 @@ def _masters(manifest: Manifest, record: StorageRecord) -> list[str]:
 def total_errors(manifest: Manifest, count: Callable[[Iterable[str]], int]) -> dict[str, Any]:
     """The errors of weights, moments and updates over the whole file; None where nothing was measured.
 
-    ``update`` are figures in update space, ``replayed`` those of the first replayed step: see ``figure_of``.
-    ``count`` counts parameters by their names.
+    ``lattice`` are figures of weights on a lattice, ``update`` those in update space, ``replayed`` those of the first
+    replayed step: see ``figure_of``. ``count`` counts parameters by their names.
     """
-    weights = WeightError()
+    weights, lattice = WeightError(), LatticeError()
     moments = {Role.MOMENT1: MomentError(), Role.MOMENT2: MomentError()}
     counts: Counter[str] = Counter()
     for record in manifest.storages:
         error = read_error(record.error)
         if isinstance(error, WeightError):
             weights.merge(error)
+        elif isinstance(error, LatticeError):
+            lattice.merge(error)
+            counts["lattice"] += 1
         elif isinstance(error, MomentError) and record.role in moments:
             moments[record.role].merge(error)
             counts[record.role.value] += 1
@@ -81,6 +84,7 @@ def total_errors(manifest: Manifest, count: Callable[[Iterable[str]], int]) -> d
             names.append(parameter.name)
     return {
         "weight": figures(weights) if weights.count else None,
+        "lattice": figures(lattice) if counts["lattice"] else None,
         **{role.value: figures(error) if counts[role.value] else None for role, error in moments.items()},
         **{
             kind: {**figures(total), "parameters": count(names)} if names else None
@@ -129,13 +133,13 @@ def error_facts(stored: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def figures(error: WeightError | LatticeError | MomentError | UpdateError) -> dict[str, Any]:
-    """The figures of an error that people read."""
+    """The figures of an error that people read; ``max_scaled`` is None for moments without a scale."""
     if isinstance(error, WeightError):
         names = ("max_relative", "mean_relative", "max_bf16_ulp")
         return {name: getattr(error, name) for name in names}
     noise = {"nmse": error.nmse if math.isfinite(error.nmse) else None, "snr_db": error.snr_db}
     if isinstance(error, MomentError):
-        return {**noise, "max_scaled": error.max_scaled}
+        return {**noise, "max_scaled": error.max_scaled or (None if error.sum_square_error else 0.0)}
     if isinstance(error, LatticeError):
         return {**noise, "max_distance": error.max_distance}
     return {**noise, "max_error": error.max_error, "max_update": error.max_update}

@@ -156,7 +156,8 @@ class ParameterRecord:
     """The moments of one parameter, and their error in update space.
 
     ``rule`` is how the optimizer makes a step of its state; None where that is unknown, and ``reason`` says why.
-    ``steps`` holds the number of its ``optimizer`` and the fields of ``error_stats.StepError``.
+    ``steps`` holds the number of its ``optimizer``, its ``weight_storage`` or None, and the fields of
+    ``error_stats.StepError``.
     """
 
     name: str

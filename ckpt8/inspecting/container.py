@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
+from ckpt8.codecs import codec_from_config
 from ckpt8.codecs.error_stats import UpdateError, WeightError, read_error
 from ckpt8.container.facts import error_facts, figure_of, figures, tensor_facts, total_errors
 from ckpt8.container.manifest import Manifest, MemberRecord
@@ -26,6 +26,7 @@ from ckpt8.inspecting.manifest_facts import (
     unrecognised,
     whole_shapes,
 )
+from ckpt8.inspecting.step_facts import step_facts
 from ckpt8.inspecting.survey.layers import layers_of
 
 _WORST = 5
@@ -90,17 +91,11 @@ def _not_surveyed(manifest: Manifest) -> dict[str, Any]:
 def _measure_again(reader: ContainerReader, original: Path) -> list[str]:
     """Replace the stored errors by measured ones; return the names of lossless storages that differ."""
     from ckpt8.core.workers import Workers
-    from ckpt8.inspecting.verify import measure
+    from ckpt8.inspecting.measuring import measure
 
     with Workers() as workers:
         measured = measure(reader, original, workers)
-    for index, record in enumerate(reader.manifest.storages):
-        record.error = measured.storages[index].to_json() if index in measured.storages else None
-    for index, parameter in enumerate(reader.manifest.parameters):
-        update = measured.parameters.get(index)
-        parameter.error = update.error.to_json() if update else None
-        if update is not None and update.parameter.rule is not None:
-            parameter.rule, parameter.reason = asdict(update.parameter.rule), None
+    measured.replace_stated(reader.manifest)
     return measured.differing
 
 
@@ -135,6 +130,7 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
         "roles": sizes_by("codec", manifest),
         "low_bit": low_bit_state(manifest),
         "errors": total_errors(manifest, count_whole),
+        "steps": step_facts(manifest, count_whole),
     }
 
 
@@ -172,7 +168,7 @@ def lossless_reasons(manifest: Manifest) -> list[dict[str, Any]]:
     """Storages that are lossless although their role asks for another codec: the number by reason, and a few names."""
     names: dict[str, list[str]] = defaultdict(list)
     for record in manifest.storages:
-        if record.reason is not None:
+        if record.reason is not None and codec_from_config(record.codec).measured_as is None:
             names[record.reason].append(record.name)
     return [{"reason": reason, "count": len(found), "names": found[:_WORST]} for reason, found in sorted(names.items())]
 

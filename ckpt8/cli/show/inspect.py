@@ -20,6 +20,7 @@ from ckpt8.cli.show.overview import (
     show_origins,
     show_roles,
 )
+from ckpt8.cli.show.steps import healing_line, step_lines
 from ckpt8.cli.show.tables import Table, codec_text, number, shape_text, show_table
 from ckpt8.container.manifest import DIRECTORY
 from ckpt8.core.text import counted, differing_line, printable, printable_tree, size
@@ -70,9 +71,9 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
     if facts["directory"] is not None:
         members = [(m["path"], m["format"], size(m["bytes"]), size(m["stored_bytes"])) for m in facts["members"]]
         show_table(console, ("member", "format", "original", "stored"), members)
-    _show_errors(console, facts["errors"], facts["measured_from"])
+    _show_errors(console, facts["errors"], facts["steps"], facts["measured_from"])
     _show_worst(console, facts["worst"])
-    _show_lossless(console, facts["lossless"])
+    _show_kept(console, facts, facts["lossless"])
     _show_unrecognised(console, facts["unrecognised"])
     if "tensors" in facts:
         tensors = [
@@ -96,17 +97,20 @@ def _origin(facts: dict[str, Any]) -> str:
     return ", ".join(f"{m['path']} ({m['format']})" for m in facts["members"])
 
 
-def _show_errors(console: Console, errors: dict[str, Any], source: dict[str, Any] | None = None) -> None:
-    """Print the errors; ``source`` is the original of ``--against``, if there is one."""
+def _show_errors(
+    console: Console, errors: dict[str, Any], steps: dict[str, Any] | None, source: dict[str, Any] | None = None
+) -> None:
+    """Print the errors, also in steps; ``source`` is the original of ``--against``, if there is one."""
     lines = []
     if weight := errors["weight"]:
         lines.append(
             f"weights       max relative error {number(weight['max_relative'])}, "
             f"mean {number(weight['mean_relative'])}, max {weight['max_bf16_ulp']:.5f} bf16 ULP"
         )
+    if weight := errors["lattice"]:
+        lines.append(f"weights       SNR {number(weight['snr_db'])} dB, max error {number(weight['max_distance'])}")
     lines += [
-        f"{role}       NMSE {number(error['nmse'])} (SNR {number(error['snr_db'])} dB), "
-        f"max error {number(error['max_scaled'])} of the group's scale"
+        f"{role}       NMSE {number(error['nmse'])} (SNR {number(error['snr_db'])} dB){_scaled(error['max_scaled'])}"
         for role in ("moment1", "moment2")
         if (error := errors[role])
     ]
@@ -120,10 +124,13 @@ def _show_errors(console: Console, errors: dict[str, Any], source: dict[str, Any
                 lines.append(
                     "              some updates change as much as they are large; --max-update-error bounds that"
                 )
+    if heals := healing_line(errors["update"], steps):
+        lines.append(f"              {heals}")
     lines += [
         f"update        unknown for {counted(count, 'parameter')}: {reason}"
         for reason, count in errors["update_reasons"].items()
     ]
+    lines += step_lines(steps) if steps else []
     if source and source["differing"]:
         lines.append(differing_line(source))
     if lines:
@@ -131,6 +138,10 @@ def _show_errors(console: Console, errors: dict[str, Any], source: dict[str, Any
         say(console, f"Measured error, from {source['path']}" if source else "Measured error", "bold")
         for line in lines:
             say(console, line)
+
+
+def _scaled(error: float | None) -> str:
+    return "" if error is None else f", max error {number(error)} of the group's scale"
 
 
 def _show_worst(console: Console, worst: dict[str, list[dict[str, Any]]]) -> None:
@@ -149,10 +160,13 @@ def _with_figure(row: dict[str, Any]) -> str:
     return shown(row) + (f" ({FIGURE_WORDS['replayed']})" if row.get("figure") == "replayed" else "")
 
 
-def _show_lossless(console: Console, reasons: list[dict[str, Any]]) -> None:
-    if reasons:
-        rows = [(row["reason"], f"{row['count']:,}", row["names"][0]) for row in reasons]
-        show_table(console, ("kept lossless because", "storages", "such as"), rows)
+def _show_kept(console: Console, facts: dict[str, Any], lossless: list[dict[str, Any]]) -> None:
+    """Print why storages are lossless, and why the codecs of a budget do not keep others."""
+    kinds = {"kept lossless because": lossless, "under no budget because": (facts["steps"] or {}).get("fallbacks", [])}
+    for title, reasons in kinds.items():
+        if reasons:
+            rows = [(row["reason"], f"{row['count']:,}", row["names"][0]) for row in reasons]
+            show_table(console, (title, "storages", "such as"), rows)
 
 
 def _show_unrecognised(console: Console, found: list[dict[str, Any]]) -> None:
@@ -224,7 +238,7 @@ def summary(console: Console, facts: dict[str, Any], target: str, seconds: float
         f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, [bold]{facts['ratio']:.2f}x[/] "
         f"in {seconds:.2f} s ({size(rate)}/s)"
     )
-    _show_errors(console, facts["errors"])
+    _show_errors(console, facts["errors"], facts["steps"])
     refused = [row for row in facts["lossless"] if row["reason"] not in ("small", "buffer")]
-    _show_lossless(console, refused)
+    _show_kept(console, facts, refused)
     _show_unrecognised(console, facts["unrecognised"])

@@ -337,7 +337,7 @@ def test_a_source_that_changes(command, how, large, tmp_path):
         else:
             from ckpt8.container.reader import ContainerReader
             from ckpt8.core.workers import Workers
-            from ckpt8.inspecting.verify import measure
+            from ckpt8.inspecting.measuring import measure
 
             with ContainerReader(target) as reader, Workers(1) as workers:
                 assert measure(reader, large, workers, interfere).differing == []

@@ -1,0 +1,171 @@
+"""What reports say of an error in steps: the sums of records worked out by hand, and the text that users read."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ckpt8.cli.show.steps import HEALS, healing_line, step_lines
+from ckpt8.codecs import config_of
+from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.error_stats import LatticeError, StepError, UpdateError, WeightError, read_error, read_step_error
+from ckpt8.codecs.lattice import Lattice
+from ckpt8.codecs.rclog import RowColumnLog
+from ckpt8.codecs.vscaled import VScaled
+from ckpt8.container.facts import total_errors
+from ckpt8.container.manifest import Manifest, ParameterRecord, StorageRecord
+from ckpt8.core.tensors import DType, Role
+from ckpt8.inspecting import expected_drift as expected
+from ckpt8.inspecting.step_facts import step_facts, step_figures
+
+BUDGET = {"steps": 1.0, "u_max": 1.0, "cap": 0.25}
+
+
+def manifest_of(parameters, budget=BUDGET) -> Manifest:
+    """A container whose parameters are given as (optimizer or reason, lattice reason, sums of the error)."""
+    manifest = Manifest("test", "archive", [], 1, 1, budget=budget)
+    for k, (optimizer, reason, sums) in enumerate(parameters):
+        known = not isinstance(optimizer, str)
+        first = len(manifest.storages)
+        codecs = [Lattice(), VScaled(second=first + 2), RowColumnLog()] if known else [Companded8()] * 3
+        why = [reason, None, None] if known else [f"no budget: {optimizer}"] * 3
+        errors = [LatticeError(0.01, 10.0 * (k + 1), 0.5).to_json() if known else None, None, None]
+        for role, codec, said, error in zip(
+            (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2), codecs, why, errors, strict=True
+        ):
+            name = f"{k}.{role.value}"
+            manifest.storages.append(StorageRecord(name, DType.FLOAT32, 100, role, config_of(codec), said, error=error))
+        steps = {"optimizer": optimizer, "weight_storage": first, **StepError(*sums).to_json()} if known else None
+        error = UpdateError(0.2, 1.0, 0.4 + k, 3.0).to_json() if known else None
+        moments = {"moment1": first + 1, "moment2": first + 2}
+        manifest.parameters.append(ParameterRecord(f"p{k}", moments, None, None, error, steps))
+    return manifest
+
+
+def count(names) -> int:
+    return len(list(names))
+
+
+TWO = [
+    (0, None, (4.0, 1.0, 0.5, 0.25)),
+    (0, "capped", (4.0, 0.0, 0.5, 0.0)),
+    (1, None, (2.0, 2.0, 0.0, 0.0)),
+    ("its learning rate is missing", None, ()),
+]
+
+
+def test_an_error_in_steps_is_the_root_of_its_energy_over_that_of_a_step():
+    facts = step_facts(manifest_of(TWO), count)
+    assert facts["steps"] == pytest.approx(math.sqrt(4.25 / 10))
+    assert facts["weight"] == pytest.approx(math.sqrt(3 / 10))
+    assert facts["moment1"] == pytest.approx(math.sqrt(1 / 10))
+    assert facts["moment2"] == pytest.approx(math.sqrt(0.25 / 10))
+    assert facts["weight_snr_db"] == pytest.approx(10 * math.log10(60 / 0.03))
+    first, second = facts["optimizers"]
+    assert first["steps"] == pytest.approx(math.sqrt(2.25 / 8))
+    assert second["steps"] == pytest.approx(1.0)
+    assert (first["parameters"], second["parameters"]) == (2, 1)
+    assert first["weight_snr_db"] == pytest.approx(10 * math.log10(30 / 0.02))
+    assert second["weight_snr_db"] == pytest.approx(10 * math.log10(30 / 0.01))
+    assert (first["max_error"], second["max_error"]) == (1.4, 2.4)
+    assert first["update_nmse"] == pytest.approx(0.2)
+
+
+def test_what_a_budget_does_not_reach_is_named():
+    facts = step_facts(manifest_of(TWO), count)
+    assert facts["unknown"] == {"its learning rate is missing": 1}
+    assert facts["capped"] == {"elements": 100, "of": 300}
+    [fallback] = facts["fallbacks"]
+    assert fallback == {
+        "reason": "its learning rate is missing",
+        "count": 3,
+        "elements": 300,
+        "names": ["3.weight", "3.moment1", "3.moment2"],
+    }
+
+
+def test_without_a_budget_there_are_no_facts():
+    assert step_facts(manifest_of([], budget=None), count) is None
+
+
+def test_an_expected_drift_is_noise_and_a_rise_within_an_interval():
+    found = expected.expected_drift(4e-8, 2.0)
+    assert found.mean == pytest.approx(expected.NOISE * 2e-4 + expected.RISE * 4)
+    assert found.low < found.mean < found.high
+    assert 1 < found.high / found.low <= 4
+    assert step_facts(manifest_of(TWO), count)["drift"]["mean"] == pytest.approx(
+        expected.NOISE * math.sqrt(4.25) + expected.RISE * 4.25 / 10
+    )
+
+
+def test_where_nothing_moves_nothing_is_predicted():
+    assert step_figures(StepError(0.0, 1.0, 0.0, 0.0)) == {
+        "steps": None,
+        "weight": None,
+        "moment1": None,
+        "moment2": None,
+        "drift": None,
+    }
+    assert step_figures(StepError(2.0))["drift"]["mean"] == 0.0
+
+
+@pytest.mark.parametrize("value", [None, "1", -1.0, math.nan, math.inf, 1e400, 10**400])
+def test_a_figure_that_is_no_energy_is_not_read(value):
+    good = {"optimizer": 0, "weight_storage": 1, **StepError(1.0, 2.0, 3.0, 4.0).to_json()}
+    assert read_step_error(good) == StepError(1.0, 2.0, 3.0, 4.0)
+    assert read_step_error({**good, "moment1": value}) is None
+    assert read_step_error(None) is read_step_error({}) is None
+
+
+def test_records_of_lattices_are_read_back():
+    for error in (LatticeError(1.0, 2.0, 0.5), WeightError(3, 0.5, 0.7, 9)):
+        assert read_error(error.to_json()) == error
+
+
+def test_moments_without_a_scale_state_no_largest_error_of_it():
+    manifest = manifest_of(TWO[:1])
+    manifest.storages[1].error = {"sum_square_error": 1.0, "sum_square": 100.0, "max_scaled": 0.0}
+    errors = total_errors(manifest, count)
+    assert errors["moment1"] == {"nmse": 0.01, "snr_db": pytest.approx(20), "max_scaled": None}
+    assert errors["lattice"] == {"nmse": 0.001, "snr_db": pytest.approx(30), "max_distance": 0.5}
+    assert errors["weight"] is None
+
+
+# --- text -------------------------------------------------------------------------------------------------------
+
+
+def test_the_lines_of_one_optimizer():
+    lines = step_lines(step_facts(manifest_of([(0, None, (1e-4, 3e-5, 3e-5, 4e-5))]), count))
+    assert lines == [
+        "steps         1 (budget 1): weights 0.548, first moments 0.548, second moments 0.632",
+        "loss drift    0.00753 expected, 0.00376 to 0.0151",
+    ]
+
+
+def test_the_lines_of_two_optimizers_and_of_what_is_left_out():
+    lines = step_lines(step_facts(manifest_of(TWO), count))
+    assert lines[0].startswith("steps         0.652 (budget 1): weights 0.548, ")
+    assert lines[1] == "steps         without 1 parameter: its learning rate is missing"
+    parts = "weights 0.354, first moments 0.354, second moments 0.177"
+    assert lines[2].startswith(f"optimizer 1   0.53: {parts}; weights 31.8 dB, max |Δu| 1.4, NMSE 0.2, loss drift 1.1")
+    assert lines[2].endswith("; 2 parameters")
+    assert lines[3].startswith("optimizer 2   1: ")
+    assert lines[4] == "loss drift    1.55 expected, 0.773 to 3.09"
+    assert lines[5] == "lattice       33.3 % of the weights have the largest step that their size allows"
+
+
+def test_the_lines_where_nothing_is_known():
+    assert step_lines(step_facts(manifest_of(TWO[3:]), count)) == [
+        "steps         unknown for 1 parameter: its learning rate is missing",
+        "loss drift    not predicted",
+    ]
+    assert step_lines(step_facts(manifest_of([]), count)) == ["loss drift    not predicted"]
+
+
+def test_a_large_error_of_the_update_is_explained_under_a_budget():
+    facts = step_facts(manifest_of(TWO), count)
+    assert healing_line({"nmse": 0.2}, facts) == HEALS
+    assert healing_line({"nmse": 1e-4}, facts) is None
+    assert healing_line({"nmse": 0.2}, None) is None
+    assert healing_line(None, facts) is None
