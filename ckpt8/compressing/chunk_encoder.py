@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -20,7 +20,8 @@ from ckpt8.codecs.split24.reference import round_masters
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.measure import ErrorMeter, UnitErrors
 from ckpt8.compressing.plan import Stream, Unit
-from ckpt8.container import frames
+from ckpt8.container import frames, symbols
+from ckpt8.container.symbol_modes import Packing
 from ckpt8.core.backend import for_checkpoint
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.files.crc import crc32
@@ -39,17 +40,18 @@ class Chunk(Generic[P]):
     """An encoded chunk of a unit: its parts by stream and name.
 
     ``crcs`` are the crc32 of the source bytes by stream, 0 where the source states none. ``refused`` is the reason why
-    a codec refused the chunk, which then has no parts.
+    a codec refused the chunk, which then has no parts. ``packings`` say how the parts that hold symbols are packed.
     """
 
     parts: list[dict[str, P]]
     crcs: list[int]
     errors: UnitErrors = field(default_factory=UnitErrors)
     refused: str | None = None
+    packings: list[dict[str, Packing]] = field(default_factory=list)
 
 
 PackedChunk = Chunk[torch.Tensor]
-"""Its parts are tensors, on the CPU unless a device still has them."""
+"""Its parts are tensors, on the CPU unless a device still has them: symbols are packed into planes of bytes."""
 
 EncodedChunk = Chunk[list[tuple[bytes | memoryview, int]]]
 """Its parts are compressed: (stored bytes, crc32) of every frame."""
@@ -93,8 +95,11 @@ def rounded_masters(copied: Copied, first: int, count: int, master: Callable[[Ru
 
 def store(packed: PackedChunk, *, copy: bool = False) -> EncodedChunk:
     """Compress a packed chunk whose parts are on the CPU. With ``copy``, the result shares no memory with them."""
-    stored = [{name: frames.encode_part(name, part, copy=copy) for name, part in each.items()} for each in packed.parts]
-    return Chunk(stored, packed.crcs, packed.errors, packed.refused)
+    stored = [
+        {name: frames.encode_part(name, part, how.get(name), copy=copy) for name, part in each.items()}
+        for each, how in zip(packed.parts, packed.packings, strict=True)
+    ]
+    return Chunk(stored, packed.crcs, packed.errors, packed.refused, packed.packings)
 
 
 def in_own_pages(packed: PackedChunk) -> PackedChunk:
@@ -106,7 +111,7 @@ def in_own_pages(packed: PackedChunk) -> PackedChunk:
     if not total:
         return packed
     pages = torch.frombuffer(mmap.mmap(-1, total), dtype=torch.uint8)
-    return PackedChunk(copy_to_row(packed.parts, pages), packed.crcs, packed.errors)
+    return replace(packed, parts=copy_to_row(packed.parts, pages))
 
 
 class ChunkEncoder:
@@ -127,12 +132,29 @@ class ChunkEncoder:
 
     def pack(self, work: Work) -> PackedChunk:
         """Read and pack one chunk. Thread-safe."""
-        unit, chunk = work
-        read = [read_chunk(self._checkpoint, stream, chunk, slot) for slot, stream in enumerate(unit.streams)]
-        return self.pack_tensors(work, [x for x, _ in read], [crc for _, crc in read])
+        return self.pack_tensors(work, *self._read(work))
+
+    def encode(self, work: Work) -> PackedChunk:
+        """As ``pack``, with symbols as they are."""
+        return self._encode(work, *self._read(work))
 
     def pack_tensors(self, work: Work, originals: Sequence[torch.Tensor], crcs: list[int]) -> PackedChunk:
         """Pack one chunk on the device of its tensors, one for each stream. Thread-safe."""
+        chunk = self._encode(work, originals, crcs)
+        found = [self.pack_symbols(parts) for parts in chunk.parts]
+        return replace(chunk, parts=[parts for parts, _ in found], packings=[packings for _, packings in found])
+
+    def pack_symbols(self, parts: Parts) -> tuple[Parts, dict[str, Packing]]:
+        """As ``symbols.pack_parts``."""
+        return symbols.pack_parts(parts, self._backend)
+
+    def _read(self, work: Work) -> tuple[list[torch.Tensor], list[int]]:
+        """The elements of a chunk, and their checksums, by stream."""
+        unit, chunk = work
+        read = [read_chunk(self._checkpoint, stream, chunk, slot) for slot, stream in enumerate(unit.streams)]
+        return [x for x, _ in read], [crc for _, crc in read]
+
+    def _encode(self, work: Work, originals: Sequence[torch.Tensor], crcs: list[int]) -> PackedChunk:
         unit, chunk = work
         first = chunk * frames.FRAME
         try:

@@ -152,15 +152,13 @@ class Compressor:
                 check_source(each.unit, each.crcs, self._source.label)
                 results.add_unit(each.unit, each.errors)
                 errors.streams.update(each.errors.streams)
-            for streams, parts in group.packs:
+            for streams, parts, packings in group.packs:
                 name = f"{PACK_NAME}{len(results.packs)}"
-                numel = sum(stream.spec.numel for stream in streams)
-                tables = {}
-                for part, planes in parts.items():
-                    found = planes if numel else []
-                    tables[part] = FrameTable([len(frame) for frame, _ in found], [crc for _, crc in found])
-                    if found:
-                        writer.append(layout.pack_entry(name, part), [frame for frame, _ in found])
+                tables = {part: FrameTable() for part in parts}
+                if any(stream.spec.numel for stream in streams):
+                    for part, planes in parts.items():
+                        tables[part].add(planes, packings.get(part))
+                        writer.append(layout.pack_entry(name, part), [frame for frame, _ in planes])
                 results.add_pack(pack_record(name, streams, tables), streams, errors)
                 self._options.progress(sum(stream.spec.numel * stream.spec.dtype.itemsize for stream in streams))
 
@@ -260,10 +258,8 @@ class Compressor:
     def _collect(self, result: UnitResult, stored: list[_Planes], encoded: EncodedChunk, chunk: int) -> None:
         for k, stream in enumerate(result.unit.streams):
             for part, planes in encoded.parts[k].items():
-                for frame, crc in planes:
-                    stored[k][part].append(frame)
-                    result.tables[k][part].lengths.append(len(frame))
-                    result.tables[k][part].crcs.append(crc)
+                stored[k][part] += [frame for frame, _ in planes]
+                result.tables[k][part].add(planes, encoded.packings[k].get(part))
             length = stream.chunk_spec(chunk).numel * stream.spec.dtype.itemsize
             result.crcs[k] = combine(result.crcs[k], encoded.crcs[k], length)
             self._options.progress(length)

@@ -21,6 +21,7 @@ from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.compressing.sharing import Group
 from ckpt8.container import frames
 from ckpt8.container.manifest import FrameTable, Pack
+from ckpt8.container.symbol_modes import Packing
 from ckpt8.core.files.crc import crc32
 from ckpt8.core.tensors import Parts
 
@@ -39,10 +40,10 @@ class EncodedUnit:
 
 @dataclass(slots=True)
 class PackedGroup:
-    """The units of a group, and the streams and parts of every pack that they need."""
+    """The units of a group, and every pack that they need: its streams, its parts and how its symbols are packed."""
 
     units: list[EncodedUnit] = field(default_factory=list)
-    packs: list[tuple[list[Stream], Parts]] = field(default_factory=list)
+    packs: list[tuple[list[Stream], Parts, dict[str, Packing]]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -50,14 +51,14 @@ class EncodedGroup:
     """As ``PackedGroup``, compressed: (stored bytes, crc32) of every frame by part."""
 
     units: list[EncodedUnit]
-    packs: list[tuple[list[Stream], dict[str, list[tuple[bytes | memoryview, int]]]]]
+    packs: list[tuple[list[Stream], dict[str, list[tuple[bytes | memoryview, int]]], dict[str, Packing]]]
 
 
 def store_group(group: PackedGroup) -> EncodedGroup:
     """Compress a packed group."""
     packs = [
-        (streams, {name: frames.encode_part(name, part) for name, part in parts.items()})
-        for streams, parts in group.packs
+        (streams, {name: frames.encode_part(name, part, how.get(name)) for name, part in parts.items()}, how)
+        for streams, parts, how in group.packs
     ]
     return EncodedGroup(group.units, packs)
 
@@ -102,7 +103,7 @@ class GroupEncoder:
         kept: list[Unit] = []
         found: list[list[Parts]] = []
         for unit in units:
-            chunk = self._encoder.pack((unit, 0))
+            chunk = self._encoder.encode((unit, 0))
             self._encoder.finish(unit, chunk.errors)
             reason = chunk.refused or self._reason_of(unit, chunk.errors)
             if reason is not None:
@@ -114,7 +115,7 @@ class GroupEncoder:
         for place in range(len(units[0].streams) if kept else 0):
             parts = [each[place] for each in found]
             joined = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
-            packed.packs.append(([unit.streams[place] for unit in kept], joined))
+            packed.packs.append(([unit.streams[place] for unit in kept], *self._encoder.pack_symbols(joined)))
         return refused
 
     def _pack_at_once(self, units: Sequence[Unit], packed: PackedGroup) -> None:
@@ -122,7 +123,7 @@ class GroupEncoder:
         rows = []
         for streams in zip(*(unit.streams for unit in units), strict=True):
             parts, crcs = self._encode(streams)
-            packed.packs.append((list(streams), parts))
+            packed.packs.append((list(streams), parts, {}))
             rows.append(crcs)
         packed.units += [
             EncodedUnit(unit, UnitErrors(), list(crcs))

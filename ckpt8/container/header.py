@@ -24,7 +24,9 @@ FORMAT_KEY = "ckpt8"
 MAJOR = 1
 """A reader refuses another major version. A higher minor version adds codecs and fields that a reader may ignore."""
 
-FILE_VERSION, DIRECTORY_VERSION, REFERENCE_VERSION, SHARED_VERSION = (f"{MAJOR}.{minor}" for minor in range(4))
+FILE_VERSION, DIRECTORY_VERSION, REFERENCE_VERSION, SHARED_VERSION, BUDGET_VERSION = (
+    f"{MAJOR}.{minor}" for minor in range(5)
+)
 """A writer states the lowest version that covers the content of the container."""
 
 MANIFEST = "ckpt8.manifest"
@@ -100,7 +102,7 @@ def render(entries: Iterable[Entry], size: int | None, version: str) -> bytes:
 
 def reserved_size(names: Iterable[str]) -> int:
     """Bytes that a header for entries of these names needs at most, a multiple of 8."""
-    metadata = {METADATA: {"format": FORMAT_KEY, FORMAT_KEY: SHARED_VERSION}}
+    metadata = {METADATA: {"format": FORMAT_KEY, FORMAT_KEY: BUDGET_VERSION}}
     length = len(json.dumps(metadata, separators=(",", ":"))) + sum(map(reserved_entry, (*names, MANIFEST, SEAL)))
     return -(-length // 8) * 8
 

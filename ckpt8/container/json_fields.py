@@ -69,6 +69,13 @@ class Fields:
             raise self.fail(key)
         return values
 
+    def values(self, key: str, read: Callable[[Any], T]) -> list[T]:
+        """``read`` of every value of a list; none where it is missing. Raises InputError, also where ``read`` fails."""
+        try:
+            return [read(value) for value in self.optional(key, list) or ()]
+        except (TypeError, ValueError) as exc:
+            raise self.fail(key) from exc
+
     def pairs(self, key: str, second_below: int) -> list[list[int]]:
         """A list of pairs of counts, the second below ``second_below``. Raises InputError."""
         values = self.get(key, list)

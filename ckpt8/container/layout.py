@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ckpt8.codecs import Codec
+from ckpt8.container.symbol_modes import PLANES
 from ckpt8.core.tensors import PartSpec, TensorSpec
 
 FRAME = 1 << 20
@@ -72,5 +73,5 @@ def entry_names(codec: Codec, spec: TensorSpec, slab: int) -> list[str]:
 
 
 def planes(part: PartSpec) -> int:
-    """Frames that one chunk of a part takes: one for each byte of its elements."""
-    return part.dtype.itemsize
+    """Frames that one chunk of a part takes: one for each byte of its elements, some of them empty for symbols."""
+    return PLANES if part.is_symbols else part.dtype.itemsize

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from ckpt8.codecs import RELATIONS
-from ckpt8.container.header import DIRECTORY_VERSION, FILE_VERSION, REFERENCE_VERSION, SHARED_VERSION
+from ckpt8.codecs import BUDGETED, RELATIONS
+from ckpt8.container.header import BUDGET_VERSION, DIRECTORY_VERSION, FILE_VERSION, REFERENCE_VERSION, SHARED_VERSION
+from ckpt8.container.symbol_modes import Mode, Packing
 from ckpt8.core.tensors import DType, Role, Strided, TensorSpec
 
 HALF_REFERENCE = "reference16/1"
@@ -24,6 +25,8 @@ DCP = "dcp"
 SKELETON = "ckpt8.skeleton"
 """Name of the record that holds the bytes of a member outside its storages, behind its path in a directory."""
 
+_CODECS_OF_BUDGETS = {*dict(BUDGETED), "reference/2"}
+
 SHARED = "shared/1"
 """The codec in the record of a pack: a reader of earlier versions refuses it."""
 
@@ -32,12 +35,20 @@ SHARED = "shared/1"
 class FrameTable:
     """Stored length and crc32 of every frame of a part, ordered by chunk, then plane.
 
-    ``modes`` says how the symbols of every chunk are packed, see ``container.symbols``; empty for other parts.
+    ``modes`` says how the symbols of every chunk are packed; it is empty for other parts.
     """
 
     lengths: list[int] = field(default_factory=list)
     crcs: list[int] = field(default_factory=list)
-    modes: list[list[int]] = field(default_factory=list)
+    modes: list[Mode] = field(default_factory=list)
+
+    def add(self, frames: Iterable[tuple[bytes | memoryview, int]], packing: Packing | None) -> None:
+        """Add a chunk: the stored bytes and the crc32 of each of its frames, and how its symbols are packed."""
+        for frame, crc in frames:
+            self.lengths.append(len(frame))
+            self.crcs.append(crc)
+        if packing is not None:
+            self.modes.append(packing.mode)
 
 
 @dataclass(slots=True)
@@ -207,7 +218,10 @@ class Manifest:
     @property
     def version(self) -> str:
         """The lowest format version that covers the content."""
-        if self.packs or any(record.codec.get("id") == HALF_REFERENCE for record in self.storages):
+        ids = {record.codec.get("id") for record in self.storages}
+        if self.budget or ids & _CODECS_OF_BUDGETS or any(parameter.steps for parameter in self.parameters):
+            return BUDGET_VERSION
+        if self.packs or HALF_REFERENCE in ids:
             return SHARED_VERSION
         if any(record.is_reference for record in self.storages):
             return REFERENCE_VERSION

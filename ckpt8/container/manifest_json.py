@@ -26,10 +26,12 @@ def manifest_json(manifest: Manifest) -> dict[str, Any]:
     tree: dict[str, Any] = {"version": manifest.version}
     for name in ("writer", "preset", "rules", "slab", "frame"):
         tree[name] = getattr(manifest, name)
-    tree["members"] = [] if shares else [_plain(member, MemberRecord) for member in manifest.members]
+    tree["members"] = [] if shares else [_plain(member) for member in manifest.members]
     tree["storages"] = [_storage_json(record) for record in manifest.storages if record.pack is None]
     tree["tensors"] = [] if shares else [_tensor_json(tensor) for tensor in manifest.tensors]
-    tree["parameters"] = [_plain(parameter, ParameterRecord) for parameter in manifest.parameters]
+    tree["parameters"] = [_parameter_json(parameter) for parameter in manifest.parameters]
+    if manifest.budget is not None:
+        tree["budget"] = manifest.budget
     if manifest.directory is not None:
         tree["directory"] = manifest.directory
     if shares:
@@ -40,8 +42,15 @@ def manifest_json(manifest: Manifest) -> dict[str, Any]:
     return tree
 
 
-def _plain(record: MemberRecord | ParameterRecord, kind: type[MemberRecord] | type[ParameterRecord]) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in kind.__slots__}
+def _plain(record: MemberRecord | ParameterRecord) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in type(record).__slots__}
+
+
+def _parameter_json(record: ParameterRecord) -> dict[str, Any]:
+    tree = _plain(record)
+    if record.steps is None:
+        del tree["steps"]
+    return tree
 
 
 def _storage_json(record: StorageRecord) -> dict[str, Any]:
@@ -71,7 +80,12 @@ def _tensor_json(tensor: TensorRecord) -> dict[str, Any]:
 
 def _parts_json(parts: dict[str, FrameTable]) -> dict[str, Any]:
     """The frame tables of a storage or a pack."""
-    return {name: {"lengths": table.lengths, "crcs": table.crcs} for name, table in parts.items()}
+    return {name: _table_json(table) for name, table in parts.items()}
+
+
+def _table_json(table: FrameTable) -> dict[str, Any]:
+    modes = {"modes": table.modes} if table.modes else {}
+    return {"lengths": table.lengths, "crcs": table.crcs, **modes}
 
 
 def skeleton_name(manifest: Manifest, member: MemberRecord) -> str:

@@ -39,6 +39,7 @@ from ckpt8.container.manifest import (
     TensorRecord,
 )
 from ckpt8.container.manifest_json import dense_stride, skeleton_name
+from ckpt8.container.symbol_modes import Mode
 from ckpt8.core.errors import InputError
 from ckpt8.core.json_text import FREE, MANIFEST_COST, cost, parse_json
 from ckpt8.core.tensors import DType, Role
@@ -52,7 +53,7 @@ _LEVELS = (9, -1, -10, -100, -1000, -10_000, -100_000)
 
 
 def _frame_table(fields: Fields) -> FrameTable:
-    table = FrameTable(fields.counts("lengths"), fields.counts("crcs", 1 << 32))
+    table = FrameTable(fields.counts("lengths"), fields.counts("crcs", 1 << 32), fields.values("modes", Mode.of))
     if len(table.lengths) != len(table.crcs):
         raise fields.fail("crcs")
     return table
@@ -98,6 +99,7 @@ def _parameter(fields: Fields, storages: int) -> ParameterRecord:
         rule=fields.optional("rule", dict),
         reason=fields.optional("reason", str),
         error=fields.optional("error", dict),
+        steps=fields.optional("steps", dict),
     )
 
 
@@ -110,6 +112,13 @@ def _member(fields: Fields, storages: int) -> MemberRecord:
         segments=fields.pairs("segments", storages),
         crc_fields=fields.pairs("crc_fields", storages),
     )
+
+
+def _budget(fields: Fields) -> dict[str, float] | None:
+    found = fields.optional("budget", dict)
+    if found is not None and not all(type(value) in (int, float) for value in found.values()):
+        raise fields.fail("budget")
+    return found
 
 
 def read_manifest(tree: object, where: str) -> Manifest:
@@ -133,6 +142,7 @@ def read_manifest(tree: object, where: str) -> Manifest:
         parameters=fields.each("parameters", lambda each: _parameter(each, count)),
         directory=fields.optional("directory", str),
         packs=packs,
+        budget=_budget(fields),
     )
     for member in members:
         storages[member.skeleton].name = storages[member.skeleton].name or skeleton_name(manifest, member)

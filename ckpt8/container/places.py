@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from ckpt8.codecs import Codec
 from ckpt8.container import layout
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import FrameTable, Pack, StorageRecord
+from ckpt8.container.symbol_modes import Mode
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import PartSpec, TensorSpec
 
@@ -90,9 +91,10 @@ class Locator:
     def _part(self, record: StorageRecord | Pack, part: str, spec: PartSpec, names: Mapping[str, int]) -> PartPlace:
         """Where the frames of a part lie; ``names`` are those of its entries, each with its number of frames."""
         table = record.parts[part]
+        nbytes = self._plane_bytes(record, part, spec)
         # Bound the memory that a declared size can cause by the bytes that are really there.
-        if sum(table.lengths) * _FRAME_RATIO < spec.nbytes:
-            raise InputError(f"{self.where}: {record.name}: {part!r} cannot hold the {spec.nbytes} bytes it must hold")
+        if sum(table.lengths) * _FRAME_RATIO < nbytes:
+            raise InputError(f"{self.where}: {record.name}: {part!r} cannot hold the {nbytes} bytes it must hold")
         offsets: list[int] = []
         position = 0
         for name, count in names.items():
@@ -106,6 +108,29 @@ class Locator:
         if position != len(table.lengths):
             raise InputError(f"{self.where}: {record.name}: {part!r} has more frames than elements")
         return PartPlace(offsets, table)
+
+    def _plane_bytes(self, record: StorageRecord | Pack, part: str, spec: PartSpec) -> int:
+        """The bytes of all planes of a part. Raises InputError where the modes of symbols do not fit its frames."""
+        table = record.parts[part]
+        if not spec.is_symbols and not table.modes:
+            return spec.nbytes
+        if not spec.is_symbols or not _fits_modes(table, spec.numel):
+            raise InputError(f"{self.where}: {record.name}: modes of {part!r} do not fit its frames")
+        return sum(sum(mode.plane_lengths(count)) for mode, count in _chunks(table, spec.numel))
+
+
+def _fits_modes(table: FrameTable, numel: int) -> bool:
+    """Whether every chunk of symbols has a mode, and stored bytes for those planes that this mode uses."""
+    chunks = layout.chunk_count(numel)
+    lengths = [length for mode, count in _chunks(table, numel) for length in mode.plane_lengths(count)]
+    given = [bool(length) for length in table.lengths]
+    return len(table.modes) == chunks and given == [bool(length) for length in lengths]
+
+
+def _chunks(table: FrameTable, numel: int) -> Iterator[tuple[Mode, int]]:
+    """The mode and the number of symbols of every chunk."""
+    for chunk, mode in enumerate(table.modes):
+        yield mode, min(layout.FRAME, numel - chunk * layout.FRAME)
 
 
 def check_frame_count(record: StorageRecord | Pack, where: str) -> None:

@@ -20,6 +20,7 @@ from ckpt8.container.member_layout import check_members
 from ckpt8.container.member_paths import check_paths
 from ckpt8.container.pack_reader import PackReader
 from ckpt8.container.places import Locator, PartPlace, Places
+from ckpt8.container.symbol_modes import Packing
 from ckpt8.core.backend import for_checkpoint
 from ckpt8.core.closing import Closing
 from ckpt8.core.collection import without_collection
@@ -168,17 +169,20 @@ class ContainerReader(Closing):
 
     def _read_part(self, place: PartPlace | None, spec: PartSpec, chunk: int, where: str) -> torch.Tensor:
         from ckpt8.container import frames
+        from ckpt8.container.symbols import unpack
 
         if place is None:
             raise InputError(f"{where}: is not to be found")
         count = layout.planes(spec)
+        packing = Packing(place.table.modes[chunk], spec.numel) if spec.is_symbols else None
+        lengths = [spec.nbytes // count] * count if packing is None else packing.plane_lengths
         planes = []
-        for k in range(chunk * count, (chunk + 1) * count):
+        for k, length in enumerate(lengths, chunk * count):
             stored = frames.host_bytes(place.table.lengths[k])
             self._file.read_into(place.offsets[k], frames.bytes_of(stored))
             frames.check(frames.bytes_of(stored), place.table.crcs[k], where)
-            planes.append(frames.inflate(stored, spec.nbytes // count, where))
-        return frames.decode_part(planes, spec)
+            planes.append(frames.inflate(stored, length, where))
+        return frames.decode_part(planes, spec) if packing is None else unpack(planes, packing, where, self._backend)
 
     def fill_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> None:
         """As ``decode_chunk``, without the parts."""

@@ -17,7 +17,7 @@ from ckpt8.compressing.group_encoder import GroupEncoder
 from ckpt8.compressing.plan import Plan, Unit, read_elements
 from ckpt8.compressing.policy import LOSSLESS, PRESETS, Policy
 from ckpt8.compressing.sharing import Group, share
-from ckpt8.container import frames, layout
+from ckpt8.container import frames, layout, symbols
 from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.collection import without_collection
@@ -149,10 +149,10 @@ def _predict_group(source: Bundle, group: Group) -> float:
     """Bytes that small units with common entries take, from some of them."""
     units = group.units[:: -(-len(group.units) // _UNITS_SAMPLED)]
     packed = GroupEncoder(source, ChunkEncoder(source, measure=False), lambda *_: None).stored(Group(units))
-    stored = sum(len(f) for _, parts in packed.packs for planes in parts.values() for f, _ in planes)
+    stored = sum(len(f) for _, parts, _ in packed.packs for planes in parts.values() for f, _ in planes)
     numel = sum(unit.numel for unit in units)
     share_of_all = sum(unit.numel for unit in group.units) / numel if numel else 0
-    entries = sum(len(planes) for _, parts in packed.packs for planes in parts.values())
+    entries = sum(len(planes) for _, parts, _ in packed.packs for planes in parts.values())
     return stored * share_of_all + _ENTRY_BYTES * entries + _ROW_BYTES * len(group.units)
 
 
@@ -168,6 +168,12 @@ def _predict_unit(source: Bundle, unit: Unit) -> float:
         found = lockstep.encode(unit.streams, originals, first, None)
     except RefusedError:
         found = [LOSSLESS.encode(x) for x in originals]
-    stored = sum(len(f) for parts in found for name, part in parts.items() for f, _ in frames.encode_part(name, part))
+    packed = [symbols.pack_parts(parts) for parts in found]
+    stored = sum(
+        len(frame)
+        for parts, packings in packed
+        for name, part in parts.items()
+        for frame, _ in frames.encode_part(name, part, packings.get(name))
+    )
     slabs = len(layout.slab_chunks(numel, layout.SLAB))
     return stored * numel / count + _ENTRY_BYTES * slabs * sum(map(len, found))

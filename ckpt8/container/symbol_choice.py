@@ -1,0 +1,114 @@
+"""Chooses the mode of a chunk from a histogram of its symbols: that whose planes zstd should make smallest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ckpt8.container.frames import SHORT_PLANE, WORTH_IT
+from ckpt8.container.symbol_modes import DIGITS, NO_TOP, PLANES, Mode
+
+_BYTE = 256
+_BLOCK, _BLOCK_BYTES, _FRAME_BYTES = 1 << 17, 4.0, 9.0
+_TABLE_BYTES = 0.5
+"""What a value of a byte takes in the Huffman table of every block."""
+
+_SHARES = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
+_EXCESS = (0.03, 0.03, 0.05, 0.08, 0.13, 0.28, 0.45, 0.59, 0.60, 0.53, 0.35, 0.235, 0.172, 0.097, 0.045, 0.006, 0.0)
+"""Bits that zstd takes for a byte beyond its entropy, by the share of the most frequent byte, as measured. Huffman
+takes one at least, and the matches that zstd finds where a byte repeats cost more than they save until it has 0.9."""
+
+
+def choose(counts: torch.Tensor, numel: int) -> Mode:
+    """The mode for ``numel`` symbols. ``counts`` say how often each value from -1 on occurs: int64, on the CPU.
+
+    The first one of equals.
+    """
+    tops = (len(counts) - 1, 0) if counts[0] else (NO_TOP,)
+    found = [each for top in tops for each in _candidates(_with_top(counts, top), top)]
+    lengths = [length for mode, planes in found for length in mode.plane_lengths(numel)[: len(planes)]]
+    digits = [each for mode, planes in found for each in (DIGITS[mode.base], *[1] * (len(planes) - 1))]
+    sizes = _stored(torch.stack([each for _, planes in found for each in planes]), _numbers(lengths), _numbers(digits))
+    totals = [float(each.sum()) for each in torch.split(sizes, [len(planes) for _, planes in found])]
+    return found[totals.index(min(totals))][0]
+
+
+def _with_top(counts: torch.Tensor, top: int) -> torch.Tensor:
+    """``counts`` of the stored symbols from 0 on."""
+    if top == 0:
+        return counts
+    return counts[1:] if top == NO_TOP else torch.cat([counts[1:], counts[:1]])
+
+
+def _numbers(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _candidates(counts: torch.Tensor, top: int) -> Iterator[tuple[Mode, list[torch.Tensor]]]:
+    """Every mode that holds the symbols, and the counts of the values in each of its planes; of digits in the first."""
+    rest, raws = _whole_bytes(counts), list[torch.Tensor]()
+    for raw in range(PLANES - 1):
+        if raw:
+            rest, raws = _whole_bytes(_above(rest)), [_lowest(rest), *raws]
+        largest = _largest(rest)
+        if raw and not largest:
+            return
+        for base in DIGITS:
+            escaped = largest - (base - 1)
+            over = (escaped.bit_length() + 7) // 8 if largest >= base else 0
+            if raw + over < PLANES:
+                digits = torch.nn.functional.pad(rest[: base - 1], (0, _BYTE - min(base - 1, len(rest))))
+                digits[base - 1] = rest[base - 1 :].sum()
+                yield Mode(raw, base, over, top), [digits, *_over_planes(rest, base, over), *raws]
+
+
+def _over_planes(rest: torch.Tensor, base: int, over: int) -> list[torch.Tensor]:
+    above = rest[base - 1 :].clone()
+    if over:
+        above[0] += rest[: base - 1].sum()
+    planes: list[torch.Tensor] = []
+    for _ in range(over):
+        above = _whole_bytes(above)
+        planes.insert(0, _lowest(above))
+        above = _above(above)
+    return planes
+
+
+def _whole_bytes(counts: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(counts, (0, -len(counts) % _BYTE))
+
+
+def _lowest(counts: torch.Tensor) -> torch.Tensor:
+    """The counts of the lowest byte."""
+    return counts.view(-1, _BYTE).sum(0)
+
+
+def _above(counts: torch.Tensor) -> torch.Tensor:
+    """The counts of what is above the lowest byte."""
+    return counts.view(-1, _BYTE).sum(1)
+
+
+def _largest(counts: torch.Tensor) -> int:
+    found = counts.nonzero()
+    return int(found[-1]) if len(found) else 0
+
+
+def _stored(counts: torch.Tensor, lengths: torch.Tensor, digits: torch.Tensor) -> torch.Tensor:
+    """The bytes that planes are expected to take, by row: ``digits`` share a byte, ``lengths`` are in bytes."""
+    shares = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
+    entropy = digits * torch.special.entr(shares).sum(1) / torch.log(torch.tensor(2.0, dtype=torch.float64))
+    bits = entropy + _excess(shares.amax(1) ** digits)
+    values = ((counts > 0).sum(1).double() ** digits).clamp(max=_BYTE)
+    blocks = torch.ceil(lengths / _BLOCK)
+    packed = bits * lengths / 8 + blocks * (_BLOCK_BYTES + _TABLE_BYTES * values) + _FRAME_BYTES
+    worth = torch.where(lengths < SHORT_PLANE, 1.0, WORTH_IT)
+    return torch.where(packed < worth * lengths, packed, lengths)
+
+
+def _excess(shares: torch.Tensor) -> torch.Tensor:
+    """_EXCESS between its points."""
+    at, values = (torch.tensor(each, dtype=torch.float64) for each in (_SHARES, _EXCESS))
+    k = torch.searchsorted(at, shares).clamp(1, len(at) - 1)
+    part = (shares - at[k - 1]) / (at[k] - at[k - 1])
+    return values[k - 1] + part * (values[k] - values[k - 1])

@@ -1,0 +1,121 @@
+"""Packs symbols into planes of bytes and unpacks them: see ``symbol_modes`` for the form.
+
+The mode follows from a histogram, so that every device and backend chooses the same. The functions of torch define the
+planes; ``symbols_numba`` fills the same ones faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from ckpt8.container.symbol_choice import choose
+from ckpt8.container.symbol_modes import DIGITS, Mode, Packing
+from ckpt8.core import backend as backends
+from ckpt8.core.errors import InputError
+from ckpt8.core.tensors import Parts
+
+
+def pack_parts(parts: Parts, backend: backends.Backend | None = None) -> tuple[Parts, dict[str, Packing]]:
+    """``parts`` with symbols packed, each as a row of planes, and their packings by name. Others are as they were."""
+    found, packings = dict(parts), dict[str, Packing]()
+    for name, part in parts.items():
+        if part.dtype is torch.int32:
+            found[name], packings[name] = pack(part, backend)
+    return found, packings
+
+
+def pack(symbols: torch.Tensor, backend: backends.Backend | None = None) -> tuple[torch.Tensor, Packing]:
+    """The planes of flat symbols, one behind the other, on the same device, and how they are packed.
+
+    Symbols are below ``SYMBOL_LIMIT`` - 1.
+    """
+    fast = _numba(symbols, backend)
+    largest = fast.largest(symbols) if fast else _largest(symbols)
+    counts = fast.histogram(symbols, largest) if fast else _histogram(symbols, largest)
+    packing = Packing(choose(counts, symbols.numel()), symbols.numel())
+    row = torch.empty(sum(packing.plane_lengths), dtype=torch.uint8, device=symbols.device)
+    planes = split(row, packing)
+    fast.fill(symbols, packing.mode, planes) if fast else _fill(symbols, packing.mode, planes)
+    return row, packing
+
+
+def split(row: torch.Tensor, packing: Packing) -> list[torch.Tensor]:
+    """The planes in a row of them."""
+    return list(torch.split(row, packing.plane_lengths))
+
+
+def unpack(
+    planes: Sequence[torch.Tensor], packing: Packing, where: str, backend: backends.Backend | None = None
+) -> torch.Tensor:
+    """The symbols that four planes hold. Raises InputError, which begins with ``where``, for what no writer makes."""
+    out = torch.empty(packing.numel, dtype=torch.int32, device=planes[0].device)
+    if packing.numel:
+        mode = packing.mode
+        last = packing.numel % DIGITS[mode.base] or DIGITS[mode.base]
+        fast = _numba(out, backend)
+        is_sound = int(planes[0][-1]) < mode.base**last
+        if not (is_sound and (fast.join(planes, mode, out) if fast else _join(planes, mode, out))):
+            raise InputError(f"{where}: its symbols are not those of their mode; the file is damaged")
+    return out
+
+
+def _numba(symbols: torch.Tensor, backend: backends.Backend | None) -> ModuleType | None:
+    """The module of numba's kernels where the backend, or by default the size, asks for it."""
+    if backends.resolve(backends.on_cpu(backend, symbols.device), symbols.device, symbols.numel()) != "numba":
+        return None
+    from ckpt8.container import symbols_numba
+
+    return symbols_numba
+
+
+def _largest(symbols: torch.Tensor) -> int:
+    """The largest symbol, at least 0."""
+    return max(int(symbols.max()), 0) if symbols.numel() else 0
+
+
+def _histogram(symbols: torch.Tensor, largest: int) -> torch.Tensor:
+    """How often each value from -1 on occurs."""
+    return torch.bincount(symbols + 1, minlength=largest + 2).cpu()
+
+
+def _fill(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> None:
+    """Fill the planes."""
+    whole = symbols + 1 if mode.top == 0 else symbols.where(symbols >= 0, mode.top)
+    rest, per_byte = whole >> 8 * mode.raw, DIGITS[mode.base]
+    digits = torch.nn.functional.pad(rest.clamp(max=mode.base - 1), (0, -len(rest) % per_byte)).view(-1, per_byte)
+    packed = digits[:, 0].clone()
+    for k in range(1, per_byte):
+        packed += digits[:, k] * mode.base**k
+    planes[0].copy_(packed)
+    above = (rest - (mode.base - 1)).clamp_(min=0)
+    for k in range(mode.over):
+        planes[mode.over - k].copy_((above >> 8 * k) & 0xFF)
+    for k in range(mode.raw):
+        planes[mode.over + mode.raw - k].copy_((whole >> 8 * k) & 0xFF)
+
+
+def _join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool:
+    """Fill ``out``; return whether the planes are sound, apart from digits behind the last symbol."""
+    values, escape = torch.arange(256, dtype=torch.int32, device=out.device), mode.base - 1
+    digits = torch.stack([values // mode.base**k % mode.base for k in range(DIGITS[mode.base])], 1)
+    is_sound = int(planes[0].max()) < mode.base ** DIGITS[mode.base]
+    rest = digits.index_select(0, planes[0].to(torch.int32)).view(-1)[: len(out)]
+    if mode.over:
+        above = _number(planes[1 : 1 + mode.over])
+        is_sound = is_sound and not bool(((above > 0) & (rest != escape)).any())
+        rest = rest + above
+    if mode.raw:
+        rest = (rest << 8 * mode.raw) | _number(planes[1 + mode.over : 1 + mode.over + mode.raw])
+    out.copy_(rest - 1 if mode.top == 0 else rest.where(rest != mode.top, -1))
+    return is_sound and int(rest.max()) <= mode.largest
+
+
+def _number(planes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What bytes stand for, the most significant first."""
+    found = planes[0].to(torch.int32)
+    for plane in planes[1:]:
+        found = (found << 8) | plane
+    return found

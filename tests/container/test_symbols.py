@@ -1,0 +1,149 @@
+"""Symbols of less than a byte: every mode holds them, backends agree to the bit, the chosen mode is small."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ckpt8.container import frames, symbol_choice, symbols
+from ckpt8.container.symbol_modes import DIGITS, NO_TOP, SYMBOL_LIMIT, Mode, Packing
+from ckpt8.core.errors import InputError
+
+BACKENDS = ("torch", "numba")
+MODES = [
+    (raw, base, over) for raw in range(3) for base in DIGITS for over in range(4 - raw)
+]  # every form that a manifest may state
+
+
+def expected(mode, planes, count):
+    """What four planes of bytes stand for, by the definition alone: no code of the package."""
+    raw, base, over, top = mode
+    per_byte, found = {3: 5, 6: 3, 16: 2, 256: 1}[base], []
+    for i in range(count):
+        rest = planes[0][i // per_byte] // base ** (i % per_byte) % base
+        rest += int.from_bytes(bytes(plane[i] for plane in planes[1 : 1 + over]), "big")
+        symbol = rest << 8 * raw | int.from_bytes(bytes(plane[i] for plane in planes[1 + over : 1 + over + raw]), "big")
+        found.append(symbol - 1 if top == 0 else -1 if symbol == top else symbol)
+    return found
+
+
+def holding(raw, base, over, count=103, seed=0):
+    """Symbols that a mode can just hold, some of them -1."""
+    torch.manual_seed(seed)
+    most = min((base - 1 + 256**over - 1 if over else base - 1) + 1 << 8 * raw, SYMBOL_LIMIT - 1) - 1
+    x = (torch.rand(count, dtype=torch.float64) ** 4 * most).to(torch.int32)
+    x[3], x[::7] = most - 1, -1
+    return x
+
+
+def fill(x, mode, backend):
+    packing = Packing(mode, len(x))
+    row = torch.empty(sum(packing.plane_lengths), dtype=torch.uint8)
+    planes = symbols.split(row, packing)
+    code = symbols._numba(x, backend)
+    (code.fill if code else symbols._fill)(x, mode, planes)
+    return planes
+
+
+@pytest.mark.parametrize("shape", MODES)
+@pytest.mark.parametrize("zero_first", [False, True])
+def test_every_mode_holds_its_symbols(shape, zero_first):
+    x = holding(*shape)
+    mode = Mode(*shape, 0 if zero_first else int(x.max()) + 1)
+    found = {backend: fill(x, mode, backend) for backend in BACKENDS}
+    planes = [bytes(plane.tolist()) for plane in found["torch"]]
+    assert [bytes(plane.tolist()) for plane in found["numba"]] == planes
+    assert expected(mode, planes, len(x)) == x.tolist()
+    for backend in BACKENDS:
+        assert torch.equal(symbols.unpack(found["torch"], Packing(mode, len(x)), "x", backend), x)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 6, 7, 29])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_count(count, backend):
+    for values in ([-1], [0], [0, 0, 1], [0, 1, -1, 5, 2], [0, 300, 4], [2**19 - 3, -1, 0]):
+        x = torch.tensor((values * count)[:count], dtype=torch.int32)
+        row, packing = symbols.pack(x, backend)
+        assert torch.equal(symbols.unpack(symbols.split(row, packing), packing, "x", backend), x)
+        assert packing.mode == Mode.of(list(packing.mode))
+
+
+def drawn(name, scale, zeros, count):
+    torch.manual_seed(1)
+    normal = torch.randn(count, dtype=torch.float64)
+    uniform = torch.rand(count, dtype=torch.float64)
+    q = {
+        "gauss": normal * scale,
+        "laplace": -(uniform - 0.5).sign() * torch.log1p(-2 * (uniform - 0.5).abs()) * scale,
+        "uniform": (2 * uniform - 1) * 1.7 * scale,
+        "spiky": normal * scale * (1.2 * torch.randn(count, dtype=torch.float64)).exp(),
+    }[name]
+    q = q.round().clamp(-(2**18) + 1, 2**18 - 1).to(torch.int32)
+    x = torch.where(q < 0, -2 * q - 1, 2 * q)
+    x[torch.rand(count) < zeros] = -1
+    return x
+
+
+def stored_bytes(x, mode):
+    return sum(len(frame) for plane in fill(x, mode, "numba") for frame, _ in frames.encode_part("codes", plane))
+
+
+@pytest.mark.parametrize("name", ["gauss", "laplace", "uniform", "spiky"])
+@pytest.mark.parametrize("scale", [0.25, 0.7, 2.0, 9.0, 60.0, 2000.0])
+@pytest.mark.parametrize("zeros", [0.0, 0.4])
+def test_the_choice_is_within_2_percent_of_the_best(name, scale, zeros):
+    """By the bytes that zstd really makes of every mode that holds the symbols; alike on both backends."""
+    x = drawn(name, scale, zeros, 1 << 17)
+    row, packing = symbols.pack(x, "numba")
+    again, same = symbols.pack(x, "torch")
+    assert same == packing
+    assert torch.equal(row, again)
+    counts = torch.bincount(x + 1)
+    tops = (len(counts) - 1, 0) if counts[0] else (NO_TOP,)
+    modes = [mode for top in tops for mode, _ in symbol_choice._candidates(symbol_choice._with_top(counts, top), top)]
+    assert len(modes) >= 3
+    sizes = {mode: stored_bytes(x, mode) for mode in modes}
+    assert sizes[packing.mode] <= 1.02 * min(sizes.values())
+
+
+def test_small_alphabets_take_less_than_a_bit():
+    """Entropy is 0.18 bits: a byte for each symbol would take one, as Huffman's codes do."""
+    x = (torch.rand(1 << 17, generator=torch.Generator().manual_seed(0)) < 0.027).to(torch.int32)
+    row, packing = symbols.pack(x)
+    stored = sum(len(frame) for frame, _ in frames.encode_part("codes", row, packing))
+    assert 8 * stored < 0.3 * len(x)
+
+
+UNSOUND = {
+    "a digit beyond the base": (Mode(0, 3, 0, NO_TOP), [[243]], 5),
+    "a digit behind the last": (Mode(0, 3, 0, NO_TOP), [[3]], 1),
+    "six in the last byte": (Mode(0, 6, 0, NO_TOP), [[0, 6]], 4),
+    "what no digit escapes to": (Mode(0, 3, 1, NO_TOP), [[1], [7]], 1),
+    "a high byte that no digit escapes to": (Mode(0, 16, 2, NO_TOP), [[14], [1], [0]], 1),
+    "a symbol beyond the top": (Mode(0, 16, 0, 3), [[4]], 1),
+    "a symbol that is too large": (Mode(2, 256, 0, NO_TOP), [[16], [0], [0]], 1),
+    "a far larger one": (Mode(0, 256, 3, NO_TOP), [[255], [255], [255], [255]], 1),
+    "the largest of all": (Mode(2, 256, 1, NO_TOP), [[255], [255], [255], [255]], 1),
+}
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_planes_that_no_writer_makes(name, backend):
+    mode, planes, count = UNSOUND[name]
+    rows = [torch.tensor(plane, dtype=torch.uint8) for plane in planes]
+    rows += [torch.empty(0, dtype=torch.uint8)] * (4 - len(rows))
+    assert [len(row) for row in rows] == mode.plane_lengths(count)
+    with pytest.raises(InputError, match=r"^w\.weight: "):
+        symbols.unpack(rows, Packing(mode, count), "w.weight", backend)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 3, "abcd", [], [0, 3, 0], [0, 3, 0, -1, 0], [0, 4, 0, -1], [3, 3, 0, -1], [-1, 3, 0, -1], [0, 3, 4, -1],
+     [1, 3, 3, -1], [2, 3, 2, -1], [0, 3, -1, -1], [0, 3, 0, -2], [0, 3, 0, 1 << 20], [0, 3.0, 0, -1],
+     [False, 3, 0, -1], ["0", 3, 0, -1], {"raw": 0, "base": 3, "over": 0, "top": -1}],
+)  # fmt: skip
+def test_modes_that_are_none(value):
+    with pytest.raises((TypeError, ValueError)):
+        Mode.of(value)
