@@ -19,7 +19,7 @@ from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding
 from ckpt8.codecs.split24.reference import round_masters
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.measure import ErrorMeter, UnitErrors
-from ckpt8.compressing.plan import Stream, Unit
+from ckpt8.compressing.plan import Refusal, Stream, Unit
 from ckpt8.container import frames, symbols
 from ckpt8.container.symbol_modes import Packing
 from ckpt8.core.backend import for_checkpoint
@@ -46,7 +46,7 @@ class Chunk(Generic[P]):
     parts: list[dict[str, P]]
     crcs: list[int]
     errors: UnitErrors = field(default_factory=UnitErrors)
-    refused: str | None = None
+    refused: Refusal | None = None
     packings: list[dict[str, Packing]] = field(default_factory=list)
 
 
@@ -163,8 +163,7 @@ class ChunkEncoder:
             else:
                 parts = lockstep.encode(unit.streams, originals, first, self._backend)
         except RefusedError as exc:
-            whose = "the state of its parameter " if len(unit.streams) > 1 else ""
-            return PackedChunk([], crcs, refused=f"{whose}{exc}")
+            return PackedChunk([], crcs, refused=Refusal(str(exc), exc.storage))
         errors = UnitErrors()
         if self._meter is not None and unit.measured:
             errors = self._meter.measure(unit, first, originals, parts)

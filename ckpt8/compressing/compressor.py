@@ -22,7 +22,7 @@ from ckpt8.compressing.chunk_encoder import ChunkEncoder, EncodedChunk, PackedCh
 from ckpt8.compressing.group_encoder import EncodedGroup, GroupEncoder, PackedGroup, pack_record, store_group
 from ckpt8.compressing.manifest_records import Results, UnitResult, fill_manifest
 from ckpt8.compressing.measure import UnitErrors
-from ckpt8.compressing.plan import Plan, Unit
+from ckpt8.compressing.plan import Plan, Refusal, Unit
 from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.sharing import PACK_NAME, share
 from ckpt8.container import frames, header, layout
@@ -136,9 +136,9 @@ class Compressor:
         for unit in units:
             mark = writer.mark()
             result = self._write_unit(writer, unit, chunks)
-            while reason := result.refused or self._broken_bound(result.unit, result.errors):
+            while refusal := result.refused or self._broken_bound(result.unit, result.errors):
                 writer.rollback(mark)
-                again = result.unit.fallback(reason)
+                again = result.unit.fallback(refusal)
                 result = self._write_unit(writer, again, self._encoder.stored(_chunks_of([again]), workers))
             check_source(result.unit, result.crcs, self._source.label)
             results.add(result)
@@ -175,19 +175,19 @@ class Compressor:
         """Every unit with its final codecs, and its packed chunks."""
         chunks = self._encoder.packed(_chunks_of(self._own), workers)
         for unit in self._own:
-            packed, reason = self._pack_unit(unit, chunks)
+            packed, refusal = self._pack_unit(unit, chunks)
             final = unit
-            while reason is not None:
+            while refusal is not None:
                 packed.clear()
-                final = final.fallback(reason)
-                packed, reason = self._pack_unit(final, self._encoder.packed(_chunks_of([final]), workers))
+                final = final.fallback(refusal)
+                packed, refusal = self._pack_unit(final, self._encoder.packed(_chunks_of([final]), workers))
             yield final, packed
 
-    def _pack_unit(self, unit: Unit, chunks: Iterator[PackedChunk]) -> tuple[list[PackedChunk], str | None]:
+    def _pack_unit(self, unit: Unit, chunks: Iterator[PackedChunk]) -> tuple[list[PackedChunk], Refusal | None]:
         """The packed chunks of a unit, all its errors with the first of them, and why its codecs cannot keep it."""
         errors = self._no_errors(unit)
         packed: list[PackedChunk] = []
-        refused: str | None = None
+        refused: Refusal | None = None
         for _ in range(layout.chunk_count(unit.numel)):
             chunk = next(chunks)
             refused = refused or chunk.refused
@@ -215,17 +215,18 @@ class Compressor:
                 return names
             self._slab *= 2
 
-    def _broken_bound(self, unit: Unit, errors: UnitErrors) -> str | None:
+    def _broken_bound(self, unit: Unit, errors: UnitErrors) -> Refusal | None:
         """Why the codecs of a unit cannot keep the bound on its update error, or None."""
         bound, parameter = self._options.max_update_error, unit.parameter
-        if bound is None or not any(each.lossy if parameter else each.lossy_moment for each in unit.streams):
+        moments = [each for each in unit.streams if each.index != unit.weight]
+        if bound is None or not any(each.lossy if parameter else each.lossy_moment for each in moments):
             return None
         error = errors.update
         if error is None:
             why = (parameter.reason if parameter else None) or NO_PARAMETER
-            return f"update error unknown: {why}"
+            return Refusal(f"update error unknown: {why}")
         if not error.max_error <= bound:
-            return f"update error exceeds {bound:g}"
+            return Refusal(f"update error exceeds {bound:g}")
         return None
 
     def _no_errors(self, unit: Unit) -> UnitErrors:

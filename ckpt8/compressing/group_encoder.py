@@ -16,7 +16,7 @@ from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import config_of
 from ckpt8.compressing.chunk_encoder import ChunkEncoder
 from ckpt8.compressing.measure import UnitErrors
-from ckpt8.compressing.plan import Stream, Unit
+from ckpt8.compressing.plan import Refusal, Stream, Unit
 from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.compressing.sharing import Group
 from ckpt8.container import frames
@@ -25,7 +25,7 @@ from ckpt8.container.symbol_modes import Packing
 from ckpt8.core.files.crc import crc32
 from ckpt8.core.tensors import Parts
 
-FindReason = Callable[[Unit, UnitErrors], "str | None"]
+FindRefusal = Callable[[Unit, UnitErrors], "Refusal | None"]
 """Why the codecs of a unit cannot keep it although they took it."""
 
 
@@ -74,10 +74,10 @@ def pack_record(name: str, streams: Sequence[Stream], tables: dict[str, FrameTab
 class GroupEncoder:
     """Packs groups of units of one checkpoint on the CPU. Thread-safe."""
 
-    def __init__(self, checkpoint: Checkpoint, encoder: ChunkEncoder, reason_of: FindReason) -> None:
+    def __init__(self, checkpoint: Checkpoint, encoder: ChunkEncoder, refusal_of: FindRefusal) -> None:
         self._checkpoint = checkpoint
         self._encoder = encoder
-        self._reason_of = reason_of
+        self._refusal_of = refusal_of
 
     def pack(self, group: Group) -> PackedGroup:
         """Read and pack a group. Raises InputError."""
@@ -105,9 +105,9 @@ class GroupEncoder:
         for unit in units:
             chunk = self._encoder.encode((unit, 0))
             self._encoder.finish(unit, chunk.errors)
-            reason = chunk.refused or self._reason_of(unit, chunk.errors)
-            if reason is not None:
-                refused.append(unit.fallback(reason))
+            refusal = chunk.refused or self._refusal_of(unit, chunk.errors)
+            if refusal is not None:
+                refused.append(unit.fallback(refusal))
                 continue
             kept.append(unit)
             found.append(chunk.parts)

@@ -11,6 +11,7 @@ from ckpt8.codecs.base import Companions
 from ckpt8.compressing.plan import Plan, Stream, Unit
 from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.core.backend import Backend, on_cpu
+from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts, TensorSpec
 
 
@@ -52,7 +53,11 @@ def encode(
             for name, index in codec.companion_storages.items():
                 companions[f"original_{name}"] = originals[place[index]].float()
         asked = on_cpu(backend, x.device)
-        parts[k] = codec.encode(x, backend=asked, first=first, companions=companions)
+        try:
+            parts[k] = codec.encode(x, backend=asked, first=first, companions=companions)
+        except RefusedError as exc:
+            exc.storage = streams[k].index
+            raise
     return [parts[k] for k in range(len(streams))]
 
 

@@ -11,7 +11,7 @@ from ckpt8.codecs import Codec, config_of
 from ckpt8.codecs.error_stats import StepError, UpdateError
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.parameters import OptimizerStep
-from ckpt8.compressing.plan import Plan, Stream, Unit
+from ckpt8.compressing.plan import Plan, Refusal, Stream, Unit
 from ckpt8.container.manifest import (
     FrameTable,
     Manifest,
@@ -34,7 +34,7 @@ class UnitResult:
     tables: list[dict[str, FrameTable]]
     errors: UnitErrors
     crcs: list[int]
-    refused: str | None = None
+    refused: Refusal | None = None
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -46,10 +47,10 @@ class Stream:
         """All codecs that it may come to have."""
         return list(dict.fromkeys((self.codec, self.second or LOSSLESS, LOSSLESS)))
 
-    def fallback(self, codec: Codec, reason: str) -> Stream:
-        """The stream with one of its next codecs; ``reason`` is noted behind an earlier one."""
+    def fallback(self, reason: str) -> Stream:
+        """The stream with its next codec; ``reason`` is noted behind an earlier one."""
         reasons = [reason] if self.reason is None else [self.reason, reason]
-        return replace(self, codec=codec, reason="; ".join(reasons), second=None)
+        return replace(self, codec=self.second or LOSSLESS, reason="; ".join(reasons), second=None)
 
     @property
     def lossy(self) -> bool:
@@ -64,6 +65,13 @@ class Stream:
     def chunk_spec(self, chunk: int) -> TensorSpec:
         """The specification of one chunk."""
         return layout.chunk_spec(self.spec, chunk)
+
+
+class Refusal(NamedTuple):
+    """Why the codecs of a unit cannot keep it. ``storage`` is the one refused; None for the moments together."""
+
+    reason: str
+    storage: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +98,22 @@ class Unit:
         """Whether its bytes are stored as they are, and nothing is measured of them."""
         return not self.measured and all(stream.codec == LOSSLESS for stream in self.streams)
 
-    def fallback(self, reason: str) -> Unit:
-        """The same unit with the next codecs, of the preset or lossless; ``reason`` is noted where they are new."""
-        nexts = [stream.second for stream in self.streams]
-        if not any(nexts):
-            nexts = [LOSSLESS if stream.codec != LOSSLESS else None for stream in self.streams]
-        streams = tuple(
-            stream
-            if codec is None
-            else replace(stream, codec=codec, reason=_joined(stream.reason, reason), second=None)
-            for stream, codec in zip(self.streams, nexts, strict=True)
-        )
-        return replace(self, streams=streams)
+    @property
+    def weight(self) -> int | None:
+        """The stream of the weight that the step of its parameter moves."""
+        return self.parameter.step.weight if self.parameter and self.parameter.step else None
 
+    def fallback(self, refusal: Refusal) -> Unit:
+        """The same unit with the next codecs, of the preset or lossless. The reason is noted where they are new.
 
-def _joined(first: str | None, second: str) -> str:
-    return second if first is None else f"{first}; {second}"
+        The weight of a step falls back alone, and the moments without it.
+        """
+        is_weight = refusal.storage is not None and refusal.storage == self.weight
+        falling = [stream for stream in self.streams if (stream.index == self.weight) == is_weight]
+        whose = "the state of its parameter " if len(falling) > 1 and refusal.storage is not None else ""
+        falling = [stream for stream in falling if stream.second] or [s for s in falling if s.codec != LOSSLESS]
+        after = {stream.index: stream.fallback(f"{whose}{refusal.reason}") for stream in falling}
+        return replace(self, streams=tuple(after.get(stream.index, stream) for stream in self.streams))
 
 
 @dataclass(slots=True)

@@ -113,4 +113,9 @@ class OutputError(Ckpt8Error):
 
 
 class RefusedError(Exception):
-    """A codec refuses a tensor, which is then stored lossless. Never reaches a user."""
+    """A codec refuses a tensor, which then gets another one. Never reaches a user.
+
+    ``storage`` is the index of its storage, where several are encoded together.
+    """
+
+    storage: int | None = None

@@ -18,7 +18,7 @@ from ckpt8.checkpoint.tree import StorageInfo, TensorRef
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
-from ckpt8.compressing.plan import make_plan
+from ckpt8.compressing.plan import Refusal, make_plan
 from ckpt8.compressing.policy import Policy
 from ckpt8.core.tensors import DType, Role
 
@@ -568,7 +568,7 @@ def test_a_unit_made_lossless_keeps_its_reason(plan):
     optimizer.step()
     made, _ = plan({"optimizer": optimizer.state_dict()})
     [unit] = [unit for unit in made.units if unit.parameter is not None]
-    safe = unit.fallback("holds NaN")
+    safe = unit.fallback(Refusal("holds NaN"))
     assert [(stream.codec, stream.reason) for stream in safe.streams] == [(Lossless(), "holds NaN")] * 2
     assert [stream.spec for stream in safe.streams] == [stream.spec for stream in unit.streams]
     assert unit.streams[0].lossy

@@ -1,0 +1,296 @@
+"""Budgets on whole files: that they are met, that they decide the same everywhere, and what falls back, and why."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt8
+from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.codecs.rclog import FLAT_ROW, MOST_COLUMNS
+from ckpt8.compressing.spending import row_length
+from ckpt8.compressing.step_statistics import SAMPLE, Spread, _windows
+from ckpt8.core import backend
+from ckpt8.core.tensors import DType, Role
+
+BUDGETED = {"lattice/1", "rclog/1", "vscaled/1"}
+
+
+def trained(optimizer=torch.optim.AdamW, steps=6, seed=0, sizes=(96, 160, 80), **settings):
+    """The checkpoint of a small network after some steps of an optimizer."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(a, b) for a, b in pairwise(sizes)]
+    model = nn.Sequential(*layers)
+    made = optimizer(model.parameters(), **{"lr": 1e-3, **settings})
+    for _ in range(steps):
+        x = torch.randn(16, sizes[0])
+        (model(x) - x.roll(1)[:, : sizes[-1]]).square().mean().backward()
+        made.step()
+        made.zero_grad()
+    return {"model": model.state_dict(), "optimizer": made.state_dict()}
+
+
+def compressed(tree, folder, name="run", **options):
+    """The storages of the compressed checkpoint by name, and its path."""
+    torch.save(tree, folder / f"{name}.pt")
+    manifest = ckpt8.compress(folder / f"{name}.pt", **{"preset": "archive", "force": True, **options})
+    return {each.name: each for each in manifest.storages}, folder / f"{name}.ckpt8"
+
+
+def ids(storages):
+    return {name: each.codec["id"] for name, each in storages.items()}
+
+
+def shares(source, decoded):
+    """S_W, S_M and S_V in units of M1, from the formulas of a budget."""
+    groups = source["optimizer"]["param_groups"]
+    order = [each for group in groups for each in group["params"]]
+    stepped = {each: group for group in groups for each in group["params"]}
+    names = names_in_order(source, order)
+    energy = weight = moment1 = moment2 = 0.0
+    for each in order:
+        state, there, group = source["optimizer"]["state"][each], decoded["optimizer"]["state"][each], stepped[each]
+        beta1, beta2 = group.get("betas") or (group["beta1"], group["beta2"])
+        corrects = "amsgrad" in group
+        steps = float(state["step"]) if corrects else math.inf
+        bias1, bias2 = 1 - beta1**steps, 1 - beta2**steps
+        m, v = state["exp_avg"].double(), state["exp_avg_sq"].double()
+        dw = decoded["model"][names[each]].double() - source["model"][names[each]].double()
+        relative = torch.where(v > 0, (there["exp_avg_sq"].double() / v).sqrt() - 1, 0.0)
+        gain = 0.576**2 * (1 + beta1 * beta2) / ((1 - beta2**2) * (1 - beta1 * beta2))
+        energy += float((group["lr"] * m / bias1).square().sum())
+        weight += float((v / bias2 * dw.square()).sum())
+        dm = (there["exp_avg"].double() - m) / bias1
+        moment1 += float((group["lr"] * beta1 / (1 - beta1) * dm).square().sum())
+        moment2 += gain * float((group["lr"] * relative * m / bias1).square().sum())
+    return weight / energy, moment1 / energy, moment2 / energy
+
+
+def names_in_order(source, order):
+    """The weight of every parameter: matrices first, then vectors, as the groups of the fixtures have them."""
+    matrices = [name for name, w in source["model"].items() if w.dim() >= 2 and not name.endswith("lm_head.weight")]
+    vectors = [name for name, w in source["model"].items() if w.dim() < 2]
+    return dict(zip(order, matrices + vectors, strict=True))
+
+
+@pytest.mark.parametrize("name", ["gpt_adamw", "gpt_stable_adamw"])
+@pytest.mark.parametrize("options", [{"preset": "archive"}, {"preset": "compact"}, {"budget": 0.4}])
+def test_a_real_checkpoint_is_as_far_from_its_source_as_the_budget_says(name, options, inputs, tmp_path):
+    source = torch.load(inputs / f"{name}.pt", weights_only=True)
+    manifest = ckpt8.compress(inputs / f"{name}.pt", tmp_path / "run.ckpt8", **options)
+    found = shares(source, ckpt8.load(tmp_path / "run.ckpt8"))
+    steps = manifest.budget["steps"]
+    assert math.sqrt(sum(found)) == pytest.approx(steps, rel=0.04)
+    for share in found:
+        assert share == pytest.approx(steps**2 / 3, rel=0.15)
+
+
+def test_a_larger_budget_makes_a_smaller_file(inputs, tmp_path):
+    sizes = []
+    for budget in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4):
+        ckpt8.compress(inputs / "gpt_adamw.pt", tmp_path / "run.ckpt8", budget=budget, force=True)
+        sizes.append((tmp_path / "run.ckpt8").stat().st_size)
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == len(sizes)
+
+
+def test_neither_threads_nor_kernels_show_in_the_file(tmp_path, monkeypatch):
+    tree = trained(sizes=(400, 640, 320))
+    content = set()
+    for threads, least in ((1, 1 << 28), (4, 1 << 28), (2, 0)):
+        monkeypatch.setattr(backend, "LEAST_FOR_NUMBA", least)
+        _, path = compressed(tree, tmp_path, threads=threads, stats=False)
+        content.add(path.read_bytes())
+    assert len(content) == 1
+
+
+def test_another_source_has_another_lattice_and_the_same_one_the_same(tmp_path):
+    tree = trained()
+    changed = copy.deepcopy(tree)
+    changed["optimizer"]["state"][0]["exp_avg"][3, 5] *= 1.0000002
+    one, again, other = (compressed(each, tmp_path) for each in (tree, tree, changed))
+    assert one[1].read_bytes() == again[1].read_bytes()
+    salts = [{name: s.codec["salt"] for name, s in found.items() if "salt" in s.codec} for found, _ in (one, other)]
+    assert len(set(salts[0].values())) == len(salts[0]) == 4
+    assert all(salts[0][name] != salts[1][name] for name in salts[0])
+
+
+def test_small_tensors_stay_exact_and_rules_win(tmp_path):
+    storages, path = compressed(trained(), tmp_path, rules=["model.0.*=lossless", "*.1.exp_avg_sq=companded8"])
+    tree = trained()
+    assert ids(storages)["model.0.weight"] == "lossless/1"
+    assert ids(storages)["model.1.weight"] == "lattice/1"
+    assert {ids(storages)[f"model.{k}.bias"] for k in (0, 1)} == {"lossless/1"}
+    assert storages["model.1.bias"].reason == "small"
+    assert torch.equal(ckpt8.load(path)["model"]["0.weight"], tree["model"]["0.weight"])
+
+
+def without_rate(tree):
+    del tree["optimizer"]["param_groups"][0]["lr"]
+
+
+def with_rate_zero(tree):
+    tree["optimizer"]["param_groups"][0]["lr"] = 0.0
+
+
+def without_moments(tree):
+    for state in tree["optimizer"]["state"].values():
+        del state["exp_avg_sq"]
+
+
+def at_rest(tree):
+    for state in tree["optimizer"]["state"].values():
+        state["exp_avg"].zero_()
+        state["exp_avg_sq"].zero_()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (without_rate, "its learning rate is missing"),
+        (with_rate_zero, "its learning rate is zero"),
+        (without_moments, "no step that a budget is told in"),
+        (at_rest, "has not moved anything"),
+    ],
+)
+def test_without_a_step_there_is_no_budget(spoil, says, tmp_path):
+    tree = trained()
+    spoil(tree)
+    storages, path = compressed(tree, tmp_path)
+    flash, _ = compressed(tree, tmp_path, "flash", preset="flash")
+    assert ids(storages) == ids(flash)
+    for name in ("optimizer.state.0.exp_avg", "model.0.weight"):
+        assert storages[name].reason.startswith("no budget: ")
+    assert says in storages["optimizer.state.0.exp_avg"].reason
+    assert ckpt8.load(path).keys() == tree.keys()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
+def test_optimizers_without_both_moments_keep_the_codecs_of_flash(optimizer, tmp_path):
+    settings = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+    tree = trained(optimizer, **settings)
+    storages, _ = compressed(tree, tmp_path)
+    assert ids(storages) == ids(compressed(tree, tmp_path, "flash", preset="flash")[0])
+    assert storages["model.0.weight"].reason.startswith("no budget: ")
+
+
+def test_what_no_optimizer_moves_keeps_the_codec_of_flash(tmp_path):
+    tree = trained()
+    tree["model"]["frozen.weight"] = torch.randn(96, 128)
+    tree["model"]["half.weight"] = torch.randn(96, 128).bfloat16()
+    storages, path = compressed(tree, tmp_path)
+    assert ids(storages)["model.frozen.weight"] == "split24/1"
+    assert storages["model.frozen.weight"].reason == "no budget: no state of an optimizer moves it"
+    assert ids(storages)["model.half.weight"] == "lossless/1"
+    assert ids(storages)["model.0.weight"] == "lattice/1"
+    assert torch.equal(ckpt8.load(path)["model"]["half.weight"], tree["model"]["half.weight"])
+
+
+def spoiled(name):
+    """A checkpoint whose second layer has one value that its codec refuses, and its first none."""
+    tree = trained()
+    if name == "weight":
+        tree["model"]["1.weight"][7, 9] = 1e12
+    else:
+        tree["optimizer"]["state"][2][name][7, 9] = {"exp_avg": 1e30, "exp_avg_sq": -1.0}[name]
+    return tree
+
+
+STATE = {"optimizer.state.2.exp_avg", "optimizer.state.2.exp_avg_sq"}
+FALLS = {"weight": {"model.1.weight"}, "exp_avg": STATE, "exp_avg_sq": STATE}
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("name", FALLS)
+def test_a_refused_weight_or_state_falls_back_alone_to_what_flash_does(name, background, tmp_path):
+    tree = spoiled(name)
+    result = ckpt8.save(tree, tmp_path / "run.ckpt8", preset="archive", background=background)
+    manifest = result.result() if background else result
+    storages = {each.name: each for each in manifest.storages}
+    flash = {each.name: each for each in ckpt8.save(tree, tmp_path / "flash.ckpt8").storages}
+    for each in FALLS[name]:
+        assert storages[each].codec == flash[each].codec
+        assert "holds NaN, Inf" in storages[each].reason
+    matrices = {each for each, record in storages.items() if record.numel >= 4096 and record.role is not Role.OTHER}
+    assert {storages[each].codec["id"] for each in matrices - FALLS[name]} <= BUDGETED
+    there, expected = (ckpt8.load(tmp_path / f"{each}.ckpt8") for each in ("run", "flash"))
+    for key in ("exp_avg", "exp_avg_sq"):
+        same = torch.equal(there["optimizer"]["state"][2][key], expected["optimizer"]["state"][2][key])
+        assert same == (name != "weight")
+    assert torch.equal(there["model"]["1.weight"], expected["model"]["1.weight"]) == (name == "weight")
+
+
+def test_a_value_that_flash_refuses_too_makes_its_parameter_lossless(tmp_path):
+    tree = trained(sizes=(320, 400, 80))
+    tree["optimizer"]["state"][0]["exp_avg"].view(-1)[SAMPLE // 2 + 77] = math.nan
+    storages, path = compressed(tree, tmp_path)
+    assert storages["optimizer.state.0.exp_avg"].codec["id"] == "lossless/1"
+    assert ids(storages)["model.1.weight"] == "lattice/1"
+    there = ckpt8.load(path)["optimizer"]["state"][0]["exp_avg"]
+    assert torch.equal(there.nan_to_num(5), tree["optimizer"]["state"][0]["exp_avg"].nan_to_num(5))
+
+
+def test_weights_with_nan_leave_the_moments_their_budget(tmp_path):
+    tree = trained()
+    tree["model"]["1.weight"][7, 9] = math.nan
+    storages, _ = compressed(tree, tmp_path)
+    assert "NaN" in storages["model.1.weight"].reason
+    assert ids(storages)["optimizer.state.2.exp_avg"] == "vscaled/1"
+
+
+def test_a_bound_on_the_update_error_holds_without_a_fallback(tmp_path):
+    storages, _ = compressed(trained(), tmp_path, max_update_error=0.01)
+    assert set(ids(storages).values()) == BUDGETED | {"lossless/1"}
+    assert storages["optimizer.state.0.exp_avg"].codec["u_max"] == 0.02
+
+
+def ref(shape, stride=None):
+    if stride is None:
+        stride = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
+    return TensorRef("0", DType.FLOAT32, 0, tuple(shape), tuple(stride))
+
+
+@pytest.mark.parametrize(
+    ("views", "expected"),
+    [
+        ([ref((4096, 768))], (768, True)),
+        ([ref((768, 4096), (1, 768))], (768, True)),
+        ([ref((8, 1024))], (1024, False)),
+        ([ref((4096, 8))], (FLAT_ROW, False)),
+        ([ref((256, 32, 3, 3))], (288, True)),
+        ([ref((100_000,))], (FLAT_ROW, False)),
+        ([ref((64, MOST_COLUMNS + 1))], (FLAT_ROW, False)),
+        ([ref((64, 64)), ref((64, 64))], (FLAT_ROW, False)),
+        ([ref((1, 1))], (FLAT_ROW, False)),
+    ],
+)
+def test_rows_follow_the_order_of_the_storage(views, expected):
+    assert row_length(views) == expected
+
+
+@pytest.mark.parametrize("numel", [0, 1, SAMPLE, SAMPLE + 1, 3 * SAMPLE + 5, 10**7, 10**9 + 7])
+def test_a_sample_has_its_size_and_covers_the_tensor(numel):
+    windows = _windows(numel)
+    assert sum(map(len, windows)) == min(numel, SAMPLE)
+    assert all(a.stop <= b.start for a, b in pairwise(windows))
+    if windows:
+        assert windows[0].start >= 0
+        assert windows[-1].stop <= numel
+        assert windows[0].start <= numel // 16
+        assert windows[-1].stop >= numel - numel // 16
+
+
+def test_sums_of_a_histogram_are_those_of_its_elements():
+    x = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0)).pow(3) * 1e-6
+    counts = torch.bincount(x.view(torch.int32) >> 19 & 4095, minlength=4096)
+    spread = Spread(10 * SAMPLE, counts)
+    wide = x.double().abs()
+    for power, sum_ in (("value", wide.sum()), ("square", wide.square().sum()), ("root", wide.sqrt().sum())):
+        assert spread.total(power) == pytest.approx(10 * float(sum_), rel=2e-3)
+    counts[4090] += 1
+    assert not Spread(SAMPLE, counts).is_finite
