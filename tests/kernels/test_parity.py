@@ -48,9 +48,10 @@ def test_the_interpreter_agrees_in_the_other_cases(file):
     run(file, "1", cases="slow")
 
 
-def test_numba_agrees_with_the_reference():
+@pytest.mark.parametrize("file", ["parity.py", "archive_parity.py"])
+def test_numba_agrees_with_the_reference(file):
     pytest.importorskip("numba", reason="numba is not installed")
-    run("parity.py", "0", backend="numba")
+    run(file, "0", backend="numba")
 
 
 @pytest.mark.gpu

@@ -1,0 +1,286 @@
+"""Kernels of the archive codecs against the references, bit for bit: run by ``test_parity.py``, as ``parity.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from parity import BACKEND, DEVICE, assert_same, of_bits, random_patterns
+
+from ckpt8.codecs.lattice import Lattice, step_of
+from ckpt8.codecs.rclog import RowColumnLog
+from ckpt8.codecs.vscaled import VScaled
+from ckpt8.core.errors import RefusedError
+from ckpt8.core.tensors import DType, Role, TensorSpec
+
+SIZES = (0, 1, 31, 33, 1000, 4096 + 5)
+FIRSTS = (0, 77, (1 << 31) - 1000, (1 << 32) - 1000, (1 << 40) + 3)
+"""Indexes of the first element; a hash is of the index modulo 2^32."""
+
+LATTICES = (Lattice(-40, 7), Lattice(-37, (1 << 32) - 1), Lattice(-408, 1 << 31), Lattice(399, 0))
+LOGS = (
+    RowColumnLog(1 << 22, 64),
+    RowColumnLog(7 * (1 << 23) // 5, 100, columns=True),
+    RowColumnLog((1 << 14) + 1, 3, columns=True),
+    RowColumnLog(1 << 20, 1),
+    RowColumnLog(1 << 20, 1 << 40),
+)
+SCALED = VScaled(second=0, k=1e-3, u_max=0.125, bias1=0.9, root_bias2=0.3, eps=1e-8, salt=3)
+SCALES = (
+    SCALED,
+    dataclasses.replace(SCALED, k=2.0**100, u_max=1.0, eps=0, salt=(1 << 32) - 1),
+    dataclasses.replace(SCALED, k=1e-5, u_max=4.0, eps=1e-15),
+    dataclasses.replace(SCALED, k=0.1, u_max=1 / 3, bias1=1, root_bias2=1, eps=1.0),
+)
+each_lattice, each_log, each_scale = (
+    pytest.mark.parametrize("codec", codecs, ids=repr) for codecs in (LATTICES, LOGS, SCALES)
+)
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+ANY_SYMBOL = torch.tensor(
+    [-1, 0, 1, 2, 3, 254, 255, (1 << 19) - 1, 1 << 24, (1 << 30) + 7, (1 << 31) - 2, (1 << 31) - 1]
+)
+
+
+def there(tensors):
+    return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+
+
+def assert_encodes_alike(codec, x, first=0, companions=None):
+    companions = companions or {}
+    expected = codec.encode(x, backend="torch", first=first, companions=companions)
+    parts = codec.encode(x.to(DEVICE), backend=BACKEND, first=first, companions=there(companions))
+    assert list(parts) == list(expected)
+    for name, part in parts.items():
+        assert_same(part, expected[name], name)
+    return expected
+
+
+def assert_decodes_alike(codec, parts, dtype, first=0, companions=None):
+    companions = {name: x for name, x in (companions or {}).items() if not name.startswith("original_")}
+    spec = TensorSpec("x", Role.OTHER, DType.from_label(str(dtype)), (parts["codes"].numel(),))
+    expected = codec.decode(parts, spec, backend="torch", first=first, companions=companions)
+    values = codec.decode(there(parts), spec, backend=BACKEND, first=first, companions=there(companions))
+    assert_same(values, expected, "values")
+    return expected
+
+
+def assert_alike(codec, x, first=0, companions=None):
+    parts = assert_encodes_alike(codec, x, first, companions)
+    return assert_decodes_alike(codec, parts, x.dtype, first, companions)
+
+
+def assert_refused_alike(codec, x, first=0, companions=None):
+    companions = companions or {}
+    with pytest.raises(RefusedError) as expected:
+        codec.encode(x, backend="torch", first=first, companions=companions)
+    with pytest.raises(RefusedError) as caught:
+        codec.encode(x.to(DEVICE), backend=BACKEND, first=first, companions=there(companions))
+    assert str(caught.value) == str(expected.value)
+
+
+def normal(numel, seed=0):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+# --- lattice ----------------------------------------------------------------------------------------------------
+
+
+def weights(codec, numel, seed=0):
+    """Weights of 1e-9 to 2^17 steps, zeros of both signs among them."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.exp2(47 * torch.rand(numel, generator=generator, dtype=torch.float64) - 30)
+    x = (size * normal(numel, seed).sign() * step_of(codec.k)).float()
+    x[::17], x[5::23] = 0.0, -0.0
+    return x
+
+
+@each_lattice
+@each_dtype
+def test_weights_of_every_size_and_place(codec, dtype):
+    for numel in SIZES:
+        assert_alike(codec, weights(codec, numel, seed=numel).to(dtype))
+    for first in FIRSTS:
+        assert_alike(codec, weights(codec, 2000, seed=1).to(dtype), first)
+
+
+def test_weights_next_to_where_codes_change():
+    """Within a few steps of fp32 of each boundary, where a fused or an approximate operation would show."""
+    for codec in LATTICES[:2]:
+        points = Lattice.decode(codec, {"codes": torch.arange(4096, dtype=torch.int32)}, _spec(4096), backend="torch")
+        x = (points.double() + step_of(codec.k) / 2).float().view(torch.int32)
+        for near in range(-3, 4):
+            assert_alike(codec, (x + near).view(torch.float32))
+
+
+def _spec(numel):
+    return TensorSpec("x", Role.OTHER, DType.FLOAT32, (numel,))
+
+
+def test_weights_so_small_that_their_quotient_is_subnormal():
+    codec = Lattice(0, 0)  # the dither of element 0 is 0
+    assert_alike(codec, of_bits(torch.tensor([(1 << 31) + 1])))
+    assert_alike(codec, of_bits(torch.tensor([1])))
+
+
+@pytest.mark.parametrize("position", [0, 4095, 4100])
+def test_weights_that_are_refused(position):
+    codec = LATTICES[0]
+    most = (1 << 18) * step_of(codec.k)
+    for value in (math.nan, -math.nan, math.inf, -math.inf, 3e38, -3e38, most, -most * (1 + 2.0**-17)):
+        x = torch.full((4101,), 0.5)
+        x[position] = value
+        assert_refused_alike(codec, x)
+    x[position] = most * (1 - 2.0**-17)
+    assert_alike(codec, x)
+
+
+@each_dtype
+def test_every_symbol_decodes_alike_even_those_never_written(dtype):
+    for codec in LATTICES[:3]:
+        symbols = torch.cat([torch.arange(-1, 4000), ANY_SYMBOL]).to(torch.int32)
+        assert_decodes_alike(codec, {"codes": symbols}, dtype, first=11)
+
+
+# --- rclog ------------------------------------------------------------------------------------------------------
+
+
+def second_moments(numel, seed=0, low=-45, high=38.5):
+    """Second moments of all magnitudes, by rows and columns of 100 and at random, with zeros of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.arange(numel)
+    logs = torch.rand(numel, generator=generator, dtype=torch.float64)
+    logs += torch.rand(numel, generator=generator, dtype=torch.float64)[index // 100]
+    logs += torch.rand(100, generator=generator, dtype=torch.float64)[index % 100]
+    x = (10 ** (low + (high - low) * logs / 3)).clamp_max(3.3e38).float()
+    x[::19], x[5::29], x[300:520] = 0.0, -0.0, 0.0
+    return x
+
+
+@each_log
+@each_dtype
+def test_second_moments_of_every_size_and_place(codec, dtype):
+    for numel in SIZES:
+        assert_alike(codec, second_moments(numel, seed=numel).to(dtype))
+    for first in (1, 63, 99, FIRSTS[-1]):
+        assert_alike(codec, second_moments(1500, seed=1, low=-14, high=-8).to(dtype), first)
+    assert_alike(codec, random_patterns(3000, seed=2).abs().to(dtype))
+
+
+@each_log
+def test_second_moments_at_the_ends_of_fp32(codec):
+    ends = torch.tensor([1, 2, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F7FFFFE]).repeat(200)
+    assert_alike(codec, of_bits(ends))
+    assert_alike(codec, of_bits(ends.sort().values))
+    assert_alike(codec, torch.zeros(300))
+
+
+def test_second_moments_that_are_refused():
+    for value in (math.nan, -math.nan, math.inf, -math.inf, -1e-45, -1.0):
+        for position in (0, 700, 1100):
+            x = torch.full((1101,), 0.5)
+            x[position] = value
+            for codec in LOGS[:3]:
+                assert_refused_alike(codec, x, 5)
+
+
+@each_log
+@each_dtype
+def test_any_symbols_and_factors_decode_alike_even_those_never_written(codec, dtype):
+    generator = torch.Generator().manual_seed(3)
+    numel = 1200
+    symbols = ANY_SYMBOL.repeat(numel // len(ANY_SYMBOL)).to(torch.int32)
+    parts = {"codes": symbols[torch.randperm(numel, generator=generator)]}
+    for name, part in codec.layout(_spec(numel)).items():
+        if name != "codes":
+            parts[name] = torch.randint(-32768, 32768, (part.numel,), generator=generator).to(torch.int16)
+    assert_decodes_alike(codec, parts, dtype, first=11)
+
+
+# --- vscaled ----------------------------------------------------------------------------------------------------
+
+
+def moments(codec, numel, dtype, seed=0, *, low=-14, high=-6, spread=2.0):
+    """First moments and their companions: updates of some u_max at most, zeros in both, separately and together."""
+    generator = torch.Generator().manual_seed(seed)
+    original = second_moments(numel, seed, low, high).abs()
+    original[7::31] = 0.0
+    second = (original.double() * (1 + 0.2 * torch.rand(numel, generator=generator))).clamp_max(3.3e38).float()
+    divisor = (original.double().sqrt() / codec.root_bias2 + codec.eps) * codec.bias1
+    # At most so many steps as a code reaches.
+    most = torch.where(second > 0, codec.k * second.double() ** 0.25, math.inf) * 2**15
+    m = (normal(numel, seed).double() * torch.minimum(spread * codec.u_max * divisor, most)).to(dtype)
+    m[::13] = 0.0
+    return m, {"second": second, "original_second": original}
+
+
+@each_scale
+@each_dtype
+def test_first_moments_of_every_size_and_place(codec, dtype):
+    for numel in SIZES:
+        m, companions = moments(codec, numel, dtype, seed=numel)
+        assert_alike(codec, m, 0, companions)
+    m, companions = moments(codec, 2000, dtype, spread=50)
+    for first in FIRSTS:
+        assert_alike(codec, m, first, companions)
+
+
+@each_scale
+def test_first_moments_of_all_magnitudes(codec):
+    for low, high in ((-45, -36), (-20, 0)):
+        m, companions = moments(codec, 3000, torch.float32, low=low, high=high)
+        assert_alike(codec, m, 5, companions)
+
+
+def test_first_moments_that_are_refused():
+    codec = SCALES[0]
+    m, companions = moments(codec, 1000, torch.float32)
+    infinite = torch.full((1000,), math.inf)
+    for value in (math.nan, math.inf, -math.inf, 1e30):
+        x = m.clone()
+        x[700] = value
+        assert_refused_alike(codec, x, 0, companions)
+    for name in companions:
+        for value in (-1.0, math.nan):
+            wrong = companions[name].clone()
+            wrong[33] = value
+            assert_refused_alike(
+                codec, m.clone().index_fill_(0, torch.tensor([33]), 1e-9), 0, companions | {name: wrong}
+            )
+    assert_refused_alike(codec, m, 0, companions | {"second": infinite})
+    without_eps = SCALES[1]
+    zeros = {name: torch.zeros(1000) for name in companions}
+    assert_alike(without_eps, torch.zeros(1000), 0, zeros)
+    assert_refused_alike(without_eps, torch.full((1000,), 1e-40), 0, zeros)
+    assert_refused_alike(
+        codec, torch.full((1000,), 1.0), 0, companions | {"original_second": torch.full((1000,), 1e-30)}
+    )
+
+
+@each_scale
+@each_dtype
+def test_any_symbols_beside_any_second_moment_decode_alike(codec, dtype):
+    symbols = ANY_SYMBOL.repeat(100).to(torch.int32)
+    assert_decodes_alike(codec, {"codes": symbols}, dtype, 5, {"second": second_moments(1200, low=-45, high=20)})
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [LATTICES[0], LOGS[1], SCALED], ids=repr)
+def test_views_of_any_stride_and_nothing_beside_the_elements(codec):
+    base = torch.rand(3 * 1100, generator=torch.Generator().manual_seed(4)) + 1e-3
+    for cut in (slice(1, 1100), slice(0, None, 3), slice(3, 1003)):
+        numel = base[cut].numel()
+        original = torch.rand(2 * numel + 3)[3:]
+        given = {"second": original[:numel], "original_second": original[numel:]} if codec.companions else {}
+        parts = assert_encodes_alike(codec, base[cut], 3, given)
+        given.pop("original_second", None)
+        expected = assert_decodes_alike(codec, parts, torch.float32, 3, given)
+        around = torch.full((numel + 9,), 77.0, device=DEVICE)
+        out = around[3 : numel + 3]
+        codec.decode(there(parts), _spec(numel), out=out, backend=BACKEND, first=3, companions=there(given))
+        assert_same(out, expected, "values")
+        assert around[:3].tolist() + around[numel + 3 :].tolist() == [77.0] * 9
