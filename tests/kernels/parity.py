@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 
+import former_presets
 import pytest
 import torch
 
@@ -26,11 +27,11 @@ SIGNED = [Companded8(Q=levels) for levels in (127, 31, 1)]
 LINEAR, FOURTH_ROOT = ([Companded8(signed=False, Q=levels, p=p) for levels in (255, 63)] for p in (1, 0.5))
 UNSIGNED = [*LINEAR, *FOURTH_ROOT, Companded8(signed=False, Q=1)]
 ONE_OF_EACH = [SPLIT[0], SIGNED[0], LINEAR[0], FOURTH_ROOT[0]]
-IN_PRESETS = {codec for preset in PRESETS.values() for codec in preset.values()}
+IN_PRESETS = {*former_presets.COMPACT, *(codec for preset in PRESETS.values() for codec in preset.values())}
 
 
 def each(codecs):
-    """A test of every codec; those that no preset has are slow."""
+    """A test of every codec; those that no preset has or had are slow."""
     parameters = [codec if codec in IN_PRESETS else pytest.param(codec, marks=pytest.mark.slow) for codec in codecs]
     return pytest.mark.parametrize("codec", parameters, ids=repr)
 
