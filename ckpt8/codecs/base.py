@@ -30,7 +30,7 @@ NO_COMPANIONS: Mapping[str, Any] = MappingProxyType({})
 class Run(NamedTuple):
     """``length`` elements of a copy, rounded from ``storage`` from element ``start`` on.
 
-    Without a storage they all have the bf16 bits ``start``: padding.
+    Without a storage they all have the bits ``start``, of the type that masters are rounded to: padding.
     """
 
     storage: int | None
@@ -42,6 +42,13 @@ class Copied:
     """Elements copied from other storages: ``runs`` in the order of the copy."""
 
     runs: tuple[Run, ...]
+
+    is_exact: ClassVar[bool] = True
+    """Whether the copy comes back bit for bit, which takes masters that ``keeps_masters``."""
+
+    def rounded_type(self, copy: DType) -> DType:  # noqa: ARG002
+        """What the fp32 elements of masters are rounded to for a copy of element type ``copy``."""
+        return DType.BFLOAT16
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -93,6 +100,9 @@ class Codec(ABC):
 
     keeps_masters: ClassVar[bool] = False
     """Whether fp32 elements come back so that they round to the same bf16 as before."""
+
+    may_be_copied: ClassVar[bool] = False
+    """Whether the decoded fp32 elements may be the masters of copies that are not exact, though it changes them."""
 
     upper_parts: ClassVar[tuple[str, ...]] = ()
     """Parts from which ``upper`` gives the bf16 rounding of fp32 elements; () where only ``decode`` does."""
@@ -214,6 +224,11 @@ class Codec(ABC):
     def codes(self) -> CodeRange | None:
         """The part that holds codes; None where no part holds one for every element."""
         return None
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether decoding may give other values than were encoded."""
+        return self.measured_as is not None
 
     @property
     def stores_roots(self) -> bool:

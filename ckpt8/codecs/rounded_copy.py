@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 ROUNDED = "rounded"
-"""The one part that ``decode`` needs: the rounded masters, bf16. The reader computes it; it is never stored."""
+"""The one part that ``decode`` needs: the rounded masters. The reader computes it; it is never stored."""
 
 DELTA = "delta"
 """The part of an fp16 copy: its bits less those of the rounded master."""
@@ -44,8 +44,19 @@ _LARGEST = 1 << 62
 
 
 def fill_padding(out: torch.Tensor, bits: int) -> None:
-    """Give every element of a bf16 tensor the 16 ``bits``."""
+    """Give every element of a tensor of 16-bit floats the ``bits``."""
     out.view(DType.INT16.torch).fill_(bits - (bits >> 15 << 16))
+
+
+def round_to(dtype: DType, x: torch.Tensor) -> torch.Tensor:
+    """fp32 elements rounded to bf16 or fp16: to nearest, ties to even, as ``reference/2`` says it of each."""
+    from ckpt8.codecs.split24.reference import round_masters
+
+    if dtype is DType.BFLOAT16:
+        return round_masters(x)
+    sign = (x.view(DType.INT32.torch) >> 16).to(DType.INT16.torch) & _SIGN
+    bits = _bits(x.to(DType.FLOAT16.torch)).where(~x.isnan(), sign | _NAN)
+    return bits.view(DType.FLOAT16.torch)
 
 
 def _run(value: Any) -> Run:
@@ -85,14 +96,14 @@ class Reference(Codec, Copied):
         first: int = 0,  # noqa: ARG002
         companions: Companions = NO_COMPANIONS,
     ) -> Parts:
-        """No parts. Raises RefusedError unless ``x`` is, bit for bit, the companion ``rounded``.
+        """No parts. Raises RefusedError unless ``x`` is, bit for bit, the companion ``rounded`` of its own type.
 
         Without this companion nothing is checked: the size is the same.
         """
         backends.resolve(backend)
         rounded = companions.get(ROUNDED)
         if rounded is not None and not bool((_bits(x) == _bits(rounded)).all()):
-            raise RefusedError("differs from its fp32 master rounded to bf16")
+            raise RefusedError(f"differs from its fp32 master rounded to {_dtype_name(x)}")
         return {}
 
     def decode(
@@ -171,10 +182,24 @@ class LatticeReference(Reference):
     """The copy of masters on a lattice: the decoded masters rounded to its type, not the copy as it was."""
 
     id = "reference/2"
+    is_exact = False
 
     def accepts(self, spec: TensorSpec) -> bool:
         """Tensors of bf16 and fp16."""
         return spec.dtype in (DType.BFLOAT16, DType.FLOAT16)
+
+    def rounded_type(self, copy: DType) -> DType:
+        """The type of the copy itself."""
+        return copy
+
+    @property
+    def is_lossy(self) -> bool:
+        """True: it follows its masters, whatever these lose. Nothing is measured of it."""
+        return True
+
+
+def _dtype_name(x: torch.Tensor) -> str:
+    return "fp16" if x.dtype == DType.FLOAT16.torch else "bf16"
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,7 @@ import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.base import Copied, Run
-from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding
-from ckpt8.codecs.split24.reference import round_masters
+from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding, round_to
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.measure import ErrorMeter, UnitErrors
 from ckpt8.compressing.plan import Refusal, Stream, Unit
@@ -78,18 +77,29 @@ def check_source(unit: Unit, crcs: Sequence[int], source: str) -> None:
             raise InputError(f"{source}: {stream.spec.name}: checksum and bytes do not match; the file is damaged")
 
 
-def rounded_masters(copied: Copied, first: int, count: int, master: Callable[[Run], torch.Tensor]) -> torch.Tensor:
-    """``count`` elements of a copy from ``first`` on as its masters give them, rounded to bf16.
+def read_master(checkpoint: Checkpoint, run: Run) -> torch.Tensor:
+    """The fp32 elements of a run, valid until this thread asks for the next. Raises InputError."""
+    assert run.storage is not None  # noqa: S101 - padding has no master
+    view = scratch("master", run.length * DType.FLOAT32.itemsize)
+    storage = checkpoint.storages[run.storage]
+    checkpoint.read_into(storage.offset + run.start * DType.FLOAT32.itemsize, view)
+    return torch.frombuffer(view, dtype=torch.float32)
 
-    ``master`` gives the fp32 elements of a run.
+
+def rounded_masters(
+    copied: Copied, copy: DType, first: int, count: int, master: Callable[[Run], torch.Tensor]
+) -> torch.Tensor:
+    """``count`` elements of a copy from ``first`` on as its masters give them, rounded.
+
+    ``copy`` is its element type; ``master`` gives the fp32 elements of a run.
     """
-    found = []
+    found, dtype = [], copied.rounded_type(copy)
     for run in copied.cut(first, count):
         if run.storage is None:
-            found.append(torch.empty(run.length, dtype=torch.bfloat16))
+            found.append(torch.empty(run.length, dtype=dtype.torch))
             fill_padding(found[-1], run.start)
         else:
-            found.append(round_masters(master(run)))
+            found.append(round_to(dtype, master(run)))
     return torch.cat([each.to(found[0].device) for each in found]) if len(found) != 1 else found[0]
 
 
@@ -178,13 +188,9 @@ class ChunkEncoder:
         """The parts of the elements ``x`` of a copy from ``first`` on. Raises RefusedError."""
         assert stream.codec.copied is not None  # noqa: S101 - as the caller found
         master = partial(self.master, device=x.device)
-        rounded = rounded_masters(stream.codec.copied, first, x.numel(), master).to(x.device)
+        rounded = rounded_masters(stream.codec.copied, stream.spec.dtype, first, x.numel(), master).to(x.device)
         return stream.codec.encode(x, companions={ROUNDED: rounded})
 
     def master(self, run: Run, device: torch.device) -> torch.Tensor:
         """The fp32 elements of a run on ``device``, valid until this thread asks for the next."""
-        assert run.storage is not None  # noqa: S101 - padding has no master
-        view = scratch("master", run.length * DType.FLOAT32.itemsize)
-        storage = self._checkpoint.storages[run.storage]
-        self._checkpoint.read_into(storage.offset + run.start * DType.FLOAT32.itemsize, view)
-        return torch.frombuffer(view, dtype=torch.float32).to(device)
+        return read_master(self._checkpoint, run).to(device)

@@ -173,7 +173,7 @@ class UploadEncoder(DeviceEncoder):
     def _send(self, work: Work) -> Work | _Arrival:
         """In a worker: read, take the checksum, queue the upload. Units without lossy streams stay on the CPU."""
         unit, chunk = work
-        if not any(stream.lossy for stream in unit.streams):
+        if not any(stream.codec.measured_as is not None for stream in unit.streams):
             return work
         sizes = [stream.chunk_spec(chunk).numel * stream.spec.dtype.itemsize for stream in unit.streams]
         total = sum(map(padded, sizes))

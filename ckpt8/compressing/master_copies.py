@@ -224,7 +224,7 @@ def _references(
 ) -> dict[int, Reference]:
     """The references of storages that hold nothing but copies, by their index."""
     views = views_of(plan.tensors)
-    check = ReferenceCheck(lambda index: streams[index].spec.numel)
+    check = ReferenceCheck(lambda index, _: streams[index].spec.numel)
     found = {}
     for index in sorted({index for tensor, index in plan.tensors if tensor.ref in runs}):
         if policy.has_rule([view.name for view in views[index]]):

@@ -55,7 +55,7 @@ class Stream:
     @property
     def lossy(self) -> bool:
         """Whether decoding gives other values than the source has."""
-        return self.codec.measured_as is not None
+        return self.codec.is_lossy
 
     @property
     def lossy_moment(self) -> bool:
@@ -91,7 +91,7 @@ class Unit:
         """Whether errors are measured: of lossy streams, and of steps, replayed or known, which sum all parameters."""
         parameter = self.parameter
         has_step = parameter is not None and (parameter.replay is not None or parameter.step is not None)
-        return has_step or any(stream.lossy for stream in self.streams)
+        return has_step or any(stream.codec.measured_as is not None for stream in self.streams)
 
     @property
     def is_plain(self) -> bool:

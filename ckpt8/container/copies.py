@@ -27,10 +27,10 @@ _WORK = 4
 class ReferenceCheck:
     """Checks references one after the other and counts the copies of every master.
 
-    ``numel_of`` gives the elements of a storage, None if it is no master.
+    ``numel_of`` gives the elements of a storage, None if it is no master of the copy.
     """
 
-    def __init__(self, numel_of: Callable[[int], int | None]) -> None:
+    def __init__(self, numel_of: Callable[[int, Copied], int | None]) -> None:
         self._numel_of = numel_of
         self._elements: Counter[int] = Counter()
 
@@ -42,7 +42,7 @@ class ReferenceCheck:
             if storage is None:
                 padding += count
                 continue
-            numel = self._numel_of(storage)
+            numel = self._numel_of(storage, copied)
             if numel is None or start + count > numel:
                 return "refers to something other than elements of fp32 masters"
             work += min(numel, -(-(start + count) // FRAME) * FRAME) - start // FRAME * FRAME
@@ -52,7 +52,8 @@ class ReferenceCheck:
         if work > _WORK * (copied.numel + FRAME):
             return "refers to masters in too many small pieces"
         if any(
-            self._elements[each] + count > MOST_COPIES * (self._numel_of(each) or 0) for each, count in more.items()
+            self._elements[each] + count > MOST_COPIES * (self._numel_of(each, copied) or 0)
+            for each, count in more.items()
         ):
             return "is one copy too many of its masters"
         self._elements += more
@@ -63,10 +64,11 @@ def check_references(manifest: Manifest, codec_of: Callable[[int], Codec], where
     """Raise InputError for a reference that is not sound."""
     storages = manifest.storages
 
-    def numel_of(storage: int) -> int | None:
+    def numel_of(storage: int, copied: Copied) -> int | None:
         if storage >= len(storages) or storages[storage].dtype is not DType.FLOAT32:
             return None
-        return storages[storage].numel if codec_of(storage).keeps_masters else None
+        codec = codec_of(storage)
+        return storages[storage].numel if codec.keeps_masters or (codec.may_be_copied and not copied.is_exact) else None
 
     check = ReferenceCheck(numel_of)
     for index, record in enumerate(storages):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.base import Companions, Run
 from ckpt8.codecs.lossless import RAW_PART
-from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding
+from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding, round_to
 from ckpt8.container import header, layout
 from ckpt8.container.copies import check_companions, check_references
 from ckpt8.container.header import Entry
@@ -153,7 +153,8 @@ class ContainerReader(Closing):
         spec, codec = self.chunk_spec(storage, chunk), self.codec(storage)
         copied: Parts = {}
         if codec.copied is not None:
-            copied[ROUNDED] = self._read_copy(codec.copied.cut(chunk * layout.FRAME, spec.numel), spec.numel)
+            runs = codec.copied.cut(chunk * layout.FRAME, spec.numel)
+            copied[ROUNDED] = self._read_copy(runs, spec.numel, codec.copied.rounded_type(spec.dtype))
         expected = codec.layout(spec)
         wanted = expected if only is None else [part for part in expected if part in only]
         places, where = self._parts[storage], f"{self.path}: {record.name}"
@@ -229,11 +230,11 @@ class ContainerReader(Closing):
         self.fill_chunk(storage, chunk, out)
         return out
 
-    def _read_copy(self, runs: Iterable[Run], numel: int) -> torch.Tensor:
-        """The ``numel`` elements of ``runs``, bf16. Raises InputError for damage of a master."""
+    def _read_copy(self, runs: Iterable[Run], numel: int, dtype: DType) -> torch.Tensor:
+        """The ``numel`` elements of ``runs``, rounded to ``dtype``. Raises InputError for damage of a master."""
         from ckpt8.container import frames
 
-        out = frames.host_bytes(numel * DType.BFLOAT16.itemsize).view(DType.BFLOAT16.torch)
+        out = frames.host_bytes(numel * dtype.itemsize).view(dtype.torch)
         at, last, rounded = 0, (-1, -1), out
         for storage, start, count in runs:
             begin, stop = at, at + count
@@ -244,17 +245,15 @@ class ContainerReader(Closing):
             while at < stop:
                 chunk, into = divmod(start + at - begin, layout.FRAME)
                 if (storage, chunk) != last:
-                    last, rounded = (storage, chunk), self._rounded_chunk(storage, chunk)
+                    last, rounded = (storage, chunk), self._rounded_chunk(storage, chunk, dtype)
                 length = min(stop - at, layout.FRAME - into)
                 out[at : at + length] = rounded[into : into + length]
                 at += length
         return out
 
-    def _rounded_chunk(self, storage: int, chunk: int) -> torch.Tensor:
-        """One chunk of a master rounded to bf16, from its upper parts alone where it has them."""
-        from ckpt8.codecs.split24.reference import round_masters
-
+    def _rounded_chunk(self, storage: int, chunk: int, dtype: DType) -> torch.Tensor:
+        """One chunk of a master rounded to ``dtype``; to bf16 from its upper parts alone where it has them."""
         codec = self.codec(storage)
-        if codec.upper_parts:
+        if codec.upper_parts and dtype is DType.BFLOAT16:
             return codec.upper(self.read_parts(storage, chunk, codec.upper_parts))
-        return round_masters(self.read_chunk(storage, chunk))
+        return round_to(dtype, self.read_chunk(storage, chunk))

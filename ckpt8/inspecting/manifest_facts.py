@@ -97,7 +97,7 @@ def unrecognised(manifest: Manifest) -> list[dict[str, Any]]:
     storages: dict[str, list[int]] = defaultdict(list)
     for tensor in manifest.tensors:
         record = manifest.storages[tensor.storage]
-        is_unknown = record.role is Role.OTHER and codec_from_config(record.codec).measured_as is None
+        is_unknown = record.role is Role.OTHER and not codec_from_config(record.codec).is_lossy
         if is_unknown and tensor.dtype is DType.FLOAT32 and not is_small(tuple(tensor.shape)):
             storages[_rule_for(tensor.name)].append(tensor.storage)
     least = sum(member.size for member in manifest.members) / 100

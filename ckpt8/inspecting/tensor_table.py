@@ -161,7 +161,7 @@ def _checksum_problems(stated: Manifest, bundle: Bundle) -> Iterator[str]:
         for offset, index in record.segments:
             storage = stated.storages[index]
             place = storages.get((offset, storage.nbytes))
-            lossy = codec_from_config(storage.codec).measured_as is not None
+            lossy = codec_from_config(storage.codec).is_lossy
             # While it is decoded, a member has zeros in every field that the manifest lists.
             if lossy and place is not None and place.nbytes and place.crc32:
                 yield f"{storage.name}: the manifest does not list the field of its checksum"

@@ -172,7 +172,7 @@ class StoredParts:
         index = self._index.get(ref.key)
         if index is None or self._reader.manifest.preset == "lossless" or ref.dtype not in _PACKABLE:
             return False
-        return self._reader.codec(index).measured_as is None
+        return not self._reader.codec(index).is_lossy
 
     def chunks(self, ref: TensorRef, *names: str) -> Iterator[tuple[int, Parts]]:
         """The named parts, chunk by chunk, with the first element of each. Raises InputError for damage."""

@@ -47,6 +47,7 @@ class Lattice(Codec):
     measured_as = "noise"
     has_kernels = True
     counts_elements = True
+    may_be_copied = True
 
     k: int = -40
     salt: int = 0
