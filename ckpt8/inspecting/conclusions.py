@@ -65,7 +65,7 @@ def _codec_problem(record: StorageRecord, views: Sequence[View], policy: Policy)
     codec, paths = codec_from_config(record.codec), [name for view in views for name in view.names]
     if policy.has_rule(paths):
         return None
-    kind = codec.measured_as if codec.copied is None else "weight"
+    kind = "weight" if codec.copied is not None or codec.measured_as == "noise" else codec.measured_as
     if kind not in (None, _MEASURED.get(record.role)):
         return f"is encoded as a {kind}"
     if kind is None and record.reason is None and views:
