@@ -97,13 +97,5 @@ def _in_range(k: int) -> int:
     return min(max(k, LOWEST_K), HIGHEST_K)
 
 
-@dataclass(slots=True)
-class Spent:
-    """What became of a budget: elements of ``weights`` on a lattice, and of those the ones whose step is ``capped``."""
-
-    weights: int = 0
-    capped: int = 0
-
-
 PRESET_BUDGETS = {"archive": Budget(1.0, 1.0, 0.25), "compact": Budget(0.15, 0.125, 0.25)}
 """The budgets of presets."""

@@ -17,7 +17,6 @@ from ckpt8.checkpoint.meaning.roles import Names, ParameterState, Structure, cla
 from ckpt8.checkpoint.sources.bundle import WithSkeleton
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense
 from ckpt8.codecs import Codec
-from ckpt8.compressing.budget import Spent
 from ckpt8.compressing.parameters import Parameter, find_parameters
 from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.container import layout
@@ -48,8 +47,9 @@ class Stream:
         return list(dict.fromkeys((self.codec, self.second or LOSSLESS, LOSSLESS)))
 
     def fallback(self, reason: str) -> Stream:
-        """The stream with its next codec; ``reason`` is noted behind an earlier one."""
-        reasons = [reason] if self.reason is None else [self.reason, reason]
+        """The stream with its next codec; ``reason`` is noted behind that of an earlier one."""
+        # What is noted of the codec of a budget goes with it.
+        reasons = [reason] if self.reason is None or self.second is not None else [self.reason, reason]
         return replace(self, codec=self.second or LOSSLESS, reason="; ".join(reasons), second=None)
 
     @property
@@ -121,13 +121,11 @@ class Plan:
     """The units in the order of the source, and all tensors with the index of their storage.
 
     ``chosen`` are the storages whose codec the policy chose; that of the others is lossless under every policy.
-    ``spent`` is what became of the policy's budget.
     """
 
     units: list[Unit]
     tensors: list[tuple[NamedTensor, int]] = field(default_factory=list)
     chosen: set[int] = field(default_factory=set)
-    spent: Spent | None = None
 
     @property
     def streams(self) -> list[Stream]:

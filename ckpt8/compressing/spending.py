@@ -17,17 +17,14 @@ from ckpt8.codecs.lattice import Lattice
 from ckpt8.codecs.rclog import FLAT_ROW, MOST_COLUMNS, RowColumnLog
 from ckpt8.codecs.rounded_copy import LatticeReference
 from ckpt8.codecs.vscaled import LARGEST, VScaled
-from ckpt8.compressing.budget import Budget, Spent
+from ckpt8.compressing.budget import Budget
 from ckpt8.compressing.parameters import OptimizerStep, Parameter
 from ckpt8.compressing.plan import Plan, Stream, Unit, views_of
 from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.step_statistics import SAMPLE, Sampler, Spread
-from ckpt8.container.facts import NO_PARAMETER
+from ckpt8.container.facts import CAPPED, NO_BUDGET, NO_PARAMETER
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Role
-
-NO_BUDGET = "no budget: "
-"""Begins the reason why a storage keeps the codec of the preset under a budget."""
 
 _LEAST_ROWS = 16
 """Matrices of fewer rows get no column factors: these would cost more than they save."""
@@ -68,13 +65,12 @@ class _Optimizer:
 
 def spend(plan: Plan, source: Checkpoint, policy: Policy, budget: Budget) -> None:
     """Choose codecs under a budget; ``policy`` has chosen the others. Raises InputError."""
-    plan.spent = Spent()
-    _Spending(plan, source, policy, budget, plan.spent).run()
+    _Spending(plan, source, policy, budget).run()
 
 
 class _Spending:
-    def __init__(self, plan: Plan, source: Checkpoint, policy: Policy, budget: Budget, spent: Spent) -> None:
-        self._plan, self._policy, self._budget, self._spent = plan, policy, budget, spent
+    def __init__(self, plan: Plan, source: Checkpoint, policy: Policy, budget: Budget) -> None:
+        self._plan, self._policy, self._budget = plan, policy, budget
         self._views = views_of(plan.tensors)
         self._sampler = Sampler(source)
         self._streams = {stream.index: stream for unit in plan.units for stream in unit.streams}
@@ -162,14 +158,14 @@ class _Spending:
                 elif stream.spec.role is Role.MOMENT2:
                     self._take(stream, self._second(one, stream))
                 elif stream.index in weights:
-                    self._take(stream, self._weight(optimizer, one, second, stream, weights[stream.index]))
+                    self._take(stream, *self._weight(optimizer, one, second, stream, weights[stream.index]))
 
-    def _take(self, stream: Stream, codec: Codec | str) -> None:
-        """Give a stream a codec that takes its type, and note why where there is none."""
+    def _take(self, stream: Stream, codec: Codec | str, reason: str | None = None) -> None:
+        """Give a stream a codec that takes its type, and note the ``reason``, or why where there is none."""
         if isinstance(codec, str):
             self._note([stream], codec)
         elif codec.accepts(stream.spec):
-            self._streams[stream.index] = replace(stream, codec=codec, second=stream.codec)
+            self._streams[stream.index] = replace(stream, codec=codec, second=stream.codec, reason=reason)
 
     def _first(self, optimizer: _Optimizer, one: _Stepped, stream: Stream) -> Codec | str:
         rule, step = one.rule, one.step
@@ -192,17 +188,16 @@ class _Spending:
 
     def _weight(
         self, optimizer: _Optimizer, one: _Stepped, second: Spread, stream: Stream, weight: Spread
-    ) -> Codec | str:
+    ) -> tuple[Codec | str, str | None]:
+        """The codec, and a reason where it is finer than the budget allows; or why there is none."""
         if not weight.is_finite:
-            return "its weights hold NaN or Inf"
+            return "its weights hold NaN or Inf", None
         rms = weight.mean("square") ** 0.5
         if not rms:
-            return "its weights are zero"
+            return "its weights are zero", None
         mean_square = second.mean("value") / one.rule.root_bias2**2
         k, capped = self._budget.weight_step(optimizer.energy, optimizer.numel, mean_square, rms)
-        self._spent.weights += stream.spec.numel
-        self._spent.capped += stream.spec.numel * capped
-        return Lattice(k, self._sampler.salt(stream.index))
+        return Lattice(k, self._sampler.salt(stream.index)), CAPPED if capped else None
 
     def _follow_masters(self) -> None:
         """Make copies of masters on a lattice what they are after decoding: copies of the decoded masters."""

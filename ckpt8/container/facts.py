@@ -7,13 +7,19 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-from ckpt8.codecs import codec_from_config
+from ckpt8.codecs import BUDGETED, codec_from_config
 from ckpt8.codecs.error_stats import LatticeError, MomentError, UpdateError, WeightError, read_error
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest, ParameterRecord, StorageRecord, TensorRecord
 from ckpt8.core.tensors import Role
 
 NO_PARAMETER = "its moments are not those of one parameter of a known optimizer, in storages of their own"
 NOT_MEASURED = "its error was not measured, or is not finite"
+NO_BUDGET = "no budget: "
+"""Begins the reason why a storage keeps the codec of the preset under a budget."""
+
+CAPPED = "capped: the budget allows coarser steps than the size of these weights"
+"""The reason of weights whose lattice is finer than a budget asks for."""
+
 SKELETON_ROLE, FILE_ROLE = "structure", "file"
 
 
@@ -32,6 +38,11 @@ def codec_name(config: dict[str, Any]) -> str:
         if key not in ("id", "runs", *codec.companions) and value != getattr(default, key)
     ]
     return codec.id + (f"({', '.join(given)})" if given else "")
+
+
+def codec_kind(config: dict[str, Any]) -> str:
+    """The same, but codecs of a budget without their fields, which differ for every storage."""
+    return str(config["id"]) if config["id"] in dict(BUDGETED) else codec_name(config)
 
 
 def tensor_facts(manifest: Manifest, tensor: TensorRecord) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ckpt8.checkpoint.meaning.parameter_names import SLICE, display_names, split
 from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
 from ckpt8.checkpoint.meaning.update_rules import read_rule
 from ckpt8.codecs import codec_from_config
-from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name, skeleton_role
+from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_kind, skeleton_role
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.tensors import DType, Role, TensorSpec, is_small
 
@@ -128,7 +128,7 @@ def sizes_by(column: str, manifest: Manifest) -> list[dict[str, Any]]:
         if column == "dtype":
             value = types[index].label
         else:
-            value = codecs.get(id(record.codec)) or codecs.setdefault(id(record.codec), codec_name(record.codec))
+            value = codecs.get(id(record.codec)) or codecs.setdefault(id(record.codec), codec_kind(record.codec))
         row = rows[skeletons.get(index, record.role.value), value]
         row["storages"] += 1
         row["elements"] += record.nbytes // types[index].itemsize

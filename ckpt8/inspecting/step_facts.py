@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt8.codecs import BUDGETED, codec_from_config
 from ckpt8.codecs.error_stats import LatticeError, StepError, UpdateError, read_error, read_step_error
-from ckpt8.container.facts import NOT_MEASURED
+from ckpt8.container.facts import CAPPED, NO_BUDGET, NOT_MEASURED
 from ckpt8.container.manifest import Manifest, ParameterRecord
 from ckpt8.inspecting.expected_drift import expected_drift
 
@@ -18,16 +18,17 @@ PARTS = {"weight": "weights", "moment1": "first moments", "moment2": "second mom
 
 _ARCHIVED = {codec_id for codec_id, _ in BUDGETED}
 _NAMES = 3
+_MOST = 1e100
 
 Count = Callable[[Iterable[str]], int]
 
 
 def step_figures(error: StepError) -> dict[str, Any]:
     """The error in steps with its three parts, and the expected drift; all None where the optimizer moves nothing."""
-    if not error.step > 0:
-        return {"steps": None, **dict.fromkeys(PARTS), "drift": None}
-    parts = {part: math.sqrt(getattr(error, part) / error.step) for part in PARTS}
+    parts = {part: math.sqrt(getattr(error, part) / error.step) if error.step > 0 else math.inf for part in PARTS}
     steps = math.hypot(*parts.values())
+    if not steps < _MOST:
+        return {"steps": None, **dict.fromkeys(PARTS), "drift": None}
     return {"steps": steps, **parts, "drift": expected_drift(error.energy, steps)._asdict()}
 
 
@@ -42,30 +43,37 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
         return None
     total, optimizers = StepError(), defaultdict[int, list[tuple[ParameterRecord, StepError]]](list)
     for parameter in manifest.parameters:
-        if (error := read_step_error(parameter.steps)) is not None and parameter.steps is not None:
+        if (error := read_step_error(parameter.steps)) is not None:
             total.merge(error)
-            optimizers[parameter.steps["optimizer"]].append((parameter, error))
+            optimizers[_stated(parameter, "optimizer") or 0].append((parameter, error))
     storages = manifest.storages
     weights = [index for index, each in enumerate(storages) if codec_from_config(each.codec).measured_as == "noise"]
     return {
-        "budget": manifest.budget["steps"],
+        "budget": manifest.budget.get("steps"),
         **step_figures(total),
         **_weight_snr(manifest, weights),
         "optimizers": [_optimizer(manifest, each, count) for _, each in sorted(optimizers.items())],
         "unknown": _unknown(manifest, count),
         "capped": {
-            "elements": sum(storages[index].numel for index in weights if storages[index].reason),
+            "elements": sum(storages[index].numel for index in weights if storages[index].reason == CAPPED),
             "of": sum(storages[index].numel for index in weights),
         },
         "fallbacks": _fallbacks(manifest),
     }
 
 
+def _stated(parameter: ParameterRecord, key: str) -> int | None:
+    """A number that the record of an error in steps states; None for anything else."""
+    value = (parameter.steps or {}).get(key)
+    return value if type(value) is int and value >= 0 else None
+
+
 def _weight_snr(manifest: Manifest, storages: Iterable[int]) -> dict[str, float | None]:
     """The SNR of weights on lattices, in dB."""
     total = LatticeError()
     for index in storages:
-        if isinstance(error := read_error(manifest.storages[index].error), LatticeError):
+        record = manifest.storages[index] if index < len(manifest.storages) else None
+        if record is not None and isinstance(error := read_error(record.error), LatticeError):
             total.merge(error)
     return {"weight_snr_db": total.snr_db}
 
@@ -76,9 +84,7 @@ def _optimizer(manifest: Manifest, parameters: list[tuple[ParameterRecord, StepE
         total.merge(error)
         if isinstance(found := read_error(parameter.error), UpdateError):
             update.merge(found)
-    weights = [
-        index for parameter, _ in parameters if (index := (parameter.steps or {}).get("weight_storage")) is not None
-    ]
+    weights = [index for parameter, _ in parameters if (index := _stated(parameter, "weight_storage")) is not None]
     return {
         "parameters": count(parameter.name for parameter, _ in parameters),
         **step_figures(total),
@@ -117,4 +123,4 @@ def _is_lossy(codec: Mapping[str, Any]) -> bool:
 
 
 def _plain(reason: str) -> str:
-    return reason.removeprefix("no budget: ")
+    return reason.removeprefix(NO_BUDGET)

@@ -13,7 +13,7 @@ from ckpt8.codecs.error_stats import LatticeError, StepError, UpdateError, Weigh
 from ckpt8.codecs.lattice import Lattice
 from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.vscaled import VScaled
-from ckpt8.container.facts import total_errors
+from ckpt8.container.facts import CAPPED, total_errors
 from ckpt8.container.manifest import Manifest, ParameterRecord, StorageRecord
 from ckpt8.core.tensors import DType, Role
 from ckpt8.inspecting import expected_drift as expected
@@ -49,7 +49,7 @@ def count(names) -> int:
 
 TWO = [
     (0, None, (4.0, 1.0, 0.5, 0.25)),
-    (0, "capped", (4.0, 0.0, 0.5, 0.0)),
+    (0, CAPPED, (4.0, 0.0, 0.5, 0.0)),
     (1, None, (2.0, 2.0, 0.0, 0.0)),
     ("its learning rate is missing", None, ()),
 ]
@@ -108,6 +108,15 @@ def test_where_nothing_moves_nothing_is_predicted():
         "drift": None,
     }
     assert step_figures(StepError(2.0))["drift"]["mean"] == 0.0
+    assert step_figures(StepError(1e-300, 1e300))["steps"] is None
+
+
+@pytest.mark.parametrize(("key", "value"), [("optimizer", []), ("weight_storage", 10**9), ("weight_storage", "x")])
+def test_a_record_that_states_nonsense_is_shown(key, value):
+    manifest = manifest_of(TWO)
+    manifest.parameters[0].steps[key] = value
+    manifest.budget = {}
+    assert step_lines(step_facts(manifest, count))[0].startswith("steps         0.652 (budget -): ")
 
 
 @pytest.mark.parametrize("value", [None, "1", -1.0, math.nan, math.inf, 1e400, 10**400])

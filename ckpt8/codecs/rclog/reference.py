@@ -82,5 +82,7 @@ def decode(parts: Parts, out: torch.Tensor, *, S: int, C: int, first: int) -> No
     p = parts["rows"].long()[row]
     if "columns" in parts:
         p += parts["columns"].long()[column]
-    bits = from_zigzag(codes).long().mul_(S).add_(p.bitwise_left_shift_(UNIT)).clamp_(*RANGES[out.dtype]).to(torch.int32)
+    bits = (
+        from_zigzag(codes).long().mul_(S).add_(p.bitwise_left_shift_(UNIT)).clamp_(*RANGES[out.dtype]).to(torch.int32)
+    )
     out.copy_(bits.masked_fill_(codes == RESERVED, 0).view(torch.float32))

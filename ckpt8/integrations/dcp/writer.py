@@ -27,7 +27,7 @@ from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.compressor import Compressor, Options
 from ckpt8.compressing.gpu_encoder import choose_encoder
 from ckpt8.compressing.policy import Policy
-from ckpt8.compressing.spending import NO_BUDGET
+from ckpt8.container.facts import NO_BUDGET
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import OutputError, UsageError
