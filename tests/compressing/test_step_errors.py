@@ -12,14 +12,18 @@ from ckpt8.checkpoint.meaning.update_rules import UpdateRule
 from ckpt8.checkpoint.tree import StorageInfo
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.error_measures import lattice_error, moment_error, root, step_sums, update_error
+from ckpt8.codecs.lattice import Lattice
 from ckpt8.codecs.lossless import Lossless
+from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.split24 import Split24
-from ckpt8.compressing import lockstep
+from ckpt8.codecs.vscaled import VScaled
+from ckpt8.compressing import lockstep, measure
 from ckpt8.compressing.budget import carry
 from ckpt8.compressing.measure import ErrorMeter, UnitErrors
 from ckpt8.compressing.parameters import OptimizerStep, Parameter
 from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.compressing.step_measure import StepScales
+from ckpt8.core import backend as backends
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
 LR, BETA1, BETA2, STEP, EPS = 3e-3, 0.9, 0.95, 20, 1e-8
@@ -29,13 +33,13 @@ RULES = {"adam": UpdateRule("adam", STEP, BETA1, BETA2, EPS), "stable_adamw": Up
 
 
 def state(numel: int = COUNT) -> dict[str, torch.Tensor]:
-    """Weights and moments of many magnitudes; some second moments are zero."""
+    """Weights and moments of many magnitudes; some of the moments are zero."""
     generator = torch.Generator().manual_seed(numel)
     size = 10 ** (torch.rand(numel, generator=generator) * 3 - 5)
     found = {
         "weight": torch.randn(numel, generator=generator) * 0.1,
         "moment1": torch.randn(numel, generator=generator) * size,
-        "moment2": torch.randn(numel, generator=generator).square() * size.square(),
+        "moment2": (torch.randn(numel, generator=generator).square() + 0.05) * size.square(),
     }
     for key in ("moment1", "moment2"):
         found[key][5::97] = 0.0
@@ -62,11 +66,16 @@ def energies(was, there, rule: str, denominator: str = "moment2") -> dict[str, f
     }
 
 
+DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16}
+
+
 def unit_of(values, codecs, rule: UpdateRule, **options) -> Unit:
     """A unit of these tensors, and its parameter."""
     places = {key: k for k, key in enumerate(values)}
     streams = tuple(
-        Stream(k, TensorSpec(key, ROLES[key], DType.FLOAT32, (len(x),)), StorageInfo(key, DType.FLOAT32, 0, 0), codec)
+        Stream(
+            k, TensorSpec(key, ROLES[key], DTYPES[x.dtype], (len(x),)), StorageInfo(key, DTYPES[x.dtype], 0, 0), codec
+        )
         for (k, (key, x)), codec in zip(enumerate(values.items()), codecs, strict=True)
     )
     step = OptimizerStep(0, LR, BETA1, BETA2, places.get("weight"), None)
@@ -109,6 +118,50 @@ def test_the_codecs_of_flash(rule, keys):
     assert (expected["weight"] > 0) == ("weight" in keys)
     assert min(expected[name] for name in ("step", "moment1", "moment2")) > 0
     assert_energies(found.steps, expected)
+
+
+def archived(values) -> list:
+    """The codecs of a budget for these tensors, in the order of the dict."""
+    second, root_bias2 = list(values).index("moment2"), math.sqrt(1 - BETA2**STEP)
+    first = VScaled(second=second, k=0.02, bias1=1 - BETA1**STEP, root_bias2=root_bias2)
+    codecs = {"weight": Lattice(-28, 7), "moment1": first, "moment2": RowColumnLog(1 << 21, 256, columns=True)}
+    return [codecs[key] for key in values]
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("numel", [256 * 1100 + 77, 300])
+def test_the_codecs_of_a_budget_take_chunks_whole(numel, dtype, backend, monkeypatch):
+    """A chunk is decoded once and measured tile by tile, or by a kernel and the rest by tiles: the same figures."""
+    fused, one_pass = [], measure.measure_budgeted
+    if backend == "numba":
+        pytest.importorskip("numba", reason="numba is not installed")
+        monkeypatch.setattr(backends, "SMALLEST_FOR_NUMBA", 1)
+        monkeypatch.setattr(measure, "measure_budgeted", lambda *given: fused.append(one_pass(*given)) or fused[-1])
+    keys = ("moment2", "weight", "moment1")
+    values = {key: x.to(dtype) for key, x in state(numel).items() if key in keys}
+    values = {key: values[key] for key in keys}
+    unit = unit_of(values, archived(values), RULES["adam"])
+    meter = ErrorMeter(SimpleNamespace(storages=[]))
+    meter.backend = None if backend == "numba" else "torch"
+    found, there = measured(unit, values, meter)
+    assert [each.done for each in fused] == ([numel // 256 * 256] if backend == "numba" else [])
+    assert_energies(found.steps, energies(values, there, "adam"))
+    wide, decoded = ({key: x.double() for key, x in side.items()} for side in (values, there))
+    for k, key in enumerate(values):
+        error = decoded[key] - wide[key]
+        assert found.streams[k].sum_square_error == pytest.approx(float(error.square().sum()), rel=1e-5, abs=0)
+        assert found.streams[k].sum_square == pytest.approx(float(wide[key].square().sum()), rel=1e-9, abs=0)
+        if key == "weight":
+            assert found.streams[k].max_distance == pytest.approx(float(error.abs().max()), rel=1e-6)
+        else:
+            assert found.streams[k].max_scaled == 0.0
+    u, v = (
+        (side["moment1"] / (1 - BETA1**STEP)) / ((side["moment2"] / (1 - BETA2**STEP)).sqrt() + EPS)
+        for side in (wide, decoded)
+    )
+    assert found.update.max_error == pytest.approx(float((v - u).abs().max()), rel=1e-4)
+    assert found.update.sum_square_error == pytest.approx(float((v - u).square().sum()), rel=1e-4)
 
 
 def test_amsgrad_divides_by_the_largest_second_moment():
