@@ -73,7 +73,8 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("preset", "drift", "background"), [("lossless", 0, False), ("flash", 1e-4, True), ("compact", 3e-3, False)]
+    ("preset", "drift", "background"),
+    [("lossless", 0, False), ("flash", 1e-4, True), ("compact", 3e-3, False), ("archive", 3e-2, True)],
 )
 def test_a_run_goes_on(preset, drift, background, whole, tmp_path):
     plugin = Ckpt8CheckpointIO(preset=preset, background=background)

@@ -46,7 +46,12 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("preset", "drift", "options"),
-    [("lossless", 0.0, {}), ("flash", 1e-3, {"background": True}), ("flash", 1e-3, {"keep_original": False})],
+    [
+        ("lossless", 0.0, {}),
+        ("flash", 1e-3, {"background": True}),
+        ("flash", 1e-3, {"keep_original": False}),
+        ("archive", 1e-2, {"background": True}),
+    ],
 )
 def test_an_interrupted_run_goes_on(preset, drift, options, uninterrupted, tmp_path):
     stopped = trainer(tmp_path, [Ckpt8Callback(preset=preset, **options), StopAt(10)])
