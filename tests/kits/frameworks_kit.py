@@ -9,7 +9,7 @@ import ckpt8
 
 PRESETS = ["lossless", "flash", "compact", "archive"]
 SHARE = {"flash": 0.01, "compact": 0.02, "archive": 0.2}
-"""The largest drift of a resumed run, as a share of what another initialisation makes. Measured: a third of it at most."""
+"""The largest drift of a resumed run, as a share of what another initialisation makes. Measured: a third at most."""
 
 
 def through(checkpoint, folder, preset):
@@ -29,12 +29,6 @@ def drift(losses, expected):
 
 
 def check_goes_on(preset, losses, expected, other):
-    print(
-        preset,
-        drift(losses, expected),
-        drift(other, expected),
-        drift(losses, expected) / drift(other, expected),
-    )
     """``losses`` of the resumed run are those ``expected``, as closely as ``SHARE`` asks.
 
     ``other`` is a run from another initialisation.
