@@ -83,6 +83,12 @@ def refuse(flag, rows):
     tl.store(flag + tl.zeros_like(rows.to(tl.int32)), 1, rows)
 
 
+@triton.jit
+def refuse_any(flag, elements):
+    """Set the int32 ``flag`` to 1 where any of the ``elements`` of a program is true."""
+    tl.store(flag, 1, tl.max(elements.to(tl.int32)) != 0)
+
+
 def raw(x: torch.Tensor) -> torch.Tensor:
     """A tensor as kernels take it: bf16 as int16, in the same memory."""
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
@@ -93,15 +99,15 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def launch(kernel: Any, numel: int, device: torch.device, *args: Any) -> None:
+def launch(kernel: Any, numel: int, device: torch.device, *args: Any, block: int = BLOCK) -> None:
     """Run ``kernel`` over ``numel`` elements.
 
     Its parameters are ``args``, then ``first``, the block of its first program; ``count``, the elements of that block,
     and ``masked``, whether to mask the others; ``block``, the elements of a whole block.
     """
-    whole, rest = divmod(numel, BLOCK)
+    whole, rest = divmod(numel, block)
     with on_device(device):
         if whole:
-            kernel[(whole,)](*args, first=0, count=BLOCK, masked=False, block=BLOCK, **OPTIONS)
+            kernel[(whole,)](*args, first=0, count=block, masked=False, block=block, **OPTIONS)
         if rest:
-            kernel[(1,)](*args, first=whole, count=rest, masked=True, block=BLOCK, **OPTIONS)
+            kernel[(1,)](*args, first=whole, count=rest, masked=True, block=block, **OPTIONS)

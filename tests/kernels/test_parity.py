@@ -15,7 +15,7 @@ pytest.importorskip("triton", minversion="3.6")
 pytest.importorskip("numpy")
 
 
-FILES = pytest.mark.parametrize("file", ["parity.py", "fused.py", "switchback.py"])
+FILES = pytest.mark.parametrize("file", ["parity.py", "archive_parity.py", "fused.py", "switchback.py"])
 
 
 def run(file: str, interpret: str, *under: str, backend: str = "triton", cases: str = "slow or not slow") -> None:

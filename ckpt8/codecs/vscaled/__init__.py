@@ -76,5 +76,5 @@ class VScaled(Codec):
         ``second`` are the decoded second moments. ``encode`` also takes ``original_second``, these as they were. It
         raises RefusedError for NaN, Inf, |q| from 2^18 on, and an update that is not defined or too large.
         """
-        settings = {name: getattr(self, name) for name in ("k", "u_max", "bias1", "root_bias2", "eps", "salt")}
-        return partial(self._function(direction, backend), **settings)
+        settings = {name: float(getattr(self, name)) for name in ("k", "u_max", "bias1", "root_bias2", "eps")}
+        return partial(self._function(direction, backend), **settings, salt=self.salt)

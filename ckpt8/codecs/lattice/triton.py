@@ -1,0 +1,82 @@
+"""Weights on a lattice as Triton kernels: the operations of ``reference``, each rounded once, to the bit.
+
+    q        = floor(w / step + t)                          t is the dither of an element, see ``symbols_triton``
+    decode   : w' = (q + (1/2 - t)) * step                  the reserved symbol: +0
+
+Step, salt and the index of the first element are arguments of a compiled kernel: one serves all tensors. ``encode`` and
+``decode`` have the signatures of the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ckpt8.codecs.lattice import reference, step_of
+from ckpt8.codecs.symbols_triton import BLOCK, RESERVED, dither, floor, from_zigzag, modulo, zigzag
+from ckpt8.codecs.triton_blocks import launch, narrow, raw, refuse_any, widen
+from ckpt8.core.errors import RefusedError
+from ckpt8.core.tensors import Parts
+
+_CODES = tl.constexpr(float(reference.CODES))
+
+
+@triton.jit(do_not_specialize=["origin", "salt", "first", "count"])
+def encode_kernel(
+    weights,
+    codes,
+    flags,
+    step,
+    origin: tl.uint32,
+    salt: tl.uint32,
+    first,
+    count,
+    masked: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Encode weights, fp32 or the bits of bf16; ``flags[0]`` becomes 1 where a code is out of range."""
+    start = (tl.program_id(0) + first).to(tl.int64) * block
+    at = tl.arange(0, block)
+    mask = at < count if masked else None
+    w = widen(tl.load(weights + start + at, mask, 0 if masked else None))
+    q = floor(tl.div_rn(w, step) + dither(origin, start, at, salt))
+    # So that NaN is refused, too.
+    refuse_any(flags, (tl.abs(q) < _CODES) == 0)
+    tl.store(codes + start + at, tl.where(w == 0, RESERVED, zigzag(q.to(tl.int32))), mask)
+
+
+@triton.jit(do_not_specialize=["origin", "salt", "first", "count"])
+def decode_kernel(
+    weights,
+    codes,
+    step,
+    origin: tl.uint32,
+    salt: tl.uint32,
+    first,
+    count,
+    masked: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Decode weights, to fp32 or the bits of bf16."""
+    start = (tl.program_id(0) + first).to(tl.int64) * block
+    at = tl.arange(0, block)
+    mask = at < count if masked else None
+    symbol = tl.load(codes + start + at, mask, 0 if masked else None)
+    w = (from_zigzag(symbol).to(tl.float32) + (0.5 - dither(origin, start, at, salt))) * step
+    tl.store(weights + start + at, narrow(tl.where(symbol == RESERVED, 0.0, w), weights.dtype.element_ty), mask)
+
+
+def encode(x: torch.Tensor, out: Parts, *, k: int, salt: int, first: int) -> None:
+    """As ``reference.encode``, of any length."""
+    flags = torch.zeros(1, dtype=torch.int32, device=x.device)
+    numbers = (step_of(k), modulo(first), salt)
+    launch(encode_kernel, x.numel(), x.device, raw(x.contiguous()), out["codes"], flags, *numbers, block=BLOCK)
+    if flags.item():
+        raise RefusedError(reference.REFUSAL)
+
+
+def decode(parts: Parts, out: torch.Tensor, *, k: int, salt: int, first: int) -> None:
+    """As ``reference.decode``, of any length."""
+    numbers = (step_of(k), modulo(first), salt)
+    launch(decode_kernel, out.numel(), out.device, raw(out), parts["codes"].contiguous(), *numbers, block=BLOCK)
