@@ -20,8 +20,12 @@ import torch
 import ckpt8
 from ckpt8 import __version__
 from ckpt8.codecs import Codec
+from ckpt8.codecs.base import Companions
 from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.lattice import Lattice
+from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.split24 import Split24
+from ckpt8.codecs.vscaled import VScaled
 from ckpt8.core.files.temporary import temporary_directory
 from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.optim import CAME, SGD, AdamW, Lion, StableAdamW
@@ -39,6 +43,10 @@ CODECS: dict[str, tuple[Codec, Role]] = {
     "companded8 signed": (Companded8(), Role.MOMENT1),
     "companded8 unsigned": (Companded8(signed=False, Q=255), Role.MOMENT2),
     "companded8 unsigned p=1/2": (Companded8(signed=False, Q=255, p=0.5), Role.MOMENT2),
+    "lattice": (Lattice(), Role.WEIGHT),
+    "rclog": (RowColumnLog(C=_SIDE), Role.MOMENT2),
+    "rclog with columns": (RowColumnLog(C=_SIDE, columns=True), Role.MOMENT2),
+    "vscaled": (VScaled(second=0), Role.MOMENT1),
 }
 
 
@@ -100,13 +108,19 @@ def _kernel_rows(name: str, source: torch.Tensor, clock: Clock, copied: float) -
     codec, role = CODECS[name]
     x = source.square() if role is Role.MOMENT2 else source
     spec = TensorSpec(name, role, DType.FLOAT32, tuple(x.shape))
-    moved = x.nbytes + sum(part.nbytes for part in codec.layout(spec).values())
-    parts = codec.encode(x)
+    stored = x.nbytes + sum(part.nbytes for part in codec.layout(spec).values())
+    decoded = {each: source.square() for each in codec.companions}
+    both = {**decoded, **({f"original_{each}": v for each, v in decoded.items()} if codec.compares_originals else {})}
+    parts = codec.encode(x, companions=both)
     out = torch.empty_like(x)
-    work = {"encode": lambda: codec.encode(x), "decode": lambda: codec.decode(parts, spec, out=out)}
+    work: dict[str, tuple[Callable[[], object], Companions]] = {
+        "encode": (lambda: codec.encode(x, companions=both), both),
+        "decode": (lambda: codec.decode(parts, spec, out=out, companions=decoded), decoded),
+    }
     rows = []
-    for direction, run in work.items():
+    for direction, (run, companions) in work.items():
         seconds = clock.seconds(run)
+        moved = stored + sum(each.nbytes for each in companions.values())
         row = {"kernel": f"{name} {direction}", "bytes": moved, "seconds": seconds}
         rows.append({**row, "bytes_per_second": moved / seconds, "of_copy": moved / seconds / copied})
     return rows

@@ -38,9 +38,9 @@ def moment_bits(x):
     return tl.where(bits == _NEGATIVE_ZERO, 0, bits)
 
 
-@triton.jit(do_not_specialize=["skipped", "length", "count", "across"])
+@triton.jit(do_not_specialize=["numbers", "skipped", "length", "count", "across"])
 def sums_kernel(moments, flags, rows, sums, numbers, skipped, length, count, across, tile: tl.constexpr):
-    """Add the bits of a tile of rows and columns to ``sums``, and to ``numbers`` how many are not zero.
+    """Add the bits of a tile of rows and columns to ``sums``, and ``numbers`` places further how many are not zero.
 
     Without ``rows``, by row; ``flags[0]`` then becomes 1 for what is no second moment. With the factors of all rows, by
     column, and less these factors. Rows have ``length`` elements; the first ``skipped`` ones lie before the chunk.
@@ -56,20 +56,20 @@ def sums_kernel(moments, flags, rows, sums, numbers, skipped, length, count, acr
     if rows is None:
         refuse_any(flags, (bits < 0) | (bits >= _INFINITE))
         tl.atomic_add(sums + row, tl.sum(bits.to(tl.int64), axis=1), touched, sem="relaxed")
-        tl.atomic_add(numbers + row, tl.sum(present, axis=1).to(tl.int64), touched, sem="relaxed")
+        tl.atomic_add(sums + numbers + row, tl.sum(present, axis=1).to(tl.int64), touched, sem="relaxed")
     else:
         factor = tl.load(rows + row, touched, 0).to(tl.int32)
         rest = tl.where(bits != 0, bits - (factor << _UNIT)[:, None], 0)
         tl.atomic_add(sums + column, tl.sum(rest.to(tl.int64), axis=0), column < length, sem="relaxed")
-        tl.atomic_add(numbers + column, tl.sum(present, axis=0).to(tl.int64), column < length, sem="relaxed")
+        tl.atomic_add(sums + numbers + column, tl.sum(present, axis=0).to(tl.int64), column < length, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["first", "count"])
+@triton.jit(do_not_specialize=["numbers", "first", "count"])
 def means_kernel(sums, numbers, factors, first, count, masked: tl.constexpr, block: tl.constexpr):
     """Divide sums by numbers: the factors as int16, rounded to nearest, halves up; 0 where nothing was counted."""
     at = (tl.program_id(0) + first).to(tl.int64) * block + tl.arange(0, block)
     mask = tl.arange(0, block) < count if masked else None
-    unit = tl.maximum(tl.load(numbers + at, mask, 0 if masked else None), 1) << _UNIT
+    unit = tl.maximum(tl.load(sums + numbers + at, mask, 0 if masked else None), 1) << _UNIT
     doubled = 2 * tl.load(sums + at, mask, 0 if masked else None) + unit + 2 * _ABOVE * unit
     tl.store(factors + at, (doubled // (2 * unit) - _ABOVE).to(tl.int16), mask)
 
@@ -158,12 +158,13 @@ def _places(count: int, first: int, C: int) -> tuple[int, int]:  # noqa: N803
 def _fill(factors: torch.Tensor, x: torch.Tensor, flags: torch.Tensor, rows: torch.Tensor | None, *at: int) -> None:
     """Fill in the factors of rows, or of columns if those of ``rows`` are given. ``at`` is what ``_places`` returns."""
     skipped, length = at
-    sums = torch.zeros(2, factors.numel(), dtype=torch.int64, device=x.device)
+    sums = torch.zeros(2 * factors.numel(), dtype=torch.int64, device=x.device)
     across = triton.cdiv(length, TILE)
     programs = triton.cdiv(triton.cdiv(skipped + x.numel(), length), TILE) * across
+    numbers = (factors.numel(), skipped, length, x.numel(), across)
     with on_device(x.device):
-        sums_kernel[(programs,)](x, flags, rows, *sums, skipped, length, x.numel(), across, tile=TILE, **OPTIONS)
-    launch(means_kernel, factors.numel(), x.device, *sums, factors, block=BLOCK)
+        sums_kernel[(programs,)](x, flags, rows, sums, *numbers, tile=TILE, **OPTIONS)
+    launch(means_kernel, factors.numel(), x.device, sums, factors.numel(), factors, block=BLOCK)
 
 
 def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int) -> None:  # noqa: N803

@@ -21,6 +21,12 @@ def test_kernels_state_what_they_move(result):
     groups = ELEMENTS // 32
     assert rows["split24 encode"]["bytes"] == ELEMENTS * (4 + 3)
     assert rows["companded8 signed decode"]["bytes"] == ELEMENTS * (4 + 1) + groups * 2
+    assert rows["lattice encode"]["bytes"] == ELEMENTS * (4 + 4)
+    factors = ELEMENTS // 4096 + 1 + 4096
+    assert rows["rclog with columns decode"]["bytes"] == ELEMENTS * (4 + 4) + factors * 2
+    # Decoded second moments, and for encoding these as they were.
+    assert rows["vscaled decode"]["bytes"] == ELEMENTS * (4 + 4 + 4)
+    assert rows["vscaled encode"]["bytes"] == ELEMENTS * (4 + 4 + 8)
     for row in rows.values():
         assert row["bytes_per_second"] == pytest.approx(row["bytes"] / row["seconds"])
         assert row["of_copy"] == pytest.approx(row["bytes_per_second"] / result["copy_bytes_per_second"])

@@ -1,0 +1,132 @@
+"""The kernels of the archive codecs compiled to machine code, without a GPU, like ``test_compile.py``."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.6")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from test_compile import TARGETS, Compiled, assert_nothing_is_spilled, assert_rounded_once, floating
+from triton.runtime.jit import JITFunction
+
+from ckpt8.codecs.lattice import triton as lattice
+from ckpt8.codecs.rclog import triton as rclog
+from ckpt8.codecs.symbols_triton import BLOCK
+from ckpt8.codecs.triton_blocks import OPTIONS
+from ckpt8.codecs.vscaled import triton as vscaled
+
+PER_THREAD = BLOCK // (32 * OPTIONS["num_warps"])
+POINTERS = {"codes": "*i32", "flags": "*i32", "rows": "*i16", "columns": "*i16", "factors": "*i16", "sums": "*i64"}
+POINTERS |= {"second": "*fp32", "original": "*fp32"}
+INTEGERS = ("S", "numbers", "skipped", "length", "across", "lowest", "highest")
+NUMBERS = ("step", "reciprocal", "k", "bias1", "root_bias2", "eps", "share", "reach", "most")
+TYPES = {**POINTERS, **dict.fromkeys(INTEGERS, "i32"), **dict.fromkeys(NUMBERS, "fp32"), "origin": "u32", "salt": "u32"}
+CHOICES = {"masked", "block", "tile"}
+KINDS = pytest.mark.parametrize(("kind", "size"), [("*fp32", 4), ("*i16", 2)])
+CASES = pytest.mark.parametrize(("capability", "masked"), [(80, False), (90, False), (90, True), (100, False)])
+DIRECTIONS = pytest.mark.parametrize("direction", ["encode", "decode"])
+COLUMNS = pytest.mark.parametrize("columns", [False, True], ids=["rows alone", "columns"])
+KERNELS = {
+    f"{module.__name__.split('.')[-2]} {name.removesuffix('_kernel')}": found
+    for module in (lattice, rclog, vscaled)
+    for name, found in vars(module).items()
+    if name.endswith("_kernel") and isinstance(found, JITFunction)
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+def compiled(name, kind, capability, folder, **constants) -> Compiled:
+    """The kernel of that name for elements of a ``kind``."""
+    types = {**TYPES, "weights": kind, "moments": kind}
+    return Compiled(KERNELS[name], types, constants, capability, folder, BLOCK)
+
+
+def assert_wide_parts(kernel, direction, size, gathered=0) -> None:
+    """A thread moves its elements and symbols in one access each, up to 16 bytes; it gathers factors of 2 bytes."""
+    elements, symbols = ("ld", "st") if direction == "encode" else ("st", "ld")
+    assert kernel.accesses(symbols)[16] >= 1
+    assert kernel.accesses(elements)[size * PER_THREAD] >= 1
+    assert kernel.accesses("ld")[2] == gathered
+    flags = direction == "encode" and not gathered
+    assert sum(times for width, times in kernel.accesses("st").items() if width < 8) == flags
+
+
+@CASES
+@KINDS
+@DIRECTIONS
+def test_lattice(tmp_path, direction, kind, size, masked, capability):
+    kernel = compiled(f"lattice {direction}", kind, capability, tmp_path, masked=masked)
+    assert_nothing_is_spilled(kernel, masked)
+    assert_rounded_once(kernel, divides=direction == "encode")
+    if not masked:
+        assert_wide_parts(kernel, direction, size)
+
+
+@CASES
+@KINDS
+@DIRECTIONS
+def test_vscaled(tmp_path, direction, kind, size, masked, capability):
+    kernel = compiled(f"vscaled {direction}", kind, capability, tmp_path, masked=masked)
+    assert_nothing_is_spilled(kernel, masked)
+    assert_rounded_once(kernel)
+    assert "sqrt.rn.f32" in floating(kernel)
+    if not masked:
+        assert_wide_parts(kernel, direction, size)
+        # The second moments, and these as they were.
+        others = 1 + (direction == "encode")
+        assert kernel.accesses("ld")[16] == others + (direction == "decode" or size == 4)
+
+
+@CASES
+@KINDS
+@DIRECTIONS
+@COLUMNS
+def test_rclog(tmp_path, direction, kind, size, columns, masked, capability):
+    given = {} if columns else {"columns": None}
+    kernel = compiled(f"rclog {direction}", kind, capability, tmp_path, masked=masked, **given)
+    assert_nothing_is_spilled(kernel, masked)
+    assert_rounded_once(kernel, divides=False)
+    if direction == "decode":
+        assert floating(kernel) <= {"mov.f32"}
+    if not masked:
+        assert_wide_parts(kernel, direction, size, gathered=PER_THREAD * (1 + columns))
+
+
+@TARGETS
+@KINDS
+@COLUMNS
+def test_sums_of_rclog(tmp_path, kind, size, columns, capability):
+    given = {} if columns else {"rows": None}
+    kernel = compiled("rclog sums", kind, capability, tmp_path, tile=rclog.TILE, **given)
+    assert_nothing_is_spilled(kernel, masked=False)
+    assert floating(kernel) <= {"mov.f32"}
+    # Neighbours in a warp read neighbours in a row; a result is added once for a row or a column.
+    assert kernel.accesses("ld")[size] >= rclog.TILE**2 // (32 * OPTIONS["num_warps"])
+    assert kernel.ptx.count("atom.global") + kernel.ptx.count("red.global") == 2
+
+
+@CASES
+def test_means_of_rclog(tmp_path, masked, capability):
+    kernel = compiled("rclog means", "*fp32", capability, tmp_path, masked=masked)
+    assert_nothing_is_spilled(kernel, masked)
+    assert not floating(kernel)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_one_compiled_kernel_serves_every_tensor(name):
+    """No number of a codec is a constant, and none is looked at for being 1 or a multiple of 16."""
+    kernel = KERNELS[name]
+    assert {param.name for param in kernel.params if param.is_constexpr} <= CHOICES
+    integers = {*INTEGERS, "origin", "salt", "first", "count"}
+    assert {param.name for param in kernel.params if not param.do_not_specialize}.isdisjoint(integers)
+    assert {param.name for param in kernel.params} <= {*TYPES, *CHOICES, *integers, "weights", "moments"}
