@@ -7,11 +7,13 @@ The slices of a pair must lie in the same places.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
+from ckpt8.checkpoint.meaning.twins import twins
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.readers.dcp.metadata import Place
 from ckpt8.checkpoint.readers.entries import DirectoryMember
@@ -26,6 +28,9 @@ _MODEL = "model"
 
 _MOST_COMPONENTS = 64
 """A longer path is no path of a model."""
+
+KeyOf = Callable[[str, int], str]
+"""Gives the key in the source of a storage in the member of a number."""
 
 SliceKey = tuple[str, Place | None]
 """The name of a tensor and the place of a slice in it."""
@@ -59,20 +64,38 @@ class _Home:
         return self is not other and len(above) == 1 and not self.checkpoint.roles.states
 
 
-def slice_pairs(members: Sequence[DirectoryMember], key_of: Callable[[str, int], str]) -> Iterator[SlicePair]:
-    """Every slice of state in the distributed checkpoints among ``members``.
+def slice_pairs(members: Sequence[DirectoryMember], key_of: KeyOf) -> Iterator[SlicePair]:
+    """Every slice of state in the distributed checkpoints among ``members``."""
+    homes = _homes(members, key_of)
+    for home in homes:
+        if home.checkpoint.roles.states:
+            yield from _pairs_of(home, [each for each in homes if each.is_beside(home)])
 
-    ``key_of`` gives the key in the source of a storage in the member of a number.
+
+def slice_twins(members: Sequence[DirectoryMember], key_of: KeyOf) -> Iterator[tuple[str, str]]:
+    """The keys of all slices of weights that several models of a distributed checkpoint have, in pairs: see ``twins``.
+
+    They lie in the same places.
     """
+    for home in _homes(members, key_of):
+        tree: dict[str, Any] = {}
+        _add_weights(tree, home)
+        places: dict[str, dict[Place | None, str]] = defaultdict(dict)
+        for (name, place), ref in home.slices.items():
+            places[name][place] = ref.key
+        for one, other in twins([tree]):
+            mine, its = places[one.key], places[other.key]
+            yield from ((key, its[place]) for place, key in mine.items() if place in its)
+
+
+def _homes(members: Sequence[DirectoryMember], key_of: KeyOf) -> list[_Home]:
     homes: dict[int, _Home] = {}
     for number, member in enumerate(members):
         if isinstance(member, DcpMember):
             home = homes.setdefault(id(member.home), _Home(member.home, member.path.rpartition("/")[0]))
             for piece, ref in member.parts:
                 home.slices[piece.name, piece.place] = replace(ref, key=key_of(ref.key, number))
-    for home in homes.values():
-        if home.checkpoint.roles.states:
-            yield from _pairs_of(home, [each for each in homes.values() if each.is_beside(home)])
+    return list(homes.values())
 
 
 def _pairs_of(home: _Home, others: Sequence[_Home]) -> Iterator[SlicePair]:
@@ -106,8 +129,9 @@ def _slice_of_weight(
     return found, None if found is not None else _CUT_ELSEWHERE
 
 
-def _add_weights(tree: dict[str, Any], home: _Home) -> Iterator[TensorRef]:
-    """Put the tensors outside the optimizers into a tree of models; the key of each is its name."""
+def _add_weights(tree: dict[str, Any], home: _Home) -> list[TensorRef]:
+    """Put the tensors outside the optimizers into a tree of models, and list them; the key of each is its name."""
+    added = []
     metadata, roles = home.checkpoint.metadata, home.checkpoint.roles
     trained = {key.parameter for key in roles.states.values()}
     for name, stored in metadata.tensors.items():
@@ -116,7 +140,8 @@ def _add_weights(tree: dict[str, Any], home: _Home) -> Iterator[TensorRef]:
             node = _node(tree, above)
             if node is not None:
                 node[last] = ref = TensorRef.whole(name, stored.dtype, stored.shape)
-                yield ref
+                added.append(ref)
+    return added
 
 
 def _path(name: str, saved: Sequence[str | int]) -> list[str]:

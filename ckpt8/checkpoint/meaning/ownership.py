@@ -70,7 +70,7 @@ def owners(optimizers: Sequence[Candidate], models: Sequence[Candidate]) -> list
     """
     models = models[:_MOST_MODELS]
     described = [_Weights(model) for model in models]
-    inner = [_parts(model) for model in models]
+    inner = [parts_of(model) for model in models]
     parts = [
         _Weights(part)
         for each in inner
@@ -162,7 +162,7 @@ def _together(parameters: _Parameters, models: Sequence[_Weights]) -> Candidate 
     return Candidate("", {f"{each.model.path}.{name}": ref for each in taken for name, ref in each.refs.items()})
 
 
-def _parts(model: Candidate) -> list[Candidate]:
+def parts_of(model: Candidate) -> list[Candidate]:
     """The parts of a model, by the first component in which their names differ, if there are several."""
     names = {name: str(name).split(".") for name in model.node}
     depth = next((k for k, level in enumerate(zip(*names.values(), strict=False)) if len(set(level)) > 1), 0)

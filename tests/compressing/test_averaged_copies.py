@@ -1,0 +1,139 @@
+"""Copies of weights that an optimizer steps, wherever a checkpoint keeps them: by name, and in the order of a model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from dcp_kit import adam_state, save_small
+from reference_kit import adamw
+from torch import nn
+
+from ckpt8.checkpoint.sources.opening import open_source
+from ckpt8.compressing.averaged_copies import copies_of_weights
+from ckpt8.compressing.bundle_plan import plan_bundle
+from ckpt8.compressing.policy import Policy
+
+
+def make_net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(96, 64), nn.BatchNorm1d(64), nn.Linear(64, 96), nn.Linear(96, 96), nn.Linear(96, 96))
+
+
+def averaged(net):
+    other = copy.deepcopy(net)
+    for p in other.parameters():
+        p.data.mul_(0.9)
+    return other
+
+
+def trained(net, parameters=None):
+    optimizer = torch.optim.AdamW(parameters or net.parameters())
+    for p in net.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def found(path):
+    with open_source(path) as source:
+        plan = plan_bundle(source, Policy.of("archive"))
+        copies = copies_of_weights(plan, source)
+    names = {stream.index: stream.spec.name for stream in plan.streams}
+    return {names[one]: names[weight] for one, weight in copies.items()}
+
+
+def saved(tree, folder):
+    torch.save(tree, folder / "run.pt")
+    return found(folder / "run.pt")
+
+
+def expected(net, of, model):
+    return {of.format(name): model.format(name) for name, _ in net.named_parameters()}
+
+
+@pytest.mark.parametrize("key", ["ema", "state_dict_ema", "anything", "teacher"])
+def test_a_copy_under_any_key(key, tmp_path):
+    net = make_net()
+    optimizer = trained(net)
+    tree = {"model": net.state_dict(), key: averaged(net).state_dict(), "optimizer": optimizer}
+    assert saved(tree, tmp_path) == expected(net, f"{key}.{{}}", "model.{}")
+
+
+def test_a_copy_in_a_wrapper_and_without_buffers(tmp_path):
+    net = make_net()
+    ema = {"module." + name: p.data for name, p in averaged(net).named_parameters()}
+    tree = {"model": net.state_dict(), "ema": ema, "optimizer": trained(net)}
+    assert saved(tree, tmp_path) == expected(net, "ema.module.{}", "model.{}")
+
+
+def test_a_list_in_the_order_of_the_model(tmp_path):
+    net = make_net()
+    shadow = [p.data for p in averaged(net).parameters()]
+    tree = {"model": net.state_dict(), "ema": {"decay": 0.9, "shadow_params": shadow}, "optimizer": trained(net)}
+    names = [f"model.{name}" for name, _ in net.named_parameters()]
+    assert saved(tree, tmp_path) == {f"ema.shadow_params.{k}": name for k, name in enumerate(names)}
+
+
+def test_a_module_that_holds_its_average(tmp_path):
+    """As a LightningModule with two attributes."""
+    net = make_net()
+    whole = nn.ModuleDict({"net": net, "ema_net": averaged(net)})
+    tree = {"state_dict": whole.state_dict(), "optimizer_states": [trained(net)]}
+    assert saved(tree, tmp_path) == expected(net, "state_dict.ema_net.{}", "state_dict.net.{}")
+
+
+def test_a_copy_in_another_file(tmp_path):
+    net = make_net()
+    torch.save({"model": net.state_dict(), "optimizer": trained(net)}, tmp_path / "run.pt")
+    torch.save(averaged(net).state_dict(), tmp_path / "ema.pt")
+    assert found(tmp_path) == expected(net, "ema.pt:{}", "run.pt:model.{}")
+
+
+def test_slices_of_a_distributed_checkpoint(tmp_path):
+    weights = {"a.weight": torch.randn(80, 64), "b.weight": torch.randn(64, 64)}
+    ema = {name: weight * 0.9 for name, weight in weights.items()}
+    save_small({"model": weights, "ema": ema, "optimizer": adam_state(weights)}, tmp_path / "run")
+    names = {one.partition(":")[2]: weight.partition(":")[2] for one, weight in found(tmp_path / "run").items()}
+    assert names == {f"ema.{name}": f"model.{name}" for name in weights}
+
+
+def test_an_average_of_masters(tmp_path):
+    net = nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 96))
+    weights = [p.data for p in net.parameters()]
+    model = {name: w.bfloat16() for name, w in net.state_dict().items()}
+    tree = {"model": model, "ema": averaged(net).state_dict(), "optimizer": adamw(weights, master_param=weights)}
+    copies = saved(tree, tmp_path)
+    assert copies == {f"ema.{name}": f"optimizer.state.{k}.master_param" for k, name in enumerate(model)}
+
+
+# What is no copy
+
+
+def test_two_models_that_are_both_trained(tmp_path):
+    one, other = make_net(), make_net(1)
+    tree = {"netA": one.state_dict(), "netB": other.state_dict(), "optA": trained(one), "optB": trained(other)}
+    assert saved(tree, tmp_path) == {}
+
+
+def test_frozen_layers_that_are_alike(tmp_path):
+    """Layers 3 and 4 have the same names and shapes; one of them is frozen."""
+    net = make_net()
+    tree = {"model": net.state_dict(), "optimizer": trained(net, [p for k in range(4) for p in net[k].parameters()])}
+    assert saved(tree, tmp_path) == {}
+
+
+def test_another_model(tmp_path):
+    net, other = make_net(), nn.Sequential(nn.Linear(96, 65), nn.Linear(65, 96))
+    tree = {"model": net.state_dict(), "ema": other.state_dict(), "optimizer": trained(net)}
+    assert saved(tree, tmp_path) == {}
+
+
+def test_a_copy_whose_elements_are_fewer_or_lie_elsewhere(tmp_path):
+    net = make_net()
+    ema = averaged(net).state_dict()
+    buffer = torch.zeros(64 * 96 + 5)
+    ema["0.weight"] = buffer[5:].view(64, 96)
+    copies = saved({"model": net.state_dict(), "ema": ema, "optimizer": trained(net)}, tmp_path)
+    assert copies == {k: v for k, v in expected(net, "ema.{}", "model.{}").items() if k != "ema.0.weight"}
