@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
@@ -87,6 +89,27 @@ def save_run(folder, preset="lossless", flat=False, asynchronous=False):
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(before, Path(folder) / "before.pt")
         (Path(folder) / "losses.json").write_text(json.dumps(losses))
+
+
+def save_replicas(folder):
+    """Save one run that both ranks have whole, as torch spreads it over the ranks and all of it on rank 0.
+
+    The warnings of each save go into a file beside it.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH))
+    replica = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(replica.parameters(), lr=1e-2)
+    train(replica, optimizer, range(STEPS))
+    for name in ("spread", "lowest"):
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=name == "lowest")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            writer = Ckpt8StorageWriter(Path(folder) / name, budget=2)
+            dcp.save(state_of(replica, optimizer), storage_writer=writer, planner=planner)
+        if dist.get_rank() == 0:
+            ours = [str(each.message) for each in said if "budget" in str(each.message)]
+            (Path(folder) / f"{name}.json").write_text(json.dumps(ours))
 
 
 def load_run(folder, flat=False):

@@ -1,0 +1,109 @@
+"""Weights that a container keeps only well enough to resume, on their way to inference or to a public model."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from converting_kit import checkpoint
+
+import ckpt8
+
+TARGETS = {
+    "safetensors": (["x.safetensors"], True),
+    "flashoptim": (["x.pt", "--to", "flashoptim"], True),
+    "one model": (["x.pt", "--key", "model"], True),
+    "one model in slices": (["x/", "--to", "dcp", "--key", "model"], True),
+    "int8": (["x/", "--dtype", "int8"], True),
+    "torch": (["x.pt"], False),
+    "torch, bf16": (["x.pt", "--dtype", "bf16"], False),
+    "trainer": (["x/", "--to", "trainer"], False),
+    "dcp": (["x/", "--to", "dcp"], False),
+}
+"""Arguments, and whether the weights alone are what the target is for."""
+
+
+@pytest.fixture(scope="module")
+def packed(run, tmp_path_factory):
+    """The run under several presets, with and without statistics. No test may change them."""
+    folder = tmp_path_factory.mktemp("packed")
+    torch.save(checkpoint(*run), folder / "run.pt")
+    for name, settings in {
+        "archive": {"preset": "archive"},
+        "unmeasured": {"preset": "archive", "stats": False},
+        "fine": {"budget": 0.01},
+        "flash": {},
+    }.items():
+        ckpt8.compress(folder / "run.pt", folder / f"{name}.ckpt8", **settings)
+    return folder
+
+
+def snr(folder, name):
+    """SNR in dB of the weights that the container does not keep as they were or as flash does, from the tensors."""
+    signal = noise = 0.0
+    before = torch.load(folder / "run.pt")["model"]
+    after = ckpt8.load(folder / f"{name}.ckpt8")["model"]
+    with ckpt8.open(folder / f"{name}.ckpt8") as file:
+        lattice = [key for key in before if file.stats(f"model.{key}")["codec"].startswith("lattice")]
+    tied = {before[key].data_ptr(): key for key in lattice}
+    assert len(tied) < len(lattice)
+    for key in tied.values():
+        signal += before[key].double().square().sum().item()
+        noise += (after[key].double() - before[key].double()).square().sum().item()
+    return 10 * math.log10(signal / noise)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_warning_says_how_well_the_weights_are_kept(target, packed, run_command, tmp_path):
+    arguments, warned = TARGETS[target]
+    source = packed / "archive.ckpt8"
+    code, out, err = run_command("convert", source, f"{tmp_path}/{arguments[0]}", *arguments[1:], "--json")
+    facts = json.loads(out)
+    assert code == 0
+    if not warned:
+        assert (err, facts["warning"], facts["weights_snr"]) == ("", None, None)
+        return
+    found = snr(packed, "archive")
+    assert facts["weights_snr"] == pytest.approx(found, abs=1e-6)
+    assert found < 60
+    assert facts["warning"] == (
+        f"{source}: keeps its weights to {found:.1f} dB, for resuming, not for inference or publishing; convert the "
+        "original, or a flash or lossless .ckpt8 of it"
+    )
+    assert err == f"ckpt8: {facts['warning']}\n"
+
+
+def test_what_was_not_measured_is_unknown(packed, tmp_path):
+    report = ckpt8.convert(packed / "unmeasured.ckpt8", tmp_path / "x.safetensors")
+    assert report.weights_snr is None
+    assert report.warning.endswith("; how well is unknown, it was not measured")
+
+
+@pytest.mark.parametrize("source", ["run.pt", "flash.ckpt8"])
+def test_other_sources_have_no_such_weights(source, packed, tmp_path):
+    report = ckpt8.convert(packed / source, tmp_path / "x.safetensors")
+    assert (report.weights_snr, report.warning) == (None, None)
+
+
+def test_no_warning_where_they_are_kept_well(packed, tmp_path):
+    report = ckpt8.convert(packed / "fine.ckpt8", tmp_path / "x.safetensors")
+    assert report.weights_snr == pytest.approx(snr(packed, "fine"), abs=1e-6)
+    assert report.weights_snr >= 60
+    assert report.warning is None
+
+
+def test_a_member_answers_for_itself(packed, tmp_path):
+    """The other file of the directory is on a lattice; what is converted is not."""
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / "run.pt").write_bytes((packed / "run.pt").read_bytes())
+    torch.save({"w": torch.randn(80, 80)}, root / "ema.pt")
+    ckpt8.compress(root, preset="archive")
+    converted = {
+        member: ckpt8.convert(tmp_path / "run.ckpt8", tmp_path / f"{member}.safetensors", member=member)
+        for member in ("run.pt", "ema.pt")
+    }
+    assert converted["ema.pt"].warning is None
+    assert converted["run.pt"].weights_snr == pytest.approx(snr(packed, "archive"), abs=3)
