@@ -27,7 +27,7 @@ from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 
-PRESETS = ("flash", "compact", "lossless")
+PRESETS = ("flash", "lossless")
 FRAME = 1 << 20
 
 
