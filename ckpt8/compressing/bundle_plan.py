@@ -13,6 +13,7 @@ from ckpt8.checkpoint.meaning.roles import Names, short_name
 from ckpt8.checkpoint.meaning.weight_evidence import evident_weights
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import NamedTensor
+from ckpt8.compressing.averaged_copies import copies_of_weights
 from ckpt8.compressing.lockstep import set_companions
 from ckpt8.compressing.master_copies import refer_to_masters
 from ckpt8.compressing.optimizer_steps import give_steps
@@ -38,6 +39,7 @@ def plan_policies(bundle: Bundle, policies: Sequence[Policy]) -> list[Plan]:
         refer_to_masters(plan, bundle, trees, policy)
         if policy.budget is not None:
             give_steps(plan, bundle)
+            plan.copies = copies_of_weights(plan, bundle)
             spend(plan, bundle, policy, policy.budget)
         set_companions(plan)
         plans.append(plan)

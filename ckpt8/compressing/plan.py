@@ -121,11 +121,13 @@ class Plan:
     """The units in the order of the source, and all tensors with the index of their storage.
 
     ``chosen`` are the storages whose codec the policy chose; that of the others is lossless under every policy.
+    ``copies`` are averages and other copies of weights, under a budget: each with the weight whose step it takes.
     """
 
     units: list[Unit]
     tensors: list[tuple[NamedTensor, int]] = field(default_factory=list)
     chosen: set[int] = field(default_factory=set)
+    copies: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def streams(self) -> list[Stream]:

@@ -84,6 +84,7 @@ class _Spending:
             else:
                 for one, _ in optimizer.large:
                     self._note(one.free, "its optimizer has not moved anything yet")
+        self._follow_weights()
         self._follow_masters()
         self._plan.units = [
             replace(unit, streams=tuple(self._streams[stream.index] for stream in unit.streams))
@@ -95,7 +96,8 @@ class _Spending:
         free = [stream for stream in unit.streams if self._is_free(stream)]
         parameter = unit.parameter
         if parameter is None:
-            self._note(free, "no state of an optimizer moves it", Role.WEIGHT)
+            others = [stream for stream in free if stream.index not in self._plan.copies]
+            self._note(others, "no state of an optimizer moves it", Role.WEIGHT)
             self._note(free, NO_PARAMETER, Role.MOMENT1, Role.MOMENT2)
             return None
         rule, second = parameter.rule, parameter.moments.get(parameter.denominator or "")
@@ -198,6 +200,17 @@ class _Spending:
         mean_square = second.mean("value") / one.rule.root_bias2**2
         k, capped = self._budget.weight_step(optimizer.energy, optimizer.numel, mean_square, rms)
         return Lattice(k, self._sampler.salt(stream.index)), CAPPED if capped else None
+
+    def _follow_weights(self) -> None:
+        """Give copies of weights on a lattice the same step, and a dither of their own."""
+        for index, weight in self._plan.copies.items():
+            copy, followed = self._streams[index], self._streams[weight]
+            if not self._is_free(copy):
+                continue
+            if isinstance(followed.codec, Lattice):
+                self._take(copy, replace(followed.codec, salt=self._sampler.salt(index)), followed.reason)
+            else:
+                self._note([copy], "the weight that it is a copy of has none")
 
     def _follow_masters(self) -> None:
         """Make copies of masters on a lattice what they are after decoding: copies of the decoded masters."""

@@ -10,6 +10,7 @@ from dcp_kit import adam_state, save_small
 from reference_kit import adamw
 from torch import nn
 
+import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.compressing.averaged_copies import copies_of_weights
 from ckpt8.compressing.bundle_plan import plan_bundle
@@ -137,3 +138,37 @@ def test_a_copy_whose_elements_are_fewer_or_lie_elsewhere(tmp_path):
     ema["0.weight"] = buffer[5:].view(64, 96)
     copies = saved({"model": net.state_dict(), "ema": ema, "optimizer": trained(net)}, tmp_path)
     assert copies == {k: v for k, v in expected(net, "ema.{}", "model.{}").items() if k != "ema.0.weight"}
+
+
+# Codecs
+
+
+def test_a_copy_has_the_step_of_its_weight_and_a_dither_of_its_own(tmp_path):
+    net = make_net()
+    tree = {"model": net.state_dict(), "ema": averaged(net).state_dict(), "optimizer": trained(net)}
+    torch.save(tree, tmp_path / "run.pt")
+    manifest = ckpt8.compress(tmp_path / "run.pt", preset="archive")
+    records = {record.name: record for record in manifest.storages}
+    for k in (0, 2, 3, 4):
+        weight, ema = (records[f"{key}.{k}.weight"] for key in ("model", "ema"))
+        assert weight.codec["id"] == ema.codec["id"] == "lattice/1"
+        assert weight.codec["k"] == ema.codec["k"]
+        assert weight.codec["salt"] != ema.codec["salt"]
+        assert ema.reason == weight.reason
+        step = 2.0 ** (ema.codec["k"] / 4)
+        found = ckpt8.load(tmp_path / "run.ckpt8")["ema"][f"{k}.weight"]
+        assert 0 < (found - tree["ema"][f"{k}.weight"]).abs().max() <= 0.51 * step
+    assert records["ema.1.running_mean"].codec["id"] == "lossless/1"
+    assert not ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt").failures
+
+
+def test_a_copy_of_weights_without_a_step_keeps_the_codec_of_the_preset(tmp_path):
+    net = make_net()
+    optimizer = trained(net)
+    optimizer["param_groups"][0]["lr"] = 0.0
+    torch.save(
+        {"model": net.state_dict(), "ema": averaged(net).state_dict(), "optimizer": optimizer}, tmp_path / "a.pt"
+    )
+    manifest = ckpt8.compress(tmp_path / "a.pt", preset="archive")
+    (record,) = [record for record in manifest.storages if record.name == "ema.0.weight"]
+    assert (record.codec["id"], record.reason) == ("split24/1", "no budget: no state of an optimizer moves it")
