@@ -109,6 +109,12 @@ def test_an_average_of_masters(tmp_path):
     assert copies == {f"ema.{name}": f"optimizer.state.{k}.master_param" for k, name in enumerate(model)}
 
 
+def test_a_copy_of_many_large_layers(tmp_path):
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
+    tree = {"model": net.state_dict(), "ema": averaged(net).state_dict(), "optimizer": trained(net)}
+    assert saved(tree, tmp_path) == expected(net, "ema.{}", "model.{}")
+
+
 # What is no copy
 
 

@@ -56,14 +56,15 @@ def twins(trees: Sequence[object]) -> Iterator[tuple[TensorRef, TensorRef]]:
 
 
 def _models(trees: Sequence[object]) -> Iterator[_Model]:
+    """All models, then the parts of those that hold an average."""
     evident = evident_weights(*trees)
-    for tree in trees:
-        models, copies, _ = find_all(tree, evident)
-        for model in (*models, *copies):
-            yield _Model(_without_prefix(weights_of(model.node)), False, is_average(model.path))
-            for each in parts_of(model):
-                key = each.path.rpartition(".")[2]
-                yield _Model(_without_prefix(weights_of(each.node)), True, is_average(key))
+    models = [model for tree in trees for found in find_all(tree, evident)[:2] for model in found]
+    for model in models:
+        yield _Model(_without_prefix(weights_of(model.node)), False, is_average(model.path))
+    for model in models:
+        parts = [(part, is_average(part.path.rpartition(".")[2])) for part in parts_of(model)]
+        if any(average for _, average in parts):
+            yield from (_Model(_without_prefix(weights_of(part.node)), True, average) for part, average in parts)
 
 
 def _without_prefix(weights: Mapping[Any, TensorRef]) -> dict[str, TensorRef]:
