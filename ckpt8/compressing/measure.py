@@ -30,7 +30,7 @@ from ckpt8.codecs.error_stats import ErrorStats, LatticeError, MomentError, Step
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.one_pass import cuts_of, measure_budgeted, measure_packed
 from ckpt8.compressing.parameters import Parameter, Replay
-from ckpt8.compressing.plan import Unit, read_elements
+from ckpt8.compressing.plan import Unit, read_tensor
 from ckpt8.compressing.step_measure import StepScales
 from ckpt8.container.frames import FRAME
 from ckpt8.core.backend import for_checkpoint, resolve
@@ -181,8 +181,7 @@ class ErrorMeter:
         errors.update = _replayed_error(replay, original | statistics, decoded | statistics, replay.order)
 
     def _statistic(self, storage: StorageInfo, ref: TensorRef) -> torch.Tensor:
-        values = read_elements(self._checkpoint, storage, ref.dtype, ref.offset, ref.numel)
-        return values.as_strided(ref.shape, ref.stride).float().contiguous()
+        return read_tensor(self._checkpoint, storage, ref)
 
     def _factors(self, parameter: Parameter | None) -> _Factors:
         """CAME's factored terms; none of them for other rules."""

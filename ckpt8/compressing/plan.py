@@ -251,6 +251,12 @@ def read_elements(source: Checkpoint, storage: StorageInfo, dtype: DType, start:
     return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype.torch)
 
 
+def read_tensor(source: Checkpoint, storage: StorageInfo, ref: TensorRef) -> torch.Tensor:
+    """A tensor of a storage in fp32, contiguous. Raises InputError."""
+    values = read_elements(source, storage, ref.dtype, ref.offset, ref.numel)
+    return values.as_strided(ref.shape, ref.stride).float().contiguous()
+
+
 def join(units: list[Unit], parameters: list[Parameter]) -> list[Unit]:
     """Put the moments of each parameter into one unit; return the units in the order of the source."""
     streams = {stream.index: stream for unit in units for stream in unit.streams}

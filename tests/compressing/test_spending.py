@@ -90,6 +90,28 @@ def test_a_real_checkpoint_is_as_far_from_its_source_as_the_budget_says(name, op
         assert share == pytest.approx(steps**2 / 3, rel=0.15)
 
 
+def test_weights_of_came_take_their_share_by_its_factored_moments(inputs, tmp_path):
+    source = torch.load(inputs / "gpt_came.pt", weights_only=True)
+    ckpt8.compress(inputs / "gpt_came.pt", tmp_path / "run.ckpt8", preset="archive")
+    there = ckpt8.load(tmp_path / "run.ckpt8")
+    groups = source["optimizer"]["param_groups"]
+    names = names_in_order(source, [each for group in groups for each in group["params"]])
+    energy = weight = 0.0
+    for group in groups:
+        for each in group["params"]:
+            state = {key: x.double() for key, x in source["optimizer"]["state"][each].items() if torch.is_tensor(x)}
+            if "exp_avg_sq_row" not in state:
+                continue
+            rows, columns = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
+            v = (rows / rows.mean())[:, None] * columns
+            rows, columns = state["exp_avg_res_row"], state["exp_avg_res_col"]
+            update = state["exp_avg"] / ((rows / rows.mean())[:, None] * columns).sqrt()
+            dw = there["model"][names[each]].double() - source["model"][names[each]].double()
+            energy += float((v * (group["lr"] * update).square()).sum())
+            weight += float((v * dw.square()).sum())
+    assert weight / energy == pytest.approx(1 / 3, rel=0.15)
+
+
 def test_a_larger_budget_makes_a_smaller_file(inputs, tmp_path):
     sizes = []
     for budget in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4):
