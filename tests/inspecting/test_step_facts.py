@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
+from rich.console import Console
 
-from ckpt8.cli.show.steps import HEALS, healing_line, step_lines
+from ckpt8.cli.show.steps import HEALS, healing_line, show_optimizers, show_predictions, step_lines
 from ckpt8.codecs import config_of
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.error_stats import LatticeError, StepError, UpdateError, WeightError, read_error, read_step_error
@@ -20,6 +22,13 @@ from ckpt8.inspecting import expected_drift as expected
 from ckpt8.inspecting.step_facts import step_facts, step_figures
 
 BUDGET = {"steps": 1.0, "u_max": 1.0, "cap": 0.25}
+
+
+@pytest.fixture(autouse=True)
+def constants(monkeypatch):
+    """Those that the figures here were worked out with."""
+    for name, value in {"NOISE": 0.75, "RISE": 3e-5, "WIDTH": 2.0}.items():
+        monkeypatch.setattr(expected, name, value)
 
 
 def manifest_of(parameters, budget=BUDGET) -> Manifest:
@@ -156,12 +165,39 @@ def test_the_lines_of_two_optimizers_and_of_what_is_left_out():
     lines = step_lines(step_facts(manifest_of(TWO), count))
     assert lines[0].startswith("steps         0.652 (budget 1): weights 0.548, ")
     assert lines[1] == "steps         without 1 parameter: its learning rate is missing"
-    parts = "weights 0.354, first moments 0.354, second moments 0.177"
-    assert lines[2].startswith(f"optimizer 1   0.53: {parts}; weights 31.8 dB, max |Δu| 1.4, NMSE 0.2, loss drift 1.1")
-    assert lines[2].endswith("; 2 parameters")
-    assert lines[3].startswith("optimizer 2   1: ")
-    assert lines[4] == "loss drift    1.55 expected, 0.773 to 3.09"
-    assert lines[5] == "lattice       33.3 % of the weights have the largest step that their size allows"
+    assert lines[2] == "loss drift    1.55 expected, 0.773 to 3.09"
+    assert lines[3] == "lattice       33.3 % of the weights have the largest step that their size allows"
+
+
+def shown(show, facts) -> list[str]:
+    """What a terminal of 200 columns gets."""
+    console = Console(width=200, file=io.StringIO())
+    show(console, facts)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_several_optimizers_have_a_table():
+    facts = step_facts(manifest_of(TWO), count)
+    _, header, first, second = shown(show_optimizers, facts)
+    assert header.split("  ")[0] == "optimizer of"
+    assert " ".join(first.split()) == "2 parameters 0.53 0.354 0.354 0.177 31.8 1.4 0.2 0.563 to 2.25"
+    assert " ".join(second.split()) == "1 parameter 1 1 0 0 34.8 2.4 0.2 0.53 to 2.12"
+    facts["optimizers"].pop()
+    assert shown(show_optimizers, facts) == shown(show_optimizers, None) == []
+
+
+def test_predictions_name_the_option_that_gives_them():
+    exact, known, unknown = (step_figures(StepError(*sums)) for sums in ((1.0,), (4e-8, 1e-8), ()))
+    rows = {"lossless": exact, "budget 0.3": known, "flash": unknown}
+    predicted = {name: {"bytes": 2_000_000, "ratio": 6.0, **figures} for name, figures in rows.items()}
+    lines = shown(show_predictions, {"predicted": predicted, "unpredicted": {"its learning rate is zero": 2}})
+    assert [" ".join(line.split()) for line in lines] == [
+        "option predicted ratio error in steps expected loss drift",
+        "--preset lossless 2.00 MB 6.00x 0 0",
+        "--budget 0.3 2.00 MB 6.00x 0.5 4.13e-05 to 0.000165",
+        "--preset flash 2.00 MB 6.00x - -",
+        "not in steps: 2 parameters: its learning rate is zero",
+    ]
 
 
 def test_the_lines_where_nothing_is_known():

@@ -20,8 +20,8 @@ from ckpt8.cli.show.overview import (
     show_origins,
     show_roles,
 )
-from ckpt8.cli.show.steps import healing_line, step_lines
-from ckpt8.cli.show.tables import Table, codec_text, number, shape_text, show_table
+from ckpt8.cli.show.steps import healing_line, show_optimizers, show_predictions, step_lines
+from ckpt8.cli.show.tables import codec_text, number, shape_text, show_table
 from ckpt8.container.manifest import DIRECTORY
 from ckpt8.core.text import counted, differing_line, printable, printable_tree, size
 from ckpt8.inspecting.manifest_facts import FIGURE_WORDS
@@ -138,6 +138,7 @@ def _show_errors(
         say(console, f"Measured error, from {source['path']}" if source else "Measured error", "bold")
         for line in lines:
             say(console, line)
+        show_optimizers(console, steps)
 
 
 def _scaled(error: float | None) -> str:
@@ -214,8 +215,7 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
     show_flags(console, facts["flags"], facts["sample"])
     console.print()
     say(console, "What ckpt8 compress would make of it, from a sample", "bold")
-    predicted = [(name, size(p["bytes"]), f"{p['ratio']:.2f}x") for name, p in facts["predicted"].items()]
-    console.print(Table(("--preset", "predicted", "ratio"), predicted))
+    show_predictions(console, facts)
     if facts["format"] == DIRECTORY:
         members = [(m["path"], m["format"], size(m["bytes"]), m["reason"] or "") for m in facts["members"]]
         show_table(console, ("member", "format", "original", "reason"), members)

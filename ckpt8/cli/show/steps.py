@@ -1,12 +1,15 @@
-"""Lines about an error in steps of the optimizer, and the loss drift that it is expected to cost."""
+"""Shows an error in steps of the optimizer, and the loss drift that it is expected to cost, in a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt8.cli.show.tables import number
-from ckpt8.core.text import counted, percent
+from rich.console import Console
+
+from ckpt8.cli.output import print_lines
+from ckpt8.cli.show.tables import Table, number, show_table
+from ckpt8.core.text import counted, percent, size
 from ckpt8.inspecting.step_facts import PARTS
 
 _HEALING = 0.01
@@ -24,8 +27,6 @@ def step_lines(steps: Mapping[str, Any]) -> list[str]:
     lines += [
         f"steps         {word} {counted(count, 'parameter')}: {reason}" for reason, count in steps["unknown"].items()
     ]
-    if len(steps["optimizers"]) > 1:
-        lines += [_optimizer_line(which, each) for which, each in enumerate(steps["optimizers"], 1)]
     lines.append(f"loss drift    {drift_text(steps['drift'])}")
     if capped := steps["capped"]["elements"]:
         share = percent(capped, steps["capped"]["of"])
@@ -52,10 +53,47 @@ def _parts(steps: Mapping[str, Any]) -> str:
     return ", ".join(f"{words} {number(steps[part])}" for part, words in PARTS.items())
 
 
-def _optimizer_line(which: int, each: Mapping[str, Any]) -> str:
-    snr = "" if each["weight_snr_db"] is None else f"weights {number(each['weight_snr_db'])} dB, "
-    return (
-        f"optimizer {which}   {number(each['steps'])}: {_parts(each)}; {snr}max |Δu| {number(each['max_error'])}, "
-        f"NMSE {number(each['update_nmse'])}, loss drift {drift_text(each['drift'])}; "
-        f"{counted(each['parameters'], 'parameter')}"
-    )
+def show_optimizers(console: Console, steps: Mapping[str, Any] | None) -> None:
+    """Print the error by optimizer, if there are several."""
+    if steps and len(steps["optimizers"]) > 1:
+        columns = (
+            "optimizer of",
+            "steps",
+            *PARTS.values(),
+            "weights' SNR",
+            "max |Δu|",
+            "NMSE of u",
+            "expected loss drift",
+        )
+        rows = [
+            (
+                counted(each["parameters"], "parameter"),
+                *(number(each[key]) for key in ("steps", *PARTS, "weight_snr_db", "max_error", "update_nmse")),
+                _interval(each["drift"]),
+            )
+            for each in steps["optimizers"]
+        ]
+        show_table(console, columns, rows)
+
+
+def show_predictions(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print what every preset and some budgets would make of a checkpoint."""
+    rows = [
+        (
+            f"--{name}" if name.startswith("budget ") else f"--preset {name}",
+            size(each["bytes"]),
+            f"{each['ratio']:.2f}x",
+            number(each["steps"]),
+            _interval(each["drift"]),
+        )
+        for name, each in facts["predicted"].items()
+    ]
+    console.print(Table(("option", "predicted", "ratio", "error in steps", "expected loss drift"), rows))
+    for reason, count in facts["unpredicted"].items():
+        print_lines(console, [f"not in steps: {counted(count, 'parameter')}: {reason}"])
+
+
+def _interval(drift: Mapping[str, float] | None) -> str:
+    if drift is None:
+        return "-"
+    return f"{number(drift['low'])} to {number(drift['high'])}" if drift["mean"] else "0"

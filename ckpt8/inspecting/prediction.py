@@ -1,0 +1,165 @@
+"""Predicts what containers of a checkpoint take and cost, by preset and by budget, from a sample of every storage.
+
+Sizes are good to about a percent for trained weights, errors in steps to some percent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
+
+import torch
+
+from ckpt8.checkpoint.meaning.parameter_names import count_whole
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.codecs.error_stats import StepError
+from ckpt8.compressing import lockstep
+from ckpt8.compressing.bundle_plan import plan_policies
+from ckpt8.compressing.chunk_encoder import ChunkEncoder
+from ckpt8.compressing.group_encoder import GroupEncoder
+from ckpt8.compressing.measure import ErrorMeter
+from ckpt8.compressing.optimizer_steps import give_steps
+from ckpt8.compressing.plan import Plan, Unit, read_elements
+from ckpt8.compressing.policy import PRESETS, Policy
+from ckpt8.compressing.sharing import Group, share
+from ckpt8.container import frames, layout, symbols
+from ckpt8.container.facts import NOT_MEASURED, SKELETON_ROLE
+from ckpt8.core.errors import RefusedError
+from ckpt8.core.tensors import Parts
+from ckpt8.inspecting.sampling import PER_TENSOR
+from ckpt8.inspecting.step_facts import step_figures
+
+BUDGETS = (0.3, 2.0, 5.0)
+"""Budgets to predict beside the presets, in steps."""
+
+_STRUCTURE_LEFT = 0.1
+"""Stored bytes for each byte of a pickle or a zip directory."""
+
+_ENTRY_BYTES = 160
+"""Bytes of header, manifest and seal for every entry, about."""
+
+_ROW_BYTES = 5
+"""Bytes of the manifest for every storage that shares entries, about."""
+
+_UNITS_SAMPLED = 256
+"""Units of a group to encode for a prediction."""
+
+
+def plans_of(source: Bundle) -> dict[str, Plan]:
+    """The plan of every preset, by its name, and of BUDGETS, as ``budget 0.3``."""
+    policies = {preset: Policy.of(preset) for preset in PRESETS}
+    policies |= {f"budget {steps:g}": Policy.of(budget=steps) for steps in BUDGETS}
+    return dict(zip(policies, plan_policies(source, list(policies.values())), strict=True))
+
+
+def predict(source: Bundle, skeletons: Mapping[int, str], plans: Mapping[str, Plan]) -> dict[str, Any]:
+    """``predicted``: by plan the bytes, the ratio, the error in steps and the loss drift that it is expected to cost.
+
+    ``unpredicted`` are the reasons why parameters with lossy moments are not in the error, with their number.
+    """
+    return {
+        "predicted": {name: _Prediction(source, skeletons, plan).run() for name, plan in plans.items()},
+        "unpredicted": _unpredicted(plans["archive"]),
+    }
+
+
+def _unpredicted(plan: Plan) -> dict[str, int]:
+    names = defaultdict[str, list[str]](list)
+    for unit in plan.units:
+        parameter = unit.parameter
+        if parameter is not None and parameter.step is None and any(each.lossy for each in unit.streams):
+            names[parameter.reason or parameter.stepless or NOT_MEASURED].append(parameter.name)
+    return dict(Counter({reason: count_whole(each) for reason, each in names.items()}).most_common())
+
+
+class _Prediction:
+    """The prediction for one plan; ``stored`` and ``error`` are those of all its units."""
+
+    def __init__(self, source: Bundle, skeletons: Mapping[int, str], plan: Plan) -> None:
+        self._source, self._plan = source, plan
+        self._structure = {index for index, role in skeletons.items() if role == SKELETON_ROLE}
+        self._meter = ErrorMeter(source)
+        self._stored = 0.0
+        self._error = StepError()
+
+    def run(self) -> dict[str, Any]:
+        """The figures."""
+        units = [unit for unit in self._plan.units if unit.streams[0].index not in self._structure]
+        own, groups = share(units, self._source.size, layout.SLAB)
+        for unit in own:
+            self._add_unit(unit)
+        for group in groups:
+            self._add_group(group)
+        outside = sum(each.storage.nbytes for each in self._plan.streams if each.index in self._structure)
+        size = int(self._stored + outside * _STRUCTURE_LEFT)
+        is_exact = not any(stream.lossy for unit in units for stream in unit.streams)
+        if not is_exact and not any(unit.parameter is not None and unit.parameter.step is not None for unit in units):
+            self._measure_without_a_budget()
+        error = StepError(1.0) if is_exact else self._error
+        return {"bytes": size, "ratio": self._source.size / max(size, 1), **step_figures(error)}
+
+    def _add_error(self, found: StepError | None, share_of_all: float) -> None:
+        if found is not None:
+            self._error.merge(StepError(*(value * share_of_all for value in astuple(found))))
+
+    def _add_unit(self, unit: Unit) -> None:
+        """Add a unit with entries of its own, from up to PER_TENSOR elements in its middle."""
+        if unit.numel == 0:
+            return
+        originals, first = self._sample(unit)
+        coded, parts = _encoded(unit, originals, first)
+        share_of_all = unit.numel / len(originals[0])
+        stored = sum(map(len, _frames_of(parts)))
+        slabs = len(layout.slab_chunks(unit.numel, layout.SLAB))
+        self._stored += stored * share_of_all + _ENTRY_BYTES * slabs * sum(map(len, parts))
+        if unit.parameter is not None and unit.parameter.step is not None:
+            self._add_error(self._meter.measure(coded, first, originals, parts).steps, share_of_all)
+
+    def _add_group(self, group: Group) -> None:
+        """Add small units with common entries, from some of them."""
+        units = group.units[:: -(-len(group.units) // _UNITS_SAMPLED)]
+        encoder = GroupEncoder(self._source, ChunkEncoder(self._source, measure=True), lambda *_: None)
+        packed = encoder.stored(Group(units))
+        stored = sum(len(f) for _, parts, _ in packed.packs for planes in parts.values() for f, _ in planes)
+        numel = sum(unit.numel for unit in units)
+        share_of_all = sum(unit.numel for unit in group.units) / numel if numel else 0
+        entries = sum(len(planes) for _, parts, _ in packed.packs for planes in parts.values())
+        self._stored += stored * share_of_all + _ENTRY_BYTES * entries + _ROW_BYTES * len(group.units)
+        for each in packed.units:
+            self._add_error(each.errors.steps, share_of_all)
+
+    def _measure_without_a_budget(self) -> None:
+        """Measure a plan that knows no steps, as if it did."""
+        plan = Plan(list(self._plan.units), self._plan.tensors, self._plan.chosen)
+        give_steps(plan, self._source)
+        for unit in plan.units:
+            if unit.parameter is not None and unit.parameter.step is not None and unit.numel:
+                originals, first = self._sample(unit)
+                coded, parts = _encoded(unit, originals, first)
+                found = self._meter.measure(coded, first, originals, parts).steps
+                self._add_error(found, unit.numel / len(originals[0]))
+
+    def _sample(self, unit: Unit) -> tuple[list[torch.Tensor], int]:
+        """Elements from the middle of every stream, and the index of the first."""
+        count = min(unit.numel, PER_TENSOR)
+        first = (unit.numel - count) // 2
+        return [
+            read_elements(self._source, each.storage, each.spec.dtype, first, count) for each in unit.streams
+        ], first
+
+
+def _encoded(unit: Unit, originals: Sequence[torch.Tensor], first: int) -> tuple[Unit, list[Parts]]:
+    """The unit with the first of its codecs that take it, and its parts."""
+    while True:
+        try:
+            return unit, lockstep.encode(unit.streams, originals, first, None)
+        except RefusedError as exc:
+            unit = unit.fallback(str(exc))
+
+
+def _frames_of(coded: Sequence[Parts]) -> Iterator[bytes | memoryview]:
+    for parts, packings in map(symbols.pack_parts, coded):
+        for name, part in parts.items():
+            yield from (frame for frame, _ in frames.encode_part(name, part, packings.get(name)))
