@@ -131,7 +131,7 @@ def _raw(tensor):
     return bytes(tensor.contiguous().flatten().view(torch.uint8).tolist()) if tensor.numel() else b""
 
 
-def _agrees(path):
+def agrees(path):
     plain = Plain(path.read_bytes())
     with ckpt8.open(path) as file:
         names = [record["name"] for record in plain.manifest["tensors"]]
@@ -164,7 +164,7 @@ def test_golden_files_read_from_the_specification_alone(path, tmp_path):
     copy.write_bytes(path.read_bytes())
     plain = Plain(copy.read_bytes())
     if "directory" not in plain.manifest:
-        _agrees(copy)
+        agrees(copy)
         return
     back = ckpt8.restore(copy, tmp_path / "back")
     for name, (kind, content) in plain.directory().items():
@@ -207,7 +207,7 @@ def test_a_directory_read_from_the_specification_alone(preset, inputs, tmp_path)
 @pytest.mark.parametrize("name", ["gpt_bf16.pt", "custom_objects.pt", "views.pt", "legacy.pt"])
 def test_fresh_files_read_from_the_specification_alone(name, preset, inputs, tmp_path):
     ckpt8.compress(inputs / name, tmp_path / "x.ckpt8", preset=preset)
-    _agrees(tmp_path / "x.ckpt8")
+    agrees(tmp_path / "x.ckpt8")
 
 
 @pytest.mark.parametrize("preset", ["flash", "lossless"])
@@ -216,7 +216,7 @@ def test_references_read_from_the_specification_alone(layout, preset, tmp_path):
     torch.save(LAYOUTS[layout](masters()), tmp_path / "a.pt")
     manifest = ckpt8.compress(tmp_path / "a.pt", preset=preset)
     assert any(storage.is_reference for storage in manifest.storages)
-    _agrees(tmp_path / "a.ckpt8")
+    agrees(tmp_path / "a.ckpt8")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_packs_read_from_the_specification_alone(tree, options, expected, tmp_pa
     assert manifest.version == "1.3"
     codecs = {storage.codec["id"] for storage in manifest.storages if storage.pack and storage.role.value == "moment1"}
     assert codecs == expected
-    plain = _agrees(tmp_path / "a.ckpt8")
+    plain = agrees(tmp_path / "a.ckpt8")
     fields = {*plain.manifest["tensors"][0], *plain.manifest["members"][0], "member_table", "tensor_table", "shared"}
     section = FORMAT.partition("## Packs")[2].partition("## Codecs")[0]
     assert all(re.search(rf"\b{field}\b", section) for field in fields)
@@ -255,7 +255,7 @@ def test_every_element_type_and_empty_storages(tmp_path):
     tree["scalar"] = torch.tensor(3.5)
     torch.save(tree, tmp_path / "a.pt")
     ckpt8.compress(tmp_path / "a.pt")
-    plain = _agrees(tmp_path / "a.ckpt8")
+    plain = agrees(tmp_path / "a.ckpt8")
     assert plain.member() == (tmp_path / "a.pt").read_bytes()
     records = {record["name"]: record for record in plain.manifest["tensors"]}
     assert set(records) == set(tree)
@@ -281,7 +281,7 @@ def test_several_slabs(tmp_path, monkeypatch):
     ckpt8.compress(tmp_path / "a.pt", tmp_path / "whole.ckpt8")
     monkeypatch.setattr(layout, "SLAB", CHUNK)
     ckpt8.compress(tmp_path / "a.pt", tmp_path / "cut.ckpt8")
-    plain, whole = _agrees(tmp_path / "cut.ckpt8"), Plain((tmp_path / "whole.ckpt8").read_bytes())
+    plain, whole = agrees(tmp_path / "cut.ckpt8"), Plain((tmp_path / "whole.ckpt8").read_bytes())
     assert (plain.manifest["slab"], whole.manifest["slab"]) == (CHUNK, 1 << 24)
     for name in ("model.w/rho", "model.flags/bytes", "optimizer.state.0.exp_avg/codes"):
         assert [f"{name}@{k}" in plain.entries for k in range(4)] == [True, True, True, False]
@@ -297,7 +297,7 @@ def test_a_slab_of_two_chunks(tmp_path, monkeypatch):
     w = torch.arange(3 * CHUNK, dtype=torch.int16)
     torch.save({"w": w}, tmp_path / "a.pt")
     ckpt8.compress(tmp_path / "a.pt")
-    plain = _agrees(tmp_path / "a.ckpt8")
+    plain = agrees(tmp_path / "a.ckpt8")
     assert plain.member() == (tmp_path / "a.pt").read_bytes()
     assert [name for name in plain.entries if name.startswith("w/")] in (
         ["w/bytes@0", "w/bytes@1"],
