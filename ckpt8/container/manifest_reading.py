@@ -26,7 +26,7 @@ from ckpt8.container.columns import (
     or_null,
 )
 from ckpt8.container.header import check_version
-from ckpt8.container.json_fields import Fields
+from ckpt8.container.json_fields import LARGEST, Fields
 from ckpt8.container.layout import PACK
 from ckpt8.container.manifest import (
     SHARED,
@@ -89,6 +89,25 @@ def _tensor(fields: Fields, storages: int) -> TensorRecord:
     return record
 
 
+def _budget(fields: Fields) -> dict[str, float] | None:
+    found = fields.optional("budget", dict)
+    if found is not None:
+        values: list[Any] = [found.get(key) for key in ("steps", "u_max", "cap")]
+        if not all(type(value) in (int, float) and 0 < value < LARGEST for value in values):
+            raise fields.fail("budget")
+    return found
+
+
+def _steps(fields: Fields, storages: int) -> dict[str, Any] | None:
+    found = fields.optional("steps", dict)
+    if found is not None:
+        steps = fields.nested(found)
+        steps.count("optimizer")
+        if steps.any("weight_storage") is not None:
+            steps.count("weight_storage", storages)
+    return found
+
+
 def _parameter(fields: Fields, storages: int) -> ParameterRecord:
     moments = fields.get("moments", dict)
     if not all(type(index) is int and 0 <= index < storages for index in moments.values()):
@@ -99,7 +118,7 @@ def _parameter(fields: Fields, storages: int) -> ParameterRecord:
         rule=fields.optional("rule", dict),
         reason=fields.optional("reason", str),
         error=fields.optional("error", dict),
-        steps=fields.optional("steps", dict),
+        steps=_steps(fields, storages),
     )
 
 
@@ -112,13 +131,6 @@ def _member(fields: Fields, storages: int) -> MemberRecord:
         segments=fields.pairs("segments", storages),
         crc_fields=fields.pairs("crc_fields", storages),
     )
-
-
-def _budget(fields: Fields) -> dict[str, float] | None:
-    found = fields.optional("budget", dict)
-    if found is not None and not all(type(value) in (int, float) for value in found.values()):
-        raise fields.fail("budget")
-    return found
 
 
 def read_manifest(tree: object, where: str) -> Manifest:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from budget_kit import run_of
 
 import ckpt8
 from ckpt8.container.decoding import check_frames
@@ -19,7 +20,7 @@ from ckpt8.core.errors import InputError
 from ckpt8.core.workers import Workers
 
 RULES = ("*model.w=split24", "*.exp_avg=companded8", "*.exp_avg_sq=companded8(signed=False, Q=63, p=0.5)")
-SAMPLES = ("file", "directory")
+SAMPLES = ("file", "directory", "budget")
 
 
 @dataclass
@@ -34,7 +35,11 @@ class Flips:
 
 
 def make_sample(folder: Path, kind: str) -> Path:
-    """A container of every codec, of a file or a directory."""
+    """A container of every codec, of a file or a directory, or of the codecs with steps."""
+    if kind == "budget":
+        torch.save(run_of([(64, 64)]), folder / "a.pt")
+        ckpt8.compress(folder / "a.pt", folder / "budget.ckpt8", budget=10, threads=1)
+        return folder / "budget.ckpt8"
     generator = torch.Generator().manual_seed(1)
     m, w = torch.randn(5, 8, generator=generator), torch.randn(5, 8, generator=generator)
     state = {0: {"step": torch.tensor(7.0), "exp_avg": m, "exp_avg_sq": m * m}}

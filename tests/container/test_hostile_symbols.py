@@ -1,0 +1,272 @@
+"""Symbols, codecs with steps and budgets in hostile containers: each is sound or refused, soon, and takes no memory."""
+
+from __future__ import annotations
+
+import copy
+import random
+import zlib
+
+import pytest
+import torch
+import zstandard
+from budget_kit import run_of
+from hostile_kit import bounded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_damage import _SETTINGS, INFINITE, _mutations, exercise, is_detected, pack, unpack
+
+import ckpt8
+from ckpt8.container.symbol_modes import PLANES, Mode
+from ckpt8.core.errors import InputError, UnsupportedError
+
+W, M, V = "model.layers.0.weight", "optimizer.state.0.exp_avg", "optimizer.state.0.exp_avg_sq"
+NUMEL = 64 * 65
+HUGE = 10**400
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A container of each codec with steps, and its source."""
+    folder = tmp_path_factory.mktemp("symbols")
+    torch.save(run_of([(64, 65)]), folder / "a.pt")
+    ckpt8.compress(folder / "a.pt", budget=1, threads=1)
+    return folder / "a.ckpt8"
+
+
+@pytest.fixture(scope="module")
+def parts(small):
+    return unpack(small.read_bytes())
+
+
+def storage(manifest, name):
+    return next(record for record in manifest["storages"] if record["name"] == name)
+
+
+def table(manifest, name=W):
+    return storage(manifest, name)["parts"]["codes"]
+
+
+def modes(value, name=W):
+    return lambda manifest: table(manifest, name).update(modes=value)
+
+
+def mode(**changed):
+    """One field of the one mode of the weights."""
+
+    def change(manifest):
+        table(manifest)["modes"] = [list(Mode(*table(manifest)["modes"][0])._replace(**changed))]
+
+    return change
+
+
+def lengths(change):
+    return lambda manifest: table(manifest).update(lengths=change(table(manifest)["lengths"]))
+
+
+def many_chunks(manifest):
+    """As many chunks as a manifest of some kB can state, all in frames of a byte."""
+    count = 1 << 12
+    table(manifest).update(lengths=[1, 0, 0, 0] * count, crcs=[0] * (PLANES * count), modes=[[0, 3, 0, -1]] * count)
+    storage(manifest, W)["numel"] = count << 20
+
+
+def codec(name, **fields):
+    return lambda manifest: storage(manifest, name)["codec"].update(fields)
+
+
+def index(manifest, name):
+    return manifest["storages"].index(storage(manifest, name))
+
+
+def second(name):
+    return lambda manifest: storage(manifest, M)["codec"].update(second=index(manifest, name))
+
+
+def steps(**fields):
+    return lambda manifest: manifest["parameters"][0]["steps"].update(fields)
+
+
+def budget(value):
+    return lambda manifest: manifest.update(budget=value)
+
+
+def pop(*path):
+    def change(manifest):
+        *place, last = path
+        for key in place:
+            manifest = manifest[key]
+        del manifest[last]
+
+    return change
+
+
+MALFORMED = {
+    "no modes": lambda m: table(m).pop("modes"),
+    "modes that are null": modes(None),
+    "modes that are a number": modes(3),
+    "modes of another form": modes([{"raw": 0}]),
+    "modes that are short": modes([[0, 256, 0]]),
+    "an empty list": modes([]),
+    "two modes of one chunk": modes([[0, 256, 0, -1]] * 2),
+    "a thousand modes": modes([[0, 256, 0, -1]] * 1000),
+    "modes of other parts": lambda m: storage(m, V)["parts"]["rows"].update(modes=[[0, 256, 0, -1]]),
+    "modes of a skeleton": lambda m: storage(m, "ckpt8.skeleton")["parts"]["bytes"].update(modes=[[0, 256, 0, -1]]),
+    "another base": mode(base=7),
+    "a base that is none": mode(base=0),
+    "more raw bytes": mode(raw=2),
+    "more overflow": mode(over=3),
+    "a top that is too large": mode(top=1 << 20),
+    "a huge top": mode(top=HUGE),
+    "a top below all": mode(top=-2),
+    "no lengths": lengths(lambda _: [0] * PLANES),
+    "a byte for an empty plane": lengths(lambda old: [old[0] - 1, *old[1:-1], 1]),
+    "fewer frames": lambda m: table(m).update(lengths=table(m)["lengths"][:-1], crcs=table(m)["crcs"][:-1]),
+    "more frames": lambda m: table(m).update(lengths=table(m)["lengths"] + [0], crcs=table(m)["crcs"] + [0]),
+    "a huge storage": lambda m: storage(m, W).update(numel=2**61),
+    "a thousand chunks": many_chunks,
+    "a companion that is itself": second(M),
+    "a companion of another length": second("ckpt8.skeleton"),
+    "a companion that is not there": codec(M, second=10**6),
+    "a companion that is negative": codec(M, second=-1),
+    "a companion that is true": codec(M, second=True),
+    "a companion that is null": codec(M, second=None),
+    "a companion that is text": codec(M, second="1"),
+    "parts of another codec": lambda m: storage(m, V).update(codec=storage(m, W)["codec"], role="other"),
+    "rows that are longer": codec(V, C=65 * 64),
+    "no columns": codec(V, columns=False),
+    "first moments as weights": lambda m: storage(m, W).update(codec=storage(m, M)["codec"]),
+    "integers on a lattice": lambda m: storage(m, W).update(dtype="int32"),
+    "fp16 on a lattice": lambda m: storage(m, W).update(dtype="float16"),
+    "moments on a lattice": lambda m: storage(m, W).update(role="moment1"),
+    "steps that are a list": lambda m: m["parameters"][0].update(steps=[]),
+    "no optimizer": pop("parameters", 0, "steps", "optimizer"),
+    "an optimizer below zero": steps(optimizer=-1),
+    "an optimizer that is text": steps(optimizer="0"),
+    "weights that are not there": steps(weight_storage=10**6),
+    "weights that are text": steps(weight_storage="0"),
+    "a budget that is a list": budget([]),
+    "a budget of nothing": budget({}),
+    "a budget of text": budget({"steps": "1", "u_max": 1, "cap": 1}),
+    "a budget of zero": budget({"steps": 0, "u_max": 1, "cap": 1}),
+    "a budget beyond numbers": budget({"steps": HUGE, "u_max": 1, "cap": 1}),
+    "a budget without bound": budget({"steps": 1, "u_max": INFINITE, "cap": 1}),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_manifests_that_are_not_sound(name, parts, small, tmp_path):
+    metadata, entries, manifest = parts
+    changed = copy.deepcopy(manifest)
+    MALFORMED[name](changed)
+    path = tmp_path / "x.ckpt8"
+    path.write_bytes(pack(changed, entries, metadata))
+    with bounded(), pytest.raises(InputError) as caught:
+        ckpt8.verify(path, threads=1)
+    assert len(str(caught.value)) < 500
+    exercise(path, small.with_suffix(".pt"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        (W, {"k": 401}), (W, {"k": -409}), (W, {"k": 1.0}), (W, {"k": HUGE}), (W, {"salt": -1}), (W, {"salt": 2**32}),
+        (W, {"salt": None}), (W, {"x": 1}), (V, {"S": 0}), (V, {"S": 11744052}), (V, {"S": HUGE}), (V, {"C": 0}),
+        (V, {"C": 2**40 + 1}), (V, {"C": 8193}), (V, {"columns": 1}), (M, {"k": 0}), (M, {"k": -1.0}), (M, {"k": HUGE}),
+        (M, {"u_max": 2.0**101}), (M, {"eps": -1e-9}), (M, {"bias1": "1"}), (M, {"root_bias2": True}),
+        (M, {"salt": 0.5}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fields_that_no_codec_has(name, fields, parts, tmp_path):
+    metadata, entries, manifest = parts
+    changed = copy.deepcopy(manifest)
+    storage(changed, name)["codec"].update(fields)
+    path = tmp_path / "x.ckpt8"
+    path.write_bytes(pack(changed, entries, metadata))
+    with bounded(), pytest.raises(UnsupportedError) as caught:
+        ckpt8.verify(path, threads=1)
+    assert len(str(caught.value)) < 500
+
+
+def with_planes(parts, name, given, planes):
+    """A container with these planes of symbols, a mode, and the right checksums."""
+    metadata, entries, manifest = parts
+    changed = copy.deepcopy(manifest)
+    frames = [zstandard.compress(plane) if len(plane) > 8 else plane for plane in planes]
+    frames += [b""] * (PLANES - len(frames))
+    table(changed, name).update(
+        lengths=[len(frame) for frame in frames], crcs=[zlib.crc32(frame) for frame in frames], modes=[list(given)]
+    )
+    return pack(changed, {**entries, f"{name}/codes": b"".join(frames)}, metadata)
+
+
+def bytes_of(count, **given):
+    """Zeros, with other values at some places."""
+    content = bytearray(count)
+    for place, value in given.items():
+        content[int(place.removeprefix("at"))] = value
+    return bytes(content)
+
+
+THIRD = -(-NUMEL // 3)
+UNSOUND = {
+    "a digit beyond the base": ((0, 6, 0, -1), [bytes_of(THIRD, at9=216)]),
+    "a digit behind the last": ((0, 6, 0, -1), [bytes_of(THIRD, **{f"at{THIRD - 1}": 36})]),
+    "what no digit escapes to": ((0, 256, 1, -1), [bytes(NUMEL), bytes_of(NUMEL, at4000=1)]),
+    "a symbol beyond the top": ((0, 256, 0, 9), [bytes_of(NUMEL, at7=10)]),
+    "a symbol that is too large": ((2, 256, 0, -1), [bytes_of(NUMEL, at7=16), bytes(NUMEL), bytes(NUMEL)]),
+    "a plane that is too long": ((0, 256, 0, -1), [bytes(NUMEL + 1)]),
+    "a plane that is too short": ((0, 256, 0, -1), [bytes(NUMEL - 1)]),
+    "a plane of another base": ((0, 16, 0, -1), [bytes(NUMEL)]),
+    "a bomb": ((0, 256, 0, -1), [bytes(10_000_000)]),
+}
+
+
+@pytest.mark.parametrize("name", [W, M, V])
+@pytest.mark.parametrize("what", UNSOUND)
+def test_planes_that_are_not_sound(what, name, parts, small, tmp_path):
+    """The message names the tensor, whatever codec it has."""
+    path = tmp_path / "x.ckpt8"
+    path.write_bytes(with_planes(parts, name, *UNSOUND[what]))
+    with bounded(), pytest.raises(InputError, match=name.replace(".", r"\.")):
+        ckpt8.verify(path, threads=1)
+    assert "restore" in exercise(path, small.with_suffix(".pt"), tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", [W, M, V])
+def test_any_symbols_decode(name, seed, parts, tmp_path):
+    """What the container takes, every codec takes: the largest symbols, -1, and steps and factors at their ends."""
+    rng = random.Random(seed)
+    rest = bytes(rng.choice((0, 1, 15)) for _ in range(NUMEL))
+    low = [rng.randbytes(NUMEL), rng.randbytes(NUMEL)]
+    given = (2, 256, 0, rng.choice((-1, 0, (1 << 20) - 1)))
+    metadata, entries, manifest = unpack(with_planes(parts, name, given, [rest, *low]))
+    settings_of = {W: {"k": 400}, M: {"k": 2.0**100, "u_max": 2.0**100}, V: {"S": 7 * 2**23 // 5}}
+    if seed % 2:
+        storage(manifest, name)["codec"].update(settings_of[name])
+    if seed % 3 == 0:
+        content = rng.randbytes(2 * 65)
+        frames = [content[:65], content[65:]]
+        storage(manifest, V)["parts"]["rows"] = {"lengths": [65, 65], "crcs": [zlib.crc32(each) for each in frames]}
+        entries[f"{V}/rows"] = content
+    path = tmp_path / "x.ckpt8"
+    path.write_bytes(pack(manifest, entries, metadata))
+    with bounded(), ckpt8.open(path) as file:
+        values = file.get_tensor(name)
+    assert values.shape == (64, 65)
+    if name == V:
+        assert bool((values >= 0).all())
+        assert bool(values.isfinite().all())
+
+
+def test_frames_built_the_same_way_are_read(parts, tmp_path):
+    path = tmp_path / "x.ckpt8"
+    path.write_bytes(with_planes(parts, W, (0, 6, 0, -1), [bytes_of(THIRD, at9=215)]))
+    assert not is_detected(path)
+
+
+@settings(max_examples=150, **_SETTINGS)
+@given(data=st.data())
+def test_a_mutated_manifest_with_symbols_is_read_or_refused(data, parts, small, tmp_path):
+    _mutations(parts, data, small, tmp_path)
