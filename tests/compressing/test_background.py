@@ -26,7 +26,7 @@ from ckpt8.container.manifest_json import manifest_json
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.files import partial
 
-PRESETS = ("flash", "compact", "lossless")
+PRESETS = ("flash", "compact", "archive", "lossless")
 
 
 def checkpoint(seed=0, rows=700):

@@ -44,7 +44,7 @@ def test_weights_are_the_bf16_cast_of_the_original(form, run, forms, tmp_path):
     assert report.tensors == 10
 
 
-@pytest.mark.parametrize("preset", ["flash", "compact"])
+@pytest.mark.parametrize("preset", ["flash", "compact", "archive"])
 def test_the_cast_is_exact_for_all_magnitudes(preset, tmp_path):
     """Ties, values next to ties, subnormals, the largest that bf16 holds, zeros of both signs."""
     generator = torch.Generator().manual_seed(1)

@@ -275,7 +275,7 @@ def test_evidence_that_an_older_writer_did_not_have_is_no_difference(made, tmp_p
     assert not ckpt8.verify(tmp_path / "x.ckpt8", tmp_path / "x.pt", threads=1).failures
 
 
-@pytest.mark.parametrize("preset", ["flash", "compact", "lossless"])
+@pytest.mark.parametrize("preset", ["flash", "compact", "archive", "lossless"])
 @pytest.mark.parametrize("rules", [(), ("*=lossless",), ("*exp_avg=split24", "*bias=split24", "*note=companded8")])
 def test_rules_and_presets_are_no_difference(rules, preset, made, tmp_path):
     source, _ = made["file"]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 SAVED, LAST = 5, 9
-PRESETS = ("lossless", "flash", "compact")
+PRESETS = ("lossless", "flash", "compact", "archive")
 RESUMED = ("lossless", "flash")
 
 

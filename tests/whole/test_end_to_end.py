@@ -24,7 +24,7 @@ from ckpt8.inspecting.container import inspect_container
 
 INPUTS = Path(__file__).parents[2] / "fixtures" / "inputs"
 NAMES = sorted(path.name for path in INPUTS.glob("*.pt"))
-PRESETS = ("flash", "compact", "lossless")
+PRESETS = ("flash", "compact", "archive", "lossless")
 UNSAFE = ("custom_objects.pt", "module.pt")
 """Fixtures of this repository that hold more than torch.load(weights_only=True) allows."""
 MODELS = {"model", "state_dict", "critic", "_parameters"}

@@ -51,7 +51,7 @@ def storages(path):
     return found
 
 
-@pytest.mark.parametrize("preset", ["flash", "compact"])
+@pytest.mark.parametrize("preset", ["flash", "compact", "archive"])
 @pytest.mark.parametrize("name", ROWS)
 def test_it_is_recognised_and_kept(name, preset, tmp_path):
     source, container = INPUTS / name, tmp_path / "a.ckpt8"
@@ -93,7 +93,7 @@ def same_bits(x, y):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("preset", ["flash", "compact"])
+@pytest.mark.parametrize("preset", ["flash", "compact", "archive"])
 @pytest.mark.parametrize(("name", "package"), [
     ("bitsandbytes.pt", "bitsandbytes"),
     ("torchao_8.pt", "torchao"),

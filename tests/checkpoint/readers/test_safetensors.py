@@ -62,7 +62,7 @@ def test_tensors_are_those_of_the_library(every_dtype):
             assert buffer == bytes(tensor.reshape(-1).view(torch.uint8).tolist())
 
 
-@pytest.mark.parametrize("preset", ["flash", "compact", "lossless"])
+@pytest.mark.parametrize("preset", ["flash", "compact", "archive", "lossless"])
 def test_there_and_back(preset, every_dtype, tmp_path):
     ckpt8.compress(every_dtype, tmp_path / "x.ckpt8", preset=preset)
     assert not ckpt8.verify(tmp_path / "x.ckpt8", every_dtype).failures
