@@ -21,7 +21,7 @@ from ckpt8.compressing.chunk_encoder import ChunkEncoder
 from ckpt8.compressing.group_encoder import GroupEncoder
 from ckpt8.compressing.measure import ErrorMeter
 from ckpt8.compressing.optimizer_steps import give_steps
-from ckpt8.compressing.plan import Plan, Unit, read_elements
+from ckpt8.compressing.plan import Plan, Refusal, Unit, read_elements
 from ckpt8.compressing.policy import PRESETS, Policy
 from ckpt8.compressing.sharing import Group, share
 from ckpt8.container import frames, layout, symbols
@@ -156,7 +156,7 @@ def _encoded(unit: Unit, originals: Sequence[torch.Tensor], first: int) -> tuple
         try:
             return unit, lockstep.encode(unit.streams, originals, first, None)
         except RefusedError as exc:
-            unit = unit.fallback(str(exc))
+            unit = unit.fallback(Refusal(str(exc), exc.storage))
 
 
 def _frames_of(coded: Sequence[Parts]) -> Iterator[bytes | memoryview]:
