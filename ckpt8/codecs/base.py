@@ -70,6 +70,18 @@ class Copied:
             at, first, count = at + 1, first + length, count - length
 
 
+class Factors(NamedTuple):
+    """The storages of row and column statistics that give a companion, and the size of the matrices in its storage.
+
+    They are kept exactly. See ``factored``.
+    """
+
+    rows: int
+    columns: int
+    height: int
+    width: int
+
+
 class CodeRange(NamedTuple):
     """The part that holds a code for every element, and the smallest and the largest code."""
 
@@ -114,7 +126,7 @@ class Codec(ABC):
     """Other moments of the same parameter that encoding and decoding need, as they come back from the container.
 
     Maps a field of the codec to slots (``moment2``, ...). The plan takes the first slot that the parameter has, and
-    sets the field, which is None before, to the index of its storage.
+    sets the field, which is None before, to the index of its storage; or to ``Factors``, where it has these instead.
     """
 
     compares_originals: ClassVar[bool] = False
@@ -242,8 +254,13 @@ class Codec(ABC):
 
     @property
     def companion_storages(self) -> dict[str, int]:
-        """The index of the storage of each companion, by the name of its field."""
-        return {name: getattr(self, name) for name in self.companions}
+        """The index of the storage of each companion that has one of its own, by the name of its field."""
+        return {name: getattr(self, name) for name in self.companions if name not in self.factored}
+
+    @property
+    def factored(self) -> dict[str, Factors]:
+        """The statistics that give each other companion, by the name of its field."""
+        return {name: value for name in self.companions if isinstance(value := getattr(self, name), Factors)}
 
     @classmethod
     def defaults_for(cls, role: Role) -> dict[str, Any]:  # noqa: ARG003

@@ -171,7 +171,7 @@ class ChunkEncoder:
             if unit.streams[0].codec.copied is not None:
                 parts = [self._pack_copy(stream, x, first) for stream, x in zip(unit.streams, originals, strict=True)]
             else:
-                parts = lockstep.encode(unit.streams, originals, first, self._backend)
+                parts = lockstep.encode(unit.streams, originals, first, self._backend, self._checkpoint)
         except RefusedError as exc:
             return PackedChunk([], crcs, refused=Refusal(str(exc), exc.storage))
         errors = UnitErrors()

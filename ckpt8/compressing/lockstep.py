@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import torch
 
+from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.base import Companions
-from ckpt8.compressing.plan import Plan, Stream, Unit
+from ckpt8.codecs.factored import expand
+from ckpt8.compressing.plan import Plan, Stream, Unit, read_elements
 from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.core.backend import Backend, on_cpu
 from ckpt8.core.errors import RefusedError
-from ckpt8.core.tensors import Parts, TensorSpec
+from ckpt8.core.tensors import DType, Parts, TensorSpec
 
 
 def set_companions(plan: Plan) -> None:
@@ -29,6 +31,8 @@ def _with_companions(stream: Stream, unit: Unit) -> Stream:
     moments = unit.parameter.moments if unit.parameter else {}
     found: dict[str, int] = {}
     for name, slots in stream.codec.companions.items():
+        if name in stream.codec.factored:
+            continue
         indices = (moments[slot] for slot in slots if moments.get(slot) in usable)
         index = next(indices, None)
         if index is None:
@@ -38,18 +42,26 @@ def _with_companions(stream: Stream, unit: Unit) -> Stream:
 
 
 def encode(
-    streams: Sequence[Stream], originals: Sequence[torch.Tensor], first: int, backend: Backend | None
+    streams: Sequence[Stream],
+    originals: Sequence[torch.Tensor],
+    first: int,
+    backend: Backend | None,
+    source: Checkpoint,
 ) -> list[Parts]:
-    """The parts of every stream; ``first`` is the index of the first element. Raises RefusedError."""
+    """The parts of every stream; ``first`` is the index of the first element. Raises RefusedError.
+
+    Statistics that a codec needs are read from ``source``.
+    """
     parts: dict[int, Parts] = {}
 
     def decoded(k: int) -> torch.Tensor:
         return _decode(streams[k], parts[k], originals[k], first, backend, {})
 
     place = {stream.index: k for k, stream in enumerate(streams)}
-    for k, needed in _with_decoded(streams, decoded):
+    for k, needed in _with_decoded(streams, originals, first, source, decoded):
         x, codec, companions = originals[k], streams[k].codec, dict(needed)
         if codec.compares_originals:
+            companions |= {f"original_{name}": needed[name] for name in codec.factored}
             for name, index in codec.companion_storages.items():
                 companions[f"original_{name}"] = originals[place[index]].float()
         asked = on_cpu(backend, x.device)
@@ -67,22 +79,36 @@ def decode(
     originals: Sequence[torch.Tensor],
     first: int,
     backend: Backend | None,
+    source: Checkpoint,
 ) -> list[torch.Tensor]:
     """The decoded elements of every stream; the original itself for a lossless one."""
     values: dict[int, torch.Tensor] = {}
-    for k, companions in _with_decoded(streams, values.__getitem__):
+    for k, companions in _with_decoded(streams, originals, first, source, values.__getitem__):
         values[k] = _decode(streams[k], parts[k], originals[k], first, backend, companions)
     return [values[k] for k in range(len(streams))]
 
 
 def _with_decoded(
-    streams: Sequence[Stream], decoded: Callable[[int], torch.Tensor]
+    streams: Sequence[Stream],
+    originals: Sequence[torch.Tensor],
+    first: int,
+    source: Checkpoint,
+    decoded: Callable[[int], torch.Tensor],
 ) -> Iterator[tuple[int, Companions]]:
     """The place of every stream and its companions in fp32; streams without companions come first."""
     place = {stream.index: k for k, stream in enumerate(streams)}
     for k in sorted(range(len(streams)), key=lambda k: bool(streams[k].codec.companions)):
-        storages = streams[k].codec.companion_storages
-        yield k, {name: decoded(place[index]).float() for name, index in storages.items()}
+        codec, x = streams[k].codec, originals[k]
+        found = {name: decoded(place[index]).float() for name, index in codec.companion_storages.items()}
+        for name, factors in codec.factored.items():
+            rows, columns = (_read_statistic(source, index) for index in (factors.rows, factors.columns))
+            found[name] = expand(factors, rows, columns, first, len(x)).to(x.device)
+        yield k, found
+
+
+def _read_statistic(source: Checkpoint, index: int) -> torch.Tensor:
+    storage = source.storages[index]
+    return read_elements(source, storage, DType.FLOAT32, 0, storage.nbytes // DType.FLOAT32.itemsize)
 
 
 def _decode(

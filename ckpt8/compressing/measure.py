@@ -98,8 +98,9 @@ class ErrorMeter:
         All must be on one device, which computes the errors.
         """
         errors, length, done = UnitErrors.for_unit(unit), len(originals[0]), 0
-        by_chunk = any(stream.codec.by_chunk for stream in unit.streams)
-        decoded = lockstep.decode(unit.streams, parts, originals, start, self.backend) if by_chunk else None
+        whole = any(stream.codec.by_chunk or stream.codec.factored for stream in unit.streams)
+        source = self._checkpoint
+        decoded = lockstep.decode(unit.streams, parts, originals, start, self.backend, source) if whole else None
         is_replayed = unit.parameter is not None and unit.parameter.replay is not None
         if resolve(self.backend, originals[0].device, length) == "numba" and not is_replayed:
             found = (
@@ -118,7 +119,7 @@ class ErrorMeter:
             tile_parts = [take(p, cut[position // step]) for p, cut in zip(parts, cuts, strict=True)]
             tiles = [x[run].float() for x in originals]
             if decoded is None:
-                there = lockstep.decode(unit.streams, tile_parts, tiles, start + position, self.backend)
+                there = lockstep.decode(unit.streams, tile_parts, tiles, start + position, self.backend, source)
             else:
                 there = [y[run] for y in decoded]
             pairs = [(x, y.float()) for x, y in zip(tiles, there, strict=True)]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ckpt8.codecs import Codec
-from ckpt8.codecs.base import Copied
+from ckpt8.codecs.base import Copied, Factors
 from ckpt8.container.layout import FRAME
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import InputError
@@ -91,3 +91,21 @@ def check_companions(manifest: Manifest, codec_of: Callable[[int], Codec], where
                 raise InputError(f"{where}: {record.name}: {name} is not a storage of as many elements")
             if codec_of(other).companions or codec_of(other).copied is not None:
                 raise InputError(f"{where}: {record.name}: {name} is coded with another storage itself")
+        for name, factors in codec_of(index).factored.items():
+            if problem := _factors_problem(factors, manifest, codec_of, record.numel):
+                raise InputError(f"{where}: {record.name}: {name} {problem}")
+
+
+def _factors_problem(factors: Factors, manifest: Manifest, codec_of: Callable[[int], Codec], numel: int) -> str | None:
+    """Why statistics do not give ``numel`` elements; None if they do."""
+    storages = manifest.storages
+    if max(factors.rows, factors.columns) >= len(storages):
+        return "is not a pair of storages"
+    for index, size in ((factors.rows, factors.width), (factors.columns, factors.height)):
+        record, codec = storages[index], codec_of(index)
+        if record.dtype is not DType.FLOAT32 or codec.is_lossy or codec.companions or codec.copied is not None:
+            return "has statistics that are not kept exactly in fp32"
+        # A chunk of elements takes no more than a chunk of each.
+        if record.numel * size != numel or record.numel > FRAME:
+            return "has statistics of another shape"
+    return None if numel % (factors.height * factors.width) == 0 else "has statistics of another shape"

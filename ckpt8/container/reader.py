@@ -218,8 +218,15 @@ class ContainerReader(Closing):
 
     def companions(self, storage: int, chunk: int) -> Companions:
         """The decoded chunks of other storages that the codec of a chunk needs. Raises InputError for damage there."""
-        needed = self.codec(storage).companion_storages
-        return {name: self.read_chunk(other, chunk).float() for name, other in needed.items()}
+        codec, first, numel = self.codec(storage), chunk * layout.FRAME, self.chunk_spec(storage, chunk).numel
+        found = {name: self.read_chunk(other, chunk).float() for name, other in codec.companion_storages.items()}
+        for name, factors in codec.factored.items():
+            from ckpt8.codecs.factored import expand
+
+            found[name] = expand(
+                factors, self.read_chunk(factors.rows, 0), self.read_chunk(factors.columns, 0), first, numel
+            )
+        return found
 
     def read_chunk(self, storage: int, chunk: int) -> torch.Tensor:
         """One decoded chunk as a new flat CPU tensor. Raises InputError for damage."""

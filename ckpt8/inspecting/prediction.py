@@ -109,7 +109,7 @@ class _Prediction:
         if unit.numel == 0:
             return
         originals, first = self._sample(unit)
-        coded, parts = _encoded(unit, originals, first)
+        coded, parts = _encoded(unit, originals, first, self._source)
         share_of_all = unit.numel / len(originals[0])
         stored = sum(map(len, _frames_of(parts)))
         slabs = len(layout.slab_chunks(unit.numel, layout.SLAB))
@@ -137,7 +137,7 @@ class _Prediction:
         for unit in plan.units:
             if unit.parameter is not None and unit.parameter.step is not None and unit.numel:
                 originals, first = self._sample(unit)
-                coded, parts = _encoded(unit, originals, first)
+                coded, parts = _encoded(unit, originals, first, self._source)
                 found = self._meter.measure(coded, first, originals, parts).steps
                 self._add_error(found, unit.numel / len(originals[0]))
 
@@ -150,11 +150,11 @@ class _Prediction:
         ], first
 
 
-def _encoded(unit: Unit, originals: Sequence[torch.Tensor], first: int) -> tuple[Unit, list[Parts]]:
+def _encoded(unit: Unit, originals: Sequence[torch.Tensor], first: int, source: Bundle) -> tuple[Unit, list[Parts]]:
     """The unit with the first of its codecs that take it, and its parts."""
     while True:
         try:
-            return unit, lockstep.encode(unit.streams, originals, first, None)
+            return unit, lockstep.encode(unit.streams, originals, first, None, source)
         except RefusedError as exc:
             unit = unit.fallback(Refusal(str(exc), exc.storage))
 

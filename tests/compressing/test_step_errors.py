@@ -87,8 +87,9 @@ def unit_of(values, codecs, rule: UpdateRule, **options) -> Unit:
 def measured(unit: Unit, values, meter: ErrorMeter | None = None) -> tuple[UnitErrors, dict[str, torch.Tensor]]:
     originals = list(values.values())
     meter = meter or ErrorMeter(SimpleNamespace(storages=[]))
-    parts = lockstep.encode(unit.streams, originals, 0, "torch")
-    decoded = lockstep.decode(unit.streams, parts, originals, 0, "torch")
+    source = SimpleNamespace(storages=[])
+    parts = lockstep.encode(unit.streams, originals, 0, "torch", source)
+    decoded = lockstep.decode(unit.streams, parts, originals, 0, "torch", source)
     return meter.measure(unit, 0, originals, parts), dict(zip(values, decoded, strict=True))
 
 

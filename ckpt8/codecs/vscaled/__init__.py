@@ -16,12 +16,12 @@ to v^(1/4) lies between steps that are even in m and steps that are even in u.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from ckpt8.codecs.base import Codec, Direction
+from ckpt8.codecs.base import Codec, Direction, Factors
 from ckpt8.core.backend import Backend
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType, PartSpec, Role, TensorSpec
@@ -30,9 +30,15 @@ LARGEST = 2.0**100
 """The largest value of a field; 1 / LARGEST is the smallest above zero."""
 
 
+def _factors(values: Sequence[Any]) -> Factors:
+    if len(values) != len(Factors._fields) or not all(type(v) is int and v >= 0 for v in values) or not all(values[2:]):
+        raise UsageError("vscaled: second must be a storage, or the list [rows, columns, height, width]")
+    return Factors(*values)
+
+
 @dataclass(frozen=True, slots=True)
 class VScaled(Codec):
-    """First moments. ``second`` is the storage of the second moments; ``salt`` is a uint32.
+    """First moments. ``second`` is the storage of the second moments, or their factors; ``salt`` is a uint32.
 
     ``k``, ``u_max``, ``bias1`` and ``root_bias2`` are positive, ``eps`` is not negative; all are rounded to fp32.
     Other values raise UsageError.
@@ -45,7 +51,7 @@ class VScaled(Codec):
     compares_originals = True
     companions: ClassVar[dict[str, tuple[str, ...]]] = {"second": ("max_moment2", "moment2")}
 
-    second: int | None = None
+    second: int | Factors | None = None
     k: float = 2.0**-8
     u_max: float = 1.0
     bias1: float = 1.0
@@ -54,6 +60,8 @@ class VScaled(Codec):
     salt: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.second, (list, tuple)):
+            object.__setattr__(self, "second", _factors(self.second))
         for name in ("k", "u_max", "bias1", "root_bias2", "eps"):
             value = getattr(self, name)
             least = 0.0 if name == "eps" else 1 / LARGEST

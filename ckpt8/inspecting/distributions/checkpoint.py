@@ -87,7 +87,7 @@ def _look(source: Bundle, meter: ErrorMeter, work: Work) -> Seen:
     for window in windows:
         start, count = chunk * FRAME + window.start, window.stop - window.start
         originals = [read_elements(source, s.storage, s.spec.dtype, start, count) for s in unit.streams]
-        pieces, refused = _encode(unit.streams, originals, start, meter.backend)
+        pieces, refused = _encode(unit.streams, originals, start, meter.backend, source)
         seen.refused = seen.refused or refused
         seen.drawn.merge(draw(pieces, unit.parameter))
         if refused is None and unit.measured:
@@ -96,15 +96,19 @@ def _look(source: Bundle, meter: ErrorMeter, work: Work) -> Seen:
 
 
 def _encode(
-    streams: Sequence[Stream], originals: Sequence[torch.Tensor], start: int, backend: Backend | None
+    streams: Sequence[Stream],
+    originals: Sequence[torch.Tensor],
+    start: int,
+    backend: Backend | None,
+    source: Bundle,
 ) -> tuple[list[Piece], str | None]:
     """The decoded pieces of a unit, and the reason if a codec refuses them."""
     try:
-        parts = lockstep.encode(streams, originals, start, backend)
+        parts = lockstep.encode(streams, originals, start, backend, source)
     except RefusedError as exc:
         pairs = zip(streams, originals, strict=True)
         return [Piece(each.index, each.spec.role, LOSSLESS, x, x, {}) for each, x in pairs], str(exc)
-    decoded = lockstep.decode(streams, parts, originals, start, backend)
+    decoded = lockstep.decode(streams, parts, originals, start, backend, source)
     return [
         Piece(stream.index, stream.spec.role, stream.codec, x, after, part)
         for stream, x, after, part in zip(streams, originals, decoded, parts, strict=True)
