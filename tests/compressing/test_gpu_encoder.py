@@ -21,7 +21,7 @@ from ckpt8.core.gpu import PinnedBuffers, copy_to_row, requested, row_bytes, row
 from ckpt8.restoring.resume import resume as run
 from ckpt8.restoring.resume.gpu_copy import DeviceCopy
 
-PRESETS = ("flash", "compact", "lossless")
+PRESETS = ("flash", "compact", "archive", "lossless")
 CASES = [
     *((preset, {}) for preset in PRESETS),
     ("flash", {"threads": 1}),
@@ -105,12 +105,15 @@ def stand_in(monkeypatch):
 
 
 def checkpoint(device="cpu"):
-    """A weight and its moments of several chunks, one that is refused at its end, small and odd things."""
+    """A weight and its moments of several chunks, a weight that is refused at its end, small and odd things."""
     torch.manual_seed(0)
     weights = torch.randn(1100, 1930)
     late = torch.randn(1_100_000)
+    states = [
+        {"exp_avg": x * 1e-3, "exp_avg_sq": x.square() * 1e-6 * torch.rand(len(x), *[1] * (x.dim() - 1))}
+        for x in (weights, late)
+    ]
     late[-1] = float("nan")
-    state = {"exp_avg": weights * 1e-3, "exp_avg_sq": weights.square() * 1e-6 * torch.rand(1100, 1)}
     tree = {
         "model": {
             "w": weights,
@@ -122,8 +125,8 @@ def checkpoint(device="cpu"):
             "double": torch.randn(70, 70, dtype=torch.float64),
         },
         "optimizer": {
-            "state": {0: {"step": torch.tensor(9.0)} | state},
-            "param_groups": [{"params": [0], "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}],
+            "state": {k: {"step": torch.tensor(9.0)} | state for k, state in enumerate(states)},
+            "param_groups": [{"params": [0, 1], "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}],
         },
     }
     return torch.utils._pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, tree)
@@ -220,8 +223,8 @@ def test_what_does_not_fit_into_the_device_is_packed_on_the_cpu(way, tmp_path, s
 
     def write():
         if way == "compress":
-            return ckpt8.compress(tmp_path / "a.pt", target, device="cuda", force=True)
-        done = ckpt8.save(checkpoint(), target, **options)
+            return ckpt8.compress(tmp_path / "a.pt", target, preset="archive", device="cuda", force=True)
+        done = ckpt8.save(checkpoint(), target, preset="archive", **options)
         return done.result() if options else done
 
     write()
@@ -247,10 +250,11 @@ def test_what_does_not_fit_into_the_device_is_packed_on_the_cpu(way, tmp_path, s
     assert target.read_bytes() == expected
 
 
-def test_units_on_several_devices_are_left_to_the_cpu(tmp_path, stand_in):
+@pytest.mark.parametrize("preset", ["flash", "archive"])
+def test_units_on_several_devices_are_left_to_the_cpu(preset, tmp_path, stand_in):
     """As they are where only one of a parameter's moments was moved."""
     tree, target = checkpoint(), tmp_path / "a.ckpt8"
-    ckpt8.save(tree, target)
+    ckpt8.save(tree, target, preset=preset)
     expected, launched = target.read_bytes(), stand_in[0].downloads
     choose = device_encoder.LiveEncoder.__init__
 
@@ -261,9 +265,9 @@ def test_units_on_several_devices_are_left_to_the_cpu(tmp_path, stand_in):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_encoder.LiveEncoder, "__init__", without_one)
-        ckpt8.save(tree, target)
+        ckpt8.save(tree, target, preset=preset)
     assert target.read_bytes() == expected
-    # Three chunks of moments; the skeleton is never on a device.
+    # Three chunks of moments, under a budget with their weights; the skeleton is never on a device.
     assert stand_in[1].downloads == launched - 3
 
 
@@ -376,7 +380,8 @@ def test_what_is_queued_on_any_stream_of_the_caller_is_saved(tmp_path):
 
 @gpu
 @needs_gpu
-def test_resume_onto_a_gpu_gives_the_values_of_the_cpu(tmp_path):
+@pytest.mark.parametrize("preset", PRESETS)
+def test_resume_onto_a_gpu_gives_the_values_of_the_cpu(preset, tmp_path):
     def make(device):
         torch.manual_seed(1)
         model = torch.nn.Sequential(torch.nn.Linear(1200, 1900), torch.nn.Linear(70, 90)).to(device)
@@ -386,7 +391,8 @@ def test_resume_onto_a_gpu_gives_the_values_of_the_cpu(tmp_path):
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    ckpt8.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.ckpt8")
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    ckpt8.save(tree, tmp_path / "run.ckpt8", preset=preset)
     here, there = make("cpu"), make("cuda")
     ckpt8.resume(tmp_path / "run.ckpt8", *here)
     ckpt8.resume(tmp_path / "run.ckpt8", *there)

@@ -114,7 +114,6 @@ def test_every_way_out_gives_the_same(run, tmp_path):
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_training_resumes_with_it(run, monkeypatch, on_device):
-    """A device that decodes stored parts itself leaves these to the CPU."""
     if on_device:
         Deferred.made, Deferred.marks = [], {}
         monkeypatch.setattr(resuming, "DeviceCopy", partial(DeviceCopy, make=Deferred))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
-from ckpt8.core.tensors import DType, Parts
+from ckpt8.core.tensors import DType, Parts, TensorSpec
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Workers
 
@@ -136,6 +137,17 @@ def _load_named(checkpoint: OpenCheckpoint, file: MemberFile, map_location: Any)
     return loaded
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """The parts of a chunk whose first element has the index ``first``, and the chunks of its companions by field."""
+
+    codec: Codec
+    spec: TensorSpec
+    first: int
+    parts: Parts
+    companions: Mapping[str, EncodedChunk]
+
+
 class StoredParts:
     """The encoded parts of one member's tensors, for training that goes on with packed state.
 
@@ -181,3 +193,15 @@ class StoredParts:
         read = partial(self._reader.read_parts, index, only=names)
         for chunk, parts in enumerate(self._workers.map(read, range(layout.chunk_count(ref.numel)))):
             yield chunk * FRAME, parts
+
+    def encoded(self, ref: TensorRef) -> Iterator[EncodedChunk]:
+        """The chunks of ``ref``, each with what decodes it. Raises InputError for damage."""
+        index = self._whole(ref)
+        assert index is not None  # noqa: S101
+        yield from self._workers.map(partial(self._read, index), range(layout.chunk_count(ref.numel)))
+
+    def _read(self, index: int, chunk: int) -> EncodedChunk:
+        codec = self._reader.codec(index)
+        companions = {name: self._read(other, chunk) for name, other in codec.companion_storages.items()}
+        spec, parts = self._reader.chunk_spec(index, chunk), self._reader.read_parts(index, chunk)
+        return EncodedChunk(codec, spec, chunk * FRAME, parts, companions)

@@ -1,4 +1,4 @@
-"""Fills tensors on a GPU from stored parts: uploads 5 bytes a parameter instead of 12 and decodes them there."""
+"""Fills tensors on a GPU from stored parts: uploads these, 5 bytes a parameter of ``flash``, and decodes them there."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections import deque
 
 import torch
 
-from ckpt8.checkpoint.sources.stored_member import StoredParts
+from ckpt8.checkpoint.sources.stored_member import EncodedChunk, StoredParts
 from ckpt8.checkpoint.sources.values import assign
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.container.frames import FRAME
 from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, copy_to_row, row_bytes, row_views
-from ckpt8.core.tensors import Parts, Role, TensorSpec
+from ckpt8.core.tensors import Parts
 
 _BUFFERS = 2
 """Buffers in turn: the CPU fills one while the other is copied."""
@@ -34,17 +33,21 @@ class DeviceCopy:
         if target.device.type != self._make.kind or ref.conj or ref.neg:
             return False
         codec = self._stored.codec(ref)
-        if codec is None or codec.measured_as is None or codec.companions:
+        if codec is None or codec.measured_as is None:
             return False
         if target.device not in self._lanes:
             self._lanes[target.device] = _Lane(self._make(target.device))
         lane = self._lanes[target.device]
-        whole = TensorSpec("", Role.OTHER, ref.dtype, (ref.numel,))
         with lane.transfer.active():
-            for start, parts in self._stored.chunks(ref, *codec.layout(whole)):
-                spec = TensorSpec("", Role.OTHER, ref.dtype, (min(FRAME, whole.numel - start),))
-                assign(target, start, codec.decode(lane.send(parts), spec, first=start))
+            for chunk in self._stored.encoded(ref):
+                assign(target, chunk.first, _decode(chunk, lane))
         return True
+
+
+def _decode(chunk: EncodedChunk, lane: _Lane) -> torch.Tensor:
+    """The elements of a chunk on the device, its companions decoded there as well."""
+    needed = {name: _decode(other, lane).float() for name, other in chunk.companions.items()}
+    return chunk.codec.decode(lane.send(chunk.parts), chunk.spec, first=chunk.first, companions=needed)
 
 
 class _Lane:
