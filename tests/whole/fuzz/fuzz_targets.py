@@ -64,7 +64,7 @@ def read_source(path: Path, rng: random.Random, _: object) -> bool:
 
     def look() -> None:
         with open_source(path, containers=False) as source:
-            plan.append(plan_bundle(source, Policy()))
+            plan.append(plan_bundle(source, Policy.of(rng.choice(("flash", "archive")))))
 
     if refused(look):
         return False
@@ -80,7 +80,7 @@ def there_and_back(path: Path, rng: random.Random) -> None:
     folder = path.parent / "out"
     folder.mkdir()
     try:
-        preset = rng.choice(("flash", "lossless", "compact"))
+        preset = rng.choice(("flash", "lossless", "compact", "archive"))
         packed, back = folder / "x.ckpt8", folder / "back"
         if refused(lambda: ckpt8.compress(path, packed, preset=preset, threads=1)):
             if list(folder.iterdir()):

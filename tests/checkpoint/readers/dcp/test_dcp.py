@@ -12,7 +12,10 @@ from dcp_kit import adam_state, gaps, load_all, run_cli, run_processes, save_sma
 from members_kit import tree
 
 import ckpt8
+from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.codecs.error_stats import UpdateError
+from ckpt8.compressing.bundle_plan import plan_bundle
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
@@ -69,6 +72,19 @@ def test_only_the_bytes_of_slices_change(layout, trained, packed):
         assert differ <= 8 * changed
     assert changed == 12
     assert not ckpt8.verify(container, original).failures
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "zstd"])
+def test_slices_of_state_are_paired_with_those_of_weights(layout, trained):
+    """By name, on both ranks, as slices of one optimizer."""
+    with open_source(trained[0] / layout) as source:
+        plan = plan_bundle(source, Policy.of("archive"))
+    names = {stream.index: stream.spec.name.partition(":")[2] for stream in plan.streams}
+    parameters = [unit.parameter for unit in plan.units if unit.parameter is not None]
+    assert len(parameters) == 12
+    assert {(p.step.optimizer, p.step.lr, p.step.beta1, p.step.beta2) for p in parameters} == {(0, 2e-3, 0.9, 0.99)}
+    # With several files for each rank, a weight and its moments may be in two.
+    assert all(names[p.step.weight].removeprefix("model.") == p.name.partition(":")[2] for p in parameters)
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "zstd"])
