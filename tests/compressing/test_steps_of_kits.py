@@ -23,6 +23,7 @@ ADAM_LIKE = [
     "pytorch-optimizer-came",
     "pytorch-optimizer-stable-adamw",
 ]
+PACKAGES = {"torch": "torch", "optimi": "optimi", "came": "came_pytorch", "pytorch": "pytorch_optimizer"}
 FILES = ["accelerate", "crc_off.pt", "gpt_adamw.pt", "gpt_bf16.pt", "gpt_came.pt", "gpt_stable_adamw.pt"]
 FILES += ["trainer-adamw", "trainer-stable-adamw"]
 
@@ -50,9 +51,7 @@ def state_of(model, optimizer, key="model"):
 
 @pytest.mark.parametrize("name", ADAM_LIKE)
 def test_optimizers_of_every_package(name, tmp_path):
-    pytest.importorskip(
-        {"optimi": "optimi", "came": "came_pytorch", "pytorch": "pytorch_optimizer"}.get(name.split("-")[0], "torch")
-    )
+    pytest.importorskip(PACKAGES[name.partition("-")[0]])
     model, optimizer = resume_kit.trained(resume_kit.OPTIMIZERS[name])
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
     check(planned(tmp_path / "run.pt"), state_of(model, optimizer))
