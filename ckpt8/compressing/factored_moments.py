@@ -7,20 +7,60 @@ and steps of m that go by f^(1/4) err by a sum of v / sqrt(f).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
 
 from ckpt8.checkpoint.meaning.confidence import Confidence
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
 from ckpt8.codecs.base import Factors
 from ckpt8.compressing.parameters import Parameter, is_plain
-from ckpt8.compressing.plan import Stream, read_elements
-from ckpt8.compressing.step_statistics import Sampler, Spread, StepSums, sampled
+from ckpt8.compressing.plan import Stream, read_tensor
 from ckpt8.container.frames import FRAME
 
-Statistics = Sequence[tuple[StorageInfo, TensorRef]]
+
+@dataclass(frozen=True)
+class Factored:
+    """v = rows / mean(rows) (x) columns of a parameter. ``mean`` is that of v, ``roots`` the sum of v / sqrt(f)."""
+
+    mean: float
+    roots: float
+    squares: Confidence
+    confidence: Confidence
+
+    @classmethod
+    def of(cls, source: Checkpoint, parameter: Parameter) -> Factored | None:
+        """Those of a parameter of CAME; None for other rules. Raises InputError."""
+        if not (parameter.squares and parameter.confidence):
+            return None
+        squares, confidence = (
+            Confidence(*(read_tensor(source, *each) for each in pair))
+            for pair in (parameter.squares, parameter.confidence)
+        )
+        columns = squares.columns.flatten().tolist()
+        return cls(math.fsum(columns) / len(columns), _sum_of_roots(squares, confidence), squares, confidence)
+
+    def weigh(self, elements: range) -> torch.Tensor:
+        """What the first moments of these elements count for, as weights that move: sqrt(v) times the confidence."""
+        confidence, inverse_roots = (each.at(elements.start, elements.stop) for each in (self.confidence, self.squares))
+        return confidence / inverse_roots
 
 
-def factors_of(statistics: Statistics, shape: Sequence[int], stream_of: Callable[[str], Stream]) -> Factors | None:
+def _sum_of_roots(squares: Confidence, confidence: Confidence) -> float:
+    """The sum of v / sqrt(f) over all elements: rows and columns are independent, matrix by matrix."""
+    height = squares.rows.shape[-1]
+    (rows, columns), (confident_rows, confident_columns) = squares.factors, confidence.factors
+    by_row = (confident_rows.double() / rows.double().square()).reshape(-1, height)
+    by_column = confident_columns.double() / columns.double().square()
+    pairs = zip(by_row.tolist(), by_column.tolist(), strict=True)
+    return math.fsum(math.fsum(each) * math.fsum(other) for each, other in pairs)
+
+
+def factors_of(
+    statistics: Sequence[tuple[StorageInfo, TensorRef]], shape: Sequence[int], stream_of: Callable[[str], Stream]
+) -> Factors | None:
     """The factors of a parameter of ``shape``; None where a container does not keep these statistics as they are.
 
     ``stream_of`` gives the stream of a storage by its key.
@@ -32,25 +72,3 @@ def factors_of(statistics: Statistics, shape: Sequence[int], stream_of: Callable
             return None
     rows, columns = (stream.index for stream in streams)
     return Factors(rows, columns, *shape[-2:])
-
-
-def read_factored(source: Checkpoint, statistics: Statistics) -> Confidence:
-    """The factored term 1 / sqrt(v) of row and column statistics. Raises InputError."""
-    values = (read_elements(source, storage, ref.dtype, ref.offset, ref.numel) for storage, ref in statistics)
-    return Confidence(
-        *(x.as_strided(ref.shape, ref.stride).float() for x, (_, ref) in zip(values, statistics, strict=True))
-    )
-
-
-def factored_sums(source: Checkpoint, sampler: Sampler, parameter: Parameter, stream: Stream) -> StepSums:
-    """The sums of a parameter, whose first moments are ``stream``. Raises InputError."""
-    numel = stream.spec.numel
-    confidence, inverse_root = (
-        sampled(numel, read_factored(source, statistics).at).double()
-        for statistics in (parameter.confidence, parameter.squares)
-    )
-    moved = Spread.of(numel, sampler.read(stream).double() * confidence / inverse_root)
-    spread = Spread.of(numel, confidence / inverse_root.square())
-    second = Spread.of(numel, inverse_root.square().reciprocal())
-    is_finite = moved.is_finite and spread.is_finite and second.is_finite
-    return StepSums(numel, moved.total("square"), spread.total("value"), second.mean("value"), is_finite=is_finite)

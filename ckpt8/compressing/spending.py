@@ -7,7 +7,7 @@ codecs of the preset, which those under the budget fall back to, too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule
@@ -18,11 +18,11 @@ from ckpt8.codecs.rclog import FLAT_ROW, MOST_COLUMNS, RowColumnLog
 from ckpt8.codecs.rounded_copy import LatticeReference
 from ckpt8.codecs.vscaled import LARGEST, VScaled
 from ckpt8.compressing.budget import Budget
-from ckpt8.compressing.factored_moments import factored_sums, factors_of
+from ckpt8.compressing.factored_moments import Factored, factors_of
 from ckpt8.compressing.parameters import OptimizerStep, Parameter
 from ckpt8.compressing.plan import Plan, Stream, Unit, views_of
 from ckpt8.compressing.policy import Policy
-from ckpt8.compressing.step_statistics import SAMPLE, Sampler, Spread, StepSums
+from ckpt8.compressing.step_statistics import SAMPLE, Sample, Sampler, Spread
 from ckpt8.container.facts import CAPPED, NO_BUDGET, NO_PARAMETER
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Role
@@ -33,36 +33,45 @@ _LEAST_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class _Stepped:
-    """A parameter with the step that moves it, and the divisor of the step: ``second`` is the storage of its square.
+    """A parameter with the step that moves it.
 
-    That is None where row and column statistics give it. ``free`` are the streams of its unit whose codecs the budget
-    may choose.
+    ``free`` are the streams of its unit whose codecs the budget may choose. ``factored`` are the second moments of a
+    parameter that has only their row and column statistics.
     """
 
     parameter: Parameter
     rule: UpdateRule
     step: OptimizerStep
-    second: int | None
     free: Sequence[Stream]
+    numel: int
+    factored: Factored | None
+
+    def sample(self, streams: Mapping[int, Stream]) -> tuple[Sample, Sample, Sample]:
+        """What is sampled: first moments as steps of the weight, second moments, and weights that are free."""
+        moments, denominator = self.parameter.moments, self.parameter.denominator
+        first = [streams[moments["moment1"]]]
+        second = [] if denominator is None or self.factored else [streams[moments[denominator]]]
+        weight = [stream for stream in self.free if stream.index == self.step.weight]
+        return Sample(first, self.factored.weigh if self.factored else None), Sample(second), Sample(weight)
 
 
 @dataclass(slots=True)
 class _Optimizer:
     """Sums over the parameters of an optimizer: M1, N, and that of sqrt(v).
 
-    ``large`` are the parameters with free streams, each with its sums.
+    ``large`` are the parameters with free streams, each with how its second moments and its weights are spread.
     """
 
     energy: float = 0.0
     numel: int = 0
     roots: float = 0.0
-    large: list[tuple[_Stepped, StepSums]] = field(default_factory=list)
+    large: list[tuple[_Stepped, Spread, Spread]] = field(default_factory=list)
 
-    def add(self, one: _Stepped, sums: StepSums) -> None:
+    def add(self, one: _Stepped, first: Spread, second: Spread) -> None:
         """Add a parameter, or several of one rate and bias."""
-        self.energy += (one.step.lr / one.rule.bias1) ** 2 * sums.moved
-        self.numel += sums.numel
-        self.roots += sums.roots
+        self.energy += (one.step.lr / one.rule.bias1) ** 2 * first.total("square")
+        self.numel += first.numel
+        self.roots += one.factored.roots if one.factored else second.total("root")
 
 
 def spend(plan: Plan, source: Checkpoint, policy: Policy, budget: Budget) -> None:
@@ -72,7 +81,8 @@ def spend(plan: Plan, source: Checkpoint, policy: Policy, budget: Budget) -> Non
 
 class _Spending:
     def __init__(self, plan: Plan, source: Checkpoint, policy: Policy, budget: Budget) -> None:
-        self._plan, self._source, self._policy, self._budget = plan, source, policy, budget
+        self._source = source
+        self._plan, self._policy, self._budget = plan, policy, budget
         self._views = views_of(plan.tensors)
         self._sampler = Sampler(source)
         self._streams = {stream.index: stream for unit in plan.units for stream in unit.streams}
@@ -82,11 +92,12 @@ class _Spending:
         """Replace the streams of the plan."""
         stepped = [each for unit in self._plan.units if (each := self._stepped(unit)) is not None]
         for optimizer in self._optimizers(stepped):
-            if optimizer.energy and optimizer.roots:
-                self._spend(optimizer)
-            else:
-                for one, _ in optimizer.large:
+            for one, second, weight in optimizer.large:
+                if optimizer.energy and optimizer.roots:
+                    self._spend(optimizer, one, second, weight)
+                else:
                     self._note(one.free, "its optimizer has not moved anything yet")
+        self._follow_weights()
         self._follow_masters()
         self._plan.units = [
             replace(unit, streams=tuple(self._streams[stream.index] for stream in unit.streams))
@@ -98,19 +109,20 @@ class _Spending:
         free = [stream for stream in unit.streams if self._is_free(stream)]
         parameter = unit.parameter
         if parameter is None:
-            self._note(free, "no state of an optimizer moves it", Role.WEIGHT)
+            others = [stream for stream in free if stream.index not in self._plan.copies]
+            self._note(others, "no state of an optimizer moves it", Role.WEIGHT)
             self._note(free, NO_PARAMETER, Role.MOMENT1, Role.MOMENT2)
             return None
-        rule, second = parameter.rule, parameter.moments.get(parameter.denominator or "")
+        rule = parameter.rule
         if parameter.step is None or rule is None:
             self._note(free, parameter.reason or parameter.stepless or "the step of its optimizer is unknown")
-        elif "moment1" in parameter.moments and parameter.squares:
-            return _Stepped(parameter, rule, parameter.step, None, free)
-        elif rule.divisor_eps is None or second is None or "moment1" not in parameter.moments:
+            return None
+        factored = Factored.of(self._source, parameter)
+        divides = rule.divisor_eps is not None and parameter.denominator is not None
+        if "moment1" not in parameter.moments or not (divides or factored):
             self._note(free, "its optimizer does not divide by second moments")
-        else:
-            return _Stepped(parameter, rule, parameter.step, second, free)
-        return None
+            return None
+        return _Stepped(parameter, rule, parameter.step, free, unit.numel, factored)
 
     def _is_free(self, stream: Stream) -> bool:
         """Whether neither a rule nor its name or size decides how a storage is kept."""
@@ -127,49 +139,35 @@ class _Spending:
 
     def _optimizers(self, stepped: Iterable[_Stepped]) -> Iterable[_Optimizer]:
         """The optimizers with their sums, without parameters that hold NaN or Inf."""
-        found: dict[int, _Optimizer] = defaultdict(_Optimizer)
         small: dict[tuple[int, float, float], list[_Stepped]] = defaultdict(list)
+        groups: list[list[_Stepped]] = []
         for one in stepped:
-            if not one.free and one.second is not None and self._streams[one.second].spec.numel <= SAMPLE:
-                small[one.step.optimizer, one.step.lr, one.rule.bias1].append(one)
-                continue
-            sums = self._sums([one])
-            if sums.is_finite:
-                found[one.step.optimizer].add(one, sums)
-                found[one.step.optimizer].large.append((one, sums))
+            if one.free or one.factored or one.numel > SAMPLE:
+                groups.append([one])
             else:
-                self._note(one.free, "its moments hold NaN or Inf")
-        for alike in small.values():
-            found[alike[0].step.optimizer].add(alike[0], self._sums(alike))
+                small[one.step.optimizer, one.step.lr, one.rule.bias1].append(one)
+        groups += small.values()
+        samples = [_together([one.sample(self._streams) for one in group]) for group in groups]
+        spreads = iter(self._sampler.spreads([sample for each in samples for sample in each]))
+        found: dict[int, _Optimizer] = defaultdict(_Optimizer)
+        for group, first, second, weight in zip(groups, spreads, spreads, spreads, strict=True):
+            optimizer = found[group[0].step.optimizer]
+            if (first.is_finite and second.is_finite) or len(group) > 1:
+                optimizer.add(group[0], first, second)
+                optimizer.large.append((group[0], second, weight))
+            else:
+                self._note(group[0].free, "its moments hold NaN or Inf")
         return found.values()
 
-    def _sums(self, alike: Sequence[_Stepped]) -> StepSums:
-        """The sums of one parameter, or of several with storages of second moments."""
-        streams = [self._streams[one.parameter.moments["moment1"]] for one in alike]
-        if alike[0].second is None:
-            return factored_sums(self._source, self._sampler, alike[0].parameter, streams[0])
-        first = self._sampler.spread(streams)
-        second = self._sampler.spread([self._streams[one.second] for one in alike if one.second is not None])
-        is_finite = first.is_finite and second.is_finite
-        roots, mean = second.total("root"), second.mean("value")
-        return StepSums(first.numel, first.total("square"), roots, mean, is_finite=is_finite)
-
-    def _spend(self, optimizer: _Optimizer) -> None:
-        """Choose the codecs of all parameters of an optimizer."""
-        weights = {
-            stream.index: self._sampler.spread([stream])
-            for one, _ in optimizer.large
-            for stream in one.free
-            if stream.index == one.step.weight
-        }
-        for one, sums in optimizer.large:
-            for stream in one.free:
-                if stream.spec.role is Role.MOMENT1:
-                    self._take(stream, self._first(optimizer, one, stream))
-                elif stream.spec.role is Role.MOMENT2:
-                    self._take(stream, self._second(one, stream))
-                elif stream.index in weights:
-                    self._take(stream, *self._weight(optimizer, one, sums, stream, weights[stream.index]))
+    def _spend(self, optimizer: _Optimizer, one: _Stepped, second: Spread, weight: Spread) -> None:
+        """Choose the codecs of a parameter."""
+        for stream in one.free:
+            if stream.index == one.step.weight:
+                self._take(stream, *self._weight(optimizer, one, second, stream, weight))
+            elif stream.spec.role is Role.MOMENT1:
+                self._take(stream, self._first(optimizer, one, stream))
+            elif stream.spec.role is Role.MOMENT2:
+                self._take(stream, self._second(one, stream))
 
     def _take(self, stream: Stream, codec: Codec | str, reason: str | None = None) -> None:
         """Give a stream a codec that takes its type, and note the ``reason``, or why where there is none."""
@@ -180,7 +178,7 @@ class _Spending:
 
     def _first(self, optimizer: _Optimizer, one: _Stepped, stream: Stream) -> Codec | str:
         rule, step, factors = one.rule, one.step, None
-        if one.second is None:
+        if one.factored is not None:
             factors = factors_of(one.parameter.confidence, one.parameter.shape, self._by_key.__getitem__)
             if factors is None:
                 return "its row and column statistics are not kept exactly in storages of their own"
@@ -203,7 +201,7 @@ class _Spending:
         return RowColumnLog(self._budget.log_step(one.step.beta1, one.step.beta2), row, has_columns)
 
     def _weight(
-        self, optimizer: _Optimizer, one: _Stepped, sums: StepSums, stream: Stream, weight: Spread
+        self, optimizer: _Optimizer, one: _Stepped, second: Spread, stream: Stream, weight: Spread
     ) -> tuple[Codec | str, str | None]:
         """The codec, and a reason where it is finer than the budget allows; or why there is none."""
         if not weight.is_finite:
@@ -211,9 +209,20 @@ class _Spending:
         rms = weight.mean("square") ** 0.5
         if not rms:
             return "its weights are zero", None
-        mean_square = sums.mean_square / one.rule.root_bias2**2
+        mean_square = one.factored.mean if one.factored else second.mean("value") / one.rule.root_bias2**2
         k, capped = self._budget.weight_step(optimizer.energy, optimizer.numel, mean_square, rms)
         return Lattice(k, self._sampler.salt(stream.index)), CAPPED if capped else None
+
+    def _follow_weights(self) -> None:
+        """Give copies of weights on a lattice the same step, and a dither of their own."""
+        for index, weight in self._plan.copies.items():
+            copy, followed = self._streams[index], self._streams[weight]
+            if not self._is_free(copy):
+                continue
+            if isinstance(followed.codec, Lattice):
+                self._take(copy, replace(followed.codec, salt=self._sampler.salt(index)), followed.reason)
+            else:
+                self._note([copy], "the weight that it is a copy of has none")
 
     def _follow_masters(self) -> None:
         """Make copies of masters on a lattice what they are after decoding: copies of the decoded masters."""
@@ -222,6 +231,14 @@ class _Spending:
             copied = stream.codec.copied
             if copied is not None and any(run.storage in on_lattice for run in copied.runs):
                 self._streams[index] = replace(stream, codec=LatticeReference(copied.runs))
+
+
+def _together(samples: Sequence[tuple[Sample, Sample, Sample]]) -> list[Sample]:
+    """The samples of several parameters as one, place by place."""
+    return [
+        Sample([stream for each in place for stream in each.streams], place[0].factors)
+        for place in zip(*samples, strict=True)
+    ]
 
 
 def row_length(views: Sequence[TensorRef]) -> tuple[int, bool]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,12 +18,13 @@ from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.compressing.plan import Stream
 from ckpt8.core.files.crc import crc32
 from ckpt8.core.tensors import DType
+from ckpt8.core.workers import Workers
 
 SAMPLE = 1 << 16
 """The most elements of a tensor that are read."""
 
 _LEAST_WINDOWS, _MOST_WINDOWS = 16, 256
-_PER_WINDOW = 1 << 15
+_PER_WINDOW = 1 << 16
 """Elements of a tensor for each window."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -44,11 +44,6 @@ class Spread:
         present = counts.nonzero().flatten()
         self._counts = list(zip(present.tolist(), counts[present].tolist(), strict=True))
         self._sampled = sum(count for _, count in self._counts)
-
-    @classmethod
-    def of(cls, numel: int, sample: torch.Tensor) -> Spread:
-        """That of ``numel`` elements from a sample of them, which is rounded to fp32."""
-        return cls(numel, _count(sample))
 
     @property
     def is_finite(self) -> bool:
@@ -74,66 +69,59 @@ def _powers(power: Power) -> list[float]:
     return [function(x) if bin_ else 0.0 for bin_, x in enumerate(middles)]
 
 
+class Sample(NamedTuple):
+    """What is sampled together: one stream, or several small ones; none gives an empty spread.
+
+    ``factors`` gives what the elements of a range are multiplied by.
+    """
+
+    streams: Sequence[Stream]
+    factors: Callable[[range], torch.Tensor] | None = None
+
+
 class Sampler:
-    """Reads samples of the streams of one source, and keeps a checksum of what it read."""
+    """Reads samples of one source, and keeps a checksum of all that it read."""
 
     def __init__(self, source: Checkpoint) -> None:
         self._source = source
         self._crc = 0
 
-    def spread(self, streams: Sequence[Stream]) -> Spread:
-        """How the elements of one stream are spread, or those of several small ones together. Raises InputError."""
-        counts = torch.zeros(_BINS, dtype=torch.int64, device="cpu")
-        for stream in streams:
-            counts += _count(self.read(stream))
-        return Spread(sum(stream.spec.numel for stream in streams), counts)
+    def spreads(self, samples: Sequence[Sample]) -> list[Spread]:
+        """How the elements of every sample are spread. Raises InputError."""
+        found = []
+        with Workers() as workers:
+            for spread, crc in workers.map(self._spread, samples):
+                self._crc = crc32(crc.to_bytes(4, "little"), self._crc)
+                found.append(spread)
+        return found
 
     def salt(self, storage: int) -> int:
         """A uint32 that depends on everything read so far and on the number of a storage."""
         message = b"%d %d" % (self._crc, storage)
         return int.from_bytes(blake2b(message, digest_size=4).digest(), "little")
 
-    def read(self, stream: Stream) -> torch.Tensor:
-        """The sample of a stream, flat. Raises InputError."""
-        size = stream.spec.dtype.itemsize
-        windows = _windows(stream.spec.numel)
-        buffer = bytearray(sum(map(len, windows)) * size)
-        view, at = memoryview(buffer), 0
+    def _spread(self, sample: Sample) -> tuple[Spread, int]:
+        """The spread of a sample, and the crc32 of what was read. Thread-safe."""
+        counts, crc = torch.zeros(_BINS, dtype=torch.int64, device="cpu"), 0
+        for stream in sample.streams:
+            windows = _windows(stream.spec.numel)
+            buffer = bytearray(sum(map(len, windows)) * stream.spec.dtype.itemsize)
+            self._read(stream, windows, memoryview(buffer))
+            crc = crc32(buffer, crc)
+            if buffer:
+                x = torch.frombuffer(buffer, dtype=DType.UINT8.torch).view(stream.spec.dtype.torch).float()
+                if sample.factors is not None:
+                    x = x * torch.cat([sample.factors(window) for window in windows])
+                counts += torch.bincount((x.view(DType.INT32.torch) >> _SHIFT) & (_BINS - 1), minlength=_BINS)
+        return Spread(sum(stream.spec.numel for stream in sample.streams), counts), crc
+
+    def _read(self, stream: Stream, windows: Sequence[range], view: memoryview) -> None:
+        """Fill ``view`` with the elements of ``windows``, one behind the other."""
+        at, size = 0, stream.spec.dtype.itemsize
         for window in windows:
             stop = at + len(window) * size
             self._source.read_into(stream.storage.offset + window.start * size, view[at:stop])
             at = stop
-        self._crc = crc32(view, self._crc)
-        if not at:
-            return torch.empty(0, device="cpu")
-        return torch.frombuffer(buffer, dtype=DType.UINT8.torch).view(stream.spec.dtype.torch)
-
-
-@dataclass(frozen=True, slots=True)
-class StepSums:
-    """Sums over the elements of one or more parameters, without what all of them have in common.
-
-    ``moved`` is the sum of what a step moves, in the measure of a budget, ``roots`` that of sqrt(v), and
-    ``mean_square`` the mean of v.
-    """
-
-    numel: int
-    moved: float
-    roots: float
-    mean_square: float
-    is_finite: bool
-
-
-def sampled(numel: int, values: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
-    """The sample of ``numel`` values, which ``values`` gives from one place to another."""
-    found = [values(window.start, window.stop) for window in _windows(numel)]
-    return torch.cat(found) if found else torch.empty(0, device="cpu")
-
-
-def _count(x: torch.Tensor) -> torch.Tensor:
-    """The number of elements of every bin."""
-    bins = (x.float().view(torch.int32) >> _SHIFT) & (_BINS - 1)
-    return torch.bincount(bins, minlength=_BINS)
 
 
 def _windows(numel: int) -> list[range]:

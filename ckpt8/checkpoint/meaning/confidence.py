@@ -19,7 +19,7 @@ class Confidence:
     columns: torch.Tensor
 
     @cached_property
-    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Row and column factors, computed in float64 and rounded once: the same on every machine."""
         rows = self.rows.double()
         row = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt().float().reshape(-1)
@@ -27,7 +27,7 @@ class Confidence:
 
     def at(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
         """The factors of elements ``start`` to ``stop`` of the flat parameter, on ``device`` or else the CPU."""
-        row, column = (factor.to(device) for factor in self._factors)
+        row, column = (factor.to(device) for factor in self.factors)
         height, width = self.rows.shape[-1], self.columns.shape[-1]
         index = torch.arange(start // width, -(-stop // width), device=device)
         block = row[index].unsqueeze(1) * column[index // height]
