@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 import zlib
 from math import prod
@@ -255,6 +256,8 @@ class Plain:
         """The fp32 elements of the storage that the codec of another needs."""
         if "second" not in storage["codec"]:
             return None
+        if isinstance(storage["codec"]["second"], list):
+            return self.factored(storage)
         other = self.storages[storage["codec"]["second"]]
         assert other["numel"] == storage["numel"]
         assert not {"second", "runs"} & set(other["codec"])
@@ -263,6 +266,20 @@ class Plain:
             return content.view(np.float32)
         assert other["dtype"] == "bfloat16"
         return (content.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+    def factored(self, storage):
+        """The fp32 elements that statistics of rows and columns give."""
+        rows, columns, height, width = storage["codec"]["second"]
+        for index, size in ((rows, width), (columns, height)):
+            assert self.storages[index]["dtype"] == "float32"
+            assert self.storages[index]["codec"]["id"] in ("lossless/1", "split32/1")
+            assert self.storages[index]["numel"] * size == storage["numel"]
+            assert self.storages[index]["numel"] <= CHUNK
+        R, C = (np.frombuffer(self.storage(index), np.float32) for index in (rows, columns))  # noqa: N806
+        R = R.reshape(-1, height).astype(np.float64)  # noqa: N806
+        means = np.array([math.fsum(each) for each in R]) / height
+        relative = (R / means[:, None]).astype(np.float32)
+        return (relative[:, :, None] * C.reshape(-1, 1, width)).reshape(-1)
 
     def rounded_copy(self, storage):
         """The bytes of a copy of decoded masters: rounded once."""
