@@ -43,6 +43,9 @@ _ENTRY_BYTES = 160
 _ROW_BYTES = 5
 """Bytes of the manifest for every storage that shares entries, about."""
 
+_STEPS_BYTES = 230
+"""Bytes of the manifest for every parameter whose error in steps it states, about."""
+
 _UNITS_SAMPLED = 256
 """Units of a group to encode for a prediction."""
 
@@ -115,6 +118,7 @@ class _Prediction:
         slabs = len(layout.slab_chunks(unit.numel, layout.SLAB))
         self._stored += stored * share_of_all + _ENTRY_BYTES * slabs * sum(map(len, parts))
         if unit.parameter is not None and unit.parameter.step is not None:
+            self._stored += _STEPS_BYTES
             self._add_error(self._meter.measure(coded, first, originals, parts).steps, share_of_all)
 
     def _add_group(self, group: Group) -> None:

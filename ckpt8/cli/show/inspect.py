@@ -46,7 +46,7 @@ def show(console: Console, facts: dict[str, Any]) -> None:
 def _show_container(console: Console, facts: dict[str, Any]) -> None:
     per_weight = f", {facts['bytes_per_weight']:.3f} bytes per weight" if facts["bytes_per_weight"] else ""
     say(console, facts["path"], "bold")
-    say(console, f"ckpt8 {facts['format']}, preset {facts['preset']}")
+    say(console, f"ckpt8 {facts['format']}, {facts['asked']}")
     say(console, f"from {_origin(facts)}")
     show_origins(console, facts["origins"])
     say(console, f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, {facts['ratio']:.2f}x{per_weight}")
@@ -120,7 +120,8 @@ def _show_errors(
                 f"{words}  NMSE {number(update['nmse'])}, max |Δu| {number(update['max_error'])} "
                 f"where max |u| is {number(update['max_update'])}, {counted(update['parameters'], 'parameter')}"
             )
-            if update["max_error"] > _ALARMING * update["max_update"]:
+            bounded = steps is not None and steps["steps"] is not None
+            if not bounded and update["max_error"] > _ALARMING * update["max_update"]:
                 lines.append(
                     "              some updates change as much as they are large; --max-update-error bounds that"
                 )

@@ -69,7 +69,7 @@ def show_optimizers(console: Console, steps: Mapping[str, Any] | None) -> None:
             (
                 counted(each["parameters"], "parameter"),
                 *(number(each[key]) for key in ("steps", *PARTS, "weight_snr_db", "max_error", "update_nmse")),
-                _interval(each["drift"]),
+                interval(each["drift"]),
             )
             for each in steps["optimizers"]
         ]
@@ -80,11 +80,11 @@ def show_predictions(console: Console, facts: Mapping[str, Any]) -> None:
     """Print what every preset and some budgets would make of a checkpoint."""
     rows = [
         (
-            f"--{name}" if name.startswith("budget ") else f"--preset {name}",
+            option_of(name),
             size(each["bytes"]),
             f"{each['ratio']:.2f}x",
             number(each["steps"]),
-            _interval(each["drift"]),
+            interval(each["drift"]),
         )
         for name, each in facts["predicted"].items()
     ]
@@ -93,7 +93,13 @@ def show_predictions(console: Console, facts: Mapping[str, Any]) -> None:
         print_lines(console, [f"not in steps: {counted(count, 'parameter')}: {reason}"])
 
 
-def _interval(drift: Mapping[str, float] | None) -> str:
+def option_of(name: str) -> str:
+    """The option of ``compress`` that a prediction is about."""
+    return f"--{name}" if name.startswith("budget ") else f"--preset {name}"
+
+
+def interval(drift: Mapping[str, float] | None) -> str:
+    """The interval of an expected loss drift; a dash where nothing is predicted."""
     if drift is None:
         return "-"
     return f"{number(drift['low'])} to {number(drift['high'])}" if drift["mean"] else "0"

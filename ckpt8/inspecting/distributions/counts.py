@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +18,17 @@ from ckpt8.codecs import Codec, config_of
 from ckpt8.codecs.error_measures import root
 from ckpt8.codecs.error_stats import ErrorStats
 from ckpt8.compressing.parameters import Parameter
-from ckpt8.container.facts import codec_name
-from ckpt8.core.tensors import Parts, Role, TensorSpec
+from ckpt8.container.facts import codec_kind
+from ckpt8.core.tensors import DType, Parts, Role, TensorSpec
 
 LOWEST = -149
 """The exponent of the first bin: the smallest subnormal of fp32. Smaller fp64 values count here, too."""
 
 HIGHEST = 127
 """The exponent of the last bin. Larger fp64 values count here, too."""
+
+MOST_CODES = 512
+"""The codes that a chart of symbols shows."""
 
 CHARTED = ("weight", "moment1", "moment2", "update")
 """What has histograms, in the order in which the report shows them."""
@@ -76,38 +79,65 @@ class Histogram(ErrorStats):
 
 @dataclass(slots=True)
 class Codes:
-    """How often each code from ``first`` on is used."""
+    """How often each code is used. ``levels`` is the range that the codec has, None for one without limits.
 
-    first: int
-    counts: list[int]
+    ``reserved`` counts exact zeros that have a code of their own, which has no number.
+    """
+
+    levels: range | None
+    counts: Counter[int] = field(default_factory=Counter)
+    reserved: int = 0
 
     @classmethod
-    def of(cls, codes: torch.Tensor, first: int, last: int) -> Codes:
-        """Count a flat tensor of codes, all of them between ``first`` and ``last``."""
-        length = last - first + 1
-        places = (codes.to(torch.int32) - first).clamp_(0, length - 1)
-        return cls(first, torch.bincount(places, minlength=length).tolist())
+    def of(cls, codes: torch.Tensor, levels: range) -> Codes:
+        """Count a flat tensor of codes, all of them in ``levels``."""
+        places = (codes.to(torch.int32) - levels.start).clamp_(0, len(levels) - 1)
+        return cls(levels, _counter(torch.bincount(places, minlength=len(levels)), levels.start))
+
+    @classmethod
+    def of_symbols(cls, symbols: torch.Tensor) -> Codes:
+        """Count a flat tensor of symbols: zigzag codes of no fixed range, and -1 for a reserved value."""
+        given = symbols[symbols >= 0]
+        values, counts = torch.unique(given, return_counts=True)
+        found = zip(values.tolist(), counts.tolist(), strict=True)
+        return cls(None, Counter({(k >> 1) ^ -(k & 1): n for k, n in found}), symbols.numel() - given.numel())
 
     def merge(self, other: Codes) -> None:
-        """Add codes of the same range."""
-        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        """Add codes of the same codec."""
+        self.counts.update(other.counts)
+        self.reserved += other.reserved
 
     @property
     def entropy(self) -> float:
         """Bits of information in a code, if codes are independent of each other."""
-        total = sum(self.counts)
-        return max(0.0, -math.fsum(n / total * math.log2(n / total) for n in self.counts if n)) if total else 0.0
+        counts = [*self.counts.values(), self.reserved]
+        total = sum(counts)
+        return max(0.0, -math.fsum(n / total * math.log2(n / total) for n in counts if n)) if total else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values: ``counts`` of the codes from ``first`` on.
+
+        Without a range they are those in use, at most MOST_CODES about zero, and ``outside`` counts all others.
+        """
+        total, levels = self.counts.total(), self.levels
+        if levels is None:
+            used = [code for code in self.counts if -MOST_CODES // 2 <= code < MOST_CODES // 2]
+            levels = range(min(used, default=0), max(used, default=0) + 1)
+        counts = [self.counts[code] for code in levels]
         return {
-            "total": sum(self.counts),
-            "levels": len(self.counts),
-            "used": sum(count > 0 for count in self.counts),
+            "total": total + self.reserved,
+            "levels": None if self.levels is None else len(levels),
+            "used": len(self.counts),
             "entropy_bits": self.entropy,
-            "first": self.first,
-            "counts": self.counts,
+            "first": levels.start,
+            "counts": counts,
+            "outside": total - sum(counts),
+            "reserved": self.reserved,
         }
+
+
+def _counter(counts: torch.Tensor, first: int) -> Counter[int]:
+    return Counter({first + k: count for k, count in enumerate(counts.tolist()) if count})
 
 
 @dataclass(slots=True)
@@ -124,7 +154,7 @@ class Drawn:
         for what, histogram in other.histograms.items():
             self.histograms.setdefault(what, Histogram()).merge(histogram)
         for key, codes in other.codes.items():
-            self.codes.setdefault(key, Codes(codes.first, [0] * len(codes.counts))).merge(codes)
+            self.codes.setdefault(key, Codes(codes.levels)).merge(codes)
 
     def add(self, what: str, before: torch.Tensor | None, after: torch.Tensor) -> None:
         """Count values of ``what``, a name in CHARTED: the original ones, if known, and the decoded ones."""
@@ -168,15 +198,23 @@ def draw(pieces: Sequence[Piece], parameter: Parameter | None) -> Drawn:
     drawn = Drawn(sum(piece.after.numel() for piece in pieces))
     for piece in pieces:
         drawn.add(piece.role.value, piece.before, piece.after)
-        if codes := piece.codec.codes:
-            key = piece.role.value, codec_name(config_of(piece.codec)), codes.part
-            drawn.merge(Drawn(codes={key: Codes.of(piece.parts[codes.part], codes.lowest, codes.highest)}))
+        for part, codes in _codes(piece):
+            drawn.merge(Drawn(codes={(piece.role.value, codec_kind(config_of(piece.codec)), part): codes}))
     # The update of an element follows from its own moments alone, but for CAME's factored statistics.
     if parameter is not None and parameter.rule is not None and parameter.rule.kind not in _NOT_DRAWN:
         originals = {piece.index: piece.before for piece in pieces if piece.before is not None}
         before = _update(parameter, parameter.rule, originals) if len(originals) == len(pieces) else None
         drawn.add("update", before, _update(parameter, parameter.rule, {piece.index: piece.after for piece in pieces}))
     return drawn
+
+
+def _codes(piece: Piece) -> Iterator[tuple[str, Codes]]:
+    """How often the codes of each part are used, by the name of the part."""
+    if found := piece.codec.codes:
+        yield found.part, Codes.of(piece.parts[found.part], range(found.lowest, found.highest + 1))
+    for name, part in piece.parts.items():
+        if part.dtype == DType.INT32.torch:
+            yield name, Codes.of_symbols(part)
 
 
 def _update(parameter: Parameter, rule: UpdateRule, values: Mapping[int, torch.Tensor]) -> torch.Tensor:

@@ -149,7 +149,7 @@ class Gathered:
 
     def to_json(self) -> dict[str, Any]:
         """The ``distributions`` of the report: plain values. ``errors`` has the keys that ``inspect`` gives it."""
-        kinds = (*CHARTED, "replayed")
+        kinds = (*CHARTED, "replayed", "lattice")
         errors = {what: error_facts(self.totals[what].to_json()) if what in self.totals else None for what in kinds}
         for kind in ("update", "replayed"):
             if (facts := errors[kind]) is not None:

@@ -63,10 +63,25 @@ def test_counts_add_up_wherever_they_are_cut():
 
 
 def test_entropy_of_codes():
-    assert Codes.of(torch.arange(256, dtype=torch.uint8), 0, 255).entropy == 8
-    assert Codes.of(torch.zeros(9, dtype=torch.int8), -127, 127).entropy == 0
-    assert Codes.of(torch.tensor([-1, -1, 1, 1, 1, 1, 0, 0], dtype=torch.int8), -1, 1).entropy == 1.5
-    assert Codes.of(torch.tensor([], dtype=torch.int8), -1, 1).to_json()["entropy_bits"] == 0
+    assert Codes.of(torch.arange(256, dtype=torch.uint8), range(256)).entropy == 8
+    assert Codes.of(torch.zeros(9, dtype=torch.int8), range(-127, 128)).entropy == 0
+    assert Codes.of(torch.tensor([-1, -1, 1, 1, 1, 1, 0, 0], dtype=torch.int8), range(-1, 2)).entropy == 1.5
+    assert Codes.of(torch.tensor([], dtype=torch.int8), range(-1, 2)).to_json()["entropy_bits"] == 0
+
+
+def test_codes_without_a_range_are_counted_where_they_are():
+    """Symbols are zigzag codes, 0 -1 1 -2 2, and -1 for an exact zero."""
+    values = [0, 0, -1, 1, -2, 2, 2, 700, -700]
+    symbols = [2 * q if q >= 0 else -2 * q - 1 for q in values]
+    codes = Codes.of_symbols(torch.tensor([*symbols, -1, -1, -1], dtype=torch.int32))
+    codes.merge(Codes.of_symbols(torch.tensor([4, 2**31 - 1], dtype=torch.int32)))
+    found = codes.to_json()
+    assert (found["total"], found["reserved"], found["outside"], found["used"]) == (14, 3, 3, 8)
+    assert (found["levels"], found["first"], found["counts"]) == (None, -2, [1, 1, 2, 1, 3])
+    shares = [n / 14 for n in (2, 1, 1, 1, 3, 1, 1, 1, 3)]
+    assert found["entropy_bits"] == pytest.approx(-sum(share * math.log2(share) for share in shares))
+    empty = Codes.of_symbols(torch.tensor([], dtype=torch.int32)).to_json()
+    assert (empty["total"], empty["counts"], empty["entropy_bits"]) == (0, [0], 0)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 31, 4096, PER_CHART, PER_CHART + 1, 1 << 20, (1 << 20) + 7, 40_000_001])

@@ -91,20 +91,32 @@ def code_section(distributions: dict[str, Any]) -> str:
     if not rows:
         return ""
     ends = ""
-    if any(row["part"] == "codes" for row in rows):
+    meaning = (
+        "A code that is used as often as any other is worth its 8 bits; the entropy coder saves what is below that."
+        if any(row["levels"] for row in rows)
+        else "Codes count steps, which a budget makes so large that few bits are left."
+    )
+    if any(row["part"] == "codes" and row["levels"] for row in rows):
         ends = " In every group of 32 moments the largest has the last code, which therefore stands out."
     figures = "".join(
         f'<figure data-chart="codes"><figcaption>{text(_part_words(row))}</figcaption>'
         f"{code_usage(row, row['role'], 'residual' if row['part'] == 'rho' else 'code')}"
-        f'<p class="note">{text(row["codec"])}: {row["used"]:,} of {row["levels"]:,} codes used, '
-        f"entropy {number(row['entropy_bits'])} bits of 8</p></figure>"
+        f'<p class="note">{text(row["codec"])}: {text(_usage(row))}</p></figure>'
         for row in rows
     )
     return (
-        f'<section id="codes"><h2>How the codes are used</h2><p class="soft">A code that is used as often as any '
-        f"other is worth its 8 bits; the entropy coder saves what is below that.{ends}</p>"
+        f'<section id="codes"><h2>How the codes are used</h2><p class="soft">{meaning}{ends}</p>'
         f'<div class="charts">{figures}</div></section>'
     )
+
+
+def _usage(row: dict[str, Any]) -> str:
+    """In words, how many codes are in use, and what they are worth."""
+    if row["levels"] is not None:
+        return f"{row['used']:,} of {row['levels']:,} codes used, entropy {number(row['entropy_bits'])} bits of 8"
+    beyond = f", {percent(row['outside'], row['total'])} of the values beyond the chart" if row["outside"] else ""
+    zeros = f", {row['reserved']:,} exact zeros" if row["reserved"] else ""
+    return f"{row['used']:,} codes used, entropy {number(row['entropy_bits'])} bits{beyond}{zeros}"
 
 
 def _part_words(row: dict[str, Any]) -> str:

@@ -8,15 +8,25 @@ from ckpt8.checkpoint.meaning.parameter_names import shown
 from ckpt8.cli.show.html.bars import LogAxis, legend, row
 from ckpt8.cli.show.html.distributions import histograms, sides_legend
 from ckpt8.cli.show.html.sizes import split_largest
+from ckpt8.cli.show.html.steps import Row, markup, step_rows
 from ckpt8.cli.show.html.text import text
+from ckpt8.cli.show.steps import healing_line
 from ckpt8.cli.show.tables import number
 from ckpt8.core.text import counted, differing_line
 from ckpt8.inspecting.manifest_facts import FIGURE_WORDS, ROLE_WORDS
 
 
-def error_section(errors: dict[str, Any], distributions: dict[str, Any], source: dict[str, Any] | None = None) -> str:
-    """The measured errors; ``errors_from`` says on which elements. ``source`` is ``measured_from`` of ``inspect``."""
-    lines = _totals(errors)
+def error_section(
+    errors: dict[str, Any],
+    distributions: dict[str, Any],
+    source: dict[str, Any] | None = None,
+    steps: dict[str, Any] | None = None,
+) -> str:
+    """The measured errors; ``errors_from`` says on which elements.
+
+    ``source`` is ``measured_from`` of ``inspect``, ``steps`` the error in steps of a container under a budget.
+    """
+    lines = markup(_totals(errors, steps))
     body = f"<table><tbody>{lines}</tbody></table>" if lines else "<p>No error was measured.</p>"
     where = f", {source['path']}" if source else ""
     if source and source["differing"]:
@@ -30,11 +40,13 @@ def error_section(errors: dict[str, Any], distributions: dict[str, Any], source:
     )
 
 
-def _totals(errors: dict[str, Any]) -> str:
-    rows: list[tuple[str, tuple[str, ...]]] = []
+def _totals(errors: dict[str, Any], steps: dict[str, Any] | None) -> list[Row]:
+    rows: list[Row] = []
     if weight := errors["weight"]:
         mean = f"mean {number(weight['mean_relative'])}"
         rows.append(("weights", (f"max relative {number(weight['max_relative'])}", mean)))
+    if weight := errors.get("lattice"):
+        rows.append(("weights", (_decibels(weight), f"max error {number(weight['max_distance'])}")))
     noise = {"moment1": ROLE_WORDS["moment1"], "moment2": ROLE_WORDS["moment2"], **FIGURE_WORDS}
     for what, name in noise.items():
         if error := errors[what]:
@@ -46,11 +58,9 @@ def _totals(errors: dict[str, Any]) -> str:
         ("update", (f"unknown for {counted(count, 'parameter')}: {reason}",))
         for reason, count in errors["update_reasons"].items()
     ]
-    # No line break splits a phrase in a span.
-    return "".join(
-        f"<tr><th>{text(name)}</th><td>{', '.join(f'<span>{text(each)}</span>' for each in figures)}</td></tr>"
-        for name, figures in rows
-    )
+    if heals := healing_line(errors["update"], steps):
+        rows.append(("update", tuple(heals.split(": "))))
+    return rows + step_rows(steps)
 
 
 def _decibels(error: dict[str, Any]) -> str:

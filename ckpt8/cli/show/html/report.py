@@ -85,7 +85,7 @@ def page(facts: dict[str, Any], distributions: dict[str, Any], replay: dict[str,
         _tiles(facts, errors),
         _flags(facts),
         size_section(facts, distributions["layers"]),
-        error_section(errors, distributions, facts.get("measured_from")),
+        error_section(errors, distributions, facts.get("measured_from"), facts.get("steps")),
         replay_section(replay),
         value_section(distributions),
         code_section(distributions),
@@ -112,7 +112,7 @@ def _embedded(tree: Any) -> str:
 def _heading(facts: dict[str, Any], name: str) -> str:
     if facts["kind"] == "ckpt8":
         origin = facts["directory"] or ", ".join(member["path"] for member in facts["members"])
-        lines = [f"ckpt8 {facts['format']}, preset {facts['preset']}, written by {facts['writer']}", f"from {origin}"]
+        lines = [f"ckpt8 {facts['format']}, {facts['asked']}, written by {facts['writer']}", f"from {origin}"]
     else:
         lines = [f"{facts['format']}, {facts['tensor_count']:,} tensors in {facts['storages']:,} storages"]
         lines += map(optimizer_line, facts["optimizer"])
@@ -136,6 +136,8 @@ def _tiles(facts: dict[str, Any], errors: dict[str, Any]) -> str:
             ("preset flash, predicted", size(flash["bytes"])),
             ("predicted ratio", f"{flash['ratio']:.2f}x"),
         ]
+    if (steps := facts.get("steps")) is not None and steps["steps"] is not None:
+        tiles += [("error in steps", number(steps["steps"])), ("loss drift to expect", number(steps["drift"]["mean"]))]
     step = f"the {FIGURE_WORDS['replayed']}"
     names = {"update": ("NMSE of the update", "max |Δu|"), "replayed": (f"NMSE of {step}", f"max |Δu| of {step}")}
     for kind, (nmse, largest) in names.items():

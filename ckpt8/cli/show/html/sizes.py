@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt8.cli.show.html.bars import Stack, legend, row, stacks
+from ckpt8.cli.show.html.steps import predictions
 from ckpt8.cli.show.html.text import text
 from ckpt8.cli.show.tables import codec_text
 from ckpt8.core.text import percent, size
@@ -32,6 +33,7 @@ def size_section(facts: dict[str, Any], layers: list[dict[str, Any]]) -> str:
     )
     return (
         f'<section id="sizes"><h2>Where the bytes are</h2>{note}{colours}{_totals(facts)}'
+        f"{'' if is_compressed else predictions(facts)}"
         f'<h3>By role</h3><div id="roles">{_by_role(facts)}</div>'
         f'<h3>By layer</h3><div id="layers">{_by_layer(layers, is_compressed=is_compressed)}</div></section>'
     )
@@ -61,12 +63,13 @@ def _totals(facts: dict[str, Any]) -> str:
         overhead = facts["overhead_bytes"]
         stack = [*_segments(stored_bytes, full_bar), (_NO_ROLE, overhead / full_bar, f"container: {size(overhead)}")]
         figures = f"{size(facts['stored_bytes'])} <small>{facts['ratio']:.2f}x</small>"
-        rows.append(row(f"preset {text(facts['preset'])}", stacks([stack]), figures))
+        rows.append(row(text(facts["asked"]), stacks([stack]), figures))
     else:
         for preset, predicted in facts["predicted"].items():
             stack = [(_NO_ROLE, predicted["bytes"] / full_bar, f"predicted: {size(predicted['bytes'])}")]
             figures = f"{size(predicted['bytes'])} <small>{predicted['ratio']:.2f}x</small>"
-            rows.append(row(f"preset {text(preset)}, predicted", stacks([stack]), figures))
+            name = preset if preset.startswith("budget ") else f"preset {preset}"
+            rows.append(row(f"{text(name)}, predicted", stacks([stack]), figures))
     return "".join(rows)
 
 
