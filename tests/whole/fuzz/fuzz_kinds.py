@@ -113,6 +113,8 @@ def kinds() -> tuple[Kind, ...]:
         run = run_of(torch.optim.AdamW)
         add("file", run)
         add("compact", run_of(torch.optim.AdamW, amsgrad=True), preset="compact")
+        add("budget", run_of(torch.optim.AdamW), budget=1)
+        add("budget of masters", mixed(), budget=7)
         add("legacy", run, save={"_use_new_zipfile_serialization": False})
         add("lossless", objects()["typed"], preset="lossless")
         add("objects", objects()["objects"])
@@ -131,5 +133,5 @@ def kinds() -> tuple[Kind, ...]:
             source = FIXTURES / "inputs" / f"{path.name.partition('.')[0]}.pt"
             packed.write_bytes(path.read_bytes())
             keep(path.stem, source.read_bytes() if source.exists() else None)
-    assert {unpack(kind.content)[2]["version"] for kind in found} >= {"1.0", "1.1", "1.2", "1.3"}
+    assert {unpack(kind.content)[2]["version"] for kind in found} >= {"1.0", "1.1", "1.2", "1.3", "1.4"}
     return tuple(found)

@@ -8,44 +8,16 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import random
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ckpt8.core.tensors import DType
+from fuzz_grammar import CHOICES, HUGE, LISTS, MODES, NAMES, NUMBERS, OTHERS, PATHS, REFERENCES, TABLES
 
 Manifest = dict[str, Any]
 Entries = dict[str, bytes]
 Slot = tuple[Any, Any]  # a container of JSON and the key or index of a field in it
-
-HUGE = 10**400
-NUMBERS: tuple[Any, ...] = (
-    -1, 0, 1, 2, 3, 7, 31, 32, 33, 63, 64, 255, 256, 2**20 - 1, 2**20, 2**20 + 1, 2**24, 2**31 - 1, 2**31, 2**32,
-    2**53, 2**53 + 1, 2**62 - 1, 2**62, 2**63 - 1, 2**63, 2**64, HUGE, -HUGE, 0.0, -0.0, 0.5, 1.0, 2.0, 1e308, 5e-324,
-    math.nan, math.inf, -math.inf,
-)  # fmt: skip
-OTHERS: tuple[Any, ...] = (None, True, False, "", "1", "x", [], [1], [[]], {}, {"id": 1}, [None], "\ud800")
-PATHS = (
-    "", ".", "..", "../x", "a/../b", "/x", "x/", "//x", "a//b", "a\0b", "x" * 255, "x" * 256, "x" * 4097,
-    "a/" * 255 + "x", "a/" * 300 + "x", "é", "e\u0301", "a\nb", "a\\b", "-o", "~", "[bold]x", "\x1b[2J", "\ud800",
-    "model.safetensors", "model.safetensors/x", "optimizer.pt", ".metadata", "x:y", "con", "\u202ex", ".ckpt8", "%s{}",
-)  # fmt: skip
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "role": ("weight", "moment1", "moment2", "other", "Weight", ""),
-    "format": ("torch-zip", "torch-legacy", "safetensors", "dcp", "file", "symlink", "directory", "tar", ""),
-    "dtype": (*(dtype.label for dtype in DType), "torch.float32", "FloatStorage", "int3", ""),
-    "version": ("1.0", "1.1", "1.2", "1.3", "1.99", "2.0", "0.9", "1", "", "1.0.0", "1.\u0664"),
-    "preset": ("flash", "compact", "lossless", "x", "", "[red]", "x" * 5000),
-    "flags": ([], ["conj"], ["neg"], ["conj", "neg"], ["neg"] * 9, ["x"], [[]], [1]),
-    "rules": ([], ["*=lossless"], ["x"], [1], [["a"]], ["[red]" * 99]),
-    "kind": ("adam", "stable_adamw", "came", "momentum", "lion", "", None, 1),
-    "id": ("lossless/1", "split24/1", "split32/1", "companded8/1", "reference/1", "lossless/2", "x", "", None, 1, []),
-}
-_NAMES = ("name", "path", "directory", "writer", "reason")
-_LISTS = ("storages", "tensors", "parameters", "members")
-_TABLES = ("member_table", "tensor_table")  # records by column, where small storages share entries
 
 
 def _lists(tree: Any) -> Iterator[list[Any]]:
@@ -60,10 +32,10 @@ def _lists(tree: Any) -> Iterator[list[Any]]:
 
 def _records(manifest: Manifest) -> list[tuple[str, dict[str, Any]]]:
     """Every record of the four lists, and every table, with its name. The manifest may be edited already."""
-    tables = [(name, manifest[name]) for name in _TABLES if isinstance(manifest.get(name), dict) and manifest[name]]
+    tables = [(name, manifest[name]) for name in TABLES if isinstance(manifest.get(name), dict) and manifest[name]]
     return tables + [
         (name, record)
-        for name in _LISTS
+        for name in LISTS
         for record in (manifest.get(name) if isinstance(manifest.get(name), list) else [])
         if isinstance(record, dict)
     ]
@@ -82,7 +54,7 @@ def _fields(tree: Any, key: str = "") -> Iterator[tuple[str, Slot]]:
 def _pick(rng: random.Random, manifest: Manifest) -> tuple[str, Slot] | None:
     """A field of a record: its kind and its place. Lists, and the fields of a record, are chosen evenly."""
     if rng.random() < 0.1:
-        kind, slot = rng.choice(list(_fields({k: v for k, v in manifest.items() if k not in _LISTS + _TABLES})))
+        kind, slot = rng.choice(list(_fields({k: v for k, v in manifest.items() if k not in LISTS + TABLES})))
         return kind, (manifest, kind) if kind in manifest else slot
     by_list: dict[str, list[dict[str, Any]]] = {}
     for name, record in _records(manifest):
@@ -124,16 +96,16 @@ def edit_field(rng: random.Random, manifest: Manifest) -> None:
         del place[key]
     elif dice < 0.14:
         place[key] = copy.deepcopy(rng.choice(OTHERS))
-    elif kind in ("storage", "skeleton") or kind in ("moment1", "moment2", "max_moment2"):
+    elif kind in REFERENCES and not isinstance(old, float):
         place[key] = _index(rng, manifest)
     elif kind in ("segments", "crc_fields", "runs") and type(old) is int:
         is_index = key == (0 if kind == "runs" else 1)
         place[key] = _index(rng, manifest) if is_index else _count(rng, old)
     elif isinstance(old, dict) and old.keys() & {"all", "from"}:
         place[key] = rng.choice(({"all": rng.choice(OTHERS)}, {"from": rng.choice(NUMBERS)}, {"all": 1, "from": 1}, []))
-    elif kind in _CHOICES and not isinstance(old, list | dict):
-        place[key] = copy.deepcopy(rng.choice(_CHOICES[kind]))
-    elif kind in _NAMES and not isinstance(old, list):
+    elif kind in CHOICES and not isinstance(old, list | dict):
+        place[key] = copy.deepcopy(rng.choice(CHOICES[kind]))
+    elif kind in NAMES and not isinstance(old, list):
         place[key] = rng.choice(PATHS if rng.random() < 0.7 else _names(manifest) or PATHS)
     elif isinstance(old, dict) and old and rng.random() < 0.5:
         first, second = rng.choice(list(old)), rng.choice(list(old))
@@ -174,7 +146,7 @@ def _edit_list(rng: random.Random, found: list[Any], new: Any = None) -> None:
 
 def edit_record(rng: random.Random, manifest: Manifest) -> None:
     """Records, entries of one, or elements of its lists dropped, doubled, swapped or moved."""
-    name = rng.choice(_LISTS)
+    name = rng.choice(LISTS)
     if isinstance(manifest.get(name), list) and rng.random() < 0.5:
         _edit_list(rng, manifest[name], {})
         return
@@ -191,9 +163,12 @@ def edit_reference(rng: random.Random, manifest: Manifest) -> None:
     if how == 0:
         number = storages[a].get("numel")
         run = [rng.choice((a, b, None)), rng.choice((0, 0, 1, 2**15)), number]
-        storages[a]["codec"] = {"id": "reference/1", "runs": [run] * rng.choice((1, 1, 1, 2, 3000))}
+        storages[a]["codec"] = {
+            "id": rng.choice(("reference/1", "reference/2")),
+            "runs": [run] * rng.choice((1, 1, 1, 2, 3000)),
+        }
         storages[a]["parts"] = {}
-        storages[a]["dtype"] = rng.choice(("bfloat16", storages[a].get("dtype")))
+        storages[a]["dtype"] = rng.choice(("bfloat16", "float16", storages[a].get("dtype")))
     elif how == 1:
         for key in rng.sample(("codec", "parts", "dtype", "numel", "role", "error", "name", "reason"), 2):
             storages[a][key], storages[b][key] = storages[b].get(key), storages[a].get(key)
@@ -220,6 +195,16 @@ def _swap_segments(rng: random.Random, manifest: Manifest) -> None:
         a[1], b[1] = b[1], a[1]
 
 
+def edit_modes(rng: random.Random, manifest: Manifest) -> None:
+    """Symbols packed in another way, which the frames may hold."""
+    parts = [each["parts"] for _, each in _records(manifest) if isinstance(each.get("parts"), dict)]
+    tables = [table for each in parts for table in each.values() if isinstance(table, dict) and "modes" in table]
+    if tables:
+        modes = rng.choice(tables)["modes"]
+        if isinstance(modes, list) and modes:
+            modes[rng.randrange(len(modes))] = copy.deepcopy(rng.choice(MODES))
+
+
 def edit_view(rng: random.Random, manifest: Manifest) -> None:
     """A tensor gets a shape, strides, an offset and a type that belong together, or nearly so."""
     tensors = [record for name, record in _records(manifest) if name == "tensors"]
@@ -232,7 +217,7 @@ def edit_view(rng: random.Random, manifest: Manifest) -> None:
     if rng.random() < 0.3:
         record["offset"] = rng.choice((0, 1, number))
     if rng.random() < 0.3:
-        record["dtype"] = rng.choice(_CHOICES["dtype"])
+        record["dtype"] = rng.choice(CHOICES["dtype"])
 
 
 def renumber(rng: random.Random, manifest: Manifest) -> None:
@@ -245,10 +230,15 @@ def renumber(rng: random.Random, manifest: Manifest) -> None:
         record["codec"]["runs"] = [[new.get(run[0]), *run[1:]] for run in record["codec"].get("runs", [])]
         if not record["codec"]["runs"]:
             del record["codec"]["runs"]
+        if "second" in record["codec"]:
+            record["codec"]["second"] = new[record["codec"]["second"]]
     for tensor in manifest["tensors"]:
         tensor["storage"] = new[tensor["storage"]]
     for parameter in manifest["parameters"]:
         parameter["moments"] = {slot: new[index] for slot, index in parameter["moments"].items()}
+        steps = parameter.get("steps") or {}
+        if steps.get("weight_storage") is not None:
+            steps["weight_storage"] = new[steps["weight_storage"]]
     for member in manifest["members"]:
         member["skeleton"] = new[member["skeleton"]]
         for key in ("segments", "crc_fields"):
@@ -284,7 +274,7 @@ def _edit_frames(rng: random.Random, manifest: Manifest, entries: Entries) -> No
 
 
 _EDITS: tuple[Callable[[random.Random, Manifest], None], ...] = (
-    edit_field, edit_field, edit_field, edit_record, edit_record, edit_reference, edit_view,
+    edit_field, edit_field, edit_field, edit_record, edit_record, edit_reference, edit_view, edit_modes,
 )  # fmt: skip
 
 

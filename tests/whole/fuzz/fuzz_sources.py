@@ -72,7 +72,7 @@ def mutate(rng: random.Random) -> bytes | Tree:
 
 def run(path: Path, rng: random.Random, _: object) -> bool:
     """There and back; whether the source was read."""
-    preset = rng.choice(("lossless", "lossless", "flash", "compact"))
+    preset = rng.choice(("lossless", "lossless", "flash", "compact", "archive"))
     folder = path.parent / "out"
     folder.mkdir()
     try:
