@@ -1,0 +1,95 @@
+"""Symbols on their way to a container: a packed chunk holds bytes, alike on every backend and with any threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from budget_kit import run_of
+from test_damage import unpack
+
+import ckpt8
+from ckpt8.checkpoint.sources.opening import open_source
+from ckpt8.compressing.bundle_plan import plan_bundle
+from ckpt8.compressing.chunk_encoder import ChunkEncoder, store
+from ckpt8.compressing.policy import Policy
+from ckpt8.container import layout, symbols
+from ckpt8.core import backend
+from ckpt8.core.workers import Workers
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    path = tmp_path_factory.mktemp("packed") / "run.pt"
+    torch.save(run_of([(1100, 1000), (70, 64)]), path)
+    return path
+
+
+def test_a_packed_chunk_holds_planes_of_bytes(source):
+    """As in a save in the background, which holds all of them: no more than the planes that zstd will get."""
+    with open_source(source) as bundle, Workers(2) as workers:
+        plan = plan_bundle(bundle, Policy.of(budget=1))
+        encoder = ChunkEncoder(bundle, measure=False)
+        work = [
+            (unit, chunk)
+            for unit in plan.units
+            for chunk in range(layout.chunk_count(unit.numel))
+            if len(unit.streams) > 1
+        ]
+        packed = list(encoder.packed(work, workers))
+        elements = held = 0
+        for (unit, number), chunk in zip(work, packed, strict=True):
+            for stream, parts, packings in zip(unit.streams, chunk.parts, chunk.packings, strict=True):
+                expected = stream.codec.layout(stream.chunk_spec(number))
+                assert set(packings) == {"codes"}
+                assert expected["codes"].is_symbols
+                assert all(part.dtype != torch.int32 for part in parts.values())
+                assert len(parts["codes"]) == sum(packings["codes"].plane_lengths)
+                elements += expected["codes"].numel
+                held += len(parts["codes"])
+        assert elements > 3_000_000
+        assert held < 1.5 * elements
+        stored = [store(chunk) for chunk in packed]
+        assert [list(each.packings) for each in stored] == [list(each.packings) for each in packed]
+
+
+def test_symbols_are_packed_before_anything_copies_them(source, monkeypatch):
+    """Where a GPU encodes, only planes cross the bus: a chunk is packed on the device of its tensors."""
+    seen = []
+    pack = symbols.pack
+    monkeypatch.setattr(symbols, "pack", lambda x, asked: seen.append(x.device.type) or pack(x, asked))
+    with open_source(source) as bundle:
+        plan = plan_bundle(bundle, Policy.of(budget=1))
+        unit = next(unit for unit in plan.units if len(unit.streams) == 3)
+        encoder = ChunkEncoder(bundle, measure=False)
+        found = encoder.pack((unit, 0))
+    assert seen == ["cpu"] * 3
+    assert {part.dtype for parts in found.parts for part in parts.values()} == {torch.uint8, torch.int16}
+
+
+def entries(path):
+    """All frames, and what the manifest says of decoding them: figures of errors are sums in another order."""
+    _, found, manifest = unpack(path.read_bytes())
+    return found, [(each["name"], each["codec"], each["parts"]) for each in manifest["storages"]]
+
+
+def test_backends_and_threads_do_not_show_in_the_frames(source, tmp_path, monkeypatch):
+    written = []
+    for least, threads in ((0, 1), (0, 2), (1 << 60, 2)):
+        monkeypatch.setattr(backend, "LEAST_FOR_NUMBA", least)
+        ckpt8.compress(source, tmp_path / "x.ckpt8", preset="archive", threads=threads, force=True)
+        written.append(entries(tmp_path / "x.ckpt8"))
+    assert all(each == written[0] for each in written)
+    back = ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "x.pt").read_bytes()
+    monkeypatch.setattr(backend, "LEAST_FOR_NUMBA", 0)
+    assert ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "y.pt").read_bytes() == back
+
+
+def test_a_background_save_writes_the_same_file(source, tmp_path):
+    tree, written = torch.load(source), []
+    for name, options in (("a", {}), ("b", {"background": True})):
+        (tmp_path / name).mkdir()
+        saved = ckpt8.save(tree, tmp_path / name / "x.ckpt8", preset="archive", **options)
+        if options:
+            saved.result()
+        written.append((tmp_path / name / "x.ckpt8").read_bytes())
+    assert written[0] == written[1]
