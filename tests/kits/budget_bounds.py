@@ -23,10 +23,17 @@ def check_moment2(x, y, config, ulp):
     assert ((bits[1] - bits[0]).abs()[x > 0] <= config["S"] // 2 + 1 + int(ulp * 2**23)).all()
 
 
-def check_moment1(x, y, second, config, ulp):
-    """In steps of the second moments: an update within half of u_max. ``second`` are these, before and after."""
-    u, again = (
-        m / config["bias1"] / (v.sqrt() / config["root_bias2"] + config["eps"])
-        for m, v in zip((x, y), second, strict=True)
-    )
+def adam_divisor(v, config):
+    """What the rule of Adam divides first moments by."""
+    return config["bias1"] * (v.sqrt() / config["root_bias2"] + config["eps"])
+
+
+def came_divisor(row, column):
+    """The same of CAME, from its factored confidence."""
+    return (row / row.mean()).sqrt()[:, None] * column.sqrt()[None]
+
+
+def check_moment1(x, y, divisors, config, ulp):
+    """In steps of the divisor of the rule, before and after: an update within half of u_max."""
+    u, again = (m / divisor for m, divisor in zip((x, y), divisors, strict=True))
     assert ((again - u).abs() <= config["u_max"] / 2 * (1 + 1e-6) + again.abs() * ulp).all()

@@ -177,6 +177,19 @@ CHECKS = {
 }
 
 
+def _divisors(found, path, tensor, config):
+    """What the update of a first moment divides by, before and after; ``found`` are storages by path."""
+
+    def sides(*keys):
+        name = next(name for key in keys if (name := (*path[:-1], key)) in found)
+        return [_as_float(each, tensor.dtype) for each in found[name]]
+
+    if isinstance(config["second"], list):
+        pairs = zip(sides("exp_avg_res_row"), sides("exp_avg_res_col"), strict=True)
+        return [budget_bounds.came_divisor(*pair).flatten() for pair in pairs]
+    return [budget_bounds.adam_divisor(v, config) for v in sides("max_exp_avg_sq", "exp_avg_sq")]
+
+
 def _check_values(comparison, preset, container):
     """Storages are bit-equal, or of a kind that the preset may change and within its bounds. How many changed."""
     with ckpt8.open(container) as file:
@@ -208,9 +221,7 @@ def _check_values(comparison, preset, container):
         elif config["id"] == "rclog/1":
             budget_bounds.check_moment2(x, y, config, ulp)
         elif config["id"] == "vscaled/1":
-            names = ((*path[:-1], key) for key in ("max_exp_avg_sq", "exp_avg_sq"))
-            seconds = next(found[name] for name in names if name in found)
-            budget_bounds.check_moment1(x, y, [_as_float(each, a.dtype) for each in seconds], config, ulp)
+            budget_bounds.check_moment1(x, y, _divisors(found, path, a, config), config, ulp)
         else:
             (check or _check_weight)(x, y)
     return len(changed)
