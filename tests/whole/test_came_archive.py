@@ -268,13 +268,23 @@ def test_every_range_is_a_piece_of_the_whole():
     np.testing.assert_allclose(whole.double(), expected, rtol=2e-7)
 
 
-def test_the_sum_is_exact():
-    """In any order that rounds, the small ones would be lost."""
+@pytest.mark.parametrize("matrices", [1, 9])
+def test_the_sum_is_exact(matrices):
+    """In any order that rounds, the small ones would be lost. Few rows of many matrices are summed together."""
     rows = torch.tensor([1e30, 1.0, -1e30, 3.0])
-    assert expand(Factors(0, 1, 4, 1), rows, torch.ones(1), 1, 1).item() == 1.0
-    assert expand(Factors(0, 1, 4, 1), rows.flip(0), torch.ones(1), 2, 1).item() == 1.0
+    for given in (rows, rows.flip(0), rows[[0, 2, 1, 3]]):
+        all_rows = torch.rand(matrices, 4)
+        all_rows[-1] = given
+        found = expand(Factors(0, 1, 4, 1), all_rows.flatten(), torch.ones(matrices), 0, 4 * matrices)
+        assert torch.equal(found.view(-1, 4)[-1], given)
+        means = torch.tensor([math.fsum(each) for each in all_rows.tolist()], dtype=torch.float64) / 4
+        assert torch.equal(found.view(-1, 4), (all_rows.double() / means[:, None]).float())
 
 
 def test_sums_that_are_none_leave_the_elements_undefined():
     for rows in ([math.inf, -math.inf], [math.nan, 1.0], [0.0, 0.0]):
-        assert expand(Factors(0, 1, 2, 3), torch.tensor(rows), torch.ones(3), 0, 6).isnan().all()
+        for matrices in (1, 9):
+            found = expand(
+                Factors(0, 1, 2, 3), torch.tensor(rows * matrices), torch.ones(3 * matrices), 0, 6 * matrices
+            )
+            assert bool(found.isnan().all())
