@@ -218,15 +218,22 @@ class ContainerReader(Closing):
 
     def companions(self, storage: int, chunk: int) -> Companions:
         """The decoded chunks of other storages that the codec of a chunk needs. Raises InputError for damage there."""
-        codec, first, numel = self.codec(storage), chunk * layout.FRAME, self.chunk_spec(storage, chunk).numel
-        found = {name: self.read_chunk(other, chunk).float() for name, other in codec.companion_storages.items()}
-        for name, factors in codec.factored.items():
-            from ckpt8.codecs.factored import expand
+        needed = self.codec(storage).companion_storages
+        found = {name: self.read_chunk(other, chunk).float() for name, other in needed.items()}
+        return found | self.expanded(storage, chunk)
 
-            found[name] = expand(
-                factors, self.read_chunk(factors.rows, 0), self.read_chunk(factors.columns, 0), first, numel
-            )
-        return found
+    def expanded(self, storage: int, chunk: int) -> Parts:
+        """The companions of a chunk that row and column statistics give, in fp32. Raises InputError for damage."""
+        factored = self.codec(storage).factored
+        if not factored:
+            return {}
+        from ckpt8.codecs.factored import expand
+
+        first, numel = chunk * layout.FRAME, self.chunk_spec(storage, chunk).numel
+        return {
+            name: expand(each, self.read_chunk(each.rows, 0), self.read_chunk(each.columns, 0), first, numel)
+            for name, each in factored.items()
+        }
 
     def read_chunk(self, storage: int, chunk: int) -> torch.Tensor:
         """One decoded chunk as a new flat CPU tensor. Raises InputError for damage."""

@@ -15,7 +15,8 @@ pytest.importorskip("triton", minversion="3.6")
 pytest.importorskip("numpy")
 
 
-FILES = pytest.mark.parametrize("file", ["parity.py", "archive_parity.py", "fused.py", "switchback.py"])
+CODECS = ["parity.py", "archive_parity.py", "archive_hostile_parity.py"]
+FILES = pytest.mark.parametrize("file", [*CODECS, "fused.py", "switchback.py"])
 
 
 def run(file: str, interpret: str, *under: str, backend: str = "triton", cases: str = "slow or not slow") -> None:
@@ -43,12 +44,12 @@ def test_the_interpreter_agrees_with_the_reference(file):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["parity.py", "switchback.py"])
+@pytest.mark.parametrize("file", ["parity.py", "archive_hostile_parity.py", "switchback.py"])
 def test_the_interpreter_agrees_in_the_other_cases(file):
     run(file, "1", cases="slow")
 
 
-@pytest.mark.parametrize("file", ["parity.py", "archive_parity.py"])
+@pytest.mark.parametrize("file", CODECS)
 def test_numba_agrees_with_the_reference(file):
     pytest.importorskip("numba", reason="numba is not installed")
     run(file, "0", backend="numba")

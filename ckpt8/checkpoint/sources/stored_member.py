@@ -139,13 +139,17 @@ def _load_named(checkpoint: OpenCheckpoint, file: MemberFile, map_location: Any)
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """The parts of a chunk whose first element has the index ``first``, and the chunks of its companions by field."""
+    """The parts of a chunk whose first element has the index ``first``, and its companions by field.
+
+    These are chunks, or decoded where they are ``expanded`` from statistics.
+    """
 
     codec: Codec
     spec: TensorSpec
     first: int
     parts: Parts
     companions: Mapping[str, EncodedChunk]
+    expanded: Parts
 
 
 class StoredParts:
@@ -204,4 +208,4 @@ class StoredParts:
         codec = self._reader.codec(index)
         companions = {name: self._read(other, chunk) for name, other in codec.companion_storages.items()}
         spec, parts = self._reader.chunk_spec(index, chunk), self._reader.read_parts(index, chunk)
-        return EncodedChunk(codec, spec, chunk * FRAME, parts, companions)
+        return EncodedChunk(codec, spec, chunk * FRAME, parts, companions, self._reader.expanded(index, chunk))

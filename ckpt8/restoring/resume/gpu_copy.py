@@ -46,8 +46,9 @@ class DeviceCopy:
 
 def _decode(chunk: EncodedChunk, lane: _Lane) -> torch.Tensor:
     """The elements of a chunk on the device, its companions decoded there as well."""
-    needed = {name: _decode(other, lane).float() for name, other in chunk.companions.items()}
-    return chunk.codec.decode(lane.send(chunk.parts), chunk.spec, first=chunk.first, companions=needed)
+    decoded = {name: _decode(other, lane).float() for name, other in chunk.companions.items()}
+    parts, expanded = lane.send(chunk.parts, chunk.expanded)
+    return chunk.codec.decode(parts, chunk.spec, first=chunk.first, companions=decoded | expanded)
 
 
 class _Lane:
@@ -58,16 +59,16 @@ class _Lane:
         self._buffers = PinnedBuffers(transfer.pinned)
         self._busy: deque[tuple[torch.Tensor, Mark]] = deque()
 
-    def send(self, parts: Parts) -> Parts:
+    def send(self, *parts: Parts) -> list[Parts]:
         """Upload the parts. The device can use them in everything that it computes from now on."""
         if len(self._busy) == _BUFFERS:
             buffer, mark = self._busy.popleft()
             mark.synchronize()
             self._buffers.give(buffer)
-        total = row_bytes([parts])
+        total = row_bytes(parts)
         buffer = self._buffers.take(total)
-        copy_to_row([parts], buffer)
+        copy_to_row(parts, buffer)
         there, mark = self.transfer.upload(buffer[:total])
         self._busy.append((buffer, mark))
         self.transfer.receive(there, mark)
-        return row_views([parts], there)[0]
+        return row_views(parts, there)
