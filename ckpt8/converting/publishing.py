@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from ckpt8.codecs.error_stats import LatticeError, read_error
@@ -28,6 +29,7 @@ def weights_snr(source: Path, member: str | None) -> tuple[float | None, str | N
     with ContainerReader(source) as reader:
         members = [each for each in reader.manifest.members if member is None or _is_in(each.path, member)]
         storages = {index for each in members for _, index in each.segments}
+        storages |= _masters(reader, storages)
         total = LatticeError()
         for index in sorted(storages):
             if reader.codec(index).measured_as != "noise":
@@ -41,6 +43,12 @@ def weights_snr(source: Path, member: str | None) -> tuple[float | None, str | N
         snr,
         None if snr is None or snr >= _GOOD_ENOUGH else f"{source}: keeps its weights to {snr:.1f} dB, {_ADVICE}",
     )
+
+
+def _masters(reader: ContainerReader, storages: Iterable[int]) -> set[int]:
+    """The storages that copies among ``storages`` are rounded from."""
+    copies = (reader.codec(index).copied for index in storages)
+    return {run.storage for each in copies if each is not None for run in each.runs if run.storage is not None}
 
 
 def _is_in(path: str, member: str) -> bool:

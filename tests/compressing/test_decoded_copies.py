@@ -6,10 +6,12 @@ import pytest
 import torch
 from reference_kit import LAYOUTS, MATRICES, SHAPES, VECTORS, adamw, codecs, copies, masters
 from test_damage import pack, unpack
+from test_gpu_encoder import Deferred
 
 import ckpt8
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.rounded_copy import LatticeReference, Run, round_to
+from ckpt8.compressing import gpu_encoder as device_encoder
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.tensors import DType, Role, TensorSpec
@@ -157,6 +159,32 @@ def test_damage_of_a_master_is_told_of_its_copy_and_salvaged(tmp_path):
         file.get_tensor("model.embed.weight")
     found = ckpt8.restore(path, tmp_path / "back.pt", salvage=True)
     assert {lost.name for lost in found.lost} == {"model.embed.weight", "optimizer.state.0.master_param"}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_device_path(dtype, tmp_path, monkeypatch):
+    """A stand-in for a GPU, see test_gpu_encoder: the same bytes."""
+    Deferred.made, Deferred.marks = [], {}
+    _, path = written(tree_of("flat groups", dtype, masters()), tmp_path)
+    monkeypatch.setattr(device_encoder, "CudaTransfer", Deferred)
+    monkeypatch.setattr("ckpt8.compressing.compress.requested", lambda device: torch.device("cpu") if device else None)
+    ckpt8.compress(tmp_path / "run.pt", tmp_path / "other.ckpt8", preset="archive", device="cuda")
+    assert path.read_bytes() == (tmp_path / "other.ckpt8").read_bytes()
+    assert Deferred.made
+
+
+def test_a_live_model_takes_its_copies(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(128, 300), torch.nn.Linear(300, 100)).bfloat16()
+    weights = {name: p.detach().float() + torch.randn(p.shape) * 1e-5 for name, p in model.named_parameters()}
+    tree = {"model": {name: w.bfloat16() for name, w in weights.items()}}
+    tree["optimizer"] = adamw(list(weights.values()), master_param=weights.values())
+    manifest, path = written(tree, tmp_path)
+    assert codecs(manifest)["model.0.weight"] == ("reference/2", None)
+    ckpt8.resume(path, model=model)
+    kept = ckpt8.load(path)["optimizer"]["state"]
+    for k, (name, w) in enumerate(model.state_dict().items()):
+        assert same(w, kept[k]["master_param"].bfloat16())
+        assert same(w, tree["model"][name]) == name.endswith("bias")
 
 
 # The codec

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from converting_kit import checkpoint
+from reference_kit import adamw, masters, rounded
 
 import ckpt8
 
@@ -107,3 +108,18 @@ def test_a_member_answers_for_itself(packed, tmp_path):
     }
     assert converted["ema.pt"].warning is None
     assert converted["run.pt"].weights_snr == pytest.approx(snr(packed, "archive"), abs=3)
+
+
+def test_copies_are_as_good_as_their_masters_in_another_member(tmp_path):
+    weights = masters()
+    root = tmp_path / "run"
+    root.mkdir()
+    torch.save(rounded(weights), root / "model.pt")
+    torch.save(adamw(list(weights.values()), master_param=weights.values()), root / "optimizer.pt")
+    ckpt8.compress(root, preset="archive")
+    report = ckpt8.convert(tmp_path / "run.ckpt8", tmp_path / "x.safetensors", member="model.pt")
+    with ckpt8.open(tmp_path / "run.ckpt8") as file:
+        assert file.stats("model.pt:embed.weight")["codec"] == "reference/2"
+        least = file.stats("optimizer.pt:state.0.master_param")["error"]["snr_db"]
+    assert report.weights_snr == pytest.approx(least, abs=3)
+    assert report.warning is not None
