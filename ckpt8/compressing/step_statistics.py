@@ -30,31 +30,30 @@ _PER_WINDOW = 1 << 16
 _GOLDEN = 0x9E3779B97F4A7C15
 """2^64 times the golden ratio: windows begin at places that no row length divides."""
 
-_SHIFT, _BINS = 19, 1 << 12
-"""Exponent and four bits of the mantissa of an fp32 number choose its bin."""
+_SHIFT, _BINS, _INFINITE = 19, 1 << 12, 255 << 4
+"""Exponent and four bits of the mantissa of an fp32 number choose its bin; that of Inf is the first with no number."""
 
 Power = Literal["value", "square", "root"]
 
 
 class Spread:
-    """How the magnitudes of one or more tensors of ``numel`` elements are spread: ``counts`` of a sample by bin."""
+    """How the magnitudes of one or more tensors of ``numel`` elements are spread: ``counts`` of a sample by bin.
+
+    NaN and Inf count for nothing; ``is_finite`` says whether the sample holds neither.
+    """
 
     def __init__(self, numel: int, counts: torch.Tensor) -> None:
         self.numel = numel
-        present = counts.nonzero().flatten()
+        present = counts[:_INFINITE].nonzero().flatten()
+        self.is_finite = not counts[_INFINITE:].any()
         self._counts = list(zip(present.tolist(), counts[present].tolist(), strict=True))
         self._sampled = sum(count for _, count in self._counts)
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the sample holds neither NaN nor Inf."""
-        return not self._counts or self._counts[-1][0] < _BINS - 16
 
     def total(self, power: Power) -> float:
         """The sum of a power of the magnitudes over all elements, as the sample tells it."""
         of = _powers(power)
         found = math.fsum(of[bin_] * count for bin_, count in self._counts)
-        return found if self._sampled == self.numel else found * self.numel / self._sampled
+        return found if self._sampled in (0, self.numel) else found * self.numel / self._sampled
 
     def mean(self, power: Power) -> float:
         """The mean of a power of the magnitudes; 0 without elements."""

@@ -223,6 +223,28 @@ def spoiled(name):
     return tree
 
 
+def test_an_average_takes_the_step_of_its_weight_and_a_salt_of_its_own(tmp_path):
+    tree = trained()
+    tree["ema"] = {name: 0.99 * w for name, w in tree["model"].items()}
+    storages, path = compressed(tree, tmp_path)
+    for k in (0, 1):
+        weight, average = (storages[f"{model}.{k}.weight"].codec for model in ("model", "ema"))
+        assert (average["id"], average["k"]) == ("lattice/1", weight["k"])
+        assert average["salt"] != weight["salt"]
+        off = ckpt8.load(path)["ema"][f"{k}.weight"] - tree["ema"][f"{k}.weight"]
+        assert 0 < float(off.abs().max()) <= 2 ** (average["k"] / 4) * 0.5001
+    ruled, _ = compressed(tree, tmp_path, rules=["ema.0.*=lossless"])
+    assert ids(ruled)["ema.0.weight"] == "lossless/1"
+
+
+def test_an_exact_tensor_with_nan_does_not_spoil_the_sums_of_the_others(tmp_path):
+    tree = trained()
+    k = compressed(tree, tmp_path)[0]["model.0.weight"].codec["k"]
+    tree["optimizer"]["state"][1]["exp_avg"][5] = math.nan
+    storages, _ = compressed(tree, tmp_path)
+    assert abs(storages["model.0.weight"].codec["k"] - k) <= 1
+
+
 STATE = {"optimizer.state.2.exp_avg", "optimizer.state.2.exp_avg_sq"}
 FALLS = {"weight": {"model.1.weight"}, "exp_avg": STATE, "exp_avg_sq": STATE}
 
