@@ -1,0 +1,276 @@
+"""Files under a budget, from end to end: what reports state against float64 sums over the two checkpoints alone."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from members_kit import pack, unpack
+from torch import nn
+
+import ckpt8
+from ckpt8.core.errors import CheckFailedError
+from ckpt8.inspecting import expected_drift as expected
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
+from ckpt8.inspecting.container import inspect_container
+
+BETAS = (0.9, 0.95)
+STEPS = 12
+
+
+def adamw(parameters, **options):
+    return torch.optim.AdamW(parameters, 1e-3, betas=BETAS, **options)
+
+
+def stable_adamw(parameters):
+    optimi = pytest.importorskip("optimi", reason="torch-optimi is not installed")
+    return optimi.StableAdamW(parameters, 1e-3, betas=BETAS, triton=False)
+
+
+def came(parameters):
+    return pytest.importorskip("came_pytorch", reason="came-pytorch is not installed").CAME(parameters, 1e-3)
+
+
+MAKERS = {
+    "adamw": adamw,
+    "amsgrad": lambda parameters: adamw(parameters, amsgrad=True),
+    "stable_adamw": stable_adamw,
+    "came": came,
+}
+
+
+def trained(make, seed=0):
+    """A small network and its optimizer after some steps."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(96, 160), nn.Tanh(), nn.Linear(160, 96))
+    optimizer = make(net.parameters())
+    for _ in range(STEPS):
+        x = torch.randn(32, 96)
+        loss = (net(x) - x.flip(1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A checkpoint file of every optimizer, made once."""
+    folder, found = tmp_path_factory.mktemp("budget"), {}
+
+    def call(name):
+        if name not in found:
+            found[name] = folder / f"{name}.pt"
+            torch.save(trained(MAKERS[name]), found[name])
+        return found[name]
+
+    return call
+
+
+def outer(rows, columns):
+    """What CAME makes of the means of rows and columns."""
+    return (rows / rows.mean(-1, keepdim=True)).unsqueeze(-1) * columns.unsqueeze(-2)
+
+
+def parts_of(original, restored, kind) -> dict[str, float]:
+    """The error in steps and its parts, as the documentation of a budget has them."""
+    sums = dict.fromkeys(("step", "weight", "moment1", "moment2"), 0.0)
+    for number, name in enumerate(original["model"]):
+        a, b = (
+            {key: x.double() for key, x in side["optimizer"]["state"][number].items() if torch.is_tensor(x)}
+            for side in (original, restored)
+        )
+        group = original["optimizer"]["param_groups"][0]
+        lr, (beta1, beta2, *_) = group["lr"], group.get("betas", BETAS)
+        bias1, bias2 = (1 - beta1**STEPS, 1 - beta2**STEPS) if kind in ("adamw", "amsgrad") else (1.0, 1.0)
+        gain = 0.576**2 * (1 + beta1 * beta2) / ((1 - beta2**2) * (1 - beta1 * beta2))
+        if kind == "came":
+            if original["model"][name].dim() < 2:
+                continue
+            v = outer(a["exp_avg_sq_row"], a["exp_avg_sq_col"])
+            push = v.sqrt() * outer(a["exp_avg_res_row"], a["exp_avg_res_col"]).rsqrt()
+            relative = torch.zeros(())
+        else:
+            key = "max_exp_avg_sq" if kind == "amsgrad" else "exp_avg_sq"
+            v, push = a[key] / bias2, torch.tensor(1 / bias1, dtype=torch.float64)
+            relative = torch.where(a[key] > 0, (b[key] / a[key]).sqrt() - 1, 0.0)
+        m, dm = a["exp_avg"] * push, (b["exp_avg"] - a["exp_avg"]) * push
+        dw = restored["model"][name].double() - original["model"][name].double()
+        sums["step"] += float((lr * m).square().sum())
+        sums["weight"] += float((v * dw.square()).sum())
+        sums["moment1"] += float((lr * beta1 / (1 - beta1) * dm).square().sum())
+        sums["moment2"] += gain * float((lr * relative * m).square().sum())
+    parts = {part: math.sqrt(sums[part] / sums["step"]) for part in ("weight", "moment1", "moment2")}
+    energy = sums["weight"] + sums["moment1"] + sums["moment2"]
+    return {**parts, "steps": math.sqrt(energy / sums["step"]), "energy": energy}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("budget", [0.3, 2.0])
+def test_the_stated_error_is_that_of_the_restored_checkpoint(kind, budget, checkpoint, tmp_path):
+    source, target = checkpoint(kind), tmp_path / "x.ckpt8"
+    ckpt8.compress(source, target, budget=budget)
+    stated = inspect_container(target)["steps"]
+    original, restored = torch.load(source, weights_only=True), ckpt8.load(target)
+    worked_out = parts_of(original, restored, kind)
+    for part in ("steps", "weight", "moment1", "moment2"):
+        assert stated[part] == pytest.approx(worked_out[part], rel=2e-3, abs=1e-9), part
+    assert 0.5 * budget < stated["steps"] < 1.1 * budget
+    mean = expected.NOISE * math.sqrt(worked_out["energy"]) + expected.RISE * worked_out["steps"] ** 2
+    assert stated["drift"]["mean"] == pytest.approx(mean, rel=5e-3)
+    noise = signal = 0.0
+    for name, w in original["model"].items():
+        if w.dim() > 1:
+            noise += float((restored["model"][name].double() - w.double()).square().sum())
+            signal += float(w.double().square().sum())
+    assert stated["weight_snr_db"] == pytest.approx(10 * math.log10(signal / noise), abs=1e-3)
+    found = ckpt8.verify(target, source)
+    assert found.failures == ()
+    for part in ("steps", "weight", "moment1", "moment2"):
+        assert found.steps[part] == pytest.approx(stated[part], rel=1e-9), part
+    again = inspect_container(target, original=source)["steps"]
+    assert again["steps"] == pytest.approx(stated["steps"], rel=1e-9)
+
+
+def test_a_stated_error_in_steps_that_does_not_hold_is_found(checkpoint, tmp_path):
+    source, target = checkpoint("adamw"), tmp_path / "x.ckpt8"
+    ckpt8.compress(source, target, preset="archive")
+    content = target.read_bytes()
+    changes = {
+        "step is": lambda steps: steps.update(step=steps["step"] * (1 + 1e-8)),
+        "moment2 is": lambda steps: steps.update(moment2=steps["moment2"] * 0.999),
+        "its weight is another": lambda steps: steps.update(weight_storage=steps["weight_storage"] + 1),
+        "its optimizer is another": lambda steps: steps.update(optimizer=1),
+        "of another kind": lambda steps: steps.update(weight="none"),
+    }
+    for words, change in changes.items():
+        entries, manifest = unpack(content)
+        change(manifest["parameters"][0]["steps"])
+        target.write_bytes(pack(entries, manifest))
+        [failure] = ckpt8.verify(target, source).failures
+        assert failure.startswith(f"{manifest['parameters'][0]['name']} (in steps): ")
+        assert words in failure
+
+
+def test_predictions_come_true(checkpoint, tmp_path):
+    source, target = checkpoint("adamw"), tmp_path / "x.ckpt8"
+    facts = inspect_checkpoint(source)
+    predicted = facts["predicted"]
+    assert list(predicted) == ["flash", "compact", "archive", "lossless", "budget 0.3", "budget 2", "budget 5"]
+    assert facts["unpredicted"] == {}
+    for name, each in predicted.items():
+        given = {"budget": float(name.split()[1])} if name.startswith("budget") else {"preset": name}
+        ckpt8.compress(source, target, force=True, **given)
+        assert abs(each["bytes"] - target.stat().st_size) < 0.01 * target.stat().st_size + 3000, name
+        worked_out = parts_of(torch.load(source, weights_only=True), ckpt8.load(target), "adamw")
+        assert each["steps"] == pytest.approx(worked_out["steps"], rel=0.02), name
+        assert each["drift"]["mean"] == pytest.approx(
+            expected.NOISE * math.sqrt(worked_out["energy"]) + expected.RISE * worked_out["steps"] ** 2, rel=0.05
+        )
+    assert predicted["lossless"]["steps"] == predicted["lossless"]["drift"]["mean"] == 0
+
+
+UNKNOWN = {
+    "a rate that is not there": (lambda group: group.pop("lr"), "its learning rate is missing"),
+    "no rate": (lambda group: group.update(lr=0.0), "its learning rate is zero"),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_where_no_step_is_known_nothing_is_predicted_and_the_reason_is_told(case, checkpoint, run_command, tmp_path):
+    change, reason = UNKNOWN[case]
+    tree = torch.load(checkpoint("adamw"), weights_only=True)
+    change(tree["optimizer"]["param_groups"][0])
+    torch.save(tree, tmp_path / "x.pt")
+    facts = inspect_checkpoint(tmp_path / "x.pt")
+    assert facts["unpredicted"] == {reason: 2}
+    for name, each in facts["predicted"].items():
+        assert (each["steps"] is None) == (each["drift"] is None) == (name != "lossless")
+    assert f"not in steps: 2 parameters: {reason}" in run_command("inspect", tmp_path / "x.pt")[1]
+    code, out, _ = run_command("compress", tmp_path / "x.pt", "--preset", "archive")
+    assert code == 0
+    assert f"steps         unknown for 2 parameters: {reason}" in out
+    assert "loss drift    not predicted" in out
+    assert "under no budget because" in out
+    assert ckpt8.verify(tmp_path / "x.ckpt8", tmp_path / "x.pt").steps["steps"] is None
+
+
+def test_every_optimizer_of_a_file_has_figures_of_its_own(checkpoint, run_command, tmp_path):
+    """Two networks whose steps differ a hundredfold."""
+    one, other = trained(adamw), trained(lambda parameters: torch.optim.AdamW(parameters, 1e-5, betas=BETAS), seed=1)
+    tree = {"g": one["model"], "g_optimizer": one["optimizer"], "d": other["model"], "d_optimizer": other["optimizer"]}
+    torch.save(tree, tmp_path / "x.pt")
+    code, out, _ = run_command("compress", tmp_path / "x.pt", "--budget", 1, "--json")
+    assert code == 0
+    facts = json.loads(out)["steps"]
+    assert [each["parameters"] for each in facts["optimizers"]] == [4, 4]
+    loaded = ckpt8.load(tmp_path / "x.ckpt8")
+    for each, (model, optimizer) in zip(facts["optimizers"], (("g", one), ("d", other)), strict=True):
+        restored = {"model": loaded[model], "optimizer": loaded[f"{model}_optimizer"]}
+        assert each["steps"] == pytest.approx(parts_of(optimizer, restored, "adamw")["steps"], rel=2e-3)
+    shown = run_command("verify", tmp_path / "x.ckpt8", "--against", tmp_path / "x.pt")[1]
+    assert shown.count("4 parameters") == 2
+    assert "expected loss drift" in shown
+
+
+def test_weights_whose_size_caps_their_lattice_are_counted(checkpoint, run_command, tmp_path):
+    """Where second moments of one layer are tiny, its steps would be larger than its weights."""
+    tree = torch.load(checkpoint("adamw"), weights_only=True)
+    state = tree["optimizer"]["state"][0]
+    state["exp_avg_sq"] *= 1e-12
+    state["exp_avg"] *= 1e-6
+    torch.save(tree, tmp_path / "x.pt")
+    code, out, _ = run_command("compress", tmp_path / "x.pt", "--preset", "archive", "--json")
+    facts = json.loads(out)["steps"]
+    assert code == 0
+    assert facts["capped"] == {"elements": 96 * 160, "of": 2 * 96 * 160}
+    assert "50.0 % of the weights have the largest step" in run_command("inspect", tmp_path / "x.ckpt8")[1]
+
+
+def test_the_summary_of_a_budget_is_short_and_plain(checkpoint, run_command, tmp_path):
+    source = tmp_path / "x.pt"
+    source.write_bytes(checkpoint("adamw").read_bytes())
+    code, out, _ = run_command("compress", source, "--budget", 5)
+    assert code == 0
+    lines = out.splitlines()
+    labels = [line[:14].strip() for line in lines[3:] if line][:8]
+    assert labels == [
+        "Measured error", "weights", "moment1", "moment2", "update space", "", "steps", "loss drift",
+    ]  # fmt: skip
+    assert "its error heals" in out
+    assert max(map(len, lines)) <= 130
+    assert "ckpt8 1.4, budget 5" in run_command("inspect", tmp_path / "x.ckpt8")[1]
+
+
+def test_another_original_is_still_refused(checkpoint, tmp_path):
+    target = tmp_path / "x.ckpt8"
+    ckpt8.compress(checkpoint("adamw"), target, preset="archive")
+    with pytest.raises(CheckFailedError):
+        ckpt8.verify(target, checkpoint("amsgrad"))
+
+
+def test_the_report_has_the_figures(checkpoint, run_command, tmp_path):
+    from page_kit import assert_inert
+
+    target = tmp_path / "x.ckpt8"
+    ckpt8.compress(checkpoint("adamw"), target, budget=5)
+    assert run_command("inspect", target, "--html", tmp_path / "r.html")[0] == 0
+    content = (tmp_path / "r.html").read_bytes()
+    shown = assert_inert(content)
+    steps = inspect_container(target)["steps"]
+    assert f"error in steps{steps['steps']:.3g} (budget 5), weights {steps['weight']:.3g}, first moments" in shown
+    assert f"loss drift{steps['drift']['mean']:.3g} expected, {steps['drift']['low']:.3g} to" in shown
+    assert content.decode().count('data-chart="codes"') == 3
+    tree = json.loads(content.decode().partition('id="ckpt8-report">')[2].partition("</script>")[0])
+    rows = {row["role"]: row for row in tree["distributions"]["codes"]}
+    assert {row["codec"] for row in rows.values()} == {"lattice/1", "vscaled/1", "rclog/1"}
+    assert all(row["total"] == 2 * 96 * 160 and row["levels"] is None for row in rows.values())
+    assert run_command("inspect", checkpoint("adamw"), "--html", tmp_path / "r.html", "--force")[0] == 0
+    shown = assert_inert((tmp_path / "r.html").read_bytes())
+    predicted = inspect_checkpoint(checkpoint("adamw"))["predicted"]["budget 2"]
+    assert (
+        f"--budget 2{predicted['bytes'] / 1000:.2f} kB, {predicted['ratio']:.2f}x, {predicted['steps']:.3g} steps"
+        in shown
+    )
