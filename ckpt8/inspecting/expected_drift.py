@@ -1,10 +1,10 @@
 """What an error in steps of the optimizer is expected to cost: the mean |loss - loss| of a resumed run, on its batches.
 
-    noise    NOISE sqrt(S)     any batch sees it; S is the energy of the error, see ``compressing.budget``
-    rise     RISE c^2          curvature; c is the error in steps
+    noise    NOISE sqrt(S)        what a batch sees of an error in any direction; S is the energy of the error
+    rise     RISE S / sqrt(M1)    what curvature adds; M1 is the energy of one step, see ``compressing.budget``
 
-The constants are fitted to runs. A checkpoint does not say whether gradients were clipped or how large batches are, so
-that the expectation is an interval: from mean / WIDTH to mean * WIDTH.
+The constants are fitted to runs, see ``fixtures/bench/drift.json``. A checkpoint does not say whether gradients were
+clipped or how large batches are, so that the expectation is an interval: from mean / WIDTH to mean * WIDTH.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-NOISE = 0.75
-RISE = 3e-5
+NOISE = 0.69
+RISE = 0.016
 WIDTH = 2.0
 
 
@@ -25,7 +25,7 @@ class ExpectedDrift(NamedTuple):
     high: float
 
 
-def expected_drift(energy: float, steps: float) -> ExpectedDrift:
-    """What an error of so much ``energy``, and of so many ``steps``, is expected to cost."""
-    mean = NOISE * math.sqrt(energy) + RISE * steps * steps
+def expected_drift(error: float, step: float) -> ExpectedDrift:
+    """What an ``error`` is expected to cost where the optimizer moves ``step`` at once; both are energies."""
+    mean = NOISE * math.sqrt(error) + RISE * error / math.sqrt(step)
     return ExpectedDrift(mean, mean / WIDTH, mean * WIDTH)

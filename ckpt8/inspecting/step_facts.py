@@ -29,7 +29,7 @@ def step_figures(error: StepError) -> dict[str, Any]:
     steps = math.hypot(*parts.values())
     if not steps < _MOST:
         return {"steps": None, **dict.fromkeys(PARTS), "drift": None}
-    return {"steps": steps, **parts, "drift": expected_drift(error.energy, steps)._asdict()}
+    return {"steps": steps, **parts, "drift": expected_drift(error.energy, error.step)._asdict()}
 
 
 def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:

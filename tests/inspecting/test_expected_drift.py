@@ -1,0 +1,51 @@
+"""The expected loss drift against the runs that it is fitted to, each judged from its own energies."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from ckpt8.inspecting.expected_drift import expected_drift
+
+RUNS = json.loads((Path(__file__).parents[2] / "fixtures/bench/drift.json").read_text())
+
+
+def energies(case) -> tuple[float, float]:
+    """The error of a case and one step of its optimizer, in the measure of a budget."""
+    found = case["stored"][0]["energies"]
+    both = 0.9 * (beta2 := RUNS["references"][case["reference"]]["beta2"])
+    gain = 0.576**2 * (1 + both) / ((1 - beta2**2) * (1 - both))
+    return found["weight"] + found["moment1"] + gain * found["moment2"], found["step"]
+
+
+def predicted_cases():
+    """Whole states that a container kept once. CAME amplifies any difference: its drift says little of the error."""
+    return [
+        case
+        for case in RUNS["cases"]
+        if case["way"].split()[0] in ("flash", "compact", "archive", "budget")
+        and (case["parts"], case["restores"]) == ("Wmv", 1)
+        and RUNS["references"][case["reference"]]["optimizer"] != "CAME"
+    ]
+
+
+def test_the_interval_covers_nine_of_ten_runs():
+    covered = [
+        found.low <= case["drift"] <= found.high
+        for case in predicted_cases()
+        for found in [expected_drift(*energies(case))]
+    ]
+    assert len(covered) >= 20
+    assert sum(covered) >= 0.9 * len(covered)
+
+
+def test_the_interval_is_at_most_four_times_wide_and_lies_around_the_runs():
+    ratios = []
+    for case in predicted_cases():
+        found = expected_drift(*energies(case))
+        assert found.high <= 4 * found.low
+        ratios.append(math.log(case["drift"] / found.mean))
+    assert sum(ratios) / len(ratios) == pytest.approx(0.0, abs=math.log(1.3))
