@@ -47,6 +47,13 @@ def test_files_under_a_budget_read_from_the_specification_alone(name, options, i
     assert all(field in section for field in fields)
 
 
+@pytest.mark.parametrize("preset", ["archive", "compact"])
+def test_second_moments_from_rows_and_columns(preset, inputs, tmp_path):
+    manifest = ckpt8.compress(inputs / "gpt_came.pt", tmp_path / "x.ckpt8", preset=preset)
+    assert any(storage.codec["id"] == "vscaled/1" for storage in manifest.storages)
+    agrees(tmp_path / "x.ckpt8")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_several_chunks_and_slabs_under_a_budget(dtype, tmp_path, monkeypatch):
     """Rows and columns of factors begin anew in every chunk, the dither and the rows of the tensor do not."""

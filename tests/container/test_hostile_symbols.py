@@ -20,6 +20,7 @@ from ckpt8.container.symbol_modes import PLANES, Mode
 from ckpt8.core.errors import InputError, UnsupportedError
 
 W, M, V = "model.layers.0.weight", "optimizer.state.0.exp_avg", "optimizer.state.0.exp_avg_sq"
+STEP = "optimizer.state.0.step"
 NUMEL = 64 * 65
 HUGE = 10**400
 
@@ -131,6 +132,15 @@ MALFORMED = {
     "a companion that is true": codec(M, second=True),
     "a companion that is null": codec(M, second=None),
     "a companion that is text": codec(M, second="1"),
+    "statistics that are no storages": codec(M, second=[10**6, 0, 64, 65]),
+    "statistics that are negative": codec(M, second=[-1, 0, 64, 65]),
+    "statistics that are lossy": lambda m: codec(M, second=[index(m, W), index(m, W), 64, 65])(m),
+    "statistics of another shape": lambda m: codec(M, second=[index(m, STEP), index(m, STEP), 1, NUMEL])(m),
+    "statistics of huge matrices": lambda m: codec(M, second=[index(m, STEP), index(m, STEP), 2**40, 2**40])(m),
+    "statistics of no rows": codec(M, second=[0, 0, 0, 65]),
+    "statistics that are short": codec(M, second=[0, 0]),
+    "statistics that are text": codec(M, second=["0", 0, 64, 65]),
+    "statistics beyond numbers": codec(M, second=[0, 0, HUGE, 1]),
     "parts of another codec": lambda m: storage(m, V).update(codec=storage(m, W)["codec"], role="other"),
     "rows that are longer": codec(V, C=65 * 64),
     "no columns": codec(V, columns=False),

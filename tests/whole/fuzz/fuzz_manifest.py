@@ -230,8 +230,11 @@ def renumber(rng: random.Random, manifest: Manifest) -> None:
         record["codec"]["runs"] = [[new.get(run[0]), *run[1:]] for run in record["codec"].get("runs", [])]
         if not record["codec"]["runs"]:
             del record["codec"]["runs"]
-        if "second" in record["codec"]:
-            record["codec"]["second"] = new[record["codec"]["second"]]
+        match record["codec"].get("second"):
+            case int(other):
+                record["codec"]["second"] = new[other]
+            case [rows, columns, *sizes]:
+                record["codec"]["second"] = [new[rows], new[columns], *sizes]
     for tensor in manifest["tensors"]:
         tensor["storage"] = new[tensor["storage"]]
     for parameter in manifest["parameters"]:
