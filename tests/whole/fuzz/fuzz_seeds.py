@@ -174,7 +174,11 @@ def seeds(kind: str) -> tuple[bytes, ...]:
         "zip": ("module.pt", "crc_off.pt", "custom_objects.pt", "views.pt"),
         "legacy": ("legacy.pt",),
     }.get(kind, ())
-    golden = ("gpt_bf16_part.compact", "crc_off.flash", "directory.flash") if kind == "container" else ()
+    golden = (
+        ("gpt_bf16_part.compact", "gpt_bf16_part.archive", "crc_off.flash", "directory.flash")
+        if kind == "container"
+        else ()
+    )
     files = [FIXTURES / "inputs" / name for name in inputs] + [FIXTURES / "golden" / f"{name}.ckpt8" for name in golden]
     return written * (60 // len(written)) + tuple(path.read_bytes() for path in files)
 
