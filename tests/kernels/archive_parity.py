@@ -15,7 +15,7 @@ from ckpt8.codecs.vscaled import VScaled
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
-SIZES = (0, 1, 31, 33, 1000, 4096 + 5)
+SIZES = (0, 1, 33, 4096 + 5)
 FIRSTS = (0, 77, (1 << 31) - 1000, (1 << 32) - 1000, (1 << 40) + 3)
 """Indexes of the first element; a hash is of the index modulo 2^32."""
 
@@ -182,8 +182,7 @@ def test_second_moments_that_are_refused():
         for position in (0, 700, 1100):
             x = torch.full((1101,), 0.5)
             x[position] = value
-            for codec in LOGS[:3]:
-                assert_refused_alike(codec, x, 5)
+            assert_refused_alike(LOGS[1], x, 5)
 
 
 @each_log
