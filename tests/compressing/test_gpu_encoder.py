@@ -386,6 +386,23 @@ def test_what_is_queued_on_any_stream_of_the_caller_is_saved(tmp_path):
 
 @gpu
 @needs_gpu
+def test_a_budget_is_spent_on_what_is_queued(tmp_path):
+    """Other threads take the samples that steps and salts follow from."""
+    tree = checkpoint("cuda")
+    first = tree["optimizer"]["state"][0]["exp_avg"]
+    final = first.clone()
+    first.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)
+        first.copy_(final)
+        ckpt8.save(tree, tmp_path / "a.ckpt8", preset="archive")
+    ckpt8.save(checkpoint(), tmp_path / "b.ckpt8", preset="archive")
+    assert frames(tmp_path / "a.ckpt8") == frames(tmp_path / "b.ckpt8")
+
+
+@gpu
+@needs_gpu
 @pytest.mark.parametrize("preset", PRESETS)
 def test_resume_onto_a_gpu_gives_the_values_of_the_cpu(preset, tmp_path):
     def make(device):
