@@ -25,7 +25,7 @@ def copies_of_weights(plan: Plan, bundle: Bundle) -> dict[int, int]:
     taken = {stream.index for unit in plan.units if unit.parameter for stream in unit.streams}
     weights: dict[int, set[int]] = defaultdict(set)
     for one, other in _twins(bundle, {stream.storage.key: stream.index for stream in streams}):
-        weight = _master(streams, one)
+        weight = plan.masters.get(one, one)
         if weight in stepped and other not in taken and _is_free(streams[other]):
             weights[other].add(weight)
     return {
@@ -50,13 +50,6 @@ def _twins(bundle: Bundle, index_of: Mapping[str, int]) -> Iterator[tuple[int, i
                 yield one, other
     for one_key, other_key in slice_twins(bundle.found, bundle.key):
         yield index_of[one_key], index_of[other_key]
-
-
-def _master(streams: list[Stream], index: int) -> int:
-    """The stream that a rounded copy follows; another stream itself."""
-    copied = streams[index].codec.copied
-    runs = [run.storage for run in copied.runs] if copied is not None else []
-    return runs[0] if len(runs) == 1 and runs[0] is not None else index
 
 
 def _is_free(stream: Stream) -> bool:

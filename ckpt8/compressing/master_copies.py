@@ -81,7 +81,10 @@ def refer_to_masters(plan: Plan, source: Checkpoint, members: Members, policy: P
     origins.follow(copies, find_partitions(members))
     origins.match_alike(copies)
     origins.match_in_order(copies)
-    for index, codec in _references(plan, source, streams, origins.runs, policy).items():
+    copied = _copied_storages(plan, source, streams, origins.runs)
+    whole = {index: _one_master(codec, streams) for index, codec in copied.items()}
+    plan.masters = {index: master for index, master in whole.items() if master is not None}
+    for index, codec in _references(plan, copied, streams, policy).items():
         streams[index] = replace(streams[index], codec=codec, reason=None)
     plan.units = [replace(unit, streams=tuple(streams[s.index] for s in unit.streams)) for unit in plan.units]
 
@@ -215,25 +218,38 @@ def _lay_over(groups: Sequence[Sequence[_Tensor]], flat: Sequence[_Tensor]) -> d
     return found
 
 
-def _references(
-    plan: Plan,
-    source: Checkpoint,
-    streams: Mapping[int, Stream],
-    runs: Mapping[TensorRef, list[Run]],
-    policy: Policy,
+def _copied_storages(
+    plan: Plan, source: Checkpoint, streams: Mapping[int, Stream], runs: Mapping[TensorRef, list[Run]]
 ) -> dict[int, Reference]:
-    """The references of storages that hold nothing but copies, by their index."""
+    """The storages that hold nothing but copies, by their index, as references."""
     views = views_of(plan.tensors)
-    check = ReferenceCheck(lambda index, _: streams[index].spec.numel)
     found = {}
     for index in sorted({index for tensor, index in plan.tensors if tensor.ref in runs}):
-        if policy.has_rule([view.name for view in views[index]]):
-            continue
         whole = _runs_of_storage(streams[index], [view.ref for view in views[index]], runs, source)
-        codec = _REFERENCES[streams[index].spec.dtype](tuple(whole or ()))
-        if whole and check.problem(codec) is None:
-            found[index] = codec
+        if whole:
+            found[index] = _REFERENCES[streams[index].spec.dtype](tuple(whole))
     return found
+
+
+def _references(
+    plan: Plan, copied: Mapping[int, Reference], streams: Mapping[int, Stream], policy: Policy
+) -> dict[int, Reference]:
+    """Those of the storages that become references: the others have rules, or are copies too many."""
+    views = views_of(plan.tensors)
+    check = ReferenceCheck(lambda index, _: streams[index].spec.numel)
+    return {
+        index: codec
+        for index, codec in copied.items()
+        if not policy.has_rule([view.name for view in views[index]]) and check.problem(codec) is None
+    }
+
+
+def _one_master(codec: Reference, streams: Mapping[int, Stream]) -> int | None:
+    """The master that a copy has all elements of, in their order; None where it is a copy of parts or of several."""
+    (storage, start, length), *others = codec.runs
+    if others or storage is None or start or length != streams[storage].spec.numel:
+        return None
+    return storage
 
 
 def _runs_of_storage(

@@ -41,6 +41,7 @@ class _Steps:
         self._streams = plan.streams
         self._index = {stream.storage.key: stream.index for stream in self._streams}
         self._views = views_of(plan.tensors)
+        self._masters = plan.masters
         self._taken = {index for unit in plan.units if unit.parameter is not None for index in _indices(unit)}
         self._states = trained_states(bundle.found, bundle.key, directory=bundle.directory is not None)
 
@@ -67,11 +68,11 @@ class _Steps:
             return state.unpaired or "its weight is not known"
         (moment,) = (view.ref for view in self._views[next(iter(parameter.moments.values()))])
         index = self._index[ref.key]
-        if (copied := self._streams[index].codec.copied) is not None:
-            if [run.start for run in copied.runs] != [0] or copied.runs[0].storage is None:
-                return "its weight is a copy of masters that do not lie as its moments"
-            index = copied.runs[0].storage
+        if index in self._masters:
+            index = self._masters[index]
             ref = next(view.ref for view in self._views[index])
+        elif self._streams[index].codec.copied is not None:
+            return "its weight is a copy of masters that do not lie as its moments"
         if index in self._taken:
             return "its weight is in the step of another parameter"
         if ref.numel != moment.numel:

@@ -121,12 +121,14 @@ class Plan:
     """The units in the order of the source, and all tensors with the index of their storage.
 
     ``chosen`` are the storages whose codec the policy chose; that of the others is lossless under every policy.
+    ``masters`` are those of rounded copies that are all of one master, whatever codec these copies have.
     ``copies`` are averages and other copies of weights, under a budget: each with the weight whose step it takes.
     """
 
     units: list[Unit]
     tensors: list[tuple[NamedTensor, int]] = field(default_factory=list)
     chosen: set[int] = field(default_factory=set)
+    masters: Mapping[int, int] = field(default_factory=dict)
     copies: Mapping[int, int] = field(default_factory=dict)
 
     @property

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from dcp_kit import adam_state, save_in_pieces, save_small
-from reference_kit import GROUP, LAYOUTS, SHAPES, adamw, masters, rounded
+from reference_kit import GROUP, LAYOUTS, SHAPES, adamw, codecs, masters, rounded
 from torch import nn
 
+import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.policy import Policy
@@ -247,6 +248,17 @@ def test_a_copy_whose_masters_no_key_names_leads_to_them(tmp_path):
     assert {found[name] for name in SHAPES if "norm" not in name} == {
         f"weights.{k}" for k, name in enumerate(SHAPES) if "norm" not in name
     }
+
+
+def test_a_copy_that_a_rule_keeps_leads_to_its_master(tmp_path):
+    """The weight does not depend on how the copy is kept: verify does not know the rules."""
+    weights = masters()
+    tree = {"model": rounded(weights), "optimizer": adamw(list(weights.values())), "weights": list(weights.values())}
+    torch.save(tree, tmp_path / "run.pt")
+    manifest = ckpt8.compress(tmp_path / "run.pt", preset="archive", rules=("model.*=lossless",))
+    found = codecs(manifest)
+    assert (found["model.embed.weight"][0], found["weights.0"][0]) == ("lossless/1", "lattice/1")
+    assert not ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt").failures
 
 
 # Directories
