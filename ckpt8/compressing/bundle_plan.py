@@ -16,7 +16,7 @@ from ckpt8.checkpoint.tree import NamedTensor
 from ckpt8.compressing.averaged_copies import copies_of_weights
 from ckpt8.compressing.lockstep import set_companions
 from ckpt8.compressing.master_copies import refer_to_masters
-from ckpt8.compressing.optimizer_steps import give_steps
+from ckpt8.compressing.optimizer_steps import give_steps, take_steps
 from ckpt8.compressing.plan import Plan, Unit, choose, make_plan, plan_joint, views_of
 from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.spending import spend
@@ -32,14 +32,19 @@ def plan_policies(bundle: Bundle, policies: Sequence[Policy]) -> list[Plan]:
     trees = [(member.path, member.checkpoint.tree) for member in bundle.members]
     found = plan_members(bundle, policies[0])
     views = views_of(found.tensors)
-    plans = []
+    plans: list[Plan] = []
+    stepped: Plan | None = None
     for policy in policies:
         units = found.units if policy is policies[0] else [_chosen(unit, found, views, policy) for unit in found.units]
         plan = Plan(units, found.tensors, found.chosen)
         refer_to_masters(plan, bundle, trees, policy)
         if policy.budget is not None:
-            give_steps(plan, bundle)
-            plan.copies = copies_of_weights(plan, bundle)
+            if stepped is None:
+                give_steps(plan, bundle)
+                plan.copies = copies_of_weights(plan, bundle)
+            else:
+                take_steps(plan, stepped)
+            stepped = stepped or replace(plan)  # whatever the budget is
             spend(plan, bundle, policy, policy.budget)
         set_companions(plan)
         plans.append(plan)

@@ -34,6 +34,12 @@ def give_steps(plan: Plan, bundle: Bundle) -> None:
         plan.units = join(plan.units, parameters)
 
 
+def take_steps(plan: Plan, other: Plan) -> None:
+    """Give the parameters of ``plan`` the steps that ``other``, a plan of the same source, has, and the same copies."""
+    plan.units = join(plan.units, [unit.parameter for unit in other.units if unit.parameter is not None])
+    plan.copies = other.copies
+
+
 class _Steps:
     """Finds the steps of the parameters of one plan. A weight belongs to one parameter."""
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.compressing.bundle_plan import plan_bundle
+from ckpt8.compressing.bundle_plan import plan_bundle, plan_policies
 from ckpt8.compressing.policy import Policy
 from ckpt8.core.tensors import DType
 
@@ -340,3 +340,13 @@ def test_a_master_in_a_distributed_checkpoint(tmp_path):
     save_small({"model": {"a.weight": weights["a.weight"].bfloat16()}, "optimizer": state}, tmp_path / "run")
     (weight,) = pairs(planned(tmp_path / "run")).values()
     assert weight.endswith(":optimizer.state.a.weight.fp32_param")
+
+
+def test_plans_of_several_budgets_are_those_of_each(tmp_path):
+    net = make_net()
+    tree = {"model": net.state_dict(), "ema": net.state_dict(), "optimizer": trained(net).state_dict()}
+    torch.save(tree, tmp_path / "run.pt")
+    policies = [Policy.of("flash"), Policy.of("archive"), Policy.of("compact"), Policy.of(budget=5.0)]
+    with open_source(tmp_path / "run.pt") as source:
+        for plan, policy in zip(plan_policies(source, policies), policies, strict=True):
+            assert plan == plan_bundle(source, policy)
