@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,7 @@ from ckpt8.container import frames, layout, symbols
 from ckpt8.container.facts import NOT_MEASURED, SKELETON_ROLE
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
+from ckpt8.core.workers import Workers
 from ckpt8.inspecting.sampling import PER_TENSOR
 from ckpt8.inspecting.step_facts import step_figures
 
@@ -62,10 +63,9 @@ def predict(source: Bundle, skeletons: Mapping[int, str], plans: Mapping[str, Pl
 
     ``unpredicted`` are the reasons why parameters with lossy moments are not in the error, with their number.
     """
-    return {
-        "predicted": {name: _Prediction(source, skeletons, plan).run() for name, plan in plans.items()},
-        "unpredicted": _unpredicted(plans["archive"]),
-    }
+    with Workers() as workers:
+        predicted = {name: _Prediction(source, skeletons, plan).run(workers) for name, plan in plans.items()}
+    return {"predicted": predicted, "unpredicted": _unpredicted(plans["archive"])}
 
 
 def _unpredicted(plan: Plan) -> dict[str, int]:
@@ -77,52 +77,56 @@ def _unpredicted(plan: Plan) -> dict[str, int]:
     return dict(Counter({reason: count_whole(each) for reason, each in names.items()}).most_common())
 
 
+class _Found(NamedTuple):
+    """What some storages take, and their error in steps."""
+
+    stored: float
+    error: StepError = StepError()
+
+
 class _Prediction:
-    """The prediction for one plan; ``stored`` and ``error`` are those of all its units."""
+    """The prediction for one plan."""
 
     def __init__(self, source: Bundle, skeletons: Mapping[int, str], plan: Plan) -> None:
         self._source, self._plan = source, plan
         self._structure = {index for index, role in skeletons.items() if role == SKELETON_ROLE}
         self._meter = ErrorMeter(source)
-        self._stored = 0.0
-        self._error = StepError()
 
-    def run(self) -> dict[str, Any]:
+    def run(self, workers: Workers) -> dict[str, Any]:
         """The figures."""
         units = [unit for unit in self._plan.units if unit.streams[0].index not in self._structure]
         own, groups = share(units, self._source.size, layout.SLAB)
-        for unit in own:
-            self._add_unit(unit)
-        for group in groups:
-            self._add_group(group)
-        outside = sum(each.storage.nbytes for each in self._plan.streams if each.index in self._structure)
-        size = int(self._stored + outside * _STRUCTURE_LEFT)
+        found = [*workers.map(self._of_unit, own), *workers.map(self._of_group, groups)]
         is_exact = not any(stream.lossy for unit in units for stream in unit.streams)
-        if not is_exact and not any(unit.parameter is not None and unit.parameter.step is not None for unit in units):
-            self._measure_without_a_budget()
-        error = StepError(1.0) if is_exact else self._error
+        if not is_exact and not any(map(_has_step, units)):
+            # The plan knows no steps: measure it as if it did.
+            plan = Plan(list(self._plan.units), self._plan.tensors, self._plan.chosen)
+            give_steps(plan, self._source)
+            again = workers.map(self._of_unit, [unit for unit in plan.units if _has_step(unit)])
+            found += [each._replace(stored=0.0) for each in again]
+        error = StepError(1.0) if is_exact else StepError()
+        for each in found:
+            error.merge(each.error)
+        outside = sum(each.storage.nbytes for each in self._plan.streams if each.index in self._structure)
+        size = int(sum(each.stored for each in found) + outside * _STRUCTURE_LEFT)
         return {"bytes": size, "ratio": self._source.size / max(size, 1), **step_figures(error)}
 
-    def _add_error(self, found: StepError | None, share_of_all: float) -> None:
-        if found is not None:
-            self._error.merge(StepError(*(value * share_of_all for value in astuple(found))))
-
-    def _add_unit(self, unit: Unit) -> None:
-        """Add a unit with entries of its own, from up to PER_TENSOR elements in its middle."""
+    def _of_unit(self, unit: Unit) -> _Found:
+        """A unit with entries of its own, from up to PER_TENSOR elements in its middle. Thread-safe."""
         if unit.numel == 0:
-            return
+            return _Found(0.0)
         originals, first = self._sample(unit)
         coded, parts = _encoded(unit, originals, first, self._source)
         share_of_all = unit.numel / len(originals[0])
-        stored = sum(map(len, _frames_of(parts)))
         slabs = len(layout.slab_chunks(unit.numel, layout.SLAB))
-        self._stored += stored * share_of_all + _ENTRY_BYTES * slabs * sum(map(len, parts))
-        if unit.parameter is not None and unit.parameter.step is not None:
-            self._stored += _STEPS_BYTES
-            self._add_error(self._meter.measure(coded, first, originals, parts).steps, share_of_all)
+        stored = sum(map(len, _frames_of(parts))) * share_of_all + _ENTRY_BYTES * slabs * sum(map(len, parts))
+        if not _has_step(unit):
+            return _Found(stored)
+        steps = self._meter.measure(coded, first, originals, parts).steps
+        return _Found(stored + _STEPS_BYTES, _scaled(steps, share_of_all))
 
-    def _add_group(self, group: Group) -> None:
-        """Add small units with common entries, from some of them."""
+    def _of_group(self, group: Group) -> _Found:
+        """Small units with common entries, from some of them. Thread-safe."""
         units = group.units[:: -(-len(group.units) // _UNITS_SAMPLED)]
         encoder = GroupEncoder(self._source, ChunkEncoder(self._source, measure=True), lambda *_: None)
         packed = encoder.stored(Group(units))
@@ -130,20 +134,11 @@ class _Prediction:
         numel = sum(unit.numel for unit in units)
         share_of_all = sum(unit.numel for unit in group.units) / numel if numel else 0
         entries = sum(len(planes) for _, parts, _ in packed.packs for planes in parts.values())
-        self._stored += stored * share_of_all + _ENTRY_BYTES * entries + _ROW_BYTES * len(group.units)
+        error = StepError()
         for each in packed.units:
-            self._add_error(each.errors.steps, share_of_all)
-
-    def _measure_without_a_budget(self) -> None:
-        """Measure a plan that knows no steps, as if it did."""
-        plan = Plan(list(self._plan.units), self._plan.tensors, self._plan.chosen)
-        give_steps(plan, self._source)
-        for unit in plan.units:
-            if unit.parameter is not None and unit.parameter.step is not None and unit.numel:
-                originals, first = self._sample(unit)
-                coded, parts = _encoded(unit, originals, first, self._source)
-                found = self._meter.measure(coded, first, originals, parts).steps
-                self._add_error(found, unit.numel / len(originals[0]))
+            error.merge(each.errors.steps or StepError())
+        outside = _ENTRY_BYTES * entries + _ROW_BYTES * len(group.units)
+        return _Found(stored * share_of_all + outside, _scaled(error, share_of_all))
 
     def _sample(self, unit: Unit) -> tuple[list[torch.Tensor], int]:
         """Elements from the middle of every stream, and the index of the first."""
@@ -152,6 +147,14 @@ class _Prediction:
         return [
             read_elements(self._source, each.storage, each.spec.dtype, first, count) for each in unit.streams
         ], first
+
+
+def _has_step(unit: Unit) -> bool:
+    return unit.parameter is not None and unit.parameter.step is not None
+
+
+def _scaled(error: StepError | None, factor: float) -> StepError:
+    return StepError(*(value * factor for value in astuple(error or StepError())))
 
 
 def _encoded(unit: Unit, originals: Sequence[torch.Tensor], first: int, source: Bundle) -> tuple[Unit, list[Parts]]:
