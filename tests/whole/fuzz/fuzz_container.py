@@ -32,7 +32,7 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, bytes], dict[str, Any
 
 def lay_out(metadata: Any, entries: dict[str, bytes], stored: bytes) -> dict[str, Any]:
     """The header for these entries."""
-    header, position = {"__metadata__": metadata}, 0
+    header, position = {"__metadata__": copy.deepcopy(metadata)}, 0
     for name, content in {**entries, "ckpt8.manifest": stored, "ckpt8.seal": bytes(32)}.items():
         header[name] = {"dtype": "U8", "shape": [len(content)], "data_offsets": [position, position + len(content)]}
         position += len(content)
