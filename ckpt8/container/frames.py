@@ -141,7 +141,9 @@ def inflate(stored: torch.Tensor, length: int, where: str) -> torch.Tensor:
 
 
 def decode_part(planes: Sequence[torch.Tensor], spec: PartSpec) -> torch.Tensor:
-    """The part whose inflated planes are given, as a flat tensor."""
+    """The part whose inflated planes are given, as a flat tensor; symbols as a row of their planes."""
+    if spec.is_symbols:
+        return torch.cat(tuple(planes))
     if len(planes) == 1:
         return planes[0].view(spec.dtype.torch)
     return torch.stack(tuple(reversed(planes)), dim=1).view(spec.dtype.torch).view(-1)

@@ -147,9 +147,17 @@ class ContainerReader(Closing):
         A reference has one part more, its elements, which are rounded from its masters. Raises InputError that names
         the tensor.
         """
+        from ckpt8.container.symbols import unpack_parts
+
+        return unpack_parts(*self.read_packed(storage, chunk, only), self.where(storage), self._backend)
+
+    def read_packed(
+        self, storage: int, chunk: int, only: Collection[str] | None = None
+    ) -> tuple[Parts, dict[str, Packing]]:
+        """As ``read_parts``, but for symbols: rows of planes, and how they are packed by name."""
         record = self.manifest.storages[storage]
         if record.pack is not None:
-            return self._packs.parts(record, only)
+            return self._packs.parts(record, only), {}
         spec, codec = self.chunk_spec(storage, chunk), self.codec(storage)
         copied: Parts = {}
         if codec.copied is not None:
@@ -157,20 +165,31 @@ class ContainerReader(Closing):
             copied[ROUNDED] = self._read_copy(runs, spec.numel, codec.copied.rounded_type(spec.dtype))
         expected = codec.layout(spec)
         wanted = expected if only is None else [part for part in expected if part in only]
-        places, where = self._parts[storage], f"{self.path}: {record.name}"
-        return copied | {part: self._read_part(places.get(part), expected[part], chunk, where) for part in wanted}
+        places, where = self._parts[storage], self.where(storage)
+        found = {part: self._read_part(places.get(part), expected[part], chunk, where) for part in wanted}
+        packings = {part: packing for part, (_, packing) in found.items() if packing is not None}
+        return copied | {part: x for part, (x, _) in found.items()}, packings
+
+    def where(self, storage: int) -> str:
+        """How messages name a storage."""
+        return f"{self.path}: {self.manifest.storages[storage].name}"
 
     def _read_pack_part(self, pack: Pack, part: str, spec: PartSpec, name: str) -> torch.Tensor:
         """One part of a pack. Raises InputError that names the tensor ``name``, for which it is read."""
         from ckpt8.container import frames
+        from ckpt8.container.symbols import unpack_parts
 
         if not pack.numel:
             return frames.host_bytes(0).view(spec.dtype.torch)
-        return self._read_part(self._parts[pack].get(part), spec, 0, f"{self.path}: {name}")
+        where = f"{self.path}: {name}"
+        found, packing = self._read_part(self._parts[pack].get(part), spec, 0, where)
+        return unpack_parts({part: found}, {} if packing is None else {part: packing}, where, self._backend)[part]
 
-    def _read_part(self, place: PartPlace | None, spec: PartSpec, chunk: int, where: str) -> torch.Tensor:
+    def _read_part(
+        self, place: PartPlace | None, spec: PartSpec, chunk: int, where: str
+    ) -> tuple[torch.Tensor, Packing | None]:
+        """One part; if it holds symbols, a row of planes and how they are packed."""
         from ckpt8.container import frames
-        from ckpt8.container.symbols import unpack
 
         if place is None:
             raise InputError(f"{where}: is not to be found")
@@ -183,7 +202,7 @@ class ContainerReader(Closing):
             self._file.read_into(place.offsets[k], frames.bytes_of(stored))
             frames.check(frames.bytes_of(stored), place.table.crcs[k], where)
             planes.append(frames.inflate(stored, length, where))
-        return frames.decode_part(planes, spec) if packing is None else unpack(planes, packing, where, self._backend)
+        return frames.decode_part(planes, spec), packing
 
     def fill_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> None:
         """As ``decode_chunk``, without the parts."""

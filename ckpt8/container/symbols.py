@@ -6,7 +6,7 @@ planes; ``symbols_numba`` fills the same ones faster.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import torch
@@ -25,6 +25,14 @@ def pack_parts(parts: Parts, backend: backends.Backend | None = None) -> tuple[P
         if part.dtype is torch.int32:
             found[name], packings[name] = pack(part, backend)
     return found, packings
+
+
+def unpack_parts(
+    parts: Parts, packings: Mapping[str, Packing], where: str, backend: backends.Backend | None = None
+) -> Parts:
+    """The ``parts`` that ``pack_parts`` was given, on the device of these. Raises InputError as ``unpack``."""
+    unpacked = {name: unpack(split(parts[name], how), how, where, backend) for name, how in packings.items()}
+    return {**parts, **unpacked}
 
 
 def pack(symbols: torch.Tensor, backend: backends.Backend | None = None) -> tuple[torch.Tensor, Packing]:

@@ -40,7 +40,7 @@ class Deferred:
 
     def __init__(self, device):
         self.device = device
-        self.buffers = self.downloads = self.uploads = 0
+        self.buffers = self.downloads = self.uploads = self.uploaded = 0
         Deferred.made.append(self)
 
     def pinned(self, nbytes):
@@ -57,6 +57,7 @@ class Deferred:
 
     def upload(self, row):
         self.uploads += 1
+        self.uploaded += len(row)
         there = torch.full_like(row, 0x5A)
         return there, self._later(row, partial(there.copy_, row))
 
@@ -299,11 +300,16 @@ def test_resume_uploads_parts_and_decodes_them_there(preset, optimizer_of, tmp_p
     found = make()
     ckpt8.resume(path, *found)
     assert bool(stand_in) == (preset != "lossless")
+    with ContainerReader(path) as reader:
+        records = enumerate(reader.manifest.storages)
+        stored = [record.numel for index, record in records if reader.codec(index).measured_as is not None]
     if stand_in:
         # Per weight and moment of the linear layer three chunks; the rest fits into one, where it is contiguous.
         assert sum(device.uploads for device in stand_in) >= (9 if optimizer_of is torch.optim.AdamW else 6)
         # Two of each of three sizes.
         assert all(device.buffers <= 6 for device in stand_in)
+        # Packed symbols: less than the values, although second moments go there twice.
+        assert sum(device.uploaded for device in stand_in) < 4 * sum(stored)
     for mine, theirs in zip(found[0].parameters(), expected[0].parameters(), strict=True):
         assert torch.equal(mine, theirs)
     assert same(found[1].state_dict()["state"], expected[1].state_dict()["state"])

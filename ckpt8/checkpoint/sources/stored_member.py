@@ -19,6 +19,7 @@ from ckpt8.container.frames import FRAME, bytes_of, host_bytes
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
+from ckpt8.container.symbol_modes import Packing
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.tensors import DType, Parts, TensorSpec
@@ -139,17 +140,19 @@ def _load_named(checkpoint: OpenCheckpoint, file: MemberFile, map_location: Any)
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """The parts of a chunk whose first element has the index ``first``, and its companions by field.
+    """The parts of a chunk whose first element has the index ``first``, symbols packed, and its companions by field.
 
-    These are chunks, or decoded where they are ``expanded`` from statistics.
+    These are chunks, or decoded where they are ``expanded`` from statistics. ``where`` begins messages of damage.
     """
 
     codec: Codec
     spec: TensorSpec
     first: int
     parts: Parts
+    packings: Mapping[str, Packing]
     companions: Mapping[str, EncodedChunk]
     expanded: Parts
+    where: str
 
 
 class StoredParts:
@@ -205,7 +208,14 @@ class StoredParts:
         yield from self._workers.map(partial(self._read, index), range(layout.chunk_count(ref.numel)))
 
     def _read(self, index: int, chunk: int) -> EncodedChunk:
-        codec = self._reader.codec(index)
+        reader, codec = self._reader, self._reader.codec(index)
         companions = {name: self._read(other, chunk) for name, other in codec.companion_storages.items()}
-        spec, parts = self._reader.chunk_spec(index, chunk), self._reader.read_parts(index, chunk)
-        return EncodedChunk(codec, spec, chunk * FRAME, parts, companions, self._reader.expanded(index, chunk))
+        return EncodedChunk(
+            codec,
+            reader.chunk_spec(index, chunk),
+            chunk * FRAME,
+            *reader.read_packed(index, chunk),
+            companions,
+            reader.expanded(index, chunk),
+            reader.where(index),
+        )

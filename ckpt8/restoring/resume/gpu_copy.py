@@ -9,6 +9,7 @@ import torch
 from ckpt8.checkpoint.sources.stored_member import EncodedChunk, StoredParts
 from ckpt8.checkpoint.sources.values import assign
 from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.container.symbols import unpack_parts
 from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, copy_to_row, row_bytes, row_views
 from ckpt8.core.tensors import Parts
 
@@ -47,7 +48,8 @@ class DeviceCopy:
 def _decode(chunk: EncodedChunk, lane: _Lane) -> torch.Tensor:
     """The elements of a chunk on the device, its companions decoded there as well."""
     decoded = {name: _decode(other, lane).float() for name, other in chunk.companions.items()}
-    parts, expanded = lane.send(chunk.parts, chunk.expanded)
+    packed, expanded = lane.send(chunk.parts, chunk.expanded)
+    parts = unpack_parts(packed, chunk.packings, chunk.where)
     return chunk.codec.decode(parts, chunk.spec, first=chunk.first, companions=decoded | expanded)
 
 
