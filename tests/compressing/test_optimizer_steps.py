@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dcp_kit import adam_state, save_in_pieces, save_small
+from dcp_kit import adam_state, change_metadata, save_in_pieces, save_small
 from reference_kit import GROUP, LAYOUTS, SHAPES, adamw, codecs, masters, rounded
 from torch import nn
 
@@ -331,6 +331,26 @@ def test_slices_that_lie_in_other_places(tmp_path):
     others["optimizer.state.a.weight.step"] = state["state"]["a.weight"]["step"]
     save_in_pieces({"model.a.weight": (weight, whole), **sliced}, tmp_path / "run", others)
     assert set(pairs(planned(tmp_path / "run")).values()) == {"its weight is cut into other slices than its moments"}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_optimizer_that_numbers_its_parameters(known, tmp_path):
+    """The state dict has an order, where the metadata keep it; the order of tensors and slices says nothing."""
+    net = make_net()
+    save_small({"optimizer": trained(net).state_dict(), "model": net.state_dict()}, tmp_path / "run")
+
+    def scramble(metadata):
+        tensors = metadata.state_dict_metadata
+        for name in sorted(tensors, reverse=True):
+            tensors[name] = tensors.pop(name)
+        metadata.planner_data = metadata.planner_data if known else None
+
+    change_metadata(tmp_path / "run", scramble)
+    plan = planned(tmp_path / "run")
+    check_units(plan)
+    found = {int(name.rpartition(".")[2]): weight.rpartition(":")[2] for name, weight in pairs(plan).items()}
+    names = {k: f"model.{name}" for k, name in enumerate(net.state_dict())}
+    assert found == (names if known else dict.fromkeys(names, "no weight has its name"))
 
 
 def test_a_master_in_a_distributed_checkpoint(tmp_path):

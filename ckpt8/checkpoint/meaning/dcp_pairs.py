@@ -1,8 +1,9 @@
 """Which slice of a weight belongs to which slice of optimizer state in distributed checkpoints.
 
-The names of a distributed checkpoint make a tree of whole tensors, which ``pairing`` pairs as that of any file. Where
-one checkpoint has the optimizer and another one the model, both in folders of one folder, the weights are in the other.
-The slices of a pair must lie in the same places.
+The names of a distributed checkpoint make a tree of whole tensors, which ``pairing`` pairs as that of any file: by
+name, or by the order of the state dict where the optimizer numbers its parameters. Where one checkpoint has the
+optimizer and another one the model, both in folders of one folder, the weights are in the other. The slices of a pair
+must lie in the same places.
 """
 
 from __future__ import annotations
@@ -101,10 +102,12 @@ def _homes(members: Sequence[DirectoryMember], key_of: KeyOf) -> list[_Home]:
 def _pairs_of(home: _Home, others: Sequence[_Home]) -> Iterator[SlicePair]:
     """The pairs of one checkpoint, whose weights ``others`` may have."""
     roles, tree = home.checkpoint.roles, dict[str, Any]()
+    ordered = bool(home.checkpoint.metadata.paths)
     slices = {id(ref): home.slices for ref in _add_weights(tree, home)}
     for other in others if not slices else ():
         slices.update((id(ref), other.slices) for ref in _add_weights(tree, other))
-    _add_states(tree, home)
+        ordered &= bool(other.checkpoint.metadata.paths)
+    _add_states(tree, home, ordered=ordered)
     saved = {ref.key: each for each in saved_parameters(tree) for ref in each.state.values()}
     for (name, place), ref in home.slices.items():
         if (key := roles.states.get(name)) is not None:
@@ -134,7 +137,9 @@ def _add_weights(tree: dict[str, Any], home: _Home) -> list[TensorRef]:
     added = []
     metadata, roles = home.checkpoint.metadata, home.checkpoint.roles
     trained = {key.parameter for key in roles.states.values()}
-    for name, stored in metadata.tensors.items():
+    order = [name for name in metadata.paths if name in metadata.tensors]
+    for name in dict.fromkeys((*order, *metadata.tensors)):
+        stored = metadata.tensors[name]
         if not roles.is_inside(name) and stored.dtype.is_floating:
             *above, last = (_MODEL, name) if name in trained else _path(name, metadata.paths.get(name, ()))
             node = _node(tree, above)
@@ -164,8 +169,11 @@ def _node(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | None:
     return cast("dict[str, Any]", node)
 
 
-def _add_states(tree: dict[str, Any], home: _Home) -> None:
-    """Put the tensors of optimizer state into the tree, each parameter under its name."""
+def _add_states(tree: dict[str, Any], home: _Home, *, ordered: bool) -> None:
+    """Put the tensors of optimizer state into the tree, each parameter under its name, or its number.
+
+    Numbers say nothing unless the weights in the tree are ``ordered`` as in the state dict.
+    """
     metadata, optimizers = home.checkpoint.metadata, dict[str, dict[str, Any]]()
     for name, key in home.checkpoint.roles.states.items():
         stored = metadata.tensors.get(name)
@@ -176,4 +184,11 @@ def _add_states(tree: dict[str, Any], home: _Home) -> None:
     for path, states in optimizers.items():
         node = _node(tree, path.split(".") if path else [])
         if node is not None:
-            node.update(state=states, param_groups=[{"params": list(states)}])
+            numbers = home.checkpoint.roles.numbers(path, home.checkpoint.value) if ordered else []
+            if {str(each) for group in numbers for each in group} >= states.keys():
+                node.update(
+                    state={each: states[str(each)] for group in numbers for each in group if str(each) in states},
+                    param_groups=[{"params": group} for group in numbers],
+                )
+            else:
+                node.update(state=states, param_groups=[{"params": list(states)}])

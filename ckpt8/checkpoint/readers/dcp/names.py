@@ -146,6 +146,13 @@ class DcpRoles:
             self._read[id(names)] = {option: value(name) for option, name in names.items() if option != PARAMETERS}
         return self._read[id(names)]
 
+    def numbers(self, optimizer: str, value: Callable[[str], Any]) -> list[list[int]]:
+        """The parameters of every group of an optimizer that numbers them; empty for one that names them."""
+        own = (name for name, key in self.options.items() if (key.optimizer, key.key) == (optimizer, PARAMETERS))
+        listed = [value(name) for name in own]
+        is_valid = all(isinstance(group, list) and all(type(each) is int for each in group) for group in listed)
+        return listed if is_valid and len({each for group in listed for each in group}) == sum(map(len, listed)) else []
+
     def _read_groups(self, value: Callable[[str], Any]) -> dict[tuple[str, str], Mapping[str, str]]:
         """The names of the options of its group, by optimizer and parameter."""
         options: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
