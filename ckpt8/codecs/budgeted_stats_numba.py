@@ -6,17 +6,15 @@ Maxima are the same bit for bit; sums are taken in float64, in 32 lanes, as in `
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.codecs.companded8.numba import BLOCK
 from ckpt8.codecs.error_measures import Pair
 from ckpt8.codecs.error_stats import SMALLEST_NORMAL, LatticeError, MomentError, StepError, UpdateError
 from ckpt8.codecs.error_stats_numba import add_squares, divide, subtract, take_roots, top_bits
-from ckpt8.core.numba_kernels import f4, f8, kernel, with_bits
+from ckpt8.core.numba_kernels import f4, f8, i4, kernel, with_bits
 
 _ROOM = 5
-_NO_WEIGHT = torch.empty(0)
 
 
 @kernel
@@ -47,38 +45,51 @@ def _relative(decoded, root, m, out):
         out[i] = error / max(root[i], f4(SMALLEST_NORMAL)) * m[i]
 
 
+# In one loop, all of these would take twice as long.
+
+
 @kernel
-def _budgeted_errors(w, w_there, m, m_there, v, v_there, eps, room, room_bits, sums, maxima):
-    """Add to the lanes of ``sums`` and raise ``maxima``, in the order of ``budgeted_errors``."""
+def _add_weighted_errors(x, there, weights, error, lanes):
+    """Add the squares of the errors, each times its weight, to the lanes."""
+    for first in range(0, x.size, BLOCK):
+        last = first + BLOCK
+        subtract(there[first:last], x[first:last], error)
+        _add_weighted_squares(error, weights[first:last], lanes)
+
+
+@kernel
+def _add_errors(x, there, error, error_bits, sums):
+    """Add the squares of errors and values to two rows of lanes; the bits of the largest error."""
+    largest = i4(0)
+    for first in range(0, x.size, BLOCK):
+        last = first + BLOCK
+        subtract(there[first:last], x[first:last], error)
+        add_squares(error, sums[0])
+        add_squares(x[first:last], sums[1])
+        largest = max(largest, top_bits(error_bits))
+    return largest
+
+
+@kernel
+def _add_updates(m, m_there, v, v_there, eps, room, room_bits, sums, maxima):
+    """The same with (e m) of second moments, and with updates, of which the largest counts, too."""
     eps = f4(eps)
     error, error_bits, here, there, u, u_there = room[0], room_bits[0], room[1], room[2], room[3], room[4]
     u_bits = room_bits[3]
     for first in range(0, m.size, BLOCK):
         last = first + BLOCK
-        block, second = m[first:last], v[first:last]
-        if w.size:
-            subtract(w_there[first:last], w[first:last], error)
-            add_squares(error, sums[0])
-            add_squares(w[first:last], sums[1])
-            _add_weighted_squares(error, second, sums[2])
-            maxima[0] = max(maxima[0], top_bits(error_bits))
-        subtract(m_there[first:last], block, error)
-        add_squares(error, sums[3])
-        add_squares(block, sums[4])
-        subtract(v_there[first:last], second, error)
-        add_squares(error, sums[5])
-        add_squares(second, sums[6])
-        take_roots(second, here)
+        block = m[first:last]
+        take_roots(v[first:last], here)
         take_roots(v_there[first:last], there)
         _relative(there, here, block, error)
-        add_squares(error, sums[7])
+        add_squares(error, sums[0])
         divide(block, here, eps, u)
         divide(m_there[first:last], there, eps, u_there)
         subtract(u_there, u, error)
-        add_squares(error, sums[8])
-        add_squares(u, sums[9])
-        maxima[1] = max(maxima[1], top_bits(error_bits))
-        maxima[2] = max(maxima[2], top_bits(u_bits))
+        add_squares(error, sums[1])
+        add_squares(u, sums[2])
+        maxima[0] = max(maxima[0], top_bits(error_bits))
+        maxima[1] = max(maxima[1], top_bits(u_bits))
 
 
 def budgeted_errors(
@@ -89,8 +100,15 @@ def budgeted_errors(
     The last one holds sums without the factors of the parameter, see ``step_sums``.
     """
     sums, maxima = np.zeros((10, GROUP)), np.zeros(3, np.int32)
-    arrays = [x.numpy() for pair in (weight or (_NO_WEIGHT, _NO_WEIGHT), moment1, moment2) for x in pair]
-    _budgeted_errors(*arrays, eps, *with_bits(_ROOM, BLOCK), sums, maxima)
+    room, room_bits = with_bits(_ROOM, BLOCK)
+    m, m_there, v, v_there = (x.numpy() for x in (*moment1, *moment2))
+    if weight is not None:
+        w, w_there = (x.numpy() for x in weight)
+        maxima[0] = _add_errors(w, w_there, room[0], room_bits[0], sums[:2])
+        _add_weighted_errors(w, w_there, v, room[0], sums[2])
+    _add_errors(m, m_there, room[0], room_bits[0], sums[3:5])
+    _add_errors(v, v_there, room[0], room_bits[0], sums[5:7])
+    _add_updates(m, m_there, v, v_there, eps, room, room_bits, sums[7:], maxima[1:])
     total, top = sums.sum(axis=1).tolist(), maxima.view(f4).tolist()
     square = factor * factor
     return (
