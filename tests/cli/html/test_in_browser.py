@@ -59,6 +59,23 @@ def test_a_container_on_a_phone_and_in_the_dark(packed, inspect, run_command, tm
     assert_replay(seen, tree["replay"])
 
 
+def test_a_container_under_a_budget_on_a_phone(inputs, inspect, tmp_path):
+    import ckpt8
+
+    container = tmp_path / "x.ckpt8"
+    ckpt8.compress(inputs / "gpt_adamw.pt", container, budget=2)
+    facts, page, tree = inspect(container, tmp_path / "r.html", "--against", inputs / "gpt_adamw.pt")
+    seen = browse(page, tmp_path, width=PHONE)
+    assert_at_ease(seen, PHONE)
+    tiles, steps = dict(seen["tiles"]), facts["steps"]
+    assert tiles["error in steps"] == number(steps["steps"])
+    assert tiles["loss drift to expect"] == number(steps["drift"]["mean"])
+    assert f"SNR {number(steps['weight_snr_db'])} dB, max error" in seen["text"]
+    assert {row["codec"] for row in tree["distributions"]["codes"]} == {"lattice/1", "vscaled/1", "rclog/1"}
+    charts = [chart for chart in seen["charts"] if chart["section"] == "codes"]
+    assert len(charts) == 3
+
+
 def test_a_checkpoint_on_a_desk_in_the_light(inputs, inspect, tmp_path):
     facts, page, tree = inspect(inputs / "trainer-adamw", tmp_path / "r.html")
     seen = browse(page, tmp_path, width=DESK)
