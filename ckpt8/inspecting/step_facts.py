@@ -41,17 +41,17 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
     """
     if manifest.budget is None:
         return None
-    total, optimizers = StepError(), defaultdict[int, list[tuple[ParameterRecord, StepError]]](list)
+    optimizers = defaultdict[int, list[tuple[ParameterRecord, StepError]]](list)
     for parameter in manifest.parameters:
         if (error := read_step_error(parameter.steps)) is not None:
-            total.merge(error)
             optimizers[_stated(parameter, "optimizer") or 0].append((parameter, error))
+    every = [each for _, known in sorted(optimizers.items()) for each in known]
     storages = manifest.storages
     weights = [index for index, each in enumerate(storages) if codec_from_config(each.codec).measured_as == "noise"]
     return {
         "budget": manifest.budget.get("steps"),
-        **step_figures(total),
-        **_weight_snr(manifest, weights),
+        **_figures(every),
+        "weight_snr_db": _weight_snr(manifest, weights),
         "optimizers": [_optimizer(manifest, each, count) for _, each in sorted(optimizers.items())],
         "unknown": _unknown(manifest, count),
         "capped": {
@@ -68,27 +68,34 @@ def _stated(parameter: ParameterRecord, key: str) -> int | None:
     return value if type(value) is int and value >= 0 else None
 
 
-def _weight_snr(manifest: Manifest, storages: Iterable[int]) -> dict[str, float | None]:
+def _weight_snr(manifest: Manifest, storages: Iterable[int]) -> float | None:
     """The SNR of weights on lattices, in dB."""
     total = LatticeError()
     for index in storages:
         record = manifest.storages[index] if index < len(manifest.storages) else None
         if record is not None and isinstance(error := read_error(record.error), LatticeError):
             total.merge(error)
-    return {"weight_snr_db": total.snr_db}
+    return total.snr_db
 
 
 def _optimizer(manifest: Manifest, parameters: list[tuple[ParameterRecord, StepError]], count: Count) -> dict[str, Any]:
+    weights = [index for parameter, _ in parameters if (index := _stated(parameter, "weight_storage")) is not None]
+    return {
+        "parameters": count(parameter.name for parameter, _ in parameters),
+        **_figures(parameters),
+        "weight_snr_db": _weight_snr(manifest, weights),
+    }
+
+
+def _figures(parameters: Iterable[tuple[ParameterRecord, StepError]]) -> dict[str, Any]:
+    """The figures of several parameters together, with those of their updates."""
     total, update = StepError(), UpdateError()
     for parameter, error in parameters:
         total.merge(error)
         if isinstance(found := read_error(parameter.error), UpdateError):
             update.merge(found)
-    weights = [index for parameter, _ in parameters if (index := _stated(parameter, "weight_storage")) is not None]
     return {
-        "parameters": count(parameter.name for parameter, _ in parameters),
         **step_figures(total),
-        **_weight_snr(manifest, weights),
         "update_nmse": update.nmse if math.isfinite(update.nmse) else None,
         "max_error": update.max_error,
     }

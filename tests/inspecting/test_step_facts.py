@@ -8,7 +8,7 @@ import math
 import pytest
 from rich.console import Console
 
-from ckpt8.cli.show.steps import HEALS, healing_line, show_optimizers, show_predictions, step_lines
+from ckpt8.cli.show.steps import HEALS, healing_line, measured_lines, show_optimizers, show_predictions, step_lines
 from ckpt8.codecs import config_of
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.error_stats import LatticeError, StepError, UpdateError, WeightError, read_error, read_step_error
@@ -206,6 +206,19 @@ def test_the_lines_where_nothing_is_known():
         "loss drift    not predicted",
     ]
     assert step_lines(step_facts(manifest_of([]), count)) == ["loss drift    not predicted"]
+
+
+def test_verify_states_weights_and_updates_as_well():
+    facts = step_facts(manifest_of(TWO), count)
+    assert (facts["update_nmse"], facts["max_error"]) == (pytest.approx(0.2), 2.4)
+    assert measured_lines(facts) == [
+        "weights       SNR 33 dB",
+        "update space  NMSE 0.2, max |Δu| 2.4",
+        f"              {HEALS}",
+        *step_lines(facts),
+    ]
+    nothing = step_facts(manifest_of(TWO[3:]), count)
+    assert measured_lines(nothing) == step_lines(nothing)
 
 
 def test_a_large_error_of_the_update_is_explained_under_a_budget():

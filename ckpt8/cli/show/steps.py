@@ -34,6 +34,19 @@ def step_lines(steps: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def measured_lines(steps: Mapping[str, Any]) -> list[str]:
+    """The same lines, behind those about weights and updates that ``inspect`` has among others."""
+    if steps["steps"] is None:
+        return step_lines(steps)
+    update = {"nmse": steps["update_nmse"]}
+    lines = [f"update space  NMSE {number(steps['update_nmse'])}, max |Δu| {number(steps['max_error'])}"]
+    if steps["weight_snr_db"] is not None:
+        lines.insert(0, f"weights       SNR {number(steps['weight_snr_db'])} dB")
+    if heals := healing_line(update, steps):
+        lines.append(f"              {heals}")
+    return lines + step_lines(steps)
+
+
 def drift_text(drift: Mapping[str, float] | None) -> str:
     """The expected loss drift and its interval."""
     if drift is None:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from ckpt8.cli.output import print_lines
-from ckpt8.cli.show.steps import show_optimizers, step_lines
+from ckpt8.cli.show.steps import measured_lines, show_optimizers
 from ckpt8.cli.show.tables import Table, number
 from ckpt8.core.text import counted, size
 from ckpt8.inspecting.replay.figures import left_out
@@ -22,7 +22,7 @@ def show_verified(console: Console, src: Path, against: Path | None, result: Ver
         text += f"; {result.statistics} statistics and all lossless tensors agree with {against}"
         if result.unmeasured:
             text += f"; {result.unmeasured} lossy tensors carry no statistics to check"
-    print_lines(console, [text, *(step_lines(result.steps) if result.steps else [])])
+    print_lines(console, [text, *(measured_lines(result.steps) if result.steps else [])])
     show_optimizers(console, result.steps)
     if result.resume is not None:
         _show_replay(console, result.resume)
