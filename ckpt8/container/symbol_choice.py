@@ -14,8 +14,13 @@ _BLOCK, _BLOCK_BYTES, _FRAME_BYTES = 1 << 17, 4.0, 9.0
 _TABLE_BYTES = 0.5
 """What a value of a byte takes in the Huffman table of every block."""
 
-_SHARES = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
-_EXCESS = (0.03, 0.03, 0.05, 0.08, 0.13, 0.28, 0.45, 0.59, 0.60, 0.53, 0.35, 0.235, 0.172, 0.097, 0.045, 0.006, 0.0)
+_SHARES = (
+    0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99, 0.9925, 0.995, 0.997, 0.998, 0.999, 1.0,
+)  # fmt: skip
+_EXCESS = (
+    0.03, 0.03, 0.05, 0.08, 0.13, 0.28, 0.45, 0.59, 0.60, 0.53, 0.35, 0.236, 0.172, 0.0955, 0.073, 0.0425, 0.018, 0.013,
+    0.005, 0.002,
+)  # fmt: skip
 """Bits that zstd takes for a byte beyond its entropy, by the share of the most frequent byte, as measured. Huffman
 takes one at least, and the matches that zstd finds where a byte repeats cost more than they save until it has 0.9."""
 
