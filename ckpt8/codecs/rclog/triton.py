@@ -17,7 +17,7 @@ from ckpt8.codecs.triton_blocks import OPTIONS, bits_of, launch, narrow, on_devi
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
 
-TILE = 64
+ROWS, COLUMNS = 32, 64
 """Rows and columns that one program sums."""
 
 PARTS = ("codes", "rows", "columns")
@@ -39,15 +39,17 @@ def moment_bits(x):
 
 
 @triton.jit(do_not_specialize=["numbers", "skipped", "length", "count", "across"])
-def sums_kernel(moments, flags, rows, sums, numbers, skipped, length, count, across, tile: tl.constexpr):
+def sums_kernel(
+    moments, flags, rows, sums, numbers, skipped, length, count, across, tall: tl.constexpr, wide: tl.constexpr
+):
     """Add the bits of a tile of rows and columns to ``sums``, and ``numbers`` places further how many are not zero.
 
     Without ``rows``, by row; ``flags[0]`` then becomes 1 for what is no second moment. With the factors of all rows, by
     column, and less these factors. Rows have ``length`` elements; the first ``skipped`` ones lie before the chunk.
     """
     program = tl.program_id(0)
-    row = program // across * tile + tl.arange(0, tile)
-    column = program % across * tile + tl.arange(0, tile)
+    row = program // across * tall + tl.arange(0, tall)
+    column = program % across * wide + tl.arange(0, wide)
     at = row.to(tl.int64)[:, None] * length + (column - skipped)[None, :]
     inside = (column < length)[None, :] & (at >= 0) & (at < count)
     bits = moment_bits(tl.load(moments + at, inside, 0))
@@ -159,11 +161,11 @@ def _fill(factors: torch.Tensor, x: torch.Tensor, flags: torch.Tensor, rows: tor
     """Fill in the factors of rows, or of columns if those of ``rows`` are given. ``at`` is what ``_places`` returns."""
     skipped, length = at
     sums = torch.zeros(2 * factors.numel(), dtype=torch.int64, device=x.device)
-    across = triton.cdiv(length, TILE)
-    programs = triton.cdiv(triton.cdiv(skipped + x.numel(), length), TILE) * across
+    across = triton.cdiv(length, COLUMNS)
+    programs = triton.cdiv(triton.cdiv(skipped + x.numel(), length), ROWS) * across
     numbers = (factors.numel(), skipped, length, x.numel(), across)
     with on_device(x.device):
-        sums_kernel[(programs,)](x, flags, rows, sums, *numbers, tile=TILE, **OPTIONS)
+        sums_kernel[(programs,)](x, flags, rows, sums, *numbers, tall=ROWS, wide=COLUMNS, **OPTIONS)
     launch(means_kernel, factors.numel(), x.device, sums, factors.numel(), factors, block=BLOCK)
 
 
