@@ -152,7 +152,8 @@ def _parameter(
     rule = recognise(saved.state, saved.group, step if isinstance(step, (int, float)) else None)
     moments = {slots[key]: streams[ref.key].index for key, ref in refs.items() if slots[key] != "weight"}
     shape = next(iter(refs.values())).shape
-    confidence, squares = [], []
+    confidence: Sequence[tuple[StorageInfo, TensorRef]] = ()
+    squares: Sequence[tuple[StorageInfo, TensorRef]] = ()
     replay: Replay | None = None
     if isinstance(rule, UpdateRule) and rule.kind == "came":
         confidence, squares = (
