@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -46,8 +47,8 @@ def _with_top(counts: torch.Tensor, top: int) -> torch.Tensor:
     return counts[1:] if top == NO_TOP else torch.cat([counts[1:], counts[:1]])
 
 
-def _numbers(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+def _numbers(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def _candidates(counts: torch.Tensor, top: int) -> Iterator[tuple[Mode, list[torch.Tensor]]]:
@@ -102,7 +103,7 @@ def _largest(counts: torch.Tensor) -> int:
 def _stored(counts: torch.Tensor, lengths: torch.Tensor, digits: torch.Tensor) -> torch.Tensor:
     """The bytes that planes are expected to take, by row: ``digits`` share a byte, ``lengths`` are in bytes."""
     shares = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
-    entropy = digits * torch.special.entr(shares).sum(1) / torch.log(torch.tensor(2.0, dtype=torch.float64))
+    entropy = digits * torch.special.entr(shares).sum(1) / math.log(2)
     bits = entropy + _excess(shares.amax(1) ** digits)
     values = ((counts > 0).sum(1).double() ** digits).clamp(max=_BYTE)
     blocks = torch.ceil(lengths / _BLOCK)
@@ -113,7 +114,7 @@ def _stored(counts: torch.Tensor, lengths: torch.Tensor, digits: torch.Tensor) -
 
 def _excess(shares: torch.Tensor) -> torch.Tensor:
     """_EXCESS between its points."""
-    at, values = (torch.tensor(each, dtype=torch.float64) for each in (_SHARES, _EXCESS))
+    at, values = _numbers(_SHARES), _numbers(_EXCESS)
     k = torch.searchsorted(at, shares).clamp(1, len(at) - 1)
     part = (shares - at[k - 1]) / (at[k] - at[k - 1])
     return values[k - 1] + part * (values[k] - values[k - 1])

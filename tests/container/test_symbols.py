@@ -68,6 +68,19 @@ def test_any_count(count, backend):
         assert packing.mode == Mode.of(list(packing.mode))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_default_device(backend):
+    """Symbols stay where they are; what chooses the mode is on the CPU."""
+    x = holding(1, 16, 1)
+    expected = symbols.pack(x, backend)
+    with torch.device("meta"):
+        row, packing = symbols.pack(x, backend)
+        back = symbols.unpack(symbols.split(row, packing), packing, "x", backend)
+    assert packing == expected[1]
+    assert torch.equal(row, expected[0])
+    assert torch.equal(back, x)
+
+
 def drawn(name, scale, zeros, count):
     torch.manual_seed(1)
     normal = torch.randn(count, dtype=torch.float64)
