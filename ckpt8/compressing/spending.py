@@ -110,7 +110,7 @@ class _Spending:
         parameter = unit.parameter
         if parameter is None:
             others = [stream for stream in free if stream.index not in self._plan.copies]
-            self._note(others, "no state of an optimizer moves it", Role.WEIGHT)
+            self._note(others, "no known step of an optimizer moves it", Role.WEIGHT)
             self._note(free, NO_PARAMETER, Role.MOMENT1, Role.MOMENT2)
             return None
         rule = parameter.rule

@@ -176,7 +176,7 @@ def steps_apart(original: dict[str, Any], restored: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("preset", "steps", "ratio", "largest"), [("compact", 0.15, 4.5, 1 / 16), ("archive", 1.0, 7.5, 0.5)]
+    ("preset", "steps", "ratio", "largest"), [("compact", 0.15, 4.2, 1 / 16), ("archive", 1.0, 6.4, 0.5)]
 )
 def test_presets_in_steps_of_the_optimizer(
     trained: Path, preset: str, steps: float, ratio: float, largest: float
