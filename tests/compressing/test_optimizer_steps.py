@@ -10,6 +10,7 @@ import torch
 from dcp_kit import adam_state, change_metadata, save_in_pieces, save_small
 from reference_kit import GROUP, LAYOUTS, SHAPES, adamw, codecs, masters, rounded
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
@@ -331,6 +332,21 @@ def test_slices_that_lie_in_other_places(tmp_path):
     others["optimizer.state.a.weight.step"] = state["state"]["a.weight"]["step"]
     save_in_pieces({"model.a.weight": (weight, whole), **sliced}, tmp_path / "run", others)
     assert set(pairs(planned(tmp_path / "run")).values()) == {"its weight is cut into other slices than its moments"}
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_learning_rate_that_is_a_tensor_in_a_distributed_checkpoint(flat, tmp_path):
+    net = make_net()
+    for p in net.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.125), foreach=False)
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, state = get_state_dict(net, optimizer, options=options)
+    save_small({"model": model, "optimizer": state}, tmp_path / "run")
+    plan = planned(tmp_path / "run")
+    assert {step.lr for step in steps(plan)} == {0.125}
+    assert all(step.weight is not None for step in steps(plan))
 
 
 @pytest.mark.parametrize("known", [True, False])

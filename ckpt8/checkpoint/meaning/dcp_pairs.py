@@ -17,7 +17,9 @@ from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
 from ckpt8.checkpoint.meaning.twins import twins
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.readers.dcp.metadata import Place
+from ckpt8.checkpoint.readers.dcp.names import StateKey
 from ckpt8.checkpoint.readers.entries import DirectoryMember
+from ckpt8.checkpoint.scalars import read_scalar
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.vocabulary import MODEL_KEYS
 from ckpt8.optim.known_optimizers import MASTER_KEYS, MEGATRON_MASTER
@@ -32,6 +34,8 @@ _MOST_COMPONENTS = 64
 
 KeyOf = Callable[[str, int], str]
 """Gives the key in the source of a storage in the member of a number."""
+
+_RATES = ("lr", "initial_lr")
 
 SliceKey = tuple[str, Place | None]
 """The name of a tensor and the place of a slice in it."""
@@ -53,11 +57,21 @@ class SlicePair:
 
 @dataclass(slots=True)
 class _Home:
-    """A distributed checkpoint in a folder. The keys of its ``slices`` are those of the source."""
+    """A distributed checkpoint in a folder. The keys of its ``slices`` are those of the source.
+
+    ``rates`` are learning rates that are tensors, by name.
+    """
 
     checkpoint: DcpCheckpoint
     folder: str
     slices: dict[SliceKey, TensorRef] = field(default_factory=dict)
+    rates: dict[str, float | None] = field(default_factory=dict)
+
+    def group(self, key: StateKey) -> Mapping[str, Any]:
+        """The options of the group of a parameter."""
+        group = self.checkpoint.roles.group(key, self.checkpoint.value)
+        names = self.checkpoint.roles.option_names(key, self.checkpoint.value) if self.rates else {}
+        return {**group, **{option: self.rates[name] for option, name in names.items() if name in self.rates}}
 
     def is_beside(self, other: _Home) -> bool:
         """Whether it has no optimizer and lies in a folder beside that of ``other``."""
@@ -96,6 +110,10 @@ def _homes(members: Sequence[DirectoryMember], key_of: KeyOf) -> list[_Home]:
             home = homes.setdefault(id(member.home), _Home(member.home, member.path.rpartition("/")[0]))
             for piece, ref in member.parts:
                 home.slices[piece.name, piece.place] = replace(ref, key=key_of(ref.key, number))
+                option = home.checkpoint.roles.options.get(piece.name)
+                if option is not None and option.key in _RATES:
+                    storage = next(each for each in member.checkpoint.storages if each.key == ref.key)
+                    home.rates[piece.name] = read_scalar(member.checkpoint, storage, ref)
     return list(homes.values())
 
 
@@ -112,8 +130,7 @@ def _pairs_of(home: _Home, others: Sequence[_Home]) -> Iterator[SlicePair]:
     for (name, place), ref in home.slices.items():
         if (key := roles.states.get(name)) is not None:
             weight, reason = _slice_of_weight(saved.get(name), place, slices, home.slices)
-            group = roles.group(key, home.checkpoint.value)
-            yield SlicePair(ref.key, (id(home), key.optimizer), group, weight, reason)
+            yield SlicePair(ref.key, (id(home), key.optimizer), home.group(key), weight, reason)
 
 
 def _slice_of_weight(

@@ -137,14 +137,18 @@ class DcpRoles:
 
     def group(self, key: StateKey, value: Callable[[str], Any]) -> Mapping[str, Any]:
         """The options of the group of a parameter; ``value`` reads one by name."""
-        if self._groups is None:
-            self._groups = self._read_groups(value)
-        names = self._groups.get((key.optimizer, key.parameter))
-        if names is None:
+        names = self.option_names(key, value)
+        if not names:
             return {}
         if id(names) not in self._read:
             self._read[id(names)] = {option: value(name) for option, name in names.items() if option != PARAMETERS}
         return self._read[id(names)]
+
+    def option_names(self, key: StateKey, value: Callable[[str], Any]) -> Mapping[str, str]:
+        """The names of the options of the group of a parameter, by option; empty for a parameter of no group."""
+        if self._groups is None:
+            self._groups = self._read_groups(value)
+        return self._groups.get((key.optimizer, key.parameter), {})
 
     def numbers(self, optimizer: str, value: Callable[[str], Any]) -> list[list[int]]:
         """The parameters of every group of an optimizer that numbers them; empty for one that names them."""
