@@ -97,9 +97,20 @@ def _fill_plane(symbols, out, top, shift, less, byte):
 def _join_digits(plane, digits, per_byte, out):
     """Look up the digits of every byte."""
     n = out.size // per_byte
-    for i in range(n):
-        for k in range(per_byte):
-            out[per_byte * i + k] = digits[plane[i], k]
+    if per_byte == 5:
+        for i in range(n):
+            at, own = 5 * i, digits[plane[i]]
+            out[at], out[at + 1], out[at + 2], out[at + 3], out[at + 4] = own[0], own[1], own[2], own[3], own[4]
+    elif per_byte == 3:
+        for i in range(n):
+            at, own = 3 * i, digits[plane[i]]
+            out[at], out[at + 1], out[at + 2] = own[0], own[1], own[2]
+    elif per_byte == 2:
+        for i in range(n):
+            out[2 * i], out[2 * i + 1] = i4(plane[i]) & i4(15), i4(plane[i]) >> i4(4)
+    else:
+        for i in range(n):
+            out[i] = plane[i]
     for i in range(per_byte * n, out.size):
         out[i] = digits[plane[n], i - per_byte * n]
 
