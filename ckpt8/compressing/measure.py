@@ -66,9 +66,12 @@ class UnitErrors:
         """New sums for the lossy streams and the rule of ``unit``, all zero."""
         kinds = {"weight": WeightError, "noise": LatticeError, "moment": MomentError}
         streams = {s.index: kinds[s.codec.measured_as]() for s in unit.streams if s.codec.measured_as is not None}
-        has_rule = unit.parameter is not None and unit.parameter.rule is not None
+        parameter = unit.parameter
+        has_rule = parameter is not None and parameter.rule is not None
+        replayed = parameter is not None and parameter.replay is not None
+        moved = replayed or bool(streams)
         in_steps = StepScales.of(unit.parameter) is not None
-        return cls(streams, UpdateError() if has_rule and unit.measured else None, StepError() if in_steps else None)
+        return cls(streams, UpdateError() if has_rule and moved else None, StepError() if in_steps else None)
 
     def merge(self, later: UnitErrors) -> None:
         """Add the errors of the chunk that follows."""

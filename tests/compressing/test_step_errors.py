@@ -182,6 +182,7 @@ def test_the_step_of_an_exact_parameter_counts():
     assert_energies(found.steps, energies(values, there, "adam"))
     assert found.steps.weight == found.steps.moment1 == found.steps.moment2 == 0 < found.steps.step
     assert found.streams == {}
+    assert found.update is None
 
 
 def test_without_a_known_step_nothing_is_measured_in_steps():
