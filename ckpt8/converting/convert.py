@@ -83,7 +83,7 @@ def convert(
     report = Report(str(wanted), found)
     import_module(f"{writers.__name__}.{writers.WRITERS[found]}").write(request, report)
     if found in PUBLISHED or key is not None:
-        report.weights_snr, report.warning = weights_snr(path, member)
+        report.weights_snr, report.warning = weights_snr(path, member, key)
     return report
 
 

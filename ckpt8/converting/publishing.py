@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from ckpt8.checkpoint.meaning.parameter_names import split_member
 from ckpt8.codecs.error_stats import LatticeError, read_error
 from ckpt8.container.header import is_container
 from ckpt8.container.reader import ContainerReader
@@ -18,17 +19,23 @@ _GOOD_ENOUGH = 60.0
 _ADVICE = "for resuming, not for inference or publishing; convert the original, or a flash or lossless .ckpt8 of it"
 
 
-def weights_snr(source: Path, member: str | None) -> tuple[float | None, str | None]:
+def weights_snr(source: Path, member: str | None, key: str | None) -> tuple[float | None, str | None]:
     """The SNR in dB of the weights that a container keeps on a lattice, and a warning where it is low or unknown.
 
-    ``member`` is the one that is converted, or a folder of members; None for all. The SNR is None where it was not
-    measured, and for a source without such weights.
+    ``member`` is the one that is converted, or a folder of members, ``key`` the model; None for all. Copies of masters
+    count as these. The SNR is None where it was not measured, and for a source without such weights.
     """
     if not is_container(source):
         return None, None
     with ContainerReader(source) as reader:
         members = [each for each in reader.manifest.members if member is None or _is_in(each.path, member)]
         storages = {index for each in members for _, index in each.segments}
+        if key is not None:
+            in_files = reader.manifest.directory is not None
+            named = [(split_member(each.name)[1] if in_files else each.name, each) for each in reader.manifest.tensors]
+            storages &= {each.storage for name, each in named if name.startswith(f"{key}.")}
+        copied = [reader.codec(index).copied for index in storages]
+        storages |= {run.storage for each in copied if each for run in each.runs if run.storage is not None}
         storages |= _masters(reader, storages)
         total = LatticeError()
         for index in sorted(storages):

@@ -123,3 +123,26 @@ def test_copies_are_as_good_as_their_masters_in_another_member(tmp_path):
         least = file.stats("optimizer.pt:state.0.master_param")["error"]["snr_db"]
     assert report.weights_snr == pytest.approx(least, abs=3)
     assert report.warning is not None
+
+
+def test_a_model_answers_for_itself(tmp_path):
+    """Of two models, and of 16-bit weights whose masters are on a lattice."""
+    torch.manual_seed(1)
+    tree = {}
+    for name, lr in (("one", 1e-3), ("two", 1e-5)):
+        model = torch.nn.Linear(96, 96)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        for _ in range(9):
+            (model(torch.randn(8, 96)) ** 2).mean().backward()
+            optimizer.step()
+        tree[name], tree[f"opt_{name}"] = model.state_dict(), optimizer.state_dict()
+    tree["half"] = {name: tensor.bfloat16() for name, tensor in tree["one"].items()}
+    torch.save(tree, tmp_path / "run.pt")
+    ckpt8.compress(tmp_path / "run.pt", preset="archive")
+    after = ckpt8.load(tmp_path / "run.ckpt8")
+    for key, stored in (("one", "one"), ("two", "two"), ("half", "one")):
+        weight = tree[stored]["weight"].double()
+        noise = (after[stored]["weight"].double() - weight).square().sum()
+        report = ckpt8.convert(tmp_path / "run.ckpt8", tmp_path / f"{key}.safetensors", key=key)
+        expected = 10 * math.log10(weight.square().sum() / noise)
+        assert report.weights_snr == pytest.approx(expected, abs=1e-6)
