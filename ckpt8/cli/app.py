@@ -66,6 +66,9 @@ def inspect(
 ) -> None:
     """Show what a .ckpt8 or a checkpoint holds, where its bytes are, red flags, and the error of compression.
 
+    Of a checkpoint it predicts what every preset and three budgets would make: size, error in optimizer steps, and how
+    much the loss of a resumed run would drift.
+
     Red flags are NaN, dead rows, weights stored twice, values that fp16 would lose, and names in a pickle that
     torch.load refuses with weights_only. inspect looks at a sample of the values of a checkpoint, and with --full at
     every element; at those of a .ckpt8 with --full only. --json prints them as flags, with sample and layers.
