@@ -16,7 +16,7 @@ that is even over a step s has the variance s^2 / 12.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt8.codecs.lattice import HIGHEST_K, LOWEST_K
 from ckpt8.codecs.rclog import LARGEST_STEP, OCTAVE, SMALLEST_STEP
@@ -55,6 +55,10 @@ class Budget:
                 f"a budget is a number of steps from {LEAST_STEPS:g} to {MOST_STEPS:g}, not {described(steps)}"
             )
         return cls(float(steps), min(_LARGEST_U, 2.0 ** math.floor(math.log2(steps))), 1.0)
+
+    def bounded(self, error: float) -> Budget:
+        """The same steps, with updates that err by ``error`` at most, or by what every budget allows."""
+        return replace(self, u_max=float(min(_LARGEST_U, 2 * error)))
 
     @property
     def share(self) -> float:

@@ -50,7 +50,7 @@ class Stream:
         """The stream with its next codec; ``reason`` is noted behind that of an earlier one."""
         # What is noted of the codec of a budget goes with it.
         reasons = [reason] if self.reason is None or self.second is not None else [self.reason, reason]
-        return replace(self, codec=self.second or LOSSLESS, reason="; ".join(reasons), second=None)
+        return replace(self, codec=self.second or LOSSLESS, reason="; ".join(dict.fromkeys(reasons)), second=None)
 
     @property
     def lossy(self) -> bool:

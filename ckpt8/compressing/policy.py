@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -103,7 +103,7 @@ class Policy:
             raise UsageError(f"preset {preset!r}: expected one of {', '.join(PRESETS)}")
         found = PRESET_BUDGETS.get(preset) if budget is None else Budget.of(budget)
         if found is not None and max_update_error:
-            found = replace(found, u_max=2 * max_update_error)
+            found = found.bounded(max_update_error)
         return cls(preset, tuple(Rule.parse(text) for text in rules), found)
 
     @property

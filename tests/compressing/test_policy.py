@@ -76,6 +76,9 @@ def test_a_bound_on_the_update_error_is_the_reach_of_a_budget():
     assert Policy.of("archive", max_update_error=0.02).budget == Budget(1, 0.04, 0.25)
     assert Policy.of(budget=5, max_update_error=0.02).budget == Budget(5, 0.04, 1)
     assert Policy.of("flash", max_update_error=0.02).budget is None
+    # Larger errors would save nothing, and not every number is one that a file can state.
+    for bound in (2, 5, 1e300, 10**400, float("inf")):
+        assert Policy.of("archive", max_update_error=bound).budget == Budget(1, 4.0, 0.25)
 
 
 @pytest.mark.parametrize("dtype", DType)

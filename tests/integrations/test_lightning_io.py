@@ -228,6 +228,8 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
         Ckpt8CheckpointIO(preset="best")
     with pytest.raises(UsageError, match=r"a budget is a number of steps from 0\.01 to 10, not 11"):
         Ckpt8CheckpointIO(budget=11)
+    with pytest.raises(UsageError, match="a bound on the update error is a number from 0 on, not -1"):
+        Ckpt8CheckpointIO(max_update_error=-1)
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written"):
         io.save_checkpoint({}, tmp_path / "file" / "x.ckpt")
