@@ -62,23 +62,30 @@ class Budget:
 
     @property
     def share(self) -> float:
-        """The steps that each of weights, first and second moments may take."""
+        """The steps that second moments may take."""
         return self.steps / math.sqrt(3)
+
+    def rest(self, beta1: float, beta2: float) -> float:
+        """The steps that each of weights and first moments may take: half of what second moments leave."""
+        second = min(self.share, LARGEST_STEP / OCTAVE * _SLOPE * carry(beta1, beta2) / (2 * math.sqrt(12)))
+        return math.sqrt((self.steps**2 - second**2) / 2)
 
     def log_step(self, beta1: float, beta2: float) -> int:
         """S of ``rclog`` for the second moments of a parameter."""
         octaves = self.share * 2 * math.sqrt(12) / (_SLOPE * carry(beta1, beta2))
         return min(max(round(octaves * OCTAVE), SMALLEST_STEP), LARGEST_STEP)
 
-    def moment_scale(self, energy: float, roots: float, lr: float, beta1: float, bias1: float) -> float:
+    def moment_scale(self, energy: float, roots: float, lr: float, beta1: float, beta2: float, bias1: float) -> float:
         """The k of ``vscaled`` for the first moments of a parameter.
 
         ``energy`` is M1 and ``roots`` the sum of sqrt(v), both over all parameters of the optimizer.
         """
         reach = lr * beta1 / ((1 - beta1) * bias1)
-        return self.share * math.sqrt(12 * energy / roots) / reach if roots and reach else math.inf
+        return self.rest(beta1, beta2) * math.sqrt(12 * energy / roots) / reach if roots and reach else math.inf
 
-    def weight_step(self, energy: float, numel: int, mean_square: float, rms: float) -> tuple[int, bool]:
+    def weight_step(
+        self, energy: float, numel: int, beta1: float, beta2: float, mean_square: float, rms: float
+    ) -> tuple[int, bool]:
         """The k of ``lattice`` for a tensor of weights, and whether the cap makes it smaller than the budget allows.
 
         ``energy`` is M1 and ``numel`` N, over all parameters of the optimizer. ``mean_square`` is the mean of v^ over
@@ -87,7 +94,8 @@ class Budget:
         most = math.floor(4 * math.log2(self.cap * rms))
         if not mean_square:
             return _in_range(most), True
-        wanted = math.floor(4 * math.log2(self.share * math.sqrt(12 * energy / numel / mean_square)) + 0.5)
+        step = self.rest(beta1, beta2) * math.sqrt(12 * energy / numel / mean_square)
+        wanted = math.floor(4 * math.log2(step) + 0.5)
         return _in_range(min(wanted, most)), wanted > most
 
 

@@ -14,8 +14,9 @@ from ckpt8.compressing.plan import Unit
 from ckpt8.container import header
 from ckpt8.container.layout import PACK, entry_names, pack_entry
 
-_ROOM, _ROOM_SHARE = 12 << 10, 256
-"""The header may take as many bytes, or this part of the source, before storages share entries."""
+_ROOM, _ROOM_SHARE, _BUDGET_ROOM_SHARE = 12 << 10, 256, 4096
+"""The header may take as many bytes, or this part of the source, before storages share entries. A container under a
+budget is so much smaller that its header counts for more."""
 
 _EMPTY_RECORD = 40
 """What a storage without elements counts, which has no entries but a record in the manifest."""
@@ -39,7 +40,9 @@ class Group:
 
 def share(units: Sequence[Unit], size: int, slab: int) -> tuple[list[Unit], list[Group]]:
     """The units with entries of their own, and groups of the others. ``size`` are the bytes of the source."""
-    if not _is_header_long(units, max(_ROOM, size // _ROOM_SHARE), slab):
+    is_under_budget = any(stream.second is not None for unit in units for stream in unit.streams)
+    part = _BUDGET_ROOM_SHARE if is_under_budget else _ROOM_SHARE
+    if not _is_header_long(units, max(_ROOM, size // part), slab):
         return list(units), []
     own: list[Unit] = []
     alike: dict[Hashable, list[Unit]] = defaultdict(list)

@@ -182,7 +182,7 @@ class _Spending:
             factors = factors_of(one.parameter.confidence, one.parameter.shape, self._by_key.__getitem__)
             if factors is None:
                 return "its row and column statistics are not kept exactly in storages of their own"
-        k = self._budget.moment_scale(optimizer.energy, optimizer.roots, step.lr, step.beta1, rule.bias1)
+        k = self._budget.moment_scale(optimizer.energy, optimizer.roots, step.lr, step.beta1, step.beta2, rule.bias1)
         try:
             return VScaled(
                 second=factors,
@@ -210,7 +210,8 @@ class _Spending:
         if not rms:
             return "its weights are zero", None
         mean_square = one.factored.mean if one.factored else second.mean("value") / one.rule.root_bias2**2
-        k, capped = self._budget.weight_step(optimizer.energy, optimizer.numel, mean_square, rms)
+        betas = one.step.beta1, one.step.beta2
+        k, capped = self._budget.weight_step(optimizer.energy, optimizer.numel, *betas, mean_square, rms)
         return Lattice(k, self._sampler.salt(stream.index)), CAPPED if capped else None
 
     def _follow_weights(self) -> None:

@@ -44,6 +44,9 @@ WORTH_IT = 0.95
 """A plane that stays larger is stored as it is. Codes of first moments, 1.3 % smaller, took a tenth of all time; those
 of most second moments, 4 % smaller, a twentieth."""
 
+SYMBOLS_WORTH_IT = 0.99
+"""The same of planes of symbols: whoever asks for a budget asks for a small file."""
+
 
 class _Zstd(threading.local):
     """The zstd contexts of one thread, which all its frames share."""
@@ -97,23 +100,24 @@ def encode_part(
         columns = part.view(torch.uint8).view(-1, size)
         planes = [columns[:, k].contiguous() for k in reversed(range(size))]
     compressor = _zstd.raw if name == RAW_PART else _zstd.plane
+    worth = WORTH_IT if packing is None else SYMBOLS_WORTH_IT
     frames: list[tuple[bytes | memoryview, int]] = []
     for plane in planes:
         view = bytes_of(plane)
-        stored: bytes | memoryview = compressor.compress(view) if _is_compressible(view, compressor) else view
+        stored: bytes | memoryview = compressor.compress(view) if _is_compressible(view, compressor, worth) else view
         if len(stored) >= len(view):
             stored = bytes(view) if copy else view
         frames.append((stored, crc32(stored)))
     return frames
 
 
-def _is_compressible(plane: memoryview, compressor: zstandard.ZstdCompressor) -> bool:
-    """Whether zstd is worth its time, there and back. Of a long plane it tries a sample."""
+def _is_compressible(plane: memoryview, compressor: zstandard.ZstdCompressor, worth: float) -> bool:
+    """Whether zstd makes a plane smaller than ``worth`` of it. Of a long plane it tries a sample."""
     if len(plane) < SHORT_PLANE:
         return len(plane) > 0
     starts = range(0, len(plane), len(plane) // _SAMPLES)
     sample = b"".join(plane[start : start + _SAMPLE_BYTES] for start in starts)
-    return len(compressor.compress(sample)) < WORTH_IT * len(sample)
+    return len(compressor.compress(sample)) < worth * len(sample)
 
 
 def check(stored: memoryview, expected: int, where: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ckpt8.container.frames import SHORT_PLANE, WORTH_IT
+from ckpt8.container.frames import SHORT_PLANE, SYMBOLS_WORTH_IT
 from ckpt8.container.symbol_modes import DIGITS, NO_TOP, PLANES, Mode
 
 _BYTE = 256
@@ -108,7 +108,7 @@ def _stored(counts: torch.Tensor, lengths: torch.Tensor, digits: torch.Tensor) -
     values = ((counts > 0).sum(1).double() ** digits).clamp(max=_BYTE)
     blocks = torch.ceil(lengths / _BLOCK)
     packed = bits * lengths / 8 + blocks * (_BLOCK_BYTES + _TABLE_BYTES * values) + _FRAME_BYTES
-    worth = torch.where(lengths < SHORT_PLANE, 1.0, WORTH_IT)
+    worth = torch.where(lengths < SHORT_PLANE, 1.0, SYMBOLS_WORTH_IT)
     return torch.where(packed < worth * lengths, packed, lengths)
 
 
