@@ -15,6 +15,7 @@ from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.core.backend import Backend, on_cpu
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import DType, Parts, TensorSpec
+from ckpt8.core.workers import scratch
 
 
 def set_companions(plan: Plan) -> None:
@@ -55,7 +56,7 @@ def encode(
     parts: dict[int, Parts] = {}
 
     def decoded(k: int) -> torch.Tensor:
-        return _decode(streams[k], parts[k], originals[k], first, backend, {})
+        return _decode(streams[k], parts[k], originals[k], first, backend, {}, f"companion {k}")
 
     place = {stream.index: k for k, stream in enumerate(streams)}
     for k, needed in _with_decoded(streams, originals, first, source, decoded):
@@ -80,11 +81,17 @@ def decode(
     first: int,
     backend: Backend | None,
     source: Checkpoint,
+    *,
+    reuse: bool = False,
 ) -> list[torch.Tensor]:
-    """The decoded elements of every stream; the original itself for a lossless one."""
+    """The decoded elements of every stream; the original itself for a lossless one.
+
+    With ``reuse`` they are in buffers of this thread, until it decodes again.
+    """
     values: dict[int, torch.Tensor] = {}
     for k, companions in _with_decoded(streams, originals, first, source, values.__getitem__):
-        values[k] = _decode(streams[k], parts[k], originals[k], first, backend, companions)
+        slot = f"decoded {k}" if reuse else None
+        values[k] = _decode(streams[k], parts[k], originals[k], first, backend, companions, slot)
     return [values[k] for k in range(len(streams))]
 
 
@@ -112,9 +119,23 @@ def _read_statistic(source: Checkpoint, index: int) -> torch.Tensor:
 
 
 def _decode(
-    stream: Stream, parts: Parts, x: torch.Tensor, first: int, backend: Backend | None, companions: Companions
+    stream: Stream,
+    parts: Parts,
+    x: torch.Tensor,
+    first: int,
+    backend: Backend | None,
+    companions: Companions,
+    slot: str | None,
 ) -> torch.Tensor:
+    """The elements of a chunk as they come back, in the buffer of this thread for ``slot`` if there is one."""
     if not stream.lossy:
         return x
+    out = None
+    if slot is not None and x.device.type == "cpu" and len(x):
+        # New memory for every chunk would be as slow as decoding: the system has to clear it.
+        dtype = stream.spec.dtype
+        view = scratch(slot, len(x) * dtype.itemsize)
+        out = torch.frombuffer(view, dtype=DType.UINT8.torch).view(dtype.torch)
     spec = TensorSpec(stream.spec.name, stream.spec.role, stream.spec.dtype, (len(x),))
-    return stream.codec.decode(parts, spec, backend=on_cpu(backend, x.device), first=first, companions=companions)
+    used = on_cpu(backend, x.device)
+    return stream.codec.decode(parts, spec, out=out, backend=used, first=first, companions=companions)

@@ -103,7 +103,9 @@ class ErrorMeter:
         errors, length, done = UnitErrors.for_unit(unit), len(originals[0]), 0
         whole = any(stream.codec.by_chunk or stream.codec.factored for stream in unit.streams)
         source = self._checkpoint
-        decoded = lockstep.decode(unit.streams, parts, originals, start, self.backend, source) if whole else None
+        decoded = None
+        if whole:
+            decoded = lockstep.decode(unit.streams, parts, originals, start, self.backend, source, reuse=True)
         is_replayed = unit.parameter is not None and unit.parameter.replay is not None
         if resolve(self.backend, originals[0].device, length) == "numba" and not is_replayed:
             found = (
