@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from ckpt8 import __version__
@@ -99,7 +100,9 @@ class Compressor:
         self._slab = layout.SLAB
         self._measures = options.stats and any(stream.lossy for stream in plan.streams)
         self._encoder = encoder or ChunkEncoder(source, measure=self._measures)
-        self._groups = GroupEncoder(source, self._encoder, self._broken_bound)
+        # No method: a cycle of references would keep the source's files until the next collection.
+        self._refusal_of = partial(_broken_bound, options.max_update_error)
+        self._groups = GroupEncoder(source, self._encoder, self._refusal_of)
         self._own, self._shared = share(plan.units, source.size, self._slab)
 
     def run(self, target: Path, policy: Policy, *, force: bool) -> Manifest:
@@ -136,7 +139,9 @@ class Compressor:
         for unit in units:
             mark = writer.mark()
             result = self._write_unit(writer, unit, chunks)
-            while refusal := result.refused or self._broken_bound(result.unit, result.errors):
+            while refusal := result.refused or _broken_bound(
+                self._options.max_update_error, result.unit, result.errors
+            ):
                 writer.rollback(mark)
                 again = result.unit.fallback(refusal)
                 result = self._write_unit(writer, again, self._encoder.stored(_chunks_of([again]), workers))
@@ -197,7 +202,7 @@ class Compressor:
         self._encoder.finish(unit, errors)
         for k, each in enumerate(packed):
             each.errors = UnitErrors() if k else errors
-        return packed, refused or self._broken_bound(unit, errors)
+        return packed, refused or self._refusal_of(unit, errors)
 
     def _names(self) -> list[str]:
         """The entry names that the header must have room for: of each storage the longest of those of its codecs.
@@ -214,20 +219,6 @@ class Compressor:
             if header.reserved_size(names) <= header.MAX_HEADER or self._slab > 1 << 40:
                 return names
             self._slab *= 2
-
-    def _broken_bound(self, unit: Unit, errors: UnitErrors) -> Refusal | None:
-        """Why the codecs of a unit cannot keep the bound on its update error, or None."""
-        bound, parameter = self._options.max_update_error, unit.parameter
-        moments = [each for each in unit.streams if each.index != unit.weight]
-        if bound is None or not any(each.lossy if parameter else each.lossy_moment for each in moments):
-            return None
-        error = errors.update
-        if error is None:
-            why = (parameter.reason if parameter else None) or NO_PARAMETER
-            return Refusal(f"update error unknown: {why}")
-        if not error.max_error <= bound:
-            return Refusal(f"update error exceeds {bound:g}")
-        return None
 
     def _no_errors(self, unit: Unit) -> UnitErrors:
         """Sums for what is measured of a unit, all zero."""
@@ -269,3 +260,18 @@ class Compressor:
 
 def _chunks_of(units: Iterable[Unit]) -> Iterator[Work]:
     return ((unit, chunk) for unit in units for chunk in range(layout.chunk_count(unit.numel)))
+
+
+def _broken_bound(bound: float | None, unit: Unit, errors: UnitErrors) -> Refusal | None:
+    """Why the codecs of a unit cannot keep the bound on its update error, or None."""
+    parameter = unit.parameter
+    moments = [each for each in unit.streams if each.index != unit.weight]
+    if bound is None or not any(each.lossy if parameter else each.lossy_moment for each in moments):
+        return None
+    error = errors.update
+    if error is None:
+        why = (parameter.reason if parameter else None) or NO_PARAMETER
+        return Refusal(f"update error unknown: {why}")
+    if not error.max_error <= bound:
+        return Refusal(f"update error exceeds {bound:g}")
+    return None
