@@ -50,7 +50,7 @@ def uninterrupted(tmp_path_factory):
         ("lossless", 0.0, {}),
         ("flash", 1e-3, {"background": True}),
         ("flash", 1e-3, {"keep_original": False}),
-        ("archive", 1e-2, {"background": True}),
+        ("archive", 1e-2, {"keep_original": False}),
     ],
 )
 def test_an_interrupted_run_goes_on(preset, drift, options, uninterrupted, tmp_path):

@@ -164,6 +164,24 @@ def test_wide_weights_go_into_narrow_parameters_and_what_completes_them(tmp_path
     train(narrow, packed, 3, 1)
 
 
+@pytest.mark.parametrize("source", ["torch-adamw", "optimi-stable-adamw", "came-pytorch"])
+def test_weights_on_a_lattice_go_into_narrow_parameters_and_residuals(tmp_path, source):
+    """As their decoded values would, and the run goes on."""
+    model, optimizer = trained(OPTIMIZERS[source])
+    model.norm.to(BF16)
+    model.frozen.data = model.frozen.data.to(BF16)
+    path = save(tmp_path / "run.ckpt8", model, optimizer, preset="archive")
+    narrow, packed = fresh(PACKED[source], BF16)
+    ckpt8.resume(path, narrow, packed)
+    decoded = ckpt8.load(path)["model"]
+    found = masters(narrow, packed)
+    for name in MATRICES:
+        assert not torch.equal(decoded[name], model.state_dict()[name])
+        assert same(params(narrow)[name].detach(), decoded[name].bfloat16()), name
+        assert ((found[name] - decoded[name]).abs() <= 1.54e-5 * decoded[name].abs()).all(), name
+    train(narrow, packed, 3, 2)
+
+
 def test_the_rest_of_a_weight_that_never_had_a_gradient_is_kept(tmp_path):
     model, optimizer = trained(OPTIMIZERS["torch-adamw"])
     model.norm.to(BF16)
