@@ -4,17 +4,21 @@
     rise     RISE S / sqrt(M1)    what curvature adds; M1 is the energy of one step, see ``compressing.budget``
 
 The constants are fitted to runs, see ``fixtures/bench/drift.json``. A checkpoint does not say whether gradients were
-clipped or how large batches are, so that the expectation is an interval: from mean / WIDTH to mean * WIDTH.
+clipped or how large batches are, so that the expectation is an interval: from mean / WIDTH to mean * WIDTH. CAME
+amplifies differences: what they are after ten steps grows about AMPLIFIED times within sixty.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
-NOISE = 0.69
-RISE = 0.016
+NOISE = 0.66
+RISE = 0.035
 WIDTH = 2.0
+AMPLIFIED = {"came": 10.0}
+"""By the kind of an update rule."""
 
 
 class ExpectedDrift(NamedTuple):
@@ -25,7 +29,11 @@ class ExpectedDrift(NamedTuple):
     high: float
 
 
-def expected_drift(error: float, step: float) -> ExpectedDrift:
-    """What an ``error`` is expected to cost where the optimizer moves ``step`` at once; both are energies."""
+def expected_drift(error: float, step: float, kinds: Iterable[str] = ()) -> ExpectedDrift:
+    """What an ``error`` is expected to cost where the optimizer moves ``step`` at once; both are energies.
+
+    ``kinds`` are those of the update rules.
+    """
     mean = NOISE * math.sqrt(error) + RISE * error / math.sqrt(step)
+    mean *= max((AMPLIFIED.get(kind, 1.0) for kind in kinds), default=1.0)
     return ExpectedDrift(mean, mean / WIDTH, mean * WIDTH)

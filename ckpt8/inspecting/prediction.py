@@ -109,7 +109,8 @@ class _Prediction:
             error.merge(each.error)
         outside = sum(each.storage.nbytes for each in self._plan.streams if each.index in self._structure)
         size = int(sum(each.stored for each in found) + outside * _STRUCTURE_LEFT)
-        return {"bytes": size, "ratio": self._source.size / max(size, 1), **step_figures(error)}
+        kinds = {unit.parameter.rule.kind for unit in units if unit.parameter and unit.parameter.rule}
+        return {"bytes": size, "ratio": self._source.size / max(size, 1), **step_figures(error, kinds)}
 
     def _of_unit(self, unit: Unit) -> _Found:
         """A unit with entries of its own, from up to PER_TENSOR elements in its middle. Thread-safe."""

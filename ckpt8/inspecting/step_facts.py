@@ -23,13 +23,16 @@ _MOST = 1e100
 Count = Callable[[Iterable[str]], int]
 
 
-def step_figures(error: StepError) -> dict[str, Any]:
-    """The error in steps with its three parts, and the expected drift; all None where the optimizer moves nothing."""
+def step_figures(error: StepError, kinds: Iterable[str] = ()) -> dict[str, Any]:
+    """The error in steps with its three parts, and the expected drift; all None where the optimizer moves nothing.
+
+    ``kinds`` are those of the update rules.
+    """
     parts = {part: math.sqrt(getattr(error, part) / error.step) if error.step > 0 else math.inf for part in PARTS}
     steps = math.hypot(*parts.values())
     if not steps < _MOST:
         return {"steps": None, **dict.fromkeys(PARTS), "drift": None}
-    return {"steps": steps, **parts, "drift": expected_drift(error.energy, error.step)._asdict()}
+    return {"steps": steps, **parts, "drift": expected_drift(error.energy, error.step, kinds)._asdict()}
 
 
 def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
@@ -89,13 +92,14 @@ def _optimizer(manifest: Manifest, parameters: list[tuple[ParameterRecord, StepE
 
 def _figures(parameters: Iterable[tuple[ParameterRecord, StepError]]) -> dict[str, Any]:
     """The figures of several parameters together, with those of their updates."""
-    total, update = StepError(), UpdateError()
+    total, update, kinds = StepError(), UpdateError(), set[str]()
     for parameter, error in parameters:
         total.merge(error)
+        kinds.add(str((parameter.rule or {}).get("kind")))
         if isinstance(found := read_error(parameter.error), UpdateError):
             update.merge(found)
     return {
-        **step_figures(total),
+        **step_figures(total, kinds),
         "update_nmse": update.nmse if math.isfinite(update.nmse) else None,
         "max_error": update.max_error,
     }
