@@ -1,7 +1,8 @@
 """The step of the optimizer that moves each parameter of a plan, and units that hold a weight with its moments.
 
 A budget is told in these steps. The weight of a parameter is a stream of its unit where the source says which it is,
-and where its elements lie as those of the moments do. Nothing is guessed from values.
+and where its elements lie as those of the moments do; where a flat one ends before the padding of its moments, zeros
+have to follow it in its storage. Nothing is guessed from values.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class _Steps:
         self._index = {stream.storage.key: stream.index for stream in self._streams}
         self._views = views_of(plan.tensors)
         self._masters = plan.masters
+        self._chosen = plan.chosen
         self._taken = {index for unit in plan.units if unit.parameter is not None for index in _indices(unit)}
         self._states = trained_states(bundle.found, bundle.key, directory=bundle.directory is not None)
 
@@ -81,11 +83,31 @@ class _Steps:
             return "its weight is a copy of masters that do not lie as its moments"
         if index in self._taken:
             return "its weight is in the step of another parameter"
-        if ref.numel != moment.numel:
-            return f"its weight has {ref.numel} elements and its moments have {moment.numel}: one of them is padded"
-        if _order(ref) != _order(moment) or not _fills(ref, self._streams[index], self._views[index]):
-            return "the elements of its weight do not lie as those of its moments"
-        return index
+        return self._misfit(index, ref, moment) or index
+
+    def _misfit(self, index: int, ref: TensorRef, moment: TensorRef) -> str | None:
+        """Why the elements of a weight and those of its moments are not in the same places; None if they are."""
+        if ref.numel == moment.numel:
+            fits = _order(ref) == _order(moment) and _fills(ref, self._streams[index], self._views[index])
+            return None if fits else "the elements of its weight do not lie as those of its moments"
+        if self._ends_before_padding(index, moment):
+            return None
+        return f"its weight has {ref.numel} elements and its moments have {moment.numel}: one of them is padded"
+
+    def _ends_before_padding(self, index: int, moment: TensorRef) -> bool:
+        """Whether a storage has a flat weight, and nothing but zeros from there to where its flat moments end.
+
+        A policy chooses a codec only where the elements of no tensor are few, and zeros.
+        """
+        stream, views = self._streams[index], self._views[index]
+        refs = (moment, *(view.ref for view in views))
+        return (
+            index in self._chosen
+            and len(views) == 1
+            and views[0].ref.offset == 0
+            and stream.spec.numel == moment.numel
+            and all(len(each.shape) == 1 and is_dense(each) for each in refs)
+        )
 
 
 def _numbers(parameter: Parameter, group: Mapping[Any, Any]) -> tuple[float, float, float] | str:

@@ -258,6 +258,59 @@ def test_a_copy_that_a_rule_keeps_leads_to_its_master(tmp_path):
     assert not ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt").failures
 
 
+def partition(case):
+    """A flat share of masters whose moments have nine elements more: in zeros, as DeepSpeed pads the last rank."""
+    flat = torch.cat([w.flatten() for w in masters().values()])
+    buffer = torch.cat([flat, torch.full((9,), 2.0 if case == "other elements" else 0.0)])
+    listed = [buffer[: len(flat)]]
+    inner = adamw([buffer])
+    for key in ("exp_avg", "exp_avg_sq"):
+        inner["state"][0][key][len(flat) :] = 0
+    tree = {"base_optimizer_state": inner, "single_partition_of_fp32_groups": listed}
+    match case:
+        case "none":
+            listed[0] = flat
+        case "too few":
+            listed[0] = buffer[:-1].clone()[: len(flat)]
+        case "another tensor":
+            tree["rest"] = buffer[len(flat) :]
+        case "before it":
+            listed[0] = buffer.roll(9)[9:]
+    return {"optimizer_state_dict": tree}, len(flat)
+
+
+def test_masters_that_end_before_the_padding_of_their_moments(tmp_path):
+    tree, count = partition("zeros")
+    torch.save(tree, tmp_path / "run.pt")
+    plan = planned(tmp_path / "run.pt")
+    check_units(plan)
+    assert set(pairs(plan).values()) == {"optimizer_state_dict.single_partition_of_fp32_groups.0"}
+    manifest = ckpt8.compress(tmp_path / "run.pt", preset="archive")
+    assert [record.codec["id"] for record in manifest.storages if record.numel == count + 9] == [
+        "vscaled/1",
+        "rclog/1",
+        "lattice/1",
+    ]
+    (parameter,) = manifest.parameters
+    assert 0 < parameter.steps["weight"] < parameter.steps["step"]
+    assert not ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt").failures
+    state = ckpt8.load(tmp_path / "run.ckpt8")["optimizer_state_dict"]
+    back = state["single_partition_of_fp32_groups"][0]
+    assert back.shape == (count,)
+    for whole in (back.new_empty(0).set_(back.untyped_storage()), state["base_optimizer_state"]["state"][0]["exp_avg"]):
+        assert len(whole) == count + 9
+        assert not whole[count:].any()
+
+
+@pytest.mark.parametrize("case", ["none", "too few", "other elements", "another tensor", "before it"])
+def test_what_follows_a_master_is_no_padding_of_it(case, tmp_path):
+    tree, count = partition(case)
+    plan = saved(tree, tmp_path)
+    check_units(plan)
+    reason = f"its weight has {count} elements and its moments have {count + 9}: one of them is padded"
+    assert set(pairs(plan).values()) == {reason}
+
+
 # Plans
 
 

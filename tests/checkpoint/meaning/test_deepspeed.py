@@ -140,21 +140,28 @@ def test_what_is_restored_is_what_was_measured(run):
 
 @each_run
 def test_masters_are_paired_with_their_moments(run):
-    """All but those of the last rank where only the moments are padded. Ranks share one optimizer."""
+    """All of them: those of the last rank may end before their moments do, with the padding in their storage.
+
+    Ranks share one optimizer. The universal form is another; of stage 3 its common file keeps the state of rank 0.
+    """
     with open_source(run.source) as source:
         plan = plan_bundle(source, Policy.of("archive"))
-    names = {stream.index: stream.spec.name for stream in plan.streams}
-    steps = [(unit.parameter.name, unit.parameter.step) for unit in plan.units if unit.parameter is not None]
-    last = f"zero_pp_rank_{run.world - 1}_"
-    for name, step in steps:
-        assert (step.lr, step.beta1, step.beta2) == (1e-3, 0.9, 0.95)
-        if step.weight is None:
-            assert last in name
-            assert step.unpaired.endswith("one of them is padded")
-        else:
-            assert any(key in names[step.weight] for key in (*MASTERS, "fp32.pt"))
-    assert len({step.optimizer for _, step in steps}) == 1 + run.case.endswith("universal")
-    assert 2 * sum(step.weight is not None for _, step in steps) >= len(steps)
+    streams = {stream.index: stream for stream in plan.streams}
+    places = set()
+    for unit in plan.units:
+        if unit.parameter is None:
+            continue
+        step = unit.parameter.step
+        assert (step.lr, step.beta1, step.beta2, step.unpaired) == (1e-3, 0.9, 0.95, None)
+        assert any(key in streams[step.weight].spec.name for key in (*MASTERS, "fp32.pt"))
+        assert {stream.spec.numel for stream in unit.streams} == {streams[step.weight].spec.numel}
+        path = unit.parameter.name.partition(":")[0]
+        places.add((step.optimizer, "ranks" if path.endswith("_optim_states.pt") else path.rpartition("/")[2]))
+    expected = {"ranks"}
+    if run.case.endswith("universal"):
+        expected |= {"zero", "optimizer_state.pt"} if run.case.startswith("z3") else {"zero"}
+    assert {place for _, place in places} == expected
+    assert len({optimizer for optimizer, _ in places}) == len(places) == len(expected)
 
 
 @each_run
@@ -222,7 +229,10 @@ def step_of(m, v, rule):
 
 @runs_of("z1-bf16-2", "z1-bf16-1")
 def test_mixed_precision_costs_what_fp32_costs(run, manifests):
-    """14 bytes a parameter become about 4.4; the sum is over what grows with the model."""
+    """14 bytes a parameter become about 4.4, and 2.9 and 1.8 under a budget; the sum is over what grows with the model.
+
+    Masters that a budget leaves out take 2.4 of them, and those on a lattice 1.4 and 1.
+    """
 
     def stored(preset):
         records = [record for record in manifests[preset].storages if record.role is not Role.OTHER]
@@ -231,7 +241,8 @@ def test_mixed_precision_costs_what_fp32_costs(run, manifests):
 
     # The moments of the first steps are rough: many groups with few values.
     assert 3.8 < stored("flash") < 4.6
-    assert stored("compact") < 3.6
+    assert stored("compact") < 3.1
+    assert stored("archive") < 2.1
     assert stored("lossless") < 10.5
     facts = inspect_container(run.container("flash"))
     assert NUMEL <= facts["weights"] < NUMEL + 16
