@@ -14,10 +14,10 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-NOISE = 0.66
-RISE = 0.035
+NOISE = 0.63
+RISE = 0.039
 WIDTH = 2.0
-AMPLIFIED = {"came": 10.0}
+AMPLIFIED = {"came": 11.0}
 """By the kind of an update rule."""
 
 
