@@ -233,7 +233,8 @@ def test_weights_whose_size_caps_their_lattice_are_counted(checkpoint, run_comma
     assert "50.0 % of the weights have the largest step" in run_command("inspect", tmp_path / "x.ckpt8")[1]
 
 
-def test_the_summary_of_a_budget_is_short_and_plain(checkpoint, run_command, tmp_path):
+def test_the_summary_of_a_budget_is_short_and_plain(checkpoint, run_command, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "130")
     source = tmp_path / "x.pt"
     source.write_bytes(checkpoint("adamw").read_bytes())
     code, out, _ = run_command("compress", source, "--budget", 5)
