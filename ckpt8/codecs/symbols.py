@@ -21,9 +21,14 @@ def from_zigzag(symbols: torch.Tensor) -> torch.Tensor:
     return (symbols & 1).neg_().bitwise_xor_(symbols >> 1)
 
 
+def modulo(number: int) -> int:
+    """The ``number`` modulo 2^32, as kernels take an index in a storage."""
+    return number & 0xFFFFFFFF
+
+
 def signed(word: int) -> int:
     """The int32 with the lowest 32 bits of ``word``."""
-    return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
+    return (modulo(word) ^ 0x80000000) - 0x80000000
 
 
 def dither(first: int, count: int, salt: int, device: torch.device) -> torch.Tensor:

@@ -42,8 +42,3 @@ def dither(origin, start, at, salt):
     h = (h ^ (h >> 12)) * _THIRD
     h = h ^ (h >> 15)
     return (h >> 8).to(tl.int32).to(tl.float32) * 2.0**-24
-
-
-def modulo(number: int) -> int:
-    """The ``number`` modulo 2^32, as kernels take an index in a storage."""
-    return number & 0xFFFFFFFF

@@ -9,7 +9,8 @@ c steps is S_W + S_M + S_V = c^2 M1, where the errors of the moments count what 
     G^2 = g^2 (1 + b1 b2) / ((1 - b2^2) (1 - b1 b2))
 
 G is how far an error that decays by b2 in each step carries a weight whose updates correlate by b1 from step to step.
-m^ and v^ are free of bias. Each of the three gets the share c / sqrt(3). Steps follow from shares, since an error
+m^ and v^ are free of bias. Each of the three gets the share c / sqrt(3); what second moments cannot use, since their
+steps are 1.4 octaves at most, goes to the other two. Steps follow from shares, since an error
 that is even over a step s has the variance s^2 / 12.
 """
 

@@ -203,7 +203,5 @@ def _compressor(
     with without_collection():
         plan = plan_bundle(source, policy)
     policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
-    encoder = choose_encoder(
-        source, live or {}, device, measure=options.stats and any(stream.lossy for stream in plan.streams)
-    )
+    encoder = choose_encoder(source, live or {}, device, measure=options.stats and plan.is_lossy)
     return Compressor(source, plan, options, encoder)

@@ -98,7 +98,7 @@ class Compressor:
         self._plan = plan
         self._options = options
         self._slab = layout.SLAB
-        self._measures = options.stats and any(stream.lossy for stream in plan.streams)
+        self._measures = options.stats and plan.is_lossy
         self._encoder = encoder or ChunkEncoder(source, measure=self._measures)
         # No method: a cycle of references would keep the source's files until the next collection.
         self._refusal_of = partial(_broken_bound, options.max_update_error)
@@ -139,9 +139,7 @@ class Compressor:
         for unit in units:
             mark = writer.mark()
             result = self._write_unit(writer, unit, chunks)
-            while refusal := result.refused or _broken_bound(
-                self._options.max_update_error, result.unit, result.errors
-            ):
+            while refusal := result.refused or self._refusal_of(result.unit, result.errors):
                 writer.rollback(mark)
                 again = result.unit.fallback(refusal)
                 result = self._write_unit(writer, again, self._encoder.stored(_chunks_of([again]), workers))

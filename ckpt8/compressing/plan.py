@@ -132,6 +132,11 @@ class Plan:
     copies: Mapping[int, int] = field(default_factory=dict)
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether decoding gives other values anywhere."""
+        return any(stream.lossy for unit in self.units for stream in unit.streams)
+
+    @property
     def streams(self) -> list[Stream]:
         """All streams, by index."""
         return sorted((stream for unit in self.units for stream in unit.streams), key=lambda stream: stream.index)

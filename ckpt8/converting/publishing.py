@@ -34,8 +34,6 @@ def weights_snr(source: Path, member: str | None, key: str | None) -> tuple[floa
             in_files = reader.manifest.directory is not None
             named = [(split_member(each.name)[1] if in_files else each.name, each) for each in reader.manifest.tensors]
             storages &= {each.storage for name, each in named if name.startswith(f"{key}.")}
-        copied = [reader.codec(index).copied for index in storages]
-        storages |= {run.storage for each in copied if each for run in each.runs if run.storage is not None}
         storages |= _masters(reader, storages)
         total = LatticeError()
         for index in sorted(storages):

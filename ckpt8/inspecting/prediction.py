@@ -20,7 +20,7 @@ from ckpt8.compressing.bundle_plan import plan_policies
 from ckpt8.compressing.chunk_encoder import ChunkEncoder
 from ckpt8.compressing.group_encoder import GroupEncoder
 from ckpt8.compressing.measure import ErrorMeter
-from ckpt8.compressing.optimizer_steps import give_steps
+from ckpt8.compressing.optimizer_steps import take_steps
 from ckpt8.compressing.plan import Plan, Refusal, Unit, read_elements
 from ckpt8.compressing.policy import PRESETS, Policy
 from ckpt8.compressing.sharing import Group, share
@@ -64,7 +64,9 @@ def predict(source: Bundle, skeletons: Mapping[int, str], plans: Mapping[str, Pl
     ``unpredicted`` are the reasons why parameters with lossy moments are not in the error, with their number.
     """
     with Workers() as workers:
-        predicted = {name: _Prediction(source, skeletons, plan).run(workers) for name, plan in plans.items()}
+        predicted = {
+            name: _Prediction(source, skeletons, plan).run(workers, plans["archive"]) for name, plan in plans.items()
+        }
     return {"predicted": predicted, "unpredicted": _unpredicted(plans["archive"])}
 
 
@@ -92,16 +94,16 @@ class _Prediction:
         self._structure = {index for index, role in skeletons.items() if role == SKELETON_ROLE}
         self._meter = ErrorMeter(source)
 
-    def run(self, workers: Workers) -> dict[str, Any]:
-        """The figures."""
+    def run(self, workers: Workers, stepped: Plan) -> dict[str, Any]:
+        """The figures. ``stepped`` is a plan that knows the steps of the parameters."""
         units = [unit for unit in self._plan.units if unit.streams[0].index not in self._structure]
         own, groups = share(units, self._source.size, layout.SLAB)
         found = [*workers.map(self._of_unit, own), *workers.map(self._of_group, groups)]
-        is_exact = not any(stream.lossy for unit in units for stream in unit.streams)
+        is_exact = not self._plan.is_lossy
         if not is_exact and not any(map(_has_step, units)):
             # The plan knows no steps: measure it as if it did.
             plan = Plan(list(self._plan.units), self._plan.tensors, self._plan.chosen)
-            give_steps(plan, self._source)
+            take_steps(plan, stepped)
             again = workers.map(self._of_unit, [unit for unit in plan.units if _has_step(unit)])
             found += [each._replace(stored=0.0) for each in again]
         error = StepError(1.0) if is_exact else StepError()

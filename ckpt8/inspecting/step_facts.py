@@ -110,7 +110,7 @@ def _unknown(manifest: Manifest, count: Count) -> dict[str, int]:
     names = defaultdict[str, list[str]](list)
     for parameter in manifest.parameters:
         records = [manifest.storages[index] for index in parameter.moments.values()]
-        if parameter.steps is None and any(codec_from_config(each.codec).measured_as for each in records):
+        if parameter.steps is None and any(_is_lossy(each.codec) for each in records):
             reason = next((_plain(each.reason) for each in records if each.reason), parameter.reason or NOT_MEASURED)
             names[reason].append(parameter.name)
     return dict(Counter({reason: count(each) for reason, each in names.items()}).most_common())
@@ -130,7 +130,7 @@ def _fallbacks(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _is_lossy(codec: Mapping[str, Any]) -> bool:
-    return codec_from_config(dict(codec)).measured_as is not None
+    return codec_from_config(codec).measured_as is not None
 
 
 def _plain(reason: str) -> str:

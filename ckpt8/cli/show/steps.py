@@ -22,7 +22,8 @@ def step_lines(steps: Mapping[str, Any]) -> list[str]:
     """The lines of ``step_facts``."""
     is_known, lines = steps["steps"] is not None, []
     if is_known:
-        lines.append(f"steps         {number(steps['steps'])} (budget {number(steps['budget'])}): {_parts(steps)}")
+        parts = ", ".join(part_phrases(steps))
+        lines.append(f"steps         {number(steps['steps'])} (budget {number(steps['budget'])}): {parts}")
     word = "without" if is_known else "unknown for"
     lines += [
         f"steps         {word} {counted(count, 'parameter')}: {reason}" for reason, count in steps["unknown"].items()
@@ -62,8 +63,9 @@ def healing_line(update: Mapping[str, Any] | None, steps: Mapping[str, Any] | No
     return HEALS if nmse is not None and nmse >= _HEALING else None
 
 
-def _parts(steps: Mapping[str, Any]) -> str:
-    return ", ".join(f"{words} {number(steps[part])}" for part, words in PARTS.items())
+def part_phrases(steps: Mapping[str, Any]) -> list[str]:
+    """The three parts of an error in steps, each with its name."""
+    return [f"{words} {number(steps[part])}" for part, words in PARTS.items()]
 
 
 def show_optimizers(console: Console, steps: Mapping[str, Any] | None) -> None:

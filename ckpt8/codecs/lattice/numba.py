@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ckpt8.codecs.lattice import reference, step_of
-from ckpt8.codecs.symbols import RESERVED
+from ckpt8.codecs.symbols import RESERVED, modulo
 from ckpt8.codecs.symbols_numba import dither, from_zigzag, u4, zigzag
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.numba_kernels import f4, i4, kernel
@@ -35,7 +35,7 @@ def _decode(codes, out, step, salt, first):
 def encode(x: torch.Tensor, out: Parts, *, k: int, salt: int, first: int) -> None:
     """As ``reference.encode``, of any length."""
     flat = x.float().contiguous()
-    if _encode(flat.numpy(), out["codes"].numpy(), f4(step_of(k)), u4(salt), u4(first & 0xFFFFFFFF)):
+    if _encode(flat.numpy(), out["codes"].numpy(), f4(step_of(k)), u4(salt), u4(modulo(first))):
         raise RefusedError(reference.REFUSAL)
 
 
@@ -43,6 +43,6 @@ def decode(parts: Parts, out: torch.Tensor, *, k: int, salt: int, first: int) ->
     """As ``reference.decode``, of any length."""
     flat = out if out.dtype is torch.float32 else torch.empty(out.numel())
     codes = parts["codes"].contiguous()
-    _decode(codes.numpy(), flat.numpy(), f4(step_of(k)), u4(salt), u4(first & 0xFFFFFFFF))
+    _decode(codes.numpy(), flat.numpy(), f4(step_of(k)), u4(salt), u4(modulo(first)))
     if flat is not out:
         out.copy_(flat)

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from ckpt8.codecs.lattice import reference, step_of
-from ckpt8.codecs.symbols_triton import BLOCK, RESERVED, dither, floor, from_zigzag, modulo, zigzag
+from ckpt8.codecs.symbols import modulo
+from ckpt8.codecs.symbols_triton import BLOCK, RESERVED, dither, floor, from_zigzag, zigzag
 from ckpt8.codecs.triton_blocks import launch, narrow, raw, refuse_any, widen
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ckpt8.codecs.symbols import modulo
 from ckpt8.codecs.symbols_numba import dither, from_zigzag, u4, zigzag
 from ckpt8.codecs.vscaled import reference
 from ckpt8.core.errors import RefusedError
@@ -18,6 +19,13 @@ def _divisor(v, bias1, root_bias2, eps):
 
 
 @kernel
+def _step(v, divisor, k, share):
+    largest = f4(divisor * share)
+    step = f4(np.sqrt(np.sqrt(v)) * k)
+    return largest if v == f4(0) or largest < step else step
+
+
+@kernel
 def _encode(x, second, original, codes, k, u_max, bias1, root_bias2, eps, salt, first):
     """Fill codes; whether any value must be refused."""
     share, reach = f4(u_max * f4(reference.STEP_SHARE)), f4(u_max * f4(reference.REACH))
@@ -28,9 +36,7 @@ def _encode(x, second, original, codes, k, u_max, bias1, root_bias2, eps, salt, 
         m, v = x[i], second[i]
         empty = v == zero
         divisor = _divisor(v, bias1, root_bias2, eps)
-        largest = f4(divisor * share)
-        step = f4(np.sqrt(np.sqrt(v)) * k)
-        step = largest if empty or largest < step else step
+        step = _step(v, divisor, k, share)
         t = dither(u4(first + u4(i)), salt)
         t = half if empty else t
         offset = half - t
@@ -55,9 +61,7 @@ def _decode(codes, second, out, k, u_max, bias1, root_bias2, eps, salt, first):
     for i in range(out.size):
         v = second[i]
         empty = v == zero
-        largest = f4(_divisor(v, bias1, root_bias2, eps) * share)
-        step = f4(np.sqrt(np.sqrt(v)) * k)
-        step = largest if empty or largest < step else step
+        step = _step(v, _divisor(v, bias1, root_bias2, eps), k, share)
         offset = half - dither(u4(first + u4(i)), salt)
         offset = zero if empty else offset
         out[i] = (f4(from_zigzag(codes[i])) + offset) * step
@@ -80,7 +84,7 @@ def encode(
     """As ``reference.encode``, of any length."""
     given = [t.float().contiguous().numpy() for t in (x, second, original_second)]
     settings = map(f4, (k, u_max, bias1, root_bias2, eps))
-    if _encode(*given, out["codes"].numpy(), *settings, u4(salt), u4(first & 0xFFFFFFFF)):
+    if _encode(*given, out["codes"].numpy(), *settings, u4(salt), u4(modulo(first))):
         raise RefusedError(reference.REFUSAL)
 
 
@@ -101,6 +105,6 @@ def decode(
     flat = out if out.dtype is torch.float32 else torch.empty(out.numel())
     given = (parts["codes"].contiguous().numpy(), second.contiguous().numpy(), flat.numpy())
     settings = map(f4, (k, u_max, bias1, root_bias2, eps))
-    _decode(*given, *settings, u4(salt), u4(first & 0xFFFFFFFF))
+    _decode(*given, *settings, u4(salt), u4(modulo(first)))
     if flat is not out:
         out.copy_(flat)

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ckpt8.codecs.symbols_triton import BLOCK, dither, floor, from_zigzag, modulo, zigzag
+from ckpt8.codecs.symbols import modulo
+from ckpt8.codecs.symbols_triton import BLOCK, dither, floor, from_zigzag, zigzag
 from ckpt8.codecs.triton_blocks import launch, narrow, raw, refuse_any, widen
 from ckpt8.codecs.vscaled import reference
 from ckpt8.codecs.vscaled.reference import LARGEST_UPDATE, REACH, STEP_SHARE

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt8.cli.show.html.text import text
-from ckpt8.cli.show.steps import drift_text, interval, option_of
+from ckpt8.cli.show.steps import drift_text, interval, option_of, part_phrases
 from ckpt8.cli.show.tables import number
 from ckpt8.core.text import counted, percent, size
-from ckpt8.inspecting.step_facts import PARTS
 
 Row = tuple[str, tuple[str, ...]]
 """The name of a row and its phrases."""
@@ -22,7 +21,7 @@ def step_rows(steps: Mapping[str, Any] | None) -> list[Row]:
     rows: list[Row] = []
     if steps["steps"] is not None:
         rows.append(
-            ("error in steps", (f"{number(steps['steps'])} (budget {number(steps['budget'])})", *_parts(steps)))
+            ("error in steps", (f"{number(steps['steps'])} (budget {number(steps['budget'])})", *part_phrases(steps)))
         )
     rows += [
         ("error in steps", (f"unknown for {counted(count, 'parameter')}: {reason}",))
@@ -38,15 +37,11 @@ def step_rows(steps: Mapping[str, Any] | None) -> list[Row]:
     return rows
 
 
-def _parts(steps: Mapping[str, Any]) -> list[str]:
-    return [f"{words} {number(steps[part])}" for part, words in PARTS.items()]
-
-
 def _optimizer(each: Mapping[str, Any]) -> Row:
     snr = [] if each["weight_snr_db"] is None else [f"weights' SNR {number(each['weight_snr_db'])} dB"]
     figures = (
         f"{number(each['steps'])} steps",
-        *_parts(each),
+        *part_phrases(each),
         *snr,
         f"max |Δu| {number(each['max_error'])}",
         f"NMSE of u {number(each['update_nmse'])}",
