@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
-from ckpt8.codecs.base import Copied, Run
+from ckpt8.codecs.copied import Copied, Run
 from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding, round_to
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.measure import ErrorMeter, UnitErrors

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
-from ckpt8.codecs.base import Run
+from ckpt8.codecs.copied import Run
 from ckpt8.compressing.chunk_encoder import (
     ChunkEncoder,
     EncodedChunk,

@@ -24,7 +24,7 @@ from ckpt8.checkpoint.meaning.deepspeed import Partitions, find_partitions
 from ckpt8.checkpoint.meaning.parameter_names import split_member
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, TensorRef
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS
-from ckpt8.codecs.base import Run
+from ckpt8.codecs.copied import Run
 from ckpt8.codecs.rounded_copy import HalfReference, Reference
 from ckpt8.codecs.split24.reference import round_masters
 from ckpt8.compressing.plan import Plan, Stream, read_elements, views_of

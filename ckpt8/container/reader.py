@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt8.codecs import Codec, codec_from_config
-from ckpt8.codecs.base import Companions, Run
+from ckpt8.codecs.base import Companions
+from ckpt8.codecs.copied import Run
 from ckpt8.codecs.lossless import RAW_PART
 from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding, round_to
 from ckpt8.container import header, layout
