@@ -145,10 +145,10 @@ class Codec(ABC):
         kernel = self.kernel("encode", used)
         spec = TensorSpec("", Role.OTHER, _dtype_of(x.dtype), (flat.numel(),))
         parts = {name: flat.new_empty(part.numel, dtype=part.dtype.torch) for name, part in self.layout(spec).items()}
-        given = {"given": True} if inherited is not None and self.inherited else {}
-        for name in self.inherited if given else ():
-            if name in parts:
-                parts[name].copy_(inherited[name][: parts[name].numel()])
+        taken = {} if inherited is None else {name: inherited[name] for name in self.inherited if name in parts}
+        for name, part in taken.items():
+            parts[name].copy_(part[: parts[name].numel()])
+        given = {"given": True} if taken else {}
         for run, tile in self._tiles(spec, parts, used):
             kernel(flat[run], tile, **self._keywords("encode", first, companions, run), **given)
         return parts

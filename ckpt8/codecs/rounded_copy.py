@@ -96,6 +96,7 @@ class Reference(Codec, Copied):
         backend: backends.Backend | None = None,
         first: int = 0,  # noqa: ARG002
         companions: Companions = NO_COMPANIONS,
+        inherited: Parts | None = None,  # noqa: ARG002
     ) -> Parts:
         """No parts. Raises RefusedError unless ``x`` is, bit for bit, the companion ``rounded`` of its own type.
 
@@ -148,6 +149,7 @@ class HalfReference(Reference):
         backend: backends.Backend | None = None,
         first: int = 0,  # noqa: ARG002
         companions: Companions = NO_COMPANIONS,
+        inherited: Parts | None = None,  # noqa: ARG002
     ) -> Parts:
         """The differences between ``x`` and the companion ``rounded``, bf16. Raises RefusedError for a large one.
 
