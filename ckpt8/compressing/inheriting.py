@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
-from ckpt8.checkpoint.tree import Checkpoint, NamedTensor
+from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import Codec
 from ckpt8.codecs.lattice import Lattice, step_of
 from ckpt8.codecs.lattice.reference import phases
 from ckpt8.compressing.open_base import OpenBase
-from ckpt8.compressing.plan import Plan, Stream, read_elements, views_of
+from ckpt8.compressing.partners import Partners, find_partners
+from ckpt8.compressing.plan import Plan, Stream, read_elements
 from ckpt8.container import frames, layout, symbols
 from ckpt8.container.differences import difference
-from ckpt8.container.manifest import Manifest, StorageRecord, TensorRecord
 from ckpt8.core.errors import RefusedError
-from ckpt8.core.tensors import Parts, Role, TensorSpec
+from ckpt8.core.tensors import Parts, Role
 from ckpt8.core.workers import Workers
 
 SAMPLE = 1 << 16
@@ -82,25 +80,97 @@ class Continuation:
 
 def continue_base(plan: Plan, source: Checkpoint, base: OpenBase, threads: int | None = None) -> Continuation:
     """Make differences to ``base`` of storages of ``plan``. Raises InputError."""
-    streams, views = {stream.index: stream for stream in plan.streams}, views_of(plan.tensors)
-    partners = find_partners(streams.values(), views, base.manifest)
-    candidates = list(_candidates(streams, partners, base))
+    streams = {stream.index: stream for stream in plan.streams}
+    partners = find_partners(plan, base.manifest)
+    candidates = [each for stream in plan.streams if (each := _candidate(stream, partners, base)) is not None]
     with Workers(threads) as workers:
-        trials = dict(
-            zip(
-                (each.stream.index for each in candidates),
-                workers.map(lambda each: _try(each, source, base), candidates),
-                strict=True,
-            )
-        )
-    obstacle = _obstacle(plan, candidates, trials)
+        trials = list(workers.map(lambda each: _try(each, source, base), candidates))
+    obstacle = _resumed(trials) or _outgrown(plan, candidates)
     sizes = {index: _whole(stream, partners, base) for index, stream in streams.items()}
     whole = sum(sizes.values())
-    for each in candidates:
-        stream, trial = each.stream, trials[each.stream.index]
-        kept = obstacle is not None and stream.lossy
-        if trial is not None and not kept and trial.nbytes < sizes[stream.index]:
-            streams[stream.index] = replace(stream, codec=each.codec, base=each.partner)
-            sizes[stream.index] = trial.nbytes
-    units = [replace(unit, streams=tuple(streams[s.index] for s in unit.streams)) for unit in plan.units]
-    return Continuation(replace(plan, units=units), obstacle, sum(sizes.values()), whole, _far(streams, partners, base))
+    for each, trial in zip(candidates, trials, strict=True):
+        index = each.stream.index
+        stays_whole = obstacle is not None and each.stream.lossy
+        if trial is not None and not stays_whole and trial.nbytes < sizes[index]:
+            streams[index] = replace(each.stream, codec=each.codec, base=each.partner)
+            sizes[index] = trial.nbytes
+    units = [replace(unit, streams=tuple(streams[stream.index] for stream in unit.streams)) for unit in plan.units]
+    far = _far(plan.streams, partners, base)
+    return Continuation(replace(plan, units=units), obstacle, sum(sizes.values()), whole, far)
+
+
+def _candidate(stream: Stream, partners: Partners, base: OpenBase) -> _Candidate | None:
+    """The stream as a difference, if it may be one."""
+    partner = partners.get(stream.index)
+    if partner is None or stream.spec.role is Role.MOMENT1 or not stream.spec.numel:
+        return None
+    codec = None if base.manifest.storages[partner].pack else stream.codec.continued(base.reader.codec(partner))
+    return None if codec is None else _Candidate(stream, partner, codec)
+
+
+def _try(each: _Candidate, source: Checkpoint, base: OpenBase) -> _Trial | None:
+    """Encode a sample as a difference; None where that is refused. Thread-safe. Raises InputError."""
+    stream, codec = each.stream, each.codec
+    chunk = (layout.chunk_count(stream.spec.numel) - 1) // 2
+    first, count = chunk * layout.FRAME, min(stream.chunk_spec(chunk).numel, SAMPLE)
+    x = read_elements(source, stream.storage, stream.spec.dtype, first, count)
+    expected = codec.layout(replace(stream.spec, shape=(count,)))
+    below = {name: part[: expected[name].numel] for name, part in base.parts(each.partner, chunk).items()}
+    try:
+        parts = difference(codec.encode(x, first=first, inherited=below), below)
+    except RefusedError:
+        return None
+    nbytes = _stored_bytes(parts) * stream.spec.numel / count
+    if not isinstance(codec, Lattice):
+        return _Trial(nbytes)
+    places = phases(x, k=codec.k, salt=codec.salt, first=first)
+    return _Trial(nbytes, -float((places.double() * math.tau).cos().sum()), len(places))
+
+
+def _stored_bytes(parts: Parts) -> int:
+    packed, packings = symbols.pack_parts(parts)
+    found = (frames.encode_part(name, part, packings.get(name)) for name, part in packed.items())
+    return sum(len(stored) for planes in found for stored, _ in planes)
+
+
+def _resumed(trials: Sequence[_Trial | None]) -> str | None:
+    """What is to be said if weights lie at the points of the lattice of the base."""
+    known = [trial for trial in trials if trial is not None]
+    count = sum(trial.count for trial in known)
+    # Three times what chance gives to uniform places.
+    least = count * _LEAST_CORRELATION + 3 * math.sqrt(count / 2)
+    return RESUMED if count and sum(trial.along for trial in known) > least else None
+
+
+def _outgrown(plan: Plan, candidates: Sequence[_Candidate]) -> str | None:
+    """What is to be said if the steps of the base take too much of a budget."""
+    codecs = {each.stream.index: each.codec for each in candidates}
+    shares: dict[int, float] = defaultdict(float)
+    for stream in plan.streams:
+        cost, codec = plan.costs.get(stream.index), codecs.get(stream.index, stream.codec)
+        if cost is not None and isinstance(codec, Lattice):
+            shares[cost.optimizer] += cost.per_square * step_of(codec.k) ** 2 / 12
+    return OUTGROWN if max(shares.values(), default=0.0) > _MOST_SHARE else None
+
+
+def _whole(stream: Stream, partners: Partners, base: OpenBase) -> float:
+    """The bytes that a storage is expected to take whole: what its partner takes."""
+    partner = partners.get(stream.index)
+    if partner is None:
+        return stream.storage.nbytes
+    codec, size = base.reader.codec(partner), base.whole_bytes(partner)
+    if isinstance(codec, Lattice) and isinstance(stream.codec, Lattice):
+        # A code takes a quarter of a bit less for each quarter octave of a larger step.
+        return max(size + (codec.k - stream.codec.k) / 32 * stream.spec.numel, 0.0)
+    return size
+
+
+def _far(streams: Sequence[Stream], partners: Partners, base: OpenBase) -> float:
+    """The part of the weights on lattices whose own steps are too far from those of their partners."""
+    numel = far = 0
+    for stream in streams:
+        partner = partners.get(stream.index)
+        if partner is not None and isinstance(stream.codec, Lattice):
+            numel += stream.spec.numel
+            far += stream.spec.numel * (stream.codec.continued(base.reader.codec(partner)) is None)
+    return far / numel if numel else 0.0

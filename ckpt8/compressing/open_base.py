@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from ckpt8.container.base_record import MOST_LINKS, BaseRecord
+from ckpt8.container.json_fields import is_unicode
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.closing import Closing
@@ -63,11 +64,13 @@ class OpenBase(Closing):
         return record.stored_bytes
 
     def record(self, target: Path) -> BaseRecord:
-        """What the manifest of ``target`` says of this base."""
-        seal, below = self.reader.seal.hex(), self.manifest.base
+        """What the manifest of ``target`` says of this base. Raises UsageError for a path that is no Unicode."""
+        seal, below, path = self.reader.seal.hex(), self.manifest.base, relative_path(self.path, target)
+        if not is_unicode(path):
+            raise UsageError(f"{self.path}: a file whose name is no Unicode cannot be a base; rename it")
         return BaseRecord(
             seal=seal,
-            path=relative_path(self.path, target),
+            path=path,
             key=below.key if below else seal,
             place=self._place,
             links=below.links + 1 if below else 1,
