@@ -110,7 +110,7 @@ def chain(
     >>> [outcome.target.name for outcome in ckpt8.chain(".", rest=0)]
     ['run.ckpt8']
     """
-    settings = Settings(chain_options(preset, budget, rules, device, threads), remove)
+    settings = Settings(chain_options(preset, budget, rules, device, threads), remove, chained=True)
     run = ChainRun(
         Path(directory), settings, force=force, keep_raw=keep_raw, watch=False, rest=REST if rest is None else rest
     )

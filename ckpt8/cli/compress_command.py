@@ -36,6 +36,14 @@ def compress(
         ),
     ] = None,
     stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Measure the error while compressing.")] = True,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OLD",
+            help="Store differences to OLD, the .ckpt8 of an earlier step, which the new one then needs. auto chooses "
+            "one among those in its folder, where that makes it smaller.",
+        ),
+    ] = None,
     remove: Remove = False,
     force: Force = False,
     as_json: Json = False,
@@ -55,6 +63,7 @@ def compress(
         "threads": threads,
         "stats": stats,
         "max_update_error": max_update_error,
+        "base": base,
     }
     if len(src) == 1:
         _compress_one(src[0], output, options, remove=remove, force=force, as_json=as_json)

@@ -13,9 +13,9 @@ def outcome_line(outcome: Outcome) -> str:
     """Sizes, seconds, base, and whether the source is gone; of an outcome that has a container."""
     sizes = _sizes(outcome.bytes, outcome.stored or 0)
     kind = "" if outcome.base is None else f", delta to {outcome.base}"
-    how = ", was there already" if outcome.present else f"{kind} in {outcome.seconds:.2f} s"
+    how = ", was there already" if outcome.present else f" in {outcome.seconds:.2f} s"
     gone = f"; {outcome.source.name} removed" if outcome.removed else ""
-    return f"{outcome.target}: {sizes}{how}{gone}"
+    return f"{outcome.target}: {sizes}{kind}{how}{gone}"
 
 
 def total_line(outcomes: Sequence[Outcome]) -> str:
