@@ -14,6 +14,7 @@ from ckpt8.chaining.removal import finish_removals
 from ckpt8.chaining.rest import Look, Rest
 from ckpt8.compressing.compress import default_target
 from ckpt8.compressing.policy import Policy
+from ckpt8.container.header import is_container
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.gpu import requested
@@ -47,7 +48,7 @@ class ChainRun:
         folder = self._order.folder
         if self._settings.remove and folder.is_dir():
             finish_removals(folder, folder)
-        if not self._order.checkpoints() and not self._watch:
+        if not self._watch and not self._order.checkpoints() and not any(map(is_container, folder.iterdir())):
             raise InputError(f"{folder}: holds no checkpoints of a run; ckpt8 compress takes a single one")
         while True:
             ready, waiting = self._sorted_out()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -47,6 +48,7 @@ def run_jobs(batches: Iterable[Sequence[Job]], verb: str, *, quiet: bool) -> Tal
             tally.add(outcome)
             if not quiet and outcome.stored is not None:
                 print_lines(screen, [outcome_line(outcome)])
+                sys.stdout.flush()
     if not quiet:
         print_lines(screen, [total_line(tally.outcomes)])
     return tally
