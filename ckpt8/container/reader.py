@@ -17,11 +17,12 @@ from ckpt8.container.head import read_head
 from ckpt8.container.header import Entry
 from ckpt8.container.links import Base, check_deltas
 from ckpt8.container.manifest import Manifest, Pack
-from ckpt8.container.manifest_reading import read_manifest, unpack_manifest
+from ckpt8.container.manifest_reading import read_manifest
 from ckpt8.container.member_layout import check_members
 from ckpt8.container.member_paths import check_paths
 from ckpt8.container.pack_reader import PackReader
 from ckpt8.container.places import Locator, PartPlace, Places
+from ckpt8.container.stored_manifest import unpack_manifest
 from ckpt8.container.symbol_modes import Packing
 from ckpt8.core.backend import for_checkpoint
 from ckpt8.core.closing import Closing
@@ -175,10 +176,11 @@ class ContainerReader(Closing):
         if base is None:
             return self._read_own(storage, chunk, only)
         from ckpt8.container.differences import total
+        from ckpt8.container.predicted import predicted_parts
         from ckpt8.container.symbols import unpack_parts
 
         # The parts of all bases first: a chunk then takes the memory of two, however long the chain is.
-        below, where = base[0].read_parts(base[1], chunk, only), self.where(storage)
+        below, where = predicted_parts(self.codec(storage), *base, chunk, only), self.where(storage)
         own = unpack_parts(*self._read_own(storage, chunk, only), where, self.backend)
         return total(own, below, where, self.backend), {}
 
