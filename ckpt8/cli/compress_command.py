@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,7 +81,7 @@ def _compress_one(
     from ckpt8.compressing import compress as api
     from ckpt8.inspecting.container import inspect_container
 
-    if output is not None and output.is_dir():
+    if output is not None and os.path.isdir(output):  # noqa: PTH112 - False for a name that is too long
         output = target_in(output, src)
     target = output or api.default_target(src)
     if remove:
