@@ -24,6 +24,8 @@ REST = 10.0
 """Seconds that a checkpoint must not change before it is compressed."""
 
 _SHORTEST_NAP, _LONGEST_NAP = 0.05, 1.0
+_IDLE = 10
+"""Seconds of rest for each that a look at all files takes: some folders are large, and on a network."""
 
 
 class ChainRun:
@@ -51,13 +53,15 @@ class ChainRun:
         if not self._watch and not self._order.checkpoints() and not any(map(is_container, folder.iterdir())):
             raise InputError(f"{folder}: holds no checkpoints of a run; ckpt8 compress takes a single one")
         while True:
+            started = time.monotonic()
             ready, waiting = self._sorted_out()
             if ready:
                 yield ready
             elif not waiting and not self._watch:
                 return
             else:
-                time.sleep(min(max(self._rest.seconds / 4, _SHORTEST_NAP), _LONGEST_NAP))
+                took = time.monotonic() - started
+                time.sleep(max(min(self._rest.seconds / 4, _LONGEST_NAP), _SHORTEST_NAP, _IDLE * took))
 
     def _sorted_out(self) -> tuple[list[Job], bool]:
         """Jobs for what is at rest or, unless that is watched, will not be; and whether anything else is waited for."""

@@ -37,7 +37,10 @@ _NAMES = frozenset({"best", "checkpoint", "ckpt", "final", "init", "last", "late
 _SILENT = (".bin",)
 """Suffixes that other files have, too."""
 
-_NUMBERED_MODEL = re.compile(r"model[._-]?\d+\.\w+")
+_NUMBERED_PART = re.compile(r"(?:model|optimizer)[._-]?\d+\.\w+")
+_OF_ONE = re.compile(rf"{re.escape(METADATA)}|random_states_\d+\.pkl|.*_optim_states\.pt")
+"""Files that stand in the folder of one checkpoint only."""
+
 _DEEPEST = 3
 """Folders inside a checkpoint: DeepSpeed, Megatron and FSDP have one for a rank or a model."""
 
@@ -73,11 +76,14 @@ def step_in_name(name: str) -> int | None:
 def checkpoints_in(folder: Path) -> list[RunEntry]:
     """The raw checkpoints in a folder, by name. Raises InputError where it cannot be read.
 
-    A link, a hidden entry, a container and a file that belongs to a checkpoint of several files are none.
+    A link, a hidden entry, a container and a file that belongs to a checkpoint of several files are none. A folder that
+    is one checkpoint itself has none.
     """
     try:
         with os.scandir(folder) as entries:
             found = sorted(entries, key=lambda each: each.name)
+        if any(_OF_ONE.fullmatch(each.name) for each in found):
+            return []
         return [run_entry for each in found if (run_entry := _run_entry(each)) is not None]
     except NotADirectoryError as exc:
         raise InputError(f"{folder}: is no folder; give that of a run, or ckpt8 compress a checkpoint") from exc
@@ -97,7 +103,7 @@ def _run_entry(entry: os.DirEntry[str]) -> RunEntry | None:
 
 
 def _is_part(name: str) -> bool:
-    return is_named_shard(name) or (is_part(name) and _NUMBERED_MODEL.fullmatch(name) is None)
+    return is_named_shard(name) or (is_part(name) and _NUMBERED_PART.fullmatch(name) is None)
 
 
 def _is_checkpoint_file(path: Path) -> bool:

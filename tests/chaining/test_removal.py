@@ -148,16 +148,26 @@ def test_links_homes_and_mount_points_stay(run, monkeypatch):
     assert source.is_file()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written(run, tmp_path):
+def test_a_folder_that_cannot_be_written(directory, monkeypatch):
+    """Root may write anywhere, so the system's answer is changed."""
+    source, container, _ = directory
+    for folder in (source / "sub", source.parent):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "access", lambda path, mode, folder=folder: path != folder)
+            with pytest.raises(ckpt8.OutputError, match="cannot be written"):
+                remove_verified(source, container)
+        assert (source / "model.pt").is_file()
+
+
+def test_a_rename_that_fails(run, monkeypatch):
     source, container = run
-    elsewhere = shutil.move(container, tmp_path / "elsewhere.ckpt8")
-    source.parent.chmod(0o555)
-    try:
-        with pytest.raises(ckpt8.OutputError, match="cannot be written"):
-            remove_verified(source, elsewhere)
-    finally:
-        source.parent.chmod(0o755)
+
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(removal, "rename_new", refuse)
+    with pytest.raises(ckpt8.OutputError, match="cannot be removed: Operation not permitted"):
+        remove_verified(source, container)
     assert source.is_file()
 
 

@@ -98,6 +98,16 @@ def test_a_folder_that_is_a_checkpoint_holds_none(tmp_path):
     assert names(tmp_path / "checkpoint-500") == []
     shards(tmp_path / "step-100")
     assert names(tmp_path / "step-100") == []
+    (tmp_path / "accelerate").mkdir()
+    for name in ("model.safetensors", "model_1.safetensors", "optimizer.bin", "optimizer_1.bin", "random_states_0.pkl"):
+        torch.save(TREE, tmp_path / "accelerate" / name)
+    assert names(tmp_path / "accelerate") == []
+
+
+def test_models_and_optimizers_with_numbers_of_a_run(tmp_path):
+    for name in ("model_100.pt", "optimizer_100.pt", "model_200.pt", "optimizer_200.pt"):
+        torch.save(TREE, tmp_path / name)
+    assert names(tmp_path) == ["model_100.pt", "model_200.pt", "optimizer_100.pt", "optimizer_200.pt"]
 
 
 def test_what_is_no_folder(tmp_path):
