@@ -172,16 +172,21 @@ class Codec(ABC):
         backend: backends.Backend | None = None,
         first: int = 0,
         companions: Companions = NO_COMPANIONS,
+        out: Mapping[str, torch.Tensor] = NO_COMPANIONS,
     ) -> Parts:
         """Parts of ``x``, taken flat in storage order. Raises RefusedError when ``x`` cannot be represented.
 
         ``first`` is the index of its first element in the storage; ``companions`` are flat, of the same elements.
+        Parts are written to those of ``out`` that have their name.
         """
         flat = x.detach().reshape(-1)
         used = self._resolve(backend, x.device, flat.numel())
         kernel = self.kernel("encode", used)
         spec = TensorSpec("", Role.OTHER, _dtype_of(x.dtype), (flat.numel(),))
-        parts = {name: flat.new_empty(part.numel, dtype=part.dtype.torch) for name, part in self.layout(spec).items()}
+        parts = {**out}
+        for name, part in self.layout(spec).items():
+            if name not in parts:
+                parts[name] = flat.new_empty(part.numel, dtype=part.dtype.torch)
         for run, tile in self._tiles(spec, parts, used):
             kernel(flat[run], tile, **self._keywords("encode", first, companions, run))
         return parts

@@ -95,6 +95,7 @@ class Reference(Codec, Copied):
         backend: backends.Backend | None = None,
         first: int = 0,  # noqa: ARG002
         companions: Companions = NO_COMPANIONS,
+        out: Companions = NO_COMPANIONS,  # noqa: ARG002
     ) -> Parts:
         """No parts. Raises RefusedError unless ``x`` is, bit for bit, the companion ``rounded`` of its own type.
 
@@ -147,6 +148,7 @@ class HalfReference(Reference):
         backend: backends.Backend | None = None,
         first: int = 0,  # noqa: ARG002
         companions: Companions = NO_COMPANIONS,
+        out: Companions = NO_COMPANIONS,  # noqa: ARG002
     ) -> Parts:
         """The differences between ``x`` and the companion ``rounded``, bf16. Raises RefusedError for a large one.
 
