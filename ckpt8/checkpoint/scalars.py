@@ -43,20 +43,23 @@ def read_settings(
 
     torch keeps a learning rate or betas as tensors where the caller gave tensors.
     """
-    return {key: value if key == "params" else _plain(checkpoint, storages, value) for key, value in group.items()}
 
+    def plain(value: Any) -> Any:
+        if isinstance(value, TensorRef) and value.numel == 1 and value.key in storages:
+            number = read_scalar(checkpoint, storages[value.key], value)
+            return value if number is None else number
+        return value
 
-def _plain(checkpoint: Checkpoint, storages: Mapping[str, StorageInfo], value: Any) -> Any:
-    if isinstance(value, TensorRef) and value.numel == 1 and value.key in storages:
-        number = read_scalar(checkpoint, storages[value.key], value)
-        return value if number is None else number
-    if isinstance(value, (list, tuple)) and len(value) <= _MOST_NUMBERS:
-        return tuple(_plain(checkpoint, storages, each) for each in value)
-    return value
+    def setting(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and len(value) <= _MOST_NUMBERS:
+            return tuple(map(plain, value))
+        return plain(value)
+
+    return {key: value if key == "params" else setting(value) for key, value in group.items()}
 
 
 def is_setting(value: object) -> bool:
     """Whether a value is a plain setting of an optimizer: a number, a text, None, or a list or tuple of these."""
-    if isinstance(value, (tuple, list)):
-        return all(is_setting(each) for each in value)
-    return isinstance(value, (bool, int, float, str, type(None)))
+    # Not deeper: a list of a file may hold itself.
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return all(isinstance(each, (bool, int, float, str, type(None))) for each in values)
