@@ -14,7 +14,7 @@ u4, u8 = np.uint32, np.uint64
 
 _LANES, _SMALL = 4, 1 << 12
 _RUN = 30 << 7
-"""Symbols whose digits are taken at once, so that these stay in the L1 cache; a whole number of bytes for every base."""
+"""Symbols whose digits are taken at once, so that these stay in the L1 cache; whole bytes for every base."""
 
 
 @kernel
