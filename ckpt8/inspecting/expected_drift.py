@@ -26,11 +26,12 @@ AMPLIFIED = {"came": 10.2}
 
 
 class ExpectedDrift(NamedTuple):
-    """The mean |Δloss| that is expected, and the ends of its interval."""
+    """The mean |Δloss| that is expected, and the ends of its interval; where it ``is_open``, some runs exceed it."""
 
     mean: float
     low: float
     high: float
+    is_open: bool = False
 
 
 def expected_drift(error: float, step: float, kinds: Iterable[str] = ()) -> ExpectedDrift:
@@ -39,5 +40,6 @@ def expected_drift(error: float, step: float, kinds: Iterable[str] = ()) -> Expe
     ``kinds`` are those of the update rules.
     """
     mean = NOISE * math.sqrt(error) + RISE * error / math.sqrt(step)
-    mean *= max((AMPLIFIED.get(kind, 1.0) for kind in kinds), default=1.0)
-    return ExpectedDrift(mean, mean / WIDTH, mean * WIDTH)
+    factor = max((AMPLIFIED.get(kind, 1.0) for kind in kinds), default=1.0)
+    mean *= factor
+    return ExpectedDrift(mean, mean / WIDTH, mean * WIDTH, factor > 1)
