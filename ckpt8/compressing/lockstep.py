@@ -48,13 +48,14 @@ def encode(
     first: int,
     backend: Backend | None,
     source: Checkpoint,
+    bases: Sequence[Parts | None] = (),
     *,
     reuse: bool = False,
 ) -> list[Parts]:
     """The parts of every stream; ``first`` is the index of the first element. Raises RefusedError.
 
-    Statistics that a codec needs are read from ``source``. With ``reuse`` symbols are in buffers of this thread, until
-    it encodes again.
+    Statistics that a codec needs are read from ``source``. Each stream inherits from its parts in ``bases``, if any.
+    With ``reuse`` symbols are in buffers of this thread, until it encodes again.
     """
     parts: dict[int, Parts] = {}
 
@@ -69,9 +70,10 @@ def encode(
             for name, index in codec.companion_storages.items():
                 companions[f"original_{name}"] = originals[place[index]].float()
         asked = on_cpu(backend, x.device)
+        inherited = bases[k] if bases else None
         try:
             out = _symbols(streams[k], len(x), k) if reuse and x.device.type == "cpu" else {}
-            parts[k] = codec.encode(x, backend=asked, first=first, companions=companions, out=out)
+            parts[k] = codec.encode(x, backend=asked, first=first, companions=companions, out=out, inherited=inherited)
         except RefusedError as exc:
             exc.storage = streams[k].index
             raise

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from ckpt8.container.base_record import base_json
 from ckpt8.container.columns import column, gaps
 from ckpt8.container.manifest import (
+    DELTA,
     SHARED,
     SKELETON,
     FrameTable,
@@ -32,6 +34,8 @@ def manifest_json(manifest: Manifest) -> dict[str, Any]:
     tree["parameters"] = [_parameter_json(parameter) for parameter in manifest.parameters]
     if manifest.budget is not None:
         tree["budget"] = manifest.budget
+    if manifest.base is not None:
+        tree["base"] = base_json(manifest.base)
     if manifest.directory is not None:
         tree["directory"] = manifest.directory
     if shares:
@@ -59,7 +63,7 @@ def _storage_json(record: StorageRecord) -> dict[str, Any]:
         "dtype": record.dtype.label,
         "numel": record.numel,
         "role": record.role.value,
-        "codec": record.codec,
+        "codec": record.codec if record.base is None else {"id": DELTA, "base": record.base, "codec": record.codec},
         "reason": record.reason,
         "parts": _parts_json(record.parts),
         "error": record.error,
