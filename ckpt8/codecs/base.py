@@ -133,14 +133,14 @@ class Codec(ABC):
         backend: backends.Backend | None = None,
         first: int = 0,
         companions: Companions = NO_COMPANIONS,
-        out: Mapping[str, torch.Tensor] = NO_COMPANIONS,
         inherited: Parts | None = None,
+        out: Mapping[str, torch.Tensor] = NO_COMPANIONS,
     ) -> Parts:
         """Parts of ``x``, taken flat in storage order. Raises RefusedError when ``x`` cannot be represented.
 
         ``first`` is the index of its first element in the storage; ``companions`` are flat, of the same elements.
-        Parts are written to those of ``out`` that have their name. ``inherited`` holds the parts that the codec takes
-        over, those of an earlier state of the same elements.
+        ``inherited`` holds the parts that the codec inherits, those of an earlier state of the same elements. Parts are
+        written to those of ``out`` that have their name.
         """
         flat = x.detach().reshape(-1)
         used = self._resolve(backend, x.device, flat.numel())
@@ -151,8 +151,8 @@ class Codec(ABC):
             if name not in parts:
                 parts[name] = flat.new_empty(part.numel, dtype=part.dtype.torch)
         taken = {} if inherited is None else {name: inherited[name] for name in self.inherited if name in parts}
-        for name, earlier in taken.items():
-            parts[name].copy_(earlier[: parts[name].numel()])
+        for name, part in taken.items():
+            parts[name].copy_(part[: parts[name].numel()])
         given = {"given": True} if taken else {}
         for run, tile in self._tiles(spec, parts, used):
             kernel(flat[run], tile, **self._keywords("encode", first, companions, run), **given)

@@ -96,8 +96,8 @@ class Reference(Codec, Copied):
         backend: backends.Backend | None = None,
         first: int = 0,  # noqa: ARG002
         companions: Companions = NO_COMPANIONS,
-        out: Companions = NO_COMPANIONS,  # noqa: ARG002
         inherited: Parts | None = None,  # noqa: ARG002
+        out: Companions = NO_COMPANIONS,  # noqa: ARG002
     ) -> Parts:
         """No parts. Raises RefusedError unless ``x`` is, bit for bit, the companion ``rounded`` of its own type.
 
@@ -150,8 +150,8 @@ class HalfReference(Reference):
         backend: backends.Backend | None = None,
         first: int = 0,  # noqa: ARG002
         companions: Companions = NO_COMPANIONS,
-        out: Companions = NO_COMPANIONS,  # noqa: ARG002
         inherited: Parts | None = None,  # noqa: ARG002
+        out: Companions = NO_COMPANIONS,  # noqa: ARG002
     ) -> Parts:
         """The differences between ``x`` and the companion ``rounded``, bf16. Raises RefusedError for a large one.
 

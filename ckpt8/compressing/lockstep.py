@@ -73,7 +73,7 @@ def encode(
         inherited = bases[k] if bases else None
         try:
             out = _symbols(streams[k], len(x), k) if reuse and x.device.type == "cpu" else {}
-            parts[k] = codec.encode(x, backend=asked, first=first, companions=companions, out=out, inherited=inherited)
+            parts[k] = codec.encode(x, backend=asked, first=first, companions=companions, inherited=inherited, out=out)
         except RefusedError as exc:
             exc.storage = streams[k].index
             raise
