@@ -27,6 +27,7 @@ _LOCATIONS = {
     "open": "ckpt8.container.open_file:open_container",
     "restore": "ckpt8.restoring.restore:restore",
     "resume": "ckpt8.restoring.resume.resume:resume",
+    "runs": "ckpt8.inspecting.runs.runs:runs",
     "verify": "ckpt8.inspecting.verify:verify",
     "CheckFailedError": "ckpt8.core.errors:CheckFailedError",
     "Ckpt8Error": "ckpt8.core.errors:Ckpt8Error",
@@ -61,6 +62,7 @@ __all__ = [
     "optim",
     "restore",
     "resume",
+    "runs",
     "save",
     "verify",
 ]
