@@ -16,6 +16,7 @@ from ckpt8.cli.convert_command import convert
 from ckpt8.cli.guard import guarded, shielded
 from ckpt8.cli.options import Container, Force, Json, Output, Threads, stopwatch
 from ckpt8.cli.output import console, present, print_json, print_lines, progress_bar
+from ckpt8.cli.runs_command import runs
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.text import printable, size
 
@@ -223,7 +224,7 @@ def diff(
         raise typer.Exit(CheckFailedError.exit_code)
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (compress, inspect, restore, verify, convert, diff, bench)
+COMMANDS: tuple[Callable[..., None], ...] = (compress, inspect, restore, verify, convert, diff, runs, bench)
 """The functions of all commands, in the order of ``--help``."""
 
 
