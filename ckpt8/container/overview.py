@@ -19,8 +19,8 @@ from ckpt8.container.head import read_head
 from ckpt8.container.header import SEAL_BYTES, check_version
 from ckpt8.container.json_fields import Fields
 from ckpt8.container.manifest import SHARED
-from ckpt8.container.manifest_reading import unpack_manifest
 from ckpt8.container.plain_frames import inflate_plain
+from ckpt8.container.stored_manifest import unpack_manifest
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.crc import crc32
 from ckpt8.core.files.source_file import SourceFile

@@ -65,9 +65,6 @@ class Run:
     """The checkpoints of a directory in the order of their steps, run by run; iterates over them.
 
     ``bases_bytes`` are those of bases that are kept for deltas alone, of checkpoints that are gone.
-
-    >>> for record in ckpt8.runs("outputs"):
-    ...     print(record.step, record.kind, record.stored_bytes)
     """
 
     path: str

@@ -23,8 +23,8 @@ def runs(directory: str | os.PathLike[str]) -> Run:
 
     A damaged file is a record that says so. Raises InputError where there is no checkpoint at all.
 
-    >>> for record in ckpt8.runs("outputs"):
-    ...     print(record.name, record.step, record.kind, record.loss)
+    >>> [(record.name, record.kind, record.step) for record in ckpt8.runs(".")]
+    [('run.pt', 'raw', 1), ('run.ckpt8', 'key', 1)]
     """
     root = Path(directory)
     refuse_url(root)

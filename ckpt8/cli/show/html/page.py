@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpt8.cli.show.html.style import STYLE
 from ckpt8.cli.show.html.text import text
+from ckpt8.container.needed import unneeded_file
 from ckpt8.core.files.atomic import AtomicFile
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -39,9 +40,18 @@ def tiles(pairs: Iterable[tuple[str, str]]) -> str:
     return f'<div class="tiles">{items}</div>'
 
 
+def check_target(target: Path, *, force: bool) -> None:
+    """Raise OutputError if a page cannot be written there, or something exists without ``force``."""
+    _output(target, force).close()
+
+
 def write_page(target: Path, content: str, *, force: bool) -> None:
-    """Write a page. Raises OutputError if it cannot be written, or exists without ``force``."""
-    with AtomicFile(target, force=force) as output:
+    """Write a page. Raises as ``check_target``."""
+    with _output(target, force) as output:
         with output.guard():
             output.file.write(content.encode())
         output.publish()
+
+
+def _output(target: Path, force: bool) -> AtomicFile:
+    return AtomicFile(target, force=force, check=unneeded_file)

@@ -12,14 +12,14 @@ from typing import Any
 from ckpt8 import __version__
 from ckpt8.cli.show.html.distributions import code_section, value_section
 from ckpt8.cli.show.html.errors import error_section, worst_section
-from ckpt8.cli.show.html.page import document, tiles, write_page
+from ckpt8.cli.show.html.page import check_target, document, tiles, write_page
 from ckpt8.cli.show.html.replay import read_replay, replay_section
 from ckpt8.cli.show.html.sizes import size_section
 from ckpt8.cli.show.html.text import text
 from ckpt8.cli.show.overview import flags_by_kind, looked_at, optimizer_line
 from ckpt8.cli.show.tables import number
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.files.atomic import AtomicFile, refuse_source
+from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.text import percent, size
 from ckpt8.inspecting.distributions.checkpoint import checkpoint_distributions
 from ckpt8.inspecting.distributions.container import container_distributions
@@ -50,7 +50,7 @@ class Report:
         for source in (path, original, replay):
             if source is not None:
                 refuse_source(target, source)
-        AtomicFile(target, force=force).close()
+        check_target(target, force=force)
         self._target, self._path, self._original, self._replay = target, path, original, replay
         self._full, self._force = full, force
         self._distributions: dict[str, Any] | None = None

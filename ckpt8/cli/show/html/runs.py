@@ -9,12 +9,11 @@ from typing import Any
 
 from ckpt8 import __version__
 from ckpt8.cli.show.html.bars import legend, row, stacks
-from ckpt8.cli.show.html.page import document, tiles, write_page
+from ckpt8.cli.show.html.page import check_target, document, tiles, write_page
 from ckpt8.cli.show.html.plots import close_axis, log_axis, over_steps
 from ckpt8.cli.show.html.text import text
 from ckpt8.cli.show.runs import Row, local_time, state, total_lines
 from ckpt8.cli.show.tables import number
-from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.text import size
 
 _KINDS = {"key": "weight", "delta": "moment2", "raw": "other"}
@@ -35,7 +34,7 @@ class RunPage:
     """
 
     def __init__(self, target: Path, *, force: bool) -> None:
-        AtomicFile(target, force=force).close()
+        check_target(target, force=force)
         self._target, self._force = target, force
 
     def write(self, facts: Mapping[str, Any]) -> None:
