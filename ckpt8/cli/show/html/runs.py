@@ -14,7 +14,7 @@ from ckpt8.cli.show.html.plots import close_axis, log_axis, over_steps
 from ckpt8.cli.show.html.text import text
 from ckpt8.cli.show.runs import Row, local_time, state, total_lines
 from ckpt8.cli.show.tables import number
-from ckpt8.core.text import size
+from ckpt8.core.text import counted, size
 
 _KINDS = {"key": "weight", "delta": "moment2", "raw": "other"}
 """The style of every kind."""
@@ -67,10 +67,15 @@ def _sizes(rows: Sequence[Row]) -> str:
     for kind, css in _KINDS.items():
         points = [_point(each, each["stored_bytes"], size(each["stored_bytes"])) for each in known if _is(each, kind)]
         curves += [(css, sorted(points))] if points else []
-    axis = log_axis([each["stored_bytes"] for each in known], lambda exponent: size(10**exponent))
+    axis = log_axis([each["stored_bytes"] for each in known], lambda exponent: size(10**exponent).replace(".00", ""))
     colours = legend([(f"dot {css}", _WORDS[kind]) for kind, css in _KINDS.items() if any(_is(r, kind) for r in known)])
     chart = over_steps(curves, "step", "size", axis, joined=False)
-    return f'<section id="sizes"><h2>Size by step</h2>{colours}<figure data-chart="sizes">{chart}</figure></section>'
+    return f'<section id="sizes"><h2>Size by step</h2>{colours}{_figure("sizes", chart, len(known))}</section>'
+
+
+def _figure(name: str, chart: str, points: int) -> str:
+    note = f"{counted(points, 'point')}, those with a known step"
+    return f'<figure data-chart="{name}">{chart}<p class="note">{note}</p></figure>'
 
 
 def _is(each: Row, kind: str) -> bool:
@@ -95,7 +100,7 @@ def _losses(rows: Sequence[Row]) -> str:
     if not curves:
         return ""
     chart = over_steps(curves, "step", "loss", close_axis(values))
-    figure = f'<figure data-chart="losses">{chart}</figure>'
+    figure = _figure("losses", chart, len(values))
     return f'<section id="losses"><h2>Loss by step</h2>{legend(found)}{figure}</section>'
 
 
