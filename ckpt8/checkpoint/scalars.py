@@ -24,15 +24,22 @@ _MOST_NUMBERS = 8
 
 def read_scalar(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) -> float | None:
     """The value of a tensor of one element in ``storage``; None for another tensor or element type."""
-    code = _SCALARS.get(ref.dtype)
     position = ref.offset * ref.dtype.itemsize
-    if code is None or ref.numel != 1 or position + ref.dtype.itemsize > storage.nbytes:
+    if ref.dtype not in _SCALARS or ref.numel != 1 or position + ref.dtype.itemsize > storage.nbytes:
         return None
     buffer = bytearray(ref.dtype.itemsize)
     checkpoint.read_into(storage.offset + position, memoryview(buffer))
-    if ref.dtype is DType.BFLOAT16:
-        buffer, code = bytearray(2) + buffer, "<f"
-    value: float = struct.unpack(code, buffer)[0]
+    return number_of(ref.dtype, bytes(buffer))
+
+
+def number_of(dtype: DType, content: bytes) -> float | None:
+    """The value of one element; None for other element types."""
+    code = _SCALARS.get(dtype)
+    if code is None:
+        return None
+    if dtype is DType.BFLOAT16:
+        content, code = bytes(2) + content, "<f"
+    value: float = struct.unpack(code, content)[0]
     return value
 
 

@@ -64,7 +64,7 @@ class ContainerReader(Closing):
             raise
 
     def _open(self) -> None:
-        entries, stored, self._data_start = read_head(self._file, str(self.path))
+        entries, stored = self._open_header()
         self.manifest = self._open_manifest(stored)
         self.backend = for_checkpoint(self.manifest.storages) if self._kernels else "torch"
         self.places = self._locate({entry.name: entry for entry in entries})
@@ -103,6 +103,11 @@ class ContainerReader(Closing):
     def seal(self) -> bytes:
         """The stored SHA-256, which identifies this file."""
         return self._file.read(self.size - header.SEAL_BYTES, header.SEAL_BYTES)
+
+    def _open_header(self) -> tuple[list[Entry], bytes]:
+        """The entries, and the stored manifest, once header and manifest match the seal."""
+        entries, stored, self._data_start = read_head(self._file, str(self.path))
+        return entries, stored
 
     def _open_manifest(self, stored: bytes) -> Manifest:
         where = str(self.path)

@@ -10,7 +10,6 @@ from typing import Any
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.codecs import codec_from_config
 from ckpt8.codecs.error_stats import LatticeError, UpdateError, WeightError, read_error
-from ckpt8.compressing.budget import PRESET_BUDGETS
 from ckpt8.container.facts import error_facts, figure_of, figures, tensor_facts, total_errors
 from ckpt8.container.manifest import Manifest, MemberRecord
 from ckpt8.container.reader import ContainerReader
@@ -18,6 +17,7 @@ from ckpt8.core.collection import without_collection
 from ckpt8.core.tensors import Role
 from ckpt8.inspecting.foreign import foreign_flags, names_in_container
 from ckpt8.inspecting.manifest_facts import (
+    asked_words,
     dtypes,
     frameworks_by_folder,
     low_bit_state,
@@ -118,7 +118,7 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
         "format": manifest.version,
         "writer": manifest.writer,
         "preset": manifest.preset,
-        "asked": _asked(manifest),
+        "asked": asked_words(manifest.preset, manifest.budget),
         "rules": manifest.rules,
         "directory": manifest.directory,
         "members": [_member_facts(manifest, member) for member in manifest.members],
@@ -134,15 +134,6 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
         "errors": total_errors(manifest, count_whole),
         "steps": step_facts(manifest, count_whole),
     }
-
-
-def _asked(manifest: Manifest) -> str:
-    """What the container was made with, in words."""
-    preset = PRESET_BUDGETS.get(manifest.preset)
-    given = manifest.budget or {}
-    if not given or (preset is not None and (preset.steps, preset.cap) == (given.get("steps"), given.get("cap"))):
-        return f"preset {manifest.preset}"
-    return f"budget {given.get('steps', 0.0):g}"
 
 
 def _member_facts(manifest: Manifest, member: MemberRecord) -> dict[str, Any]:
