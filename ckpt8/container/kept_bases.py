@@ -1,0 +1,158 @@
+"""The folder ``bases/`` beside containers: hard links to the files that deltas there need, named after their seals.
+
+Frameworks and users remove checkpoints as they please. A link takes no room while the file itself is there, and keeps
+its bytes when that goes. A save that links holds a lock on the folder until its delta is there; links that no delta
+needs go when nobody holds one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt8.container.base_record import BaseRecord
+from ckpt8.container.bases import KEPT, find_base, kept_name
+from ckpt8.container.head import stated_seal
+from ckpt8.container.header import is_container
+from ckpt8.container.reader import ContainerReader
+from ckpt8.core.closing import Closing
+from ckpt8.core.errors import InputError
+
+_NAME = re.compile(r"[0-9a-f]{16}\.ckpt8")
+_NEWEST = 4
+"""Containers of a folder that are linked before a save: its base is one of them, or below one."""
+
+
+class KeptBases(Closing):
+    """The links in ``folder``, for one save there: until it is closed nobody removes any. Raises OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._links = folder / KEPT
+        self._locks = contextlib.ExitStack()
+        self._locks.enter_context(_locked(folder, fcntl.LOCK_SH))
+        try:
+            self._links.mkdir(exist_ok=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let others remove links."""
+        self._locks.close()
+
+    def link_newest(self, besides: Path) -> list[Path]:
+        """Link the newest containers ``besides`` one, and all files below them. Returns the links; raises OSError."""
+        containers = {path.resolve() for path in _containers(self._folder)} - {besides.resolve()}
+        newest = sorted(containers, key=lambda path: path.stat().st_mtime_ns, reverse=True)[:_NEWEST]
+        found: dict[Path, None] = {}
+        for container in newest:
+            with contextlib.suppress(InputError):
+                found.update(dict.fromkeys(self._link(container)))
+        return list(found)
+
+    def _link(self, container: Path) -> list[Path]:
+        """Link a container, and before it the files below it: no link is ever without its base."""
+        head = _head(container)
+        below = [] if head.base is None else self._link(find_base(container, head.base))
+        link = self._links / kept_name(head.seal)
+        with contextlib.suppress(FileExistsError):
+            os.link(container, link)
+        return [link, *below]
+
+
+def remove_container(path: Path) -> None:
+    """Remove a file; a container that others beside it may need moves to the links. Raises OSError."""
+    folder, seal = path.parent, stated_seal(path)
+    if seal is not None and not path.is_symlink() and _may_be_needed(path, seal):
+        link = folder / KEPT / kept_name(seal)
+        with KeptBases(folder):
+            if not link.exists():
+                path.rename(link)
+    path.unlink(missing_ok=True)
+    drop_unneeded(folder)
+
+
+def drop_unneeded(folder: Path) -> None:
+    """Remove the links that no container in ``folder`` needs, as far as possible.
+
+    Leaves all while a save is under way there, and where a container cannot be read: it may need any.
+    """
+    if not (folder / KEPT).is_dir():
+        return
+    with contextlib.suppress(InputError, OSError), _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        heads = _heads(folder)
+        needed = _needed(heads)
+        unneeded = [path for path, head in heads.items() if path.parent != folder and head.seal not in needed]
+        # A link goes before the one below it: a kill leaves none without its base.
+        for path in sorted(unneeded, key=lambda path: heads[path].links, reverse=True):
+            path.unlink()
+        (folder / KEPT).rmdir()
+
+
+def _may_be_needed(path: Path, seal: str) -> bool:
+    """Whether containers beside ``path`` need it. True where one of them cannot be read."""
+    try:
+        return seal in _needed(_heads(path.parent), without=path)
+    except InputError:
+        return True
+
+
+class _Head(NamedTuple):
+    """What a container says of its place in a chain."""
+
+    seal: str
+    base: BaseRecord | None
+
+    @property
+    def links(self) -> int:
+        return 0 if self.base is None else self.base.links
+
+
+def _head(container: Path) -> _Head:
+    with ContainerReader(container) as reader:
+        return _Head(reader.seal.hex(), reader.manifest.base)
+
+
+def _heads(folder: Path) -> dict[Path, _Head]:
+    """The heads of all containers in a folder, and of its links. Raises InputError where one cannot be read."""
+    links = [path for path in _containers(folder / KEPT) if _NAME.fullmatch(path.name)]
+    return {path: _head(path) for path in (*_containers(folder), *links)}
+
+
+def _containers(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if is_container(path)] if folder.is_dir() else []
+
+
+def _needed(heads: dict[Path, _Head], without: Path | None = None) -> set[str]:
+    """The seals of all files that the containers beside the links need, but for one of them."""
+    below = {head.seal: head.base.seal for head in heads.values() if head.base is not None}
+    waiting = [head.seal for path, head in heads.items() if path.parent.name != KEPT and path != without]
+    needed: set[str] = set()
+    while waiting:
+        base = below.get(waiting.pop())
+        if base is not None and base not in needed:
+            needed.add(base)
+            waiting.append(base)
+    return needed
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, how: int) -> Iterator[None]:
+    """Hold a lock on a folder. Raises OSError, BlockingIOError where another run holds one."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, how)
+        except BlockingIOError:
+            raise
+        except OSError:  # the file system has no locks
+            pass
+        yield
+    finally:
+        os.close(descriptor)
