@@ -9,7 +9,15 @@ from itertools import pairwise
 from typing import Any
 
 from ckpt8.codecs import BUDGETED, RELATIONS
-from ckpt8.container.header import BUDGET_VERSION, DIRECTORY_VERSION, FILE_VERSION, REFERENCE_VERSION, SHARED_VERSION
+from ckpt8.container.base_record import BaseRecord
+from ckpt8.container.header import (
+    BUDGET_VERSION,
+    CHAIN_VERSION,
+    DIRECTORY_VERSION,
+    FILE_VERSION,
+    REFERENCE_VERSION,
+    SHARED_VERSION,
+)
 from ckpt8.container.symbol_modes import Mode, Packing
 from ckpt8.core.tensors import DType, Role, Strided, TensorSpec
 
@@ -57,7 +65,8 @@ class StorageRecord:
 
     ``codec`` is the stored configuration. ``reason`` says why it is lossless where its role would not ask for it.
     ``error`` holds the fields of ``error_stats.WeightError`` or ``error_stats.MomentError``. A storage in a ``pack``
-    has no parts of its own; ``place`` is its number there.
+    has no parts of its own; ``place`` is its number there. ``base`` is the index of the storage in the base that its
+    parts are differences to.
     """
 
     name: str
@@ -70,6 +79,7 @@ class StorageRecord:
     error: dict[str, Any] | None = None
     pack: Pack | None = None
     place: int = 0
+    base: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -199,7 +209,7 @@ class MemberRecord:
 class Manifest:
     """The records of a container. ``slab`` and ``frame`` count elements; ``directory`` names a source directory.
 
-    ``budget`` holds the fields of ``compressing.budget.Budget``, None without one.
+    ``budget`` holds the fields of ``compressing.budget.Budget``, None without one. ``base`` is that of a delta.
     """
 
     writer: str
@@ -214,10 +224,13 @@ class Manifest:
     directory: str | None = None
     packs: list[Pack] = field(default_factory=list)
     budget: dict[str, float] | None = None
+    base: BaseRecord | None = None
 
     @property
     def version(self) -> str:
         """The lowest format version that covers the content."""
+        if self.base is not None:
+            return CHAIN_VERSION
         ids = {record.codec.get("id") for record in self.storages}
         if self.budget or ids & _CODECS_OF_BUDGETS or any(parameter.steps for parameter in self.parameters):
             return BUDGET_VERSION

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from ckpt8.container.base_record import base_json
 from ckpt8.container.columns import column, gaps
 from ckpt8.container.manifest import (
     SHARED,
@@ -32,6 +33,8 @@ def manifest_json(manifest: Manifest) -> dict[str, Any]:
     tree["parameters"] = [_parameter_json(parameter) for parameter in manifest.parameters]
     if manifest.budget is not None:
         tree["budget"] = manifest.budget
+    if manifest.base is not None:
+        tree["base"] = base_json(manifest.base)
     if manifest.directory is not None:
         tree["directory"] = manifest.directory
     if shares:
@@ -63,6 +66,7 @@ def _storage_json(record: StorageRecord) -> dict[str, Any]:
         "reason": record.reason,
         "parts": _parts_json(record.parts),
         "error": record.error,
+        **({} if record.base is None else {"base": record.base}),
     }
 
 

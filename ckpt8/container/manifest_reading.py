@@ -12,6 +12,7 @@ from typing import Any
 
 import zstandard
 
+from ckpt8.container.base_record import read_base
 from ckpt8.container.columns import (
     FLAGS,
     Table,
@@ -69,6 +70,7 @@ def _storage(fields: Fields) -> StorageRecord:
         reason=fields.optional("reason", str),
         parts=fields.mapping("parts", _frame_table),
         error=fields.optional("error", dict),
+        base=None if fields.any("base") is None else fields.count("base"),
     )
 
 
@@ -155,6 +157,7 @@ def read_manifest(tree: object, where: str) -> Manifest:
         directory=fields.optional("directory", str),
         packs=packs,
         budget=_budget(fields),
+        base=read_base(fields),
     )
     for member in members:
         storages[member.skeleton].name = storages[member.skeleton].name or skeleton_name(manifest, member)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt8.codecs import Codec, codec_from_config
-from ckpt8.codecs.base import Companions, Run
+from ckpt8.codecs.base import Companions
 from ckpt8.codecs.lossless import RAW_PART
-from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding, round_to
-from ckpt8.container import header, layout
+from ckpt8.codecs.rounded_copy import ROUNDED
+from ckpt8.container import bases, header, layout
 from ckpt8.container.copies import check_companions, check_references
+from ckpt8.container.copy_reader import read_copy
+from ckpt8.container.head import read_head
 from ckpt8.container.header import Entry
+from ckpt8.container.links import Base, check_deltas
 from ckpt8.container.manifest import Manifest, Pack
 from ckpt8.container.manifest_reading import read_manifest, unpack_manifest
 from ckpt8.container.member_layout import check_members
@@ -38,33 +40,56 @@ class ContainerReader(Closing):
 
     With ``kernels`` numba decodes a large container. That is faster, but takes 100 MB and half a second to start: right
     for a command that reads a checkpoint and ends, wrong for a load before training.
+
+    The base of a delta is opened when a part of it is first needed. It is looked for beside the delta, then in
+    ``base_dirs``, by default those of ``bases.looked_for_in``.
     """
 
-    def __init__(self, path: Path, *, kernels: bool = False) -> None:
+    def __init__(self, path: Path, *, kernels: bool = False, base_dirs: Sequence[Path] | None = None) -> None:
         self.path = path
+        self.base_dirs = bases.directories.get() if base_dirs is None else tuple(base_dirs)
+        self._kernels = kernels
+        self._base: Base[ContainerReader] | None = None
         self._file = SourceFile(ByteRange.of(path))
         self._codecs: dict[int | Pack, Codec] = {}
         self._packs = PackReader(self.pack_codec, self._read_pack_part)
         try:
             with without_collection():
-                self._open(kernels=kernels)
+                self._open()
         except BaseException:
             self._file.close()
             raise
 
-    def _open(self, *, kernels: bool) -> None:
+    def _open(self) -> None:
         entries, stored = self._open_header()
         self.manifest = self._open_manifest(stored)
-        self._backend = for_checkpoint(self.manifest.storages) if kernels else "torch"
+        self._backend = for_checkpoint(self.manifest.storages) if self._kernels else "torch"
         self._parts = self._locate({entry.name: entry for entry in entries})
         check_references(self.manifest, self.codec, str(self.path))
         check_companions(self.manifest, self.codec, str(self.path))
+        check_deltas(self.manifest, self.codec, str(self.path))
         check_members(self.manifest, str(self.path))
         check_paths(self.manifest, str(self.path))
+        if (record := self.manifest.base) is not None:
+            self._base = Base(self, lambda: self._open_base(bases.find_base(self.path, record, self.base_dirs)))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and the files below it."""
         self._file.close()
+        if self._base is not None:
+            self._base.close()
+
+    def base(self) -> ContainerReader | None:
+        """The base of a delta, open; None for other containers. Raises InputError where it is missing or damaged."""
+        return None if self._base is None else self._base.reader()
+
+    def _open_base(self, path: Path) -> ContainerReader:
+        return ContainerReader(path, kernels=self._kernels, base_dirs=self.base_dirs)
+
+    def links(self) -> list[ContainerReader]:
+        """The containers below a delta, open, its base first. Raises InputError where one is missing or damaged."""
+        base = self.base()
+        return [] if base is None else [base, *base.links()]
 
     @property
     def size(self) -> int:
@@ -78,22 +103,8 @@ class ContainerReader(Closing):
 
     def _open_header(self) -> tuple[list[Entry], bytes]:
         """The entries, and the stored manifest, once header and manifest match the seal."""
-        where, size = str(self.path), self._file.source.length
-        if size < header.LENGTH_BYTES + 2:
-            raise InputError(f"{where}: is not a ckpt8 file ({size} bytes)")
-        length = int.from_bytes(self._file.read(0, header.LENGTH_BYTES), "little")
-        if length > min(header.MAX_HEADER, size - header.LENGTH_BYTES):
-            raise InputError(f"{where}: is not a ckpt8 file, or is cut off")
-        head = self._file.read(0, header.LENGTH_BYTES + length)
-        self._data_start = len(head)
-        entries = header.parse(head[header.LENGTH_BYTES :], size - len(head), where)
-        if [entry.name for entry in entries[-2:]] != [header.MANIFEST, header.SEAL]:
-            raise InputError(f"{where}: does not end in a manifest and a seal")
-        manifest, seal = entries[-2:]
-        stored = self._file.read(self._data_start + manifest.start, manifest.nbytes)
-        if self._file.read(self._data_start + seal.start, seal.nbytes) != hashlib.sha256(head + stored).digest():
-            raise InputError(f"{where}: header or manifest does not match the seal; the file is damaged")
-        return entries[:-2], stored
+        entries, stored, self._data_start = read_head(self._file, str(self.path))
+        return entries, stored
 
     def _open_manifest(self, stored: bytes) -> Manifest:
         where = str(self.path)
@@ -154,15 +165,35 @@ class ContainerReader(Closing):
     def read_packed(
         self, storage: int, chunk: int, only: Collection[str] | None = None
     ) -> tuple[Parts, dict[str, Packing]]:
-        """As ``read_parts``, but for symbols: rows of planes, and how they are packed by name."""
-        record = self.manifest.storages[storage]
+        """As ``read_parts``, but for symbols: rows of planes, and how they are packed by name.
+
+        Symbols that a base completes are in no planes.
+        """
+        record, base = self.manifest.storages[storage], self.base_of(storage)
         if record.pack is not None:
             return self._packs.parts(record, only), {}
+        if base is None:
+            return self._read_own(storage, chunk, only)
+        from ckpt8.container.differences import total
+        from ckpt8.container.symbols import unpack_parts
+
+        # The parts of all bases first: a chunk then takes the memory of two, however long the chain is.
+        below, where = base[0].read_parts(base[1], chunk, only), self.where(storage)
+        own = unpack_parts(*self._read_own(storage, chunk, only), where, self._backend)
+        return total(own, below, where, self._backend), {}
+
+    def base_of(self, storage: int) -> tuple[ContainerReader, int] | None:
+        """The base of a storage that is kept as a difference, open, and its index there. Raises InputError."""
+        index = self.manifest.storages[storage].base
+        return None if index is None or self._base is None else (self._base.reader(), index)
+
+    def _read_own(self, storage: int, chunk: int, only: Collection[str] | None) -> tuple[Parts, dict[str, Packing]]:
+        """As ``read_packed`` of a storage in no pack, but differences as they are."""
         spec, codec = self.chunk_spec(storage, chunk), self.codec(storage)
         copied: Parts = {}
         if codec.copied is not None:
             runs = codec.copied.cut(chunk * layout.FRAME, spec.numel)
-            copied[ROUNDED] = self._read_copy(runs, spec.numel, codec.copied.rounded_type(spec.dtype))
+            copied[ROUNDED] = read_copy(self, runs, spec.numel, codec.copied.rounded_type(spec.dtype))
         expected = codec.layout(spec)
         wanted = expected if only is None else [part for part in expected if part in only]
         places, where = self._parts[storage], self.where(storage)
@@ -262,31 +293,3 @@ class ContainerReader(Closing):
         out = frames.host_bytes(spec.numel * spec.dtype.itemsize).view(spec.dtype.torch)
         self.fill_chunk(storage, chunk, out)
         return out
-
-    def _read_copy(self, runs: Iterable[Run], numel: int, dtype: DType) -> torch.Tensor:
-        """The ``numel`` elements of ``runs``, rounded to ``dtype``. Raises InputError for damage of a master."""
-        from ckpt8.container import frames
-
-        out = frames.host_bytes(numel * dtype.itemsize).view(dtype.torch)
-        at, last, rounded = 0, (-1, -1), out
-        for storage, start, count in runs:
-            begin, stop = at, at + count
-            if storage is None:
-                fill_padding(out[begin:stop], start)
-                at = stop
-                continue
-            while at < stop:
-                chunk, into = divmod(start + at - begin, layout.FRAME)
-                if (storage, chunk) != last:
-                    last, rounded = (storage, chunk), self._rounded_chunk(storage, chunk, dtype)
-                length = min(stop - at, layout.FRAME - into)
-                out[at : at + length] = rounded[into : into + length]
-                at += length
-        return out
-
-    def _rounded_chunk(self, storage: int, chunk: int, dtype: DType) -> torch.Tensor:
-        """One chunk of a master rounded to ``dtype``; to bf16 from its upper parts alone where it has them."""
-        codec = self.codec(storage)
-        if codec.upper_parts and dtype is DType.BFLOAT16:
-            return codec.upper(self.read_parts(storage, chunk, codec.upper_parts))
-        return round_to(dtype, self.read_chunk(storage, chunk))

@@ -1,0 +1,62 @@
+"""Finds the base of a delta: beside it, or in folders that the user names.
+
+``looked_for_in`` adds folders for all containers that are opened in a ``with`` block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from ckpt8.container.base_record import BaseRecord
+from ckpt8.container.head import stated_seal
+from ckpt8.core.errors import InputError
+
+directories: ContextVar[tuple[Path, ...]] = ContextVar("directories", default=())
+"""Folders where readers look for a base, besides that of the delta."""
+
+_SHOWN = 12
+"""Digits of a seal in a message."""
+
+
+@contextmanager
+def looked_for_in(folders: Iterable[Path]) -> Iterator[None]:
+    """Have all readers that are made in the block look for bases in ``folders``, too."""
+    token = directories.set((*folders, *directories.get()))
+    try:
+        yield
+    finally:
+        directories.reset(token)
+
+
+def find_base(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = ()) -> Path:
+    """The file whose seal is that of ``record``, for the delta at ``container``.
+
+    Raises InputError, which names the base and all places where it was looked for.
+    """
+    places = _places(container, record, base_dirs)
+    changed = []
+    for place in places:
+        seal = stated_seal(place)
+        if seal == record.seal:
+            return place
+        if seal is not None or place.exists():
+            changed.append(place)
+    found = f"changed: another file is at {_listed(changed)}" if changed else "missing"
+    raise InputError(
+        f"{container}: its base {record.path} (seal {record.seal[:_SHOWN]}) is {found}; "
+        f"looked for {_listed(places)}; give its folder with --base-dir"
+    )
+
+
+def _places(container: Path, record: BaseRecord, base_dirs: Sequence[Path]) -> list[Path]:
+    """Where the base may be, in the order in which to look."""
+    name = record.path.rpartition("/")[2]
+    folders = [container.parent, container.resolve().parent, *base_dirs]
+    return list(dict.fromkeys(folder / path for folder in folders for path in (record.path, name)))
+
+
+def _listed(paths: Iterable[Path]) -> str:
+    return ", ".join(map(str, paths))
