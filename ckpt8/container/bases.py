@@ -17,6 +17,9 @@ from ckpt8.core.errors import InputError
 directories: ContextVar[tuple[Path, ...]] = ContextVar("directories", default=())
 """Folders where readers look for a base, besides that of the delta."""
 
+KEPT = "bases"
+"""The folder beside deltas that holds links to what they need."""
+
 _SHOWN = 12
 """Digits of a seal in a message."""
 
@@ -32,7 +35,7 @@ def looked_for_in(folders: Iterable[Path]) -> Iterator[None]:
 
 
 def find_base(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = ()) -> Path:
-    """The file whose seal is that of ``record``, for the delta at ``container``.
+    """The file whose seal is that of ``record``, for the delta at ``container``, under whatever name it is there.
 
     Raises InputError, which names the base and all places where it was looked for.
     """
@@ -44,6 +47,10 @@ def find_base(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = (
             return place
         if seal is not None or place.exists():
             changed.append(place)
+    folders = dict.fromkeys(place.parent for place in places)
+    for other in (path for folder in (*folders, *(each / KEPT for each in folders)) for path in _files(folder)):
+        if stated_seal(other) == record.seal:
+            return other
     found = f"changed: another file is at {_listed(changed)}" if changed else "missing"
     raise InputError(
         f"{container}: its base {record.path} (seal {record.seal[:_SHOWN]}) is {found}; "
@@ -56,6 +63,18 @@ def _places(container: Path, record: BaseRecord, base_dirs: Sequence[Path]) -> l
     name = record.path.rpartition("/")[2]
     folders = [container.parent, container.resolve().parent, *base_dirs]
     return list(dict.fromkeys(folder / path for folder in folders for path in (record.path, name)))
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def kept_name(seal: str) -> str:
+    """The name of the link to the container with this seal."""
+    return f"{seal[:16]}.ckpt8"
 
 
 def _listed(paths: Iterable[Path]) -> str:

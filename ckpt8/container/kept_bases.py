@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +28,9 @@ _NAME = re.compile(r"[0-9a-f]{16}\.ckpt8")
 _NEWEST = 4
 """Containers of a folder that are linked before a save: its base is one of them, or below one."""
 
+_saving = Counter[str]()
+"""Saves of this process under way, by folder: not every file system has locks."""
+
 
 class KeptBases(Closing):
     """The links in ``folder``, for one save there: until it is closed nobody removes any. Raises OSError."""
@@ -35,7 +39,7 @@ class KeptBases(Closing):
         self._folder = folder
         self._links = folder / KEPT
         self._locks = contextlib.ExitStack()
-        self._locks.enter_context(_locked(folder, fcntl.LOCK_SH))
+        self._locks.enter_context(_shared(folder))
         try:
             self._links.mkdir(exist_ok=True)
         except BaseException:
@@ -85,7 +89,7 @@ def drop_unneeded(folder: Path) -> None:
     """
     if not (folder / KEPT).is_dir():
         return
-    with contextlib.suppress(InputError, OSError), _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+    with contextlib.suppress(InputError, OSError), _alone(folder):
         heads = _heads(folder)
         needed = _needed(heads)
         unneeded = [path for path, head in heads.items() if path.parent != folder and head.seal not in needed]
@@ -98,7 +102,7 @@ def drop_unneeded(folder: Path) -> None:
 def _may_be_needed(path: Path, seal: str) -> bool:
     """Whether containers beside ``path`` need it. True where one of them cannot be read."""
     try:
-        return seal in _needed(_heads(path.parent), without=path)
+        return seal in _needed(_heads(path.parent, without=path))
     except InputError:
         return True
 
@@ -119,20 +123,20 @@ def _head(container: Path) -> _Head:
         return _Head(reader.seal.hex(), reader.manifest.base)
 
 
-def _heads(folder: Path) -> dict[Path, _Head]:
-    """The heads of all containers in a folder, and of its links. Raises InputError where one cannot be read."""
+def _heads(folder: Path, without: Path | None = None) -> dict[Path, _Head]:
+    """The heads of the containers in a folder, but for one, and of its links. Raises InputError for a damaged one."""
     links = [path for path in _containers(folder / KEPT) if _NAME.fullmatch(path.name)]
-    return {path: _head(path) for path in (*_containers(folder), *links)}
+    return {path: _head(path) for path in (*_containers(folder), *links) if path != without}
 
 
 def _containers(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if is_container(path)] if folder.is_dir() else []
 
 
-def _needed(heads: dict[Path, _Head], without: Path | None = None) -> set[str]:
-    """The seals of all files that the containers beside the links need, but for one of them."""
+def _needed(heads: dict[Path, _Head]) -> set[str]:
+    """The seals of all files that the containers beside the links need."""
     below = {head.seal: head.base.seal for head in heads.values() if head.base is not None}
-    waiting = [head.seal for path, head in heads.items() if path.parent.name != KEPT and path != without]
+    waiting = [head.seal for path, head in heads.items() if path.parent.name != KEPT]
     needed: set[str] = set()
     while waiting:
         base = below.get(waiting.pop())
@@ -143,16 +147,36 @@ def _needed(heads: dict[Path, _Head], without: Path | None = None) -> set[str]:
 
 
 @contextlib.contextmanager
+def _shared(folder: Path) -> Iterator[None]:
+    """Keep others, in this process and on this machine, from removing links in a folder. Raises OSError."""
+    key = os.path.realpath(folder)
+    with _locked(folder, fcntl.LOCK_SH):
+        _saving[key] += 1
+        try:
+            yield
+        finally:
+            _saving[key] -= 1
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep others from saving with links in a folder. Raises OSError, also where somebody does."""
+    with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        if _saving[os.path.realpath(folder)]:
+            raise BlockingIOError
+        yield
+
+
+@contextlib.contextmanager
 def _locked(folder: Path, how: int) -> Iterator[None]:
-    """Hold a lock on a folder. Raises OSError, BlockingIOError where another run holds one."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(descriptor, how)
         except BlockingIOError:
             raise
-        except OSError:  # the file system has no locks
-            pass
+        except OSError:
+            pass  # the file system has no locks
         yield
     finally:
         os.close(descriptor)
