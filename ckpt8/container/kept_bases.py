@@ -89,8 +89,10 @@ def drop_unneeded(folder: Path) -> None:
     """
     if not (folder / KEPT).is_dir():
         return
-    with contextlib.suppress(InputError, OSError), _alone(folder):
-        heads = _heads(folder)
+    with contextlib.suppress(OSError), _alone(folder):
+        heads, are_all = _heads(folder)
+        if not are_all:
+            return
         needed = _needed(heads)
         unneeded = [path for path, head in heads.items() if path.parent != folder and head.seal not in needed]
         # A link goes before the one below it: a kill leaves none without its base.
@@ -100,11 +102,9 @@ def drop_unneeded(folder: Path) -> None:
 
 
 def _may_be_needed(path: Path, seal: str) -> bool:
-    """Whether containers beside ``path`` need it. True where one of them cannot be read."""
-    try:
-        return seal in _needed(_heads(path.parent, without=path))
-    except InputError:
-        return True
+    """Whether containers beside ``path`` need it. True where there are chains, and a container cannot be read."""
+    heads, are_all = _heads(path.parent, without=path)
+    return seal in _needed(heads) or (not are_all and (path.parent / KEPT).is_dir())
 
 
 class _Head(NamedTuple):
@@ -123,10 +123,15 @@ def _head(container: Path) -> _Head:
         return _Head(reader.seal.hex(), reader.manifest.base)
 
 
-def _heads(folder: Path, without: Path | None = None) -> dict[Path, _Head]:
-    """The heads of the containers in a folder, but for one, and of its links. Raises InputError for a damaged one."""
+def _heads(folder: Path, without: Path | None = None) -> tuple[dict[Path, _Head], bool]:
+    """The heads of the containers in a folder, but for one, and of its links; False where one cannot be read."""
     links = [path for path in _containers(folder / KEPT) if _NAME.fullmatch(path.name)]
-    return {path: _head(path) for path in (*_containers(folder), *links) if path != without}
+    paths = [path for path in (*_containers(folder), *links) if path != without]
+    found = {}
+    for path in paths:
+        with contextlib.suppress(InputError):
+            found[path] = _head(path)
+    return found, len(found) == len(paths)
 
 
 def _containers(folder: Path) -> list[Path]:
