@@ -18,8 +18,8 @@ from ckpt8.checkpoint.readers import match_reader
 from ckpt8.checkpoint.readers.entries import PACKED_INDEX
 from ckpt8.checkpoint.readers.shards import is_named_shard
 from ckpt8.container.header import is_container
+from ckpt8.container.needed import dependents, unneeded_file
 from ckpt8.core.errors import InputError, OutputError
-from ckpt8.core.files.atomic import any_file
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 
 _MODEL = r"(?:pytorch_|adapter_|diffusion_pytorch_)?model"
@@ -46,10 +46,13 @@ _ATTEMPTS = 20
 
 
 def checkpoint_file(path: Path) -> str:
-    """A description of the file at ``path``. Raises OutputError unless it is a checkpoint, a container or empty."""
+    """A description of the file at ``path``.
+
+    Raises OutputError unless it is a checkpoint, a container that no other one needs as its base, or empty.
+    """
     if not _is_checkpoint(path):
         raise OutputError(f"{path}: exists and is no checkpoint; to replace it all the same, give its name with -o")
-    return any_file(path)
+    return unneeded_file(path)
 
 
 def checkpoint_directory(written: Collection[str] = ()) -> Callable[[Path], str]:
@@ -73,7 +76,10 @@ def problem_of(path: Path) -> str | None:
     """Why a file or directory may not be removed as a checkpoint, or None. Raises OSError."""
     if path.is_dir():
         return _contents(path, frozenset()).problem
-    return None if _is_checkpoint(path) else "it is no checkpoint"
+    if not _is_checkpoint(path):
+        return "it is no checkpoint"
+    needing = dependents(path)
+    return f"{needing[0].name} needs it as its base" if needing else None
 
 
 def _contents(path: Path, written: frozenset[str]) -> _Contents:

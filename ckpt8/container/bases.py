@@ -39,7 +39,7 @@ def find_base(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = (
 
     Raises InputError, which names the base and all places where it was looked for.
     """
-    places = _places(container, record, base_dirs)
+    places = places_of(container, record, base_dirs)
     changed = []
     for place in places:
         seal = stated_seal(place)
@@ -58,7 +58,7 @@ def find_base(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = (
     )
 
 
-def _places(container: Path, record: BaseRecord, base_dirs: Sequence[Path]) -> list[Path]:
+def places_of(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = ()) -> list[Path]:
     """Where the base may be, in the order in which to look."""
     name = record.path.rpartition("/")[2]
     folders = [container.parent, container.resolve().parent, *base_dirs]

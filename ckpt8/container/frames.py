@@ -82,9 +82,11 @@ def bytes_of(x: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")[:length]
 
 
-def encode_part(
-    name: str, part: torch.Tensor, packing: Packing | None = None, *, copy: bool = False
-) -> list[tuple[bytes | memoryview, int]]:
+Frames = list[tuple[bytes | memoryview, int]]
+"""The stored bytes and the crc32 of each frame."""
+
+
+def encode_part(name: str, part: torch.Tensor, packing: Packing | None = None, *, copy: bool = False) -> Frames:
     """(stored bytes, crc32) of the frame of every plane of one part. ``part`` is flat, contiguous, on the CPU.
 
     Symbols are a row of planes, and ``packing`` says how. A plane that zstd does not make smaller is a view of the
@@ -101,7 +103,7 @@ def encode_part(
         planes = [columns[:, k].contiguous() for k in reversed(range(size))]
     compressor = _zstd.raw if name == RAW_PART else _zstd.plane
     worth = WORTH_IT if packing is None else SYMBOLS_WORTH_IT
-    frames: list[tuple[bytes | memoryview, int]] = []
+    frames: Frames = []
     for plane in planes:
         view = bytes_of(plane)
         stored: bytes | memoryview = compressor.compress(view) if _is_compressible(view, compressor, worth) else view

@@ -279,13 +279,22 @@ def pack_manifest(tree: dict[str, Any], rest: int) -> bytes:
 
 def unpack_manifest(stored: bytes, size: int, where: str) -> Any:
     """The tree of a stored manifest in a container of ``size`` bytes. Raises InputError."""
+    return parse_manifest(manifest_text(stored, where), size, where)
+
+
+def manifest_text(stored: bytes, where: str) -> bytes:
+    """The JSON of a stored manifest. Raises InputError."""
     try:
         declared = zstandard.frame_content_size(stored)
         if not 0 <= declared <= _FLOOR + _RATIO * len(stored):
             raise InputError(f"{where}: manifest declares an implausible size")
-        text = zstandard.ZstdDecompressor().decompress(stored, max_output_size=declared)
+        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=declared)
     except zstandard.ZstdError as exc:
         raise InputError(f"{where}: manifest cannot be decompressed: {exc}") from exc
+
+
+def parse_manifest(text: bytes, size: int, where: str) -> Any:
+    """The tree of the JSON of a manifest in a container of ``size`` bytes. Raises InputError."""
     return parse_json(text, f"{where}: manifest", _allowed(size))
 
 

@@ -63,8 +63,8 @@ class ContainerReader(Closing):
     def _open(self) -> None:
         entries, stored = self._open_header()
         self.manifest = self._open_manifest(stored)
-        self._backend = for_checkpoint(self.manifest.storages) if self._kernels else "torch"
-        self._parts = self._locate({entry.name: entry for entry in entries})
+        self.backend = for_checkpoint(self.manifest.storages) if self._kernels else "torch"
+        self.places = self._locate({entry.name: entry for entry in entries})
         check_references(self.manifest, self.codec, str(self.path))
         check_companions(self.manifest, self.codec, str(self.path))
         check_deltas(self.manifest, self.codec, str(self.path))
@@ -160,7 +160,7 @@ class ContainerReader(Closing):
         """
         from ckpt8.container.symbols import unpack_parts
 
-        return unpack_parts(*self.read_packed(storage, chunk, only), self.where(storage), self._backend)
+        return unpack_parts(*self.read_packed(storage, chunk, only), self.where(storage), self.backend)
 
     def read_packed(
         self, storage: int, chunk: int, only: Collection[str] | None = None
@@ -179,8 +179,8 @@ class ContainerReader(Closing):
 
         # The parts of all bases first: a chunk then takes the memory of two, however long the chain is.
         below, where = base[0].read_parts(base[1], chunk, only), self.where(storage)
-        own = unpack_parts(*self._read_own(storage, chunk, only), where, self._backend)
-        return total(own, below, where, self._backend), {}
+        own = unpack_parts(*self._read_own(storage, chunk, only), where, self.backend)
+        return total(own, below, where, self.backend), {}
 
     def base_of(self, storage: int) -> tuple[ContainerReader, int] | None:
         """The base of a storage that is kept as a difference, open, and its index there. Raises InputError."""
@@ -196,7 +196,7 @@ class ContainerReader(Closing):
             copied[ROUNDED] = read_copy(self, runs, spec.numel, codec.copied.rounded_type(spec.dtype))
         expected = codec.layout(spec)
         wanted = expected if only is None else [part for part in expected if part in only]
-        places, where = self._parts[storage], self.where(storage)
+        places, where = self.places[storage], self.where(storage)
         found = {part: self._read_part(places.get(part), expected[part], chunk, where) for part in wanted}
         packings = {part: packing for part, (_, packing) in found.items() if packing is not None}
         return copied | {part: x for part, (x, _) in found.items()}, packings
@@ -213,8 +213,8 @@ class ContainerReader(Closing):
         if not pack.numel:
             return frames.host_bytes(0).view(spec.dtype.torch)
         where = f"{self.path}: {name}"
-        found, packing = self._read_part(self._parts[pack].get(part), spec, 0, where)
-        return unpack_parts({part: found}, {} if packing is None else {part: packing}, where, self._backend)[part]
+        found, packing = self._read_part(self.places[pack].get(part), spec, 0, where)
+        return unpack_parts({part: found}, {} if packing is None else {part: packing}, where, self.backend)[part]
 
     def _read_part(
         self, place: PartPlace | None, spec: PartSpec, chunk: int, where: str
@@ -238,7 +238,7 @@ class ContainerReader(Closing):
     def fill_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> None:
         """As ``decode_chunk``, without the parts."""
         record = self.manifest.storages[storage]
-        elements = None if record.pack is None else self._packs.elements(record, self._backend)
+        elements = None if record.pack is None else self._packs.elements(record, self.backend)
         if elements is None:
             self.decode_chunk(storage, chunk, out)
         else:
@@ -247,11 +247,11 @@ class ContainerReader(Closing):
     def is_plain(self, storage: int) -> bool:
         """Whether a storage is kept as plain bytes, as skeletons are."""
         record = self.manifest.storages[storage]
-        return set(self._parts[record.pack or storage]) == {RAW_PART} and record.dtype is DType.UINT8
+        return set(self.places[record.pack or storage]) == {RAW_PART} and record.dtype is DType.UINT8
 
     def stored_frame(self, owner: int | Pack, part: str, index: int) -> bytes:
         """The stored bytes of one frame of a storage or a pack, checked. Raises InputError. This needs no torch."""
-        located = self._parts[owner][part]
+        located = self.places[owner][part]
         stored = self._file.read(located.offsets[index], located.table.lengths[index])
         if crc32(stored) != located.table.crcs[index]:
             name = owner.name if isinstance(owner, Pack) else self.manifest.storages[owner].name
@@ -263,7 +263,7 @@ class ContainerReader(Closing):
         spec = self.chunk_spec(storage, chunk)
         parts, first = self.read_parts(storage, chunk), chunk * layout.FRAME
         companions = self.companions(storage, chunk)
-        self.codec(storage).decode(parts, spec, out=out, backend=self._backend, first=first, companions=companions)
+        self.codec(storage).decode(parts, spec, out=out, backend=self.backend, first=first, companions=companions)
         return parts
 
     def companions(self, storage: int, chunk: int) -> Companions:

@@ -12,6 +12,7 @@ from ckpt8.container.header import Entry
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.manifest_json import manifest_json
 from ckpt8.container.manifest_reading import pack_manifest
+from ckpt8.container.needed import unneeded_file
 from ckpt8.core.closing import Closing
 from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.files.write_at import PIECE, start_writeback, write_all_at
@@ -29,7 +30,7 @@ class ContainerWriter(Closing):
         self._entries: list[Entry] = []
         self._position = self._written = self._handed_over = 0
         self._waiting: list[bytes | memoryview] = []
-        self._output = AtomicFile(target, force=force)
+        self._output = AtomicFile(target, force=force, check=unneeded_file)
         self._descriptor = self._output.file.fileno()
 
     def close(self) -> None:

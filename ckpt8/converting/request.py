@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.checkpoint.replacing import checkpoint_directory
 from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.container.needed import unneeded_file
 from ckpt8.converting.content import Content
 from ckpt8.converting.quantizing.scheme import LARGEST
 from ckpt8.converting.sources import open_content
@@ -105,7 +106,7 @@ class Request:
 
         Notes in ``report`` its size and what it replaced. Raises InputError, OutputError.
         """
-        with AtomicFile(self.target, force=self.force) as output:
+        with AtomicFile(self.target, force=self.force, check=unneeded_file) as output:
             yield OpenFile(output.path, output.file.fileno(), output.guard, self.progress_to(tensor_bytes))
             data.check_unchanged()
             report.bytes = output.file.seek(0, 2)

@@ -15,10 +15,11 @@ from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.container.member_file import MemberFile, Piece
 from ckpt8.container.member_paths import link_stays_inside
+from ckpt8.container.needed import unneeded_file
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.target_names import original_name, restored_path
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.atomic import Check, Guard, any_file, refuse_source
+from ckpt8.core.files.atomic import Check, Guard, refuse_source
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.crc import combine, crc32
 from ckpt8.core.files.write_at import write_at
@@ -123,5 +124,5 @@ def new_directory(path: Path, reader: ContainerReader, *, force: bool) -> Atomic
 
 
 def file_check(given: str | os.PathLike[str] | None) -> Check:
-    """Raises unless ``force`` may replace a file: any file that the user named, else only a checkpoint."""
-    return checkpoint_file if given is None else any_file
+    """Raises unless ``force`` may replace a file: one that the user named, else a checkpoint; no base of a delta."""
+    return checkpoint_file if given is None else unneeded_file

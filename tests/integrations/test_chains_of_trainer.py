@@ -12,7 +12,7 @@ import ckpt8
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate, which is not installed")
 
-from chain_kit import check_weights, record  # noqa: E402
+from lattice_kit import check_weights, record  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from trainer_kit import names_in, trainer  # noqa: E402
 

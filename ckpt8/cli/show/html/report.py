@@ -19,6 +19,7 @@ from ckpt8.cli.show.html.style import STYLE
 from ckpt8.cli.show.html.text import text
 from ckpt8.cli.show.overview import flags_by_kind, looked_at, optimizer_line
 from ckpt8.cli.show.tables import number
+from ckpt8.container.needed import unneeded_file
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.files.atomic import AtomicFile, refuse_source
 from ckpt8.core.text import percent, size
@@ -54,7 +55,7 @@ class Report:
         for source in (path, original, replay):
             if source is not None:
                 refuse_source(target, source)
-        AtomicFile(target, force=force).close()
+        AtomicFile(target, force=force, check=unneeded_file).close()
         self._target, self._path, self._original, self._replay = target, path, original, replay
         self._full, self._force = full, force
         self._distributions: dict[str, Any] | None = None
@@ -70,7 +71,7 @@ class Report:
             distributions = checkpoint_distributions(self._path, full=self._full)
         replay = None if self._replay is None else read_replay(self._replay, facts.get("stored_bytes"))
         content = page(facts, distributions, replay).encode()
-        with AtomicFile(self._target, force=self._force) as output:
+        with AtomicFile(self._target, force=self._force, check=unneeded_file) as output:
             with output.guard():
                 output.file.write(content)
             output.publish()

@@ -1,0 +1,60 @@
+"""Which containers need another one as their base: nothing of ckpt8 replaces or removes that."""
+
+from __future__ import annotations
+
+from contextlib import closing, suppress
+from pathlib import Path
+
+from ckpt8.container.base_record import read_base
+from ckpt8.container.bases import places_of
+from ckpt8.container.head import read_head, stated_seal
+from ckpt8.container.json_fields import Fields
+from ckpt8.container.manifest_reading import manifest_text, parse_manifest
+from ckpt8.core.errors import InputError, OutputError
+from ckpt8.core.files.atomic import any_file
+from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.text import listed
+
+_SHOWN = 4
+
+
+def dependents(path: Path) -> list[Path]:
+    """The containers beside ``path`` that find their base there and nowhere else, by their heads."""
+    seal = stated_seal(path)
+    if seal is None:
+        return []
+    with suppress(OSError):
+        return [each for each in sorted(path.parent.iterdir()) if _needs(each, path, seal)]
+    return []
+
+
+def refuse_needed(path: Path) -> None:
+    """Raise OutputError where a container beside ``path`` needs it as its base."""
+    needing = dependents(path)
+    if needing:
+        names = listed([each.name for each in needing], _SHOWN)
+        raise OutputError(f"{path}: is the base of {names}; rebase or remove what needs it first")
+
+
+def unneeded_file(path: Path) -> str:
+    """Describe the file at ``path``. Raises OutputError for a base that is needed, and OSError."""
+    refuse_needed(path)
+    return any_file(path)
+
+
+def _needs(container: Path, path: Path, seal: str) -> bool:
+    """Whether a file is a container whose base has this seal and is at ``path`` only."""
+    if stated_seal(container) is None:
+        return False
+    try:
+        with closing(SourceFile(ByteRange.of(container))) as file:
+            where, size = str(container), file.source.length
+            text = manifest_text(read_head(file, where).manifest, where)
+            # Most files are not parsed.
+            record = read_base(Fields(parse_manifest(text, size, where), where)) if seal.encode() in text else None
+    except InputError:
+        return False
+    if record is None or record.seal != seal:
+        return False
+    others = (each for each in places_of(container, record) if each.resolve() != path.resolve())
+    return not any(stated_seal(each) == seal for each in others)

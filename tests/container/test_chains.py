@@ -1,0 +1,100 @@
+"""Chains: a delta is the container that it was made from, as long as its base can be found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from chain_kit import chain, delta, elements, key_of, moved
+
+import ckpt8
+from ckpt8.container import bases
+from ckpt8.container.needed import dependents
+from ckpt8.container.reader import ContainerReader
+from ckpt8.core.errors import InputError, OutputError
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A key and three deltas, and the same containers whole."""
+    return chain(tmp_path_factory.mktemp("chain"), 4)
+
+
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory):
+    """Lossless containers of bf16 weights."""
+    return chain(tmp_path_factory.mktemp("bf16"), 3, preset="lossless", dtype=torch.bfloat16)
+
+
+def test_a_delta_decodes_to_the_bits_of_the_whole_file(files, tmp_path):
+    for path, whole in zip(*files, strict=True):
+        assert ckpt8.verify(path).failures == ()
+        restored = [ckpt8.restore(each, tmp_path / f"{k}.pt", force=True) for k, each in enumerate((path, whole))]
+        assert restored[0].read_bytes() == restored[1].read_bytes()
+        for name, x in elements(whole).items():
+            assert torch.equal(x, elements(path)[name])
+    names = [elements(path) for path in files[0]]
+    assert not all(torch.equal(names[0][key], names[1][key]) for key in names[0])
+
+
+def test_a_rebased_delta_is_the_whole_file(files, bf16, tmp_path):
+    for path, whole in (*zip(*files, strict=True), *zip(*bf16, strict=True)):
+        if path.name == "key.ckpt8":
+            continue
+        target = tmp_path / path.name
+        assert ckpt8.rebase(path, target, force=True) == target
+        assert target.read_bytes() == whole.read_bytes()
+
+
+def test_a_delta_opens_without_its_base(files, tmp_path):
+    path = tmp_path / "alone.ckpt8"
+    path.write_bytes(files[0][2].read_bytes())
+    with ContainerReader(path) as reader:
+        assert reader.manifest.version == "1.5"
+        assert reader.manifest.base.links == 2
+    with pytest.raises(InputError, match=rf"{path}: its base step-1.ckpt8 \(seal [0-9a-f]{{12}}\) is missing; looked"):
+        ckpt8.load(path)
+    (tmp_path / "step-1.ckpt8").write_bytes(files[0][3].read_bytes())
+    with pytest.raises(InputError, match=r"is changed: another file is at .*step-1\.ckpt8; looked for"):
+        ckpt8.load(path)
+    with bases.looked_for_in([tmp_path / "none", files[0][0].parent]):
+        found = ckpt8.load(path)
+    for name, x in elements(files[1][2]).items():
+        if name.startswith("model."):
+            assert torch.equal(found["model"][name.removeprefix("model.")], x)
+
+
+def test_a_base_that_a_delta_needs_is_not_replaced(files, tmp_path):
+    folder = files[0][0].parent
+    torch.save({"w": torch.zeros(3)}, tmp_path / "other.pt")
+    for index, path in enumerate(files[0][:-1]):
+        assert dependents(path) == [files[0][index + 1]]
+        before = path.read_bytes()
+        for replace in (
+            lambda path=path: ckpt8.compress(tmp_path / "other.pt", path, force=True),
+            lambda path=path: ckpt8.save({"w": torch.zeros(3)}, path, force=True),
+            lambda path=path: ckpt8.restore(files[1][0], path, force=True),
+            lambda path=path: ckpt8.rebase(files[1][0], path, force=True),
+            lambda path=path: ckpt8.convert(tmp_path / "other.pt", path, to="safetensors", force=True),
+        ):
+            with pytest.raises(OutputError, match=f"{path}: is the base of step-{index + 1}.ckpt8; rebase"):
+                replace()
+        assert path.read_bytes() == before
+    assert dependents(files[0][-1]) == []
+    with pytest.raises(OutputError, match="is the base of"):
+        ckpt8.rebase(files[0][1])
+    last = tmp_path / "last.ckpt8"
+    last.write_bytes(files[0][-1].read_bytes())
+    with bases.looked_for_in([folder]):
+        assert ckpt8.rebase(last) == last
+    assert last.read_bytes() == files[1][-1].read_bytes()
+
+
+def test_a_base_that_stands_elsewhere_too_may_go(tmp_path):
+    key = key_of(tmp_path)
+    path = delta(moved(key, tmp_path / "whole.ckpt8", 1), key, tmp_path / "delta.ckpt8", path="bases/key.ckpt8")
+    assert dependents(key) == [path]
+    (tmp_path / "bases").mkdir()
+    (tmp_path / "bases" / "key.ckpt8").hardlink_to(key)
+    assert dependents(key) == []
+    key.unlink()
+    assert ckpt8.verify(path).failures == ()
