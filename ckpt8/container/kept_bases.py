@@ -50,9 +50,15 @@ class KeptBases(Closing):
         """Let others remove links."""
         self._locks.close()
 
-    def link_newest(self, besides: Path) -> list[Path]:
-        """Link the newest containers ``besides`` one, and all files below them. Returns the links; raises OSError."""
-        containers = {path.resolve() for path in _containers(self._folder)} - {besides.resolve()}
+    def link_newest(self, target: Path) -> list[Path]:
+        """Link the newest containers but ``target``, and all files below them. Returns the links; raises OSError.
+
+        Links the target as well, if it is there: others may need what a save is about to replace.
+        """
+        if is_container(target):
+            with contextlib.suppress(InputError):
+                self._link(target)
+        containers = {path.resolve() for path in _containers(self._folder)} - {target.resolve()}
         newest = sorted(containers, key=lambda path: path.stat().st_mtime_ns, reverse=True)[:_NEWEST]
         found: dict[Path, None] = {}
         for container in newest:

@@ -118,5 +118,5 @@ def test_without_hard_links_every_container_is_whole(tmp_path, monkeypatch):
 
 
 def test_the_base_is_auto_or_none():
-    with pytest.raises(UsageError, match="base is 'auto' or None, not 'run.ckpt8'"):
+    with pytest.raises(UsageError, match=r"base is 'auto' or None, not 'run\.ckpt8'"):
         Ckpt8Callback(base="run.ckpt8")
