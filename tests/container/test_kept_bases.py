@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -131,34 +132,32 @@ def test_nothing_goes_where_a_container_cannot_be_read(run):
     assert run.kept() == ["0.ckpt8"]
 
 
+@pytest.mark.parametrize("steps", range(4))
 @pytest.mark.parametrize("call", ["link", "unlink"])
-def test_a_kill_leaves_no_link_without_its_base(call, run, monkeypatch):
-    """Killed after any of its steps, a save leaves links that are whole, and the next one removes what is too much."""
-    real = getattr(os, call)
-    for steps in range(3):
-        left = [steps]
+def test_a_kill_leaves_no_link_without_its_base(call, steps, run, monkeypatch):
+    """After any number of its steps a save leaves links that are whole, and the next removal takes those too many."""
+    real, left = getattr(os, call), [steps]
 
-        def killed(*args, left=left, **options):
-            if not left[0]:
-                raise KeyboardInterrupt
-            left[0] -= 1
-            return real(*args, **options)
+    def killed(*args, **options):
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return real(*args, **options)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(os, call, killed)
-            if call == "link":
-                shutil.rmtree(run.folder / KEPT)
-                for name in ("1", "2", "3"):
-                    shutil.copy(run.folder / f"{name}.ckpt8", run.folder / f"copy-{name}.ckpt8")
-            with contextlib.suppress(KeyboardInterrupt), KeptBases(run.folder) as kept:
-                kept.link_newest(run.folder / "4.ckpt8")
-            with contextlib.suppress(KeyboardInterrupt):
-                drop_unneeded(run.folder)
-        for path in (run.folder / KEPT).iterdir():
-            with ContainerReader(path) as reader:
-                reader.links()
-        drop_unneeded(run.folder)
-        assert run.kept() == ["0.ckpt8", "2.ckpt8"]
+    shutil.rmtree(run.folder / KEPT)
+    (run.folder / "2.ckpt8").rename(run.folder / "moved.ckpt8")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, killed)
+        with contextlib.suppress(KeyboardInterrupt):
+            with KeptBases(run.folder) as kept:
+                assert len(kept.link_newest(run.folder / "4.ckpt8")) == 4
+            (run.folder / "3.ckpt8").rename(run.folder.with_name(f"{run.folder.name}.3"))
+            drop_unneeded(run.folder)
+    links = list((run.folder / KEPT).iterdir())
+    assert len(links) == (steps if call == "link" else max(4 - steps, 1))
+    for path in links:
+        with ContainerReader(path) as reader:
+            reader.links()
 
 
 def test_only_links_are_removed_from_the_folder(run):
