@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from functools import cache, cached_property
+from functools import cache
 from importlib import import_module
-from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
 
+from ckpt8.codecs.copied import Copied
 from ckpt8.codecs.cutting import TILE, pieces, take
 from ckpt8.core import backend as backends
 from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
@@ -25,49 +24,6 @@ Companions = Mapping[str, "torch.Tensor"]
 """Decoded elements of other storages in fp32, by the name of the codec's field that holds the storage's index."""
 
 NO_COMPANIONS: Mapping[str, Any] = MappingProxyType({})
-
-
-class Run(NamedTuple):
-    """``length`` elements of a copy, rounded from ``storage`` from element ``start`` on.
-
-    Without a storage they all have the bits ``start``, of the type that masters are rounded to: padding.
-    """
-
-    storage: int | None
-    start: int
-    length: int
-
-
-class Copied:
-    """Elements copied from other storages: ``runs`` in the order of the copy."""
-
-    runs: tuple[Run, ...]
-
-    is_exact: ClassVar[bool] = True
-    """Whether the copy comes back bit for bit, which takes masters that ``keeps_masters``."""
-
-    def rounded_type(self, copy: DType) -> DType:  # noqa: ARG002
-        """What the fp32 elements of masters are rounded to for a copy of element type ``copy``."""
-        return DType.BFLOAT16
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        """The first element of every run, then the number of all elements."""
-        return list(accumulate((run.length for run in self.runs), initial=0))
-
-    @property
-    def numel(self) -> int:
-        """Elements of the copy."""
-        return self._starts[-1]
-
-    def cut(self, first: int, count: int) -> Iterator[Run]:
-        """The runs of ``count`` elements from ``first`` on."""
-        at = bisect_right(self._starts, first) - 1
-        while count:
-            run, skipped = self.runs[at], first - self._starts[at]
-            length = min(count, run.length - skipped)
-            yield Run(run.storage, run.start if run.storage is None else run.start + skipped, length)
-            at, first, count = at + 1, first + length, count - length
 
 
 class Factors(NamedTuple):
@@ -141,6 +97,11 @@ class Codec(ABC):
     counts_elements: ClassVar[bool] = False
     """Whether encoding and decoding depend on the index of an element in its storage."""
 
+    inherited: ClassVar[tuple[str, ...]] = ()
+    """Parts that encoding takes as they are where it is given them; the kernel then gets ``given=True``.
+
+    Those of the first elements of a chunk are the beginning of those of all."""
+
     @abstractmethod
     def accepts(self, spec: TensorSpec) -> bool:
         """Whether the codec is defined for this element type and role."""
@@ -172,18 +133,24 @@ class Codec(ABC):
         backend: backends.Backend | None = None,
         first: int = 0,
         companions: Companions = NO_COMPANIONS,
+        inherited: Parts | None = None,
     ) -> Parts:
         """Parts of ``x``, taken flat in storage order. Raises RefusedError when ``x`` cannot be represented.
 
         ``first`` is the index of its first element in the storage; ``companions`` are flat, of the same elements.
+        ``inherited`` holds the parts that the codec inherits, those of an earlier state of the same elements.
         """
         flat = x.detach().reshape(-1)
         used = self._resolve(backend, x.device, flat.numel())
         kernel = self.kernel("encode", used)
         spec = TensorSpec("", Role.OTHER, _dtype_of(x.dtype), (flat.numel(),))
         parts = {name: flat.new_empty(part.numel, dtype=part.dtype.torch) for name, part in self.layout(spec).items()}
+        taken = {} if inherited is None else {name: inherited[name] for name in self.inherited if name in parts}
+        for name, part in taken.items():
+            parts[name].copy_(part[: parts[name].numel()])
+        given = {"given": True} if taken else {}
         for run, tile in self._tiles(spec, parts, used):
-            kernel(flat[run], tile, **self._keywords("encode", first, companions, run))
+            kernel(flat[run], tile, **self._keywords("encode", first, companions, run), **given)
         return parts
 
     def decode(
@@ -231,6 +198,13 @@ class Codec(ABC):
 
     def _resolve(self, backend: backends.Backend | None, device: torch.device, numel: int) -> backends.Backend:
         return backends.resolve(backend, device, numel) if self.has_kernels else backends.resolve(backend)
+
+    def continued(self, base: Codec) -> Codec | None:
+        """The codec whose parts may be kept as differences to those of ``base``, in place of this one.
+
+        It has the fields of ``base``. None where these are too far from those wanted.
+        """
+        return self if self == base and not self.companions and self.copied is None else None
 
     @property
     def codes(self) -> CodeRange | None:

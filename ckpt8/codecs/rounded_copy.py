@@ -24,7 +24,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.codecs.base import NO_COMPANIONS, Codec, Companions, Copied, Run
+from ckpt8.codecs.base import NO_COMPANIONS, Codec, Companions
+from ckpt8.codecs.copied import Copied, Run
 from ckpt8.core import backend as backends
 from ckpt8.core.errors import RefusedError, UsageError
 from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
@@ -95,6 +96,7 @@ class Reference(Codec, Copied):
         backend: backends.Backend | None = None,
         first: int = 0,  # noqa: ARG002
         companions: Companions = NO_COMPANIONS,
+        inherited: Parts | None = None,  # noqa: ARG002
     ) -> Parts:
         """No parts. Raises RefusedError unless ``x`` is, bit for bit, the companion ``rounded`` of its own type.
 
@@ -147,6 +149,7 @@ class HalfReference(Reference):
         backend: backends.Backend | None = None,
         first: int = 0,  # noqa: ARG002
         companions: Companions = NO_COMPANIONS,
+        inherited: Parts | None = None,  # noqa: ARG002
     ) -> Parts:
         """The differences between ``x`` and the companion ``rounded``, bf16. Raises RefusedError for a large one.
 

@@ -99,6 +99,10 @@ class Budget:
         wanted = math.floor(4 * math.log2(step) + 0.5)
         return _in_range(min(wanted, most)), wanted > most
 
+    def weight_cost(self, energy: float, numel: int, beta1: float, beta2: float, mean_square: float) -> float:
+        """The part of what weights may err that an error of one in each of ``numel`` of them takes."""
+        return mean_square * numel / (energy * self.rest(beta1, beta2) ** 2)
+
 
 def carry(beta1: float, beta2: float) -> float:
     """G: how far a relative error of sqrt(v) carries a weight, in steps."""

@@ -14,12 +14,14 @@ from typing import Generic, TypeVar
 import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
-from ckpt8.codecs.base import Copied, Run
+from ckpt8.codecs.copied import Copied, Run
 from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding, round_to
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.measure import ErrorMeter, UnitErrors
+from ckpt8.compressing.open_base import OpenBase
 from ckpt8.compressing.plan import Refusal, Stream, Unit
 from ckpt8.container import frames, symbols
+from ckpt8.container.differences import difference
 from ckpt8.container.symbol_modes import Packing
 from ckpt8.core.backend import for_checkpoint
 from ckpt8.core.errors import InputError, RefusedError
@@ -125,10 +127,11 @@ def in_own_pages(packed: PackedChunk) -> PackedChunk:
 
 
 class ChunkEncoder:
-    """Reads chunks of units of one checkpoint and encodes them on the CPU."""
+    """Reads chunks of units of one checkpoint and encodes them on the CPU; some as differences to those of ``base``."""
 
-    def __init__(self, checkpoint: Checkpoint, *, measure: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, measure: bool, base: OpenBase | None = None) -> None:
         self._checkpoint = checkpoint
+        self._base = base
         self._backend = for_checkpoint(checkpoint.storages)
         self._meter = ErrorMeter(checkpoint) if measure else None
 
@@ -167,17 +170,39 @@ class ChunkEncoder:
     def _encode(self, work: Work, originals: Sequence[torch.Tensor], crcs: list[int]) -> PackedChunk:
         unit, chunk = work
         first = chunk * frames.FRAME
+        bases: list[Parts | None] = []
         try:
             if unit.streams[0].codec.copied is not None:
                 parts = [self._pack_copy(stream, x, first) for stream, x in zip(unit.streams, originals, strict=True)]
             else:
-                parts = lockstep.encode(unit.streams, originals, first, self._backend, self._checkpoint)
+                bases = [
+                    self._base_parts(stream, chunk, x.device) for stream, x in zip(unit.streams, originals, strict=True)
+                ]
+                parts = lockstep.encode(unit.streams, originals, first, self._backend, self._checkpoint, bases)
+            errors = UnitErrors()
+            if self._meter is not None and unit.measured:
+                errors = self._meter.measure(unit, first, originals, parts)
+            for k, below in enumerate(bases):
+                parts[k] = self._difference(unit.streams[k], parts[k], below)
         except RefusedError as exc:
             return PackedChunk([], crcs, refused=Refusal(str(exc), exc.storage))
-        errors = UnitErrors()
-        if self._meter is not None and unit.measured:
-            errors = self._meter.measure(unit, first, originals, parts)
         return PackedChunk(parts, crcs, errors)
+
+    def _base_parts(self, stream: Stream, chunk: int, device: torch.device) -> Parts | None:
+        """The parts of the base that a chunk is kept as a difference to. Raises BrokenBaseError."""
+        if stream.base is None or self._base is None:
+            return None
+        return {name: part.to(device) for name, part in self._base.parts(stream.base, chunk).items()}
+
+    def _difference(self, stream: Stream, parts: Parts, base: Parts | None) -> Parts:
+        """``parts``, or their difference to those of the base. Raises RefusedError."""
+        if base is None:
+            return parts
+        try:
+            return difference(parts, base, self._backend)
+        except RefusedError as exc:
+            exc.storage = stream.index
+            raise
 
     def finish(self, unit: Unit, errors: UnitErrors) -> None:
         """Complete the errors of a unit whose chunks are all merged, while its source is as it was."""

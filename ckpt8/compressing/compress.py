@@ -21,10 +21,15 @@ from ckpt8.checkpoint.sources.opening import directory_name, open_source
 from ckpt8.checkpoint.tree import Global, Inert, OpenCheckpoint
 from ckpt8.checkpoint.walk import format_path, iter_nodes
 from ckpt8.compressing.background import PendingSave, start, wait_for
+from ckpt8.compressing.base_choice import Auto, Wanted, wanted
 from ckpt8.compressing.bundle_plan import plan_bundle
+from ckpt8.compressing.chained import chained
 from ckpt8.compressing.compressor import Compressor, Options
 from ckpt8.compressing.gpu_encoder import choose_encoder
+from ckpt8.compressing.open_base import OpenBase
+from ckpt8.compressing.plan import Plan
 from ckpt8.compressing.policy import Policy
+from ckpt8.container.bases import looked_for_in
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.target_names import CONTAINER, default_path
 from ckpt8.core.arguments import checked
@@ -61,6 +66,8 @@ def compress(
     threads: int | None = None,
     stats: bool = True,
     max_update_error: float | None = None,
+    base: str | os.PathLike[str] | Auto | None = None,
+    base_dirs: Sequence[str | os.PathLike[str]] = (),
     force: bool = False,
     progress: Progress = lambda _: None,
 ) -> Manifest:
@@ -74,8 +81,13 @@ def compress(
     budget keep to it. With ``force`` an existing file is replaced; without ``target`` only a checkpoint or container
     is. ``progress`` is called with the number of source bytes just finished.
 
-    Raises InputError for a source that is damaged or holds no tensors, OutputError for the target, UsageError for the
-    arguments.
+    ``base`` is the container of an earlier state of the same training. The new one then holds differences to it, takes
+    much less room, and cannot be read without it. "auto" chooses one among the containers in the folder of the target,
+    and none where none makes the file smaller: see ``base_choice``. Files below a base are looked for beside it and in
+    ``base_dirs``.
+
+    Raises InputError for a source or base that is damaged, or a source that holds no tensors, OutputError for the
+    target, UsageError for the arguments.
 
     >>> ckpt8.compress("run.pt", "small.ckpt8", preset="compact").preset
     'compact'
@@ -86,13 +98,17 @@ def compress(
     options = Options(threads, stats, max_update_error, progress)
     gpu = requested(device)
     refuse_source(target, source)
+    asked = wanted(base)
     if not named and default_path(target).is_file() and force:
         checkpoint_file(target)
-    with open_source(source, containers=False, decode=not policy.keeps_compressed) as bundle:
+    with (
+        looked_for_in(map(Path, base_dirs)),
+        open_source(source, containers=False, decode=not policy.keeps_compressed) as bundle,
+    ):
         if not bundle.holds_tensors:
             raise InputError(f"{source}: holds no tensors; there is nothing to compress")
-        compressor = _compressor(bundle, policy, options, device=gpu)
-        return compressor.run(target, policy, force=force)
+        run = partial(Compressor.run, target=target, policy=policy, force=force)
+        return _compressed(bundle, target, policy, options, asked, run, device=gpu)
 
 
 # The overloads repeat the parameters, since their type of result depends on ``background`` alone.
@@ -107,6 +123,8 @@ def save(
     threads: int | None = ...,
     stats: bool = ...,
     max_update_error: float | None = ...,
+    base: str | os.PathLike[str] | Auto | None = ...,
+    base_dirs: Sequence[str | os.PathLike[str]] = ...,
     force: bool = ...,
     background: Literal[False] = ...,
 ) -> Manifest: ...
@@ -123,6 +141,8 @@ def save(
     threads: int | None = ...,
     stats: bool = ...,
     max_update_error: float | None = ...,
+    base: str | os.PathLike[str] | Auto | None = ...,
+    base_dirs: Sequence[str | os.PathLike[str]] = ...,
     force: bool = ...,
     background: Literal[True],
 ) -> PendingSave: ...
@@ -139,6 +159,8 @@ def save(
     threads: int | None = None,
     stats: bool = True,
     max_update_error: float | None = None,
+    base: str | os.PathLike[str] | Auto | None = None,
+    base_dirs: Sequence[str | os.PathLike[str]] = (),
     force: bool = True,
     background: bool = False,
 ) -> Manifest | PendingSave:
@@ -161,13 +183,17 @@ def save(
     options = Options(threads, stats, max_update_error)
     member = target.with_suffix(".pt").name
 
+    asked = wanted(base)
+
     def compress_live(run_or_pack: Callable[..., R]) -> R:
-        with live_checkpoint(obj, target.stem) as checkpoint:
+        with looked_for_in(map(Path, base_dirs)), live_checkpoint(obj, target.stem) as checkpoint:
             _warn_of_refusal(target, checkpoint)
             live = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
-            compressor = _compressor(Bundle.of(checkpoint, member), policy, options, live)
-            return run_or_pack(compressor, target, policy, force=force)
+            pack = partial(run_or_pack, target=target, policy=policy, force=force)
+            return _compressed(Bundle.of(checkpoint, member), target, policy, options, asked, pack, live)
 
+    if isinstance(asked, Path):
+        wait_for(asked)
     if background:
         return start(target, partial(compress_live, Compressor.pack))
     wait_for(target)
@@ -193,15 +219,23 @@ def _warn_of_refusal(target: Path, checkpoint: OpenCheckpoint) -> None:
     )
 
 
-def _compressor(
+def _compressed(
     source: Bundle,
+    target: Path,
     policy: Policy,
     options: Options,
+    asked: Wanted,
+    run: Callable[[Compressor], R],
     live: Mapping[str, torch.UntypedStorage] | None = None,
     device: torch.device | None = None,
-) -> Compressor:
+) -> R:
+    """What ``run`` returns for a compressor of ``source``."""
     with without_collection():
         plan = plan_bundle(source, policy)
     policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
-    encoder = choose_encoder(source, live or {}, device, measure=options.stats and plan.is_lossy)
-    return Compressor(source, plan, options, encoder)
+
+    def compress_plan(plan: Plan, base: OpenBase | None) -> R:
+        encoder = choose_encoder(source, live or {}, device, measure=options.stats and plan.is_lossy, base=base)
+        return run(Compressor(source, plan, options, encoder, None if base is None else base.record(target)))
+
+    return chained(source, target, plan, policy, asked, options.threads, compress_plan)

@@ -27,6 +27,7 @@ from ckpt8.compressing.plan import Plan, Refusal, Unit
 from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.sharing import PACK_NAME, share
 from ckpt8.container import frames, header, layout
+from ckpt8.container.base_record import BaseRecord
 from ckpt8.container.facts import NO_PARAMETER
 from ckpt8.container.manifest import FrameTable, Manifest
 from ckpt8.container.writer import ContainerWriter
@@ -93,8 +94,16 @@ class Unwritten:
 class Compressor:
     """Compresses all members of one source into one container."""
 
-    def __init__(self, source: Bundle, plan: Plan, options: Options, encoder: ChunkEncoder | None = None) -> None:
+    def __init__(
+        self,
+        source: Bundle,
+        plan: Plan,
+        options: Options,
+        encoder: ChunkEncoder | None = None,
+        base: BaseRecord | None = None,
+    ) -> None:
         self._source = source
+        self._base = base
         self._plan = plan
         self._options = options
         self._slab = layout.SLAB
@@ -171,6 +180,8 @@ class Compressor:
         manifest = Manifest(f"ckpt8 {__version__}", policy.preset, rules, self._slab, frames.FRAME)
         manifest.budget = asdict(policy.budget) if policy.budget else None
         fill_manifest(manifest, self._source, self._plan, results)
+        if self._base is not None and any(record.base is not None for record in manifest.storages):
+            manifest.base = self._base
         writer.finish(manifest)
         return manifest
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
-from ckpt8.codecs.base import Run
+from ckpt8.codecs.copied import Run
 from ckpt8.compressing.chunk_encoder import (
     ChunkEncoder,
     EncodedChunk,
@@ -29,6 +29,7 @@ from ckpt8.compressing.chunk_encoder import (
     read_bytes,
     store,
 )
+from ckpt8.compressing.open_base import OpenBase
 from ckpt8.container import frames
 from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, cut_row, padded, row_bytes
 from ckpt8.core.tensors import DType
@@ -52,8 +53,10 @@ class _Landing:
 class DeviceEncoder(ChunkEncoder):
     """Encodes the chunks that ``_launched`` sends to devices there, all others on the CPU."""
 
-    def __init__(self, checkpoint: Checkpoint, *, measure: bool, pinned: Callable[[int], torch.Tensor]) -> None:
-        super().__init__(checkpoint, measure=measure)
+    def __init__(
+        self, checkpoint: Checkpoint, *, measure: bool, pinned: Callable[[int], torch.Tensor], base: OpenBase | None
+    ) -> None:
+        super().__init__(checkpoint, measure=measure, base=base)
         self._buffers = PinnedBuffers(pinned)
 
     def packed(self, work: Iterable[Work], workers: Workers) -> Iterator[PackedChunk]:
@@ -103,11 +106,13 @@ class LiveEncoder(DeviceEncoder):
         *,
         measure: bool,
         make: type[CudaTransfer],
+        base: OpenBase | None = None,
     ) -> None:
         self._live = live
         devices = {storage.device for storage in live.values() if storage.device.type == make.kind}
         self._transfers = {device: make(device) for device in devices}
-        super().__init__(checkpoint, measure=measure, pinned=next(iter(self._transfers.values())).pinned)
+        pinned = next(iter(self._transfers.values())).pinned
+        super().__init__(checkpoint, measure=measure, pinned=pinned, base=base)
 
     def _launched(self, work: Iterable[Work], workers: Workers) -> Iterator[Work | _Landing]:  # noqa: ARG002
         for item in work:
@@ -154,8 +159,10 @@ class _Arrival:
 class UploadEncoder(DeviceEncoder):
     """Reads chunks of units with lossy streams into pinned memory and packs them on one device."""
 
-    def __init__(self, checkpoint: Checkpoint, transfer: CudaTransfer, *, measure: bool) -> None:
-        super().__init__(checkpoint, measure=measure, pinned=transfer.pinned)
+    def __init__(
+        self, checkpoint: Checkpoint, transfer: CudaTransfer, *, measure: bool, base: OpenBase | None = None
+    ) -> None:
+        super().__init__(checkpoint, measure=measure, pinned=transfer.pinned, base=base)
         self._transfer = transfer
 
     def _launched(self, work: Iterable[Work], workers: Workers) -> Iterator[Work | _Landing]:
@@ -203,10 +210,11 @@ def choose_encoder(
     device: torch.device | None,
     *,
     measure: bool,
+    base: OpenBase | None = None,
 ) -> ChunkEncoder:
     """An encoder for ``device`` if one is given, else one that packs ``live`` tensors on GPUs there."""
     if device is not None:
-        return UploadEncoder(checkpoint, CudaTransfer(device), measure=measure)
+        return UploadEncoder(checkpoint, CudaTransfer(device), measure=measure, base=base)
     if any(storage.device.type == CudaTransfer.kind for storage in live.values()):
-        return LiveEncoder(checkpoint, live, measure=measure, make=CudaTransfer)
-    return ChunkEncoder(checkpoint, measure=measure)
+        return LiveEncoder(checkpoint, live, measure=measure, make=CudaTransfer, base=base)
+    return ChunkEncoder(checkpoint, measure=measure, base=base)

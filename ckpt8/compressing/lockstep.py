@@ -48,10 +48,11 @@ def encode(
     first: int,
     backend: Backend | None,
     source: Checkpoint,
+    bases: Sequence[Parts | None] = (),
 ) -> list[Parts]:
     """The parts of every stream; ``first`` is the index of the first element. Raises RefusedError.
 
-    Statistics that a codec needs are read from ``source``.
+    Statistics that a codec needs are read from ``source``. Each stream inherits from its parts in ``bases``, if any.
     """
     parts: dict[int, Parts] = {}
 
@@ -66,8 +67,9 @@ def encode(
             for name, index in codec.companion_storages.items():
                 companions[f"original_{name}"] = originals[place[index]].float()
         asked = on_cpu(backend, x.device)
+        inherited = bases[k] if bases else None
         try:
-            parts[k] = codec.encode(x, backend=asked, first=first, companions=companions)
+            parts[k] = codec.encode(x, backend=asked, first=first, companions=companions, inherited=inherited)
         except RefusedError as exc:
             exc.storage = streams[k].index
             raise

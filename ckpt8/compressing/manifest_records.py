@@ -137,4 +137,6 @@ def _storage_record(stream: Stream, codec: dict[str, Any], errors: UnitErrors) -
     error = errors.streams.get(stream.index)
     spec = stream.spec
     figures = error.to_json() if error and error.finite else None
-    return StorageRecord(spec.name, spec.dtype, spec.numel, spec.role, codec, stream.reason, error=figures)
+    return StorageRecord(
+        spec.name, spec.dtype, spec.numel, spec.role, codec, stream.reason, error=figures, base=stream.base
+    )

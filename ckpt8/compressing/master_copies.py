@@ -24,7 +24,7 @@ from ckpt8.checkpoint.meaning.deepspeed import Partitions, find_partitions
 from ckpt8.checkpoint.meaning.parameter_names import split_member
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, TensorRef
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS
-from ckpt8.codecs.base import Run
+from ckpt8.codecs.copied import Run
 from ckpt8.codecs.rounded_copy import HalfReference, Reference
 from ckpt8.codecs.split24.reference import round_masters
 from ckpt8.compressing.plan import Plan, Stream, read_elements, views_of
@@ -32,6 +32,7 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.container.copies import ReferenceCheck
 from ckpt8.container.frames import bytes_of
 from ckpt8.core.tensors import DType, Role
+from ckpt8.core.text import natural_order
 
 _REFERENCES = {DType.BFLOAT16: Reference, DType.FLOAT16: HalfReference}
 """The codec of a copy by its element type."""
@@ -189,11 +190,6 @@ def _windows(count: int) -> Iterator[tuple[int, int]]:
     return ((start, length) for start in sorted({0, (count - length) // 2, count - length}))
 
 
-def _natural(text: str) -> list[tuple[int, str]]:
-    """A key that sorts numbers in names by value: rank 10 after rank 2."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
-
-
 def _lay_over(groups: Sequence[Sequence[_Tensor]], flat: Sequence[_Tensor]) -> dict[_Tensor, list[Run]]:
     """The runs of every tensor of ``groups`` over the flat masters; empty where these have another length.
 
@@ -206,7 +202,7 @@ def _lay_over(groups: Sequence[Sequence[_Tensor]], flat: Sequence[_Tensor]) -> d
         return {}
     found: dict[_Tensor, list[Run]] = {}
     for number, group in enumerate(groups):
-        ranks = [shares[member][number] for member in sorted(shares, key=_natural)]
+        ranks = [shares[member][number] for member in sorted(shares, key=natural_order)]
         padding = sum(rank.count for rank in ranks) - sum(copy.count for copy in group)
         if not 0 <= padding < _MOST_PADDING:
             return {}

@@ -31,7 +31,8 @@ _MOST_PADDING = 4096
 class Stream:
     """One storage on its way into the container. ``spec`` is flat; ``storage`` its place in the source.
 
-    Where ``codec`` refuses its unit, ``second`` is next; None for lossless.
+    Where ``codec`` refuses its unit, ``second`` is next; None for lossless. ``base`` is the index of the storage in the
+    base of the container whose parts it is kept as a difference to; None for one that is kept whole.
     """
 
     index: int
@@ -40,6 +41,7 @@ class Stream:
     codec: Codec
     reason: str | None = None
     second: Codec | None = None
+    base: int | None = None
 
     @property
     def codecs(self) -> list[Codec]:
@@ -50,7 +52,8 @@ class Stream:
         """The stream with its next codec; ``reason`` is noted behind that of an earlier one."""
         # What is noted of the codec of a budget goes with it.
         reasons = [reason] if self.reason is None or self.second is not None else [self.reason, reason]
-        return replace(self, codec=self.second or LOSSLESS, reason="; ".join(dict.fromkeys(reasons)), second=None)
+        reason = "; ".join(dict.fromkeys(reasons))
+        return replace(self, codec=self.second or LOSSLESS, reason=reason, second=None, base=None)
 
     @property
     def lossy(self) -> bool:
@@ -116,6 +119,13 @@ class Unit:
         return replace(self, streams=tuple(after.get(stream.index, stream) for stream in self.streams))
 
 
+class WeightCost(NamedTuple):
+    """An error of one in a weight takes the part ``per_square`` of what the weights of its ``optimizer`` may err."""
+
+    optimizer: int
+    per_square: float
+
+
 @dataclass(slots=True)
 class Plan:
     """The units in the order of the source, and all tensors with the index of their storage.
@@ -123,6 +133,7 @@ class Plan:
     ``chosen`` are the storages whose codec the policy chose; that of the others is lossless under every policy.
     ``masters`` are those of rounded copies that are all of one master, whatever codec these copies have.
     ``copies`` are averages and other copies of weights, under a budget: each with the weight whose step it takes.
+    ``costs`` are those of weights under a budget.
     """
 
     units: list[Unit]
@@ -130,6 +141,7 @@ class Plan:
     chosen: set[int] = field(default_factory=set)
     masters: Mapping[int, int] = field(default_factory=dict)
     copies: Mapping[int, int] = field(default_factory=dict)
+    costs: dict[int, WeightCost] = field(default_factory=dict)
 
     @property
     def is_lossy(self) -> bool:

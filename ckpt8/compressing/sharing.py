@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt8.compressing.plan import Unit
 from ckpt8.container import header
@@ -27,7 +27,7 @@ _WIDEST = f"{PACK_NAME}{10**8}"
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Small units whose streams, place by place, have one role, element type and codec."""
+    """Small units whose streams, place by place, have one role, element type and codec. All are kept whole."""
 
     units: Sequence[Unit]
 
@@ -56,7 +56,7 @@ def share(units: Sequence[Unit], size: int, slab: int) -> tuple[list[Unit], list
     for found in alike.values():
         for run in _cut(found):
             if len(run) > 1:
-                groups.append(Group(run))
+                groups.append(Group([_whole(unit) for unit in run]))
             else:
                 own += run
     return own, groups
@@ -82,6 +82,11 @@ def _parts_of(unit: Unit) -> list[Unit]:
 def _is_small(unit: Unit) -> bool:
     depends = any(stream.codec.companions or stream.codec.copied is not None for stream in unit.streams)
     return unit.numel <= PACK and not depends
+
+
+def _whole(unit: Unit) -> Unit:
+    """The unit with all its streams kept whole."""
+    return replace(unit, streams=tuple(replace(stream, base=None) for stream in unit.streams))
 
 
 def _cut(units: Iterable[Unit]) -> Iterator[list[Unit]]:

@@ -20,7 +20,7 @@ from ckpt8.codecs.vscaled import LARGEST, VScaled
 from ckpt8.compressing.budget import Budget
 from ckpt8.compressing.factored_moments import Factored, factors_of
 from ckpt8.compressing.parameters import OptimizerStep, Parameter
-from ckpt8.compressing.plan import Plan, Stream, Unit, views_of
+from ckpt8.compressing.plan import Plan, Stream, Unit, WeightCost, views_of
 from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.step_statistics import SAMPLE, Sample, Sampler, Spread
 from ckpt8.container.facts import CAPPED, NO_BUDGET, NO_PARAMETER
@@ -211,6 +211,9 @@ class _Spending:
             return "its weights are zero", None
         mean_square = one.factored.mean if one.factored else second.mean("value") / one.rule.root_bias2**2
         betas = one.step.beta1, one.step.beta2
+        self._plan.costs[stream.index] = WeightCost(
+            one.step.optimizer, self._budget.weight_cost(optimizer.energy, stream.spec.numel, *betas, mean_square)
+        )
         k, capped = self._budget.weight_step(optimizer.energy, optimizer.numel, *betas, mean_square, rms)
         return Lattice(k, self._sampler.salt(stream.index)), CAPPED if capped else None
 

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from ckpt8.codecs import Codec
-from ckpt8.codecs.base import Copied, Factors
+from ckpt8.codecs.base import Factors
+from ckpt8.codecs.copied import Copied
 from ckpt8.container.layout import FRAME
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import InputError

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from ckpt8.codecs import Codec
-from ckpt8.codecs.base import Run
+from ckpt8.codecs.copied import Run
 from ckpt8.codecs.rounded_copy import fill_padding, round_to
 from ckpt8.container import layout
 from ckpt8.core.tensors import DType, Parts

@@ -51,7 +51,8 @@ def described(value: object) -> str:
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
-def _is_path(value: object) -> bool:
+def is_path(value: object) -> bool:
+    """Whether a value can name a file."""
     if not isinstance(value, (str, os.PathLike)):
         return False
     text = os.fspath(value)
@@ -89,6 +90,10 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and all(map(_is_text, value))
 
 
+def _are_paths(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and all(map(is_path, value))
+
+
 def _is_module(value: object) -> bool:
     """Whether this is a module of torch, which need not be imported to find that out."""
     return any(
@@ -101,8 +106,9 @@ def _optional(accepts: Callable[[object], bool]) -> Callable[[object], bool]:
 
 
 _KINDS: dict[Any, tuple[Callable[[object], bool], str]] = {
-    "str | os.PathLike[str]": (_is_path, "a path, as text or a pathlib.Path"),
-    "str | os.PathLike[str] | None": (_optional(_is_path), "a path, as text or a pathlib.Path"),
+    "str | os.PathLike[str]": (is_path, "a path, as text or a pathlib.Path"),
+    "str | os.PathLike[str] | None": (_optional(is_path), "a path, as text or a pathlib.Path"),
+    "Sequence[str | os.PathLike[str]]": (_are_paths, "a list of paths"),
     "str": (_is_text, "a text"),
     "str | None": (_optional(_is_text), "a text"),
     "Sequence[str]": (_is_texts, "a list of texts"),

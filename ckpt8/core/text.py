@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,12 @@ def printable_tree(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: printable_tree(value) for key, value in tree.items()}
     return [printable_tree(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+def natural_order(text: str) -> list[tuple[int, str]]:
+    """A key that sorts numbers in names by value: ``run-9`` comes before ``run-10``."""
+    parts = enumerate(re.split(r"([0-9]+)", text))
+    return [(len(part.lstrip("0")), part.lstrip("0")) if k % 2 else (-1, part) for k, part in parts]
 
 
 def listed(names: Iterable[object], limit: int = 3) -> str:

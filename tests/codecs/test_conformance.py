@@ -522,6 +522,49 @@ def with_bits(x: torch.Tensor, position: int | slice, bits: int) -> torch.Tensor
 POSITIONS = {1: (0,), 33: (0, 7, 31, 32, slice(None)), TILE + 33: (5, TILE - 1, TILE, TILE + 32, slice(64, 96))}
 
 
+# --- what is kept of an earlier state --------------------------------------------------------------------------
+
+
+INHERITING = [codec for codec in CODECS_UNDER_TEST if codec.inherited]
+each_that_inherits = pytest.mark.parametrize("codec", INHERITING, ids=repr)
+
+
+def changed(x):
+    """A state some steps later."""
+    return (x.float() * torch.linspace(0.7, 1.4, len(x))).to(x.dtype)
+
+
+@each_that_inherits
+def test_inherited_parts_are_taken_as_they_are(codec):
+    for dtype in float_cases(codec):
+        for numel in (0, 1, 65, 1000):
+            spec = spec_of(codec, dtype, numel)
+            x = sample(codec, dtype, numel)
+            earlier = encode(codec, x)
+            assert_same_parts(encode(codec, x, inherited=earlier), earlier)
+            later = encode(codec, changed(x), inherited=earlier)
+            assert list(later) == list(codec.layout(spec))
+            assert all(torch.equal(later[name], earlier[name]) for name in codec.inherited if name in later)
+            assert torch.equal(decode(codec, later, spec) == 0, x == 0)
+
+
+@each_that_inherits
+def test_a_beginning_inherits_beginnings(codec):
+    x = sample(codec, DType.FLOAT32, 1000)
+    earlier = encode(codec, x, first=96)
+    later = encode(codec, changed(x), first=96, inherited=earlier)
+    beginning = encode(codec, changed(x)[:500], first=96, inherited=earlier)
+    for name, part in beginning.items():
+        assert torch.equal(part, later[name][: len(part)]), name
+
+
+@each_codec
+def test_a_codec_continues_itself_unless_others_take_part_in_it(codec):
+    is_alone = not codec.companions and codec.copied is None
+    assert codec.continued(codec) == (codec if is_alone else None)
+    assert all(codec.continued(other) is None for other in CODECS_UNDER_TEST if type(other) is not type(codec))
+
+
 @each_lossy
 def test_lossy_codecs_refuse_what_is_not_finite(codec):
     for dtype in float_cases(codec):

@@ -137,3 +137,9 @@ def test_what_is_refused(dtype, backend):
         x[33] = value
         with pytest.raises(RefusedError, match=r"2\^18 steps"):
             codec.encode(x, backend=backend)
+
+
+def test_a_step_is_continued_within_half_an_octave():
+    base = Lattice(-20, salt=7)
+    for k, kept in ((-20, True), (-22, True), (-18, True), (-23, False), (-17, False)):
+        assert (Lattice(k, salt=9).continued(base) == base) is kept

@@ -12,6 +12,7 @@ from archive_kit import each_backend, each_dtype, integers, there_and_back
 
 from ckpt8.codecs.rclog import LARGEST_STEP, OCTAVE, SMALLEST_STEP, RowColumnLog
 from ckpt8.core.errors import RefusedError
+from ckpt8.core.tensors import DType, Role, TensorSpec
 
 LAYOUTS = ((1, False), (3, True), (64, False), (384, True), (50257, False), (1 << 40, False))
 MAGNITUDES = {
@@ -123,3 +124,44 @@ def test_what_is_refused(dtype, backend):
         v[299] = value
         with pytest.raises(RefusedError, match="negative"):
             RowColumnLog().encode(v, backend=backend)
+
+
+@each_backend
+@each_dtype
+@pytest.mark.parametrize(("width", "columns"), LAYOUTS)
+def test_the_bound_holds_with_factors_of_other_second_moments(width, columns, dtype, backend):
+    earlier, v = second_moments("narrow", 5000, dtype), second_moments("all", 5000, dtype, seed=1)
+    for step in (SMALLEST_STEP, OCTAVE // 3, LARGEST_STEP):
+        codec = RowColumnLog(step, width, columns)
+        factors = codec.encode(earlier, backend="torch", first=777)
+        parts = codec.encode(v, backend=backend, first=777, inherited=factors)
+        y = codec.decode(parts, TensorSpec("v", Role.MOMENT2, DType.from_label(str(dtype)), (5000,)), first=777)
+        some = (v != 0).numpy()
+        slack = (1 << 16) if dtype is torch.bfloat16 else 0
+        assert (2 * np.abs(bits(y) - bits(v))[some] <= step + slack).all()
+        assert (bits(y)[~some] == 0).all()
+        reference = codec.encode(v, backend="torch", first=777, inherited=factors)
+        assert all(torch.equal(parts[name], reference[name]) for name in reference)
+
+
+@each_backend
+def test_refused_factors(backend):
+    v = torch.ones(300)
+    for name in ("rows", "columns"):
+        for value in (4097, -4097, -32768):
+            factors = RowColumnLog(C=30, columns=True).encode(v)
+            factors[name][3] = value
+            with pytest.raises(RefusedError, match="factors"):
+                RowColumnLog(C=30, columns=True).encode(v, backend=backend, inherited=factors)
+    factors = RowColumnLog().encode(v)
+    v[7] = math.nan
+    with pytest.raises(RefusedError, match="negative"):
+        RowColumnLog().encode(v, backend=backend, inherited=factors)
+
+
+def test_a_step_is_continued_within_half_an_octave():
+    base = RowColumnLog(1 << 20, 384, columns=True)
+    for step, kept in ((1 << 20, True), (1_482_910, True), (1_482_911, False), (741_456, True), (741_455, False)):
+        assert (RowColumnLog(step, 384, columns=True).continued(base) == base) is kept
+    assert RowColumnLog(1 << 20, 384).continued(base) is None
+    assert RowColumnLog(1 << 20, 192, columns=True).continued(base) is None

@@ -30,6 +30,9 @@ from ckpt8.core.tensors import DType, PartSpec, Role, TensorSpec
 LOWEST_K, HIGHEST_K = -408, 400
 """Steps from 2^-102 to 2^100."""
 
+NEAR = 2
+"""The most quarter octaves between the step that is wanted and that of an earlier file, which is taken instead."""
+
 _QUARTERS = (0x800000, 0x9837F0, 0xB504F3, 0xD744FD)
 """2^0, 2^(1/4), 2^(1/2) and 2^(3/4), rounded to fp32, times 2^23."""
 
@@ -65,6 +68,10 @@ class Lattice(Codec):
     def layout(self, spec: TensorSpec) -> dict[str, PartSpec]:
         """``codes``: a symbol for every element, zigzag of q; -1 for an exact zero."""
         return {"codes": PartSpec(DType.INT32, spec.numel)}
+
+    def continued(self, base: Codec) -> Codec | None:
+        """``base`` where its step is at most half an octave away."""
+        return base if isinstance(base, Lattice) and abs(self.k - base.k) <= NEAR else None
 
     def kernel(self, direction: Direction, backend: Backend) -> Callable[..., None]:
         """The function that encodes or decodes, see ``Codec.kernel``. Both compute in fp32.

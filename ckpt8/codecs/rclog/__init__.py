@@ -50,6 +50,7 @@ class RowColumnLog(Codec):
     has_kernels = True
     counts_elements = True
     by_chunk = True
+    inherited = ("rows", "columns")
 
     S: int = OCTAVE // 4
     C: int = FLAT_ROW
@@ -78,9 +79,15 @@ class RowColumnLog(Codec):
             parts["columns"] = PartSpec(DType.INT16, self.C if n else 0)
         return parts
 
+    def continued(self, base: Codec) -> Codec | None:
+        """``base`` where its S is at most half an octave away, and its factors are of the same rows and columns."""
+        if not isinstance(base, RowColumnLog) or (base.C, base.columns) != (self.C, self.columns):
+            return None
+        return base if max(base.S, self.S) ** 2 <= 2 * min(base.S, self.S) ** 2 else None
+
     def kernel(self, direction: Direction, backend: Backend) -> Callable[..., None]:
         """The function that encodes or decodes, see ``Codec.kernel``. Elements are those of one whole chunk.
 
-        ``encode`` raises RefusedError for NaN, Inf and values below zero.
+        ``encode`` raises RefusedError for NaN, Inf and values below zero, and for given factors that no means are.
         """
         return partial(self._function(direction, backend), S=self.S, C=self.C)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.symbols import RESERVED, from_zigzag, zigzag
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
@@ -26,7 +27,6 @@ RANGES = {torch.float32: (1, 0x7F7FFFFF), torch.bfloat16: (0x10000, 0x7F7F0000)}
 
 REFUSAL = "holds NaN, Inf or a negative second moment"
 
-_INFINITE = 0x7F800000
 _ABOVE = 1 << 12
 """Added to factors and taken away again: integer division truncates on some devices."""
 
@@ -51,24 +51,32 @@ def _places(count: int, first: int, C: int, device: torch.device) -> tuple[torch
     return row, column.sub_(row * C)
 
 
-def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int) -> None:  # noqa: N803
-    """Encode a flat chunk (fp32 or bf16) into ``codes``, ``rows`` and maybe ``columns``.
+def check(x: torch.Tensor, given: Parts) -> None:
+    """Raise RefusedError on NaN, Inf and a value below zero, and where ``given`` factors are beyond those of means."""
+    if not bool(((x >= 0) & (x < torch.inf)).all()):
+        raise RefusedError(REFUSAL)
+    for name in RowColumnLog.inherited:
+        if name in given and not bool((given[name].int().abs() <= _ABOVE).all()):
+            raise RefusedError("its factors are not those of second moments")
+
+
+def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int, given: bool = False) -> None:  # noqa: N803
+    """Encode a flat chunk (fp32 or bf16) into ``codes``, ``rows`` and maybe ``columns``, unless these are ``given``.
 
     Raises RefusedError on NaN, Inf and a value below zero.
     """
-    # -0 becomes 0, and what is negative remains so.
+    check(x, out if given else {})
+    # -0 becomes 0.
     bits = x.float().add(0.0).view(torch.int32).long()
-    if not bool(((bits >= 0) & (bits < _INFINITE)).all()):
-        raise RefusedError(REFUSAL)
     row, column = _places(x.numel(), first, C, x.device)
     present = bits != 0
-    rows = _factors(bits, row, out["rows"].numel(), present)
-    out["rows"].copy_(rows)
-    bits.sub_(rows.bitwise_left_shift_(UNIT)[row])
+    if not given:
+        out["rows"].copy_(_factors(bits, row, out["rows"].numel(), present))
+    bits.sub_(out["rows"].long().bitwise_left_shift_(UNIT)[row])
     if "columns" in out:
-        columns = _factors(bits.masked_fill(~present, 0), column, C, present)
-        out["columns"].copy_(columns)
-        bits.sub_(columns.bitwise_left_shift_(UNIT)[column])
+        if not given:
+            out["columns"].copy_(_factors(bits.masked_fill(~present, 0), column, C, present))
+        bits.sub_(out["columns"].long().bitwise_left_shift_(UNIT)[column])
     # Factors reach from -4096 to 4096.
     above = ((2 * _ABOVE) << UNIT) // S + 1
     q = bits.add_(S // 2 + above * S).div_(S, rounding_mode="floor").sub_(above)

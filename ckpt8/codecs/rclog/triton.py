@@ -169,15 +169,18 @@ def _fill(factors: torch.Tensor, x: torch.Tensor, flags: torch.Tensor, rows: tor
     launch(means_kernel, factors.numel(), x.device, sums, factors.numel(), factors, block=BLOCK)
 
 
-def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int) -> None:  # noqa: N803
+def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int, given: bool = False) -> None:  # noqa: N803
     """As ``reference.encode``, of any length."""
     if not x.numel():
         return
     flags, bits = torch.zeros(1, dtype=torch.int32, device=x.device), raw(x.contiguous())
     places = _places(x.numel(), first, C)
     rows, columns = out["rows"], out.get("columns")
-    _fill(rows, bits, flags, None, *places)
-    if columns is not None:
+    if given:
+        reference.check(x, out)
+    else:
+        _fill(rows, bits, flags, None, *places)
+    if columns is not None and not given:
         _fill(columns, bits, flags, rows, *places)
     launch(encode_kernel, x.numel(), x.device, bits, out["codes"], rows, columns, S, 1 / S, *places, block=BLOCK)
     if flags.item():

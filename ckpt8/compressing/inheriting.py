@@ -1,0 +1,176 @@
+"""Makes differences of the storages of a plan that have partners in an earlier container.
+
+A partner has the name, type, size and role of the storage, and tensors of the same names and shapes. A storage takes
+the fields of its partner's codec, such as the step and the salt of a weight, where these are near enough to its own,
+and a sample tells whether the difference is smaller than the whole. First moments gain nothing, and stay whole.
+
+Two findings keep all lossy storages whole. The weights of a run that was resumed from the lattice of the base lie at
+its points; rounding them to the same points again would pull the run back. And where the steps of the base have become
+too large for the steps of the optimizer, a new lattice is due.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ckpt8.checkpoint.tree import Checkpoint
+from ckpt8.codecs import Codec
+from ckpt8.codecs.lattice import Lattice, step_of
+from ckpt8.codecs.lattice.reference import phases
+from ckpt8.compressing.open_base import OpenBase
+from ckpt8.compressing.partners import Partners, find_partners
+from ckpt8.compressing.plan import Plan, Stream, read_elements
+from ckpt8.container import frames, layout, symbols
+from ckpt8.container.differences import difference
+from ckpt8.core.errors import RefusedError
+from ckpt8.core.tensors import Parts, Role
+from ckpt8.core.workers import Workers
+
+SAMPLE = 1 << 16
+"""Elements of a storage that tell how large its difference is."""
+
+_MOST_SHARE = 1.25
+"""The most that steps of the base may take of what the weights of an optimizer may err."""
+
+_LEAST_CORRELATION = 0.05
+"""Above this, weights are taken to lie at the points of the lattice of the base."""
+
+RESUMED = "the run was resumed from a lossy file on the lattice of the base"
+OUTGROWN = "the steps of the base are too large for the budget by now"
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A stream that may become a difference to the storage ``partner``, with the codec of that."""
+
+    stream: Stream
+    partner: int
+    codec: Codec
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """The bytes that a difference is expected to take, and, of weights on a lattice, where a sample of them lies.
+
+    ``along`` is the sum of -cos(2 pi u) over ``count`` weights, with u between the points of the lattice.
+    """
+
+    nbytes: float
+    along: float = 0.0
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """How a plan continues a base: ``plan`` has differences where they pay.
+
+    ``obstacle`` says why no lossy storage is one. ``nbytes`` is the expected size of the parts, and ``whole`` that with
+    no differences. ``far`` is the part of the weights on a lattice whose own steps are too far from those of the base.
+    """
+
+    plan: Plan
+    obstacle: str | None
+    nbytes: float
+    whole: float
+    far: float
+
+
+def continue_base(plan: Plan, source: Checkpoint, base: OpenBase, threads: int | None = None) -> Continuation:
+    """Make differences to ``base`` of storages of ``plan``. Raises InputError."""
+    streams = {stream.index: stream for stream in plan.streams}
+    partners = find_partners(plan, base.manifest)
+    candidates = [each for stream in plan.streams if (each := _candidate(stream, partners, base)) is not None]
+    with Workers(threads) as workers:
+        trials = list(workers.map(lambda each: _try(each, source, base), candidates))
+    obstacle = _resumed(trials) or _outgrown(plan, candidates)
+    sizes = {index: _whole(stream, partners, base) for index, stream in streams.items()}
+    whole = sum(sizes.values())
+    for each, trial in zip(candidates, trials, strict=True):
+        index = each.stream.index
+        stays_whole = obstacle is not None and each.stream.lossy
+        if trial is not None and not stays_whole and trial.nbytes < sizes[index]:
+            streams[index] = replace(each.stream, codec=each.codec, base=each.partner)
+            sizes[index] = trial.nbytes
+    units = [replace(unit, streams=tuple(streams[stream.index] for stream in unit.streams)) for unit in plan.units]
+    far = _far(plan.streams, partners, base)
+    return Continuation(replace(plan, units=units), obstacle, sum(sizes.values()), whole, far)
+
+
+def _candidate(stream: Stream, partners: Partners, base: OpenBase) -> _Candidate | None:
+    """The stream as a difference, if it may be one."""
+    partner = partners.get(stream.index)
+    if partner is None or stream.spec.role is Role.MOMENT1 or not stream.spec.numel:
+        return None
+    codec = None if base.manifest.storages[partner].pack else stream.codec.continued(base.reader.codec(partner))
+    return None if codec is None else _Candidate(stream, partner, codec)
+
+
+def _try(each: _Candidate, source: Checkpoint, base: OpenBase) -> _Trial | None:
+    """Encode a sample as a difference; None where that is refused. Thread-safe. Raises InputError."""
+    stream, codec = each.stream, each.codec
+    chunk = (layout.chunk_count(stream.spec.numel) - 1) // 2
+    first, count = chunk * layout.FRAME, min(stream.chunk_spec(chunk).numel, SAMPLE)
+    x = read_elements(source, stream.storage, stream.spec.dtype, first, count)
+    expected = codec.layout(replace(stream.spec, shape=(count,)))
+    below = {name: part[: expected[name].numel] for name, part in base.parts(each.partner, chunk).items()}
+    try:
+        parts = difference(codec.encode(x, first=first, inherited=below), below)
+    except RefusedError:
+        return None
+    nbytes = _stored_bytes(parts) * stream.spec.numel / count
+    if not isinstance(codec, Lattice):
+        return _Trial(nbytes)
+    places = phases(x, k=codec.k, salt=codec.salt, first=first)
+    return _Trial(nbytes, -float((places.double() * math.tau).cos().sum()), len(places))
+
+
+def _stored_bytes(parts: Parts) -> int:
+    packed, packings = symbols.pack_parts(parts)
+    found = (frames.encode_part(name, part, packings.get(name)) for name, part in packed.items())
+    return sum(len(stored) for planes in found for stored, _ in planes)
+
+
+def _resumed(trials: Sequence[_Trial | None]) -> str | None:
+    """What is to be said if weights lie at the points of the lattice of the base."""
+    known = [trial for trial in trials if trial is not None]
+    count = sum(trial.count for trial in known)
+    # Three times what chance gives to uniform places.
+    least = count * _LEAST_CORRELATION + 3 * math.sqrt(count / 2)
+    return RESUMED if count and sum(trial.along for trial in known) > least else None
+
+
+def _outgrown(plan: Plan, candidates: Sequence[_Candidate]) -> str | None:
+    """What is to be said if the steps of the base take too much of a budget."""
+    codecs = {each.stream.index: each.codec for each in candidates}
+    shares: dict[int, float] = defaultdict(float)
+    for stream in plan.streams:
+        cost, codec = plan.costs.get(stream.index), codecs.get(stream.index, stream.codec)
+        if cost is not None and isinstance(codec, Lattice):
+            shares[cost.optimizer] += cost.per_square * step_of(codec.k) ** 2 / 12
+    return OUTGROWN if max(shares.values(), default=0.0) > _MOST_SHARE else None
+
+
+def _whole(stream: Stream, partners: Partners, base: OpenBase) -> float:
+    """The bytes that a storage is expected to take whole: what its partner takes."""
+    partner = partners.get(stream.index)
+    if partner is None:
+        return stream.storage.nbytes
+    codec, size = base.reader.codec(partner), base.whole_bytes(partner)
+    if isinstance(codec, Lattice) and isinstance(stream.codec, Lattice):
+        # A code takes a quarter of a bit less for each quarter octave of a larger step.
+        return max(size + (codec.k - stream.codec.k) / 32 * stream.spec.numel, 0.0)
+    return size
+
+
+def _far(streams: Sequence[Stream], partners: Partners, base: OpenBase) -> float:
+    """The part of the weights on lattices whose own steps are too far from those of their partners."""
+    numel = far = 0
+    for stream in streams:
+        partner = partners.get(stream.index)
+        if partner is not None and isinstance(stream.codec, Lattice):
+            numel += stream.spec.numel
+            far += stream.spec.numel * (stream.codec.continued(base.reader.codec(partner)) is None)
+    return far / numel if numel else 0.0

@@ -1,0 +1,44 @@
+"""Finds the storages of an earlier container that hold earlier states of those of a plan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from ckpt8.compressing.plan import Plan
+from ckpt8.compressing.policy import Policy
+from ckpt8.container.manifest import Manifest
+
+Partners = Mapping[int, int]
+"""The index of a storage in the base, by that of a stream."""
+
+
+def find_partners(plan: Plan, base: Manifest) -> Partners:
+    """The partners of the streams of ``plan`` among the storages of ``base``.
+
+    They have one name, type, size and role, and tensors of the same names and places; storages of no tensors have none.
+    """
+    own, other = defaultdict(set), defaultdict(set)
+    for tensor, index in plan.tensors:
+        ref = tensor.ref
+        own[index].add((tensor.name, ref.dtype, ref.offset, *ref.shape, *ref.stride))
+    for view in base.tensors:
+        other[view.storage].add((view.name, view.dtype, view.offset, *view.shape, *view.stride))
+    named = {(each.name, each.dtype, each.numel, each.role): index for index, each in enumerate(base.storages)}
+    found = {}
+    for stream in plan.streams:
+        spec = stream.spec
+        partner = named.get((spec.name, spec.dtype, spec.numel, spec.role))
+        if partner is not None and stream.index in own and own[stream.index] == other[partner]:
+            found[stream.index] = partner
+    return found
+
+
+def fits(plan: Plan, policy: Policy, base: Manifest) -> bool:
+    """Whether ``base`` holds an earlier state of all tensors of ``plan``, compressed as ``policy`` asks."""
+    budget = asdict(policy.budget) if policy.budget else None
+    if (base.preset, base.rules, base.budget) != (policy.preset, [rule.text for rule in policy.rules], budget):
+        return False
+    own = {(tensor.name, tensor.ref.dtype, *tensor.ref.shape) for tensor, _ in plan.tensors}
+    return own == {(view.name, view.dtype, *view.shape) for view in base.tensors}
