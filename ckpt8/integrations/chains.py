@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ckpt8.compressing.base_choice import AUTO, Auto
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded
 from ckpt8.core.errors import UsageError
 
@@ -19,7 +20,7 @@ class Chains:
     """
 
     def __init__(self, base: str | None) -> None:
-        if base not in (None, "auto"):
+        if base not in (None, AUTO):
             raise UsageError(f"base is 'auto' or None, not {base!r}")
         self._base = base
 
@@ -43,4 +44,4 @@ class Chains:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            yield {"base": "auto", "candidates": candidates} if candidates else {}
+            yield {"base": Auto(candidates)} if candidates else {}

@@ -9,8 +9,7 @@ import ckpt8
 
 L = pytest.importorskip("lightning", reason="lightning is not installed")
 
-from chain_kit import record  # noqa: E402
-from lattice_kit import check_weights  # noqa: E402
+from lattice_kit import check_weights, record  # noqa: E402
 
 from ckpt8.container.needed import dependents  # noqa: E402
 from ckpt8.core.errors import UsageError  # noqa: E402
@@ -49,6 +48,7 @@ class Seen(Ckpt8CheckpointIO):
 
 def fit(folder, plugin, steps, **options):
     rows = torch.randn(48, 160, generator=torch.Generator().manual_seed(1))
+    keep = L.pytorch.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=2, **options)
     L.Trainer(
         default_root_dir=folder,
         accelerator="cpu",
@@ -57,9 +57,9 @@ def fit(folder, plugin, steps, **options):
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[L.pytorch.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=2, **options)],
+        callbacks=[keep],
         plugins=[plugin],
-    ).fit(Net(), torch.utils.data.DataLoader(rows, batch_size=8), ckpt_path=options.get("resume"))
+    ).fit(Net(), torch.utils.data.DataLoader(rows, batch_size=8))
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore", "error::RuntimeWarning")
 
 
 def run(folder, callback, resume=None, **arguments):
-    settings = {"save_steps": 1, "max_steps": 7, "lr_scheduler_type": "constant", "save_total_limit": 2}
+    settings = {"save_steps": 2, "max_steps": 14, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
+    settings["save_total_limit"] = 2
     trained = trainer(folder, [callback], **{**settings, **arguments})
     trained.train(resume_from_checkpoint=resume)
     return trained
@@ -37,11 +38,11 @@ def chained(**options):
 def test_the_limit_breaks_no_chain(background, tmp_path):
     folder = tmp_path / "run"
     run(folder, chained(background=background))
-    originals = [folder / "checkpoint-6", folder / "checkpoint-7"]
+    originals = [folder / "checkpoint-12", folder / "checkpoint-14"]
     containers = [path.with_name(f"{path.name}.ckpt8") for path in originals]
     assert names_in(folder) == ["bases", *sorted(path.name for path in (*originals, *containers))]
-    # Saves 1 to 7 are 0 to 6 in their chain: 5 needs 4 and 0, and so does 6.
-    assert [(record(path).place, record(path).links) for path in containers] == [(5, 2), (6, 2)]
+    # The first steps of a run change the wanted steps so fast that checkpoint 8 begins another chain.
+    assert [(record(path).place, record(path).links) for path in containers] == [(2, 1), (3, 2)]
     assert len(names_in(folder / "bases")) == 2
     for original in originals:
         original.rename(tmp_path / original.name)
@@ -53,14 +54,14 @@ def test_the_limit_breaks_no_chain(background, tmp_path):
         assert not ckpt8.verify(moved / container.name, original).failures
         check_weights(moved / container.name, load_file(original / "model.safetensors"))
     path = restored_checkpoint(moved)
-    assert path == str(moved / "checkpoint-7")
-    resumed = run(moved, chained(background=background), resume=path, max_steps=9)
-    assert resumed.state.global_step == 9
+    assert path == str(moved / "checkpoint-14")
+    resumed = run(moved, chained(background=background), resume=path, max_steps=18)
+    assert resumed.state.global_step == 18
     # The weights of the resumed run lie on the lattice of the chain; it starts another one.
-    assert record(moved / "checkpoint-8.ckpt8") is None
-    assert record(moved / "checkpoint-9.ckpt8").links == 1
+    assert record(moved / "checkpoint-16.ckpt8") is None
+    assert record(moved / "checkpoint-18.ckpt8").links == 1
     assert len(names_in(moved / "bases")) == 1
-    for step in (8, 9):
+    for step in (16, 18):
         check_weights(moved / f"checkpoint-{step}.ckpt8", load_file(moved / f"checkpoint-{step}" / "model.safetensors"))
 
 
@@ -69,7 +70,7 @@ def test_the_best_checkpoint_stays_whole(tmp_path):
         tmp_path,
         chained(keep_original=False),
         eval_strategy="steps",
-        eval_steps=1,
+        eval_steps=2,
         load_best_model_at_end=True,
         metric_for_best_model="eval_loss",
         greater_is_better=True,
@@ -87,21 +88,21 @@ def test_a_run_that_is_killed_goes_on(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
 
         def killed(source, target, **options):
-            if source.name == "checkpoint-4":
+            if source.name == "checkpoint-8":
                 raise KeyboardInterrupt
             return compress(source, target, **options)
 
         patch.setattr("ckpt8.integrations.transformers.compress", killed)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, chained(keep_original=False))
-    assert names_in(tmp_path) == ["bases", "checkpoint-2.ckpt8", "checkpoint-3.ckpt8", "checkpoint-4"]
-    for step in (2, 3):
+    assert names_in(tmp_path) == ["bases", "checkpoint-4.ckpt8", "checkpoint-6.ckpt8", "checkpoint-8"]
+    for step in (4, 6):
         assert not ckpt8.verify(tmp_path / f"checkpoint-{step}.ckpt8").failures
-    (tmp_path / "checkpoint-4").rename(tmp_path / "half")
+    (tmp_path / "checkpoint-8").rename(tmp_path / "half")
     with temporary_checkpoint(tmp_path) as path:
-        assert path == str(tmp_path / "checkpoint-3")
-        run(tmp_path, chained(keep_original=False), resume=path, max_steps=5)
-    for step in (4, 5):
+        assert path == str(tmp_path / "checkpoint-6")
+        run(tmp_path, chained(keep_original=False), resume=path, max_steps=10)
+    for step in (8, 10):
         assert not ckpt8.verify(tmp_path / f"checkpoint-{step}.ckpt8").failures
 
 
@@ -113,7 +114,7 @@ def test_without_hard_links_every_container_is_whole(tmp_path, monkeypatch):
     with pytest.warns(RuntimeWarning, match="cannot be linked") as warned:
         run(tmp_path, chained(), max_steps=4)
     assert len(warned) == 1
-    assert names_in(tmp_path) == ["checkpoint-3", "checkpoint-3.ckpt8", "checkpoint-4", "checkpoint-4.ckpt8"]
+    assert names_in(tmp_path) == ["checkpoint-2", "checkpoint-2.ckpt8", "checkpoint-4", "checkpoint-4.ckpt8"]
     assert record(tmp_path / "checkpoint-4.ckpt8") is None
 
 
