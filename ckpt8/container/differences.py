@@ -69,14 +69,23 @@ def _numba(symbols: torch.Tensor, backend: backends.Backend | None) -> ModuleTyp
 
 def _subtract(symbols: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The differences, and the largest of them, at least 0."""
-    far = zigzag(from_zigzag(symbols) - from_zigzag(base)).where(symbols != RESERVED, RESERVED)
-    found = far.where(base != RESERVED, symbols + 1)
+    found = _combined(symbols, base, from_zigzag(symbols).sub_(from_zigzag(base)), 1)
     return found, max(int(found.max()), 0) if found.numel() else 0
 
 
 def _add(symbols: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """The sums, the smallest, at most 0, and the largest, at least 0."""
-    far = zigzag(from_zigzag(symbols) + from_zigzag(base)).where(symbols != RESERVED, RESERVED)
-    found = far.where(base != RESERVED, symbols - 1)
+    found = _combined(symbols, base, from_zigzag(symbols).add_(from_zigzag(base)), -1)
     least, largest = (int(each) for each in found.aminmax()) if found.numel() else (0, 0)
     return found, min(least, 0), max(largest, 0)
+
+
+def _combined(symbols: torch.Tensor, base: torch.Tensor, q: torch.Tensor, shift: int) -> torch.Tensor:
+    """The symbols of ``q``, but where one is reserved: ``symbols`` moved by ``shift`` where that is the base's."""
+    found = zigzag(q)
+    # Most chunks have none, and to find that out is one pass of memory for each.
+    if found.numel() and int(symbols.min()) < 0:
+        found.masked_fill_(symbols < 0, RESERVED)
+    if found.numel() and int(base.min()) < 0:
+        found = found.where(base >= 0, symbols + shift)
+    return found

@@ -39,6 +39,10 @@ SHARED = "shared/1"
 """The codec in the record of a pack: a reader of earlier versions refuses it."""
 
 
+DELTA = "delta/1"
+"""The codec in the record of a difference: as ``SHARED``."""
+
+
 @dataclass(slots=True)
 class FrameTable:
     """Stored length and crc32 of every frame of a part, ordered by chunk, then plane.

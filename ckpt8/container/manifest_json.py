@@ -9,6 +9,7 @@ from typing import Any
 from ckpt8.container.base_record import base_json
 from ckpt8.container.columns import column, gaps
 from ckpt8.container.manifest import (
+    DELTA,
     SHARED,
     SKELETON,
     FrameTable,
@@ -62,11 +63,10 @@ def _storage_json(record: StorageRecord) -> dict[str, Any]:
         "dtype": record.dtype.label,
         "numel": record.numel,
         "role": record.role.value,
-        "codec": record.codec,
+        "codec": record.codec if record.base is None else {"id": DELTA, "base": record.base, "codec": record.codec},
         "reason": record.reason,
         "parts": _parts_json(record.parts),
         "error": record.error,
-        **({} if record.base is None else {"base": record.base}),
     }
 
 

@@ -1,16 +1,13 @@
-"""Stores the JSON of a manifest in one frame of zstd, within the bounds of a reader, and reads it.
+"""Reads the records of a manifest from its JSON.
 
 Reading validates every type and range: the seal proves that nothing is damaged, not that nobody is malicious.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
-
-import zstandard
 
 from ckpt8.container.base_record import read_base
 from ckpt8.container.columns import (
@@ -30,6 +27,7 @@ from ckpt8.container.header import check_version
 from ckpt8.container.json_fields import LARGEST, Fields
 from ckpt8.container.layout import PACK
 from ckpt8.container.manifest import (
+    DELTA,
     SHARED,
     FrameTable,
     Manifest,
@@ -41,16 +39,7 @@ from ckpt8.container.manifest import (
 )
 from ckpt8.container.manifest_json import dense_stride, skeleton_name
 from ckpt8.container.symbol_modes import Mode
-from ckpt8.core.errors import InputError
-from ckpt8.core.json_text import FREE, MANIFEST_COST, cost, parse_json
 from ckpt8.core.tensors import DType, Role
-
-_FLOOR = 1 << 20
-_RATIO = 64
-"""A manifest may inflate to 1 MiB plus 64 times its stored size: most stay below 12."""
-
-_LEVELS = (9, -1, -10, -100, -1000, -10_000, -100_000)
-"""Levels of zstd, the best one first. Nearly equal records compress better than a reader accepts."""
 
 
 def _frame_table(fields: Fields) -> FrameTable:
@@ -61,16 +50,22 @@ def _frame_table(fields: Fields) -> FrameTable:
 
 
 def _storage(fields: Fields) -> StorageRecord:
+    codec, base = fields.get("codec", dict), None
+    if codec.get("id") == DELTA:
+        delta = fields.nested(codec)
+        codec, base = delta.get("codec", dict), delta.count("base")
+        if codec.get("id") in (DELTA, SHARED):
+            raise delta.fail("codec")
     return StorageRecord(
         name=fields.get("name", str),
         dtype=fields.choice("dtype", DType.from_label),
         numel=fields.count("numel"),
         role=fields.choice("role", Role),
-        codec=fields.get("codec", dict),
+        codec=codec,
         reason=fields.optional("reason", str),
         parts=fields.mapping("parts", _frame_table),
         error=fields.optional("error", dict),
-        base=None if fields.any("base") is None else fields.count("base"),
+        base=base,
     )
 
 
@@ -264,39 +259,3 @@ def _read_tensors(fields: Fields, storages: Sequence[StorageRecord]) -> list[Ten
             raise table.fail("stride")
         tensors.append(TensorRecord(record.name if name is None else name, storage, dtype, offset, sizes, steps, flags))
     return tensors
-
-
-def pack_manifest(tree: dict[str, Any], rest: int) -> bytes:
-    """The stored manifest of a container of ``rest`` more bytes, as small as a reader accepts it."""
-    text = json.dumps(tree, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
-    costs = cost(text)
-    for level in _LEVELS:
-        stored = zstandard.ZstdCompressor(level=level).compress(text)
-        if len(text) <= _FLOOR + _RATIO * len(stored) and costs <= _allowed(rest + len(stored)):
-            break
-    return stored
-
-
-def unpack_manifest(stored: bytes, size: int, where: str) -> Any:
-    """The tree of a stored manifest in a container of ``size`` bytes. Raises InputError."""
-    return parse_manifest(manifest_text(stored, where), size, where)
-
-
-def manifest_text(stored: bytes, where: str) -> bytes:
-    """The JSON of a stored manifest. Raises InputError."""
-    try:
-        declared = zstandard.frame_content_size(stored)
-        if not 0 <= declared <= _FLOOR + _RATIO * len(stored):
-            raise InputError(f"{where}: manifest declares an implausible size")
-        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=declared)
-    except zstandard.ZstdError as exc:
-        raise InputError(f"{where}: manifest cannot be decompressed: {exc}") from exc
-
-
-def parse_manifest(text: bytes, size: int, where: str) -> Any:
-    """The tree of the JSON of a manifest in a container of ``size`` bytes. Raises InputError."""
-    return parse_json(text, f"{where}: manifest", _allowed(size))
-
-
-def _allowed(size: int) -> int:
-    return FREE + MANIFEST_COST * size

@@ -9,7 +9,7 @@ from ckpt8.container.base_record import read_base
 from ckpt8.container.bases import bases_of
 from ckpt8.container.head import read_head, stated_seal
 from ckpt8.container.json_fields import Fields
-from ckpt8.container.manifest_reading import manifest_text, parse_manifest
+from ckpt8.container.stored_manifest import manifest_text, parse_manifest
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files.atomic import any_file
 from ckpt8.core.files.source_file import ByteRange, SourceFile

@@ -17,11 +17,12 @@ from ckpt8.container.head import read_head
 from ckpt8.container.header import Entry
 from ckpt8.container.links import Base, check_deltas
 from ckpt8.container.manifest import Manifest, Pack
-from ckpt8.container.manifest_reading import read_manifest, unpack_manifest
+from ckpt8.container.manifest_reading import read_manifest
 from ckpt8.container.member_layout import check_members
 from ckpt8.container.member_paths import check_paths
 from ckpt8.container.pack_reader import PackReader
 from ckpt8.container.places import Locator, PartPlace, Places
+from ckpt8.container.stored_manifest import unpack_manifest
 from ckpt8.container.symbol_modes import Packing
 from ckpt8.core.backend import for_checkpoint
 from ckpt8.core.closing import Closing

@@ -11,8 +11,8 @@ from ckpt8.container import header
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.manifest_json import manifest_json
-from ckpt8.container.manifest_reading import pack_manifest
 from ckpt8.container.needed import unneeded_file
+from ckpt8.container.stored_manifest import pack_manifest
 from ckpt8.core.closing import Closing
 from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.files.write_at import PIECE, start_writeback, write_all_at
