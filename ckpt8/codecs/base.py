@@ -204,7 +204,14 @@ class Codec(ABC):
 
         It has the fields of ``base``. None where these are too far from those wanted.
         """
-        return self if self == base and not self.companions and self.copied is None else None
+        return self if self.counts_from(base) else None
+
+    def counts_from(self, base: Codec) -> bool:
+        """Whether parts may be kept as differences to what ``base`` keeps of an earlier state of the same elements.
+
+        Where ``base`` is another codec, they are differences to the parts of its decoded elements.
+        """
+        return self == base and not self.companions and self.copied is None
 
     @property
     def codes(self) -> CodeRange | None:

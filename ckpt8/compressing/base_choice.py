@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -62,30 +62,24 @@ def wanted(base: str | os.PathLike[str] | Auto | None) -> Wanted:
     return Auto() if base == AUTO else Path(base)
 
 
-def choose_base(asked: Path | Auto, target: Path, plan: Plan, policy: Policy) -> OpenBase | None:
-    """The base of ``target``, open; None where no candidate fits. For a path it raises InputError and UsageError."""
+def open_bases(asked: Path | Auto, target: Path, plan: Plan, policy: Policy) -> Generator[OpenBase]:
+    """Bases for ``target``, the best first, each open until the next. Of a path raises InputError and UsageError."""
     if isinstance(asked, Path):
-        return _checked(OpenBase(asked), target)
+        with OpenBase(asked) as base:
+            base.check_target(target)
+            yield base
+        return
     found = target.parent.glob(f"*{CONTAINER}") if asked.candidates is None else asked.candidates
     siblings = _siblings(_newest(found, target), plan, policy)
     newest = next(siblings, None)
-    if newest is None or newest.place + 1 == LENGTH:
-        return None
-    place = newest.place + 1
-    best = _best(chain([newest], siblings), newest.key, place)
-    try:
-        return best and _checked(OpenBase(best.path, place), target)
-    except (InputError, UsageError):  # what is below it is missing, or it needs the target
-        return None
-
-
-def _checked(base: OpenBase, target: Path) -> OpenBase:
-    try:
-        base.check_target(target)
-    except BaseException:
-        base.close()
-        raise
-    return base
+    place = LENGTH if newest is None else newest.place + 1
+    if newest is None or place == LENGTH:
+        return
+    for each in _best(chain([newest], siblings), newest.key, place):
+        # What is below it may be missing, or need the target.
+        with contextlib.suppress(InputError, UsageError), OpenBase(each.path, place) as base:
+            base.check_target(target)
+            yield base
 
 
 def _newest(paths: Iterable[Path], target: Path) -> list[Path]:
@@ -108,12 +102,13 @@ def _siblings(paths: Iterable[Path], plan: Plan, policy: Policy) -> Iterator[_Si
                 yield _Sibling(path, *(below.key, below.place, below.links) if below else (seal, 0, 0))
 
 
-def _best(siblings: Iterable[_Sibling], key: str, place: int) -> _Sibling | None:
-    """The base of number ``place`` in the chain of ``key``; where that is missing, the newest with few enough links."""
-    best = None
+def _best(siblings: Iterable[_Sibling], key: str, place: int) -> Iterator[_Sibling]:
+    """The base of number ``place`` in the chain of ``key``, then the newest with few enough links."""
+    newest = regular = None
     for each in siblings:
         if each.key == key and each.links < _MOST_LINKS and each.place < place:
+            newest = newest or each
             if each.place == place & (place - 1):
-                return each
-            best = best or each
-    return best
+                regular = each
+                break
+    return (each for each in dict.fromkeys((regular, newest)) if each is not None)

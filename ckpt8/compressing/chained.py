@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
 from ckpt8.checkpoint.sources.bundle import Bundle
-from ckpt8.compressing.base_choice import Auto, Wanted, choose_base
+from ckpt8.compressing.base_choice import Auto, Wanted, open_bases
 from ckpt8.compressing.inheriting import Continuation, continue_base
 from ckpt8.compressing.open_base import BrokenBaseError, OpenBase
 from ckpt8.compressing.plan import Plan
@@ -37,26 +37,21 @@ def chained(
     An explicit base must be sound. One that is chosen is left out where it is not, with a warning, and where it does
     not make the file smaller. Raises InputError and UsageError.
     """
-    if base is None:
-        return compress(plan, None)
-    try:
-        with ExitStack() as stack:
-            found = choose_base(base, target, plan, policy)
-            if found is None:
-                return compress(plan, None)
-            stack.enter_context(found)
-            continued = continue_base(plan, source, found, threads)
-            if isinstance(base, Auto) and _ends_chain(continued):
-                return compress(plan, None)
-            return compress(continued.plan, found)
-    except BrokenBaseError as exc:
-        if not isinstance(base, Auto):
-            raise
-        warnings.warn(f"{target}: is stored whole, as a file below it is damaged: {exc}", stacklevel=_CALLER)
+    if base is not None:
+        try:
+            with closing(open_bases(base, target, plan, policy)) as found:
+                for each in found:
+                    continued = continue_base(plan, source, each, threads)
+                    if not isinstance(base, Auto) or _goes_on(continued):
+                        return compress(continued.plan, each)
+        except BrokenBaseError as exc:
+            if not isinstance(base, Auto):
+                raise
+            warnings.warn(f"{target}: is stored whole, as a file below it is damaged: {exc}", stacklevel=_CALLER)
     return compress(plan, None)
 
 
-def _ends_chain(continued: Continuation) -> bool:
-    """Whether a new chain begins with this container."""
+def _goes_on(continued: Continuation) -> bool:
+    """Whether this container is one more of the chain, and not the first of a new one."""
     is_small = continued.nbytes < _WORTH_IT * continued.whole
-    return continued.obstacle is not None or not is_small or continued.far > _MOST_FAR
+    return is_small and not continued.resumed and continued.far <= _MOST_FAR

@@ -192,7 +192,8 @@ class ChunkEncoder:
         """The parts of the base that a chunk is kept as a difference to. Raises BrokenBaseError."""
         if stream.base is None or self._base is None:
             return None
-        return {name: part.to(device) for name, part in self._base.parts(stream.base, chunk).items()}
+        parts = self._base.parts(stream.base, chunk, stream.codec)
+        return {name: part.to(device) for name, part in parts.items()}
 
     def _difference(self, stream: Stream, parts: Parts, base: Parts | None) -> Parts:
         """``parts``, or their difference to those of the base. Raises RefusedError."""

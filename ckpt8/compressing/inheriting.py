@@ -1,20 +1,22 @@
 """Makes differences of the storages of a plan that have partners in an earlier container.
 
-A partner has the name, type, size and role of the storage, and tensors of the same names and shapes. A storage takes
+A partner has the name, type, size and role of the storage, and tensors of the same names and places. A storage takes
 the fields of its partner's codec, such as the step and the salt of a weight, where these are near enough to its own,
 and a sample tells whether the difference is smaller than the whole. First moments gain nothing, and stay whole.
 
-Two findings keep all lossy storages whole. The weights of a run that was resumed from the lattice of the base lie at
-its points; rounding them to the same points again would pull the run back. And where the steps of the base have become
-too large for the steps of the optimizer, a new lattice is due.
+Weights keep a lattice of their own, and are differences to the points next to the weights of the base, where the step
+of the base is far from theirs, and in two cases all of them. The weights of a run that was resumed from the lattice of
+the base lie at its points: rounding them to the same points again would pull the run back. And where the steps of the
+base have become too large for the steps of the optimizer, a new lattice is due.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import Codec
@@ -38,26 +40,28 @@ _MOST_SHARE = 1.25
 _LEAST_CORRELATION = 0.05
 """Above this, weights are taken to lie at the points of the lattice of the base."""
 
-RESUMED = "the run was resumed from a lossy file on the lattice of the base"
-OUTGROWN = "the steps of the base are too large for the budget by now"
 
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A stream that may become a difference to the storage ``partner``, with the codec of that."""
+class _Candidate(NamedTuple):
+    """A stream that may become a difference to the storage ``partner``, and the codec that it then has."""
 
     stream: Stream
     partner: int
     codec: Codec
 
+    @property
+    def shares_lattice(self) -> bool:
+        """Whether weights take a lattice that is not their own."""
+        return isinstance(self.codec, Lattice) and self.codec != self.stream.codec
+
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """The bytes that a difference is expected to take, and, of weights on a lattice, where a sample of them lies.
+    """The bytes that a difference is expected to take, and where a sample of weights lies on the lattice of the base.
 
     ``along`` is the sum of -cos(2 pi u) over ``count`` weights, with u between the points of the lattice.
     """
 
+    candidate: _Candidate
     nbytes: float
     along: float = 0.0
     count: int = 0
@@ -67,12 +71,13 @@ class _Trial:
 class Continuation:
     """How a plan continues a base: ``plan`` has differences where they pay.
 
-    ``obstacle`` says why no lossy storage is one. ``nbytes`` is the expected size of the parts, and ``whole`` that with
-    no differences. ``far`` is the part of the weights on a lattice whose own steps are too far from those of the base.
+    ``resumed`` says that the run was resumed from the lattice of the base. ``nbytes`` is the expected size of the
+    parts, and ``whole`` that with no differences. ``far`` is the part of the weights on lattices whose own steps are
+    far from those of the base.
     """
 
     plan: Plan
-    obstacle: str | None
+    resumed: bool
     nbytes: float
     whole: float
     far: float
@@ -82,30 +87,43 @@ def continue_base(plan: Plan, source: Checkpoint, base: OpenBase, threads: int |
     """Make differences to ``base`` of storages of ``plan``. Raises InputError."""
     streams = {stream.index: stream for stream in plan.streams}
     partners = find_partners(plan, base.manifest)
-    candidates = [each for stream in plan.streams if (each := _candidate(stream, partners, base)) is not None]
     with Workers(threads) as workers:
-        trials = list(workers.map(lambda each: _try(each, source, base), candidates))
-    obstacle = _resumed(trials) or _outgrown(plan, candidates)
+
+        def tried(candidates: Sequence[_Candidate]) -> list[_Trial]:
+            return [trial for trial in workers.map(lambda each: _try(each, source, base), candidates) if trial]
+
+        candidates = _candidates(streams.values(), partners, base)
+        trials = tried(candidates)
+        resumed = _resumed(trials)
+        if resumed or _outgrown(plan, candidates):
+            own = [each._replace(codec=each.stream.codec) for each in candidates if each.shares_lattice]
+            trials = [each for each in trials if not each.candidate.shares_lattice] + tried(own)
+        if resumed:
+            trials = [each for each in trials if not each.candidate.codec.inherited]
     sizes = {index: _whole(stream, partners, base) for index, stream in streams.items()}
     whole = sum(sizes.values())
-    for each, trial in zip(candidates, trials, strict=True):
-        index = each.stream.index
-        stays_whole = obstacle is not None and each.stream.lossy
-        if trial is not None and not stays_whole and trial.nbytes < sizes[index]:
-            streams[index] = replace(each.stream, codec=each.codec, base=each.partner)
-            sizes[index] = trial.nbytes
+    for trial in trials:
+        stream, partner, codec = trial.candidate
+        if trial.nbytes < sizes[stream.index]:
+            streams[stream.index] = replace(stream, codec=codec, base=partner)
+            sizes[stream.index] = trial.nbytes
     units = [replace(unit, streams=tuple(streams[stream.index] for stream in unit.streams)) for unit in plan.units]
     far = _far(plan.streams, partners, base)
-    return Continuation(replace(plan, units=units), obstacle, sum(sizes.values()), whole, far)
+    return Continuation(replace(plan, units=units), resumed, sum(sizes.values()), whole, far)
 
 
-def _candidate(stream: Stream, partners: Partners, base: OpenBase) -> _Candidate | None:
-    """The stream as a difference, if it may be one."""
-    partner = partners.get(stream.index)
-    if partner is None or stream.spec.role is Role.MOMENT1 or not stream.spec.numel:
-        return None
-    codec = None if base.manifest.storages[partner].pack else stream.codec.continued(base.reader.codec(partner))
-    return None if codec is None else _Candidate(stream, partner, codec)
+def _candidates(streams: Iterable[Stream], partners: Partners, base: OpenBase) -> list[_Candidate]:
+    """The streams that may be differences."""
+    found = []
+    for stream in streams:
+        partner = partners.get(stream.index)
+        if partner is None or stream.spec.role is Role.MOMENT1 or not stream.spec.numel:
+            continue
+        below = base.reader.codec(partner)
+        codec = stream.codec.continued(below) or stream.codec
+        if base.manifest.storages[partner].pack is None and codec.counts_from(below):
+            found.append(_Candidate(stream, partner, codec))
+    return found
 
 
 def _try(each: _Candidate, source: Checkpoint, base: OpenBase) -> _Trial | None:
@@ -115,16 +133,16 @@ def _try(each: _Candidate, source: Checkpoint, base: OpenBase) -> _Trial | None:
     first, count = chunk * layout.FRAME, min(stream.chunk_spec(chunk).numel, SAMPLE)
     x = read_elements(source, stream.storage, stream.spec.dtype, first, count)
     expected = codec.layout(replace(stream.spec, shape=(count,)))
-    below = {name: part[: expected[name].numel] for name, part in base.parts(each.partner, chunk).items()}
+    below = {name: part[: expected[name].numel] for name, part in base.parts(each.partner, chunk, codec).items()}
     try:
         parts = difference(codec.encode(x, first=first, inherited=below), below)
     except RefusedError:
         return None
     nbytes = _stored_bytes(parts) * stream.spec.numel / count
-    if not isinstance(codec, Lattice):
-        return _Trial(nbytes)
+    if not (each.shares_lattice and isinstance(codec, Lattice)):
+        return _Trial(each, nbytes)
     places = phases(x, k=codec.k, salt=codec.salt, first=first)
-    return _Trial(nbytes, -float((places.double() * math.tau).cos().sum()), len(places))
+    return _Trial(each, nbytes, -float((places.double() * math.tau).cos().sum()), len(places))
 
 
 def _stored_bytes(parts: Parts) -> int:
@@ -133,24 +151,23 @@ def _stored_bytes(parts: Parts) -> int:
     return sum(len(stored) for planes in found for stored, _ in planes)
 
 
-def _resumed(trials: Sequence[_Trial | None]) -> str | None:
-    """What is to be said if weights lie at the points of the lattice of the base."""
-    known = [trial for trial in trials if trial is not None]
-    count = sum(trial.count for trial in known)
+def _resumed(trials: Sequence[_Trial]) -> bool:
+    """Whether weights lie at the points of the lattice of the base."""
+    count = sum(trial.count for trial in trials)
     # Three times what chance gives to uniform places.
     least = count * _LEAST_CORRELATION + 3 * math.sqrt(count / 2)
-    return RESUMED if count and sum(trial.along for trial in known) > least else None
+    return count > 0 and sum(trial.along for trial in trials) > least
 
 
-def _outgrown(plan: Plan, candidates: Sequence[_Candidate]) -> str | None:
-    """What is to be said if the steps of the base take too much of a budget."""
+def _outgrown(plan: Plan, candidates: Iterable[_Candidate]) -> bool:
+    """Whether the steps of the base take too much of a budget."""
     codecs = {each.stream.index: each.codec for each in candidates}
     shares: dict[int, float] = defaultdict(float)
     for stream in plan.streams:
         cost, codec = plan.costs.get(stream.index), codecs.get(stream.index, stream.codec)
         if cost is not None and isinstance(codec, Lattice):
             shares[cost.optimizer] += cost.per_square * step_of(codec.k) ** 2 / 12
-    return OUTGROWN if max(shares.values(), default=0.0) > _MOST_SHARE else None
+    return max(shares.values(), default=0.0) > _MOST_SHARE
 
 
 def _whole(stream: Stream, partners: Partners, base: OpenBase) -> float:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ckpt8.codecs import Codec
 from ckpt8.container.base_record import MOST_LINKS, BaseRecord
 from ckpt8.container.json_fields import is_unicode
 from ckpt8.container.manifest import Manifest
+from ckpt8.container.predicted import predicted_parts
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, UsageError
@@ -49,10 +51,10 @@ class OpenBase(Closing):
             if os.path.realpath(each.path) == replaced:
                 raise UsageError(f"{target}: the base {self.path} needs this file; give another name")
 
-    def parts(self, storage: int, chunk: int) -> Parts:
-        """The parts of a chunk, whole. Raises BrokenBaseError. Thread-safe."""
+    def parts(self, storage: int, chunk: int, codec: Codec) -> Parts:
+        """What the parts of a chunk under ``codec`` count from. Raises BrokenBaseError. Thread-safe."""
         try:
-            return self.reader.read_parts(storage, chunk)
+            return predicted_parts(codec, self.reader, storage, chunk)
         except InputError as exc:
             raise BrokenBaseError(str(exc)) from exc
 

@@ -91,4 +91,4 @@ def _problem(delta: Linked, index: int, own: StorageRecord, base: Linked, at: in
     partner = base.manifest.storages[at]
     if partner.pack is not None or (partner.dtype, partner.numel) != (own.dtype, own.numel):
         return "has a partner of another type or size"
-    return None if delta.codec(index) == base.codec(at) else "has a partner with another codec"
+    return None if delta.codec(index).counts_from(base.codec(at)) else "has a partner with another codec"

@@ -176,10 +176,11 @@ class ContainerReader(Closing):
         if base is None:
             return self._read_own(storage, chunk, only)
         from ckpt8.container.differences import total
+        from ckpt8.container.predicted import predicted_parts
         from ckpt8.container.symbols import unpack_parts
 
         # The parts of all bases first: a chunk then takes the memory of two, however long the chain is.
-        below, where = base[0].read_parts(base[1], chunk, only), self.where(storage)
+        below, where = predicted_parts(self.codec(storage), *base, chunk, only), self.where(storage)
         own = unpack_parts(*self._read_own(storage, chunk, only), where, self.backend)
         return total(own, below, where, self.backend), {}
 

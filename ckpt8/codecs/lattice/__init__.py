@@ -73,6 +73,10 @@ class Lattice(Codec):
         """``base`` where its step is at most half an octave away."""
         return base if isinstance(base, Lattice) and abs(self.k - base.k) <= NEAR else None
 
+    def counts_from(self, base: Codec) -> bool:
+        """Whether ``base`` is a lattice, of any step and salt: its decoded weights lie near to points of this one."""
+        return isinstance(base, Lattice)
+
     def kernel(self, direction: Direction, backend: Backend) -> Callable[..., None]:
         """The function that encodes or decodes, see ``Codec.kernel``. Both compute in fp32.
 
