@@ -58,11 +58,13 @@ class KeptBases(Closing):
         if is_container(target):
             with contextlib.suppress(InputError):
                 self._link(target)
-        containers = {path.resolve() for path in _containers(self._folder)} - {target.resolve()}
-        newest = sorted(containers, key=lambda path: path.stat().st_mtime_ns, reverse=True)[:_NEWEST]
+        times = {}
+        for path in {path.resolve() for path in _containers(self._folder)} - {target.resolve()}:
+            with contextlib.suppress(FileNotFoundError):
+                times[path] = path.stat().st_mtime_ns
         found: dict[Path, None] = {}
-        for container in newest:
-            with contextlib.suppress(InputError):
+        for container in sorted(times, key=times.__getitem__, reverse=True)[:_NEWEST]:
+            with contextlib.suppress(InputError, FileNotFoundError):
                 found.update(dict.fromkeys(self._link(container)))
         return list(found)
 

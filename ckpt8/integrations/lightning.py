@@ -104,7 +104,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
             "max_update_error": max_update_error,
         }
         self._background = background
-        self._pending: tuple[PendingSave, contextlib.ExitStack] | None = None
+        self._pending: PendingSave | None = None
 
     @checked
     def save_checkpoint(
@@ -122,8 +122,8 @@ class Ckpt8CheckpointIO(CheckpointIO):
         with contextlib.ExitStack() as saving:
             chained = saving.enter_context(self._chains.saving(target))
             if self._background:
-                pending = save(checkpoint, target, background=True, **self._options, **chained)
-                self._pending = pending, saving.pop_all()
+                self._pending = save(checkpoint, target, background=True, **self._options, **chained)
+                self._pending.at_end(saving.pop_all().close)
             else:
                 save(checkpoint, target, **self._options, **chained)
 
@@ -167,10 +167,9 @@ class Ckpt8CheckpointIO(CheckpointIO):
 
     def teardown(self) -> None:
         """Wait for a save in the background. Raises its error."""
-        if self._pending is not None:
-            (pending, saving), self._pending = self._pending, None
-            with saving:
-                pending.result()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
 
 for _other in _FOUND[1:]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import warnings
+
 import pytest
 import torch
 
@@ -11,9 +15,11 @@ L = pytest.importorskip("lightning", reason="lightning is not installed")
 
 from lattice_kit import check_weights, record  # noqa: E402
 
+from ckpt8.compressing.background import wait_for  # noqa: E402
 from ckpt8.container.bases import kept_name  # noqa: E402
 from ckpt8.container.needed import dependents  # noqa: E402
 from ckpt8.container.reader import ContainerReader  # noqa: E402
+from ckpt8.container.writer import ContainerWriter  # noqa: E402
 from ckpt8.core.errors import UsageError  # noqa: E402
 from ckpt8.integrations.lightning import Ckpt8CheckpointIO  # noqa: E402
 
@@ -88,6 +94,31 @@ def test_what_is_removed_breaks_no_chain(mode, background, tmp_path):
     for path in kept:
         plugin.remove_checkpoint(moved / path.name)
     assert list(moved.iterdir()) == []
+
+
+def test_a_plugin_that_is_gone_leaves_what_its_last_save_needs(tmp_path, monkeypatch):
+    """As in a function that ends with a save of Fabric: nobody waits for it."""
+    plugin, state = Ckpt8CheckpointIO(preset="lossless", base="auto", background=True), torch.arange(1e5)
+    checkpoint = {"model": {"w": state}}
+    plugin.save_checkpoint(checkpoint, tmp_path / "1.ckpt")
+    plugin.teardown()
+    go_on, finish = threading.Event(), ContainerWriter.finish
+
+    def slow(self, manifest):
+        go_on.wait()
+        finish(self, manifest)
+
+    monkeypatch.setattr(ContainerWriter, "finish", slow)
+    plugin.save_checkpoint(checkpoint, tmp_path / "2.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        del plugin
+        gc.collect()
+    Ckpt8CheckpointIO().remove_checkpoint(tmp_path / "1.ckpt")
+    go_on.set()
+    wait_for(tmp_path / "2.ckpt")
+    assert record(tmp_path / "2.ckpt").links == 1
+    assert torch.equal(ckpt8.load(tmp_path / "2.ckpt")["model"]["w"], state)
 
 
 def test_the_base_is_auto_or_none():
