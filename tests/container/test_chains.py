@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from chain_kit import chain, delta, elements, key_of, moved
+from plain_reader import Plain
 
 import ckpt8
 from ckpt8.container import bases
@@ -43,6 +44,13 @@ def test_a_rebased_delta_is_the_whole_file(files, bf16, tmp_path):
         target = tmp_path / path.name
         assert ckpt8.rebase(path, target, force=True) == target
         assert target.read_bytes() == whole.read_bytes()
+
+
+def test_a_delta_read_from_the_specification_alone(files, bf16, tmp_path):
+    for path in (*files[0][1:], *bf16[0][1:]):
+        plain = Plain(path.read_bytes(), path.parent)
+        assert len(plain.partners) >= 4
+        assert plain.member() == ckpt8.restore(path, tmp_path / "back.pt", force=True).read_bytes()
 
 
 def test_a_delta_opens_without_its_base(files, tmp_path):

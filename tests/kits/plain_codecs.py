@@ -77,6 +77,19 @@ def unpacked(planes, mode, n):
     return np.where(s == top, -1, s)
 
 
+def added(own, base):
+    """A part of one chunk from its differences to that of the base: the planes, or the symbols."""
+    if isinstance(own, list):
+        assert [len(plane) for plane in own] == [len(plane) for plane in base]
+        return [bytes(a ^ b for a, b in zip(*each, strict=True)) for each in zip(own, base, strict=True)]
+    q, below = (np.where(s % 2, -(s + 1) // 2, s // 2) for s in (own, base))
+    total = np.where(q + below < 0, -2 * (q + below) - 1, 2 * (q + below))
+    assert not np.any((own == -1) & (base == -1))
+    found = np.where(base == -1, own - 1, np.where(own == -1, -1, total))
+    assert found.max() < 1 << 20
+    return found
+
+
 def plane_lengths(mode, n):
     """The bytes of each of the four planes of n symbols."""
     raw, base, over, top = mode

@@ -16,6 +16,7 @@ from plain_codecs import (
     DECODE,
     FLOATS,
     SYMBOLS,
+    added,
     integers,
     itemsize,
     low_bytes,
@@ -30,9 +31,9 @@ STEPPED = {"lattice/1", "rclog/1", "vscaled/1", "reference/2"}
 
 
 class Plain:
-    """A reader of the format that shares no code with the package."""
+    """A reader of the format that shares no code with the package. ``folder`` is that of the file, for its base."""
 
-    def __init__(self, data):
+    def __init__(self, data, folder=None):
         (length,) = struct.unpack_from("<Q", data)
         assert length <= 100_000_000
         head = data[: 8 + length]
@@ -59,8 +60,42 @@ class Plain:
         self.storages = self.manifest["storages"]
         if any(storage["codec"] == SHARED for storage in self.storages):
             self.expand()
+        self.seal, self.base = self.entries["ckpt8.seal"].hex(), None
+        self.partners = {}
+        if "base" in self.manifest:
+            self.open_base(folder)
         assert len({storage["name"] for storage in self.storages}) == len(self.storages)
         self.read = set()
+
+    def open_base(self, folder):
+        """Open the base of a delta, and give the differences the codec of their partners."""
+        record = self.manifest["base"]
+        assert set(record) == {"seal", "path", "key", "place", "links"}
+        path = folder / record["path"]
+        self.base = base = Plain(path.read_bytes(), path.parent)
+        below = base.manifest.get("base", {"key": base.seal, "place": 0, "links": 0})
+        assert (record["seal"], record["key"], record["links"]) == (base.seal, below["key"], below["links"] + 1)
+        assert below["place"] < record["place"]
+        assert 1 <= record["links"] <= min(255, record["place"])
+        for index, storage in enumerate(self.storages):
+            if storage["codec"]["id"] == "delta/1":
+                assert set(storage["codec"]) == {"id", "base", "codec"}
+                self.partners[index] = storage["codec"]["base"]
+                partner = base.storages[self.partners[index]]
+                storage["codec"] = storage["codec"]["codec"]
+                assert "pack" not in storage
+                assert "pack" not in partner
+                assert storage["codec"]["id"] not in {"reference/1", "reference16/1", "reference/2", "vscaled/1"}
+                assert all(storage[key] == partner[key] for key in ("dtype", "numel", "codec"))
+
+    def whole(self, index):
+        """As ``frames``, with the parts of the base added to differences."""
+        found, chunks = self.frames(self.storages[index])
+        if index in self.partners:
+            below, _ = self.base.whole(self.partners[index])
+            for part, planes in found.items():
+                found[part] = [added(*each) for each in zip(planes, below[part], strict=True)]
+        return found, chunks
 
     def expand(self):
         """Put the storages of packs in their places, and the rows of tables into the lists of records."""
@@ -146,6 +181,8 @@ class Plain:
     def lowest_version(self):
         codecs = {each.get("shared", each)["codec"]["id"] for each in self.manifest["storages"]}
         steps = any("steps" in each for each in self.manifest["parameters"])
+        if "base" in self.manifest:
+            return "1.5"
         if "budget" in self.manifest or steps or codecs & STEPPED:
             return "1.4"
         if any(each["codec"] == SHARED or each["codec"]["id"] == "reference16/1" for each in self.manifest["storages"]):
@@ -244,7 +281,7 @@ class Plain:
             return self.half_copy(storage)
         if storage["codec"]["id"] == "reference/2":
             return self.rounded_copy(storage)
-        frames, chunks = self.frames(storage)
+        frames, chunks = self.whole(index)
         decode = DECODE[storage["codec"]["id"]] if storage["numel"] else lambda *_: b""
         second = self.companion(storage)
         return b"".join(
