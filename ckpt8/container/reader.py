@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +55,7 @@ class ContainerReader(Closing):
         self._file = SourceFile(ByteRange.of(path))
         self._codecs: dict[int | Pack, Codec] = {}
         self._packs = PackReader(self.pack_codec, self._read_pack_part)
+        self._local = threading.local()
         try:
             with without_collection():
                 self._open()
@@ -62,7 +64,7 @@ class ContainerReader(Closing):
             raise
 
     def _open(self) -> None:
-        entries, stored = self._open_header()
+        entries, stored, self._data_start = read_head(self._file, str(self.path))
         self.manifest = self._open_manifest(stored)
         self.backend = for_checkpoint(self.manifest.storages) if self._kernels else "torch"
         self.places = self._locate({entry.name: entry for entry in entries})
@@ -101,11 +103,6 @@ class ContainerReader(Closing):
     def seal(self) -> bytes:
         """The stored SHA-256, which identifies this file."""
         return self._file.read(self.size - header.SEAL_BYTES, header.SEAL_BYTES)
-
-    def _open_header(self) -> tuple[list[Entry], bytes]:
-        """The entries, and the stored manifest, once header and manifest match the seal."""
-        entries, stored, self._data_start = read_head(self._file, str(self.path))
-        return entries, stored
 
     def _open_manifest(self, stored: bytes) -> Manifest:
         where = str(self.path)
@@ -238,9 +235,11 @@ class ContainerReader(Closing):
         return frames.decode_part(planes, spec), packing
 
     def fill_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> None:
-        """As ``decode_chunk``, without the parts."""
+        """As ``decode_chunk``, without the parts. A companion that this thread has just decoded is copied."""
         record = self.manifest.storages[storage]
-        elements = None if record.pack is None else self._packs.elements(record, self.backend)
+        place, elements = vars(self._local).pop("companion", (None, None))
+        if place != (storage, chunk):
+            elements = None if record.pack is None else self._packs.elements(record, self.backend)
         if elements is None:
             self.decode_chunk(storage, chunk, out)
         else:
@@ -270,9 +269,13 @@ class ContainerReader(Closing):
 
     def companions(self, storage: int, chunk: int) -> Companions:
         """The decoded chunks of other storages that the codec of a chunk needs. Raises InputError for damage there."""
-        needed = self.codec(storage).companion_storages
-        found = {name: self.read_chunk(other, chunk).float() for name, other in needed.items()}
-        return found | self.expanded(storage, chunk)
+        found = self.expanded(storage, chunk)
+        for name, other in self.codec(storage).companion_storages.items():
+            elements = self.read_chunk(other, chunk)
+            # Whoever reads all storages asks for it next.
+            self._local.companion = (other, chunk), elements
+            found[name] = elements.float()
+        return found
 
     def expanded(self, storage: int, chunk: int) -> Parts:
         """The companions of a chunk that row and column statistics give, in fp32. Raises InputError for damage."""
