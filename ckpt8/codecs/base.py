@@ -151,8 +151,8 @@ class Codec(ABC):
             if name not in parts:
                 parts[name] = flat.new_empty(part.numel, dtype=part.dtype.torch)
         taken = {} if inherited is None else {name: inherited[name] for name in self.inherited if name in parts}
-        for name, part in taken.items():
-            parts[name].copy_(part[: parts[name].numel()])
+        for name, earlier in taken.items():
+            parts[name].copy_(earlier[: parts[name].numel()])
         given = {"given": True} if taken else {}
         for run, tile in self._tiles(spec, parts, used):
             kernel(flat[run], tile, **self._keywords("encode", first, companions, run), **given)
