@@ -14,6 +14,7 @@ from ckpt8.codecs.rounded_copy import ROUNDED
 from ckpt8.container import bases, header, layout
 from ckpt8.container.copies import check_companions, check_references
 from ckpt8.container.copy_reader import read_copy
+from ckpt8.container.factored_companions import expanded
 from ckpt8.container.head import read_head
 from ckpt8.container.header import Entry
 from ckpt8.container.links import Base, check_deltas
@@ -274,26 +275,13 @@ class ContainerReader(Closing):
 
     def companions(self, storage: int, chunk: int) -> Companions:
         """The decoded chunks of other storages that the codec of a chunk needs. Raises InputError for damage there."""
-        found = self.expanded(storage, chunk)
+        found = expanded(self, storage, chunk)
         for name, other in self.codec(storage).companion_storages.items():
             elements = self.read_chunk(other, chunk)
             # Whoever reads all storages asks for it next.
             self._local.companion = (other, chunk), elements
             found[name] = elements.float()
         return found
-
-    def expanded(self, storage: int, chunk: int) -> Parts:
-        """The companions of a chunk that row and column statistics give, in fp32. Raises InputError for damage."""
-        factored = self.codec(storage).factored
-        if not factored:
-            return {}
-        from ckpt8.codecs.factored import expand
-
-        first, numel = chunk * layout.FRAME, self.chunk_spec(storage, chunk).numel
-        return {
-            name: expand(each, self.read_chunk(each.rows, 0), self.read_chunk(each.columns, 0), first, numel)
-            for name, each in factored.items()
-        }
 
     def read_chunk(self, storage: int, chunk: int) -> torch.Tensor:
         """One decoded chunk as a new flat CPU tensor. Raises InputError for damage."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plain_reader import Plain
 from run_kit import SmallRun, tensors
 
 import ckpt8
@@ -243,3 +244,17 @@ def test_damage_in_a_base_ends_the_chain_and_is_named_where_it_was_asked_for(sta
     with pytest.warns(UserWarning, match=r"is stored whole.*0\.ckpt8"):
         assert saved(states[1], tmp_path / "1.ckpt8", base="auto").base is None
     assert not ckpt8.verify(tmp_path / "1.ckpt8").failures
+
+
+def test_a_reader_made_from_the_format_alone_reads_differences_of_either_kind(states, tmp_path):
+    saved(states[0], tmp_path / "0.ckpt8")
+    run = SmallRun()
+    run.load(states[0])
+    run.set_rate(1e-3 * 0.8)
+    manifests = [saved(run.advance(2), tmp_path / f"{k}.ckpt8", base="auto") for k in (1, 2, 3)]
+    salts = {of(manifest, "model.0.weight").codec["salt"] for manifest in manifests}
+    assert 1 < len(salts) <= 3
+    for k in (1, 2, 3):
+        plain = Plain((tmp_path / f"{k}.ckpt8").read_bytes(), tmp_path)
+        restored = ckpt8.restore(tmp_path / f"{k}.ckpt8", tmp_path / "restored.pt", force=True).read_bytes()
+        assert plain.member() == restored
