@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from chain_kit import make_run
+from chain_command_kit import make_run
 from faults_kit import digest
 
 import ckpt8
