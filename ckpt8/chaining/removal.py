@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from ckpt8.chaining.rest import Look, look_at
@@ -71,15 +72,21 @@ def remove_verified(
 def _discard(source: Path, container: Path, verified: Look) -> None:
     """Remove ``source`` if it still looks as it did when it was ``verified``. Raises InputError, OutputError."""
     aside = source.with_name(f".{source.name[:_NAME_KEPT]}.{_seal(container)}{_SUFFIX}")
-    changed = InputError(f"{source}: is kept: it changed after {container} was verified against it")
+
+    def check(path: Path) -> None:
+        if look_at(path) != verified:
+            raise InputError(f"{source}: is kept: it changed after {container} was verified against it")
+
     try:
-        if look_at(source) != verified:
-            raise changed
+        check(source)
         rename_new(source, aside)
-        if look_at(aside) != verified:
-            rename_new(aside, source)
-            raise changed
-        sync_directory(aside.parent)
+        try:
+            check(aside)
+            sync_directory(aside.parent)
+        except BaseException:
+            with suppress(OSError):
+                rename_new(aside, source)
+            raise
     except OSError as exc:
         raise OutputError(f"{source}: cannot be removed: {exc.strerror}") from exc
     _remove_aside(aside)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 
 import pytest
 import torch
 from chain_command_kit import make_run
+from failing_calls import CODES, Calls
 from faults_kit import digest
 
 import ckpt8
 from ckpt8.chaining import removal
+from ckpt8.chaining.jobs import Job, Settings
 from ckpt8.chaining.removal import finish_removals, remove_verified
 from ckpt8.container.header import is_container
 
@@ -181,3 +184,26 @@ def test_the_next_run_finishes_what_a_killed_one_began(run):
     finish_removals(source.parent, source.parent)
     assert sorted(source.parent.iterdir()) == sorted([container, other])
     assert is_container(container)
+
+
+def test_every_call_of_the_system_fails_once(tmp_path, monkeypatch):
+    """Compress, verify and remove: after each failure the original is there, or a container that holds against it."""
+    kept = make_run(tmp_path / "kept", 1)[0]
+    folder = tmp_path / "run"
+    for turn in itertools.count(1):
+        shutil.rmtree(folder, ignore_errors=True)
+        source = shutil.copytree(kept.parent, folder) / kept.name
+        calls = Calls(turn, CODES[turn % 2])
+        with monkeypatch.context() as patch:
+            calls.writes(patch)
+            outcome = Job(source, source.with_suffix(".ckpt8"), Settings(remove=True)).run()
+        if len(calls.seen) < turn:
+            assert outcome.error is None
+            assert outcome.removed
+            break
+        assert isinstance(outcome.error, ckpt8.OutputError)
+        assert digest(source) == digest(kept)
+        if outcome.target.exists():
+            assert not ckpt8.verify(outcome.target, kept).failures
+        assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+    assert turn > 5
