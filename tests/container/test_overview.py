@@ -50,11 +50,10 @@ def test_a_directory(containers):
         assert_same(path)
 
 
-def test_single_elements_of_every_type(tmp_path):
-    values = {
-        kind: torch.tensor(-3, dtype=torch.int64).to(getattr(torch, kind)) for kind in ("float64", "bfloat16", "int32")
-    }
-    values |= {"float32": torch.tensor(-0.1), "float16": torch.tensor(1e-7).half(), "int64": torch.tensor(1 << 40)}
+def test_single_floats_of_every_type(tmp_path):
+    values = {kind: torch.tensor(-0.1, dtype=getattr(torch, kind)) for kind in ("float64", "float32")}
+    values["bfloat16"] = torch.tensor(-7.0).bfloat16()
+    values["float16"] = torch.tensor(1e-7).half()
     torch.save({**mixed(), **values}, tmp_path / "x.pt")
     ckpt8.compress(tmp_path / "x.pt")
     with opened(tmp_path / "x.ckpt8") as file, ckpt8.open(tmp_path / "x.ckpt8") as whole:

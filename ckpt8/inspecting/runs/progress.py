@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,9 +82,8 @@ def _step(value: float | None) -> int | None:
 
 def _finite(value: object, other: float | None = None) -> float | None:
     """A finite number; ``other`` for anything else."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST:
-        return float(value) if math.isfinite(value) else other
-    return other
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < LARGEST else other  # type: ignore[arg-type]
 
 
 def _first(tree: Mapping[Any, Any], keys: tuple[str, ...], number: Number) -> float | None:

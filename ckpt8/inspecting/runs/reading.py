@@ -21,6 +21,7 @@ from ckpt8.inspecting.runs.record import RunRecord
 from ckpt8.inspecting.step_facts import step_figures
 
 _SUFFIX = ".ckpt8"
+_LATEST = datetime(9999, 1, 1, tzinfo=timezone.utc).timestamp()
 _STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)s?[-_=.]?(\d{1,15})")
 _LAST = re.compile(r"(?<!epoch)(?<!epoch[-_=])(?<!\d)(\d{1,15})(?:\.\w*)?$")
 """The number of a step in a name, with a word before it or at the end."""
@@ -77,7 +78,7 @@ def _measure(row: Row, paths: Sequence[Path]) -> None:
         row.inodes.add((status.st_dev, status.st_ino))
         row.record.stored_bytes += status.st_size
         newest = max(newest, status.st_mtime)
-    row.record.time = datetime.fromtimestamp(newest, timezone.utc)
+    row.record.time = datetime.fromtimestamp(min(newest, _LATEST), timezone.utc)
 
 
 def _read_originals(place: Place, containers: set[Path]) -> Facts | None:

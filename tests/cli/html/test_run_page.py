@@ -50,7 +50,7 @@ def test_the_page_in_a_browser(made, width, tmp_path):
     seen = browse(page, tmp_path, width=width)
     assert (seen["console"], seen["asked"], seen["resources"]) == ([], ["/", "/page.html"], [])
     assert (seen["width"], seen["scroll"], seen["beyond"], seen["cut"]) == (width, width, 0, [])
-    assert seen["headings"] == ["run", "Size by step", "Loss by step", "Checkpoints"]
+    assert seen["headings"] == ["run", "By step", "Checkpoints"]
     assert dict(seen["tiles"])["checkpoints"] == "4"
     assert [chart["kind"] for chart in seen["charts"]] == ["sizes", "losses"]
     assert all(f"{record.ratio:.2f}x" in seen["text"] for record in run if record.ratio)

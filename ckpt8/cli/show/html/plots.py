@@ -141,8 +141,7 @@ def over_steps(
     first, last = steps or (min(found), max(found))
     last = max(first + 1, last)
     x = _linear(first, last, _LEFT + 6, _RIGHT - 6)
-    marks = sorted({first + (last - first) * k // 4 for k in range(5)})
-    body = [_axes([(x(step), f"{step:,}") for step in marks], axis.ticks, x_title, y_title)]
+    body = [_axes([(x(step), f"{step:,}") for step in _marks(first, last)], axis.ticks, x_title, y_title)]
     for css, points in curves:
         thin = list(points[:: max(1, len(points) // _MOST_POINTS)])
         thin += [points[-1]] if thin[-1] != points[-1] else []
@@ -155,6 +154,12 @@ def over_steps(
             for px, py, words in places
         ]
     return _frame(y_title, "".join(body))
+
+
+def _marks(first: int, last: int) -> Sequence[int]:
+    """At most five round steps from the first to the last."""
+    step = max(1, math.ceil(linear_ticks(last - first)[1]))
+    return range(-(-first // step) * step, last + 1, step)
 
 
 def _shares(side: dict[str, Any]) -> dict[int, float]:

@@ -20,7 +20,7 @@ _KINDS = {"key": "weight", "delta": "moment2", "raw": "other"}
 """The style of every kind."""
 
 _WORDS = {"key": "key", "delta": "delta", "raw": "not compressed"}
-_LOSSES = {"loss": ("update", "training"), "val_loss": ("moment1", "validation")}
+_LOSSES = {"loss": ("update", "training loss"), "val_loss": ("moment1", "validation loss")}
 
 _TWO_BARS = "Where a row has two bars, the faint one is the original size and the other the stored size."
 
@@ -41,7 +41,7 @@ class RunPage:
         """Write the page about ``Run.to_json``. Raises OutputError."""
         name = facts["path"].rstrip("/").rpartition("/")[2] or facts["path"]
         rows = facts["checkpoints"]
-        sections = [_heading(name, facts["totals"]), _sizes(rows), _losses(rows), _list(rows), _footer()]
+        sections = [_heading(name, facts["totals"]), _charts(rows), _list(rows), _footer()]
         write_page(self._target, document(name, sections, {"facts": facts}), force=self._force)
 
 
@@ -58,24 +58,34 @@ def _problems(totals: Mapping[str, Any]) -> dict[str, str]:
     return {key: what for key, what in (("damaged", "damaged"), ("base_missing", "without a base")) if totals[key]}
 
 
-def _sizes(rows: Sequence[Row]) -> str:
-    """The bytes of every checkpoint by its step; empty where no step is known."""
+def _charts(rows: Sequence[Row]) -> str:
+    """The section of sizes and losses by step; empty where no step is known."""
+    entries: list[tuple[str, str]] = []
+    charts = _sizes(rows, entries) + _losses(rows, entries)
+    if not charts:
+        return ""
+    return f'<section id="steps"><h2>By step</h2>{legend(entries)}<div class="charts pairs">{charts}</div></section>'
+
+
+def _figure(name: str, title: str, chart: str, points: int) -> str:
+    note = f"{counted(points, 'point')}, those with a known step"
+    return f'<figure data-chart="{name}"><figcaption>{title}</figcaption>{chart}<p class="note">{note}</p></figure>'
+
+
+def _sizes(rows: Sequence[Row], entries: list[tuple[str, str]]) -> str:
+    """The bytes of every checkpoint by its step; adds the entries of the legend."""
     known = [each for each in rows if each["step"] is not None and each["kind"] and each["stored_bytes"]]
     if not known:
         return ""
     curves = []
     for kind, css in _KINDS.items():
-        points = [_point(each, each["stored_bytes"], size(each["stored_bytes"])) for each in known if _is(each, kind)]
-        curves += [(css, sorted(points))] if points else []
+        if points := [
+            _point(each, each["stored_bytes"], size(each["stored_bytes"])) for each in known if _is(each, kind)
+        ]:
+            curves.append((css, sorted(points)))
+            entries.append((f"dot {css}", _WORDS[kind]))
     axis = log_axis([each["stored_bytes"] for each in known], lambda exponent: size(10**exponent).replace(".00", ""))
-    colours = legend([(f"dot {css}", _WORDS[kind]) for kind, css in _KINDS.items() if any(_is(r, kind) for r in known)])
-    chart = over_steps(curves, "step", "size", axis, joined=False)
-    return f'<section id="sizes"><h2>Size by step</h2>{colours}{_figure("sizes", chart, len(known))}</section>'
-
-
-def _figure(name: str, chart: str, points: int) -> str:
-    note = f"{counted(points, 'point')}, those with a known step"
-    return f'<figure data-chart="{name}">{chart}<p class="note">{note}</p></figure>'
+    return _figure("sizes", "Size", over_steps(curves, "step", "size", axis, joined=False), len(known))
 
 
 def _is(each: Row, kind: str) -> bool:
@@ -86,9 +96,9 @@ def _point(each: Row, value: float, words: str) -> Point:
     return each["step"], value, f"{each['name']}: step {each['step']:,}, {words}"
 
 
-def _losses(rows: Sequence[Row]) -> str:
-    """The losses by step, a line for each run; empty where none is known."""
-    curves, found, values = [], [], []
+def _losses(rows: Sequence[Row], entries: list[tuple[str, str]]) -> str:
+    """The losses by step, a line for each run; adds the entries of the legend."""
+    curves, values = [], []
     for key, (css, words) in _LOSSES.items():
         of_runs = defaultdict[str, list[Point]](list)
         for each in rows:
@@ -96,12 +106,10 @@ def _losses(rows: Sequence[Row]) -> str:
                 of_runs[each["run"]].append(_point(each, each[key], f"loss {number(each[key])}"))
         curves += [(css, sorted(points)) for points in of_runs.values()]
         values += [value for points in of_runs.values() for _, value, _ in points]
-        found += [(f"dot {css}", words)] if of_runs else []
+        entries += [(f"dot {css}", words)] if of_runs else []
     if not curves:
         return ""
-    chart = over_steps(curves, "step", "loss", close_axis(values))
-    figure = _figure("losses", chart, len(values))
-    return f'<section id="losses"><h2>Loss by step</h2>{legend(found)}{figure}</section>'
+    return _figure("losses", "Loss", over_steps(curves, "step", "loss", close_axis(values)), len(values))
 
 
 def _list(rows: Sequence[Row]) -> str:
