@@ -17,6 +17,7 @@ from ckpt8.core.lazy import lazy_names
 _LOCATIONS = {
     "nn": "ckpt8.nn",
     "optim": "ckpt8.optim",
+    "chain": "ckpt8.chaining.chain:chain",
     "compress": "ckpt8.compressing.compress:compress",
     "convert": "ckpt8.converting.convert:convert",
     "Global": "ckpt8.checkpoint.tree:Global",
@@ -54,6 +55,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "__version__",
+    "chain",
     "compress",
     "convert",
     "diff",

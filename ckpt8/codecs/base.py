@@ -134,20 +134,25 @@ class Codec(ABC):
         first: int = 0,
         companions: Companions = NO_COMPANIONS,
         inherited: Parts | None = None,
+        out: Mapping[str, torch.Tensor] = NO_COMPANIONS,
     ) -> Parts:
         """Parts of ``x``, taken flat in storage order. Raises RefusedError when ``x`` cannot be represented.
 
         ``first`` is the index of its first element in the storage; ``companions`` are flat, of the same elements.
-        ``inherited`` holds the parts that the codec inherits, those of an earlier state of the same elements.
+        ``inherited`` holds the parts that the codec inherits, those of an earlier state of the same elements. Parts are
+        written to those of ``out`` that have their name.
         """
         flat = x.detach().reshape(-1)
         used = self._resolve(backend, x.device, flat.numel())
         kernel = self.kernel("encode", used)
         spec = TensorSpec("", Role.OTHER, _dtype_of(x.dtype), (flat.numel(),))
-        parts = {name: flat.new_empty(part.numel, dtype=part.dtype.torch) for name, part in self.layout(spec).items()}
+        parts = {**out}
+        for name, part in self.layout(spec).items():
+            if name not in parts:
+                parts[name] = flat.new_empty(part.numel, dtype=part.dtype.torch)
         taken = {} if inherited is None else {name: inherited[name] for name in self.inherited if name in parts}
-        for name, part in taken.items():
-            parts[name].copy_(part[: parts[name].numel()])
+        for name, earlier in taken.items():
+            parts[name].copy_(earlier[: parts[name].numel()])
         given = {"given": True} if taken else {}
         for run, tile in self._tiles(spec, parts, used):
             kernel(flat[run], tile, **self._keywords("encode", first, companions, run), **given)

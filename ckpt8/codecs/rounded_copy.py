@@ -97,6 +97,7 @@ class Reference(Codec, Copied):
         first: int = 0,  # noqa: ARG002
         companions: Companions = NO_COMPANIONS,
         inherited: Parts | None = None,  # noqa: ARG002
+        out: Companions = NO_COMPANIONS,  # noqa: ARG002
     ) -> Parts:
         """No parts. Raises RefusedError unless ``x`` is, bit for bit, the companion ``rounded`` of its own type.
 
@@ -150,6 +151,7 @@ class HalfReference(Reference):
         first: int = 0,  # noqa: ARG002
         companions: Companions = NO_COMPANIONS,
         inherited: Parts | None = None,  # noqa: ARG002
+        out: Companions = NO_COMPANIONS,  # noqa: ARG002
     ) -> Parts:
         """The differences between ``x`` and the companion ``rounded``, bf16. Raises RefusedError for a large one.
 

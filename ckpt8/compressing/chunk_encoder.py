@@ -28,7 +28,7 @@ from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.files.crc import crc32
 from ckpt8.core.gpu import copy_to_row, row_bytes
 from ckpt8.core.tensors import DType, Parts
-from ckpt8.core.workers import Workers, scratch
+from ckpt8.core.workers import Workers, scratch_elements
 
 P = TypeVar("P")
 
@@ -61,9 +61,8 @@ EncodedChunk = Chunk[list[tuple[bytes | memoryview, int]]]
 def read_chunk(checkpoint: Checkpoint, stream: Stream, chunk: int, slot: int) -> tuple[torch.Tensor, int]:
     """Read one chunk of a stream into this thread's buffer for ``slot``; return it and its crc32, as ``read_bytes``."""
     spec = stream.chunk_spec(chunk)
-    view = scratch(slot, spec.numel * spec.dtype.itemsize)
-    crc = read_bytes(checkpoint, stream, chunk, view)
-    return torch.frombuffer(view, dtype=torch.uint8).view(spec.dtype.torch), crc
+    x = scratch_elements(slot, spec.dtype.torch, spec.numel)
+    return x, read_bytes(checkpoint, stream, chunk, frames.bytes_of(x))
 
 
 def read_bytes(checkpoint: Checkpoint, stream: Stream, chunk: int, view: memoryview) -> int:
@@ -82,10 +81,10 @@ def check_source(unit: Unit, crcs: Sequence[int], source: str) -> None:
 def read_master(checkpoint: Checkpoint, run: Run) -> torch.Tensor:
     """The fp32 elements of a run, valid until this thread asks for the next. Raises InputError."""
     assert run.storage is not None  # noqa: S101 - padding has no master
-    view = scratch("master", run.length * DType.FLOAT32.itemsize)
+    x = scratch_elements("master", torch.float32, run.length)
     storage = checkpoint.storages[run.storage]
-    checkpoint.read_into(storage.offset + run.start * DType.FLOAT32.itemsize, view)
-    return torch.frombuffer(view, dtype=torch.float32)
+    checkpoint.read_into(storage.offset + run.start * DType.FLOAT32.itemsize, frames.bytes_of(x))
+    return x
 
 
 def rounded_masters(
@@ -149,11 +148,11 @@ class ChunkEncoder:
 
     def encode(self, work: Work) -> PackedChunk:
         """As ``pack``, with symbols as they are."""
-        return self._encode(work, *self._read(work))
+        return self._encode(work, *self._read(work), reuse=False)
 
     def pack_tensors(self, work: Work, originals: Sequence[torch.Tensor], crcs: list[int]) -> PackedChunk:
         """Pack one chunk on the device of its tensors, one for each stream. Thread-safe."""
-        chunk = self._encode(work, originals, crcs)
+        chunk = self._encode(work, originals, crcs, reuse=True)
         found = [self.pack_symbols(parts) for parts in chunk.parts]
         return replace(chunk, parts=[parts for parts, _ in found], packings=[packings for _, packings in found])
 
@@ -167,7 +166,8 @@ class ChunkEncoder:
         read = [read_chunk(self._checkpoint, stream, chunk, slot) for slot, stream in enumerate(unit.streams)]
         return [x for x, _ in read], [crc for _, crc in read]
 
-    def _encode(self, work: Work, originals: Sequence[torch.Tensor], crcs: list[int]) -> PackedChunk:
+    def _encode(self, work: Work, originals: Sequence[torch.Tensor], crcs: list[int], *, reuse: bool) -> PackedChunk:
+        """Encode one chunk; with ``reuse`` symbols are in buffers of this thread."""
         unit, chunk = work
         first = chunk * frames.FRAME
         bases: list[Parts | None] = []
@@ -178,7 +178,9 @@ class ChunkEncoder:
                 bases = [
                     self._base_parts(stream, chunk, x.device) for stream, x in zip(unit.streams, originals, strict=True)
                 ]
-                parts = lockstep.encode(unit.streams, originals, first, self._backend, self._checkpoint, bases)
+                parts = lockstep.encode(
+                    unit.streams, originals, first, self._backend, self._checkpoint, bases, reuse=reuse
+                )
             errors = UnitErrors()
             if self._meter is not None and unit.measured:
                 errors = self._meter.measure(unit, first, originals, parts)

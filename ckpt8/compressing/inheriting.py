@@ -37,8 +37,9 @@ SAMPLE = 1 << 16
 _MOST_SHARE = 1.25
 """The most that steps of the base may take of what the weights of an optimizer may err."""
 
-_LEAST_CORRELATION = 0.05
-"""Above this, weights are taken to lie at the points of the lattice of the base."""
+_LEAST_CORRELATION = 0.02
+"""Above this, weights are taken to lie at the points of the lattice of the base. If they move as normal numbers, twice
+this part of what they have moved since they were decoded would be lost."""
 
 
 class _Candidate(NamedTuple):

@@ -15,7 +15,7 @@ from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.core.backend import Backend, on_cpu
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import DType, Parts, TensorSpec
-from ckpt8.core.workers import scratch
+from ckpt8.core.workers import scratch_elements
 
 
 def set_companions(plan: Plan) -> None:
@@ -49,15 +49,18 @@ def encode(
     backend: Backend | None,
     source: Checkpoint,
     bases: Sequence[Parts | None] = (),
+    *,
+    reuse: bool = False,
 ) -> list[Parts]:
     """The parts of every stream; ``first`` is the index of the first element. Raises RefusedError.
 
     Statistics that a codec needs are read from ``source``. Each stream inherits from its parts in ``bases``, if any.
+    With ``reuse`` symbols are in buffers of this thread, until it encodes again.
     """
     parts: dict[int, Parts] = {}
 
     def decoded(k: int) -> torch.Tensor:
-        return _decode(streams[k], parts[k], originals[k], first, backend, {}, f"companion {k}")
+        return _decode(streams[k], parts[k], originals[k], first, backend, {}, k)
 
     place = {stream.index: k for k, stream in enumerate(streams)}
     for k, needed in _with_decoded(streams, originals, first, source, decoded):
@@ -69,7 +72,8 @@ def encode(
         asked = on_cpu(backend, x.device)
         inherited = bases[k] if bases else None
         try:
-            parts[k] = codec.encode(x, backend=asked, first=first, companions=companions, inherited=inherited)
+            out = _symbols(streams[k], len(x), k) if reuse and x.device.type == "cpu" else {}
+            parts[k] = codec.encode(x, backend=asked, first=first, companions=companions, inherited=inherited, out=out)
         except RefusedError as exc:
             exc.storage = streams[k].index
             raise
@@ -92,8 +96,7 @@ def decode(
     """
     values: dict[int, torch.Tensor] = {}
     for k, companions in _with_decoded(streams, originals, first, source, values.__getitem__):
-        slot = f"decoded {k}" if reuse else None
-        values[k] = _decode(streams[k], parts[k], originals[k], first, backend, companions, slot)
+        values[k] = _decode(streams[k], parts[k], originals[k], first, backend, companions, k if reuse else None)
     return [values[k] for k in range(len(streams))]
 
 
@@ -120,6 +123,19 @@ def _read_statistic(source: Checkpoint, index: int) -> torch.Tensor:
     return read_elements(source, storage, DType.FLOAT32, 0, storage.nbytes // DType.FLOAT32.itemsize)
 
 
+def _symbols(stream: Stream, numel: int, k: int) -> Parts:
+    """The buffers of this thread for the symbols of ``numel`` elements of stream ``k``.
+
+    New memory for every chunk would take as long as encoding: the system has to clear it.
+    """
+    layout = stream.codec.layout(TensorSpec(stream.spec.name, stream.spec.role, stream.spec.dtype, (numel,)))
+    return {
+        name: scratch_elements(f"{name} {k}", part.dtype.torch, numel)
+        for name, part in layout.items()
+        if part.is_symbols
+    }
+
+
 def _decode(
     stream: Stream,
     parts: Parts,
@@ -127,17 +143,14 @@ def _decode(
     first: int,
     backend: Backend | None,
     companions: Companions,
-    slot: str | None,
+    slot: int | None,
 ) -> torch.Tensor:
     """The elements of a chunk as they come back, in the buffer of this thread for ``slot`` if there is one."""
     if not stream.lossy:
         return x
     out = None
-    if slot is not None and x.device.type == "cpu" and len(x):
-        # New memory for every chunk would be as slow as decoding: the system has to clear it.
-        dtype = stream.spec.dtype
-        view = scratch(slot, len(x) * dtype.itemsize)
-        out = torch.frombuffer(view, dtype=DType.UINT8.torch).view(dtype.torch)
+    if slot is not None and x.device.type == "cpu":
+        out = scratch_elements(f"decoded {slot}", stream.spec.dtype.torch, len(x))
     spec = TensorSpec(stream.spec.name, stream.spec.role, stream.spec.dtype, (len(x),))
     used = on_cpu(backend, x.device)
     return stream.codec.decode(parts, spec, out=out, backend=used, first=first, companions=companions)

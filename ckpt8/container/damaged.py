@@ -11,7 +11,7 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -39,16 +39,27 @@ _OFFSETS = re.compile(rb"\d{1,17}\],\"data_offsets\":\[(\d{1,17}),(\d{1,17})(?:\
 
 
 class DamagedContainer(ContainerReader):
-    """A container that may be damaged. Raises InputError where the manifest is not readable.
+    """A container that may be damaged, and so may its base. Raises InputError where the manifest is not readable.
 
     ``damage`` says what is wrong with header, manifest or seal; None where nothing is. ``lost`` holds the chunks of
     every storage that ``mark_lost`` named: floats in them read as NaN, all else as zeros.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, base_dirs: Sequence[Path] | None = None) -> None:
         self.damage: str | None = None
         self.lost: dict[int, set[int]] = {}
-        super().__init__(path)
+        super().__init__(path, base_dirs=base_dirs)
+
+    def _open_base(self, path: Path) -> ContainerReader:
+        return DamagedContainer(path, base_dirs=self.base_dirs)
+
+    def damage_below(self) -> str | None:
+        """What is wrong with the base of a delta, or with those below it, as ``damage``, or that one is missing."""
+        try:
+            links = self.links()
+        except InputError as exc:
+            return str(exc)
+        return next((each.damage for each in links if isinstance(each, DamagedContainer) and each.damage), None)
 
     def mark_lost(self, storage: int, chunk: int) -> None:
         """From now on do not decode this chunk."""

@@ -9,7 +9,7 @@ import torch
 from ckpt8.container.layout import FRAME, chunk_count
 from ckpt8.container.manifest import Pack
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.workers import Progress, Workers, scratch
+from ckpt8.core.workers import Progress, Workers, scratch_elements
 
 Chunk = tuple[int, int]
 """The index of a storage, and the number of one of its chunks."""
@@ -61,5 +61,4 @@ def all_chunks(reader: ContainerReader, storages: Iterable[int]) -> Iterator[lis
 def scratch_tensor(reader: ContainerReader, storage: int, chunk: int) -> torch.Tensor:
     """The buffer of the calling thread, shaped for the elements of one chunk; the next call overwrites it."""
     spec = reader.chunk_spec(storage, chunk)
-    view = scratch("decode", spec.numel * spec.dtype.itemsize)
-    return torch.frombuffer(view, dtype=torch.uint8).view(spec.dtype.torch)
+    return scratch_elements("decode", spec.dtype.torch, spec.numel)

@@ -40,20 +40,31 @@ class Base(Closing, Generic[R]):
         self._delta = delta
         self._open = open_base
         self._reader: R | None = None
+        self._problem: InputError | None = None
         self._lock = threading.Lock()
 
     def reader(self) -> R:
         """The open base. Raises InputError where it is missing or damaged, or does not fit."""
         with self._lock:
+            if self._problem is not None:
+                raise self._problem
             if self._reader is None:
-                found = self._open()
                 try:
-                    _check(self._delta, found)
-                except BaseException:
-                    found.close()
+                    self._reader = self._opened()
+                except InputError as exc:
+                    # Each chunk of a delta asks again.
+                    self._problem = exc
                     raise
-                self._reader = found
             return self._reader
+
+    def _opened(self) -> R:
+        found = self._open()
+        try:
+            _check(self._delta, found)
+        except BaseException:
+            found.close()
+            raise
+        return found
 
     def close(self) -> None:
         """Close the base, if it is open."""

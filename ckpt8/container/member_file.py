@@ -119,6 +119,25 @@ class MemberFile(io.RawIOBase):
             start = end
             at += start == run.stop
 
+    def batches(self) -> Iterator[list[Piece]]:
+        """All pieces of the member, in batches for one thread: a chunk, and those that it is decoded with.
+
+        The pieces of each storage come in order.
+        """
+        starts = {run.storage: run.start for run in self._runs if run.storage != self._skeleton}
+        companions = {index: self._reader.codec(index).companion_storages.values() for index in starts}
+        owners = {other: index for index, each in companions.items() for other in each if other in starts}
+        for piece in self.pieces(0, self.size):
+            if piece.storage not in owners:
+                batch = [piece]
+                for other in companions.get(piece.storage, ()):
+                    if owners.get(other) == piece.storage:
+                        record = self._reader.manifest.storages[other]
+                        first = piece.chunk * frames.FRAME * record.dtype.itemsize
+                        start, stop = starts[other] + first, starts[other] + record.nbytes
+                        batch.append(next(self.pieces(start, stop)))
+                yield batch
+
     def fill(self, piece: Piece, view: memoryview, *, keep: bool = False) -> None:
         """Decode one piece into the start of ``view``. Thread-safe. With ``keep`` the next read may use its chunk."""
         target = view[: piece.stop - piece.start]

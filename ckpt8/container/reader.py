@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from ckpt8.codecs.rounded_copy import ROUNDED
 from ckpt8.container import bases, header, layout
 from ckpt8.container.copies import check_companions, check_references
 from ckpt8.container.copy_reader import read_copy
+from ckpt8.container.factored_companions import expanded
 from ckpt8.container.head import read_head
 from ckpt8.container.header import Entry
 from ckpt8.container.links import Base, check_deltas
@@ -54,6 +56,7 @@ class ContainerReader(Closing):
         self._file = SourceFile(ByteRange.of(path))
         self._codecs: dict[int | Pack, Codec] = {}
         self._packs = PackReader(self.pack_codec, self._read_pack_part)
+        self._local = threading.local()
         try:
             with without_collection():
                 self._open()
@@ -238,9 +241,11 @@ class ContainerReader(Closing):
         return frames.decode_part(planes, spec), packing
 
     def fill_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> None:
-        """As ``decode_chunk``, without the parts."""
+        """As ``decode_chunk``, without the parts. A companion that this thread has just decoded is copied."""
         record = self.manifest.storages[storage]
-        elements = None if record.pack is None else self._packs.elements(record, self.backend)
+        place, elements = vars(self._local).pop("companion", (None, None))
+        if place != (storage, chunk):
+            elements = None if record.pack is None else self._packs.elements(record, self.backend)
         if elements is None:
             self.decode_chunk(storage, chunk, out)
         else:
@@ -270,22 +275,13 @@ class ContainerReader(Closing):
 
     def companions(self, storage: int, chunk: int) -> Companions:
         """The decoded chunks of other storages that the codec of a chunk needs. Raises InputError for damage there."""
-        needed = self.codec(storage).companion_storages
-        found = {name: self.read_chunk(other, chunk).float() for name, other in needed.items()}
-        return found | self.expanded(storage, chunk)
-
-    def expanded(self, storage: int, chunk: int) -> Parts:
-        """The companions of a chunk that row and column statistics give, in fp32. Raises InputError for damage."""
-        factored = self.codec(storage).factored
-        if not factored:
-            return {}
-        from ckpt8.codecs.factored import expand
-
-        first, numel = chunk * layout.FRAME, self.chunk_spec(storage, chunk).numel
-        return {
-            name: expand(each, self.read_chunk(each.rows, 0), self.read_chunk(each.columns, 0), first, numel)
-            for name, each in factored.items()
-        }
+        found = expanded(self, storage, chunk)
+        for name, other in self.codec(storage).companion_storages.items():
+            elements = self.read_chunk(other, chunk)
+            # Whoever reads all storages asks for it next.
+            self._local.companion = (other, chunk), elements
+            found[name] = elements.float()
+        return found
 
     def read_chunk(self, storage: int, chunk: int) -> torch.Tensor:
         """One decoded chunk as a new flat CPU tensor. Raises InputError for damage."""

@@ -10,9 +10,11 @@ import torch
 from ckpt8.container.symbol_modes import DIGITS, Mode
 from ckpt8.core.numba_kernels import i4, kernel
 
+u4, u8 = np.uint32, np.uint64
+
 _LANES, _SMALL = 4, 1 << 12
-_RUN = 1 << 12
-"""Symbols that are handled at once, so that they stay in the L1 cache."""
+_RUN = 30 << 7
+"""Symbols whose digits are taken at once, so that these stay in the L1 cache; whole bytes for every base."""
 
 
 @kernel
@@ -24,22 +26,28 @@ def _largest(symbols):
 
 
 @kernel
-def _count(symbols, counts):
+def _place(symbol):
+    """Where a symbol is counted; unsigned, or numba would ask whether it counts from the end."""
+    return u8(u4(symbol + i4(1)))
+
+
+@kernel
+def _count(symbols, first, second, third, fourth):
     """Count in four histograms in turn: an increment need not wait for that of an equal neighbour."""
     n = symbols.size // 4 * 4
     for i in range(0, n, 4):
-        counts[0, symbols[i] + 1] += 1
-        counts[1, symbols[i + 1] + 1] += 1
-        counts[2, symbols[i + 2] + 1] += 1
-        counts[3, symbols[i + 3] + 1] += 1
+        first[_place(symbols[i])] += u4(1)
+        second[_place(symbols[i + 1])] += u4(1)
+        third[_place(symbols[i + 2])] += u4(1)
+        fourth[_place(symbols[i + 3])] += u4(1)
     for i in range(n, symbols.size):
-        counts[0, symbols[i] + 1] += 1
+        first[_place(symbols[i])] += u4(1)
 
 
 @kernel
 def _count_many(symbols, counts):
     for i in range(symbols.size):
-        counts[0, symbols[i] + 1] += 1
+        counts[_place(symbols[i])] += u4(1)
 
 
 @kernel
@@ -49,48 +57,56 @@ def _stored(symbol, top):
 
 
 @kernel
-def _digit(symbol, top, shift, escape):
-    return min(i4(_stored(symbol, top) >> shift), escape)
+def _take_digits(symbols, out, top, shift, escape):
+    for i in range(symbols.size):
+        out[i] = min(i4(_stored(symbols[i], top) >> shift), escape)
+
+
+@kernel
+def _at(digits, place, weight):
+    return i4(i4(digits[u8(place)]) * i4(weight))
+
+
+@kernel
+def _join_bytes(digits, out, per_byte):
+    """Put so many digits into each byte, the first one as the lowest."""
+    if per_byte == 5:
+        for i in range(out.size):
+            k = 5 * i
+            low = i4(_at(digits, k, 1) + _at(digits, k + 1, 3))
+            high = i4(_at(digits, k + 2, 9) + _at(digits, k + 3, 27))
+            out[i] = i4(i4(low + high) + _at(digits, k + 4, 81))
+    elif per_byte == 3:
+        for i in range(out.size):
+            k = 3 * i
+            out[i] = i4(i4(_at(digits, k, 1) + _at(digits, k + 1, 6)) + _at(digits, k + 2, 36))
+    else:
+        for i in range(out.size):
+            k = 2 * i
+            out[i] = i4(_at(digits, k, 1) + _at(digits, k + 1, 16))
 
 
 @kernel
 def _fill_digits(symbols, out, top, shift, base, per_byte):
-    top, shift, base, escape = i4(top), i4(shift), i4(base), i4(base - 1)
-    n = symbols.size // per_byte
-    if per_byte == 5:
-        for i in range(n):
-            at = 5 * i
-            a = _digit(symbols[at], top, shift, escape) + i4(3) * _digit(symbols[at + 1], top, shift, escape)
-            b = i4(9) * _digit(symbols[at + 2], top, shift, escape) + i4(27) * _digit(
-                symbols[at + 3], top, shift, escape
-            )
-            out[i] = a + b + i4(81) * _digit(symbols[at + 4], top, shift, escape)
-    elif per_byte == 3:
-        for i in range(n):
-            at = 3 * i
-            a = _digit(symbols[at], top, shift, escape) + i4(6) * _digit(symbols[at + 1], top, shift, escape)
-            out[i] = a + i4(36) * _digit(symbols[at + 2], top, shift, escape)
-    elif per_byte == 2:
-        for i in range(n):
-            at = 2 * i
-            out[i] = _digit(symbols[at], top, shift, escape) + i4(16) * _digit(symbols[at + 1], top, shift, escape)
-    else:
-        for i in range(n):
-            out[i] = _digit(symbols[i], top, shift, escape)
-    if n < out.size:
-        weight, last = i4(1), i4(0)
-        for i in range(per_byte * n, symbols.size):
-            last += weight * _digit(symbols[i], top, shift, escape)
-            weight *= base
-        out[n] = last
+    top, shift, escape = i4(top), i4(shift), i4(base - 1)
+    if per_byte == 1:
+        _take_digits(symbols, out, top, shift, escape)
+        return
+    run = np.empty(_RUN, np.uint8)
+    for first in range(0, symbols.size, _RUN):
+        block = symbols[first : first + _RUN]
+        _take_digits(block, run, top, shift, escape)
+        run[block.size :] = 0
+        at = first // per_byte
+        _join_bytes(run, out[at : at + (block.size + per_byte - 1) // per_byte], per_byte)
 
 
 @kernel
-def _fill_plane(symbols, out, top, shift, less, byte):
-    """One byte of what a symbol has above ``less``, once it is shifted."""
-    top, shift, less, byte = i4(top), i4(shift), i4(less), i4(byte)
+def _fill_plane(symbols, out, top, less, shift):
+    """One byte of what a symbol has above ``less``."""
+    top, less, shift = i4(top), i4(less), i4(shift)
     for i in range(symbols.size):
-        out[i] = i4(max(i4(i4(_stored(symbols[i], top) >> shift) - less), i4(0)) >> byte) & i4(0xFF)
+        out[i] = max(i4(_stored(symbols[i], top) - less), i4(0)) >> shift
 
 
 @kernel
@@ -159,9 +175,12 @@ def largest(symbols: torch.Tensor) -> int:
 def histogram(symbols: torch.Tensor, largest: int) -> torch.Tensor:
     """As ``symbols``."""
     lanes = _LANES if largest < _SMALL else 1
-    counts = np.zeros((lanes, largest + 2), np.int64)
-    (_count if lanes > 1 else _count_many)(symbols.numpy(), counts)
-    return torch.from_numpy(counts.sum(0))
+    counts = np.zeros((lanes, largest + 2), np.uint32)
+    if lanes > 1:
+        _count(symbols.numpy(), *counts)
+    else:
+        _count_many(symbols.numpy(), counts[0])
+    return torch.from_numpy(counts.sum(0, dtype=np.int64))
 
 
 def fill(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> None:
@@ -169,9 +188,10 @@ def fill(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> N
     x, (raw, base, over, top) = symbols.numpy(), mode
     _fill_digits(x, planes[0].numpy(), top, 8 * raw, base, DIGITS[base])
     for k in range(over):
-        _fill_plane(x, planes[over - k].numpy(), top, 8 * raw, base - 1, 8 * k)
+        # Shifted once: a second shift of each symbol would take twice as long.
+        _fill_plane(x, planes[over - k].numpy(), top, (base - 1) << 8 * raw, 8 * (raw + k))
     for k in range(raw):
-        _fill_plane(x, planes[over + raw - k].numpy(), top, 0, 0, 8 * k)
+        _fill_plane(x, planes[over + raw - k].numpy(), top, 0, 8 * k)
 
 
 def join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool:

@@ -141,3 +141,10 @@ def scratch(slot: int | str, length: int) -> memoryview:
     if len(buffers.get(slot, b"")) < length:
         buffers[slot] = bytearray(length)
     return memoryview(buffers[slot])[:length]
+
+
+def scratch_elements(slot: int | str, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """The same memory as a flat tensor."""
+    if not numel:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(scratch(slot, numel * dtype.itemsize), dtype=torch.uint8).view(dtype)

@@ -65,7 +65,8 @@ class Verification:
     """The result of ``verify``. ``failures`` is empty if all holds; ``against`` says whether there was an original.
 
     ``resume`` holds the figures of the replayed steps, see ``ReplayFigures.to_json``, and ``steps`` the measured error
-    in steps of a container under a budget, see ``step_facts``.
+    in steps of a container under a budget, see ``step_facts``. ``links`` are the paths of the files that a delta needs,
+    its base first. Of these all that it needs holds.
     """
 
     frames: int
@@ -76,6 +77,7 @@ class Verification:
     failures: tuple[str, ...]
     resume: dict[str, Any] | None = None
     steps: dict[str, Any] | None = None
+    links: tuple[str, ...] = ()
 
 
 @checked
@@ -89,6 +91,8 @@ def verify(
     progress: Progress = lambda _: None,
 ) -> Verification:
     """Check a container with all tensors that its manifest lists, and with ``original`` every statistic it states.
+
+    Of a delta this checks the files below it, too, as far as it needs them.
 
     It then replays ``resume_steps`` steps of the optimizer on both; a replay error, the largest NMSE of an update,
     above ``max_replay_error`` is a failure. Raises InputError for damage, CheckFailedError for another original,
@@ -124,6 +128,7 @@ def verify(
                 resume = figures.to_json()
             measured.replace_stated(reader.manifest)
             steps = step_facts(reader.manifest, count_whole)
+        links = tuple(str(each.path) for each in reader.links())
         return Verification(
-            count, reader.size, original is not None, statistics, unmeasured, tuple(failures), resume, steps
+            count, reader.size, original is not None, statistics, unmeasured, tuple(failures), resume, steps, links
         )

@@ -70,7 +70,10 @@ class MemberWriter:
     def _copy(self, member: MemberFile, descriptor: int, guard: Guard) -> dict[int, int]:
         """Decode and write every piece; return the crc32 of every storage whose bytes changed."""
 
-        def decode(piece: Piece) -> tuple[Piece, torch.Tensor, int]:
+        def decode(batch: list[Piece]) -> list[tuple[Piece, torch.Tensor, int]]:
+            return [decode_piece(piece) for piece in batch]
+
+        def decode_piece(piece: Piece) -> tuple[Piece, torch.Tensor, int]:
             content = host_bytes(piece.stop - piece.start)
             view = bytes_of(content)
             member.fill(piece, view)
@@ -78,12 +81,13 @@ class MemberWriter:
 
         crcs: dict[int, int] = {}
         # One thread writes: several would only wait for each other at the file.
-        for piece, content, crc in self.workers.map(decode, member.pieces(0, member.size)):
-            with guard():
-                write_at(descriptor, bytes_of(content), piece.start)
-            if member.needs_crc(piece.storage):
-                crcs[piece.storage] = combine(crcs.get(piece.storage, 0), crc, content.numel())
-            self.progress(content.numel())
+        for batch in self.workers.map(decode, member.batches()):
+            for piece, content, crc in batch:
+                with guard():
+                    write_at(descriptor, bytes_of(content), piece.start)
+                if member.needs_crc(piece.storage):
+                    crcs[piece.storage] = combine(crcs.get(piece.storage, 0), crc, content.numel())
+                self.progress(content.numel())
         return crcs
 
 

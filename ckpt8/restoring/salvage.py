@@ -69,10 +69,12 @@ class Salvage(Restored):
     """What was recovered: ``tensors`` counts tensors that were written intact, ``lost`` lists what was not.
 
     ``damage`` says what is wrong with the header, the manifest, or the seal, which is the checksum of both; None if
-    nothing is. Without the seal nothing proves the names, shapes and offsets that the manifest states.
+    nothing is. Without the seal nothing proves the names, shapes and offsets that the manifest states. ``base`` says
+    the same of the files that a delta needs, or that one is missing.
     """
 
     damage: str | None = None
+    base: str | None = None
     tensors: int = 0
     members: list[SalvagedMember] = field(default_factory=list)
     lost: list[LostTensor] = field(default_factory=list)
@@ -80,7 +82,8 @@ class Salvage(Restored):
     @property
     def complete(self) -> bool:
         """Whether the container is undamaged."""
-        return self.damage is None and not self.lost and all(member.state == WHOLE for member in self.members)
+        is_damaged = self.lost or self.damage is not None or self.base is not None
+        return not is_damaged and all(member.state == WHOLE for member in self.members)
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values, and ``complete``."""
@@ -92,6 +95,8 @@ class Salvage(Restored):
         lines = [f"{self.path}: {summary}", *Restored.lines(self)]
         if self.damage is not None:
             lines.append(f"{self.damage}; nothing proves the names, shapes and offsets that its manifest states")
+        if self.base is not None:
+            lines.append(self.base)
         lines += [
             f"{member.path}: {member.state}" + (f", see {member.written}" if member.state == TENSORS else "")
             for member in self.members
@@ -124,7 +129,7 @@ def salvage(
         # First of all: the states of the members follow from the lost chunks.
         _find_lost(reader, workers)
         result = Salvage.at(source, target, reader)
-        result.damage = reader.damage
+        result.damage, result.base = reader.damage, reader.damage_below()
         salvaging = _Salvaging(reader, workers, progress)
         if reader.manifest.directory is not None:
             with new_directory(result.path, reader, force=force) as directory:

@@ -76,7 +76,7 @@ def test_what_cannot_be_packed_is_refused(backend):
 def test_sums_that_are_no_symbols_are_damage(backend, found, base):
     """Among symbols that are fine."""
     differences, below = {"codes": symbols([0, found, 1])}, {"codes": symbols([0, base, -1])}
-    with pytest.raises(InputError, match="a.ckpt8: w: its symbols are not differences"):
+    with pytest.raises(InputError, match=r"a\.ckpt8: w: its symbols are not differences"):
         total(differences, below, "a.ckpt8: w", backend)
 
 

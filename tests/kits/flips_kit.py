@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from budget_kit import run_of
+from chain_kit import delta, moved
 
 import ckpt8
 from ckpt8.container.decoding import check_frames
@@ -20,7 +21,7 @@ from ckpt8.core.errors import InputError
 from ckpt8.core.workers import Workers
 
 RULES = ("*model.w=split24", "*.exp_avg=companded8", "*.exp_avg_sq=companded8(signed=False, Q=63, p=0.5)")
-SAMPLES = ("file", "directory", "budget")
+SAMPLES = ("file", "directory", "budget", "chain")
 
 
 @dataclass
@@ -35,7 +36,10 @@ class Flips:
 
 
 def make_sample(folder: Path, kind: str) -> Path:
-    """A container of every codec, of a file or a directory, or of the codecs with steps."""
+    """A container of every codec, of a file or a directory, of the codecs with steps, or a delta to one of these."""
+    if kind == "chain":
+        key = make_sample(folder, "budget")
+        return delta(moved(key, folder / "whole.ckpt8", 1), key, folder / "chain.ckpt8")
     if kind == "budget":
         torch.save(run_of([(64, 64)]), folder / "a.pt")
         ckpt8.compress(folder / "a.pt", folder / "budget.ckpt8", budget=10, threads=1)
@@ -78,16 +82,16 @@ def complaint(path: Path, workers: Workers) -> str | None:
     return None
 
 
-def flip(path: Path, wanted: Iterable[tuple[int, int]]) -> Flips:
-    """Flip the bits at (byte, bit) of a container, each for itself."""
+def flip(path: Path, wanted: Iterable[tuple[int, int]], read: Path | None = None) -> Flips:
+    """Flip the bits at (byte, bit) of a container, each for itself, and verify that, or ``read``, whose base it is."""
     found, data = Flips(), path.read_bytes()
     where = [name for name, start, stop in places(data) for _ in range(start, stop)]
     assert len(where) == len(data)
     with Workers(1) as workers, path.open("r+b", buffering=0) as file:
-        assert complaint(path, workers) is None
+        assert complaint(read or path, workers) is None
         for place, bit in wanted:
             os.pwrite(file.fileno(), bytes([data[place] ^ 1 << bit]), place)
-            said = complaint(path, workers)
+            said = complaint(read or path, workers)
             os.pwrite(file.fileno(), data[place : place + 1], place)
             name = where[place]
             tensor, slash, _ = name.rpartition("/")

@@ -134,11 +134,24 @@ def rounded_bits(bits):
 def lattice(parts, storage, n, first, _):
     codec = storage["codec"]
     assert set(codec) == {"id", "k", "salt"}
-    mantissa = (0x800000, 0x9837F0, 0xB504F3, 0xD744FD)[codec["k"] % 4]
-    step = np.float32(mantissa * 2.0 ** (codec["k"] // 4 - 23))
     symbols = parts["codes"]
-    x = (whole(symbols).astype(np.float32) + offset(first, n, codec["salt"])) * step
+    x = (whole(symbols).astype(np.float32) + offset(first, n, codec["salt"])) * step_of(codec)
     return fp32_bytes(np.where(symbols == -1, np.float32(0), x), storage)
+
+
+def next_symbols(below, partner, storage, first):
+    """The symbols of ``storage`` for the elements that the symbols ``below`` of ``partner`` stand for."""
+    bits = np.frombuffer(lattice({"codes": below}, partner, len(below), first, None), np.uint8)
+    wide = bits.view(np.uint32) if partner["dtype"] == "float32" else bits.view(np.uint16).astype(np.uint32) << 16
+    w, t = wide.view(np.float32), np.float32(0.5) - offset(first, len(below), storage["codec"]["salt"])
+    q = np.floor(w / step_of(storage["codec"]) + t).astype(np.int64)
+    assert np.abs(q).max(initial=0) < 1 << 18
+    return np.where(w == 0, -1, np.where(q < 0, -2 * q - 1, 2 * q))
+
+
+def step_of(codec):
+    mantissa = (0x800000, 0x9837F0, 0xB504F3, 0xD744FD)[codec["k"] % 4]
+    return np.float32(mantissa * 2.0 ** (codec["k"] // 4 - 23))
 
 
 def rclog(parts, storage, n, first, _):

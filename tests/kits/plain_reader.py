@@ -20,6 +20,7 @@ from plain_codecs import (
     integers,
     itemsize,
     low_bytes,
+    next_symbols,
     plane_lengths,
     rounded_bits,
     unpacked,
@@ -86,13 +87,19 @@ class Plain:
                 assert "pack" not in storage
                 assert "pack" not in partner
                 assert storage["codec"]["id"] not in {"reference/1", "reference16/1", "reference/2", "vscaled/1"}
-                assert all(storage[key] == partner[key] for key in ("dtype", "numel", "codec"))
+                assert all(storage[key] == partner[key] for key in ("dtype", "numel"))
+                both = {storage["codec"]["id"], partner["codec"]["id"]}
+                assert storage["codec"] == partner["codec"] or both == {"lattice/1"}
 
     def whole(self, index):
         """As ``frames``, with the parts of the base added to differences."""
         found, chunks = self.frames(self.storages[index])
         if index in self.partners:
+            storage, partner = self.storages[index], self.base.storages[self.partners[index]]
             below, _ = self.base.whole(self.partners[index])
+            if storage["codec"] != partner["codec"]:
+                symbols = enumerate(below["codes"])
+                below = {"codes": [next_symbols(s, partner, storage, k * CHUNK) for k, s in symbols]}
             for part, planes in found.items():
                 found[part] = [added(*each) for each in zip(planes, below[part], strict=True)]
         return found, chunks

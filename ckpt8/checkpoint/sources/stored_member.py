@@ -15,6 +15,7 @@ from ckpt8.checkpoint.readers.pickle.rebuild import make_tensor
 from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, StorageInfo, StorageRef, TensorRef
 from ckpt8.codecs import Codec
 from ckpt8.container import layout
+from ckpt8.container.factored_companions import expanded
 from ckpt8.container.frames import FRAME, bytes_of, host_bytes
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
@@ -216,6 +217,6 @@ class StoredParts:
             chunk * FRAME,
             *reader.read_packed(index, chunk),
             companions,
-            reader.expanded(index, chunk),
+            expanded(reader, index, chunk),
             reader.where(index),
         )

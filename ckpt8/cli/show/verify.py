@@ -22,7 +22,8 @@ def show_verified(console: Console, src: Path, against: Path | None, result: Ver
         text += f"; {result.statistics} statistics and all lossless tensors agree with {against}"
         if result.unmeasured:
             text += f"; {result.unmeasured} lossy tensors carry no statistics to check"
-    print_lines(console, [text, *(measured_lines(result.steps) if result.steps else [])])
+    links = [f"with what it needs of {', '.join(result.links)}"] if result.links else []
+    print_lines(console, [text, *links, *(measured_lines(result.steps) if result.steps else [])])
     show_optimizers(console, result.steps)
     if result.resume is not None:
         _show_replay(console, result.resume)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from flips_kit import SAMPLES, flip, make_sample, sweep
+from flips_kit import SAMPLES, flip, make_sample, places, sweep
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
@@ -14,6 +14,21 @@ def test_flips_all_over_the_file_are_noticed_and_named(kind, tmp_path):
     size = path.stat().st_size
     wanted = [(place, rng.randrange(8)) for place in range(rng.randrange(5), size, max(5, size // 1000))]
     found = flip(path, wanted)
+    assert found.faults == []
+    assert {"in ckpt8.manifest", "in ckpt8.seal", "in header", "in padding", "in planes"} <= found.counts.keys()
+
+
+def test_flips_in_the_base_of_a_delta_are_noticed_where_it_needs_them(tmp_path):
+    """It needs all but first moments and the skeleton."""
+    path, rng = make_sample(tmp_path, "chain"), random.Random(1)
+    base = tmp_path / "budget.ckpt8"
+    needed = [
+        (start, stop)
+        for name, start, stop in places(base.read_bytes())
+        if "exp_avg/" not in name and not name.startswith("ckpt8.skeleton")
+    ]
+    bytes_ = [place for start, stop in needed for place in range(start, stop)]
+    found = flip(base, [(place, rng.randrange(8)) for place in bytes_[:: len(bytes_) // 800]], path)
     assert found.faults == []
     assert {"in ckpt8.manifest", "in ckpt8.seal", "in header", "in padding", "in planes"} <= found.counts.keys()
 

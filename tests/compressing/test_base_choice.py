@@ -1,0 +1,183 @@
+"""Bases that are chosen: which container of a folder continues which, and when a new chain begins."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+
+import pytest
+import torch
+from run_kit import SmallRun, tensors
+
+import ckpt8
+from ckpt8.compressing.base_choice import Auto
+from ckpt8.container.reader import ContainerReader
+from ckpt8.core.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def states():
+    """Twenty checkpoints of one run, a step apart, whose steps have settled."""
+    run = SmallRun()
+    run.advance(150)
+    return [run.advance(1) for _ in range(20)]
+
+
+class Folder:
+    """A folder of containers, each newer than the one before."""
+
+    def __init__(self, path):
+        self.path = path
+        self.count = 0
+
+    def save(self, tree, name=None, **options):
+        """Save to the next file; return its manifest."""
+        path = self.path / (name or f"step-{self.count}.ckpt8")
+        manifest = ckpt8.save(tree, path, **{"budget": 1, "base": "auto", **options})
+        self.count += 1
+        os.utime(path, (self.count, self.count))
+        return manifest
+
+    def names(self):
+        return sorted(each.name for each in self.path.glob("*.ckpt8"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(tmp_path)
+
+
+def bases(manifests):
+    return [each.base and (each.base.place, each.base.links, each.base.path) for each in manifests]
+
+
+def test_sixteen_files_are_a_chain_of_four_links_at_most(states, folder):
+    found = bases([folder.save(tree) for tree in states])
+    for k, base in enumerate(found):
+        place = k % 16
+        expected = (place, place.bit_count(), f"step-{k - place + (place & (place - 1))}.ckpt8")
+        assert base == (expected if place else None)
+    for k in range(20):
+        assert not ckpt8.verify(folder.path / f"step-{k}.ckpt8").failures
+
+
+def test_what_is_missing_in_a_chain_is_gone_around(states, folder):
+    for tree in states[:4]:
+        folder.save(tree)
+    (folder.path / "step-3.ckpt8").unlink()
+    assert bases([folder.save(states[4])]) == [(3, 2, "step-2.ckpt8")]
+    (folder.path / "step-2.ckpt8").rename(folder.path / "other")
+    # Number 3 is there, but what it counts from is gone. Number 4 counts from the key.
+    assert bases([folder.save(states[5])]) == [(4, 1, "step-0.ckpt8")]
+    (folder.path / "step-0.ckpt8").unlink()
+    assert bases([folder.save(states[6])]) == [None]
+
+
+def test_the_newest_counts_where_times_are_equal_by_the_numbers_in_names(states, folder):
+    for k in (9, 10):
+        folder.save(states[k], f"run-{k}.ckpt8", base=None)
+    for path in folder.path.iterdir():
+        os.utime(path, (5, 5))
+    assert folder.save(states[11], "run-11.ckpt8").base.path == "run-10.ckpt8"
+
+
+def widened(tree):
+    run = SmallRun(sizes=(96, 168, 80))
+    return run.advance(3)
+
+
+def renamed(tree):
+    return {"model": {f"net.{name}": x for name, x in tree["model"].items()}, "optimizer": tree["optimizer"]}
+
+
+def with_rate(factor):
+    def change(tree):
+        run = SmallRun()
+        run.load(tree)
+        run.set_rate(1e-3 * factor)
+        return run.advance(1)
+
+    return change
+
+
+@pytest.mark.parametrize("change", [widened, renamed, with_rate(4), with_rate(0.25)])
+def test_another_network_or_rate_begins_a_chain(change, states, folder):
+    folder.save(states[0])
+    assert folder.save(states[1]).base is not None
+    assert folder.save(change(states[2])).base is None
+
+
+@pytest.mark.parametrize(
+    "options", [{"budget": 2}, {"budget": None, "preset": "archive"}, {"rules": ["*.bias=lossless"]}]
+)
+def test_another_budget_preset_or_rule_begins_a_chain(options, states, folder):
+    folder.save(states[0])
+    assert folder.save(states[1], **options).base is None
+    assert folder.save(states[2], **options).base.path == "step-1.ckpt8"
+    assert folder.save(states[3]).base.path == "step-0.ckpt8"
+
+
+def test_unrelated_weights_begin_a_chain(states, folder):
+    folder.save(states[0])
+    assert folder.save(SmallRun(seed=5).advance(150)).base is None
+
+
+def test_candidates_may_be_given(states, folder, tmp_path):
+    (tmp_path / "old").mkdir()
+    old = Folder(tmp_path / "old")
+    old.save(states[0])
+    assert folder.save(states[1]).base is None
+    found = folder.save(states[2], base=Auto([old.path / "step-0.ckpt8", old.path / "none.ckpt8"]))
+    assert found.base.path == "old/step-0.ckpt8"
+
+
+def test_what_is_no_container_does_not_matter(states, folder):
+    folder.save(states[0])
+    (folder.path / "text.ckpt8").write_text("no container")
+    (folder.path / "folder.ckpt8").mkdir()
+    (folder.path / "cut.ckpt8").write_bytes((folder.path / "step-0.ckpt8").read_bytes()[:3000])
+    (folder.path / "link.ckpt8").symlink_to("nothing")
+    assert folder.save(states[1], "next.ckpt8").base.path == "step-0.ckpt8"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_happens_to_a_folder_new_files_are_sound(seed, states, folder):
+    """Files are lost, copied, renamed and touched between saves of various kinds; every new one reads back."""
+    rng, whole = random.Random(seed), {}
+    for k in range(18):
+        tree = states[k % 20 if rng.random() < 0.7 else rng.randrange(20)]
+        options = rng.choice([{}, {}, {}, {"budget": 2}, {"budget": None, "preset": "lossless"}])
+        name = f"f{k}.ckpt8"
+        manifest = folder.save(tree, name, **options)
+        assert manifest.base is None or (manifest.base.links <= 4 and manifest.base.place <= 15)
+        found = tensors(ckpt8.load(folder.path / name))
+        if options.get("preset") == "lossless":
+            assert all(torch.equal(x, tensors(tree)[path]) for path, x in found.items())
+        assert not ckpt8.verify(folder.path / name).failures
+        whole[name] = found
+        each = folder.path / rng.choice(folder.names())
+        match rng.randrange(6):
+            case 0:
+                each.unlink()
+            case 1:
+                shutil.copy2(each, folder.path / f"copy{k}.ckpt8")
+            case 2:
+                os.utime(each, (rng.randrange(100), rng.randrange(100)))
+            case 3:
+                each.rename(folder.path / f"moved{k}.ckpt8")
+    sound, lost = 0, []
+    for name, expected in whole.items():
+        path = folder.path / name
+        if path.exists():
+            try:
+                found = tensors(ckpt8.load(path))
+            except InputError as exc:
+                lost.append(str(exc))
+                continue
+            sound += 1
+            assert all(torch.equal(x, found[key]) for key, x in expected.items())
+            with ContainerReader(path) as reader:
+                assert len(reader.links()) == (reader.manifest.base.links if reader.manifest.base else 0)
+    assert sound >= 3
+    assert all("its base" in line and "\n" not in line for line in lost)

@@ -1,0 +1,161 @@
+"""Bases in hostile containers: each is sound, or is refused with one line, and what needs no base is still read."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from chain_kit import chain, delta, moved
+from test_damage import exercise, pack, unpack
+
+import ckpt8
+from ckpt8.container.reader import ContainerReader
+from ckpt8.core.errors import InputError
+
+W, M, V = "model.layers.0.weight", "optimizer.state.0.exp_avg", "optimizer.state.0.exp_avg_sq"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A key and two deltas."""
+    return chain(tmp_path_factory.mktemp("chain"), 3)[0]
+
+
+@pytest.fixture(scope="module")
+def parts(files):
+    return unpack(files[2].read_bytes())
+
+
+def storage(manifest, name):
+    return next(record for record in manifest["storages"] if record["name"] == name)
+
+
+def base(**fields):
+    return lambda manifest: manifest["base"].update(fields)
+
+
+def wrapped(name, **fields):
+    return lambda manifest: storage(manifest, name)["codec"].update(fields)
+
+
+def inner(name, **fields):
+    return lambda manifest: storage(manifest, name)["codec"]["codec"].update(fields)
+
+
+def difference(name, partner=0):
+    """A storage that is whole becomes a difference."""
+
+    def change(manifest):
+        record = storage(manifest, name)
+        record["codec"] = {"id": "delta/1", "base": partner, "codec": record["codec"]}
+
+    return change
+
+
+def both(*changes):
+    return lambda manifest: [change(manifest) for change in changes]
+
+
+MALFORMED = {
+    **{
+        f"{field}: {value!r}": base(**{field: value})
+        for field, values in {
+            "seal": ("", "0" * 63, "A" * 64, "0" * 65, 7, None, ["0" * 64], "x" * 64, "0" * 64 + "\n"),
+            "key": ("", "0" * 63, None, "\ud800" * 64),
+            "path": ("", "/etc/passwd", "a\0b", "x" * 4097, "é" * 2049, "\ud800", None, 7),
+            "place": (-1, 1, "2", None, 2.0, True, 1 << 62, 10**400),
+            "links": (0, -1, 3, 256, 1 << 62, None, True, "1"),
+        }.items()
+        for value in values
+    },
+    "base is a list": lambda manifest: manifest.update(base=[]),
+    "base is a text": lambda manifest: manifest.update(base="step-1.ckpt8"),
+    "base is empty": lambda manifest: manifest.update(base={}),
+    "a partner below zero": wrapped(W, base=-1),
+    "a partner that is text": wrapped(W, base="0"),
+    "a partner beyond 62 bits": wrapped(W, base=1 << 62),
+    "no partner": lambda manifest: storage(manifest, W)["codec"].pop("base"),
+    "no codec": lambda manifest: storage(manifest, W)["codec"].pop("codec"),
+    "a codec that is text": wrapped(W, codec="lattice/1"),
+    "a difference of a difference": wrapped(W, codec={"id": "delta/1", "base": 0, "codec": {"id": "lossless/1"}}),
+    "a difference of a pack": wrapped(W, codec={"id": "shared/1"}),
+    "a difference without a base": lambda manifest: manifest.pop("base"),
+    "a difference and null as base": lambda manifest: manifest.update(base=None),
+    "a first moment": difference(M, 4),
+    "a reference": wrapped(W, codec={"id": "reference/1", "runs": []}),
+}
+"""What is refused when the file is opened."""
+
+AT_THE_BASE = {
+    "another key": (base(key="0" * 64), "its place in its chain does not fit"),
+    "fewer links": (base(links=1), "its place in its chain does not fit"),
+    "a partner that is not there": (wrapped(W, base=99), f"{W}: has no partner in its base"),
+    "another partner": (
+        both(wrapped(W, base=5), wrapped(V, base=0)),
+        "has a partner of another type or size|has a partner with another codec",
+    ),
+    "factors of other columns": (inner(V, C=32), f"{V}: has a partner with another codec|frames of|cannot hold"),
+    "other steps of a second moment": (inner(V, S=1 << 20), f"{V}: has a partner with another codec"),
+    "another seal": (base(seal="0" * 64), r"its base step-1.ckpt8 \(seal 000000000000\) is changed"),
+    "another path": (base(path="nowhere/y.ckpt8"), r"its base nowhere/y.ckpt8 \(seal [0-9a-f]{12}\) is missing"),
+    "a path to a folder": (base(path=".."), "is changed: another file is at|is missing"),
+}
+"""What is refused when the base is needed."""
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_bases(name, parts, files, tmp_path):
+    path = changed(parts, MALFORMED[name], files)
+    with pytest.raises(InputError) as caught:
+        ContainerReader(path)
+    assert len(str(caught.value)) < 500
+    exercise(path, path, tmp_path)
+
+
+@pytest.mark.parametrize("name", AT_THE_BASE)
+def test_bases_that_do_not_fit(name, parts, files, tmp_path):
+    change, said = AT_THE_BASE[name]
+    path = changed(parts, change, files)
+    try:
+        with pytest.raises(InputError, match=said):
+            ckpt8.verify(path)
+        exercise(path, path, tmp_path)
+    finally:
+        path.unlink()
+
+
+def changed(parts, change, files):
+    """A delta with another manifest, beside its base."""
+    metadata, entries, manifest = parts
+    manifest = copy.deepcopy(manifest)
+    change(manifest)
+    path = files[0].with_name("x.ckpt8")
+    path.write_bytes(pack(manifest, entries, metadata))
+    return path
+
+
+def test_what_is_changed_here_is_sound_before(parts, files):
+    path = changed(parts, base(path="./step-1.ckpt8", place=15), files)
+    assert ckpt8.verify(path).failures == ()
+    path.unlink()
+
+
+def test_a_delta_to_itself_is_refused(files, tmp_path):
+    """No seal can hold itself: such a file has a base of another seal."""
+    path = delta(moved(files[0], tmp_path / "whole.ckpt8", 1), files[0], tmp_path / "x.ckpt8", path="x.ckpt8")
+    with pytest.raises(InputError, match=r"is changed: another file is at .*x\.ckpt8"):
+        ckpt8.verify(path)
+
+
+def test_a_longest_chain_is_read_and_a_longer_one_refused(files, tmp_path):
+    """Files that are made by hand: every link but the last says nothing new."""
+    key = tmp_path / "0.ckpt8"
+    torch.save({"w": torch.arange(40.0)}, tmp_path / "a.pt")
+    ckpt8.compress(tmp_path / "a.pt", key, preset="lossless")
+    below = key
+    for k in range(1, 256):
+        below = delta(key, below, tmp_path / f"{k}.ckpt8")
+    assert torch.equal(ckpt8.load(below)["w"], torch.arange(40.0))
+    with pytest.raises(InputError, match="malformed at 'links'"):
+        ContainerReader(delta(key, below, tmp_path / "256.ckpt8"))

@@ -1,0 +1,76 @@
+"""Salvage of deltas: what needs the base is lost with it, chunk by chunk, and everything else is saved."""
+
+from __future__ import annotations
+
+import pytest
+from chain_kit import chain, elements
+from test_salvage import assert_all_but, damage, loaded, own_entries
+
+import ckpt8
+from ckpt8.core.errors import InputError
+
+W, M, V = "model.layers.0.weight", "optimizer.state.0.exp_avg", "optimizer.state.0.exp_avg_sq"
+W1, M1, V1 = (name.replace("0", "1", 1) for name in (W, M, V))
+NEEDING = {W, W1, V, V1, M, M1, "optimizer.state.0.step", "optimizer.state.1.step"}
+"""What is a difference, or is decoded with one."""
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A key and two deltas, and what the last one restores to."""
+    with own_entries():
+        found = chain(tmp_path, 3)[0]
+    ckpt8.restore(found[-1], tmp_path / "whole.pt")
+    return found
+
+
+def test_what_needs_a_missing_base_is_named_and_the_rest_saved(files, tmp_path):
+    files[0].unlink()
+    found = ckpt8.restore(files[2], tmp_path / "x.pt", salvage=True)
+    assert not found.complete
+    assert "is missing; looked for" in found.base
+    assert found.base in found.lines()
+    assert found.to_json()["base"] == found.base
+    assert found.damage is None
+    assert {each.name for each in found.lost} == NEEDING
+    assert_all_but(NEEDING, tmp_path / "x.pt", tmp_path / "whole.pt")
+    assert all(loaded(tmp_path / "x.pt")[name].isnan().all() for name in NEEDING)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize(("part", "lost"), [(f"{W}/codes", {W}), (f"{V}/codes", {V, M}), (f"{V1}/rows", {V1, M1})])
+def test_damage_anywhere_in_a_chain_loses_what_is_added_to_it(index, part, lost, files, tmp_path):
+    damage(files[index], files[index], part)
+    with pytest.raises(InputError, match=rf"{files[index].name}: .*: checksum does not match"):
+        ckpt8.verify(files[2])
+    found = ckpt8.restore(files[2], tmp_path / "x.pt", salvage=True)
+    assert {each.name for each in found.lost} == lost
+    assert_all_but(lost, tmp_path / "x.pt", tmp_path / "whole.pt")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_first_moments_of_a_base_are_not_needed(index, files, tmp_path):
+    damage(files[index], files[index], f"{M}/codes")
+    assert ckpt8.verify(files[2]).failures == ()
+    assert ckpt8.restore(files[2], tmp_path / "x.pt", salvage=True).complete
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("where", [("header", 300), ("ckpt8.manifest", 40)])
+def test_a_base_whose_header_is_damaged_loses_nothing_that_can_be_read(index, where, files, tmp_path):
+    """Without the manifest of the base there is none."""
+    damage(files[index], files[index], where)
+    with pytest.raises(InputError, match=rf"{files[index].name}: header "):
+        ckpt8.verify(files[2])
+    found = ckpt8.restore(files[2], tmp_path / "x.pt", salvage=True)
+    assert not found.complete
+    assert files[index].name in found.base
+    lost = {each.name for each in found.lost}
+    assert lost == (set() if where[0] == "header" else NEEDING)
+    assert_all_but(lost, tmp_path / "x.pt", tmp_path / "whole.pt")
+
+
+def test_verify_names_the_links(files):
+    assert ckpt8.verify(files[2]).links == (str(files[1]), str(files[0]))
+    assert ckpt8.verify(files[0]).links == ()
+    assert set(elements(files[2])) >= NEEDING
