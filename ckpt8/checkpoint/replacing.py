@@ -72,6 +72,11 @@ def checkpoint_directory(written: Collection[str] = ()) -> Callable[[Path], str]
     return check
 
 
+def is_part(name: str) -> bool:
+    """Whether frameworks give this name to a file of a checkpoint that has several."""
+    return _FILES.fullmatch(name) is not None
+
+
 def problem_of(path: Path) -> str | None:
     """Why a file or directory may not be removed as a checkpoint, or None. Raises OSError."""
     if path.is_dir():

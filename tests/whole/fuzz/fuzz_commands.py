@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from fuzz_checks import REFUSED, BrokenError, attempt, digest, silent
 from fuzz_container import pack, unpack
-from fuzz_kinds import Kind, kinds, train
+from fuzz_kinds import GOLDEN, Kind, kinds, train
 from fuzz_manifest import edit_manifest
 from fuzz_skeleton import edit_skeleton
 from fuzz_watch import content_of, writes_only_in
 
 import ckpt8
 from ckpt8.cli.show.inspect import show
+from ckpt8.container.bases import looked_for_in
 from ckpt8.core.errors import CheckFailedError, InputError, OutputError, UsageError
 from ckpt8.inspecting.container import inspect_container
 
@@ -57,7 +58,12 @@ def mutate(rng: random.Random) -> Edited:
 def run(path: Path, rng: random.Random, edited: Edited) -> bool:
     """Two or three commands; whether the first of them, which is ``verify``, accepts the container."""
     reader = Reader(path, edited.kind)
-    with warnings.catch_warnings(), temporary_in(path.parent), writes_only_in(path.parent) as outside:
+    with (
+        warnings.catch_warnings(),
+        looked_for_in([GOLDEN]),
+        temporary_in(path.parent),
+        writes_only_in(path.parent) as outside,
+    ):
         warnings.simplefilter("ignore")
         good = attempt(lambda: ckpt8.verify(path, threads=1), InputError) is not REFUSED
         names = rng.sample(list(COMMANDS), rng.choice((1, 1, 2)))

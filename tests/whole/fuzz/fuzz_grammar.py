@@ -23,7 +23,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "role": ("weight", "moment1", "moment2", "other", "Weight", ""),
     "format": ("torch-zip", "torch-legacy", "safetensors", "dcp", "file", "symlink", "directory", "tar", ""),
     "dtype": (*(dtype.label for dtype in DType), "torch.float32", "FloatStorage", "int3", ""),
-    "version": ("1.0", "1.1", "1.2", "1.3", "1.4", "1.99", "2.0", "0.9", "1", "", "1.0.0", "1.\u0664"),
+    "version": ("1.0", "1.1", "1.2", "1.3", "1.4", "1.5", "1.99", "2.0", "0.9", "1", "", "1.0.0", "1.\u0664"),
     "preset": ("flash", "compact", "archive", "lossless", "x", "", "[red]", "x" * 5000),
     "flags": ([], ["conj"], ["neg"], ["conj", "neg"], ["neg"] * 9, ["x"], [[]], [1]),
     "rules": ([], ["*=lossless"], ["x"], [1], [["a"]], ["[red]" * 99]),
@@ -38,6 +38,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "lattice/1",
         "rclog/1",
         "vscaled/1",
+        "delta/1",
+        "shared/1",
         "lossless/2",
         "x",
         "",
@@ -45,6 +47,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         1,
         [],
     ),
+    "seal": ("", "0" * 64, "f" * 63, "A" * 64, None, 1, []),
+    "key": ("", "0" * 64, "f" * 63, None, 1),
     "columns": (True, False, 0, 1, None, "x"),
 }
 MODES = (
@@ -53,6 +57,6 @@ MODES = (
 )  # fmt: skip
 """How symbols are packed, or nearly so."""
 NAMES = ("name", "path", "directory", "writer", "reason")
-REFERENCES = ("storage", "skeleton", "moment1", "moment2", "max_moment2", "second", "weight_storage")
+REFERENCES = ("storage", "skeleton", "moment1", "moment2", "max_moment2", "second", "weight_storage", "base")
 LISTS = ("storages", "tensors", "parameters", "members")
 TABLES = ("member_table", "tensor_table")  # records by column, where small storages share entries

@@ -14,6 +14,10 @@ from fuzz_seeds import FIXTURES, Tree, _written, distributed_seeds, make_tree, n
 from fuzz_watch import Content, content_of
 
 import ckpt8
+from ckpt8.container.bases import looked_for_in
+
+GOLDEN = FIXTURES / "golden"
+"""Where the bases of deltas are."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def many_small() -> dict[str, Any]:
 def kinds() -> tuple[Kind, ...]:
     """All of them."""
     found, written = [], _written()
-    with TemporaryDirectory() as name:
+    with TemporaryDirectory() as name, looked_for_in([GOLDEN]):
         folder = Path(name)
         (folder / "back").mkdir()
         packed = folder / "x.ckpt8"
@@ -129,9 +133,9 @@ def kinds() -> tuple[Kind, ...]:
             add(f"dcp {number}", tree)
         ckpt8.save(run, packed, force=True)
         keep("saved", None)
-        for path in sorted((FIXTURES / "golden").glob("*.ckpt8")):
+        for path in sorted(GOLDEN.glob("*.ckpt8")):
             source = FIXTURES / "inputs" / f"{path.name.partition('.')[0]}.pt"
             packed.write_bytes(path.read_bytes())
             keep(path.stem, source.read_bytes() if source.exists() else None)
-    assert {unpack(kind.content)[2]["version"] for kind in found} >= {"1.0", "1.1", "1.2", "1.3", "1.4"}
+    assert {unpack(kind.content)[2]["version"] for kind in found} >= {"1.0", "1.1", "1.2", "1.3", "1.4", "1.5"}
     return tuple(found)

@@ -154,12 +154,12 @@ def edit_record(rng: random.Random, manifest: Manifest) -> None:
 
 
 def edit_reference(rng: random.Random, manifest: Manifest) -> None:
-    """Storages that are copies of others, of themselves and of copies; two that change their places."""
+    """Storages that are copies of others, of themselves and of copies, differences; two that change their places."""
     storages = [record for name, record in _records(manifest) if name == "storages"]
     if len(storages) < 2:
         return
     a, b = rng.sample(range(len(storages)), 2)
-    how = rng.randrange(5)
+    how = rng.randrange(6)
     if how == 0:
         number = storages[a].get("numel")
         run = [rng.choice((a, b, None)), rng.choice((0, 0, 1, 2**15)), number]
@@ -176,6 +176,10 @@ def edit_reference(rng: random.Random, manifest: Manifest) -> None:
         storages[a][rng.choice(("codec", "parts", "dtype", "role", "error"))] = copy.deepcopy(
             storages[b].get(rng.choice(("codec", "parts", "dtype", "role", "error")))
         )
+    elif how == 3:
+        codec = storages[a].get("codec")
+        is_delta = isinstance(codec, dict) and codec.get("id") == "delta/1"
+        storages[a]["codec"] = codec.get("codec") if is_delta else {"id": "delta/1", "base": b, "codec": codec}
     else:
         _swap_segments(rng, manifest)
 
