@@ -53,18 +53,24 @@ def find_base(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = (
 
 
 def bases_of(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = ()) -> Iterator[Path]:
-    """All files with the seal of ``record``: at the places where the base should be, then under any name there."""
+    """All files with the seal of ``record``: where the base should be, then any beside the delta and in ``base_dirs``.
+
+    A delta comes from anywhere: folders that only its path names are not listed.
+    """
+    folders = _folders(container, base_dirs)
+    others = (path for each in folders for folder in (each, each / KEPT) for path in _files(folder))
     places = _places(container, record, base_dirs)
-    folders = dict.fromkeys(place.parent for place in places)
-    others = (path for folder in (*folders, *(each / KEPT for each in folders)) for path in _files(folder))
     return (path for path in chain(places, others) if stated_seal(path) == record.seal)
+
+
+def _folders(container: Path, base_dirs: Sequence[Path]) -> list[Path]:
+    return list(dict.fromkeys((container.parent, container.resolve().parent, *base_dirs)))
 
 
 def _places(container: Path, record: BaseRecord, base_dirs: Sequence[Path]) -> list[Path]:
     """Where the base should be, in the order in which to look."""
-    name = record.path.rpartition("/")[2]
-    folders = [container.parent, container.resolve().parent, *base_dirs]
-    return list(dict.fromkeys(folder / path for folder in folders for path in (record.path, name)))
+    names, folders = (record.path, record.path.rpartition("/")[2]), _folders(container, base_dirs)
+    return list(dict.fromkeys(folder / name for folder in folders for name in names))
 
 
 def _files(folder: Path) -> list[Path]:

@@ -128,6 +128,13 @@ def test_bases_that_do_not_fit(name, parts, files, tmp_path):
         path.unlink()
 
 
+@pytest.mark.parametrize("named", ["nowhere/y.ckpt8", "..", "../" * 40 + "etc/passwd"])
+def test_a_base_is_found_by_its_seal_under_any_name(named, parts, files):
+    path = changed(parts, base(path=named), files)
+    assert ckpt8.verify(path).failures == ()
+    path.unlink()
+
+
 def changed(parts, change, files):
     """A delta with another manifest, beside its base."""
     metadata, entries, manifest = parts
