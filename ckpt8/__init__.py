@@ -29,6 +29,7 @@ _LOCATIONS = {
     "restore": "ckpt8.restoring.restore:restore",
     "rebase": "ckpt8.container.rebase:rebase",
     "resume": "ckpt8.restoring.resume.resume:resume",
+    "runs": "ckpt8.inspecting.runs.runs:runs",
     "verify": "ckpt8.inspecting.verify:verify",
     "CheckFailedError": "ckpt8.core.errors:CheckFailedError",
     "Ckpt8Error": "ckpt8.core.errors:Ckpt8Error",
@@ -65,6 +66,7 @@ __all__ = [
     "rebase",
     "restore",
     "resume",
+    "runs",
     "save",
     "verify",
 ]

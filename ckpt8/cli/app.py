@@ -19,6 +19,7 @@ from ckpt8.cli.guard import guarded, shielded
 from ckpt8.cli.options import Container, Force, Json, Output, Threads, stopwatch
 from ckpt8.cli.output import console, present, print_json, print_lines, progress_bar
 from ckpt8.cli.rebase_command import rebase
+from ckpt8.cli.runs_command import runs
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.text import printable, size
 
@@ -230,7 +231,9 @@ def diff(
         raise typer.Exit(CheckFailedError.exit_code)
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (compress, chain, inspect, restore, verify, rebase, convert, diff, bench)
+COMMANDS: tuple[Callable[..., None], ...] = (
+    *(compress, chain, runs, inspect, restore, verify, rebase, convert, diff, bench),
+)
 """The functions of all commands, in the order of ``--help``."""
 
 

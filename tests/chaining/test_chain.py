@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from chain_kit import age, make_run
+from chain_command_kit import age, make_run
 from disk_kit import longest_file
 from faults_kit import digest
 

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from chain_kit import age, make_run
+from chain_command_kit import age, make_run
 
 import ckpt8
 from ckpt8.cli.app import COMMANDS, make_app

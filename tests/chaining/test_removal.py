@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from chain_kit import make_run
+from chain_command_kit import make_run
 from failing_calls import CODES, Calls
 from faults_kit import digest
 

@@ -9,7 +9,7 @@ import shutil
 import signal
 
 import pytest
-from chain_kit import command, make_run, until
+from chain_command_kit import command, make_run, until
 from disk_kit import longest_file
 from faults_kit import digest
 

@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from chain_kit import command, make_run, until
+from chain_command_kit import command, make_run, until
 from faults_kit import digest
 
 import ckpt8

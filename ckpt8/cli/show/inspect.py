@@ -150,6 +150,7 @@ def _show_worst(console: Console, worst: dict[str, list[dict[str, Any]]]) -> Non
     headings = {
         "update": ("largest update error", {"max |Δu|": "max_error", "max |u|": "max_update", "NMSE": "nmse"}),
         "weight": ("largest mean weight error", {"mean relative": "mean_relative", "max relative": "max_relative"}),
+        "lattice": ("lowest SNR of weights", {"SNR dB": "snr_db", "max |Δw|": "max_distance"}),
     }
     for kind, (title, columns) in headings.items():
         if rows := worst[kind]:
