@@ -10,7 +10,7 @@ from ckpt8.chaining.rest import last_change, look_at
 from ckpt8.compressing.compress import default_target
 from ckpt8.container.header import is_container
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.target_names import CONTAINER, original_name
+from ckpt8.container.target_names import CONTAINER, SUFFIXES, original_name
 from ckpt8.core.errors import Ckpt8Error, OutputError
 
 
@@ -20,22 +20,25 @@ def placed(source: Path, settings: Settings, *, force: bool, taken: set[Path]) -
     ``taken`` are the targets of other jobs; that of this one is added. A container of another checkpoint of the same
     name is in the way, unless ``force`` replaces it.
     """
-    places = dict.fromkeys((default_target(source), source.with_name(source.name + CONTAINER)))
-    for target in places:
-        if target in taken:
-            continue
-        if not os.path.lexists(target):
-            taken.add(target)
-            return Job(source, target, settings)
-        if _source_name(target) == source.name:
-            taken.add(target)
-            return Job(source, target, settings, force=force, present=True, doubted=_is_older(target, source))
-    target = next(iter(places))
-    if force and target not in taken:
-        taken.add(target)
-        return Job(source, target, settings, force=True)
-    error = OutputError(f"{target}: is in the way of {source}: it was not made from it; move it away")
-    return Job(source, target, settings, problem=error)
+    places = [path for path in _places(source) if path not in taken]
+    target = next((path for path in places if _source_name(path) == source.name), None)
+    is_present = target is not None
+    target = target or next((path for path in places if not os.path.lexists(path)), None)
+    if target is None and force:
+        target = next(iter(places), None)
+    if target is None:
+        target = _places(source)[0]
+        error = OutputError(f"{target}: is in the way of {source}: it was not made from it; move it away")
+        return Job(source, target, settings, problem=error)
+    taken.add(target)
+    is_doubted = is_present and _is_older(target, source)
+    return Job(source, target, settings, force=force, present=is_present, doubted=is_doubted)
+
+
+def _places(source: Path) -> list[Path]:
+    """Where the container may be, in the order of preference: only a suffix that says nothing of the step goes."""
+    short, long = default_target(source), source.with_name(source.name + CONTAINER)
+    return list(dict.fromkeys((short, long) if source.suffix.lower() in SUFFIXES else (long, short)))
 
 
 def _source_name(target: Path) -> str | None:

@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
+from ckpt8.cli.bases import finding_bases
 from ckpt8.cli.options import Force, Json
 from ckpt8.cli.output import present
 from ckpt8.core.errors import InputError
 from ckpt8.core.text import counted
 
 
+@finding_bases
 def runs(
     directory: Annotated[Path, typer.Argument(readable=False, metavar="DIR", help="The folder of a run.")],
     html: Annotated[

@@ -26,7 +26,13 @@ _MOST_FAR = 0.5
 _CALLER = 7
 """Frames from a warning to the caller of ``save``."""
 
-Compress = Callable[[Plan, OpenBase | None], R]
+NO_BASE = "no container holds an earlier state of the same tensors under the same settings, in a chain with room"
+RESUMED = "the run was resumed from a lossy container on the same lattice"
+FAR = "the steps of its weights have become too different"
+NOT_SMALLER = "differences would hardly be smaller"
+
+Compress = Callable[[Plan, OpenBase | None, str | None], R]
+"""Compresses a plan with its differences to a base; without one, the text says why if one was looked for."""
 
 
 def chained(
@@ -37,21 +43,28 @@ def chained(
     An explicit base must be sound. One that is chosen is left out where it is not, with a warning, and where it does
     not make the file smaller. Raises InputError and UsageError.
     """
-    if base is not None:
-        try:
-            with closing(open_bases(base, target, plan, policy)) as found:
-                for each in found:
-                    continued = continue_base(plan, source, each, threads)
-                    if not isinstance(base, Auto) or _goes_on(continued):
-                        return compress(continued.plan, each)
-        except BrokenBaseError as exc:
-            if not isinstance(base, Auto):
-                raise
-            warnings.warn(f"{target}: is stored whole, as a file below it is damaged: {exc}", stacklevel=_CALLER)
-    return compress(plan, None)
+    if base is None:
+        return compress(plan, None, None)
+    reason = None
+    try:
+        with closing(open_bases(base, target, plan, policy)) as found:
+            for each in found:
+                continued = continue_base(plan, source, each, threads)
+                reason = _why_new(continued) if isinstance(base, Auto) else None
+                if reason is None:
+                    return compress(continued.plan, each, None)
+    except BrokenBaseError as exc:
+        if not isinstance(base, Auto):
+            raise
+        reason = f"a file below it is damaged: {exc}"
+        warnings.warn(f"{target}: is stored whole, as {reason}", stacklevel=_CALLER)
+    return compress(plan, None, reason or NO_BASE)
 
 
-def _goes_on(continued: Continuation) -> bool:
-    """Whether this container is one more of the chain, and not the first of a new one."""
-    is_small = continued.nbytes < _WORTH_IT * continued.whole
-    return is_small and not continued.resumed and continued.far <= _MOST_FAR
+def _why_new(continued: Continuation) -> str | None:
+    """Why a new chain begins with this container; None if it is one more of the chain."""
+    if continued.resumed:
+        return RESUMED
+    if continued.far > _MOST_FAR:
+        return FAR
+    return None if continued.nbytes < _WORTH_IT * continued.whole else NOT_SMALLER

@@ -234,8 +234,9 @@ def _compressed(
         plan = plan_bundle(source, policy)
     policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
 
-    def compress_plan(plan: Plan, base: OpenBase | None) -> R:
+    def compress_plan(plan: Plan, base: OpenBase | None, key_reason: str | None) -> R:
         encoder = choose_encoder(source, live or {}, device, measure=options.stats and plan.is_lossy, base=base)
-        return run(Compressor(source, plan, options, encoder, None if base is None else base.record(target)))
+        record = None if base is None else base.record(target)
+        return run(Compressor(source, plan, options, encoder, record, key_reason))
 
     return chained(source, target, plan, policy, asked, options.threads, compress_plan)

@@ -101,9 +101,11 @@ class Compressor:
         options: Options,
         encoder: ChunkEncoder | None = None,
         base: BaseRecord | None = None,
+        key_reason: str | None = None,
     ) -> None:
         self._source = source
         self._base = base
+        self._key_reason = key_reason
         self._plan = plan
         self._options = options
         self._slab = layout.SLAB
@@ -182,6 +184,7 @@ class Compressor:
         fill_manifest(manifest, self._source, self._plan, results)
         if self._base is not None and any(record.base is not None for record in manifest.storages):
             manifest.base = self._base
+        manifest.key_reason = self._key_reason
         writer.finish(manifest)
         return manifest
 

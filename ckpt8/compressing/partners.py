@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -10,6 +11,9 @@ from ckpt8.compressing.plan import Plan
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.tensors import Role
+
+_STEP = re.compile(r"\bglobal_step\d+")
+"""DeepSpeed names the folder in a checkpoint by its step."""
 
 Partners = Mapping[int, int]
 """The index of a storage in the base, by that of a stream."""
@@ -21,18 +25,21 @@ def find_partners(plan: Plan, base: Manifest) -> Partners:
     """The partners of the streams of ``plan`` among the storages of ``base``.
 
     They have one name, type, size and role, and tensors of the same names and places; storages of no tensors have none.
+    The number of a step in a name does not count.
     """
     own, other = defaultdict(set), defaultdict(set)
     for tensor, index in plan.tensors:
         ref = tensor.ref
-        own[index].add((tensor.name, ref.dtype, ref.offset, *ref.shape, *ref.stride))
+        own[index].add((_timeless(tensor.name), ref.dtype, ref.offset, *ref.shape, *ref.stride))
     for view in base.tensors:
-        other[view.storage].add((view.name, view.dtype, view.offset, *view.shape, *view.stride))
-    named = {(each.name, each.dtype, each.numel, each.role): index for index, each in enumerate(base.storages)}
+        other[view.storage].add((_timeless(view.name), view.dtype, view.offset, *view.shape, *view.stride))
+    named = {
+        (_timeless(each.name), each.dtype, each.numel, each.role): index for index, each in enumerate(base.storages)
+    }
     found = {}
     for stream in plan.streams:
         spec = stream.spec
-        partner = named.get((spec.name, spec.dtype, spec.numel, spec.role))
+        partner = named.get((_timeless(spec.name), spec.dtype, spec.numel, spec.role))
         if partner is not None and stream.index in own and own[stream.index] == other[partner]:
             found[stream.index] = partner
     return found
@@ -47,6 +54,17 @@ def fits(plan: Plan, policy: Policy, base: Manifest) -> bool:
     if (base.preset, base.rules, base.budget) != (policy.preset, [rule.text for rule in policy.rules], budget):
         return False
     roles = {stream.index: stream.spec.role for stream in plan.streams}
-    own = {(t.name, t.ref.dtype, *t.ref.shape) for t, index in plan.tensors if roles.get(index) not in _UNBOUND}
-    other = {(v.name, v.dtype, *v.shape) for v in base.tensors if base.storages[v.storage].role not in _UNBOUND}
-    return own == other
+    own = {
+        (_timeless(tensor.name), tensor.ref.dtype, *tensor.ref.shape)
+        for tensor, index in plan.tensors
+        if roles.get(index) not in _UNBOUND
+    }
+    return own == {
+        (_timeless(view.name), view.dtype, *view.shape)
+        for view in base.tensors
+        if base.storages[view.storage].role not in _UNBOUND
+    }
+
+
+def _timeless(name: str) -> str:
+    return _STEP.sub("global_step", name)

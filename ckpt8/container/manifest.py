@@ -214,6 +214,7 @@ class Manifest:
     """The records of a container. ``slab`` and ``frame`` count elements; ``directory`` names a source directory.
 
     ``budget`` holds the fields of ``compressing.budget.Budget``, None without one. ``base`` is that of a delta.
+    ``key_reason`` says why a new file is none although a base was looked for; it is not stored.
     """
 
     writer: str
@@ -229,6 +230,7 @@ class Manifest:
     packs: list[Pack] = field(default_factory=list)
     budget: dict[str, float] | None = None
     base: BaseRecord | None = None
+    key_reason: str | None = field(default=None, compare=False)
 
     @property
     def version(self) -> str:

@@ -133,20 +133,32 @@ def test_the_same_name_twice(tmp_path, run_command):
     assert len(names(folder)) == 2
 
 
+def test_a_number_behind_a_dot_is_no_suffix(tmp_path, run_command):
+    folder = tmp_path / "run"
+    for step, path in zip((500, 1000), make_run(folder, 2), strict=True):
+        path.rename(folder / f"model.{step}")
+    rows, _ = chained(run_command, folder, "--remove")
+    assert [row["target"].rpartition("/")[2] for row in rows] == ["model.500.ckpt8", "model.1000.ckpt8"]
+
+
 def test_another_checkpoint_of_the_same_name_is_not_lost(run, run_command):
     """A run that starts again in the same folder: of the older one only containers are left."""
     folder = run[0].parent
     chained(run_command, folder, "--remove")
     sums = {path: digest(path) for path in folder.iterdir()}
-    again = make_run(folder, 2, seed=1)
+    again = make_run(folder, 4, seed=1)
     for path in again:
         age(path, -7200)
     rows, err = chained(run_command, folder, "--remove", code=4)
-    assert err.count("--force replaces it") == 2
+    assert err.count("--force replaces it") == 4
     assert not any(row["removed"] for row in rows)
     assert {path: digest(path) for path in sums} == sums
-    rows, _ = chained(run_command, folder, "--remove", "--force")
-    assert all(row["removed"] for row in rows)
+    # What others need stays even so.
+    rows, err = chained(run_command, folder, "--remove", "--force", code=4)
+    assert {row["removed"] for row in rows if row["error"] is None} == {True}
+    assert {"is the base of" in row["error"] for row in rows if row["error"]} == {True}
+    assert digest(folder / "step-20.ckpt8") != sums[folder / "step-20.ckpt8"]
+    assert digest(folder / "step-5.ckpt8") == sums[folder / "step-5.ckpt8"]
 
 
 def test_a_copied_run_is_known_again(run, run_command, tmp_path):

@@ -79,3 +79,14 @@ def test_a_run_without_steps_has_a_page(tmp_path, run_command, inputs):
     shutil.copy(inputs / "module.pt", tmp_path / "module.pt")
     assert run_command("runs", tmp_path, "--html", tmp_path / "page.html")[0] == 0
     assert "module.pt" in (tmp_path / "page.html").read_text()
+
+
+def test_a_base_in_another_folder(inputs, tmp_path, run_command):
+    for k, folder in enumerate(("keys", "deltas")):
+        (tmp_path / folder).mkdir()
+        name = f"chain_{k}.archive.ckpt8"
+        shutil.copy(inputs.parent / "golden" / name, tmp_path / folder / name)
+    assert run_command("runs", tmp_path / "deltas")[0] == 3
+    code, out, err = run_command("runs", tmp_path / "deltas", "--base-dir", tmp_path / "keys", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["checkpoints"][0]["base"] == str(tmp_path / "keys" / "chain_0.archive.ckpt8")

@@ -181,3 +181,25 @@ def test_whatever_happens_to_a_folder_new_files_are_sound(seed, states, folder):
                 assert len(reader.links()) == (reader.manifest.base.links if reader.manifest.base else 0)
     assert sound >= 3
     assert all("its base" in line and "\n" not in line for line in lost)
+
+
+def test_the_folder_of_a_step_does_not_make_other_names(states, tmp_path):
+    for k in (0, 1):
+        source = tmp_path / f"checkpoint-{k}" / f"global_step{10 + k}"
+        source.mkdir(parents=True)
+        torch.save(states[k], source / "state.pt")
+    key, delta = (ckpt8.compress(tmp_path / f"checkpoint-{k}", budget=1, base="auto") for k in (0, 1))
+    assert delta.base.seal == delta.base.key
+    assert {each.codec["id"] for each in delta.storages if each.base is not None} >= {"lattice/1", "rclog/1"}
+    assert {each.name for each in key.storages}.isdisjoint(each.name for each in delta.storages)
+
+
+def test_the_manifest_says_why_a_chain_begins(states, folder):
+    folder.save(states[0])
+    assert "no container" in folder.save(widened(states[0])).key_reason
+    assert "too different" in folder.save(with_rate(4)(states[1])).key_reason
+    run = SmallRun()
+    run.load(ckpt8.load(folder.path / "step-0.ckpt8"))
+    assert "resumed" in folder.save(run.checkpoint(), base=Auto([folder.path / "step-0.ckpt8"])).key_reason
+    assert folder.save(states[2], base=Auto([folder.path / "step-0.ckpt8"])).key_reason is None
+    assert folder.save(states[3], base=None).key_reason is None
