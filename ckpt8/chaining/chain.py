@@ -48,7 +48,7 @@ class ChainRun:
     def jobs(self) -> Iterator[list[Job]]:
         """Lists of jobs, to run in their order before the next list. Raises InputError for a folder without a run."""
         folder = self._order.folder
-        if self._settings.remove and folder.is_dir():
+        if self._settings.remove:
             finish_removals(folder, folder)
         if not self._watch and not self._order.checkpoints() and not any(map(is_container, folder.iterdir())):
             raise InputError(f"{folder}: holds no checkpoints of a run; ckpt8 compress takes a single one")
