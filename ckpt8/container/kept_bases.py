@@ -101,7 +101,7 @@ def drop_unneeded(folder: Path) -> None:
         heads, are_all = _heads(folder)
         if not are_all:
             return
-        needed = _needed(heads)
+        needed = _needed(heads, folder)
         unneeded = [path for path, head in heads.items() if path.parent != folder and head.seal not in needed]
         # A link goes before the one below it: a kill leaves none without its base.
         for path in sorted(unneeded, key=lambda path: heads[path].links, reverse=True):
@@ -112,7 +112,7 @@ def drop_unneeded(folder: Path) -> None:
 def _may_be_needed(path: Path, seal: str) -> bool:
     """Whether containers beside ``path`` need it. True where there are chains, and a container cannot be read."""
     heads, are_all = _heads(path.parent, without=path)
-    return seal in _needed(heads) or (not are_all and (path.parent / KEPT).is_dir())
+    return seal in _needed(heads, path.parent) or (not are_all and (path.parent / KEPT).is_dir())
 
 
 class _Head(NamedTuple):
@@ -146,10 +146,10 @@ def _containers(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if is_container(path)] if folder.is_dir() else []
 
 
-def _needed(heads: dict[Path, _Head]) -> set[str]:
-    """The seals of all files that the containers beside the links need."""
+def _needed(heads: dict[Path, _Head], folder: Path) -> set[str]:
+    """The seals of all files that the containers in ``folder`` need."""
     below = {head.seal: head.base.seal for head in heads.values() if head.base is not None}
-    waiting = [head.seal for path, head in heads.items() if path.parent.name != KEPT]
+    waiting = [head.seal for path, head in heads.items() if path.parent == folder]
     needed: set[str] = set()
     while waiting:
         base = below.get(waiting.pop())

@@ -12,6 +12,7 @@ from hostile_kit import container_of
 
 from ckpt8.container.bases import KEPT, kept_name
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded, remove_container
+from ckpt8.container.needed import dependents
 from ckpt8.container.reader import ContainerReader
 
 
@@ -59,7 +60,9 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path):
-    made = Run(tmp_path)
+    """A run in a folder that has the name of the links itself."""
+    (tmp_path / KEPT).mkdir()
+    made = Run(tmp_path / KEPT)
     made.write("0.ckpt8")
     made.write("1.ckpt8", "0.ckpt8")
     made.write("2.ckpt8", "0.ckpt8")
@@ -110,6 +113,18 @@ def test_the_newest_are_linked_with_what_is_below_them(run):
     assert [path.name for path in links] == [kept_name(run.seals[f"{each}.ckpt8"]) for each in (1, 0)]
     assert not any(path.is_symlink() for path in links)
     assert run.kept() == ["0.ckpt8", "1.ckpt8"]
+
+
+def test_what_a_save_replaces_is_kept_for_those_that_need_it(run):
+    (run.folder / KEPT / kept_name(run.seals["2.ckpt8"])).unlink()
+    seal = run.seals["2.ckpt8"]
+    with KeptBases(run.folder) as kept:
+        kept.link_newest(run.folder / "2.ckpt8")
+        assert dependents(run.folder / "2.ckpt8") == []
+        (run.folder / "2.ckpt8").unlink()
+        (run.folder / "2.ckpt8").write_bytes(container_of(b"another", "opaque"))
+    drop_unneeded(run.folder)
+    assert run.below("3.ckpt8") == [seal, run.seals["0.ckpt8"]]
 
 
 def test_nothing_goes_while_a_save_is_under_way(run):
