@@ -39,6 +39,8 @@ class ChainRun:
     ) -> None:
         if not rest >= 0:
             raise UsageError(f"a checkpoint is at rest after 0 seconds or more, not {rest}")
+        if keep_raw < 0:
+            raise UsageError(f"keep_raw is the number of checkpoints to leave as they are, not {keep_raw}")
         self._order = RunOrder(folder)
         self._settings = settings
         self._force, self._keep_raw, self._watch = force, keep_raw, watch
@@ -67,7 +69,7 @@ class ChainRun:
         """Jobs for what is at rest or, unless that is watched, will not be; and whether anything else is waited for."""
         problems = {path: self._rest.problem(path) for path in self._order.checkpoints()}
         complete = [path for path, problem in problems.items() if problem is None]
-        left = set(complete[len(complete) - self._keep_raw :] if self._keep_raw else [])
+        left = set(complete[max(len(complete) - self._keep_raw, 0) :])
         taken: set[Path] = set()
         jobs, is_waiting = [], False
         for path, problem in problems.items():
