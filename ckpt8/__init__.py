@@ -17,6 +17,7 @@ from ckpt8.core.lazy import lazy_names
 _LOCATIONS = {
     "nn": "ckpt8.nn",
     "optim": "ckpt8.optim",
+    "chain": "ckpt8.chaining.chain:chain",
     "compress": "ckpt8.compressing.compress:compress",
     "convert": "ckpt8.converting.convert:convert",
     "Global": "ckpt8.checkpoint.tree:Global",
@@ -28,6 +29,7 @@ _LOCATIONS = {
     "restore": "ckpt8.restoring.restore:restore",
     "rebase": "ckpt8.container.rebase:rebase",
     "resume": "ckpt8.restoring.resume.resume:resume",
+    "runs": "ckpt8.inspecting.runs.runs:runs",
     "verify": "ckpt8.inspecting.verify:verify",
     "CheckFailedError": "ckpt8.core.errors:CheckFailedError",
     "Ckpt8Error": "ckpt8.core.errors:Ckpt8Error",
@@ -53,6 +55,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "__version__",
+    "chain",
     "compress",
     "convert",
     "diff",
@@ -63,6 +66,7 @@ __all__ = [
     "rebase",
     "restore",
     "resume",
+    "runs",
     "save",
     "verify",
 ]

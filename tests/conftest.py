@@ -6,6 +6,7 @@ is the one that CKPT8_ABSENT_PACKAGE names and the test bears its name as a mark
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -34,6 +35,14 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 def _one_thread():
     """Whatever a framework has set: more threads add up in another order, and wait for each other on small tensors."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_goes_back():
+    """What a module has freed: glibc keeps gigabytes of it, and every worker would end with those of its largest."""
+    yield
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(scope="session")

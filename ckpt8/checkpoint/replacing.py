@@ -18,7 +18,7 @@ from ckpt8.checkpoint.readers import match_reader
 from ckpt8.checkpoint.readers.entries import PACKED_INDEX
 from ckpt8.checkpoint.readers.shards import is_named_shard
 from ckpt8.container.header import is_container
-from ckpt8.container.needed import dependents, unneeded_file
+from ckpt8.container.needed import unneeded_file
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 
@@ -72,14 +72,16 @@ def checkpoint_directory(written: Collection[str] = ()) -> Callable[[Path], str]
     return check
 
 
+def is_part(name: str) -> bool:
+    """Whether frameworks give this name to a file of a checkpoint that has several."""
+    return _FILES.fullmatch(name) is not None
+
+
 def problem_of(path: Path) -> str | None:
     """Why a file or directory may not be removed as a checkpoint, or None. Raises OSError."""
     if path.is_dir():
         return _contents(path, frozenset()).problem
-    if not _is_checkpoint(path):
-        return "it is no checkpoint"
-    needing = dependents(path)
-    return f"{needing[0].name} needs it as its base" if needing else None
+    return None if _is_checkpoint(path) else "it is no checkpoint"
 
 
 def _contents(path: Path, written: frozenset[str]) -> _Contents:

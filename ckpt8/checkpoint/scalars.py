@@ -24,15 +24,22 @@ _MOST_NUMBERS = 8
 
 def read_scalar(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) -> float | None:
     """The value of a tensor of one element in ``storage``; None for another tensor or element type."""
-    code = _SCALARS.get(ref.dtype)
     position = ref.offset * ref.dtype.itemsize
-    if code is None or ref.numel != 1 or position + ref.dtype.itemsize > storage.nbytes:
+    if ref.dtype not in _SCALARS or ref.numel != 1 or position + ref.dtype.itemsize > storage.nbytes:
         return None
     buffer = bytearray(ref.dtype.itemsize)
     checkpoint.read_into(storage.offset + position, memoryview(buffer))
-    if ref.dtype is DType.BFLOAT16:
-        buffer, code = bytearray(2) + buffer, "<f"
-    value: float = struct.unpack(code, buffer)[0]
+    return number_of(ref.dtype, bytes(buffer))
+
+
+def number_of(dtype: DType, content: bytes) -> float | None:
+    """The value of one element; None for other element types."""
+    code = _SCALARS.get(dtype)
+    if code is None:
+        return None
+    if dtype is DType.BFLOAT16:
+        content, code = bytes(2) + content, "<f"
+    value: float = struct.unpack(code, content)[0]
     return value
 
 
@@ -43,20 +50,23 @@ def read_settings(
 
     torch keeps a learning rate or betas as tensors where the caller gave tensors.
     """
-    return {key: value if key == "params" else _plain(checkpoint, storages, value) for key, value in group.items()}
 
+    def plain(value: Any) -> Any:
+        if isinstance(value, TensorRef) and value.numel == 1 and value.key in storages:
+            number = read_scalar(checkpoint, storages[value.key], value)
+            return value if number is None else number
+        return value
 
-def _plain(checkpoint: Checkpoint, storages: Mapping[str, StorageInfo], value: Any) -> Any:
-    if isinstance(value, TensorRef) and value.numel == 1 and value.key in storages:
-        number = read_scalar(checkpoint, storages[value.key], value)
-        return value if number is None else number
-    if isinstance(value, (list, tuple)) and len(value) <= _MOST_NUMBERS:
-        return tuple(_plain(checkpoint, storages, each) for each in value)
-    return value
+    def setting(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and len(value) <= _MOST_NUMBERS:
+            return tuple(map(plain, value))
+        return plain(value)
+
+    return {key: value if key == "params" else setting(value) for key, value in group.items()}
 
 
 def is_setting(value: object) -> bool:
     """Whether a value is a plain setting of an optimizer: a number, a text, None, or a list or tuple of these."""
-    if isinstance(value, (tuple, list)):
-        return all(is_setting(each) for each in value)
-    return isinstance(value, (bool, int, float, str, type(None)))
+    # Not deeper: a list of a file may hold itself.
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return all(isinstance(each, (bool, int, float, str, type(None))) for each in values)

@@ -10,12 +10,16 @@ from typing import Annotated
 import typer
 
 from ckpt8 import __version__
+from ckpt8.cli.bases import finding_bases
 from ckpt8.cli.bench_command import bench
+from ckpt8.cli.chain_command import chain
 from ckpt8.cli.compress_command import compress
 from ckpt8.cli.convert_command import convert
 from ckpt8.cli.guard import guarded, shielded
 from ckpt8.cli.options import Container, Force, Json, Output, Threads, stopwatch
 from ckpt8.cli.output import console, present, print_json, print_lines, progress_bar
+from ckpt8.cli.rebase_command import rebase
+from ckpt8.cli.runs_command import runs
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.text import printable, size
 
@@ -34,6 +38,7 @@ def _global(
     pass
 
 
+@finding_bases
 def inspect(
     path: Annotated[Path, typer.Argument(readable=False, help="A .ckpt8, a checkpoint file or a directory.")],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
@@ -109,6 +114,7 @@ def inspect(
         show(console(), facts)
 
 
+@finding_bases
 def restore(
     src: Container,
     output: Output = None,
@@ -152,6 +158,7 @@ def restore(
         sys.stderr.write(f"ckpt8: {printable(line)}\n")
 
 
+@finding_bases
 def verify(
     src: Container,
     against: Annotated[
@@ -202,6 +209,7 @@ def verify(
         raise CheckFailedError(f"{src}: {result.failures[0]}{more}")
 
 
+@finding_bases
 def diff(
     a: Annotated[
         Path, typer.Argument(readable=False, metavar="A", help="A checkpoint file or directory, or a .ckpt8 of one.")
@@ -223,7 +231,18 @@ def diff(
         raise typer.Exit(CheckFailedError.exit_code)
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (compress, inspect, restore, verify, convert, diff, bench)
+COMMANDS: tuple[Callable[..., None], ...] = (
+    compress,
+    chain,
+    runs,
+    inspect,
+    restore,
+    verify,
+    rebase,
+    convert,
+    diff,
+    bench,
+)
 """The functions of all commands, in the order of ``--help``."""
 
 

@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ckpt8.cli.options import Force, Json, Output, Threads, stopwatch
-from ckpt8.cli.output import present, progress_bar
+from ckpt8.cli.bases import finding_bases
+from ckpt8.cli.options import Budget, Device, Force, Json, Preset, Remove, Rules, Threads, stopwatch
+from ckpt8.cli.output import present, print_json, progress_bar
+from ckpt8.core.errors import UsageError
 
 
+@finding_bases
 def compress(
-    src: Annotated[Path, typer.Argument(readable=False, help="A checkpoint file, or a directory of them.")],
-    output: Output = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="flash, compact (smaller), archive (smallest) or lossless (bit-exact). Default: flash. compact is a "
-            "budget of 0.15, archive of 1.",
-        ),
+    src: Annotated[
+        list[Path], typer.Argument(readable=False, metavar="SRC...", help="Checkpoint files, or directories of them.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Where to write; of several SRC, the folder. Default: next to each."),
     ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            metavar="STEPS",
-            help="Instead of a preset: the error in optimizer steps, from 0.01 to 10. At 1, weights and moments differ "
-            "from SRC as much as one step of training changes them.",
-        ),
-    ] = None,
-    rule: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="GLOB=CODEC", help="Store tensors whose path matches GLOB with CODEC. The first match wins."
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="Pack on the cpu or on cuda. auto is the cpu.")] = "auto",
+    preset: Preset = None,
+    budget: Budget = None,
+    rule: Rules = None,
+    device: Device = "auto",
     threads: Threads = None,
     max_update_error: Annotated[
         float | None,
@@ -47,34 +37,81 @@ def compress(
         ),
     ] = None,
     stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Measure the error while compressing.")] = True,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OLD",
+            help="Store differences to OLD, the .ckpt8 of an earlier step, which the new one then needs. auto chooses "
+            "one among those in its folder, where that makes it smaller.",
+        ),
+    ] = None,
+    remove: Remove = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Compress SRC into a .ckpt8, then show its size and its error."""
+    """Compress SRC into a .ckpt8, then show its size and its error.
+
+    Several SRC become a .ckpt8 each. What fails is told, and the others go on; the exit code is the highest of those
+    that failed.
+    """
+    if remove and not stats:
+        raise UsageError("--remove verifies by the statistics of a container; leave out --no-stats")
+    options: dict[str, Any] = {
+        "preset": preset,
+        "budget": budget,
+        "rules": rule or (),
+        "device": device,
+        "threads": threads,
+        "stats": stats,
+        "max_update_error": max_update_error,
+        "base": base,
+    }
+    if len(src) == 1:
+        _compress_one(src[0], output, options, remove=remove, force=force, as_json=as_json)
+    else:
+        _compress_many(src, output, options, remove=remove, force=force, as_json=as_json)
+
+
+def _compress_one(
+    src: Path, output: Path | None, options: dict[str, Any], *, remove: bool, force: bool, as_json: bool
+) -> None:
+    from ckpt8.chaining.removal import refuse_removal, remove_verified
+    from ckpt8.chaining.several import target_in
     from ckpt8.cli.show.inspect import summary
     from ckpt8.compressing import compress as api
     from ckpt8.inspecting.container import inspect_container
 
+    if output is not None and os.path.isdir(output):  # noqa: PTH112 - False for a name that is too long
+        output = target_in(output, src)
     target = output or api.default_target(src)
+    if remove:
+        refuse_removal(src)
     elapsed = stopwatch()
     with progress_bar(f"compress {src.name}", src, enabled=not as_json) as progress:
-        api.compress(
-            src,
-            output,
-            preset=preset,
-            budget=budget,
-            rules=rule or (),
-            device=device,
-            threads=threads,
-            stats=stats,
-            max_update_error=max_update_error,
-            force=force,
-            progress=progress,
-        )
+        api.compress(src, output, **options, force=force, progress=progress)
     seconds = elapsed()
     facts = inspect_container(target)
+    if remove:
+        with progress_bar(f"verify {src.name}", src, src, enabled=not as_json) as progress:
+            remove_verified(src, target, threads=options["threads"], progress=progress)
     present(
-        {"target": str(target), "seconds": seconds, **facts},
-        lambda console: summary(console, facts, str(target), seconds),
+        {"target": str(target), "seconds": seconds, "removed": remove, **facts},
+        lambda console: summary(console, facts, str(target), seconds, removed=str(src) if remove else None),
         as_json=as_json,
     )
+
+
+def _compress_many(
+    sources: list[Path], output: Path | None, options: dict[str, Any], *, remove: bool, force: bool, as_json: bool
+) -> None:
+    from ckpt8.chaining.jobs import Settings
+    from ckpt8.chaining.several import collected
+    from ckpt8.cli.jobs import run_jobs
+
+    elapsed = stopwatch()
+    with collected(sources, output, Settings(options, remove), force=force) as jobs:
+        tally = run_jobs([jobs], "compress", quiet=as_json)
+    if as_json:
+        print_json({**tally.to_json(), "seconds": elapsed()})
+    if tally.exit_code:
+        raise typer.Exit(tally.exit_code)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ckpt8.cli.bases import finding_bases
 from ckpt8.cli.options import Force, Json, Threads, stopwatch
 from ckpt8.cli.output import present, progress_bar
 from ckpt8.core.text import printable
@@ -16,6 +17,7 @@ _FORMATS = "torch, safetensors, trainer, dcp, flashoptim, compressed-tensors or 
 """The keys of ``converting.writers.WRITERS``, which ``--help`` need not import."""
 
 
+@finding_bases
 def convert(
     src: Annotated[Path, typer.Argument(readable=False, help="A checkpoint file or directory, or a .ckpt8 of one.")],
     dst: Annotated[str, typer.Argument(readable=False, help="The file or directory to write.")],

@@ -99,10 +99,21 @@ def guarded(command: Callable[[], object]) -> None:
 
 
 def _leave(text: str, code: int, error: BaseException) -> NoReturn:
+    _say(text, error)
+    sys.exit(code)
+
+
+def _say(text: str, error: BaseException) -> None:
     where = "".join(traceback.format_exception(error)) if os.environ.get(TRACEBACK) else ""
     said = f"{where}ckpt8: {' '.join(text.split())}\n"
     sys.stderr.write(said.encode("utf-8", "backslashreplace").decode())
-    sys.exit(code)
+
+
+def reported(error: Exception) -> tuple[str, int]:
+    """Say on stderr what failed while other things go on; return that line and its exit code."""
+    text, code = (str(error), error.exit_code) if isinstance(error, Ckpt8Error) else _unexpected(error)
+    _say(text, error)
+    return text, code
 
 
 def _drop_stdout() -> None:

@@ -14,6 +14,31 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an existing output
 Threads = Annotated[int | None, typer.Option(min=1, max=256, help="Worker threads. Default: one per core, at most 8.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write. Default: next to the input.")]
 Container = Annotated[Path, typer.Argument(readable=False, metavar="SRC.ckpt8", help="A compressed checkpoint.")]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="flash, compact (smaller), archive (smallest) or lossless (bit-exact). Default: flash. compact is a "
+        "budget of 0.15, archive of 1.",
+    ),
+]
+Budget = Annotated[
+    float | None,
+    typer.Option(
+        metavar="STEPS",
+        help="Instead of a preset: the error in optimizer steps, from 0.01 to 10. At 1, weights and moments differ "
+        "from SRC as much as one step of training changes them.",
+    ),
+]
+Rules = Annotated[
+    list[str] | None,
+    typer.Option(metavar="GLOB=CODEC", help="Store tensors whose path matches GLOB with CODEC. The first match wins."),
+]
+Device = Annotated[str, typer.Option(help="Pack on the cpu or on cuda. auto is the cpu.")]
+Remove = Annotated[
+    bool,
+    typer.Option("--remove", help="Remove a checkpoint once its container was verified against it, never otherwise."),
+]
 
 
 def stopwatch() -> Callable[[], float]:

@@ -56,10 +56,13 @@ def print_lines(console: Console, lines: Iterable[str]) -> None:
 
 
 @contextmanager
-def progress_bar(label: str, *sources: Path, total: int = 0, enabled: bool = True) -> Iterator[Callable[[int], None]]:
+def progress_bar(
+    label: str, *sources: Path, total: int = 0, done: int = 0, enabled: bool = True
+) -> Iterator[Callable[[int], None]]:
     """Show throughput and time left; yield a function to call with the number of bytes just done.
 
-    A full bar is ``total`` bytes, or those of ``sources``. Silent unless stderr is a terminal.
+    A full bar is ``total`` bytes, or those of ``sources``; ``done`` of them are done already. Silent unless stderr is a
+    terminal.
     """
     if not enabled or not sys.stderr.isatty():
         yield lambda _: None
@@ -78,5 +81,5 @@ def progress_bar(label: str, *sources: Path, total: int = 0, enabled: bool = Tru
         console=Console(stderr=True),
         transient=True,
     ) as bar:
-        task = bar.add_task(printable(label), total=total or sum(map(size_of, sources)))
+        task = bar.add_task(printable(label), total=total or sum(map(size_of, sources)), completed=done)
         yield lambda done: bar.advance(task, done)

@@ -10,12 +10,15 @@ from dataclasses import asdict
 from ckpt8.compressing.plan import Plan
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.manifest import Manifest
+from ckpt8.core.tensors import Role
 
 _STEP = re.compile(r"\bglobal_step\d+")
 """DeepSpeed names the folder in a checkpoint by its step."""
 
 Partners = Mapping[int, int]
 """The index of a storage in the base, by that of a stream."""
+
+_UNBOUND = (Role.OTHER, None)
 
 
 def find_partners(plan: Plan, base: Manifest) -> Partners:
@@ -43,12 +46,22 @@ def find_partners(plan: Plan, base: Manifest) -> Partners:
 
 
 def fits(plan: Plan, policy: Policy, base: Manifest) -> bool:
-    """Whether ``base`` holds an earlier state of all tensors of ``plan``, compressed as ``policy`` asks."""
+    """Whether ``base`` holds an earlier state of the weights and moments of ``plan``, compressed as ``policy`` asks.
+
+    Other tensors may come and go: Lightning names scores after the files that had them.
+    """
     budget = asdict(policy.budget) if policy.budget else None
     if (base.preset, base.rules, base.budget) != (policy.preset, [rule.text for rule in policy.rules], budget):
         return False
-    own = {(_timeless(tensor.name), tensor.ref.dtype, *tensor.ref.shape) for tensor, _ in plan.tensors}
-    return own == {(_timeless(view.name), view.dtype, *view.shape) for view in base.tensors}
+    roles = {stream.index: stream.spec.role for stream in plan.streams}
+    own, other = set(), set()
+    for tensor, index in plan.tensors:
+        if roles.get(index) not in _UNBOUND:
+            own.add((_timeless(tensor.name), tensor.ref.dtype, *tensor.ref.shape))
+    for view in base.tensors:
+        if base.storages[view.storage].role not in _UNBOUND:
+            other.add((_timeless(view.name), view.dtype, *view.shape))
+    return own == other
 
 
 def _timeless(name: str) -> str:

@@ -23,9 +23,9 @@ from ckpt8.core.workers import Workers
 SAMPLE = 1 << 16
 """The most elements of a tensor that are read."""
 
-_LEAST_WINDOWS, _MOST_WINDOWS = 16, 256
-_PER_WINDOW = 1 << 16
-"""Elements of a tensor for each window."""
+_LEAST_WINDOWS, _MOST_WINDOWS = 16, 1 << 14
+_PER_WINDOW = 1 << 12
+"""Elements of a tensor for each window: few, since a few rows of an embedding may carry the step."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2^64 times the golden ratio: windows begin at places that no row length divides."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from pathlib import Path
 
 from ckpt8.container.base_record import BaseRecord
@@ -16,6 +17,9 @@ from ckpt8.core.errors import InputError
 
 directories: ContextVar[tuple[Path, ...]] = ContextVar("directories", default=())
 """Folders where readers look for a base, besides that of the delta."""
+
+KEPT = "bases"
+"""The folder beside deltas that holds links to what they need."""
 
 _SHOWN = 12
 """Digits of a seal in a message."""
@@ -32,30 +36,61 @@ def looked_for_in(folders: Iterable[Path]) -> Iterator[None]:
 
 
 def find_base(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = ()) -> Path:
-    """The file whose seal is that of ``record``, for the delta at ``container``.
+    """The file whose seal is that of ``record``, for the delta at ``container``, under whatever name it is there.
 
     Raises InputError, which names the base and all places where it was looked for.
     """
-    places = places_of(container, record, base_dirs)
-    changed = []
-    for place in places:
-        seal = stated_seal(place)
-        if seal == record.seal:
-            return place
-        if seal is not None or place.exists():
-            changed.append(place)
-    found = f"changed: another file is at {_listed(changed)}" if changed else "missing"
+    found = next(bases_of(container, record, base_dirs), None)
+    if found is not None:
+        return found
+    places = _places(container, record, base_dirs)
+    changed = [place for place in places if _is_there(place)]
+    state = f"changed: another file is at {_listed(changed)}" if changed else "missing"
     raise InputError(
-        f"{container}: its base {record.path} (seal {record.seal[:_SHOWN]}) is {found}; "
+        f"{container}: its base {record.path} (seal {record.seal[:_SHOWN]}) is {state}; "
         f"looked for {_listed(places)}; give its folder with --base-dir"
     )
 
 
-def places_of(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = ()) -> list[Path]:
-    """Where the base may be, in the order in which to look."""
-    name = record.path.rpartition("/")[2]
-    folders = [container.parent, container.resolve().parent, *base_dirs]
-    return list(dict.fromkeys(folder / path for folder in folders for path in (record.path, name)))
+def bases_of(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = ()) -> Iterator[Path]:
+    """All files with the seal of ``record``: where the base should be, then any beside the delta and in ``base_dirs``.
+
+    A delta comes from anywhere: folders that only its path names are not listed.
+    """
+    folders = _folders(container, base_dirs)
+    others = (path for each in folders for folder in (each, each / KEPT) for path in _files(folder))
+    places = _places(container, record, base_dirs)
+    return (path for path in chain(places, others) if stated_seal(path) == record.seal)
+
+
+def _folders(container: Path, base_dirs: Sequence[Path]) -> list[Path]:
+    return list(dict.fromkeys((container.parent, container.resolve().parent, *base_dirs)))
+
+
+def _places(container: Path, record: BaseRecord, base_dirs: Sequence[Path]) -> list[Path]:
+    """Where the base should be, in the order in which to look."""
+    names, folders = (record.path, record.path.rpartition("/")[2]), _folders(container, base_dirs)
+    return list(dict.fromkeys(folder / name for folder in folders for name in names))
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is anything at a path, which the file states: it may be too long for any name."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def kept_name(seal: str) -> str:
+    """The name of the link to the container with this seal."""
+    return f"{seal[:16]}.ckpt8"
 
 
 def _listed(paths: Iterable[Path]) -> str:

@@ -6,7 +6,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from ckpt8.container.base_record import read_base
-from ckpt8.container.bases import places_of
+from ckpt8.container.bases import bases_of
 from ckpt8.container.head import read_head, stated_seal
 from ckpt8.container.json_fields import Fields
 from ckpt8.container.stored_manifest import manifest_text, parse_manifest
@@ -56,5 +56,4 @@ def _needs(container: Path, path: Path, seal: str) -> bool:
         return False
     if record is None or record.seal != seal:
         return False
-    others = (each for each in places_of(container, record) if each.resolve() != path.resolve())
-    return not any(stated_seal(each) == seal for each in others)
+    return all(each.resolve() == path.resolve() for each in bases_of(container, record))

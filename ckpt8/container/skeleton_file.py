@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 
-import zstandard
-
 from ckpt8.codecs.lossless import RAW_PART
-from ckpt8.container.layout import FRAME, MAX_WINDOW
+from ckpt8.container.layout import FRAME
 from ckpt8.container.manifest import Pack
 from ckpt8.container.member_layout import member_runs
+from ckpt8.container.plain_frames import inflate_plain
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 
 
@@ -62,16 +60,7 @@ class SkeletonFile(SourceFile):
     def _frame(self, owner: int | Pack, index: int, length: int) -> bytes:
         """The content of one frame of a storage or a pack."""
         stored = self._reader.stored_frame(owner, RAW_PART, index)
-        return stored if len(stored) == length else self._inflate(stored, length)
-
-    def _inflate(self, frame: bytes, length: int) -> bytes:
-        try:
-            declared = zstandard.get_frame_parameters(frame)
-            if declared.content_size == length and declared.window_size <= MAX_WINDOW:
-                return zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompress(frame)
-        except zstandard.ZstdError as exc:
-            raise InputError(f"{self.source}: frame cannot be decompressed: {exc}") from exc
-        raise InputError(f"{self.source}: frame does not declare the {length} bytes it must hold")
+        return inflate_plain(stored, length, str(self.source))
 
     def check_unchanged(self) -> None:
         """Nothing to check: every frame is checked when it is read."""

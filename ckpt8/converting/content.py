@@ -43,11 +43,25 @@ def adopt_member(data: Composite, member: DirectoryMember, node: Any) -> Any:
 
 
 def add_prefix(node: Any, prefix: str) -> Any:
-    """A copy of plain containers with ``prefix`` before the keys of all storages. Other objects stay as they are."""
-    if isinstance(node, (TensorRef, StorageRef)):
-        return replace(node, key=prefix + node.key)
-    if isinstance(node, dict):
-        return {key: add_prefix(value, prefix) for key, value in node.items()}
-    if isinstance(node, (list, tuple)):
-        return type(node)(add_prefix(value, prefix) for value in node)
-    return node
+    """A copy of plain containers with ``prefix`` before the keys of all storages. Other objects stay as they are.
+
+    A container that stands at several places, or in itself, is copied once.
+    """
+    made: dict[int, Any] = {}
+
+    def copy(node: Any) -> Any:
+        if isinstance(node, (TensorRef, StorageRef)):
+            return replace(node, key=prefix + node.key)
+        if id(node) not in made and isinstance(node, dict):
+            found: dict[Any, Any] = {}
+            made[id(node)] = found
+            found.update((key, copy(value)) for key, value in node.items())
+        elif id(node) not in made and isinstance(node, list):
+            several: list[Any] = []
+            made[id(node)] = several
+            several += map(copy, node)
+        elif id(node) not in made and isinstance(node, tuple):
+            made[id(node)] = tuple(map(copy, node))
+        return made.get(id(node), node)
+
+    return copy(node)

@@ -9,8 +9,7 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.codecs import codec_from_config
-from ckpt8.codecs.error_stats import UpdateError, WeightError, read_error
-from ckpt8.compressing.budget import PRESET_BUDGETS
+from ckpt8.codecs.error_stats import LatticeError, UpdateError, WeightError, read_error
 from ckpt8.container.facts import error_facts, figure_of, figures, tensor_facts, total_errors
 from ckpt8.container.manifest import Manifest, MemberRecord
 from ckpt8.container.reader import ContainerReader
@@ -18,6 +17,7 @@ from ckpt8.core.collection import without_collection
 from ckpt8.core.tensors import Role
 from ckpt8.inspecting.foreign import foreign_flags, names_in_container
 from ckpt8.inspecting.manifest_facts import (
+    asked_words,
     dtypes,
     frameworks_by_folder,
     low_bit_state,
@@ -118,7 +118,7 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
         "format": manifest.version,
         "writer": manifest.writer,
         "preset": manifest.preset,
-        "asked": _asked(manifest),
+        "asked": asked_words(manifest.preset, manifest.budget),
         "rules": manifest.rules,
         "directory": manifest.directory,
         "members": [_member_facts(manifest, member) for member in manifest.members],
@@ -134,15 +134,6 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
         "errors": total_errors(manifest, count_whole),
         "steps": step_facts(manifest, count_whole),
     }
-
-
-def _asked(manifest: Manifest) -> str:
-    """What the container was made with, in words."""
-    preset = PRESET_BUDGETS.get(manifest.preset)
-    given = manifest.budget or {}
-    if not given or (preset is not None and (preset.steps, preset.cap) == (given.get("steps"), given.get("cap"))):
-        return f"preset {manifest.preset}"
-    return f"budget {given.get('steps', 0.0):g}"
 
 
 def _member_facts(manifest: Manifest, member: MemberRecord) -> dict[str, Any]:
@@ -185,18 +176,21 @@ def lossless_reasons(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def worst(manifest: Manifest) -> dict[str, list[dict[str, Any]]]:
-    """The parameters with the largest max |Δu|, and the weights with the largest mean relative error."""
+    """The worst tensors by the figure of their kind.
+
+    ``update``: parameters, the largest max |Δu| first; ``weight``: weights, the largest mean relative error first;
+    ``lattice``: weights on a lattice, the lowest SNR first.
+    """
     updates = [
         {**shown, **figures(error), "figure": figure_of(parameter)}
         for parameter, shown in zip(manifest.parameters, shown_names(manifest), strict=True)
         if isinstance(error := read_error(parameter.error), UpdateError)
     ]
-    weights = [
-        {"name": record.name, **figures(error)}
-        for record in manifest.storages
-        if isinstance(error := read_error(record.error), WeightError)
-    ]
+    errors = [(record.name, read_error(record.error)) for record in manifest.storages]
+    weights = [{"name": name, **figures(error)} for name, error in errors if isinstance(error, WeightError)]
+    lattice = [(error.nmse, {"name": name, **figures(error)}) for name, error in errors if type(error) is LatticeError]
     return {
         "update": sorted(updates, key=lambda row: -row["max_error"])[:_WORST],
         "weight": sorted(weights, key=lambda row: -row["mean_relative"])[:_WORST],
+        "lattice": [row for _, row in sorted(lattice, key=lambda found: -found[0])[:_WORST]],
     }

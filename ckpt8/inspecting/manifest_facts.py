@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import SLICE, display_names, split_member, whole_name
 from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
 from ckpt8.checkpoint.meaning.update_rules import read_rule
 from ckpt8.codecs import codec_from_config
+from ckpt8.compressing.budget import PRESET_BUDGETS
 from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_kind, skeleton_role
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.tensors import DType, Role, TensorSpec, is_small
@@ -37,6 +38,15 @@ _BY_FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("DeepSpeed", re.compile(r"(?:.*/)?[^/]*_optim_states\.pt")),
     ("torch.distributed.checkpoint", re.compile(r"(?:.*/)?\.metadata")),
 )
+
+
+def asked_words(preset: str, budget: Mapping[str, float] | None) -> str:
+    """What a container was made with, in words."""
+    known = PRESET_BUDGETS.get(preset)
+    given = budget or {}
+    if not given or (known is not None and (known.steps, known.cap) == (given.get("steps"), given.get("cap"))):
+        return f"preset {preset}"
+    return f"budget {given.get('steps', 0.0):g}"
 
 
 def framework_of_files(paths: Collection[str]) -> str | None:

@@ -29,12 +29,14 @@ from ckpt8.compressing.compress import save
 from ckpt8.compressing.compressor import Options
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.header import is_container
+from ckpt8.container.kept_bases import remove_container
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.workers import Workers
 from ckpt8.integrations import local_path, missing
+from ckpt8.integrations.chains import Chains
 
 _HOMES = ("lightning.fabric.plugins", "lightning_fabric.plugins")
 """The modules with the interface: of the package ``lightning``, and of ``pytorch_lightning``."""
@@ -62,7 +64,9 @@ class Ckpt8CheckpointIO(CheckpointIO):
 
     ``preset``, ``budget``, ``rules``, ``threads``, ``stats`` and ``max_update_error`` are those of ``ckpt8.save``.
     With ``background`` a save returns once everything is packed in memory. The next save waits for it, and raises its
-    failure; so does the end of the run.
+    failure; so does the end of the run. With ``base="auto"`` a container is a delta to an earlier one of its folder,
+    where that is smaller. ``bases/`` beside them keeps what they need, as hard links, however they are removed: move
+    that folder with them.
 
     Never executes a pickle, whatever ``weights_only`` says. Refuses hyperparameters of a class that torch does not
     allow, such as Namespace, and names the call that allows them.
@@ -81,6 +85,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
         preset: str | None = None,
         budget: float | None = None,
         rules: Sequence[str] = (),
+        base: str | None = None,
         background: bool = False,
         threads: int | None = None,
         stats: bool = True,
@@ -89,6 +94,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
         super().__init__()
         Options(threads, stats, max_update_error)
         Policy.of(preset, rules, budget, max_update_error)
+        self._chains = Chains(base)
         self._options: dict[str, Any] = {
             "preset": preset,
             "budget": budget,
@@ -113,10 +119,13 @@ class Ckpt8CheckpointIO(CheckpointIO):
             target.parent.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise OutputError(f"{target}: cannot be written: {exc.strerror}") from exc
-        if self._background:
-            self._pending = save(checkpoint, target, background=True, **self._options)
-        else:
-            save(checkpoint, target, **self._options)
+        with contextlib.ExitStack() as saving:
+            chained = saving.enter_context(self._chains.saving(target))
+            if self._background:
+                self._pending = save(checkpoint, target, background=True, **self._options, **chained)
+                self._pending.at_end(saving.pop_all().close)
+            else:
+                save(checkpoint, target, **self._options, **chained)
 
     @checked
     def load_checkpoint(
@@ -152,7 +161,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
             if target.is_dir() and not is_link:
                 shutil.rmtree(target)
             else:
-                target.unlink(missing_ok=True)
+                remove_container(target)
         except OSError as exc:
             raise OutputError(f"{target}: cannot be removed: {exc.strerror}") from exc
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +26,8 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import CheckFailedError, InputError, OutputError
 from ckpt8.inspecting.verify import verify
-from ckpt8.integrations import missing
+from ckpt8.integrations import missing, run_folder
+from ckpt8.integrations.chains import Chains
 from ckpt8.restoring.restore import restore
 
 try:
@@ -38,13 +37,6 @@ except ModuleNotFoundError as exc:
         raise
     raise missing(__name__, "transformers") from None
 
-SUFFIX = ".ckpt8"
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_STATE = "trainer_state.json"
-"""The file that Trainer writes last: a directory without it is not complete."""
-
-_DISCARDED = re.compile(r"\.checkpoint-\d+\.ckpt8-discarded")
-
 
 class Ckpt8Callback(TrainerCallback):
     """Compresses every checkpoint that Trainer saves: ``checkpoint-N/`` becomes ``checkpoint-N.ckpt8`` beside it.
@@ -53,6 +45,9 @@ class Ckpt8Callback(TrainerCallback):
     callback removes a directory once it has written its container and compared the two, but never the best one: Trainer
     reads that at the end. With ``background`` training goes on meanwhile, until the next save or the end. Of the
     containers it keeps as many as ``save_total_limit`` says, the newest, and that of the best checkpoint in any case.
+
+    With ``base="auto"`` a container is a delta to an earlier one, where that is smaller. ``bases/`` beside them keeps
+    what they need, as hard links, however they are removed: move that folder with them.
 
     Rank 0 compresses; it must see all files of a checkpoint. A failure is a warning, and the directory stays; with
     ``strict`` it ends the run.
@@ -68,12 +63,14 @@ class Ckpt8Callback(TrainerCallback):
         preset: str | None = None,
         budget: float | None = None,
         rules: Sequence[str] = (),
+        base: str | None = None,
         keep_original: bool = True,
         background: bool = False,
         strict: bool = False,
         threads: int | None = None,
     ) -> None:
         Policy.of(preset, rules, budget)
+        self._chains = Chains(base)
         self._options: dict[str, Any] = {"preset": preset, "budget": budget, "rules": tuple(rules), "threads": threads}
         self._keep = keep_original
         self._background = background
@@ -84,9 +81,7 @@ class Ckpt8Callback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Remove the directories that a killed run did not finish removing."""
         if state.is_world_process_zero and not self._keep:
-            for path in _entries(Path(args.output_dir)):
-                if _DISCARDED.fullmatch(path.name):
-                    shutil.rmtree(path, ignore_errors=True)
+            run_folder.remove_discarded(Path(args.output_dir))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Compress the checkpoint of this step."""
@@ -129,13 +124,14 @@ class Ckpt8Callback(TrainerCallback):
         self._harvest(state)
 
     def _compress(self, source: Path, limit: int | None, best: Path | None) -> None:
-        target = source.with_name(source.name + SUFFIX)
-        compress(source, target, force=True, **self._options)
-        if not self._keep:
-            failures = verify(target, source, threads=self._options["threads"]).failures
-            if failures:
-                raise CheckFailedError(f"{target}: {failures[0]}")
-        _rotate(source.parent, limit, best)
+        target = run_folder.container_of(source)
+        with self._chains.saving(target) as chained:
+            compress(source, target, force=True, **self._options, **chained)
+            if not self._keep:
+                failures = verify(target, source, threads=self._options["threads"]).failures
+                if failures:
+                    raise CheckFailedError(f"{target}: {failures[0]}")
+        run_folder.rotate(source.parent, limit, best)
 
     def _harvest(self, state: Any) -> None:
         """Wait for the running job. Removes directories here, in Trainer's own thread, between its steps."""
@@ -150,7 +146,7 @@ class Ckpt8Callback(TrainerCallback):
         for source in [path for path in self._verified if path != best]:
             self._verified.remove(source)
             try:
-                _discard(source)
+                run_folder.discard(source)
             except OSError as exc:
                 self._fail(OutputError(f"{source}: cannot be removed: {exc.strerror}"))
 
@@ -167,35 +163,6 @@ def _is_distributed() -> bool:
 
 def _best(state: Any) -> Path | None:
     return None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
-
-
-def _entries(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
-
-
-def _containers(folder: Path) -> dict[int, Path]:
-    """The containers of checkpoints in a folder, by step, oldest first."""
-    found = ((_CHECKPOINT.fullmatch(path.stem), path) for path in _entries(folder) if path.suffix == SUFFIX)
-    return dict(sorted((int(match[1]), path) for match, path in found if match is not None and path.is_file()))
-
-
-def _rotate(folder: Path, limit: int | None, best: Path | None) -> None:
-    """Remove the oldest containers above ``limit``, as Trainer does with directories: not the newest, not the best."""
-    if limit is None or limit <= 0:
-        return
-    containers = list(_containers(folder).values())
-    kept = {containers[-1], *(path for path in containers if best is not None and path.stem == best.name)}
-    surplus = len(containers) - max(limit, len(kept))
-    for path in [path for path in containers if path not in kept][: max(surplus, 0)]:
-        path.unlink()
-
-
-def _discard(source: Path) -> None:
-    """Remove a directory, and first rename it: it never looks like a checkpoint with files missing."""
-    aside = source.with_name(f".{source.name}.ckpt8-discarded")
-    shutil.rmtree(aside, ignore_errors=True)
-    source.rename(aside)
-    shutil.rmtree(aside)
 
 
 @checked
@@ -237,19 +204,14 @@ def temporary_checkpoint(output_dir: str | os.PathLike[str], *, threads: int | N
     finally:
         for path in made:
             with contextlib.suppress(FileNotFoundError):
-                _discard(path)
+                run_folder.discard(path)
 
 
 def _restore_newest(
     folder: Path, target: str | os.PathLike[str] | None, threads: int | None
 ) -> tuple[str | None, bool]:
     """The path of the newest checkpoint, and whether this restored it."""
-    directories = {
-        int(match[1]): path
-        for path in _entries(folder)
-        if (match := _CHECKPOINT.fullmatch(path.name)) and (path / _STATE).is_file()
-    }
-    containers = _containers(folder)
+    directories, containers = run_folder.directories(folder), run_folder.containers(folder)
     newest = max([*directories, *containers], default=None)
     if newest is None:
         return None, False
@@ -257,7 +219,9 @@ def _restore_newest(
         return str(directories[newest]), False
     place = folder / f"checkpoint-{newest}" if target is None else Path(target)
     if target is None and place.exists():
-        raise OutputError(f"{place}: is not complete (no {_STATE}), and in the way of {containers[newest]}; remove it")
+        raise OutputError(
+            f"{place}: is not complete (no {run_folder.STATE}), and in the way of {containers[newest]}; remove it"
+        )
     return str(restore(containers[newest], place, threads=threads)), True
 
 

@@ -314,7 +314,8 @@ def test_targets_that_cannot_be_written(target, force, run, packed, small, tmp_p
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "fifo")
     before = files(tmp_path)
-    for command in (("compress", small), ("restore", packed)):
+    # compress collects containers in a folder that is there.
+    for command in (("compress", small), ("restore", packed))[target == "folder" :]:
         assert_refused(run(*command, "-o", tmp_path / target, *force), 4)
         assert files(tmp_path) == before
     assert (tmp_path / "fifo").is_fifo()

@@ -8,28 +8,16 @@ from __future__ import annotations
 import errno
 import os
 import re
-import resource
 import shutil
 import sys
-from contextlib import contextmanager
 
 import pytest
+from disk_kit import longest_file
 
 import ckpt8
 from ckpt8.converting.writers import WRITERS
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="limits of POSIX")
-
-
-@contextmanager
-def longest_file(length):
-    """Files of this process cannot grow beyond ``length`` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (length, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture(scope="module")

@@ -62,6 +62,12 @@ def test_inspect_of_a_container_needs_nothing_that_is_heavy(packed, flags):
     assert not modules & HEAVY
 
 
+def test_the_overview_of_a_run_needs_nothing_that_is_heavy(packed):
+    modules = imported("runs", packed.parent)
+    assert {"ckpt8.inspecting.runs.originals", "rich.console"} <= modules
+    assert not modules & HEAVY
+
+
 def test_the_help_of_convert_names_every_format_that_is_written():
     shown = start("convert", "--help").stdout
     assert [

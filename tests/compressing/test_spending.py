@@ -329,6 +329,16 @@ def test_a_sample_has_its_size_and_covers_the_tensor(numel):
         assert windows[-1].stop >= numel - numel // 16
 
 
+@pytest.mark.parametrize("is_scattered", [False, True])
+def test_a_sample_sees_a_few_rows_of_an_embedding_by_their_share(is_scattered):
+    """The tokens that occur may be 96 of 50,257, and make most of a step."""
+    rows, width, used = 50257, 768, 96
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)) if is_scattered else torch.arange(rows)
+    is_used = torch.zeros(rows, dtype=torch.bool).index_fill_(0, order[:used], True)
+    seen = is_used[torch.tensor([i // width for window in _windows(rows * width) for i in window])]
+    assert float(seen.float().mean()) == pytest.approx(used / rows, rel=0.4)
+
+
 def test_sums_of_a_histogram_are_those_of_its_elements():
     x = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0)).pow(3) * 1e-6
     counts = torch.bincount(x.view(torch.int32) >> 19 & 4095, minlength=4096)

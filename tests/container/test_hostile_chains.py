@@ -98,8 +98,9 @@ AT_THE_BASE = {
     "factors of other columns": (inner(V, C=32), f"{V}: has a partner with another codec|frames of|cannot hold"),
     "other steps of a second moment": (inner(V, S=1 << 20), f"{V}: has a partner with another codec"),
     "another seal": (base(seal="0" * 64), r"its base step-1.ckpt8 \(seal 000000000000\) is changed"),
-    "another path": (base(path="nowhere/y.ckpt8"), r"its base nowhere/y.ckpt8 \(seal [0-9a-f]{12}\) is missing"),
-    "a path to a folder": (base(path=".."), "is changed: another file is at|is missing"),
+    "another seal and path": (base(seal="0" * 64, path="no/y"), r"its base no/y \(seal 000000000000\) is missing"),
+    "a path to a folder": (base(seal="0" * 64, path=".."), "is changed: another file is at"),
+    "a path that no file can have": (base(seal="0" * 64, path="x" * 300), r"\(seal 000000000000\) is missing"),
 }
 """What is refused when the base is needed."""
 
@@ -123,6 +124,13 @@ def test_bases_that_do_not_fit(name, parts, files, tmp_path):
         exercise(path, path, tmp_path)
     finally:
         path.unlink()
+
+
+@pytest.mark.parametrize("named", ["nowhere/y.ckpt8", "..", "../" * 40 + "etc/passwd"])
+def test_a_base_is_found_by_its_seal_under_any_name(named, parts, files):
+    path = changed(parts, base(path=named), files)
+    assert ckpt8.verify(path).failures == ()
+    path.unlink()
 
 
 def changed(parts, change, files):

@@ -14,7 +14,11 @@ from converting_kit import checkpoint, trained, trainer_directory
 from safetensors.torch import load_file
 
 import ckpt8
+from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.walk import iter_leaves
+from ckpt8.converting.content import add_prefix
 from ckpt8.core.errors import Ckpt8Error, InputError
+from ckpt8.core.tensors import DType
 
 TARGETS = [
     ("out.pt", "torch"),
@@ -52,6 +56,12 @@ def nested(depth):
     return tree
 
 
+def in_itself():
+    one = []
+    one.append(one)
+    return one
+
+
 def save(tree, path):
     """As torch.save, nested however deep."""
     before = sys.getrecursionlimit()
@@ -79,6 +89,7 @@ CHANGES = {
     "an expanded moment": lambda tree: tree["optimizer"]["state"][0].update(exp_avg=torch.ones(1).expand(1 << 40)),
     "an expanded weight": lambda tree: tree["model"].update({"up.weight": torch.ones(1).expand(1 << 20, 1 << 20)}),
     "a structure in itself": lambda tree: tree.update(loop=tree),
+    "a setting in itself": lambda tree: tree["optimizer"]["param_groups"][0].update(loop=in_itself()),
     "nested deep": lambda tree: tree.update(deep=nested(900)),
     "no state at all": lambda tree: tree["optimizer"].update(state={}, param_groups=[]),
     "a model without tensors": lambda tree: tree.update(model={}),
@@ -116,6 +127,16 @@ def test_directories_too(change, tmp_path):
     for name, to in TARGETS:
         refused = refusal(folder, tmp_path / name, to=to, dtype="float32")
         assert refused is None or refused.exit_code in (2, 3)
+
+
+def test_what_holds_itself_or_is_shared_gets_a_prefix_once():
+    ref = TensorRef("0", DType.FLOAT32, 0, (1,), (1,))
+    loop, shared = in_itself(), [ref]
+    for _ in range(60):
+        shared = [shared, (shared,)]
+    found = add_prefix({"loop": loop, "shared": shared}, "x/")
+    assert found["loop"][0] is found["loop"] is not loop
+    assert [leaf.key for _, leaf in iter_leaves(found)] == ["x/0"]
 
 
 def test_a_source_that_changes_while_it_is_read(run, tmp_path):

@@ -201,6 +201,24 @@ def test_where_no_step_is_known_nothing_is_predicted_and_the_reason_is_told(case
     assert ckpt8.verify(tmp_path / "x.ckpt8", tmp_path / "x.pt").steps["steps"] is None
 
 
+def test_weights_of_the_lowest_snr_are_listed(checkpoint, run_command, tmp_path):
+    run_command("compress", checkpoint("adamw"), "-o", tmp_path / "x.ckpt8", "--budget", 1)
+    before, after = torch.load(checkpoint("adamw"))["model"], ckpt8.load(tmp_path / "x.ckpt8")["model"]
+    expected = {}
+    for name in ("0.weight", "2.weight"):
+        error = (after[name].double() - before[name].double()).abs()
+        snr = 10 * math.log10(float(before[name].double().square().sum() / error.square().sum()))
+        expected[f"model.{name}"] = snr, float(error.max())
+    found = inspect_container(tmp_path / "x.ckpt8")["worst"]["lattice"]
+    assert [row["snr_db"] for row in found] == sorted(row["snr_db"] for row in found)
+    assert {row["name"]: (row["snr_db"], row["max_distance"]) for row in found} == {
+        name: pytest.approx(figures, rel=1e-6) for name, figures in expected.items()
+    }
+    code, out, _ = run_command("inspect", tmp_path / "x.ckpt8")
+    assert code == 0
+    assert "lowest SNR of weights" in out
+
+
 def test_every_optimizer_of_a_file_has_figures_of_its_own(checkpoint, run_command, tmp_path):
     """Two networks whose steps differ a hundredfold."""
     one, other = trained(adamw), trained(lambda parameters: torch.optim.AdamW(parameters, 1e-5, betas=BETAS), seed=1)

@@ -51,12 +51,29 @@ def test_the_interval_is_at_most_four_times_wide_and_lies_around_the_runs():
     assert sum(ratios) / len(ratios) == pytest.approx(0.0, abs=math.log(1.3))
 
 
-def test_came_drifts_at_most_half_as_much_again_as_expected():
+def came_ratios(runs, *, noise=0.0):
+    """How many times the larger of the expected mean and ``noise`` each drift of CAME is."""
     ratios = []
     for case in predicted_cases(["CAME"]):
-        energy = case["stored"][0]["energies"]
-        found = expected_drift(energy["weight"] + energy["moment1"], energy["step"], ["came"])
-        assert found.mean > expected_drift(energy["weight"] + energy["moment1"], energy["step"], ["adam"]).mean
-        ratios.append(case["drift"] / found.mean)
-    assert len(ratios) >= 3
+        if case["reference"] in runs:
+            energy = case["stored"][0]["energies"]
+            error = energy["weight"] + energy["moment1"]
+            found = expected_drift(error, energy["step"], ["came"])
+            assert found.mean > expected_drift(error, energy["step"], ["adam"]).mean
+            ratios.append(case["drift"] / max(found.mean, noise))
+    return ratios
+
+
+def test_came_drifts_at_most_half_as_much_again_as_expected():
+    ratios = came_ratios(["CAME", "CAME, other text"])
+    assert len(ratios) == 8
     assert max(ratios) <= 1.5
+    assert min(ratios) >= 0.25
+
+
+def test_an_unstable_run_of_came_drifts_about_as_far_from_noise_alone():
+    """No expectation holds there: the guide names the case."""
+    run = "CAME, twice the rate"
+    (noise,) = (case["drift"] for case in RUNS["cases"] if case["case"] == f"{run} at 300: weights off by 1e-7")
+    assert max(came_ratios([run])) > 10
+    assert max(came_ratios([run], noise=noise)) <= 2.0

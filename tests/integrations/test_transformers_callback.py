@@ -20,7 +20,7 @@ from ranks import run_ranks  # noqa: E402
 from trainer_kit import LAST, losses, names_in, trainer  # noqa: E402
 
 from ckpt8.core.errors import InputError, OutputError, UsageError  # noqa: E402
-from ckpt8.integrations import transformers as integration  # noqa: E402
+from ckpt8.integrations import run_folder  # noqa: E402
 from ckpt8.integrations.transformers import Ckpt8Callback, restored_checkpoint, temporary_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::RuntimeWarning")
@@ -190,13 +190,13 @@ def test_a_container_that_differs_keeps_the_directory(tmp_path, monkeypatch):
 def test_a_crash_before_and_in_the_removal(tmp_path, monkeypatch):
     """Killed between writing and removing, both are there; killed while removing, what is left is no checkpoint."""
     with monkeypatch.context() as patch:
-        patch.setattr(integration, "_discard", _killed)
+        patch.setattr(run_folder, "discard", _killed)
         with pytest.raises(KeyboardInterrupt):
             trainer(tmp_path, [Ckpt8Callback(keep_original=False)]).train()
     assert names_in(tmp_path) == ["checkpoint-4", "checkpoint-4.ckpt8"]
     assert restored_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
     with monkeypatch.context() as patch:
-        patch.setattr(integration.shutil, "rmtree", _half_removed)
+        patch.setattr(run_folder.shutil, "rmtree", _half_removed)
         with pytest.raises(KeyboardInterrupt):
             trainer(tmp_path, [Ckpt8Callback(keep_original=False)]).train()
     assert names_in(tmp_path) == [".checkpoint-4.ckpt8-discarded", "checkpoint-4.ckpt8"]

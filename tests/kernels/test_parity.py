@@ -44,7 +44,7 @@ def test_the_interpreter_agrees_with_the_reference(file):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["parity.py", "archive_hostile_parity.py", "switchback.py"])
+@pytest.mark.parametrize("file", [*CODECS, "switchback.py"])
 def test_the_interpreter_agrees_in_the_other_cases(file):
     run(file, "1", cases="slow")
 

@@ -4,8 +4,9 @@
     {"save": SOURCE, "target", "preset"}  a save in the background of what SOURCE holds, waited for
 
 With "delay" the child gets "signal", by default SIGKILL, after so many seconds; with "size" files may not grow beyond
-so many bytes. It leaves as every interpreter does, but does not tear down what it has imported. The
-answer is the exit code, negative for a signal, and the seconds it took. "stderr" names a file for what the child says.
+so many bytes; with "die" it kills itself, see ``chain_faults_kit``. It leaves as every interpreter does, but does not
+tear down what it has imported. The answer is the exit code, negative for a signal, and the seconds it took. "stderr"
+names a file for what the child says.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from rich.console import Console  # noqa: F401
 
 import ckpt8
 import ckpt8.__main__ as entry
+import ckpt8.chaining.chain
 import ckpt8.checkpoint.sources.live_object
 import ckpt8.cli.app
+import ckpt8.cli.jobs
 import ckpt8.cli.show.inspect
 import ckpt8.compressing.gpu_encoder
 import ckpt8.core.files.atomic_directory
@@ -71,6 +74,10 @@ def run(job: dict) -> None:
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(0, 1)
     os.dup2(os.open(job["stderr"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    if "die" in job:
+        from chain_faults_kit import die
+
+        die(job["die"])
     if "size" in job:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["size"], job["size"]))
     for number in INTERRUPTS:

@@ -150,6 +150,7 @@ def _show_worst(console: Console, worst: dict[str, list[dict[str, Any]]]) -> Non
     headings = {
         "update": ("largest update error", {"max |Δu|": "max_error", "max |u|": "max_update", "NMSE": "nmse"}),
         "weight": ("largest mean weight error", {"mean relative": "mean_relative", "max relative": "max_relative"}),
+        "lattice": ("lowest SNR of weights", {"SNR dB": "snr_db", "max |Δw|": "max_distance"}),
     }
     for kind, (title, columns) in headings.items():
         if rows := worst[kind]:
@@ -230,8 +231,10 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
         _show_parameters(console, facts["parameters"])
 
 
-def summary(console: Console, facts: dict[str, Any], target: str, seconds: float) -> None:
-    """Print the result of ``compress``: sizes, speed, errors, and the reasons for lossless tensors."""
+def summary(
+    console: Console, facts: dict[str, Any], target: str, seconds: float, *, removed: str | None = None
+) -> None:
+    """Print the result of ``compress``: sizes, speed, errors, reasons for lossless tensors, the ``removed`` source."""
     facts, target = printable_tree(facts), printable(target)
     rate = facts["bytes"] / max(seconds, 1e-9)
     console.print(f"[bold]{escape(target)}[/]", soft_wrap=True)
@@ -243,3 +246,7 @@ def summary(console: Console, facts: dict[str, Any], target: str, seconds: float
     refused = [row for row in facts["lossless"] if row["reason"] not in ("small", "buffer")]
     _show_kept(console, facts, refused)
     _show_unrecognised(console, facts["unrecognised"])
+    if removed is not None:
+        console.print(
+            f"{printable(removed)}: verified against the container, and removed", markup=False, soft_wrap=True
+        )

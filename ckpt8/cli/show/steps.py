@@ -54,7 +54,7 @@ def drift_text(drift: Mapping[str, float] | None) -> str:
         return "not predicted"
     if not drift["mean"]:
         return "none"
-    return f"{number(drift['mean'])} expected, {number(drift['low'])} to {number(drift['high'])}"
+    return f"{number(drift['mean'])} expected, {interval(drift)}"
 
 
 def healing_line(update: Mapping[str, Any] | None, steps: Mapping[str, Any] | None) -> str | None:
@@ -117,4 +117,6 @@ def interval(drift: Mapping[str, float] | None) -> str:
     """The interval of an expected loss drift; a dash where nothing is predicted."""
     if drift is None:
         return "-"
-    return f"{number(drift['low'])} to {number(drift['high'])}" if drift["mean"] else "0"
+    if not drift["mean"]:
+        return "0"
+    return f"{number(drift['low'])} to {number(drift['high'])}" + (" or more" if drift["is_open"] else "")

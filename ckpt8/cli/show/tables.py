@@ -14,7 +14,10 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 _GAP = "  "
-_WORDS = ("codec", "dtype", "shape", "reason", "role", "rule", "format", "such as")
+_WORDS = (
+    *("codec", "dtype", "shape", "reason", "role", "rule", "format", "such as"),
+    *("kind", "base", "made with", "state"),
+)
 """Columns of words."""
 
 _BREAKS = re.compile(r"[^.:/_]*[.:/_]?")

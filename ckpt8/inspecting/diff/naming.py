@@ -152,7 +152,9 @@ def align(a: Naming, b: Naming) -> list[str]:
                 b.places[next(iter(other.homes))] = next(iter(model.homes.values()))
         matched = match(model.names, other.names)
         paths = {name: model.names[same] for name, same in matched.items()}
-        b.entries.update((entry, paths.get(name)) for name, entry in other.entries.items())
+        b.entries.update(
+            (entry, paths.get(name)) for name, entry in other.entries.items() if paths.get(name) != other.names[name]
+        )
     for one, another in _pairs(a.optimizers, b.optimizers):
         if one.label != another.label:
             b.places[id(another.node)] = one.base
@@ -165,11 +167,16 @@ def align(a: Naming, b: Naming) -> list[str]:
 
 
 def _match_parameters(one: Optimizer, another: Optimizer) -> dict[int, str | None]:
-    """The new place of every state of ``another``."""
+    """The new places of those states of ``another`` whose path differs.
+
+    A dictionary may stand at several paths, and is met at the first of them alone: that of an equal path stays there.
+    """
     mine = {one.names[each]: each for each, _ in one.states()}
     matched = match(mine, [another.names[each] for each, _ in another.states()])
     paths = {name: join(join(one.base, "state"), mine[same]) for name, same in matched.items()}
-    return {id(state): paths.get(another.names[each]) for each, state in another.states()}
+    base = join(another.base, "state")
+    moved = ((id(state), paths.get(another.names[each]), join(base, each)) for each, state in another.states())
+    return {state: path for state, path, own in moved if path != own}
 
 
 T = TypeVar("T", Model, Optimizer)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import count_whole, in_model_order, layer_of, plain_path
-from ckpt8.codecs.error_stats import ErrorStats, UpdateError, WeightError
+from ckpt8.codecs.error_stats import ErrorStats, LatticeError, UpdateError, WeightError
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Unit
 from ckpt8.container.facts import error_facts, figure_of, unknown_updates
@@ -86,7 +87,7 @@ class Gathered:
     errors_from: str
     total: int = 0
     drawn: Drawn = field(default_factory=Drawn)
-    worst: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"update": [], "weight": []})
+    worst: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"update": [], "weight": [], "lattice": []})
     refused: dict[str, str] = field(default_factory=dict)
     totals: dict[str, ErrorStats] = field(default_factory=dict)
     measured: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -131,6 +132,8 @@ class Gathered:
         error = seen.errors.streams.get(stream.index)
         if unit.parameter is None and isinstance(error, WeightError):
             self._keep_worst("weight", "mean_relative", {"name": stream.spec.name}, error, seen.drawn)
+        if unit.parameter is None and isinstance(error, LatticeError):
+            self._keep_worst("lattice", "nmse", {"name": stream.spec.name}, error, seen.drawn)
         if unit.parameter is not None and update is not None:
             shown = self._shown[unit.parameter.name]
             layer = self._layers[layer_of(plain_path(shown["name"]))]
@@ -144,7 +147,7 @@ class Gathered:
         rows, facts = self.worst[kind], error_facts(error.to_json())
         if facts is not None:
             rows.append({**name, **facts, "elements": drawn.elements, "histograms": drawn.pairs_json()})
-            rows.sort(key=lambda row: -row[figure])
+            rows.sort(key=lambda row: -math.inf if row[figure] is None else -row[figure])
             del rows[WORST:]
 
     def to_json(self) -> dict[str, Any]:

@@ -20,17 +20,15 @@ from ckpt8.checkpoint.walk import format_path, iter_nodes
 from ckpt8.container.manifest import DCP, FILE
 from ckpt8.core.errors import InputError
 from ckpt8.core.json_text import parse_any_json
+from ckpt8.inspecting.counters import EPOCH_KEYS, LARGEST, STEP_KEYS, first_number
 from ckpt8.inspecting.manifest_facts import framework_of_files, frameworks_by_folder, is_below
 
-_STEP_KEYS = ("global_step", "step", "iter_num", "iteration", "global_steps", "num_updates", "steps")
-_EPOCH_KEYS = ("epoch", "current_epoch", "epochs")
-_COUNTERS = frozenset({*_STEP_KEYS, *_EPOCH_KEYS})
+_COUNTERS = frozenset({*STEP_KEYS, *EPOCH_KEYS})
 _MOST_STEPS = 4096
 """Parameters of a distributed checkpoint whose own step is read."""
 
 _LONGEST_JSON = 16 << 20
 _MOST_OPTIONS, _MOST_ITEMS, _LONGEST_TEXT = 64, 8, 100
-_LARGEST = 1 << 53
 
 _BY_KEYS: tuple[tuple[str, frozenset[str]], ...] = (
     ("Lightning", frozenset({"pytorch-lightning_version"})),
@@ -106,8 +104,8 @@ def _origin(source: Bundle, members: Sequence[Member], framework: str | None, *,
     return {
         "framework": framework or _by_keys(members),
         "version": _text(version),
-        "step": _first([*numbers, *distributed], _STEP_KEYS, whole=True),
-        "epoch": _first([*numbers, *distributed], _EPOCH_KEYS, whole=False),
+        "step": first_number([*numbers, *distributed], STEP_KEYS, whole=True),
+        "epoch": first_number([*numbers, *distributed], EPOCH_KEYS, whole=False),
     }
 
 
@@ -123,13 +121,6 @@ def read_json(file: Checkpoint) -> Any:
 
 def _text(value: object) -> str | None:
     return value[:_LONGEST_TEXT] if isinstance(value, str) else None
-
-
-def _first(trees: Sequence[Mapping[Any, Any]], keys: Iterable[str], *, whole: bool) -> int | float | None:
-    """The first number under one of the keys, in their order."""
-    kinds = (int,) if whole else (int, float)
-    values: Iterator[Any] = (tree.get(key) for key in keys for tree in trees)
-    return next((value for value in values if type(value) in kinds and 0 <= value < _LARGEST), None)
 
 
 def _of_trees(source: Bundle) -> Iterator[dict[str, Any]]:
@@ -161,9 +152,9 @@ def _numbers(source: Bundle, home: DcpCheckpoint) -> dict[str, Any]:
     outside = [name for name in names if last[name] in _COUNTERS and not home.roles.is_inside(name)]
     depths: dict[bool, int] = {}
     for name, value in _values(source, home, outside):
-        if depths.setdefault(last[name] in _STEP_KEYS, name.count(".")) == name.count("."):
+        if depths.setdefault(last[name] in STEP_KEYS, name.count(".")) == name.count("."):
             found.setdefault(last[name], value)
-    if found.keys().isdisjoint(_STEP_KEYS):
+    if found.keys().isdisjoint(STEP_KEYS):
         steps = [name for name in names if last[name] == "step" and home.roles.is_inside(name)]
         counted = {value for _, value in _values(source, home, steps[:_MOST_STEPS])}
         found |= {"step": counted.pop()} if len(counted) == 1 else {}
@@ -223,4 +214,4 @@ def _plain(value: object) -> Any:
         return None if None in items or len(items) > _MOST_ITEMS else items
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    return _text(value) if not isinstance(value, int) or abs(value) >= _LARGEST else value
+    return _text(value) if not isinstance(value, int) or abs(value) >= LARGEST else value

@@ -71,6 +71,7 @@ def test_a_container_under_a_budget_on_a_phone(inputs, inspect, tmp_path):
     assert tiles["error in steps"] == number(steps["steps"])
     assert tiles["loss drift to expect"] == number(steps["drift"]["mean"])
     assert f"SNR {number(steps['weight_snr_db'])} dB, max error" in seen["text"]
+    assert_worst(seen, facts["worst"])
     assert {row["codec"] for row in tree["distributions"]["codes"]} == {"lattice/1", "vscaled/1", "rclog/1"}
     charts = [chart for chart in seen["charts"] if chart["section"] == "codes"]
     assert len(charts) == 3
@@ -172,10 +173,13 @@ def assert_worst(seen, worst):
     for row in worst["weight"]:
         figures = f"mean relative error {number(row['mean_relative'])}, max {number(row['max_relative'])}"
         assert f"{row['name']} {figures}" in seen["text"]
+    for row in worst["lattice"]:
+        figures = f"SNR {number(row['snr_db'])} dB, max |Δw| {number(row['max_distance'])}"
+        assert f"{row['name']} {figures}" in seen["text"]
     charts = [chart["kind"] for chart in seen["charts"] if chart["section"] == "worst"]
-    expected = ["moment1", "moment2", "update"] * len(worst["update"]) + ["weight"] * len(worst["weight"])
-    assert charts == expected
-    assert len(expected) > 4
+    weights = worst["weight"] + worst["lattice"]
+    assert charts == ["moment1", "moment2", "update"] * len(worst["update"]) + ["weight"] * len(weights)
+    assert len(charts) > 4
 
 
 def assert_codes(seen, codes):

@@ -47,7 +47,7 @@ def test_a_container_without_statistics(inputs, inspect, tmp_path):
     text = assert_inert(content)
     assert "unknown for 10 parameters: its error was not measured, or is not finite" in text
     assert "The worst tensors" not in text
-    assert tree["distributions"]["worst"] == {"update": [], "weight": []}
+    assert tree["distributions"]["worst"] == {"update": [], "weight": [], "lattice": []}
     facts, content, tree = inspect(container, tmp_path / "b.html", "--against", inputs / "gpt_adamw.pt")
     assert "not measured" not in assert_inert(content)
     worst = tree["distributions"]["worst"]["update"]

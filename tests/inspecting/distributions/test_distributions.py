@@ -163,14 +163,24 @@ def test_codes_are_those_that_the_definition_gives(packed):
     assert codes["moment2"]["counts"][0] == 0
 
 
-def test_errors_and_sizes_of_a_container_are_those_that_inspect_shows(packed):
-    _, container = packed
+@pytest.mark.parametrize(("budget", "full"), [(None, {"weight": 5}), (2, {"lattice": 5})])
+def test_errors_and_sizes_of_a_container_are_those_that_inspect_shows(packed, budget, full):
+    original, container = packed
+    if budget:
+        ckpt8.compress(original, container, budget=budget, force=True)
     facts = inspect_container(container)
     with ContainerReader(container) as reader:
         found = container_distributions(reader)
+    assert {kind: len(rows) for kind, rows in facts["worst"].items()} == {
+        "update": 5,
+        "weight": 0,
+        "lattice": 0,
+        **full,
+    }
     for kind, rows in facts["worst"].items():
         kept = [{key: row[key] for key in shown} for row, shown in zip(found["worst"][kind], rows, strict=True)]
         assert kept == rows
+    assert all(list(row["histograms"]) == ["weight"] for row in found["worst"]["lattice"])
     layers = found["layers"]
     assert sum(sum(layer["bytes"].values()) for layer in layers) == facts["bytes"]
     stored = sum(sum(layer["stored_bytes"].values()) for layer in layers)

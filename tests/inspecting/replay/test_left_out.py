@@ -11,7 +11,7 @@ from torch import nn
 import ckpt8
 from ckpt8.checkpoint.meaning.replay_settings import find_rule
 from ckpt8.checkpoint.meaning.replayed import Replayed
-from ckpt8.checkpoint.scalars import read_settings
+from ckpt8.checkpoint.scalars import is_setting, read_settings
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.tensors import DType
@@ -99,6 +99,14 @@ def test_the_learning_rate_of_capturable_adam(tmp_path):
 def test_settings_that_are_no_numbers_stay_as_they_are(tmp_path):
     group = {"params": [0, 1], "lr": "fast", "betas": [0.9, None], "long": list(range(99)), "none": None}
     assert read_settings(None, {}, group) == {**group, "betas": (0.9, None)}
+
+
+def test_a_list_that_holds_itself_is_no_setting():
+    loop = [1.0]
+    loop.append(loop)
+    assert read_settings(None, {}, {"betas": loop})["betas"][1] is loop
+    assert not is_setting(loop)
+    assert is_setting([0.9, None])
 
 
 def test_moments_of_bitsandbytes_in_32_bits(tmp_path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+
+import chain_faults_kit
 import pytest
-from faults_kit import SIGNALS, Server, kill_rounds, operations, signal_rounds, size_rounds
+from faults_kit import SIGNALS, Outcome, Server, kill_rounds, operations, signal_rounds, size_rounds
 
 ARCHIVES = ("compress archive", "restore archive", "background save archive")
 NAMES = ("compress", "restore file", "restore directory", "background save", *ARCHIVES)
@@ -48,3 +51,37 @@ def test_interrupts_at_random_moments(name, operation, server):
     if "save" not in operation.name:
         assert signal_rounds(server, operation, name, 12, seed=4).faults == []
         assert signal_rounds(None, operation, name, 4, seed=5).faults == []
+
+
+@pytest.fixture
+def run(tmp_path):
+    return chain_faults_kit.Run(tmp_path)
+
+
+def test_a_chain_that_removes_originals_is_killed(run):
+    with Server(run.tmp) as server:
+        outcome = chain_faults_kit.kill_rounds(server, run, 10, seed=7)
+    assert outcome.faults == []
+    assert outcome.counts["killed"] >= 10
+
+
+@pytest.mark.parametrize("moment", chain_faults_kit.MOMENTS)
+def test_a_kill_as_a_directory_goes(moment, run):
+    outcome = Outcome()
+    with Server(run.tmp) as server:
+        run.reset()
+        assert run.run(server, die=moment)[0] == -signal.SIGKILL
+        assert run.container("checkpoint-12").is_file()
+        assert (run.folder / "checkpoint-12").exists() == (moment == "before the rename")
+        run.check(outcome, moment)
+        run.finish(server, outcome, moment)
+    assert outcome.faults == []
+
+
+@pytest.mark.slow
+def test_a_chain_is_killed_many_times(run):
+    """The script does 200."""
+    with Server(run.tmp) as server:
+        outcome = chain_faults_kit.kill_rounds(server, run, 60, seed=8)
+    assert outcome.faults == []
+    assert min(outcome.counts[state] for state in ("as original", "as both", "as container", "with leftovers")) > 0

@@ -93,12 +93,13 @@ def _by_layer(layers: list[dict[str, Any]]) -> str:
 def worst_section(distributions: dict[str, Any]) -> str:
     """The worst parameters and weights; empty without any measured error."""
     worst = distributions["worst"]
-    if not worst["update"] and not worst["weight"]:
+    if not any(worst.values()):
         return ""
     articles = []
     for title, rows, figures in (
         ("Largest error of an update", worst["update"], _update_figures),
         ("Largest mean error of weights", worst["weight"], _weight_figures),
+        ("Lowest SNR of weights", worst["lattice"], _lattice_figures),
     ):
         if rows:
             articles.append(f"<h3>{title}</h3>")
@@ -119,6 +120,10 @@ def _update_figures(each: dict[str, Any]) -> str:
         f"{kind}max |Δu| {number(each['max_error'])} "
         f"where max |u| is {number(each['max_update'])}, NMSE {number(each['nmse'])}, {_decibels(each)}"
     )
+
+
+def _lattice_figures(each: dict[str, Any]) -> str:
+    return f"{_decibels(each)}, max |Δw| {number(each['max_distance'])}"
 
 
 def _weight_figures(each: dict[str, Any]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from ckpt8.cli.show.html.text import LOG10_OF_2, decades, linear_ticks, power, text
 from ckpt8.cli.show.tables import number
@@ -18,6 +19,8 @@ _FAINTEST = -4
 """Exponent of ten of the smallest share, in per cent, that a histogram of magnitudes shows."""
 
 Place = Callable[[float], float]
+
+_POWER = partial(power, 10)
 
 
 def magnitudes(pair: dict[str, Any], css: str, axis: str) -> str:
@@ -93,28 +96,70 @@ def by_step(values: Sequence[float | None], css: str, axis: str) -> str:
     known = [(step, value) for step, value in enumerate(values, 1) if value is not None and value > 0]
     if not known:
         return _frame(axis, _notice("zero after every step"))
-    low = math.floor(min(math.log10(value) for _, value in known) - 1e-9)
-    high = max(low + 1, math.ceil(max(math.log10(value) for _, value in known) + 1e-9))
-    x, y = _linear(1, max(len(values), 2), _LEFT + 6, _RIGHT - 6), _linear(low, high, _BOTTOM, _TOP)
-    steps = sorted({1 + (len(values) - 1) * k // 4 for k in range(5)})
-    body = [
-        _axes(
-            [(x(step), f"{step:,}") for step in steps],
-            [(y(each), power(10, each)) for each in decades(low, high, 5)],
-            "replayed step",
-            axis,
-        )
-    ]
-    thin = known[:: max(1, len(known) // _MOST_POINTS)]
-    thin += [known[-1]] if thin[-1] != known[-1] else []
-    points = [(x(step), y(math.log10(value)), step, value) for step, value in thin]
-    body.append(f'<polyline class="line {css}" points="{" ".join(f"{px:.1f},{py:.1f}" for px, py, _, _ in points)}"/>')
-    body += [
-        f'<circle class="{css}" cx="{px:.1f}" cy="{py:.1f}" r="2.5">'
-        f"<title>step {step:,}: {number(value)}</title></circle>"
-        for px, py, step, value in points
-    ]
-    return _frame(axis, "".join(body))
+    points = [(step, value, f"step {step:,}: {number(value)}") for step, value in known]
+    axis_of_values = log_axis([value for _, value in known])
+    return over_steps([(css, points)], "replayed step", axis, axis_of_values, steps=(1, len(values)))
+
+
+class Axis(NamedTuple):
+    """Where a value lies, and the ticks: place and label."""
+
+    place: Place
+    ticks: Sequence[tuple[float, str]]
+
+
+def log_axis(values: Sequence[float], label: Callable[[int], str] = _POWER) -> Axis:
+    """A logarithmic axis for positive values; ``label`` writes a power of ten."""
+    exponents = [math.log10(value) for value in values]
+    low = math.floor(min(exponents) - 1e-9)
+    high = max(low + 1, math.ceil(max(exponents) + 1e-9))
+    y = _linear(low, high, _BOTTOM, _TOP)
+    return Axis(lambda value: y(math.log10(value)), [(y(each), label(each)) for each in decades(low, high, 5)])
+
+
+def close_axis(values: Sequence[float]) -> Axis:
+    """A linear axis from about the smallest to about the largest value."""
+    low, high = min(values), max(values)
+    step = linear_ticks(max(high - low, abs(high) * 1e-3, 1e-12))[1]
+    first = math.floor(low / step + 1e-9)
+    last = max(first + 1, math.ceil(high / step - 1e-9))
+    y = _linear(first * step, last * step, _BOTTOM, _TOP)
+    return Axis(y, [(y(k * step), f"{k * step:.6g}") for k in range(first, last + 1)])
+
+
+def over_steps(
+    curves: Sequence[tuple[str, Sequence[tuple[int, float, str]]]],
+    x_title: str,
+    y_title: str,
+    axis: Axis,
+    *,
+    steps: tuple[int, int] | None = None,
+    joined: bool = True,
+) -> str:
+    """Points at steps, ``joined`` by lines; a curve is a style, and its points in order: step, value, description."""
+    found = [step for _, points in curves for step, _, _ in points]
+    first, last = steps or (min(found), max(found))
+    last = max(first + 1, last)
+    x = _linear(first, last, _LEFT + 6, _RIGHT - 6)
+    body = [_axes([(x(step), f"{step:,}") for step in _marks(first, last)], axis.ticks, x_title, y_title)]
+    for css, points in curves:
+        thin = list(points[:: max(1, len(points) // _MOST_POINTS)])
+        thin += [points[-1]] if thin[-1] != points[-1] else []
+        places = [(x(step), axis.place(value), words) for step, value, words in thin]
+        if joined:
+            line = " ".join(f"{px:.1f},{py:.1f}" for px, py, _ in places)
+            body.append(f'<polyline class="line {css}" points="{line}"/>')
+        body += [
+            f'<circle class="{css}" cx="{px:.1f}" cy="{py:.1f}" r="2.5"><title>{text(words)}</title></circle>'
+            for px, py, words in places
+        ]
+    return _frame(y_title, "".join(body))
+
+
+def _marks(first: int, last: int) -> Sequence[int]:
+    """At most five round steps from the first to the last."""
+    step = max(1, math.ceil(linear_ticks(last - first)[1]))
+    return range(-(-first // step) * step, last + 1, step)
 
 
 def _shares(side: dict[str, Any]) -> dict[int, float]:

@@ -6,29 +6,24 @@ It also holds its facts as JSON, in the element ``ckpt8-report``: ``facts`` as `
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ckpt8 import __version__
 from ckpt8.cli.show.html.distributions import code_section, value_section
 from ckpt8.cli.show.html.errors import error_section, worst_section
+from ckpt8.cli.show.html.page import check_target, document, tiles, write_page
 from ckpt8.cli.show.html.replay import read_replay, replay_section
 from ckpt8.cli.show.html.sizes import size_section
-from ckpt8.cli.show.html.style import STYLE
 from ckpt8.cli.show.html.text import text
 from ckpt8.cli.show.overview import flags_by_kind, looked_at, optimizer_line
 from ckpt8.cli.show.tables import number
-from ckpt8.container.needed import unneeded_file
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.files.atomic import AtomicFile, refuse_source
+from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.text import percent, size
 from ckpt8.inspecting.distributions.checkpoint import checkpoint_distributions
 from ckpt8.inspecting.distributions.container import container_distributions
 from ckpt8.inspecting.manifest_facts import FIGURE_WORDS
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""Even if a name got through as markup, the browser would neither run nor load anything."""
 
 _FLAGS = 10
 """So many tensors are listed under one red flag; the JSON has all."""
@@ -55,7 +50,7 @@ class Report:
         for source in (path, original, replay):
             if source is not None:
                 refuse_source(target, source)
-        AtomicFile(target, force=force, check=unneeded_file).close()
+        check_target(target, force=force)
         self._target, self._path, self._original, self._replay = target, path, original, replay
         self._full, self._force = full, force
         self._distributions: dict[str, Any] | None = None
@@ -70,11 +65,7 @@ class Report:
         if distributions is None:
             distributions = checkpoint_distributions(self._path, full=self._full)
         replay = None if self._replay is None else read_replay(self._replay, facts.get("stored_bytes"))
-        content = page(facts, distributions, replay).encode()
-        with AtomicFile(self._target, force=self._force, check=unneeded_file) as output:
-            with output.guard():
-                output.file.write(content)
-            output.publish()
+        write_page(self._target, page(facts, distributions, replay), force=self._force)
 
 
 def page(facts: dict[str, Any], distributions: dict[str, Any], replay: dict[str, Any] | None) -> str:
@@ -93,21 +84,7 @@ def page(facts: dict[str, Any], distributions: dict[str, Any], replay: dict[str,
         worst_section(distributions),
         _footer(distributions["sample"]),
     ]
-    data = {"facts": facts, "distributions": distributions, "replay": replay}
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f'<link rel="icon" href="data:,"><title>{text(name)} · ckpt8</title><style>{STYLE}</style></head>\n'
-        f"<body><main>{''.join(sections)}</main>\n"
-        f'<script type="application/json" id="ckpt8-report">{_embedded(data)}</script></body></html>\n'
-    )
-
-
-def _embedded(tree: Any) -> str:
-    """JSON in which nothing is markup."""
-    plain = json.dumps(tree, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
-    return plain.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    return document(name, sections, {"facts": facts, "distributions": distributions, "replay": replay})
 
 
 def _heading(facts: dict[str, Any], name: str) -> str:
@@ -123,29 +100,28 @@ def _heading(facts: dict[str, Any], name: str) -> str:
 
 def _tiles(facts: dict[str, Any], errors: dict[str, Any]) -> str:
     if facts["kind"] == "ckpt8":
-        tiles = [
+        shown = [
             ("original", size(facts["bytes"])),
             ("stored", size(facts["stored_bytes"])),
             ("ratio", f"{facts['ratio']:.2f}x"),
         ]
         if facts["bytes_per_weight"]:
-            tiles.append(("bytes per weight", f"{facts['bytes_per_weight']:.3f}"))
+            shown.append(("bytes per weight", f"{facts['bytes_per_weight']:.3f}"))
     else:
         flash = facts["predicted"]["flash"]
-        tiles = [
+        shown = [
             ("size", size(facts["bytes"])),
             ("preset flash, predicted", size(flash["bytes"])),
             ("predicted ratio", f"{flash['ratio']:.2f}x"),
         ]
     if (steps := facts.get("steps")) is not None and steps["steps"] is not None:
-        tiles += [("error in steps", number(steps["steps"])), ("loss drift to expect", number(steps["drift"]["mean"]))]
+        shown += [("error in steps", number(steps["steps"])), ("loss drift to expect", number(steps["drift"]["mean"]))]
     step = f"the {FIGURE_WORDS['replayed']}"
     names = {"update": ("NMSE of the update", "max |Δu|"), "replayed": (f"NMSE of {step}", f"max |Δu| of {step}")}
     for kind, (nmse, largest) in names.items():
         if update := errors[kind]:
-            tiles += [(nmse, number(update["nmse"])), (largest, number(update["max_error"]))]
-    items = "".join(f'<div class="tile"><b>{text(value)}</b><span>{text(name)}</span></div>' for name, value in tiles)
-    return f'<div class="tiles">{items}</div>'
+            shown += [(nmse, number(update["nmse"])), (largest, number(update["max_error"]))]
+    return tiles(shown)
 
 
 def _flags(facts: dict[str, Any]) -> str:

@@ -1,0 +1,4 @@
+"""Works on many checkpoints: several sources, the chain of a run, the removal of what was verified.
+
+Imports everything but ``integrations`` and ``cli``.
+"""

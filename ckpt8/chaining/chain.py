@@ -1,0 +1,131 @@
+"""``ckpt8.chain``: every checkpoint of a run into a chain of containers, oldest first."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ckpt8.chaining.jobs import Job, Outcome, Settings
+from ckpt8.chaining.order import RunOrder
+from ckpt8.chaining.placing import placed
+from ckpt8.chaining.removal import finish_removals
+from ckpt8.chaining.rest import Look, Rest
+from ckpt8.compressing.compress import default_target
+from ckpt8.compressing.policy import Policy
+from ckpt8.container.header import is_container
+from ckpt8.core.arguments import checked
+from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.gpu import requested
+from ckpt8.core.workers import Progress
+
+REST = 10.0
+"""Seconds that a checkpoint must not change before it is compressed."""
+
+_SHORTEST_NAP, _LONGEST_NAP = 0.05, 1.0
+_IDLE = 10
+"""Seconds of rest for each that a look at all files takes: some folders are large, and on a network."""
+
+
+class ChainRun:
+    """The checkpoints of a run in a folder, as jobs. The ``keep_raw`` newest stay as they are.
+
+    A checkpoint gets a job once it is at rest, see ``rest``. With ``watch`` the jobs never end.
+    """
+
+    def __init__(
+        self, folder: Path, settings: Settings, *, force: bool, keep_raw: int, watch: bool, rest: float
+    ) -> None:
+        if not rest >= 0:
+            raise UsageError(f"a checkpoint is at rest after 0 seconds or more, not {rest}")
+        self._order = RunOrder(folder)
+        self._settings = settings
+        self._force, self._keep_raw, self._watch = force, keep_raw, watch
+        self._rest = Rest(rest, watched=watch)
+        self._done: dict[Path, Look | None] = {}
+
+    def jobs(self) -> Iterator[list[Job]]:
+        """Lists of jobs, to run in their order before the next list. Raises InputError for a folder without a run."""
+        folder = self._order.folder
+        if self._settings.remove and folder.is_dir():
+            finish_removals(folder, folder)
+        if not self._watch and not self._order.checkpoints() and not any(map(is_container, folder.iterdir())):
+            raise InputError(f"{folder}: holds no checkpoints of a run; ckpt8 compress takes a single one")
+        while True:
+            started = time.monotonic()
+            ready, waiting = self._sorted_out()
+            if ready:
+                yield ready
+            elif not waiting and not self._watch:
+                return
+            else:
+                took = time.monotonic() - started
+                time.sleep(max(min(self._rest.seconds / 4, _LONGEST_NAP), _SHORTEST_NAP, _IDLE * took))
+
+    def _sorted_out(self) -> tuple[list[Job], bool]:
+        """Jobs for what is at rest or, unless that is watched, will not be; and whether anything else is waited for."""
+        problems = {path: self._rest.problem(path) for path in self._order.checkpoints()}
+        complete = [path for path, problem in problems.items() if problem is None]
+        left = set(complete[len(complete) - self._keep_raw :] if self._keep_raw else [])
+        taken: set[Path] = set()
+        jobs, is_waiting = [], False
+        for path, problem in problems.items():
+            look = self._rest.look(path)
+            if path in left or (path in self._done and (not self._watch or self._done[path] == look)):
+                continue
+            if problem is None:
+                jobs.append(placed(path, self._settings, force=self._force, taken=taken))
+            elif self._watch or not self._rest.is_patient(path):
+                is_waiting = True
+                continue
+            else:
+                error = InputError(f"{path}: is still being written, or was never finished: {problem}")
+                jobs.append(Job(path, default_target(path), self._settings, problem=error))
+            self._done[path] = look
+        return jobs, is_waiting
+
+
+@checked
+def chain(
+    directory: str | os.PathLike[str],
+    *,
+    preset: str | None = None,
+    budget: float | None = None,
+    rules: Sequence[str] = (),
+    remove: bool = False,
+    keep_raw: int = 0,
+    rest: float | None = None,
+    device: str = "auto",
+    threads: int | None = None,
+    force: bool = False,
+    progress: Progress = lambda _: None,
+) -> list[Outcome]:
+    """Compress every checkpoint of a run: each beside itself, oldest first, as a delta where that is smaller.
+
+    Checkpoints are the files and directories in ``directory`` that ``compress`` takes; one whose container is there is
+    skipped, so a run that was killed goes on where it ended. ``remove`` removes a checkpoint once its container was
+    verified against it. The ``keep_raw`` newest stay as they are. A checkpoint is left alone while it is being written:
+    until it has not changed for ``rest`` seconds, 10 by default, and has the file that its framework writes last. The
+    other arguments are those of ``compress``; ``force`` replaces containers that were made from something else.
+
+    Returns what became of each. The ``error`` of an ``Outcome`` is what failed; others go on. Raises InputError for a
+    directory without checkpoints, UsageError for the arguments.
+
+    >>> [outcome.target.name for outcome in ckpt8.chain(".", rest=0)]
+    ['run.ckpt8']
+    """
+    settings = Settings(chain_options(preset, budget, rules, device, threads), remove, chained=True)
+    run = ChainRun(
+        Path(directory), settings, force=force, keep_raw=keep_raw, watch=False, rest=REST if rest is None else rest
+    )
+    return [job.run(progress) for jobs in run.jobs() for job in jobs]
+
+
+def chain_options(
+    preset: str | None, budget: float | None, rules: Sequence[str], device: str, threads: int | None
+) -> dict[str, object]:
+    """The arguments of ``compress`` for a chain. Raises UsageError for those that no checkpoint can have."""
+    Policy.of(preset, rules, budget)
+    requested(device)
+    return {"preset": preset, "budget": budget, "rules": rules, "device": device, "threads": threads}

@@ -1,0 +1,77 @@
+"""Several sources that a user names: each gets a container beside itself, or in one folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckpt8.chaining.jobs import Job, Settings
+from ckpt8.chaining.removal import finish_removals
+from ckpt8.compressing.compress import default_target
+from ckpt8.compressing.compressor import Options
+from ckpt8.compressing.policy import Policy
+from ckpt8.core.errors import OutputError, UsageError
+from ckpt8.core.files.urls import refuse_url
+from ckpt8.core.gpu import requested
+
+
+def target_in(folder: Path, source: Path) -> Path:
+    """The container of ``source`` in ``folder``."""
+    return folder / default_target(source).name
+
+
+@contextmanager
+def collected(sources: Sequence[Path], folder: Path | None, settings: Settings, *, force: bool) -> Iterator[list[Job]]:
+    """The jobs for ``sources``. A ``folder`` that is missing is made, and goes again if nothing was written into it.
+
+    Raises UsageError for arguments that no source can have and for two sources with the same target, OutputError for
+    the folder.
+    """
+    _check(settings)
+    targets = {source: default_target(source) if folder is None else target_in(folder, source) for source in sources}
+    _refuse_twice(sources, targets)
+    is_new = folder is not None and _make(folder)
+    try:
+        if settings.remove:
+            for home in {(source.parent, targets[source].parent) for source in sources}:
+                with suppress(OutputError):  # that of the source names it
+                    finish_removals(*home)
+        yield [Job(source, targets[source], settings, force=force) for source in sources]
+    finally:
+        if folder is not None and is_new:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _check(settings: Settings) -> None:
+    options = settings.options
+    Policy.of(options["preset"], options["rules"], options["budget"], options["max_update_error"])
+    Options(options["threads"], options["stats"], options["max_update_error"])
+    requested(options["device"])
+
+
+def _refuse_twice(sources: Sequence[Path], targets: dict[Path, Path]) -> None:
+    if len(targets) < len(sources):
+        twice = next(source for at, source in enumerate(sources) if source in sources[:at])
+        raise UsageError(f"{twice}: is given twice")
+    owners: dict[str, Path] = {}
+    for source, target in targets.items():
+        other = owners.setdefault(os.path.realpath(target), source)
+        if other is not source:
+            raise UsageError(f"{other} and {source}: would both become {target}; compress one of them with -o NAME")
+
+
+def _make(folder: Path) -> bool:
+    """Make a folder; False if it is there. Raises OutputError."""
+    refuse_url(folder)
+    try:
+        if folder.is_dir():
+            return False
+        folder.mkdir()
+    except FileExistsError as exc:
+        raise UsageError(f"{folder}: is a file; for several sources -o names a folder") from exc
+    except OSError as exc:
+        raise OutputError(f"{folder}: cannot be made: {exc.strerror}") from exc
+    return True

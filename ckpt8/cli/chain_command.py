@@ -1,0 +1,52 @@
+"""The command ``chain``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckpt8.cli.bases import finding_bases
+from ckpt8.cli.options import Budget, Device, Force, Json, Preset, Remove, Rules, Threads, stopwatch
+from ckpt8.cli.output import print_json
+from ckpt8.core.errors import UsageError
+
+
+@finding_bases
+def chain(
+    directory: Annotated[Path, typer.Argument(readable=False, metavar="DIR", help="The folder of a run.")],
+    preset: Preset = None,
+    budget: Budget = None,
+    rule: Rules = None,
+    remove: Remove = False,
+    keep_raw: Annotated[int, typer.Option(min=0, metavar="N", help="Leave the newest N checkpoints as they are.")] = 0,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on with checkpoints that appear, until Ctrl-C.")] = False,
+    rest: Annotated[
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="Leave a checkpoint alone until it has not changed for so long."),
+    ] = 10.0,
+    device: Device = "auto",
+    threads: Threads = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Compress every checkpoint of a run in DIR, oldest first, each beside itself and as a delta where that is smaller.
+
+    Checkpoints that are compressed already are skipped: after a kill, run it again. What is being written is left
+    alone; what fails is told, and the others go on. The exit code is the highest of those that failed.
+    """
+    if watch and as_json:
+        raise UsageError("--json prints one object at the end, and --watch has none; leave out one of them")
+    from ckpt8.chaining.chain import ChainRun, chain_options
+    from ckpt8.chaining.jobs import Settings
+    from ckpt8.cli.jobs import run_jobs
+
+    settings = Settings(chain_options(preset, budget, rule or (), device, threads), remove, chained=True)
+    run = ChainRun(directory, settings, force=force, keep_raw=keep_raw, watch=watch, rest=rest)
+    elapsed = stopwatch()
+    tally = run_jobs(run.jobs(), "compress", quiet=as_json)
+    if as_json:
+        print_json({"directory": str(directory), **tally.to_json(), "seconds": elapsed()})
+    if tally.exit_code:
+        raise typer.Exit(tally.exit_code)

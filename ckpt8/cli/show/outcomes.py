@@ -1,0 +1,65 @@
+"""Shows what became of many checkpoints: a line for each, and their totals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt8.chaining.jobs import Outcome
+from ckpt8.core.text import counted, size
+
+
+def outcome_line(outcome: Outcome) -> str:
+    """Sizes, seconds, base, and whether the source is gone; of an outcome that has a container."""
+    sizes = _sizes(outcome.bytes, outcome.stored or 0)
+    kind = "" if outcome.base is None else f", delta to {outcome.base}"
+    how = ", was there already" if outcome.present else f" in {outcome.seconds:.2f} s"
+    gone = f"; {outcome.source.name} removed" if outcome.removed else ""
+    return f"{outcome.target}: {sizes}{kind}{how}{gone}"
+
+
+def total_line(outcomes: Sequence[Outcome]) -> str:
+    """The totals of all outcomes."""
+    facts = totals(outcomes)
+    sizes = _sizes(facts["bytes"], facts["stored_bytes"]) if facts["stored_bytes"] else "nothing was compressed"
+    failed = f"; {facts['failed']} failed" if facts["failed"] else ""
+    return f"{counted(len(outcomes), 'checkpoint')}: {sizes} in {facts['seconds']:.2f} s{failed}"
+
+
+def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Bytes of all that have a container, and of their containers; counts and seconds."""
+    whole = [outcome for outcome in outcomes if outcome.stored is not None]
+    nbytes, stored = sum(each.bytes for each in whole), sum(each.stored or 0 for each in whole)
+    return {
+        "bytes": nbytes,
+        "stored_bytes": stored,
+        "ratio": _ratio(nbytes, stored),
+        "seconds": sum(each.seconds for each in outcomes),
+        "removed": sum(each.removed for each in outcomes),
+        "failed": sum(each.error is not None for each in outcomes),
+    }
+
+
+def outcome_facts(outcome: Outcome, failure: tuple[str, int] | None) -> dict[str, Any]:
+    """The same for a program; ``failure`` is what was said of it, and its exit code."""
+    return {
+        "source": str(outcome.source),
+        "target": str(outcome.target),
+        "bytes": outcome.bytes,
+        "stored_bytes": outcome.stored,
+        "ratio": None if outcome.stored is None else _ratio(outcome.bytes, outcome.stored),
+        "seconds": outcome.seconds,
+        "base": outcome.base,
+        "present": outcome.present,
+        "removed": outcome.removed,
+        "error": failure and failure[0],
+        "exit_code": failure[1] if failure else 0,
+    }
+
+
+def _sizes(nbytes: int, stored: int) -> str:
+    return f"{size(nbytes)} -> {size(stored)}, {nbytes / max(stored, 1):.2f}x"
+
+
+def _ratio(nbytes: int, stored: int) -> float | None:
+    return nbytes / stored if stored else None

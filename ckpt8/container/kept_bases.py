@@ -1,0 +1,195 @@
+"""The folder ``bases/`` beside containers: hard links to the files that deltas there need, named after their seals.
+
+Frameworks and users remove checkpoints as they please. A link takes no room while the file itself is there, and keeps
+its bytes when that goes. A save that links holds a lock on the folder until its delta is there; links that no delta
+needs go when nobody holds one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt8.container.base_record import BaseRecord
+from ckpt8.container.bases import KEPT, find_base, kept_name
+from ckpt8.container.head import stated_seal
+from ckpt8.container.header import is_container
+from ckpt8.container.reader import ContainerReader
+from ckpt8.core.closing import Closing
+from ckpt8.core.errors import InputError
+
+_NAME = re.compile(r"[0-9a-f]{16}\.ckpt8")
+_NEWEST = 4
+"""Containers of a folder that are linked before a save: its base is one of them, or below one."""
+
+_saving = Counter[str]()
+"""Saves of this process under way, by folder: not every file system has locks."""
+
+
+class KeptBases(Closing):
+    """The links in ``folder``, for one save there: until it is closed nobody removes any. Raises OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._links = folder / KEPT
+        self._locks = contextlib.ExitStack()
+        self._locks.enter_context(_shared(folder))
+        try:
+            self._links.mkdir(exist_ok=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let others remove links."""
+        self._locks.close()
+
+    def link_newest(self, target: Path) -> list[Path]:
+        """Link the newest containers but ``target``, and all files below them. Returns the links; raises OSError.
+
+        Links the target as well, if it is there: others may need what a save is about to replace.
+        """
+        if is_container(target):
+            with contextlib.suppress(InputError):
+                self._link(target)
+        times = {}
+        for path in {path.resolve() for path in _containers(self._folder)} - {target.resolve()}:
+            with contextlib.suppress(FileNotFoundError):
+                times[path] = path.stat().st_mtime_ns
+        found: dict[Path, None] = {}
+        for container in sorted(times, key=times.__getitem__, reverse=True)[:_NEWEST]:
+            with contextlib.suppress(InputError, FileNotFoundError):
+                found.update(dict.fromkeys(self._link(container)))
+        return list(found)
+
+    def _link(self, container: Path) -> list[Path]:
+        """Link a container, and before it the files below it: no link is ever without its base."""
+        head = _head(container)
+        below = [] if head.base is None else self._link(find_base(container, head.base))
+        link = self._links / kept_name(head.seal)
+        with contextlib.suppress(FileExistsError):
+            os.link(container, link)
+        return [link, *below]
+
+
+def remove_container(path: Path) -> None:
+    """Remove a file; a container that others beside it may need moves to the links. Raises OSError."""
+    folder, seal = path.parent, stated_seal(path)
+    if seal is not None and not path.is_symlink() and _may_be_needed(path, seal):
+        link = folder / KEPT / kept_name(seal)
+        with KeptBases(folder):
+            if not link.exists():
+                path.rename(link)
+    path.unlink(missing_ok=True)
+    drop_unneeded(folder)
+
+
+def drop_unneeded(folder: Path) -> None:
+    """Remove the links that no container in ``folder`` needs, as far as possible.
+
+    Leaves all while a save is under way there, and where a container cannot be read: it may need any.
+    """
+    if not (folder / KEPT).is_dir():
+        return
+    with contextlib.suppress(OSError), _alone(folder):
+        heads, are_all = _heads(folder)
+        if not are_all:
+            return
+        needed = _needed(heads)
+        unneeded = [path for path, head in heads.items() if path.parent != folder and head.seal not in needed]
+        # A link goes before the one below it: a kill leaves none without its base.
+        for path in sorted(unneeded, key=lambda path: heads[path].links, reverse=True):
+            path.unlink()
+        (folder / KEPT).rmdir()
+
+
+def _may_be_needed(path: Path, seal: str) -> bool:
+    """Whether containers beside ``path`` need it. True where there are chains, and a container cannot be read."""
+    heads, are_all = _heads(path.parent, without=path)
+    return seal in _needed(heads) or (not are_all and (path.parent / KEPT).is_dir())
+
+
+class _Head(NamedTuple):
+    """What a container says of its place in a chain."""
+
+    seal: str
+    base: BaseRecord | None
+
+    @property
+    def links(self) -> int:
+        return 0 if self.base is None else self.base.links
+
+
+def _head(container: Path) -> _Head:
+    with ContainerReader(container) as reader:
+        return _Head(reader.seal.hex(), reader.manifest.base)
+
+
+def _heads(folder: Path, without: Path | None = None) -> tuple[dict[Path, _Head], bool]:
+    """The heads of the containers in a folder, but for one, and of its links; False where one cannot be read."""
+    links = [path for path in _containers(folder / KEPT) if _NAME.fullmatch(path.name)]
+    paths = [path for path in (*_containers(folder), *links) if path != without]
+    found = {}
+    for path in paths:
+        with contextlib.suppress(InputError):
+            found[path] = _head(path)
+    return found, len(found) == len(paths)
+
+
+def _containers(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if is_container(path)] if folder.is_dir() else []
+
+
+def _needed(heads: dict[Path, _Head]) -> set[str]:
+    """The seals of all files that the containers beside the links need."""
+    below = {head.seal: head.base.seal for head in heads.values() if head.base is not None}
+    waiting = [head.seal for path, head in heads.items() if path.parent.name != KEPT]
+    needed: set[str] = set()
+    while waiting:
+        base = below.get(waiting.pop())
+        if base is not None and base not in needed:
+            needed.add(base)
+            waiting.append(base)
+    return needed
+
+
+@contextlib.contextmanager
+def _shared(folder: Path) -> Iterator[None]:
+    """Keep others, in this process and on this machine, from removing links in a folder. Raises OSError."""
+    key = os.path.realpath(folder)
+    with _locked(folder, fcntl.LOCK_SH):
+        _saving[key] += 1
+        try:
+            yield
+        finally:
+            _saving[key] -= 1
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep others from saving with links in a folder. Raises OSError, also where somebody does."""
+    with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        if _saving[os.path.realpath(folder)]:
+            raise BlockingIOError
+        yield
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, how: int) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, how)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass  # the file system has no locks
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,75 @@
+"""``ckpt8.runs``: an overview of all checkpoints of a run, from the heads of their files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ckpt8.container import bases
+from ckpt8.container.base_record import BaseRecord
+from ckpt8.core.arguments import checked
+from ckpt8.core.collection import without_collection
+from ckpt8.core.errors import InputError
+from ckpt8.core.files.urls import refuse_url
+from ckpt8.inspecting.runs.finding import find
+from ckpt8.inspecting.runs.reading import Row, read
+from ckpt8.inspecting.runs.record import MISSING, Run, RunRecord
+
+
+@checked
+def runs(directory: str | os.PathLike[str]) -> Run:
+    """The checkpoints in a directory and in folders below it, compressed or not. Reads heads, no tensor.
+
+    A damaged file is a record that says so. Raises InputError where there is no checkpoint at all.
+
+    >>> [(record.name, record.kind, record.step) for record in ckpt8.runs(".")]
+    [('run.pt', 'raw', 1), ('run.ckpt8', 'key', 1)]
+    """
+    root = Path(directory)
+    refuse_url(root)
+    if not root.is_dir():
+        raise InputError(f"{root}: {'is a file' if root.exists() else 'no such directory'}; give the folder of a run")
+    found = find(root)
+    with without_collection():
+        rows = [row for place in found.places if (row := read(place)) is not None]
+    if not rows:
+        raise InputError(f"{root}: holds no checkpoint, nor do the folders in it")
+    names = {seal: row.record.name for row in rows for seal in row.seals}
+    for row in rows:
+        row.record.base = _base_of(row, names, root)
+    records = sorted((row.record for row in rows), key=_order)
+    return Run(str(root), records, _kept(found.bases, rows))
+
+
+def _order(record: RunRecord) -> tuple[object, ...]:
+    return record.run, record.step is None, record.step or 0, record.time, record.name
+
+
+def _base_of(row: Row, names: Mapping[str, str], root: Path) -> str | None:
+    """The name of the base, that of a listed checkpoint if one is the same file; None without one."""
+    found = [names.get(base.seal) or _found(path, base, root) for path, base in row.bases]
+    return MISSING if MISSING in found else next(iter(found), None)
+
+
+def _found(container: Path, base: BaseRecord, root: Path) -> str:
+    try:
+        path = bases.find_base(container, base, bases.directories.get())
+    except InputError:
+        return MISSING
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
+
+
+def _kept(files: Iterable[Path], rows: Iterable[Row]) -> int:
+    """The bytes of bases that are no listed checkpoint under another name."""
+    seen = {inode for row in rows for inode in row.inodes}
+    total = 0
+    for path in files:
+        try:
+            status = path.stat()
+        except OSError:
+            continue  # gone since the folder was listed
+        if (status.st_dev, status.st_ino) not in seen:
+            seen.add((status.st_dev, status.st_ino))
+            total += status.st_size
+    return total

@@ -1,0 +1,63 @@
+"""The folder of a Trainer run: its checkpoints, as directories and as containers, and how they go."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from ckpt8.container.kept_bases import remove_container
+from ckpt8.container.target_names import CONTAINER
+
+STATE = "trainer_state.json"
+"""The file that Trainer writes last: a directory without it is not complete."""
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_DISCARDED = re.compile(r"\.checkpoint-\d+\.ckpt8-discarded")
+
+
+def container_of(source: Path) -> Path:
+    """Where the container of a directory lies."""
+    return source.with_name(source.name + CONTAINER)
+
+
+def directories(folder: Path) -> dict[int, Path]:
+    """The complete directories of checkpoints in a folder, by step."""
+    found = ((_CHECKPOINT.fullmatch(path.name), path) for path in _entries(folder))
+    return {int(match[1]): path for match, path in found if match is not None and (path / STATE).is_file()}
+
+
+def containers(folder: Path) -> dict[int, Path]:
+    """The containers of checkpoints in a folder, by step, oldest first."""
+    found = ((_CHECKPOINT.fullmatch(path.stem), path) for path in _entries(folder) if path.suffix == CONTAINER)
+    return dict(sorted((int(match[1]), path) for match, path in found if match is not None and path.is_file()))
+
+
+def rotate(folder: Path, limit: int | None, best: Path | None) -> None:
+    """Remove the oldest containers above ``limit``, as Trainer does with directories: not the newest, not the best."""
+    if limit is None or limit <= 0:
+        return
+    found = list(containers(folder).values())
+    kept = {found[-1], *(path for path in found if best is not None and path.stem == best.name)}
+    surplus = len(found) - max(limit, len(kept))
+    for path in [path for path in found if path not in kept][: max(surplus, 0)]:
+        remove_container(path)
+
+
+def discard(source: Path) -> None:
+    """Remove a directory, and first rename it: it never looks like a checkpoint with files missing."""
+    aside = source.with_name(f".{source.name}.ckpt8-discarded")
+    shutil.rmtree(aside, ignore_errors=True)
+    source.rename(aside)
+    shutil.rmtree(aside)
+
+
+def remove_discarded(folder: Path) -> None:
+    """Remove the directories that a killed run did not finish removing."""
+    for path in _entries(folder):
+        if _DISCARDED.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []

@@ -1,0 +1,208 @@
+"""``ckpt8 chain DIR``: the checkpoints of a run, oldest first, and again after whatever happened."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from chain_command_kit import age, make_run
+from disk_kit import longest_file
+from faults_kit import digest
+
+import ckpt8
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "run", 4)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def chained(run_command, folder, *more, code=0):
+    """The rows of ``chain --json``."""
+    found, out, err = run_command("chain", folder, "--json", *more)
+    assert found == code, err
+    return json.loads(out)["checkpoints"], err
+
+
+def test_every_checkpoint_oldest_first(run, run_command):
+    rows, err = chained(run_command, run[0].parent, "--preset", "archive")
+    assert err == ""
+    assert [row["source"] for row in rows] == [str(path) for path in run]
+    for path in run:
+        assert not ckpt8.verify(path.with_suffix(".ckpt8"), path).failures
+    assert len(names(run[0].parent)) == 8
+
+
+def test_lines_for_people(run, run_command):
+    code, out, err = run_command("chain", run[0].parent, "--remove")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        *(str(path.with_suffix(".ckpt8")) for path in run),
+        "4 checkpoints",
+    ]
+    assert all(line.endswith(f"{path.name} removed") for line, path in zip(lines, run, strict=False))
+
+
+def test_again_skips_what_is_there_and_removes_it_when_asked(run, run_command):
+    folder = run[0].parent
+    chained(run_command, folder)
+    sums = {path: digest(path) for path in folder.iterdir()}
+    rows, _ = chained(run_command, folder)
+    assert all(row["present"] and not row["removed"] for row in rows)
+    assert {path: digest(path) for path in folder.iterdir()} == sums
+    rows, _ = chained(run_command, folder, "--remove")
+    assert all(row["present"] and row["removed"] for row in rows)
+    assert names(folder) == sorted(path.with_suffix(".ckpt8").name for path in run)
+    assert chained(run_command, folder, "--remove") == ([], "")
+
+
+@pytest.mark.parametrize("remove", [False, True])
+def test_keep_raw_leaves_the_newest(remove, run, run_command):
+    folder = run[0].parent
+    rows, _ = chained(run_command, folder, "--keep-raw", 2, *(["--remove"] if remove else []))
+    assert [row["source"] for row in rows] == [str(path) for path in run[:2]]
+    expected = {path.name for path in run[2:]} | {path.with_suffix(".ckpt8").name for path in run[:2]}
+    assert set(names(folder)) == expected | (set() if remove else {path.name for path in run[:2]})
+
+
+def test_a_step_in_the_file_and_a_time_where_names_say_nothing(tmp_path, run_command):
+    folder = tmp_path / "run"
+    first, second, third = make_run(folder, 3)
+    shutil.copy(third, folder / "a.pt")
+    shutil.copy(first, folder / "b.pt")
+    tree = torch.load(second)
+    for name, then in (("last.pt", 500), ("best.pt", 100)):
+        torch.save({key: tree[key] for key in ("model", "optimizer")}, folder / name)
+        age(folder / name, then)
+    for path in (first, second, third):
+        path.unlink()
+    torch.save({"x": torch.randn(300, 300)}, folder / "dataset.pt")
+    for path in (folder / "a.pt", folder / "b.pt", folder / "dataset.pt"):
+        age(path)
+    before = digest(folder / "dataset.pt")
+    rows, _ = chained(run_command, folder, "--remove")
+    assert [row["source"].rpartition("/")[2] for row in rows] == ["b.pt", "a.pt", "last.pt", "best.pt"]
+    assert digest(folder / "dataset.pt") == before
+    assert not (folder / "dataset.ckpt8").exists()
+
+
+def test_directories_and_files_of_one_run(tmp_path, inputs, run_command):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for step in (300, 1000):
+        shutil.copytree(inputs / "trainer-adamw", folder / f"checkpoint-{step}")
+        age(folder / f"checkpoint-{step}")
+    (source,) = make_run(folder, 1)
+    ckpt8.convert(source, folder / "step-400", to="dcp")
+    age(folder / "step-400")
+    rows, _ = chained(run_command, folder, "--remove")
+    assert [row["source"].rpartition("/")[2] for row in rows] == [
+        "step-5.pt",
+        "checkpoint-300",
+        "step-400",
+        "checkpoint-1000",
+    ]
+    assert names(folder) == ["checkpoint-1000.ckpt8", "checkpoint-300.ckpt8", "step-400.ckpt8", "step-5.ckpt8"]
+
+
+def test_the_same_name_twice(tmp_path, run_command):
+    """The second keeps its suffix; so it stays when one of them has gone."""
+    folder = tmp_path / "run"
+    _, second = make_run(folder, 2)
+    tree = torch.load(second)
+    second.unlink()
+    torch.save(tree, folder / "step-5.bin")
+    age(folder / "step-5.bin")
+    for _ in range(2):
+        rows, _ = chained(run_command, folder)
+        made = {row["source"].rpartition("/")[2]: row["target"] for row in rows}
+        assert set(made) == {"step-5.pt", "step-5.bin"}
+        second = next(name for name, target in made.items() if target != str(folder / "step-5.ckpt8"))
+        assert made[second] == str(folder / f"{second}.ckpt8")
+        for name, target in made.items():
+            assert not ckpt8.verify(target, folder / name).failures
+    rows, _ = chained(run_command, folder, "--remove")
+    assert all(row["removed"] for row in rows)
+    assert len(names(folder)) == 2
+
+
+def test_another_checkpoint_of_the_same_name_is_not_lost(run, run_command):
+    """A run that starts again in the same folder: of the older one only containers are left."""
+    folder = run[0].parent
+    chained(run_command, folder, "--remove")
+    sums = {path: digest(path) for path in folder.iterdir()}
+    again = make_run(folder, 2, seed=1)
+    for path in again:
+        age(path, -7200)
+    rows, err = chained(run_command, folder, "--remove", code=4)
+    assert err.count("--force replaces it") == 2
+    assert not any(row["removed"] for row in rows)
+    assert {path: digest(path) for path in sums} == sums
+    rows, _ = chained(run_command, folder, "--remove", "--force")
+    assert all(row["removed"] for row in rows)
+
+
+def test_a_copied_run_is_known_again(run, run_command, tmp_path):
+    """Times that a copy does not keep say nothing: the container is verified."""
+    folder = run[0].parent
+    chained(run_command, folder)
+    for path in run:
+        age(path, -7200)
+    sums = {path: digest(path) for path in folder.iterdir()}
+    rows, _ = chained(run_command, folder, "--rest", 0)
+    assert all(row["present"] for row in rows)
+    assert {path: digest(path) for path in folder.iterdir()} == sums
+
+
+def test_damaged_and_unfinished_ones_amid_others(run, run_command, inputs):
+    folder = run[0].parent
+    content = run[1].read_bytes()
+    run[1].write_bytes(content[:-100])
+    age(run[1])
+    shutil.copytree(inputs / "trainer-adamw", folder / "checkpoint-12")
+    (folder / "checkpoint-12" / "trainer_state.json").unlink()
+    age(folder / "checkpoint-12")
+    kept = {path: digest(path) for path in (run[1], folder / "checkpoint-12")}
+    rows, err = chained(run_command, folder, "--remove", "--rest", 0.1, code=3)
+    assert {path: digest(path) for path in kept} == kept
+    assert err.count("\n") == 2
+    assert "trainer_state.json" in err
+    assert sum(row["removed"] for row in rows) == 3
+    assert names(folder) == ["checkpoint-12", "step-10.pt", "step-15.ckpt8", "step-20.ckpt8", "step-5.ckpt8"]
+
+
+def test_a_full_disk_leaves_originals(run, run_command):
+    folder = run[0].parent
+    sums = {path: digest(path) for path in run}
+    with longest_file(20_000):
+        rows, err = chained(run_command, folder, "--remove", code=4)
+    assert err.count("cannot be written") == len(run)
+    assert {path: digest(path) for path in folder.iterdir()} == sums
+    rows, _ = chained(run_command, folder, "--remove")
+    assert all(row["removed"] for row in rows)
+
+
+def test_nothing_to_chain(tmp_path, run_command, inputs):
+    for folder in (tmp_path, tmp_path / "none", inputs / "trainer-adamw", inputs / "views.pt"):
+        code, out, err = run_command("chain", folder)
+        assert (code, out) == (3, "")
+        assert err.startswith(f"ckpt8: {folder}: ")
+
+
+@pytest.mark.parametrize("more", [("--preset", "tiny"), ("--budget", "99"), ("--rest", "-1"), ("--watch", "--json")])
+def test_wrong_arguments(more, run, run_command):
+    assert run_command("chain", run[0].parent, *more)[0] == 2
+    assert len(names(run[0].parent)) == 4
+
+
+def test_python(run):
+    outcomes = ckpt8.chain(run[0].parent, preset="archive", remove=True, keep_raw=1)
+    assert [(each.source, each.removed, each.error) for each in outcomes] == [(path, True, None) for path in run[:3]]
+    assert all(each.stored == each.target.stat().st_size for each in outcomes)

@@ -1,0 +1,167 @@
+"""``--base``, ``--base-dir`` and ``rebase``: deltas of real runs, as the command line makes and opens them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from chain_command_kit import age, make_run
+
+import ckpt8
+from ckpt8.cli.app import COMMANDS, make_app
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Eight checkpoints of a run that has found its step, and their chain."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    for early in make_run(folder, 10, every=10)[:2]:
+        early.unlink()
+    outcomes = ckpt8.chain(folder, preset="archive")
+    assert not [each for each in outcomes if each.error]
+    return folder, outcomes
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    return shutil.copytree(finished[0], tmp_path / "run")
+
+
+def bases(folder):
+    """The name of the base of every container, None of a key."""
+    found = {}
+    for path in folder.glob("*.ckpt8"):
+        with ckpt8.open(path) as file:
+            found[path.name] = file.manifest.base and file.manifest.base.path
+    return found
+
+
+def test_a_chain_is_made_of_deltas_and_says_so(finished, run, run_command):
+    _, outcomes = finished
+    found = bases(run)
+    assert {each.target.name: each.base for each in outcomes} == found
+    assert sum(base is not None for base in found.values()) > len(found) / 2
+    for source in run.glob("*.pt"):
+        assert not ckpt8.verify(source.with_suffix(".ckpt8"), source).failures
+    for path in run.glob("*.ckpt8"):
+        path.unlink()
+    code, out, err = run_command("chain", run, "--preset", "archive")
+    assert (code, err) == (0, "")
+    said = {line.partition(":")[0].rpartition("/")[2]: line for line in out.splitlines()}
+    assert {name: f", delta to {base} in " in said[name] for name, base in found.items() if base} == {
+        name: True for name, base in found.items() if base
+    }
+
+
+def test_a_chain_goes_on_where_it_was(finished, run):
+    """The same chain comes out whether it was made at once or checkpoint by checkpoint."""
+    before = bases(run)
+    for path in sorted(run.glob("*.ckpt8"), key=lambda path: path.stat().st_mtime_ns)[-4:]:
+        path.unlink()
+    outcomes = ckpt8.chain(run, preset="archive", remove=True)
+    assert sum(each.present for each in outcomes) == len(before) - 4
+    assert bases(run) == before
+
+
+def test_what_is_written_again_and_again_is_no_base(run):
+    last = run / "last.pt"
+    shutil.copy(max(run.glob("*.pt"), key=lambda path: path.stat().st_mtime_ns), last)
+    age(last, -10)
+    tree = torch.load(last)
+    torch.save({key: tree[key] for key in ("model", "optimizer")}, last)
+    ckpt8.chain(run, preset="archive", rest=0)
+    assert bases(run)["last.ckpt8"] is not None
+    # It is the newest container; the next checkpoint is a delta to another one all the same.
+    max(run.glob("step-*.ckpt8"), key=lambda path: path.stat().st_mtime_ns).unlink()
+    ckpt8.chain(run, preset="archive", rest=0)
+    assert "last.ckpt8" not in bases(run).values()
+
+
+def test_a_base_that_is_named(run, run_command):
+    old, new = (run / f"step-{step}" for step in (90, 100))
+    name = str(old.with_suffix(".ckpt8"))
+    code, _, err = run_command(
+        "compress", new.with_suffix(".pt"), "-o", run / "delta.ckpt8", "--preset", "archive", "--base", name
+    )
+    assert (code, err) == (0, "")
+    assert bases(run)["delta.ckpt8"] == "step-90.ckpt8"
+    code, _, _ = run_command("compress", new.with_suffix(".pt"), "-o", run / "whole.ckpt8", "--preset", "archive")
+    assert (run / "delta.ckpt8").stat().st_size < (run / "whole.ckpt8").stat().st_size
+    code, _, err = run_command("compress", new.with_suffix(".pt"), "--force", "--base", run / "nothing.ckpt8")
+    assert code == 3
+    assert "nothing.ckpt8" in err
+
+
+@pytest.mark.parametrize("by", ["option", "environment"])
+def test_a_base_elsewhere(by, run, run_command, tmp_path, monkeypatch):
+    delta = next(name for name, base in sorted(bases(run).items()) if base)
+    away = tmp_path / "away"
+    away.mkdir()
+    shutil.copy(run / delta, away / delta)
+    others = tmp_path / "others"
+    others.mkdir()
+    more = ("--base-dir", others, "--base-dir", run) if by == "option" else ()
+    commands = (
+        ("verify", away / delta),
+        ("restore", away / delta, "-o", tmp_path / "back.pt"),
+        ("inspect", away / delta, "--full"),
+        ("convert", away / delta, tmp_path / "out.safetensors"),
+        ("diff", away / delta, run / delta),
+        ("rebase", away / delta, "-o", tmp_path / "whole.ckpt8"),
+    )
+    for arguments in commands:
+        code, _, err = run_command(*arguments)
+        assert code == 3, arguments
+        assert err.count("\n") == 1
+        assert bases(run)[delta] in err
+    if by == "environment":
+        monkeypatch.setenv("CKPT8_BASE_DIR", f"{others}:{run}")
+    for arguments in commands:
+        code, _, err = run_command(*arguments, *more)
+        assert code == 0, err
+        # convert says what weights under a budget are not for.
+        assert err == "" or (arguments[0] == "convert" and "for resuming" in err)
+    # Without its chain it is as good as with it.
+    monkeypatch.delenv("CKPT8_BASE_DIR", raising=False)
+    assert not ckpt8.verify(tmp_path / "whole.ckpt8", run / delta.replace(".ckpt8", ".pt")).failures
+
+
+def test_every_command_that_opens_containers_has_the_option():
+    import typer.main
+
+    commands = typer.main.get_command(make_app(COMMANDS)).commands
+    missing = [name for name, each in commands.items() if "--base-dir" not in [o for p in each.params for o in p.opts]]
+    assert missing == ["bench"]
+
+
+def test_rebase(run, run_command):
+    found = bases(run)
+    last = next(name for name, base in found.items() if base and name not in found.values())
+    code, out, err = run_command("rebase", run / last)
+    assert (code, err) == (0, "")
+    assert f"needs {found[last]} no more" in out
+    assert bases(run)[last] is None
+    assert not ckpt8.verify(run / last, run / last.replace(".ckpt8", ".pt")).failures
+    facts = json.loads(run_command("rebase", run / last, "--json")[1])
+    assert facts["base"] is None
+    found = bases(run)
+    needed = next(base for base in found.values() if found.get(base))
+    for arguments in (("rebase", run / needed), ("compress", run / needed.replace(".ckpt8", ".pt"), "--force")):
+        code, _, err = run_command(*arguments)
+        assert code == 4
+        assert "is the base of" in err
+
+
+def test_remove_leaves_what_a_missing_base_spoils(run, run_command):
+    """A delta whose base is gone cannot be verified: its original stays."""
+    found = bases(run)
+    name = next(name for name, base in found.items() if base)
+    (run / found[name]).rename(run.parent / found[name])
+    (run / found[name].replace(".ckpt8", ".pt")).unlink()
+    source = run / name.replace(".ckpt8", ".pt")
+    code, _, err = run_command("chain", run, "--remove", "--preset", "archive")
+    assert code == 3
+    assert found[name] in err
+    assert source.is_file()

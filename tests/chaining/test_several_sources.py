@@ -1,0 +1,162 @@
+"""``ckpt8 compress A B C``: each gets its container; one failure stops no other, and the exit code tells."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+
+import pytest
+from chain_command_kit import command, make_run, until
+from disk_kit import longest_file
+from faults_kit import digest
+
+import ckpt8
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "run", 3)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_each_beside_itself_and_what_is_said(run, run_command):
+    code, out, err = run_command("compress", *run, "--preset", "archive")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert len(lines) == 4
+    for source, line in zip(run, lines, strict=False):
+        target = source.with_suffix(".ckpt8")
+        assert line.startswith(f"{target}: ")
+        assert not ckpt8.verify(target, source).failures
+    assert lines[-1].startswith("3 checkpoints: ")
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_folder_collects_them(exists, run, run_command, tmp_path):
+    folder = tmp_path / "out"
+    if exists:
+        folder.mkdir()
+    code, out, err = run_command("compress", *run, "-o", folder, "--json")
+    assert (code, err) == (0, "")
+    facts = json.loads(out)
+    assert [row["target"] for row in facts["checkpoints"]] == [str(folder / f"step-{k}.ckpt8") for k in (5, 10, 15)]
+    assert facts["bytes"] == sum(path.stat().st_size for path in run)
+    assert facts["stored_bytes"] == sum(path.stat().st_size for path in folder.iterdir())
+    assert len(names(run[0].parent)) == 3
+
+
+def test_one_source_goes_into_a_folder_that_is_there(run, run_command, tmp_path):
+    (tmp_path / "out").mkdir()
+    assert run_command("compress", run[0], "-o", tmp_path / "out")[0] == 0
+    assert names(tmp_path / "out") == ["step-5.ckpt8"]
+
+
+def test_a_damaged_one_amid_others(run, run_command):
+    content = run[1].read_bytes()
+    run[1].write_bytes(content[: len(content) // 2])
+    sums = [digest(path) for path in run]
+    code, out, err = run_command("compress", *run)
+    assert code == 3
+    assert re.fullmatch(rf"ckpt8: {re.escape(str(run[1]))}: [^\n]+\n", err)
+    assert names(run[0].parent) == ["step-10.pt", "step-15.ckpt8", "step-15.pt", "step-5.ckpt8", "step-5.pt"]
+    assert [digest(path) for path in run] == sums
+    assert out.splitlines()[-1].endswith("; 1 failed")
+
+
+def test_the_exit_code_is_the_highest(run, run_command):
+    run[1].write_bytes(b"")
+    run[2].with_suffix(".ckpt8").write_text("in the way")
+    code, out, err = run_command("compress", *run, "--json")
+    assert code == 4
+    assert err.count("\n") == 2
+    assert [row["exit_code"] for row in json.loads(out)["checkpoints"]] == [0, 3, 4]
+    assert run[2].with_suffix(".ckpt8").read_text() == "in the way"
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_two_with_the_same_target_are_refused_before_anything(folder, run, run_command, tmp_path):
+    if folder:
+        others = [shutil.copy(run[0], tmp_path / "step-5.pt")]
+        more = ["-o", tmp_path / "out"]
+    else:
+        others, more = [shutil.copy(run[0], run[0].with_suffix(".bin"))], []
+    before = names(run[0].parent)
+    code, out, err = run_command("compress", *run, *others, *more)
+    assert (code, out) == (2, "")
+    assert "would both become" in err
+    assert str(run[0]) in err
+    assert str(others[0]) in err
+    assert names(run[0].parent) == before
+    assert not (tmp_path / "out").exists()
+    code, _, err = run_command("compress", run[0], run[0])
+    assert code == 2
+    assert "given twice" in err
+
+
+def test_a_full_disk(run, run_command, tmp_path):
+    with longest_file(20_000):
+        code, out, err = run_command("compress", *run, "-o", tmp_path / "out", "--remove")
+    assert code == 4
+    assert err.count("cannot be written") == 3
+    assert "nothing was compressed" in out
+    assert not (tmp_path / "out").exists()
+    assert len(names(run[0].parent)) == 3
+
+
+def test_a_folder_that_cannot_be_made(run, run_command, tmp_path):
+    for folder in (tmp_path / "none" / "deeper", run[0] / "below"):
+        code, out, err = run_command("compress", *run, "-o", folder, "--remove")
+        assert (code, out) == (4, "")
+        assert re.fullmatch(rf"ckpt8: {re.escape(str(folder))}: cannot be made: [^\n]+\n", err)
+    assert len(names(run[0].parent)) == 3
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written(run, run_command, tmp_path):
+    (tmp_path / "out").mkdir(0o555)
+    code, _, err = run_command("compress", *run, "-o", tmp_path / "out", "--remove")
+    assert code == 4
+    assert err.count("cannot be written") == 3
+    assert len(names(run[0].parent)) == 3
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_remove(count, run, run_command):
+    code, _, err = run_command("compress", *run[:count], "--remove", "--preset", "archive")
+    assert (code, err) == (0, "")
+    left = [f"step-{k}.ckpt8" for k in (5, 10, 15)[:count]] + [path.name for path in run[count:]]
+    assert names(run[0].parent) == sorted(left)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_remove_needs_statistics(count, run, run_command):
+    code, _, err = run_command("compress", *run[:count], "--remove", "--no-stats")
+    assert code == 2
+    assert "--no-stats" in err
+    assert len(names(run[0].parent)) == 3
+
+
+@pytest.mark.parametrize("more", [("--preset", "tiny"), ("--budget", "99"), ("--rule", "x=unknown"), ("-o", "FILE")])
+def test_wrong_arguments_are_told_once(more, run, run_command, tmp_path):
+    (tmp_path / "file").write_text("x")
+    code, out, err = run_command("compress", *run, *(tmp_path / "file" if each == "FILE" else each for each in more))
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert len(names(run[0].parent)) == 3
+
+
+def test_ctrl_c_between_two_leaves_nothing(run):
+    process = command("compress", *run, "--preset", "archive", start_new_session=True)
+    first = run[0].with_suffix(".ckpt8")
+    until(first.exists)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode in (0, 130)
+    assert err == ""
+    assert not [name for name in names(run[0].parent) if name.startswith(".")]

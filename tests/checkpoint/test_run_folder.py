@@ -1,0 +1,153 @@
+"""Which entries in the folder of a run are checkpoints, their steps, and which are complete."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckpt8.checkpoint.run_folder import checkpoints_in, incomplete, step_in_name
+from ckpt8.core.errors import InputError
+
+TREE = {"weight": torch.zeros(4, 4)}
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("checkpoint-500", 500),
+        ("step-100.pt", 100),
+        ("epoch=3-step=1200.ckpt", 1200),
+        ("epoch=3-step=1200-v1.ckpt", 1200),
+        ("epoch_7.pt", 7),
+        ("checkpoint_epoch_3.pt", 3),
+        ("global_step1000", 1000),
+        ("iter_0000300", 300),
+        ("gpt2_124m_step_42.pt", 42),
+        ("ckpt.0017.pth", 17),
+        ("model_2500.pt", 2500),
+        ("2000", 2000),
+        ("run-0100.safetensors", 100),
+        ("step500-unsharded", 500),
+        ("checkpoint-500.ckpt8", 500),
+        ("best.pt", None),
+        ("gpt2.pt", None),
+        ("llama3.safetensors", None),
+        ("fp16", None),
+    ],
+)
+def test_the_step_in_a_name(name, step):
+    assert step_in_name(name) == step
+
+
+def trainer(root, *, done=True):
+    root.mkdir()
+    save_file(TREE, root / "model.safetensors")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+        torch.save({"x": torch.ones(2)}, root / name)
+    if done:
+        (root / "trainer_state.json").write_text("{}")
+
+
+def shards(root, *, done=True):
+    root.mkdir(parents=True)
+    torch.save(TREE, root / "__0_0.distcp")
+    if done:
+        (root / ".metadata").write_bytes(b"\x80")
+
+
+def names(folder):
+    return [entry.path.name for entry in checkpoints_in(folder)]
+
+
+def test_checkpoints_of_frameworks_and_nothing_else(tmp_path):
+    trainer(tmp_path / "checkpoint-500")
+    shards(tmp_path / "step-100")
+    (tmp_path / "iter_0000100" / "mp_rank_00").mkdir(parents=True)
+    torch.save(TREE, tmp_path / "iter_0000100" / "mp_rank_00" / "weights.pt")
+    (tmp_path / "best").mkdir()
+    save_file(TREE, tmp_path / "best" / "model.safetensors")
+    for name in ("step_7.pt", "model_2500.pt", "epoch=1-step=9.ckpt", "last.ckpt", "best_model.pth", "weights.pt"):
+        torch.save(TREE, tmp_path / name)
+    save_file(TREE, tmp_path / "run-3.safetensors")
+    (tmp_path / "step_8.pt").write_bytes(b"")
+    # Of these none is a checkpoint of the run.
+    torch.save(TREE, tmp_path / "optimizer.pt")
+    save_file(TREE, tmp_path / "model.safetensors")
+    save_file(TREE, tmp_path / "model-00001-of-00002.safetensors")
+    torch.save(TREE, tmp_path / "training_args.bin")
+    torch.save(TREE, tmp_path / ".hidden.pt")
+    (tmp_path / "tokens.bin").write_bytes(b"\1\2\3\4" * 9)
+    (tmp_path / "log.txt").write_text("loss 3")
+    (tmp_path / "latest").symlink_to("checkpoint-500")
+    (tmp_path / "newest.pt").symlink_to("step_7.pt")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "events.7").write_text("x")
+    (tmp_path / "data").mkdir()
+    torch.save(TREE, tmp_path / "data" / "cached.pt")
+    directories = {"checkpoint-500", "step-100", "iter_0000100", "best"}
+    files = {"step_7.pt", "step_8.pt", "model_2500.pt", "epoch=1-step=9.ckpt", "last.ckpt", "best_model.pth"}
+    assert set(names(tmp_path)) == {*directories, *files, "weights.pt", "run-3.safetensors"}
+    assert [entry.path.name for entry in checkpoints_in(tmp_path) if entry.doubtful] == ["weights.pt"]
+
+
+def test_a_folder_that_is_a_checkpoint_holds_none(tmp_path):
+    trainer(tmp_path / "checkpoint-500")
+    assert names(tmp_path / "checkpoint-500") == []
+    shards(tmp_path / "step-100")
+    assert names(tmp_path / "step-100") == []
+    (tmp_path / "accelerate").mkdir()
+    for name in ("model.safetensors", "model_1.safetensors", "optimizer.bin", "optimizer_1.bin", "random_states_0.pkl"):
+        torch.save(TREE, tmp_path / "accelerate" / name)
+    assert names(tmp_path / "accelerate") == []
+
+
+def test_models_and_optimizers_with_numbers_of_a_run(tmp_path):
+    for name in ("model_100.pt", "optimizer_100.pt", "model_200.pt", "optimizer_200.pt"):
+        torch.save(TREE, tmp_path / name)
+    assert names(tmp_path) == ["model_100.pt", "model_200.pt", "optimizer_100.pt", "optimizer_200.pt"]
+
+
+def test_what_is_no_folder(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for name in ("file", "nothing"):
+        with pytest.raises(InputError, match=name):
+            checkpoints_in(tmp_path / name)
+
+
+def test_the_last_file_of_a_framework(tmp_path):
+    trainer(tmp_path / "checkpoint-1", done=False)
+    assert "trainer_state.json" in incomplete(tmp_path / "checkpoint-1")
+    (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("{}")
+    assert incomplete(tmp_path / "checkpoint-1") is None
+    shards(tmp_path / "step-1" / "model", done=False)
+    assert ".metadata" in incomplete(tmp_path / "step-1")
+    (tmp_path / "step-1" / "model" / ".metadata").write_bytes(b"\x80")
+    assert incomplete(tmp_path / "step-1") is None
+
+
+@pytest.mark.parametrize(
+    ("folder", "pointer", "older", "named"),
+    [
+        ("global_step20", "latest", "global_step10", "global_step20"),
+        ("iter_0000020", "latest_checkpointed_iteration.txt", "10", "20\n"),
+    ],
+)
+@pytest.mark.parametrize("above", ["", "checkpoint-20"])
+def test_the_pointer_of_deepspeed_and_megatron(folder, pointer, older, named, above, tmp_path):
+    home = tmp_path / above
+    (home / folder).mkdir(parents=True)
+    torch.save(TREE, home / folder / "mp_rank_00_model_states.pt")
+    whole = home / folder if not above else home
+    assert incomplete(whole) is None, "it may have been saved without one"
+    (home / pointer).write_text(older)
+    os.utime(home / pointer, (1, 1))
+    assert pointer in incomplete(whole)
+    (home / pointer).write_text(named)
+    os.utime(home / pointer, (1, 1))
+    assert incomplete(whole) is None
+    # A run that went back and saved an older step again does not touch the later one.
+    (home / pointer).write_text(older)
+    assert incomplete(whole) is None

@@ -1,0 +1,81 @@
+"""The command ``runs``: its table at any width, its JSON, its exit codes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from runs_kit import train
+
+import ckpt8
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder with a run, one of whose files is damaged."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    train(folder, (1, 2, 3), compressed=(2, 3))
+    content = (folder / "step-30.ckpt8").read_bytes()
+    (folder / "step-30.ckpt8").write_bytes(content[:-1])
+    return folder
+
+
+def test_a_table_at_any_width(run, run_command, monkeypatch):
+    record = ckpt8.runs(run).checkpoints[1]
+    for width in (500, 100, 60, 24):
+        monkeypatch.setenv("COLUMNS", str(width))
+        code, out, err = run_command("runs", run)
+        assert code == 3
+        assert err.count("\n") == 1
+        assert "1 checkpoint cannot be read whole, the first: " in err
+        assert "step-30.ckpt8: holds" in err
+        assert max(map(len, out.splitlines())) <= width
+        flat = " ".join(out.split())
+        for words in ("step-10.pt", "preset archive", f"{record.ratio:.2f}x", f"{record.steps:.3g}", "seal holds"):
+            assert words in flat
+        assert "3 checkpoints: 1 key, 1 raw;" in flat
+        assert "1 damaged" in flat
+
+
+def test_columns_without_a_value_are_left_out(run, run_command):
+    (run / "step-30.ckpt8").unlink()
+    code, out, err = run_command("runs", run)
+    assert (code, err) == (0, "")
+    header = out.splitlines()[1].split("  ")
+    assert {title.strip() for title in header} - {""} == {
+        "checkpoint", "step", "saved", "loss", "kind", "made with", "size", "ratio", "error in steps", "state"
+    }  # fmt: skip
+
+
+def test_json_is_that_of_python(run, run_command):
+    code, out, err = run_command("runs", run, "--json")
+    assert code == 3
+    assert err.startswith("ckpt8: 1 checkpoint")
+    assert json.loads(out) == {"schema": 1, **json.loads(json.dumps(ckpt8.runs(run).to_json()))}
+
+
+def test_names_command_no_terminal(tmp_path, run_command):
+    train(tmp_path, (1,))
+    (tmp_path / "step-10.pt").rename(tmp_path / "[bold]\x1b[31m-10.pt")
+    code, out, _ = run_command("runs", tmp_path)
+    assert code == 0
+    assert "[bold]\\x1b[31m-10.pt" in out
+
+
+def test_usage(tmp_path, run_command, run):
+    assert run_command("runs", tmp_path / "none")[0] == 3
+    assert run_command("runs", "https://example.org/run")[0] == 2
+    page = tmp_path / "page.html"
+    page.write_text("mine")
+    code, out, err = run_command("runs", run, "--html", page)
+    assert (code, out, err.count("\n"), page.read_text()) == (4, "", 1, "mine")
+    assert run_command("runs", run, "--html", page, "--force")[0] == 3
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_a_run_without_steps_has_a_page(tmp_path, run_command, inputs):
+    shutil.copy(inputs / "module.pt", tmp_path / "module.pt")
+    assert run_command("runs", tmp_path, "--html", tmp_path / "page.html")[0] == 0
+    assert "module.pt" in (tmp_path / "page.html").read_text()

@@ -1,0 +1,177 @@
+"""Links beside deltas: what is linked before a save, and what stays when containers are removed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+
+import pytest
+from hostile_kit import container_of
+
+from ckpt8.container.bases import KEPT, kept_name
+from ckpt8.container.kept_bases import KeptBases, drop_unneeded, remove_container
+from ckpt8.container.reader import ContainerReader
+
+
+class Run:
+    """A folder of containers in one chain: ``write`` makes the next, on a base that it links as a save does."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.seals = {}
+        self._links = {}
+
+    def write(self, name, base=None, path=None):
+        def change(manifest):
+            if base is not None:
+                key = self.seals[next(iter(self.seals))]
+                manifest["base"] = {
+                    "seal": self.seals[base],
+                    "path": path or f"{KEPT}/{kept_name(self.seals[base])}",
+                    "key": key,
+                    "place": len(self.seals),
+                    "links": self._links[base] + 1,
+                }
+
+        target = self.folder / name
+        with KeptBases(self.folder) as kept:
+            links = kept.link_newest(target)
+            target.write_bytes(container_of(name.encode(), "opaque", change=change))
+        os.utime(target, (len(self.seals), len(self.seals)))
+        with ContainerReader(target) as reader:
+            self.seals[name] = reader.seal.hex()
+        self._links[name] = 0 if base is None else self._links[base] + 1
+        drop_unneeded(self.folder)
+        return links
+
+    def kept(self):
+        """The names that the links had."""
+        names = {kept_name(seal): name for name, seal in self.seals.items()}
+        found = self.folder / KEPT
+        return sorted(names[path.name] for path in found.iterdir()) if found.exists() else []
+
+    def below(self, name):
+        with ContainerReader(self.folder / name) as reader:
+            return [each.seal.hex() for each in reader.links()]
+
+
+@pytest.fixture
+def run(tmp_path):
+    made = Run(tmp_path)
+    made.write("0.ckpt8")
+    made.write("1.ckpt8", "0.ckpt8")
+    made.write("2.ckpt8", "0.ckpt8")
+    made.write("3.ckpt8", "2.ckpt8")
+    return made
+
+
+def test_a_delta_keeps_what_is_below_it(run):
+    assert run.kept() == ["0.ckpt8", "2.ckpt8"]
+    assert (run.folder / KEPT / kept_name(run.seals["2.ckpt8"])).samefile(run.folder / "2.ckpt8")
+    for name in ("0.ckpt8", "2.ckpt8"):
+        (run.folder / name).unlink()
+    assert run.below("3.ckpt8") == [run.seals["2.ckpt8"], run.seals["0.ckpt8"]]
+    moved = run.folder.with_name("moved")
+    run.folder.rename(moved)
+    run.folder = moved
+    assert run.below("3.ckpt8") == [run.seals["2.ckpt8"], run.seals["0.ckpt8"]]
+    assert run.below("1.ckpt8") == [run.seals["0.ckpt8"]]
+
+
+def test_links_go_with_the_last_delta_that_needs_them(run):
+    for name, kept in (("2", "02"), ("3", "0"), ("0", "0"), ("1", "")):
+        remove_container(run.folder / f"{name}.ckpt8")
+        assert run.kept() == [f"{each}.ckpt8" for each in kept]
+    assert list(run.folder.iterdir()) == []
+
+
+def test_a_base_that_was_not_linked_is_kept_when_it_is_removed(run):
+    """As ``compress --base`` makes a delta: beside its base, under the name of that."""
+    run.write("4.ckpt8", "3.ckpt8", path="3.ckpt8")
+    shutil.rmtree(run.folder / KEPT)
+    run.write("5.ckpt8", "4.ckpt8", path="4.ckpt8")
+    shutil.rmtree(run.folder / KEPT)
+    for name in ("0", "2", "4", "1", "3"):
+        remove_container(run.folder / f"{name}.ckpt8")
+    assert run.below("5.ckpt8") == [run.seals[f"{each}.ckpt8"] for each in (4, 3, 2, 0)]
+    remove_container(run.folder / "5.ckpt8")
+    assert list(run.folder.iterdir()) == []
+
+
+def test_the_newest_are_linked_with_what_is_below_them(run):
+    (run.folder / "3.ckpt8").unlink()
+    (run.folder / "2.ckpt8").unlink()
+    (run.folder / "note.txt").write_text("no container")
+    (run.folder / "last.ckpt8").symlink_to("1.ckpt8")
+    (run.folder / "gone.ckpt8").symlink_to("nothing")
+    links = run.write("4.ckpt8", "1.ckpt8")
+    assert [path.name for path in links] == [kept_name(run.seals[f"{each}.ckpt8"]) for each in (1, 0)]
+    assert not any(path.is_symlink() for path in links)
+    assert run.kept() == ["0.ckpt8", "1.ckpt8"]
+
+
+def test_nothing_goes_while_a_save_is_under_way(run):
+    with KeptBases(run.folder) as kept:
+        kept.link_newest(run.folder / "4.ckpt8")
+        remove_container(run.folder / "3.ckpt8")
+        assert run.kept() == ["0.ckpt8", "1.ckpt8", "2.ckpt8", "3.ckpt8"]
+    drop_unneeded(run.folder)
+    assert run.kept() == ["0.ckpt8"]
+
+
+def test_nothing_goes_where_a_container_cannot_be_read(run):
+    """It may need any of them."""
+    damaged = bytearray((run.folder / "3.ckpt8").read_bytes())
+    damaged[-40] ^= 1
+    (run.folder / "3.ckpt8").write_bytes(damaged)
+    remove_container(run.folder / "1.ckpt8")
+    assert run.kept() == ["0.ckpt8", "1.ckpt8", "2.ckpt8"]
+    remove_container(run.folder / "3.ckpt8")
+    assert run.kept() == ["0.ckpt8"]
+
+
+@pytest.mark.parametrize("steps", range(4))
+@pytest.mark.parametrize("call", ["link", "unlink"])
+def test_a_kill_leaves_no_link_without_its_base(call, steps, run, monkeypatch):
+    """After any number of its steps a save leaves links that are whole, and the next removal takes those too many."""
+    real, left = getattr(os, call), [steps]
+
+    def killed(*args, **options):
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return real(*args, **options)
+
+    shutil.rmtree(run.folder / KEPT)
+    (run.folder / "2.ckpt8").rename(run.folder / "moved.ckpt8")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, killed)
+        with contextlib.suppress(KeyboardInterrupt):
+            with KeptBases(run.folder) as kept:
+                assert len(kept.link_newest(run.folder / "4.ckpt8")) == 4
+            (run.folder / "3.ckpt8").rename(run.folder.with_name(f"{run.folder.name}.3"))
+            drop_unneeded(run.folder)
+    links = list((run.folder / KEPT).iterdir())
+    assert len(links) == (steps if call == "link" else max(4 - steps, 1))
+    for path in links:
+        with ContainerReader(path) as reader:
+            reader.links()
+
+
+def test_only_links_are_removed_from_the_folder(run):
+    mine = run.folder / KEPT / "mine.ckpt8"
+    shutil.copy(run.folder / "0.ckpt8", mine)
+    for path in run.folder.glob("*.ckpt8"):
+        remove_container(path)
+    assert list((run.folder / KEPT).iterdir()) == [mine]
+
+
+def test_a_file_system_without_links_says_so(run, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with KeptBases(run.folder) as kept, pytest.raises(OSError, match="not permitted"):
+        kept.link_newest(run.folder / "4.ckpt8")

@@ -1,0 +1,251 @@
+"""``ckpt8.runs`` against what ``inspect`` says of the same files, which opens them whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from datetime import datetime, timezone
+
+import pytest
+import torch
+from runs_kit import train
+
+import ckpt8
+from ckpt8.core.errors import InputError, UsageError
+from ckpt8.inspecting.container import inspect_container
+
+
+@pytest.fixture
+def golden(inputs):
+    """The containers that earlier states of the code wrote, and those of a chain."""
+    return inputs.parent / "golden"
+
+
+def by_name(folder):
+    return {record.name: record for record in ckpt8.runs(folder)}
+
+
+def test_a_run_half_of_which_is_compressed(tmp_path):
+    losses = train(tmp_path, (1, 3, 12), compressed=(3, 12), epoch=2.5)
+    os.utime(tmp_path / "step-10.pt", (86400, 86400))
+    run = ckpt8.runs(str(tmp_path))
+    assert [(record.name, record.kind, record.step) for record in run] == [
+        ("step-10.pt", "raw", 10),
+        ("step-30.ckpt8", "key", 30),
+        ("step-120.ckpt8", "key", 120),
+    ]
+    assert {record.step: record.loss for record in run} == losses
+    assert {(record.epoch, record.step_from, record.damage) for record in run} == {(2.5, "file", None)}
+    raw, key, _ = run
+    assert raw.time == datetime(1970, 1, 2, tzinfo=timezone.utc)
+    assert (raw.bytes, raw.stored_bytes, raw.ratio) == ((tmp_path / "step-10.pt").stat().st_size,) * 2 + (None,)
+    facts = inspect_container(tmp_path / "step-30.ckpt8")
+    assert (key.bytes, key.stored_bytes, key.ratio) == (facts["bytes"], facts["stored_bytes"], facts["ratio"])
+    assert key.steps == facts["steps"]["steps"] > 0
+    totals = run.totals()
+    assert (totals["key"], totals["raw"], totals["stored_bytes"]) == (2, 1, sum(r.stored_bytes for r in run))
+    assert totals["ratio"] == sum(r.bytes for r in run if r.ratio) / sum(r.stored_bytes for r in run if r.ratio)
+    assert json.loads(json.dumps(run.to_json()))["checkpoints"][1]["loss"] == losses[30]
+
+
+def test_every_golden_file_reads_as_inspect_reads_it(golden):
+    found = by_name(golden)
+    names = {path.name for path in golden.glob("*.ckpt8")}
+    assert found.keys() == names
+    for name, record in found.items():
+        facts = inspect_container(golden / name)
+        steps = facts["steps"] and facts["steps"]["steps"]
+        assert record.format == f"ckpt8 {facts['format']}"
+        assert (record.asked, record.bytes, record.stored_bytes) == (
+            facts["asked"],
+            facts["bytes"],
+            facts["stored_bytes"],
+        )
+        assert record.steps == (None if steps is None else pytest.approx(steps, rel=1e-12))
+        assert (record.kind, record.base) == {
+            "chain_1.archive.ckpt8": ("delta", "chain_0.archive.ckpt8"),
+            "chain_2.archive.ckpt8": ("delta", "chain_1.archive.ckpt8"),
+            "chain_bf16_1.lossless.ckpt8": ("delta", "chain_bf16_0.lossless.ckpt8"),
+        }.get(name, ("key", None))
+
+
+@pytest.fixture
+def chain(golden, tmp_path):
+    for k in range(3):
+        shutil.copy(golden / f"chain_{k}.archive.ckpt8", tmp_path / f"step-{k}.ckpt8")
+    return tmp_path
+
+
+def test_a_base_under_another_name_is_known_by_its_seal(chain):
+    assert [record.base for record in ckpt8.runs(chain)] == [None, "step-0.ckpt8", "step-1.ckpt8"]
+
+
+def test_a_missing_base_is_a_fault_of_the_delta(chain):
+    (chain / "step-0.ckpt8").unlink()
+    run = ckpt8.runs(chain)
+    assert [record.base for record in run] == ["missing", "step-1.ckpt8"]
+    assert run.problems == ["step-1.ckpt8: its base is missing"]
+
+
+def test_bases_that_are_kept_for_a_checkpoint_that_is_gone(chain):
+    first, second, third = ckpt8.runs(chain)
+    for folder, name in (("checkpoint-1", "step-1.ckpt8"), ("checkpoint-2", "step-2.ckpt8")):
+        (chain / folder / "bases").mkdir(parents=True)
+        (chain / name).rename(chain / folder / "optimizer.ckpt8")
+    os.link(chain / "step-0.ckpt8", chain / "checkpoint-1" / "bases" / f"{first.seal[:16]}.ckpt8")
+    below = {first.seal: chain / "step-0.ckpt8", second.seal: chain / "checkpoint-1" / "optimizer.ckpt8"}
+    for seal, path in below.items():
+        os.link(path, chain / "checkpoint-2" / "bases" / f"{seal[:16]}.ckpt8")
+    run = ckpt8.runs(chain)
+    assert [record.base for record in run] == [None, "step-0.ckpt8", "checkpoint-1/optimizer.ckpt8"]
+    assert run.bases_bytes == 0
+    shutil.rmtree(chain / "checkpoint-1")
+    (chain / "step-0.ckpt8").unlink()
+    run = ckpt8.runs(chain)
+    assert len(run) == 1
+    # Its path is gone, and the file is beside no longer: it is in the folder of bases under the digits of its seal.
+    assert run.bases_bytes == first.stored_bytes + second.stored_bytes
+    assert run.totals()["stored_bytes"] == first.stored_bytes + second.stored_bytes + third.stored_bytes
+
+
+def lightning(score, monitor="val_loss"):
+    state = {"monitor": monitor, "best_model_score": score, "current_score": score, "best_model_path": "x"}
+    return {
+        "pytorch-lightning_version": "2.6.6",
+        "global_step": 70,
+        "epoch": 3,
+        "state_dict": {"w": torch.randn(80, 80)},
+        "callbacks": {"ModelCheckpoint{'monitor': 'val_loss'}": state},
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_score_of_lightning_is_a_tensor(dtype, apart, tmp_path):
+    tree = lightning(torch.tensor(-0.40625, dtype=dtype))
+    if apart:
+        tree["callbacks"]["ModelCheckpoint{'monitor': 'val_loss'}"]["best_model_score"] = torch.tensor(0.25)
+    torch.save(tree, tmp_path / "epoch=3.ckpt")
+    ckpt8.compress(tmp_path / "epoch=3.ckpt")
+    assert [(record.step, record.epoch, record.val_loss, record.loss) for record in ckpt8.runs(tmp_path)] == [
+        (70, 3, -0.40625, None)
+    ] * 2
+
+
+def test_a_score_that_is_no_loss_is_not_shown_as_one(tmp_path):
+    torch.save(lightning(torch.tensor(0.9), "val_acc"), tmp_path / "a.ckpt")
+    torch.save(lightning(torch.tensor(0.9), "train_loss"), tmp_path / "b.ckpt")
+    assert [(record.loss, record.val_loss) for record in ckpt8.runs(tmp_path)] == [
+        (None, None),
+        (pytest.approx(0.9), None),
+    ]
+
+
+def test_directories_of_trainer(inputs, tmp_path):
+    whole = tmp_path / "checkpoint-200"
+    shutil.copytree(inputs / "trainer-adamw", whole)
+    ckpt8.compress(whole)
+    mixed = tmp_path / "checkpoint-300"
+    shutil.copytree(whole, mixed)
+    ckpt8.compress(mixed / "optimizer.pt")
+    (mixed / "optimizer.pt").unlink()
+    found = by_name(tmp_path)
+    state = json.loads((whole / "trainer_state.json").read_text())
+    loss = [entry["loss"] for entry in state["log_history"] if "loss" in entry][-1]
+    assert {name: (each.kind, each.step, each.loss, each.epoch) for name, each in found.items()} == {
+        "checkpoint-200": ("raw", 200, loss, state["epoch"]),
+        "checkpoint-200.ckpt8": ("key", 200, loss, state["epoch"]),
+        "checkpoint-300": ("key", 200, loss, state["epoch"]),
+    }
+    size = sum(path.stat().st_size for path in whole.iterdir())
+    assert {each.bytes for each in found.values()} == {size}
+    assert found["checkpoint-300"].stored_bytes == sum(path.stat().st_size for path in mixed.iterdir()) < size
+
+
+def test_a_distributed_checkpoint_is_one(inputs, tmp_path):
+    ckpt8.convert(inputs / "gpt_adamw.pt", tmp_path / "step_500", to="dcp")
+    (record,) = ckpt8.runs(tmp_path)
+    assert (record.name, record.kind, record.step) == ("step_500", "raw", 500)
+    (itself,) = ckpt8.runs(tmp_path / "step_500")
+    assert (itself.name, itself.stored_bytes) == (".", record.stored_bytes)
+
+
+def test_the_step_of_the_optimizer_where_the_file_says_none(tmp_path):
+    train(tmp_path, (3,), every=1)
+    tree = torch.load(tmp_path / "step-3.pt")
+    del tree["step"], tree["loss"]
+    for name in ("epoch_9.pt", "model-7.pt"):
+        torch.save(tree, tmp_path / name)
+    torch.save({"model": tree["model"]}, tmp_path / "weights-40.pth")
+    (tmp_path / "step-3.pt").unlink()
+    ckpt8.compress(tmp_path / "model-7.pt")
+    found = {name: (record.step, record.step_from) for name, record in by_name(tmp_path).items()}
+    assert found == {
+        "epoch_9.pt": (3, "optimizer"),
+        "model-7.pt": (3, "optimizer"),
+        "model-7.ckpt8": (3, "optimizer"),
+        "weights-40.pth": (40, "name"),
+    }
+
+
+def test_legacy_files_and_their_containers_say_the_same(inputs, tmp_path):
+    shutil.copy(inputs / "legacy.pt", tmp_path)
+    ckpt8.compress(tmp_path / "legacy.pt")
+    raw, packed = ckpt8.runs(tmp_path)
+    assert (raw.format, raw.step, raw.step_from) == ("torch-legacy", 300, "file")
+    assert (packed.step, packed.loss, packed.step_from) == (raw.step, raw.loss, "file")
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 0.5, -40, -1])
+def test_a_file_that_is_cut_off_is_a_row(keep, tmp_path):
+    train(tmp_path, (1, 2, 3), compressed=(1, 3))
+    for name in ("step-20.pt", "step-30.ckpt8"):
+        content = (tmp_path / name).read_bytes()
+        stop = int(len(content) * keep) if 0 < keep < 1 else keep
+        (tmp_path / name).write_bytes(content[:stop])
+    found = by_name(tmp_path)
+    assert [record.step for record in found.values()] == [10, 20, 30]
+    assert found["step-10.ckpt8"].damage is None
+    for name in ("step-20.pt", "step-30.ckpt8"):
+        assert found[name].damage.startswith(f"{tmp_path / name}: ")
+        assert found[name].bytes is None
+    assert found["step-30.ckpt8"].seal is None
+
+
+def test_every_flipped_bit_of_a_head_is_damage(tmp_path):
+    train(tmp_path, (1,), compressed=(1,))
+    path = tmp_path / "step-10.ckpt8"
+    content = path.read_bytes()
+    head = 8 + int.from_bytes(content[:8], "little")
+    for at in [*range(0, head, max(1, head // 25)), *range(len(content) - 60, len(content), 7)]:
+        flipped = bytearray(content)
+        flipped[at] ^= 1 << at % 8
+        path.write_bytes(flipped)
+        (record,) = ckpt8.runs(tmp_path)
+        assert record.damage is not None, at
+
+
+def test_a_flip_in_a_skeleton_is_seen_where_it_is_read(tmp_path):
+    train(tmp_path, (1,), compressed=(1,))
+    path = tmp_path / "step-10.ckpt8"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    start = json.loads(content[8 : 8 + length])["ckpt8.skeleton/bytes"]["data_offsets"][0]
+    at = 8 + length + start + 20
+    path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+    (record,) = ckpt8.runs(tmp_path)
+    assert "checksum" in record.damage
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(InputError, match="no such directory"):
+        ckpt8.runs(tmp_path / "none")
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    (tmp_path / "LICENSE").write_text("a text")
+    with pytest.raises(InputError, match="holds no checkpoint"):
+        ckpt8.runs(tmp_path)
+    with pytest.raises(InputError, match="is a file"):
+        ckpt8.runs(tmp_path / "notes.txt")
+    with pytest.raises(UsageError, match="a path"):
+        ckpt8.runs(3)

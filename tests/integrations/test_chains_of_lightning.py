@@ -1,0 +1,126 @@
+"""Chains that Lightning's plugin writes: ``save_top_k`` removes what it likes, and the rest comes back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+
+import pytest
+import torch
+
+import ckpt8
+
+L = pytest.importorskip("lightning", reason="lightning is not installed")
+
+from lattice_kit import check_weights, record  # noqa: E402
+
+from ckpt8.compressing.background import wait_for  # noqa: E402
+from ckpt8.container.bases import kept_name  # noqa: E402
+from ckpt8.container.needed import dependents  # noqa: E402
+from ckpt8.container.reader import ContainerReader  # noqa: E402
+from ckpt8.container.writer import ContainerWriter  # noqa: E402
+from ckpt8.core.errors import UsageError  # noqa: E402
+from ckpt8.integrations.lightning import Ckpt8CheckpointIO  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore", "error::RuntimeWarning")
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(160, 200), torch.nn.Tanh(), torch.nn.Linear(200, 160))
+
+    def training_step(self, batch, _):
+        loss = (self.layers(batch) - batch.roll(1, dims=1)).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Seen(Ckpt8CheckpointIO):
+    """The plugin, and the weights that it was given."""
+
+    def __init__(self, **options):
+        super().__init__(preset="archive", base="auto", **options)
+        self.weights = {}
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        state = checkpoint["state_dict"]
+        self.weights[str(path)] = {name: x.clone() for name, x in state.items() if x.ndim == 2}
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def fit(folder, plugin, steps, **options):
+    rows = torch.randn(48, 160, generator=torch.Generator().manual_seed(1))
+    keep = L.pytorch.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=2, **options)
+    L.Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[keep],
+        plugins=[plugin],
+    ).fit(Net(), torch.utils.data.DataLoader(rows, batch_size=8))
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_what_is_removed_breaks_no_chain(mode, background, tmp_path):
+    """Of the greatest steps all but the last two are removed; of the least, each new one but for ``last.ckpt``."""
+    folder, plugin = tmp_path / "run", Seen(background=background)
+    fit(folder, plugin, 6, monitor="step", mode=mode, save_last=True)
+    kept = sorted(path for path in folder.iterdir() if path.is_file())
+    steps = (5, 6) if mode == "max" else (1, 2)
+    assert [path.name for path in kept] == ["last.ckpt", *(f"step={step}.ckpt" for step in steps)]
+    assert record(kept[-1])
+    linked = {path.name for path in (folder / "bases").iterdir()}
+    moved = folder.rename(tmp_path / "moved")
+    for path in kept:
+        assert not ckpt8.verify(moved / path.name).failures
+        check_weights(moved / path.name, plugin.weights[str(path)])
+        assert not dependents(moved / path.name)
+    needed = set()
+    for path in kept:
+        with ContainerReader(moved / path.name) as reader:
+            needed |= {kept_name(each.seal.hex()) for each in reader.links()}
+    assert linked == needed
+    for path in kept:
+        plugin.remove_checkpoint(moved / path.name)
+    assert list(moved.iterdir()) == []
+
+
+def test_a_plugin_that_is_gone_leaves_what_its_last_save_needs(tmp_path, monkeypatch):
+    """As in a function that ends with a save of Fabric: nobody waits for it."""
+    plugin, state = Ckpt8CheckpointIO(preset="lossless", base="auto", background=True), torch.arange(1e5)
+    checkpoint = {"model": {"w": state}}
+    plugin.save_checkpoint(checkpoint, tmp_path / "1.ckpt")
+    plugin.teardown()
+    go_on, finish = threading.Event(), ContainerWriter.finish
+
+    def slow(self, manifest):
+        go_on.wait()
+        finish(self, manifest)
+
+    monkeypatch.setattr(ContainerWriter, "finish", slow)
+    plugin.save_checkpoint(checkpoint, tmp_path / "2.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        del plugin
+        gc.collect()
+    Ckpt8CheckpointIO().remove_checkpoint(tmp_path / "1.ckpt")
+    go_on.set()
+    wait_for(tmp_path / "2.ckpt")
+    assert record(tmp_path / "2.ckpt").links == 1
+    assert torch.equal(ckpt8.load(tmp_path / "2.ckpt")["model"]["w"], state)
+
+
+def test_the_base_is_auto_or_none():
+    with pytest.raises(UsageError, match=r"base is 'auto' or None, not 'last\.ckpt'"):
+        Ckpt8CheckpointIO(base="last.ckpt")

@@ -1,0 +1,58 @@
+"""Runs of small checkpoints, and the processes that compress them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+
+def make_run(folder: Path, count: int, *, width: int = 64, seed: int = 0, every: int = 5) -> list[Path]:
+    """Checkpoints ``step-5.pt``, ``step-10.pt``, ... of a model that trains with AdamW; long ago, by their times."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    for step in range(1, count * every + 1):
+        optimizer.zero_grad()
+        x = torch.randn(16, width)
+        (model(x) - x.roll(1, 1)).square().mean().backward()
+        optimizer.step()
+        if step % every == 0:
+            found.append(folder / f"step-{step}.pt")
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, found[-1])
+            age(found[-1])
+    return found
+
+
+def age(path: Path, seconds: float = 3600) -> None:
+    """Make a file, or all in a directory, look as if nobody had touched it for a while."""
+    for each in (path, *path.rglob("*")) if path.is_dir() else (path,):
+        if not each.is_symlink():
+            then = each.stat().st_mtime - seconds
+            os.utime(each, (then, then))
+
+
+def command(*arguments: object, **options) -> subprocess.Popen:
+    """A process of the command line."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "ckpt8", *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def until(condition, seconds: float = 60) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
