@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 import torch
 
@@ -26,18 +27,28 @@ _EXCESS = (
 takes one at least, and the matches that zstd finds where a byte repeats cost more than they save until it has 0.9."""
 
 
-def choose(counts: torch.Tensor, numel: int) -> Mode:
+Tabulate = Callable[[torch.Tensor, Sequence[Mode]], torch.Tensor]
+"""The counts of the values in each plane of each mode, of digits in the first: a row of 256 for each plane in use."""
+
+
+def choose(counts: torch.Tensor, numel: int, tabulate: Tabulate | None = None) -> Mode:
     """The mode for ``numel`` symbols. ``counts`` say how often each value from -1 on occurs: int64, on the CPU.
 
     The first one of equals.
     """
     tops = (len(counts) - 1, 0) if counts[0] else (NO_TOP,)
-    found = [each for top in tops for each in _candidates(_with_top(counts, top), top)]
-    lengths = [length for mode, planes in found for length in mode.plane_lengths(numel)[: len(planes)]]
-    digits = [each for mode, planes in found for each in (DIGITS[mode.base], *[1] * (len(planes) - 1))]
-    sizes = _stored(torch.stack([each for _, planes in found for each in planes]), _numbers(lengths), _numbers(digits))
-    totals = [float(each.sum()) for each in torch.split(sizes, [len(planes) for _, planes in found])]
-    return found[totals.index(min(totals))][0]
+    found, tables = list[Mode](), list[torch.Tensor]()
+    for top in tops:
+        stored = _with_top(counts, top)
+        modes = list(_candidates(_largest(stored), top))
+        tables.append((tabulate or _tabulate)(stored, modes))
+        found += modes
+    planes = [1 + mode.over + mode.raw for mode in found]
+    lengths = [length for mode, used in zip(found, planes, strict=True) for length in mode.plane_lengths(numel)[:used]]
+    digits = [each for mode, used in zip(found, planes, strict=True) for each in (DIGITS[mode.base], *[1] * (used - 1))]
+    sizes = _stored(torch.cat(tables), _numbers(lengths), _numbers(digits))
+    totals = [float(each.sum()) for each in torch.split(sizes, planes)]
+    return found[totals.index(min(totals))]
 
 
 def _with_top(counts: torch.Tensor, top: int) -> torch.Tensor:
@@ -51,22 +62,31 @@ def _numbers(values: Sequence[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
-def _candidates(counts: torch.Tensor, top: int) -> Iterator[tuple[Mode, list[torch.Tensor]]]:
-    """Every mode that holds the symbols, and the counts of the values in each of its planes; of digits in the first."""
-    rest, raws = _whole_bytes(counts), list[torch.Tensor]()
+def _candidates(largest: int, top: int) -> Iterator[Mode]:
+    """Every mode that holds stored symbols up to ``largest``."""
     for raw in range(PLANES - 1):
-        if raw:
-            rest, raws = _whole_bytes(_above(rest)), [_lowest(rest), *raws]
-        largest = _largest(rest)
-        if raw and not largest:
+        rest = largest >> 8 * raw
+        if raw and not rest:
             return
         for base in DIGITS:
-            escaped = largest - (base - 1)
-            over = (escaped.bit_length() + 7) // 8 if largest >= base else 0
+            over = ((rest - (base - 1)).bit_length() + 7) // 8 if rest >= base else 0
             if raw + over < PLANES:
-                digits = torch.nn.functional.pad(rest[: base - 1], (0, _BYTE - min(base - 1, len(rest))))
-                digits[base - 1] = rest[base - 1 :].sum()
-                yield Mode(raw, base, over, top), [digits, *_over_planes(rest, base, over), *raws]
+                yield Mode(raw, base, over, top)
+
+
+def _tabulate(counts: torch.Tensor, modes: Sequence[Mode]) -> torch.Tensor:
+    """As ``Tabulate``: ``counts`` of the stored symbols from 0 on."""
+    rests, lowest = [_whole_bytes(counts)], list[torch.Tensor]()
+    for _ in range(max(mode.raw for mode in modes)):
+        lowest.insert(0, _lowest(rests[-1]))
+        rests.append(_whole_bytes(_above(rests[-1])))
+    rows: list[torch.Tensor] = []
+    for raw, base, over, _ in modes:
+        rest = rests[raw]
+        digits = torch.nn.functional.pad(rest[: base - 1], (0, _BYTE - min(base - 1, len(rest))))
+        digits[base - 1] = rest[base - 1 :].sum()
+        rows += [digits, *_over_planes(rest, base, over), *lowest[len(lowest) - raw :]]
+    return torch.stack(rows)
 
 
 def _over_planes(rest: torch.Tensor, base: int, over: int) -> list[torch.Tensor]:
@@ -112,9 +132,14 @@ def _stored(counts: torch.Tensor, lengths: torch.Tensor, digits: torch.Tensor) -
     return torch.where(packed < worth * lengths, packed, lengths)
 
 
+@cache
+def _points() -> tuple[torch.Tensor, torch.Tensor]:
+    return _numbers(_SHARES), _numbers(_EXCESS)
+
+
 def _excess(shares: torch.Tensor) -> torch.Tensor:
     """_EXCESS between its points."""
-    at, values = _numbers(_SHARES), _numbers(_EXCESS)
+    at, values = _points()
     k = torch.searchsorted(at, shares).clamp(1, len(at) - 1)
     part = (shares - at[k - 1]) / (at[k] - at[k - 1])
     return values[k - 1] + part * (values[k] - values[k - 1])

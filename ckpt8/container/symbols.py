@@ -43,10 +43,11 @@ def pack(symbols: torch.Tensor, backend: backends.Backend | None = None) -> tupl
     fast = _numba(symbols, backend)
     largest = fast.largest(symbols) if fast else _largest(symbols)
     counts = fast.histogram(symbols, largest) if fast else _histogram(symbols, largest)
-    packing = Packing(choose(counts, symbols.numel()), symbols.numel())
+    mode = choose(counts, symbols.numel(), fast.tabulate if fast else None)
+    packing = Packing(mode, symbols.numel())
     row = torch.empty(sum(packing.plane_lengths), dtype=torch.uint8, device=symbols.device)
     planes = split(row, packing)
-    fast.fill(symbols, packing.mode, planes) if fast else _fill(symbols, packing.mode, planes)
+    fast.fill(symbols, mode, planes) if fast else _fill(symbols, mode, planes)
     return row, packing
 
 

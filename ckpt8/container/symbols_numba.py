@@ -51,6 +51,26 @@ def _count_many(symbols, counts):
 
 
 @kernel
+def _tabulate(counts, modes, rows):
+    """Add the counts of stored symbols to the rows of every mode (raw, base, over, top)."""
+    for symbol in range(counts.size):
+        count = counts[symbol]
+        if count:
+            row = 0
+            for k in range(modes.shape[0]):
+                raw, over = modes[k, 0], modes[k, 2]
+                rest, escape = symbol >> 8 * raw, modes[k, 1] - 1
+                rows[row, min(rest, escape)] += count
+                above = max(rest - escape, 0)
+                for byte in range(over):
+                    rows[row + over - byte, (above >> 8 * byte) & 0xFF] += count
+                row += over
+                for byte in range(raw):
+                    rows[row + raw - byte, (symbol >> 8 * byte) & 0xFF] += count
+                row += raw + 1
+
+
+@kernel
 def _stored(symbol, top):
     """A symbol with the one that stands for -1 in place."""
     return i4(top if symbol < 0 else i4(symbol + i4(top == 0)))
@@ -181,6 +201,13 @@ def histogram(symbols: torch.Tensor, largest: int) -> torch.Tensor:
     else:
         _count_many(symbols.numpy(), counts[0])
     return torch.from_numpy(counts.sum(0, dtype=np.int64))
+
+
+def tabulate(counts: torch.Tensor, modes: Sequence[Mode]) -> torch.Tensor:
+    """As ``symbol_choice``."""
+    rows = np.zeros((sum(1 + mode.over + mode.raw for mode in modes), 256), np.int64)
+    _tabulate(counts.numpy(), np.array(modes), rows)
+    return torch.from_numpy(rows)
 
 
 def fill(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> None:
