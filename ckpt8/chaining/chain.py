@@ -39,6 +39,8 @@ class ChainRun:
     ) -> None:
         if not rest >= 0:
             raise UsageError(f"a checkpoint is at rest after 0 seconds or more, not {rest}")
+        if keep_raw < 0:
+            raise UsageError(f"keep_raw is the number of checkpoints to leave as they are, not {keep_raw}")
         self._order = RunOrder(folder)
         self._settings = settings
         self._force, self._keep_raw, self._watch = force, keep_raw, watch
@@ -48,7 +50,7 @@ class ChainRun:
     def jobs(self) -> Iterator[list[Job]]:
         """Lists of jobs, to run in their order before the next list. Raises InputError for a folder without a run."""
         folder = self._order.folder
-        if self._settings.remove and folder.is_dir():
+        if self._settings.remove:
             finish_removals(folder, folder)
         if not self._watch and not self._order.checkpoints() and not any(map(is_container, folder.iterdir())):
             raise InputError(f"{folder}: holds no checkpoints of a run; ckpt8 compress takes a single one")
@@ -67,7 +69,7 @@ class ChainRun:
         """Jobs for what is at rest or, unless that is watched, will not be; and whether anything else is waited for."""
         problems = {path: self._rest.problem(path) for path in self._order.checkpoints()}
         complete = [path for path, problem in problems.items() if problem is None]
-        left = set(complete[len(complete) - self._keep_raw :] if self._keep_raw else [])
+        left = set(complete[max(len(complete) - self._keep_raw, 0) :])
         taken: set[Path] = set()
         jobs, is_waiting = [], False
         for path, problem in problems.items():

@@ -108,14 +108,12 @@ def _seal(container: Path) -> str:
 def finish_removals(folder: Path, home: Path) -> None:
     """Remove what killed processes left in ``folder``, where ``home`` has the container that it was verified against.
 
-    Raises OutputError.
+    What cannot be read is left alone. Raises OutputError for what cannot be removed.
     """
-    try:
+    with suppress(OSError):
         found = [(path, match) for path in folder.iterdir() if (match := _ASIDE.fullmatch(path.name)) is not None]
         containers = [path for path in home.iterdir() if is_container(path)] if found else []
         seals = {_seal(path) for path in containers}
         for path, match in found:
             if match[2] in seals and stat.S_IFMT(path.lstat().st_mode) in (stat.S_IFREG, stat.S_IFDIR):
                 _remove_aside(path)
-    except OSError as exc:
-        raise OutputError(f"{folder}: cannot be cleaned up: {exc.strerror}") from exc

@@ -36,8 +36,7 @@ def collected(sources: Sequence[Path], folder: Path | None, settings: Settings, 
     try:
         if settings.remove:
             for home in {(source.parent, targets[source].parent) for source in sources}:
-                with suppress(OutputError):  # that of the source names it
-                    finish_removals(*home)
+                finish_removals(*home)
         yield [Job(source, targets[source], settings, force=force) for source in sources]
     finally:
         if folder is not None and is_new:

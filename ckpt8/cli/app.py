@@ -232,7 +232,16 @@ def diff(
 
 
 COMMANDS: tuple[Callable[..., None], ...] = (
-    *(compress, chain, runs, inspect, restore, verify, rebase, convert, diff, bench),
+    compress,
+    chain,
+    runs,
+    inspect,
+    restore,
+    verify,
+    rebase,
+    convert,
+    diff,
+    bench,
 )
 """The functions of all commands, in the order of ``--help``."""
 

@@ -20,7 +20,12 @@ def chain(
     budget: Budget = None,
     rule: Rules = None,
     remove: Remove = False,
-    keep_raw: Annotated[int, typer.Option(min=0, metavar="N", help="Leave the newest N checkpoints as they are.")] = 0,
+    keep_raw: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Leave the newest N checkpoints as they are, neither compressed nor removed."
+        ),
+    ] = 0,
     watch: Annotated[bool, typer.Option("--watch", help="Go on with checkpoints that appear, until Ctrl-C.")] = False,
     rest: Annotated[
         float,

@@ -10,7 +10,7 @@ import typer
 
 from ckpt8.cli.bases import finding_bases
 from ckpt8.cli.options import Budget, Device, Force, Json, Preset, Remove, Rules, Threads, stopwatch
-from ckpt8.cli.output import present, print_json, progress_bar
+from ckpt8.cli.output import console, print_json, print_lines, progress_bar
 from ckpt8.core.errors import UsageError
 
 
@@ -75,30 +75,43 @@ def compress(
 def _compress_one(
     src: Path, output: Path | None, options: dict[str, Any], *, remove: bool, force: bool, as_json: bool
 ) -> None:
-    from ckpt8.chaining.removal import refuse_removal, remove_verified
-    from ckpt8.chaining.several import target_in
     from ckpt8.cli.show.inspect import summary
     from ckpt8.compressing import compress as api
     from ckpt8.inspecting.container import inspect_container
 
+    target = api.default_target(src)
     if output is not None and os.path.isdir(output):  # noqa: PTH112 - False for a name that is too long
-        output = target_in(output, src)
-    target = output or api.default_target(src)
+        output = output / target.name
+    target = output or target
     if remove:
-        refuse_removal(src)
+        _prepare_removal(src, target)
     elapsed = stopwatch()
     with progress_bar(f"compress {src.name}", src, enabled=not as_json) as progress:
         api.compress(src, output, **options, force=force, progress=progress)
     seconds = elapsed()
     facts = inspect_container(target)
+    if not as_json:
+        summary(console(), facts, str(target), seconds)
     if remove:
-        with progress_bar(f"verify {src.name}", src, src, enabled=not as_json) as progress:
-            remove_verified(src, target, threads=options["threads"], progress=progress)
-    present(
-        {"target": str(target), "seconds": seconds, "removed": remove, **facts},
-        lambda console: summary(console, facts, str(target), seconds, removed=str(src) if remove else None),
-        as_json=as_json,
-    )
+        _remove(src, target, options["threads"], as_json=as_json)
+    if as_json:
+        print_json({"target": str(target), "seconds": seconds, "removed": remove, **facts})
+
+
+def _prepare_removal(src: Path, target: Path) -> None:
+    from ckpt8.chaining.removal import finish_removals, refuse_removal
+
+    finish_removals(src.parent, target.parent)
+    refuse_removal(src)
+
+
+def _remove(src: Path, target: Path, threads: int | None, *, as_json: bool) -> None:
+    from ckpt8.chaining.removal import remove_verified
+
+    with progress_bar(f"verify {src.name}", src, src, enabled=not as_json) as progress:
+        remove_verified(src, target, threads=threads, progress=progress)
+    if not as_json:
+        print_lines(console(), [f"{src}: removed, after the container was verified against it"])
 
 
 def _compress_many(

@@ -44,7 +44,7 @@ def find_base(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = (
     if found is not None:
         return found
     places = _places(container, record, base_dirs)
-    changed = [place for place in places if place.exists()]
+    changed = [place for place in places if _is_there(place)]
     state = f"changed: another file is at {_listed(changed)}" if changed else "missing"
     raise InputError(
         f"{container}: its base {record.path} (seal {record.seal[:_SHOWN]}) is {state}; "
@@ -71,6 +71,14 @@ def _places(container: Path, record: BaseRecord, base_dirs: Sequence[Path]) -> l
     """Where the base should be, in the order in which to look."""
     names, folders = (record.path, record.path.rpartition("/")[2]), _folders(container, base_dirs)
     return list(dict.fromkeys(folder / name for folder in folders for name in names))
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is anything at a path, which the file states: it may be too long for any name."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _files(folder: Path) -> list[Path]:

@@ -49,7 +49,7 @@ def rebase(
     InputError where a base is missing or anything is damaged, and OutputError where the target exists and ``force`` is
     not given, where another container beside it needs what is there as its base, or where it cannot be written.
 
-    >>> ckpt8.rebase("step-200.ckpt8", "whole.ckpt8").name
+    >>> ckpt8.rebase("run.ckpt8", "whole.ckpt8").name
     'whole.ckpt8'
     """
     source = Path(source)

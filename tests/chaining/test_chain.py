@@ -72,6 +72,12 @@ def test_keep_raw_leaves_the_newest(remove, run, run_command):
     assert set(names(folder)) == expected | (set() if remove else {path.name for path in run[:2]})
 
 
+@pytest.mark.parametrize("count", [4, 5, 7, 9])
+def test_keep_raw_leaves_all_where_there_are_no_more(count, run, run_command):
+    assert chained(run_command, run[0].parent, "--keep-raw", count, "--remove") == ([], "")
+    assert names(run[0].parent) == sorted(path.name for path in run)
+
+
 def test_a_step_in_the_file_and_a_time_where_names_say_nothing(tmp_path, run_command):
     folder = tmp_path / "run"
     first, second, third = make_run(folder, 3)

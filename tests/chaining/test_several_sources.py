@@ -134,6 +134,40 @@ def test_remove(count, run, run_command):
     assert names(run[0].parent) == sorted(left)
 
 
+def test_a_source_that_is_kept_is_told_after_its_container(run, run_command, monkeypatch):
+    """The container is there, and what it holds is shown; only the removal failed."""
+    from ckpt8.chaining import removal
+
+    verify = removal.verify
+
+    def and_then_it_changes(container, source, **options):
+        result = verify(container, source, **options)
+        os.utime(source)
+        return result
+
+    monkeypatch.setattr(removal, "verify", and_then_it_changes)
+    code, out, err = run_command("compress", run[0], "--remove")
+    assert code == 3
+    assert "is kept" in err
+    assert "Measured error" in out
+    assert run[0].is_file()
+    code, out, err = run_command("compress", *run[1:], "--remove")
+    assert (code, err.count("is kept")) == (3, 2)
+    assert out.splitlines()[-1].endswith("; 2 failed")
+    assert all(path.is_file() and path.with_suffix(".ckpt8").is_file() for path in run)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_remove_cleans_up_after_a_kill(count, run, run_command):
+    ckpt8.compress(run[0])
+    seal = run[0].with_suffix(".ckpt8").read_bytes()[-32:].hex()[:16]
+    run[0].rename(run[0].with_name(f".{run[0].name}.{seal}.ckpt8-removed"))
+    code, _, err = run_command("compress", *run[:count], "--remove")
+    assert code == 3
+    assert f"{run[0]}: " in err
+    assert not [name for name in names(run[0].parent) if name.startswith(".")]
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_remove_needs_statistics(count, run, run_command):
     code, _, err = run_command("compress", *run[:count], "--remove", "--no-stats")

@@ -152,7 +152,7 @@ def test_damage_of_a_master_is_told_of_its_copy_and_salvaged(tmp_path):
     data = bytearray(path.read_bytes())
     with ContainerReader(path) as reader:
         index = next(k for k, record in enumerate(manifest.storages) if record.name.endswith("state.0.master_param"))
-        offset = reader._parts[index]["codes"].offsets[0]
+        offset = reader.places[index]["codes"].offsets[0]
     data[offset + 40] ^= 1
     path.write_bytes(data)
     with ckpt8.open(path) as file, pytest.raises(InputError, match=r"state\.0\.master_param"):

@@ -387,7 +387,7 @@ def test_damage_of_a_master_is_told_of_its_copy(tmp_path):
     with ContainerReader(path) as reader:
         index = next(k for k, record in enumerate(manifest.storages) if record.name.endswith("state.0.master_param"))
         record = reader.manifest.storages[index]
-        offset = reader._parts[record.pack or index]["mantissa"].offsets[0]
+        offset = reader.places[record.pack or index]["mantissa"].offsets[0]
     data[offset + random.Random(0).randrange(100)] ^= 1
     path.write_bytes(data)
     with ckpt8.open(path) as file, pytest.raises(InputError, match=r"state\.0\.master_param"):

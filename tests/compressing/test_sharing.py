@@ -205,7 +205,7 @@ def test_damage_in_a_pack_loses_its_storages_and_no_others(tmp_path):
     broken = manifest.packs[1]
     data = bytearray((tmp_path / "a.ckpt8").read_bytes())
     with ckpt8.open(tmp_path / "a.ckpt8") as file:
-        place = file._reader._parts[file.manifest.packs[1]]["plane2"].offsets[0]
+        place = file._reader.places[file.manifest.packs[1]]["plane2"].offsets[0]
     data[place + 100] ^= 1
     (tmp_path / "a.ckpt8").write_bytes(data)
     names = [manifest.storages[index].name for index in broken.storages]

@@ -98,11 +98,9 @@ AT_THE_BASE = {
     "factors of other columns": (inner(V, C=32), f"{V}: has a partner with another codec|frames of|cannot hold"),
     "other steps of a second moment": (inner(V, S=1 << 20), f"{V}: has a partner with another codec"),
     "another seal": (base(seal="0" * 64), r"its base step-1.ckpt8 \(seal 000000000000\) is changed"),
-    "another seal at a path to a folder": (base(path="..", seal="0" * 64), "is changed: another file is at|is missing"),
-    "another seal at no file": (
-        base(path="nowhere/y.ckpt8", seal="0" * 64),
-        r"its base nowhere/y.ckpt8 \(seal 0+\) is missing",
-    ),
+    "another seal and path": (base(seal="0" * 64, path="no/y"), r"its base no/y \(seal 000000000000\) is missing"),
+    "a path to a folder": (base(seal="0" * 64, path=".."), "is changed: another file is at"),
+    "a path that no file can have": (base(seal="0" * 64, path="x" * 300), r"\(seal 000000000000\) is missing"),
 }
 """What is refused when the base is needed."""
 

@@ -291,7 +291,7 @@ def test_damage_is_found(tmp_path):
     file = tmp_path / "x" / "__0_0.ckpt8"
     content = bytearray(file.read_bytes())
     with ckpt8.open(file) as opened:
-        start = opened._reader._parts[0]["plane3"].offsets[0]
+        start = opened._reader.places[0]["plane3"].offsets[0]
     content[start] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointException, match="InputError"):

@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 
-import chain_kit
+import chain_command_kit
 from faults_kit import INPUTS, LEFTOVER, Outcome, Server, digest
 
 import ckpt8
@@ -25,9 +25,9 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder, self.whole, self.tmp = folder / "run", folder / "whole", folder / "tmp"
         self.tmp.mkdir(parents=True)
-        chain_kit.make_run(self.whole, 3)
+        chain_command_kit.make_run(self.whole, 3)
         shutil.copytree(INPUTS / "trainer-adamw", self.whole / "checkpoint-12")
-        chain_kit.age(self.whole / "checkpoint-12")
+        chain_command_kit.age(self.whole / "checkpoint-12")
         self.sums = {path.name: digest(path) for path in self.whole.iterdir()}
         self.seconds = 0.0
 

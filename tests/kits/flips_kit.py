@@ -21,7 +21,7 @@ from ckpt8.core.errors import InputError
 from ckpt8.core.workers import Workers
 
 RULES = ("*model.w=split24", "*.exp_avg=companded8", "*.exp_avg_sq=companded8(signed=False, Q=63, p=0.5)")
-SAMPLES = ("file", "directory", "budget", "chain")
+SAMPLES = ("file", "directory", "budget")
 
 
 @dataclass

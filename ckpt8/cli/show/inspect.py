@@ -231,10 +231,8 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
         _show_parameters(console, facts["parameters"])
 
 
-def summary(
-    console: Console, facts: dict[str, Any], target: str, seconds: float, *, removed: str | None = None
-) -> None:
-    """Print the result of ``compress``: sizes, speed, errors, reasons for lossless tensors, the ``removed`` source."""
+def summary(console: Console, facts: dict[str, Any], target: str, seconds: float) -> None:
+    """Print the result of ``compress``: sizes, speed, errors, and the reasons for lossless tensors."""
     facts, target = printable_tree(facts), printable(target)
     rate = facts["bytes"] / max(seconds, 1e-9)
     console.print(f"[bold]{escape(target)}[/]", soft_wrap=True)
@@ -246,7 +244,3 @@ def summary(
     refused = [row for row in facts["lossless"] if row["reason"] not in ("small", "buffer")]
     _show_kept(console, facts, refused)
     _show_unrecognised(console, facts["unrecognised"])
-    if removed is not None:
-        console.print(
-            f"{printable(removed)}: verified against the container, and removed", markup=False, soft_wrap=True
-        )

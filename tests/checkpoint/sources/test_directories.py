@@ -136,7 +136,7 @@ def test_damage_in_another_member_does_not_keep_from_resuming(tmp_path):
     data = bytearray(path.read_bytes())
     with ContainerReader(path) as reader:
         record = next(m for m in reader.manifest.members if m.path == "noise.bin")
-        offset = reader._parts[record.skeleton]["bytes"].offsets[0]
+        offset = reader.places[record.skeleton]["bytes"].offsets[0]
     data[offset + 10] ^= 1
     path.write_bytes(data)
     ckpt8.resume(path, model=Net(), member="model.safetensors")

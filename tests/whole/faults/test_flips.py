@@ -8,7 +8,7 @@ import pytest
 from flips_kit import SAMPLES, flip, make_sample, places, sweep
 
 
-@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("kind", [*SAMPLES, "chain"])
 def test_flips_all_over_the_file_are_noticed_and_named(kind, tmp_path):
     path, rng = make_sample(tmp_path, kind), random.Random(1)
     size = path.stat().st_size
@@ -34,7 +34,7 @@ def test_flips_in_the_base_of_a_delta_are_noticed_where_it_needs_them(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("kind", [*SAMPLES, "chain"])
 def test_every_flipped_bit_is_noticed_and_named(kind, tmp_path):
     found = sweep(tmp_path, kind)
     assert found.faults == []

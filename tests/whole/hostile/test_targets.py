@@ -73,7 +73,7 @@ def test_a_restore_that_fails_late_leaves_nothing(tmp_path):
         index = next(
             k for k, storage in enumerate(reader.manifest.storages) if storage.name.startswith("z.safetensors:w")
         )
-        place = reader._parts[index]["plane0"].offsets[0]
+        place = reader.places[index]["plane0"].offsets[0]
     data[place + 10] ^= 1
     (tmp_path / "bad.ckpt8").write_bytes(data)
     before = sorted(path.name for path in tmp_path.iterdir())
@@ -88,7 +88,7 @@ def test_damage_met_by_torch_is_named(tmp_path):
         ckpt8.compress(tmp_path / "a.pt", force=True)
         data = bytearray((tmp_path / "a.ckpt8").read_bytes())
         with ContainerReader(tmp_path / "a.ckpt8") as reader:
-            place = next(iter(reader._parts[0].values())).offsets[0]
+            place = next(iter(reader.places[0].values())).offsets[0]
         data[place + 10] ^= 1
         (tmp_path / "bad.ckpt8").write_bytes(data)
         assert "model.w: checksum" in outcome(lambda: ckpt8.load(tmp_path / "bad.ckpt8"))
