@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ckpt8.chaining.rest import Look, look_at
 from ckpt8.container.header import SEAL_BYTES, is_container
+from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, InputError, OutputError, UsageError
 from ckpt8.core.files.atomic import rename_new, sync_directory
 from ckpt8.core.files.partial import remove
@@ -51,14 +53,16 @@ def remove_verified(
 ) -> None:
     """Verify ``container``, also against ``source``; then remove ``source``.
 
-    Raises CheckFailedError if they do not agree, InputError for damage or where ``source`` changes meanwhile,
-    OutputError where it cannot be removed. It is then still there.
+    Raises CheckFailedError if they do not agree, InputError for damage or where ``source``, ``container`` or a file
+    below it changes meanwhile, UsageError where ``source`` holds one of these, OutputError where it cannot be removed.
+    It is then still there.
     """
     refuse_removal(source)
-    try:
-        before = look_at(source)
-    except OSError as exc:
-        raise InputError(f"{source}: cannot be read: {exc.strerror}") from exc
+    kept = _needed(container)
+    for path in kept:
+        if source.resolve() in (path, *path.parents):
+            raise UsageError(f"{source}: is kept: {path} in it is what {container} is read from")
+    before = [_look(path) for path in (source, *kept)]
     result = verify(container, source, threads=threads, progress=progress)
     if result.failures:
         raise CheckFailedError(f"{source}: is kept: {container}: {result.failures[0]}")
@@ -66,16 +70,31 @@ def remove_verified(
         raise CheckFailedError(
             f"{source}: is kept: {container} carries no statistics, so its tensors cannot be checked"
         )
-    _discard(source, container, before)
+    _discard(source, container, kept, before)
 
 
-def _discard(source: Path, container: Path, verified: Look) -> None:
-    """Remove ``source`` if it still looks as it did when it was ``verified``. Raises InputError, OutputError."""
+def _needed(container: Path) -> list[Path]:
+    """The files that ``container`` is read from: itself and those below it. Raises InputError."""
+    with ContainerReader(container) as reader:
+        return [each.path.resolve() for each in (reader, *reader.links())]
+
+
+def _look(path: Path) -> Look:
+    try:
+        return look_at(path)
+    except OSError as exc:
+        raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
+
+
+def _discard(source: Path, container: Path, kept: Sequence[Path], verified: Sequence[Look]) -> None:
+    """Remove ``source`` if it and ``kept`` still look as they did when ``verified``. Raises InputError, OutputError."""
     aside = source.with_name(f".{source.name[:_NAME_KEPT]}.{_seal(container)}{_SUFFIX}")
 
     def check(path: Path) -> None:
-        if look_at(path) != verified:
-            raise InputError(f"{source}: is kept: it changed after {container} was verified against it")
+        for each, known in zip((path, *kept), verified, strict=True):
+            if _look(each) != known:
+                name = "it" if each == path else str(each)
+                raise InputError(f"{source}: is kept: {name} changed after {container} was verified against it")
 
     try:
         check(source)
@@ -105,6 +124,14 @@ def _seal(container: Path) -> str:
         return file.read().hex()[:_SEAL_KEPT]
 
 
+def _is_sound(container: Path) -> bool:
+    """Whether a container and the files below it are there, by their heads."""
+    try:
+        return bool(_needed(container))
+    except InputError:
+        return False
+
+
 def finish_removals(folder: Path, home: Path) -> None:
     """Remove what killed processes left in ``folder``, where ``home`` has the container that it was verified against.
 
@@ -113,7 +140,7 @@ def finish_removals(folder: Path, home: Path) -> None:
     with suppress(OSError):
         found = [(path, match) for path in folder.iterdir() if (match := _ASIDE.fullmatch(path.name)) is not None]
         containers = [path for path in home.iterdir() if is_container(path)] if found else []
-        seals = {_seal(path) for path in containers}
+        seals = {_seal(path) for path in containers if _is_sound(path)}
         for path, match in found:
             if match[2] in seals and stat.S_IFMT(path.lstat().st_mode) in (stat.S_IFREG, stat.S_IFDIR):
                 _remove_aside(path)

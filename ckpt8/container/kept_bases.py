@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,9 @@ _NEWEST = 4
 
 _saving = Counter[str]()
 """Saves of this process under way, by folder: not every file system has locks."""
+
+_counting = threading.Lock()
+"""For ``_saving``, which threads change that save in the background."""
 
 
 class KeptBases(Closing):
@@ -70,24 +74,35 @@ class KeptBases(Closing):
                 found.update(dict.fromkeys(self._link(container)))
         return list(found)
 
+    def move(self, container: Path, seal: str) -> None:
+        """Make a container one of the links, and link all files below it. Raises OSError."""
+        # Damaged, or without its base, it is moved as it is.
+        with contextlib.suppress(InputError):
+            self._link_below(container, _head(container))
+        link = self._links / kept_name(seal)
+        if not link.exists():
+            container.rename(link)
+
     def _link(self, container: Path) -> list[Path]:
         """Link a container, and before it the files below it: no link is ever without its base."""
+        container = container.resolve()  # os.link may link a symbolic link itself
         head = _head(container)
-        below = [] if head.base is None else self._link(find_base(container, head.base))
+        below = self._link_below(container, head)
         link = self._links / kept_name(head.seal)
         with contextlib.suppress(FileExistsError):
             os.link(container, link)
         return [link, *below]
+
+    def _link_below(self, container: Path, head: _Head) -> list[Path]:
+        return [] if head.base is None else self._link(find_base(container, head.base))
 
 
 def remove_container(path: Path) -> None:
     """Remove a file; a container that others beside it may need moves to the links. Raises OSError."""
     folder, seal = path.parent, stated_seal(path)
     if seal is not None and not path.is_symlink() and _may_be_needed(path, seal):
-        link = folder / KEPT / kept_name(seal)
-        with KeptBases(folder):
-            if not link.exists():
-                path.rename(link)
+        with KeptBases(folder) as kept:
+            kept.move(path, seal)
     path.unlink(missing_ok=True)
     drop_unneeded(folder)
 
@@ -166,11 +181,13 @@ def _shared(folder: Path) -> Iterator[None]:
     """Keep others, in this process and on this machine, from removing links in a folder. Raises OSError."""
     key = os.path.realpath(folder)
     with _locked(folder, fcntl.LOCK_SH):
-        _saving[key] += 1
+        with _counting:
+            _saving[key] += 1
         try:
             yield
         finally:
-            _saving[key] -= 1
+            with _counting:
+                _saving[key] -= 1
 
 
 @contextlib.contextmanager

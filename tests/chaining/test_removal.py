@@ -128,6 +128,61 @@ def test_a_directory_that_changes_stays(moment, directory, monkeypatch):
     assert (source / "model.pt").is_file()
 
 
+@pytest.mark.parametrize("changed", ["container", "base"])
+def test_a_source_stays_where_what_was_verified_is_replaced(changed, tmp_path, monkeypatch):
+    *_, source = make_run(tmp_path / "run", 2)
+    key, container = (source.with_name(f"step-{step}.ckpt8") for step in (5, 10))
+    ckpt8.compress(source.with_name("step-5.pt"), preset="archive")
+    ckpt8.compress(source, preset="archive", base=key)
+
+    def verify_then_replace(*args, **options):
+        result = verify(*args, **options)
+        shutil.copy(path, path.with_suffix(".copy"))
+        path.with_suffix(".copy").replace(path)
+        return result
+
+    path, verify = {"container": container, "base": key}[changed], removal.verify
+    monkeypatch.setattr(removal, "verify", verify_then_replace)
+    with pytest.raises(ckpt8.InputError, match=f"is kept: {path} changed"):
+        remove_verified(source, container)
+    assert source.is_file()
+
+
+def test_a_source_that_holds_the_base_of_its_container_stays(tmp_path):
+    first, second = make_run(tmp_path / "run", 2)
+    source = tmp_path / "checkpoint-10"
+    source.mkdir()
+    second.rename(source / "model.pt")
+    other = tmp_path / "checkpoint-5"
+    other.mkdir()
+    first.rename(other / "model.pt")
+    ckpt8.compress(other, source / "base.ckpt8", preset="archive")
+    container = tmp_path / "checkpoint-10.ckpt8"
+    ckpt8.compress(source, preset="archive", base=source / "base.ckpt8")
+    before = digest(source)
+    with pytest.raises(ckpt8.UsageError, match=r"base\.ckpt8 in it"):
+        remove_verified(source, container)
+    assert digest(source) == before
+
+
+def test_what_a_kill_left_stays_where_its_container_needs_a_base_that_is_gone(tmp_path, monkeypatch):
+    first, source = make_run(tmp_path / "run", 2)
+    key, container = (path.with_suffix(".ckpt8") for path in (first, source))
+    ckpt8.compress(first, preset="archive")
+    ckpt8.compress(source, preset="archive", base=key)
+    with monkeypatch.context() as patch:
+        patch.setattr(removal, "remove", lambda _: None)
+        with pytest.raises(ckpt8.OutputError, match="remove it yourself"):
+            remove_verified(source, container)
+    (aside,) = (path for path in source.parent.iterdir() if path.name.startswith("."))
+    hidden = key.rename(tmp_path / "elsewhere")
+    finish_removals(source.parent, source.parent)
+    assert aside.is_file()
+    hidden.rename(key)
+    finish_removals(source.parent, source.parent)
+    assert not aside.exists()
+
+
 def test_links_homes_and_mount_points_stay(run, monkeypatch):
     source, container = run
     link = source.with_name("link.pt")

@@ -96,9 +96,9 @@ def test_a_base_that_was_not_linked_is_kept_when_it_is_removed(run):
     shutil.rmtree(run.folder / KEPT)
     run.write("5.ckpt8", "4.ckpt8", path="4.ckpt8")
     shutil.rmtree(run.folder / KEPT)
-    for name in ("0", "2", "4", "1", "3"):
+    for name in ("0", "4", "2", "1", "3"):
         remove_container(run.folder / f"{name}.ckpt8")
-    assert run.below("5.ckpt8") == [run.seals[f"{each}.ckpt8"] for each in (4, 3, 2, 0)]
+        assert run.below("5.ckpt8") == [run.seals[f"{each}.ckpt8"] for each in (4, 3, 2, 0)]
     remove_container(run.folder / "5.ckpt8")
     assert list(run.folder.iterdir()) == []
 
@@ -113,6 +113,32 @@ def test_the_newest_are_linked_with_what_is_below_them(run):
     assert [path.name for path in links] == [kept_name(run.seals[f"{each}.ckpt8"]) for each in (1, 0)]
     assert not any(path.is_symlink() for path in links)
     assert run.kept() == ["0.ckpt8", "1.ckpt8"]
+
+
+def test_a_base_that_is_named_by_a_symbolic_link_is_linked_itself(run):
+    (run.folder / "last.ckpt8").symlink_to("1.ckpt8")
+    run.write("4.ckpt8", "1.ckpt8", path="last.ckpt8")
+    shutil.rmtree(run.folder / KEPT)
+    remove_container(run.folder / "0.ckpt8")
+    run.write("5.ckpt8", "4.ckpt8")
+    assert not any(path.is_symlink() for path in (run.folder / KEPT).iterdir())
+    for name in ("last", "1", "4"):
+        remove_container(run.folder / f"{name}.ckpt8")
+        assert run.below("5.ckpt8") == [run.seals[f"{each}.ckpt8"] for each in (4, 1, 0)]
+
+
+def test_what_is_needed_stays_where_its_own_base_cannot_be_linked(run, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    run.write("4.ckpt8", "3.ckpt8", path="3.ckpt8")
+    shutil.rmtree(run.folder / KEPT)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", refuse)
+        with pytest.raises(OSError, match="not permitted"):
+            remove_container(run.folder / "3.ckpt8")
+        remove_container(run.folder / "0.ckpt8")
+    assert run.below("4.ckpt8") == [run.seals[f"{each}.ckpt8"] for each in (3, 2, 0)]
 
 
 def test_what_a_save_replaces_is_kept_for_those_that_need_it(run):
