@@ -13,7 +13,7 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,16 +54,18 @@ class KeptBases(Closing):
         """Let others remove links."""
         self._locks.close()
 
-    def link_newest(self, target: Path) -> list[Path]:
+    def link_newest(self, target: Path, are_kept: Callable[[Path], bool] = lambda _: True) -> list[Path]:
         """Link the newest containers but ``target``, and all files below them. Returns the links; raises OSError.
 
-        Links the target as well, if it is there: others may need what a save is about to replace.
+        Takes those that ``are_kept``, if there are any. Links the target as well, if it is there: others may need what
+        a save is about to replace.
         """
         if is_container(target):
             with contextlib.suppress(InputError):
                 self._link(target)
         times = {}
-        for path in {path.resolve() for path in _containers(self._folder)} - {target.resolve()}:
+        containers = {path.resolve() for path in _containers(self._folder)} - {target.resolve()}
+        for path in set(filter(are_kept, containers)) or containers:
             with contextlib.suppress(FileNotFoundError):
                 times[path] = path.stat().st_mtime_ns
         found: dict[Path, None] = {}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ckpt8.checkpoint.run_folder import step_in_name
 from ckpt8.compressing.base_choice import AUTO, Auto
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded
 from ckpt8.core.errors import UsageError
@@ -35,7 +36,7 @@ class Chains:
             kept.callback(drop_unneeded, target.parent)
             candidates: list[Path] = []
             try:
-                candidates = kept.enter_context(KeptBases(target.parent)).link_newest(target)
+                candidates = kept.enter_context(KeptBases(target.parent)).link_newest(target, _is_kept)
             except OSError as exc:
                 self._base = None
                 warnings.warn(
@@ -45,3 +46,8 @@ class Chains:
                     stacklevel=2,
                 )
             yield {"base": Auto(candidates)} if candidates else {}
+
+
+def _is_kept(container: Path) -> bool:
+    """Whether this is no ``last.ckpt``, which is written again and again: nothing builds on that."""
+    return step_in_name(container.name) is not None
