@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 from typer.testing import CliRunner
 
-import ckpt8
 from ckpt8.cli.app import app
 
 GOLDEN = Path(__file__).parents[2] / "fixtures/golden"
@@ -25,8 +25,13 @@ def test_a_delta_names_its_base(tmp_path, monkeypatch):
     assert "delta to chain_1.archive.ckpt8" in page.read_text()
 
 
+def facts_of(number):
+    shown = CliRunner().invoke(app, ["inspect", str(GOLDEN / f"chain_{number}.archive.ckpt8"), "--json"])
+    return json.loads(shown.stdout)
+
+
 def test_the_facts_of_a_delta_are_those_of_its_manifest():
-    key, delta = (ckpt8.inspect(GOLDEN / f"chain_{number}.archive.ckpt8") for number in (0, 1))
+    key, delta = facts_of(0), facts_of(1)
     assert (key["base"], key["differences"]) == (None, 0)
     assert delta["base"]["path"] == "chain_0.archive.ckpt8"
     assert (delta["base"]["seal"], delta["base"]["place"]) == (delta["base"]["key"], 1)
