@@ -12,6 +12,7 @@ from ckpt8.chaining.order import RunOrder
 from ckpt8.chaining.placing import placed
 from ckpt8.chaining.removal import finish_removals
 from ckpt8.chaining.rest import Look, Rest
+from ckpt8.compressing.base_choice import AUTO
 from ckpt8.compressing.compress import default_target
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.header import is_container
@@ -117,7 +118,7 @@ def chain(
     >>> [outcome.target.name for outcome in ckpt8.chain(".", rest=0)]
     ['run.ckpt8']
     """
-    settings = Settings(chain_options(preset, budget, rules, device, threads), remove, chained=True)
+    settings = Settings(chain_options(preset, budget, rules, device, threads), remove)
     run = ChainRun(
         Path(directory), settings, force=force, keep_raw=keep_raw, watch=False, rest=REST if rest is None else rest
     )
@@ -130,4 +131,4 @@ def chain_options(
     """The arguments of ``compress`` for a chain. Raises UsageError for those that no checkpoint can have."""
     Policy.of(preset, rules, budget)
     requested(device)
-    return {"preset": preset, "budget": budget, "rules": rules, "device": device, "threads": threads}
+    return {"preset": preset, "budget": budget, "rules": rules, "device": device, "threads": threads, "base": AUTO}

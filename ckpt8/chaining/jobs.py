@@ -9,11 +9,8 @@ from typing import Any
 
 from ckpt8.chaining.removal import refuse_removal, remove_verified
 from ckpt8.checkpoint.readers.entries import size_of
-from ckpt8.checkpoint.run_folder import step_in_name
-from ckpt8.compressing.base_choice import Auto
 from ckpt8.compressing.compress import compress, default_target
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.target_names import CONTAINER
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, OutputError
 from ckpt8.core.workers import Progress
 from ckpt8.inspecting.verify import verify
@@ -24,15 +21,10 @@ _VERIFIED = 2
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What holds for all checkpoints; ``options`` are those of ``compress``.
-
-    A container that is ``chained`` becomes a delta to one with a step in its name, if there are any: others may be
-    written again and again.
-    """
+    """What holds for all checkpoints; ``options`` are those of ``compress``."""
 
     options: dict[str, Any] = field(default_factory=dict)
     remove: bool = False
-    chained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +89,6 @@ class Job:
         found["present"] = self.present and not (self.doubted and self._is_another(progress))
         if not found["present"]:
             options = {**self.settings.options, "force": self.force, "progress": progress}
-            if self.settings.chained:
-                options["base"] = _siblings(self.target.parent)
             # Unnamed, a target is replaced only if it is a checkpoint.
             compress(self.source, None if self.target == default_target(self.source) else self.target, **options)
         with ContainerReader(self.target) as reader:
@@ -122,9 +112,3 @@ class Job:
                 f"{self.target}: was not made from {self.source} as it is now; --force replaces it, or move it away"
             )
         return True
-
-
-def _siblings(folder: Path) -> Auto:
-    """The containers in a folder: those with a step in their names, or all where none has one."""
-    found = [path for path in folder.iterdir() if path.suffix == CONTAINER]
-    return Auto([path for path in found if step_in_name(path.name) is not None] or found)

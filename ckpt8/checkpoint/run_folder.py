@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -71,6 +71,16 @@ def step_in_name(name: str) -> int | None:
             return int(found[-1])
     found = _LONE.findall(text)
     return int(found[-1]) if found else None
+
+
+def written_once(paths: Iterable[Path]) -> list[Path]:
+    """Those that nothing writes again and again, by their names: with a step.
+
+    Where no name has one, those without a word such as ``last``.
+    """
+    found = list(paths)
+    with_step = [path for path in found if step_in_name(path.name) is not None]
+    return with_step or [path for path in found if _NAMES.isdisjoint(words(path.stem))]
 
 
 def checkpoints_in(folder: Path) -> list[RunEntry]:

@@ -47,7 +47,7 @@ def chain(
     from ckpt8.chaining.jobs import Settings
     from ckpt8.cli.jobs import run_jobs
 
-    settings = Settings(chain_options(preset, budget, rule or (), device, threads), remove, chained=True)
+    settings = Settings(chain_options(preset, budget, rule or (), device, threads), remove)
     run = ChainRun(directory, settings, force=force, keep_raw=keep_raw, watch=watch, rest=rest)
     elapsed = stopwatch()
     tally = run_jobs(run.jobs(), "compress", quiet=as_json)

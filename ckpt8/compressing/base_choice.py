@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt8.checkpoint.run_folder import written_once
 from ckpt8.compressing.open_base import OpenBase
 from ckpt8.compressing.partners import fits
 from ckpt8.compressing.plan import Plan
@@ -37,7 +38,7 @@ _MOST_READ = 64
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """The base is to be chosen among ``candidates``; None are the containers in the folder of the target."""
+    """The base is to be chosen among ``candidates``; None are the containers ``written_once`` beside the target."""
 
     candidates: Sequence[Path] | None = None
 
@@ -69,7 +70,9 @@ def open_bases(asked: Path | Auto, target: Path, plan: Plan, policy: Policy) -> 
             base.check_target(target)
             yield base
         return
-    found = target.parent.glob(f"*{CONTAINER}") if asked.candidates is None else asked.candidates
+    found = asked.candidates
+    if found is None:
+        found = written_once(target.parent.glob(f"*{CONTAINER}"))
     siblings = _siblings(_newest(found, target), plan, policy)
     newest = next(siblings, None)
     place = LENGTH if newest is None else newest.place + 1

@@ -123,7 +123,7 @@ class Overview:
     def _plain(self, storage: _Storage, count: int) -> bytes | None:
         """The first elements of a storage, plane after plane; None unless it is lossless, and no difference."""
         record = storage.record
-        if storage.codec.get("id") != Lossless.id or record.any("base") is not None:
+        if storage.codec.get("id") != Lossless.id:
             return None
         dtype = record.choice("dtype", DType.from_label)
         names = [f"plane{k}" for k in range(dtype.itemsize)] if dtype.is_plane_float else [RAW_PART]

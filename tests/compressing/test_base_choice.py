@@ -76,6 +76,19 @@ def test_what_is_missing_in_a_chain_is_gone_around(states, folder):
     assert bases([folder.save(states[6])]) == [None]
 
 
+def test_what_is_written_again_and_again_is_no_base(states, folder):
+    """Who saves ``last.ckpt8`` would be refused, as another file needs what is there."""
+    folder.save(states[0])
+    for tree in states[1:3]:
+        assert folder.save(tree, "last.ckpt8").base.path == "step-0.ckpt8"
+        assert folder.save(tree, "best.ckpt8").base.path == "step-0.ckpt8"
+    (folder.path / "step-0.ckpt8").rename(folder.path / "begun.ckpt8")
+    assert folder.save(states[3], "last.ckpt8").base.path == "begun.ckpt8"
+    (folder.path / "begun.ckpt8").unlink()
+    for name in ("last.ckpt8", "best.ckpt8", "last.ckpt8"):
+        assert folder.save(states[4], name).base is None
+
+
 def test_the_newest_counts_where_times_are_equal_by_the_numbers_in_names(states, folder):
     for k in (9, 10):
         folder.save(states[k], f"run-{k}.ckpt8", base=None)
