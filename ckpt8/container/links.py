@@ -90,8 +90,11 @@ def check_deltas(manifest: Manifest, codec_of: Callable[[int], Codec], where: st
 def _check(delta: Linked, base: Linked) -> None:
     """Raise InputError unless the chain of ``delta`` is that of ``base``, and each difference has its partner there."""
     record, below = delta.manifest.base, base.manifest.base
-    key, place, links = (base.seal.hex(), 0, 0) if below is None else (below.key, below.place, below.links)
-    if record is None or record.key != key or record.links != links + 1 or record.place <= place:
+    seal = base.seal.hex()
+    key, place, links = (seal, 0, 0) if below is None else (below.key, below.place, below.links)
+    if record is None or record.seal != seal:
+        raise InputError(f"{delta.path}: its base {base.path} was replaced while it was opened")
+    if record.key != key or record.links != links + 1 or record.place <= place:
         raise InputError(f"{delta.path}: its place in its chain does not fit that of its base {base.path}")
     for index, own in enumerate(delta.manifest.storages):
         if own.base is not None and (problem := _problem(delta, index, own, base, own.base)) is not None:

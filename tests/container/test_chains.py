@@ -71,6 +71,17 @@ def test_a_delta_opens_without_its_base(files, tmp_path):
             assert torch.equal(found["model"][name.removeprefix("model.")], x)
 
 
+def test_a_base_that_is_replaced_between_a_look_at_its_seal_and_its_opening(tmp_path, monkeypatch):
+    """By one with the same place in the chain: only the seal tells."""
+    key = key_of(tmp_path)
+    wholes = [moved(key, tmp_path / f"whole-{seed}.ckpt8", seed) for seed in (1, 2, 3)]
+    first, other = (delta(whole, key, tmp_path / f"{k}.ckpt8") for k, whole in enumerate(wholes[:2]))
+    path = delta(wholes[2], first, tmp_path / "last.ckpt8")
+    monkeypatch.setattr(bases, "find_base", lambda container, *_: other if container == path else key)
+    with pytest.raises(InputError, match=f"its base {other} was replaced"):
+        ckpt8.verify(path)
+
+
 def test_the_environment_names_folders_of_bases(files, tmp_path, monkeypatch):
     path = tmp_path / "alone.ckpt8"
     path.write_bytes(files[0][2].read_bytes())
