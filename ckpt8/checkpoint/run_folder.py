@@ -119,7 +119,9 @@ def _is_part(name: str) -> bool:
 def _is_checkpoint_file(path: Path) -> bool:
     """Whether a file is a checkpoint, or has the name of one and may be damaged."""
     suffix = path.suffix.lower()
-    return (suffix in SUFFIXES and suffix not in _SILENT) or _is_known(path)
+    if suffix in SUFFIXES and suffix not in _SILENT:
+        return not is_container(path)
+    return _is_known(path)
 
 
 def _is_known(path: Path) -> bool:

@@ -78,6 +78,16 @@ def test_keep_raw_leaves_all_where_there_are_no_more(count, run, run_command):
     assert names(run[0].parent) == sorted(path.name for path in run)
 
 
+def test_containers_under_the_names_of_lightning_are_left_alone(run, run_command):
+    """They are neither compressed again nor among the newest that stay as they are."""
+    folder = run[0].parent
+    for step in (5, 30):
+        ckpt8.compress(run[0], folder / f"step={step}.ckpt")
+    rows, err = chained(run_command, folder, "--keep-raw", 1)
+    assert [row["source"] for row in rows] == [str(path) for path in run[:3]]
+    assert err == ""
+
+
 def test_a_step_in_the_file_and_a_time_where_names_say_nothing(tmp_path, run_command):
     folder = tmp_path / "run"
     first, second, third = make_run(folder, 3)
