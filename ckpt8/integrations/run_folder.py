@@ -33,12 +33,16 @@ def containers(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in found if match is not None and path.is_file()))
 
 
-def rotate(folder: Path, limit: int | None, best: Path | None) -> None:
-    """Remove the oldest containers above ``limit``, as Trainer does with directories: not the newest, not the best."""
+def rotate(written: Path, limit: int | None, best: Path | None) -> None:
+    """Remove the oldest containers above ``limit`` beside the one that was just written.
+
+    As Trainer does with directories this keeps the newest and the best, and also what was ``written``: a run that
+    begins again has lower steps than what is left of the one before.
+    """
     if limit is None or limit <= 0:
         return
-    found = list(containers(folder).values())
-    kept = {found[-1], *(path for path in found if best is not None and path.stem == best.name)}
+    found = list(containers(written.parent).values())
+    kept = {found[-1], written, *(path for path in found if best is not None and path.stem == best.name)}
     surplus = len(found) - max(limit, len(kept))
     for path in [path for path in found if path not in kept][: max(surplus, 0)]:
         remove_container(path)

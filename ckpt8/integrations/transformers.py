@@ -131,7 +131,7 @@ class Ckpt8Callback(TrainerCallback):
                 failures = verify(target, source, threads=self._options["threads"]).failures
                 if failures:
                     raise CheckFailedError(f"{target}: {failures[0]}")
-        run_folder.rotate(source.parent, limit, best)
+        run_folder.rotate(target, limit, best)
 
     def _harvest(self, state: Any) -> None:
         """Wait for the running job. Removes directories here, in Trainer's own thread, between its steps."""

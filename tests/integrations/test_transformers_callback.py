@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ckpt8
@@ -86,6 +87,17 @@ def test_the_limit_holds_for_containers(background, tmp_path):
     run.train()
     assert names_in(tmp_path) == ["checkpoint-10.ckpt8", "checkpoint-12.ckpt8"]
     assert restored_checkpoint(tmp_path) == str(tmp_path / "checkpoint-12")
+
+
+def test_a_run_that_begins_again_beside_later_containers_keeps_what_it_saves(tmp_path):
+    """Their steps are higher: by these the newest one is the oldest."""
+    torch.save({"w": torch.zeros(3)}, tmp_path / "x.pt")
+    for step in (100, 102):
+        ckpt8.compress(tmp_path / "x.pt", tmp_path / f"checkpoint-{step}.ckpt8")
+    (tmp_path / "x.pt").unlink()
+    trainer(tmp_path, [Ckpt8Callback(keep_original=False)], save_steps=6, save_total_limit=2).train()
+    assert names_in(tmp_path) == ["checkpoint-102.ckpt8", "checkpoint-12.ckpt8"]
+    assert not ckpt8.verify(tmp_path / "checkpoint-12.ckpt8").failures
 
 
 @pytest.mark.parametrize("strategy", ["steps", "best"])
