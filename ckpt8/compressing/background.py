@@ -23,7 +23,7 @@ _lock = threading.RLock()
 """Reentrant: the garbage collector may call ``_Job.drop`` while the same thread holds the lock."""
 
 _pending: dict[str, _Job] = {}
-"""Unfinished saves, by the real path of their target."""
+"""Unfinished saves, by the real path of their target. That of its base is in a job."""
 
 
 def _after_fork() -> None:
@@ -43,6 +43,7 @@ class _Job:
         self.target = target
         self.future: futures.Future[Manifest] = futures.Future()
         self.packed: Unwritten | None = None
+        self.base: str | None = None
         self._last: list[Callable[[], object]] | None = []
         self._asked = False
         self._dropped = False
@@ -144,9 +145,14 @@ class PendingSave:
 
 
 def wait_for(target: Path) -> None:
-    """Wait until every save to ``target`` has finished or failed."""
-    while (job := _pending.get(_key(target))) is not None:
-        futures.wait([job.future])
+    """Wait until every save to ``target``, or of differences to it, has finished or failed."""
+    key = _key(target)
+    while True:
+        with _lock:
+            jobs = [job.future for own, job in _pending.items() if key in (own, job.base)]
+        if not jobs:
+            return
+        futures.wait(jobs)
 
 
 def start(target: Path, pack: Callable[[], Unwritten]) -> PendingSave:
@@ -154,6 +160,8 @@ def start(target: Path, pack: Callable[[], Unwritten]) -> PendingSave:
     job = _reserve(target)
     try:
         job.packed = packed = pack()
+        if (record := packed.compressor.base) is not None:
+            job.base = _key(Path(_key(target)).parent / record.path)
         # Stated because a thread inherits it: the caller may be a daemon.
         threading.Thread(target=job.run, args=(packed,), name="ckpt8-save", daemon=False).start()
     except BaseException as exc:

@@ -20,15 +20,11 @@ R = TypeVar("R")
 _WORTH_IT = 0.95
 """A chain goes on where a difference takes less than this part of the whole."""
 
-_MOST_FAR = 0.5
-"""A chain ends where more weights than this part of them want steps that are far from those of the base."""
-
 _CALLER = 7
 """Frames from a warning to the caller of ``save``."""
 
 NO_BASE = "no container holds an earlier state of the same tensors under the same settings, in a chain with room"
 RESUMED = "the run was resumed from a lossy container on the same lattice"
-FAR = "the steps of its weights have become too different"
 NOT_SMALLER = "differences would hardly be smaller"
 
 Compress = Callable[[Plan, OpenBase | None, str | None], R]
@@ -65,6 +61,4 @@ def _why_new(continued: Continuation) -> str | None:
     """Why a new chain begins with this container; None if it is one more of the chain."""
     if continued.resumed:
         return RESUMED
-    if continued.far > _MOST_FAR:
-        return FAR
     return None if continued.nbytes < _WORTH_IT * continued.whole else NOT_SMALLER

@@ -23,6 +23,7 @@ from ckpt8.compressing.chunk_encoder import ChunkEncoder, EncodedChunk, PackedCh
 from ckpt8.compressing.group_encoder import EncodedGroup, GroupEncoder, PackedGroup, pack_record, store_group
 from ckpt8.compressing.manifest_records import Results, UnitResult, fill_manifest
 from ckpt8.compressing.measure import UnitErrors
+from ckpt8.compressing.open_base import check_base
 from ckpt8.compressing.plan import Plan, Refusal, Unit
 from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.sharing import PACK_NAME, share
@@ -104,7 +105,7 @@ class Compressor:
         key_reason: str | None = None,
     ) -> None:
         self._source = source
-        self._base = base
+        self.base = base
         self._key_reason = key_reason
         self._plan = plan
         self._options = options
@@ -182,10 +183,10 @@ class Compressor:
         manifest = Manifest(f"ckpt8 {__version__}", policy.preset, rules, self._slab, frames.FRAME)
         manifest.budget = asdict(policy.budget) if policy.budget else None
         fill_manifest(manifest, self._source, self._plan, results)
-        if self._base is not None and any(record.base is not None for record in manifest.storages):
-            manifest.base = self._base
+        if self.base is not None and any(record.base is not None for record in manifest.storages):
+            manifest.base = self.base
         manifest.key_reason = self._key_reason
-        writer.finish(manifest)
+        writer.finish(manifest, partial(check_base, manifest.base))
         return manifest
 
     def _pack_units(self, workers: Workers) -> Iterator[tuple[Unit, list[PackedChunk]]]:

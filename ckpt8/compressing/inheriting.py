@@ -73,15 +73,13 @@ class Continuation:
     """How a plan continues a base: ``plan`` has differences where they pay.
 
     ``resumed`` says that the run was resumed from the lattice of the base. ``nbytes`` is the expected size of the
-    parts, and ``whole`` that with no differences. ``far`` is the part of the weights on lattices whose own steps are
-    far from those of the base.
+    parts, and ``whole`` that with no differences.
     """
 
     plan: Plan
     resumed: bool
     nbytes: float
     whole: float
-    far: float
 
 
 def continue_base(plan: Plan, source: Checkpoint, base: OpenBase, threads: int | None = None) -> Continuation:
@@ -109,8 +107,7 @@ def continue_base(plan: Plan, source: Checkpoint, base: OpenBase, threads: int |
             streams[stream.index] = replace(stream, codec=codec, base=partner)
             sizes[stream.index] = trial.nbytes
     units = [replace(unit, streams=tuple(streams[stream.index] for stream in unit.streams)) for unit in plan.units]
-    far = _far(plan.streams, partners, base)
-    return Continuation(replace(plan, units=units), resumed, sum(sizes.values()), whole, far)
+    return Continuation(replace(plan, units=units), resumed, sum(sizes.values()), whole)
 
 
 def _candidates(streams: Iterable[Stream], partners: Partners, base: OpenBase) -> list[_Candidate]:
@@ -181,14 +178,3 @@ def _whole(stream: Stream, partners: Partners, base: OpenBase) -> float:
         # A code takes a quarter of a bit less for each quarter octave of a larger step.
         return max(size + (codec.k - stream.codec.k) / 32 * stream.spec.numel, 0.0)
     return size
-
-
-def _far(streams: Sequence[Stream], partners: Partners, base: OpenBase) -> float:
-    """The part of the weights on lattices whose own steps are too far from those of their partners."""
-    numel = far = 0
-    for stream in streams:
-        partner = partners.get(stream.index)
-        if partner is not None and isinstance(stream.codec, Lattice):
-            numel += stream.spec.numel
-            far += stream.spec.numel * (stream.codec.continued(base.reader.codec(partner)) is None)
-    return far / numel if numel else 0.0

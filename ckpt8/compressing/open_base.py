@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ckpt8.codecs import Codec
 from ckpt8.container.base_record import MOST_LINKS, BaseRecord
+from ckpt8.container.bases import find_base
 from ckpt8.container.json_fields import is_unicode
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.predicted import predicted_parts
@@ -80,6 +81,15 @@ class OpenBase(Closing):
 
 
 def relative_path(base: Path, target: Path) -> str:
-    """The path of ``base`` from the folder of ``target``, with slashes."""
+    """The path of ``base`` from the folder of ``target``, or of what that leads to, with slashes."""
     home = os.path.realpath(base.parent)
-    return Path(os.path.relpath(Path(home) / base.name, os.path.realpath(target.parent))).as_posix()
+    return Path(os.path.relpath(Path(home) / base.name, Path(os.path.realpath(target)).parent)).as_posix()
+
+
+def check_base(record: BaseRecord | None, target: Path) -> None:
+    """Raise BrokenBaseError where ``target``, which is about to be there, would not find its base any more."""
+    if record is not None:
+        try:
+            find_base(target, record)
+        except InputError as exc:
+            raise BrokenBaseError(str(exc)) from exc

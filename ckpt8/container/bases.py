@@ -1,10 +1,12 @@
 """Finds the base of a delta: beside it, or in folders that the user names.
 
-``looked_for_in`` adds folders for all containers that are opened in a ``with`` block.
+``looked_for_in`` adds folders for all containers that are opened in a ``with`` block, and the environment for all.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,24 +17,34 @@ from ckpt8.container.base_record import BaseRecord
 from ckpt8.container.head import stated_seal
 from ckpt8.core.errors import InputError
 
-directories: ContextVar[tuple[Path, ...]] = ContextVar("directories", default=())
-"""Folders where readers look for a base, besides that of the delta."""
+_directories: ContextVar[tuple[Path, ...]] = ContextVar("_directories", default=())
+
+_VARIABLE = "CKPT8_BASE_DIR"
+"""Names folders for all containers, separated as in PATH."""
 
 KEPT = "bases"
 """The folder beside deltas that holds links to what they need."""
+
+_NAME = re.compile(r"[0-9a-f]{16}\.ckpt8")
 
 _SHOWN = 12
 """Digits of a seal in a message."""
 
 
+def directories() -> tuple[Path, ...]:
+    """Folders where readers look for a base, besides that of the delta."""
+    named = os.environ.get(_VARIABLE, "").split(os.pathsep)
+    return tuple(dict.fromkeys((*_directories.get(), *(Path(each) for each in named if each))))
+
+
 @contextmanager
 def looked_for_in(folders: Iterable[Path]) -> Iterator[None]:
     """Have all readers that are made in the block look for bases in ``folders``, too."""
-    token = directories.set((*folders, *directories.get()))
+    token = _directories.set((*folders, *_directories.get()))
     try:
         yield
     finally:
-        directories.reset(token)
+        _directories.reset(token)
 
 
 def find_base(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = ()) -> Path:
@@ -48,7 +60,7 @@ def find_base(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = (
     state = f"changed: another file is at {_listed(changed)}" if changed else "missing"
     raise InputError(
         f"{container}: its base {record.path} (seal {record.seal[:_SHOWN]}) is {state}; "
-        f"looked for {_listed(places)}; give its folder with --base-dir"
+        f"looked for {_listed(places)}; give its folder with --base-dir or {_VARIABLE}"
     )
 
 
@@ -91,6 +103,11 @@ def _files(folder: Path) -> list[Path]:
 def kept_name(seal: str) -> str:
     """The name of the link to the container with this seal."""
     return f"{seal[:16]}.ckpt8"
+
+
+def is_kept_name(name: str) -> bool:
+    """Whether a file in the folder ``KEPT`` has the name of such a link."""
+    return _NAME.fullmatch(name) is not None
 
 
 def _listed(paths: Iterable[Path]) -> str:

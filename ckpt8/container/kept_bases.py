@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,14 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt8.container.base_record import BaseRecord
-from ckpt8.container.bases import KEPT, find_base, kept_name
+from ckpt8.container.bases import KEPT, find_base, is_kept_name, kept_name
 from ckpt8.container.head import stated_seal
 from ckpt8.container.header import is_container
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError
 
-_NAME = re.compile(r"[0-9a-f]{16}\.ckpt8")
 _NEWEST = 4
 """Containers of a folder that are linked before a save: its base is one of them, or below one."""
 
@@ -150,7 +148,7 @@ def _head(container: Path) -> _Head:
 
 def _heads(folder: Path, without: Path | None = None) -> tuple[dict[Path, _Head], bool]:
     """The heads of the containers in a folder, but for one, and of its links; False where one cannot be read."""
-    links = [path for path in _containers(folder / KEPT) if _NAME.fullmatch(path.name)]
+    links = [path for path in _containers(folder / KEPT) if is_kept_name(path.name)]
     paths = [path for path in (*_containers(folder), *links) if path != without]
     found = {}
     for path in paths:

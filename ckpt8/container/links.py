@@ -75,11 +75,14 @@ class Base(Closing, Generic[R]):
 
 def check_deltas(manifest: Manifest, codec_of: Callable[[int], Codec], where: str) -> None:
     """Raise InputError for a storage that cannot be a difference."""
+    skeletons = {member.skeleton for member in manifest.members}
     for index, record in enumerate(manifest.storages):
         if record.base is not None:
             codec = codec_of(index)
             if manifest.base is None:
                 raise InputError(f"{where}: {record.name}: is a difference, but the file names no base")
+            if index in skeletons:
+                raise InputError(f"{where}: {record.name}: is a difference, but no tensor")
             if codec.companions or codec.copied is not None:
                 raise InputError(f"{where}: {record.name}: {codec.id} cannot be kept as a difference")
 

@@ -50,7 +50,7 @@ class ContainerReader(Closing):
 
     def __init__(self, path: Path, *, kernels: bool = False, base_dirs: Sequence[Path] | None = None) -> None:
         self.path = path
-        self.base_dirs = bases.directories.get() if base_dirs is None else tuple(base_dirs)
+        self.base_dirs = bases.directories() if base_dirs is None else tuple(base_dirs)
         self._kernels = kernels
         self._base: Base[ContainerReader] | None = None
         self._file = SourceFile(ByteRange.of(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from ckpt8.container import header
@@ -71,8 +71,8 @@ class ContainerWriter(Closing):
         with self._output.guard():
             os.ftruncate(self._descriptor, self._data_start + self._position)
 
-    def finish(self, manifest: Manifest) -> None:
-        """Write manifest, header and seal, and publish the file."""
+    def finish(self, manifest: Manifest, last_look: Callable[[Path], object] = lambda _: None) -> None:
+        """Write manifest, header and seal, and publish the file, see ``AtomicFile.publish``."""
         stored = pack_manifest(manifest_json(manifest), self._data_start + self._position + header.SEAL_BYTES)
         self.append(header.MANIFEST, [stored])
         self._write()
@@ -82,4 +82,4 @@ class ContainerWriter(Closing):
         with self._output.guard():
             write_all_at(self._descriptor, [hashlib.sha256(head + stored).digest()], self._data_start + start)
             write_all_at(self._descriptor, [head], 0)
-        self._output.publish()
+        self._output.publish(last_look)

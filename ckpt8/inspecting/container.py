@@ -10,6 +10,7 @@ from typing import Any
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.codecs import codec_from_config
 from ckpt8.codecs.error_stats import LatticeError, UpdateError, WeightError, read_error
+from ckpt8.container.base_record import base_json
 from ckpt8.container.facts import error_facts, figure_of, figures, tensor_facts, total_errors
 from ckpt8.container.manifest import Manifest, MemberRecord
 from ckpt8.container.reader import ContainerReader
@@ -121,6 +122,8 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
         "asked": asked_words(manifest.preset, manifest.budget),
         "rules": manifest.rules,
         "directory": manifest.directory,
+        "base": base_json(manifest.base) if manifest.base else None,
+        "differences": sum(record.base is not None for record in manifest.storages),
         "members": [_member_facts(manifest, member) for member in manifest.members],
         "bytes": original,
         "stored_bytes": size,

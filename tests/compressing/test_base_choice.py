@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from run_kit import SmallRun, tensors
 import ckpt8
 from ckpt8.compressing.base_choice import Auto
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.errors import InputError
+from ckpt8.container.writer import ContainerWriter
+from ckpt8.core.errors import InputError, OutputError
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +103,19 @@ def with_rate(factor):
     return change
 
 
-@pytest.mark.parametrize("change", [widened, renamed, with_rate(4), with_rate(0.25)])
-def test_another_network_or_rate_begins_a_chain(change, states, folder):
+@pytest.mark.parametrize("factor", [4, 0.25])
+def test_another_rate_goes_on_with_lattices_of_its_own(factor, states, folder):
+    folder.save(states[0])
+    found = folder.save(with_rate(factor)(states[1]))
+    own = [each for each in found.storages if each.codec["id"] == "lattice/1" and each.base is not None]
+    with ContainerReader(folder.path / "step-0.ckpt8") as reader:
+        steps = [(each.codec["k"], reader.codec(each.base).k) for each in own]
+    assert own
+    assert all(abs(k - below) > 2 for k, below in steps)
+
+
+@pytest.mark.parametrize("change", [widened, renamed])
+def test_another_network_begins_a_chain(change, states, folder):
     folder.save(states[0])
     assert folder.save(states[1]).base is not None
     assert folder.save(change(states[2])).base is None
@@ -197,9 +210,62 @@ def test_the_folder_of_a_step_does_not_make_other_names(states, tmp_path):
 def test_the_manifest_says_why_a_chain_begins(states, folder):
     folder.save(states[0])
     assert "no container" in folder.save(widened(states[0])).key_reason
-    assert "too different" in folder.save(with_rate(4)(states[1])).key_reason
     run = SmallRun()
     run.load(ckpt8.load(folder.path / "step-0.ckpt8"))
     assert "resumed" in folder.save(run.checkpoint(), base=Auto([folder.path / "step-0.ckpt8"])).key_reason
     assert folder.save(states[2], base=Auto([folder.path / "step-0.ckpt8"])).key_reason is None
     assert folder.save(states[3], base=None).key_reason is None
+
+
+@pytest.mark.parametrize("how", ["auto", "named", "background"])
+def test_a_base_that_goes_while_the_next_one_is_written(how, states, folder, monkeypatch):
+    """A chosen base is left out then. What needs a named one, or is packed already, fails before it has its name."""
+    folder.save(states[0])
+    base, finish = folder.path / "step-0.ckpt8", ContainerWriter.finish
+
+    def finish_without_base(self, *args):
+        base.unlink(missing_ok=True)
+        return finish(self, *args)
+
+    monkeypatch.setattr(ContainerWriter, "finish", finish_without_base)
+    if how == "auto":
+        with pytest.warns(UserWarning, match="is stored whole"):
+            assert folder.save(states[1]).base is None
+        assert not ckpt8.verify(folder.path / "step-1.ckpt8").failures
+        return
+    options = {"base": base} if how == "named" else {"base": "auto", "background": True}
+
+    def save():
+        saved = ckpt8.save(states[1], folder.path / "step-1.ckpt8", budget=1, **options)
+        return saved if how == "named" else saved.result()
+
+    with pytest.raises(InputError, match=r"its base step-0\.ckpt8 .* is missing"):
+        save()
+    assert list(folder.path.iterdir()) == []
+
+
+def test_a_base_is_not_replaced_while_its_difference_is_written_in_the_background(states, folder, monkeypatch):
+    folder.save(states[0])
+    asked, finish = threading.Event(), ContainerWriter.finish
+
+    def finish_late(self, *args):
+        asked.wait(1)
+        return finish(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ContainerWriter, "finish", finish_late)
+        pending = ckpt8.save(states[1], folder.path / "step-1.ckpt8", budget=1, base="auto", background=True)
+        with pytest.raises(OutputError, match=r"is the base of step-1\.ckpt8"):
+            ckpt8.save(states[2], folder.path / "step-0.ckpt8", budget=1)
+    assert pending.result().base.path == "step-0.ckpt8"
+    assert not ckpt8.verify(folder.path / "step-1.ckpt8").failures
+
+
+def test_a_target_that_is_a_symbolic_link_finds_its_base_from_where_it_lies(states, folder, tmp_path_factory):
+    folder.save(states[0])
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "last.ckpt8").touch()
+    (folder.path / "last.ckpt8").symlink_to(elsewhere / "last.ckpt8")
+    assert folder.save(states[1], "last.ckpt8").base
+    for path in (folder.path / "last.ckpt8", elsewhere / "last.ckpt8"):
+        assert not ckpt8.verify(path).failures

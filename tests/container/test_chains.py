@@ -71,6 +71,16 @@ def test_a_delta_opens_without_its_base(files, tmp_path):
             assert torch.equal(found["model"][name.removeprefix("model.")], x)
 
 
+def test_the_environment_names_folders_of_bases(files, tmp_path, monkeypatch):
+    path = tmp_path / "alone.ckpt8"
+    path.write_bytes(files[0][2].read_bytes())
+    with pytest.raises(InputError, match="with --base-dir or CKPT8_BASE_DIR"):
+        ckpt8.verify(path)
+    monkeypatch.setenv("CKPT8_BASE_DIR", f"{tmp_path / 'none'}:{files[0][0].parent}:")
+    assert not ckpt8.verify(path).failures
+    assert len(ckpt8.load(path)) == len(ckpt8.load(files[0][2]))
+
+
 def test_a_base_that_a_delta_needs_is_not_replaced(files, tmp_path):
     folder = files[0][0].parent
     torch.save({"w": torch.zeros(3)}, tmp_path / "other.pt")

@@ -126,6 +126,21 @@ def test_bases_that_do_not_fit(name, parts, files, tmp_path):
         path.unlink()
 
 
+def test_a_skeleton_is_no_difference(tmp_path):
+    """``inspect`` reads what a pickle would call from the frames of this file alone."""
+    for name in ("key", "next"):
+        torch.save({"w": torch.randn(64, 96), "long": list(range(20_000)), name: 1}, tmp_path / "run.pt")
+        ckpt8.compress(tmp_path / "run.pt", tmp_path / f"{name}.ckpt8", preset="lossless")
+    with ContainerReader(tmp_path / "next.ckpt8") as reader:
+        skeleton = reader.manifest.members[0].skeleton
+        assert reader.manifest.storages[skeleton].pack is None
+    path = delta(tmp_path / "next.ckpt8", tmp_path / "key.ckpt8", tmp_path / "x.ckpt8", only=[skeleton])
+    with pytest.raises(InputError, match="skeleton: is a difference, but no tensor"):
+        ContainerReader(path)
+    (tmp_path / "out").mkdir()
+    exercise(path, path, tmp_path / "out")
+
+
 @pytest.mark.parametrize("named", ["nowhere/y.ckpt8", "..", "../" * 40 + "etc/passwd"])
 def test_a_base_is_found_by_its_seal_under_any_name(named, parts, files):
     path = changed(parts, base(path=named), files)

@@ -105,9 +105,9 @@ def test_a_plugin_that_is_gone_leaves_what_its_last_save_needs(tmp_path, monkeyp
     plugin.teardown()
     go_on, finish = threading.Event(), ContainerWriter.finish
 
-    def slow(self, manifest):
+    def slow(self, *args):
         go_on.wait()
-        finish(self, manifest)
+        finish(self, *args)
 
     monkeypatch.setattr(ContainerWriter, "finish", slow)
     plugin.save_checkpoint(checkpoint, tmp_path / "2.ckpt")

@@ -266,9 +266,9 @@ def test_a_save_under_way_is_waited_for(tmp_path, monkeypatch):
     go_on = threading.Event()
     finish = ContainerWriter.finish
 
-    def slow(self, manifest):
+    def slow(self, *args):
         go_on.wait()
-        finish(self, manifest)
+        finish(self, *args)
 
     monkeypatch.setattr(ContainerWriter, "finish", slow)
     io = Ckpt8CheckpointIO(background=True)

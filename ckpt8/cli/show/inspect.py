@@ -11,6 +11,7 @@ from rich.markup import escape
 from ckpt8.checkpoint.meaning.parameter_names import shown
 from ckpt8.checkpoint.meaning.quantised_state import line as low_bit_line
 from ckpt8.cli.show.overview import (
+    base_line,
     optimizer_line,
     say,
     show_flags,
@@ -48,6 +49,8 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
     say(console, facts["path"], "bold")
     say(console, f"ckpt8 {facts['format']}, {facts['asked']}")
     say(console, f"from {_origin(facts)}")
+    if facts["base"] is not None:
+        say(console, base_line(facts))
     show_origins(console, facts["origins"])
     say(console, f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, {facts['ratio']:.2f}x{per_weight}")
     columns = ("role", "codec", "storages", "elements", "original", "stored", "ratio")

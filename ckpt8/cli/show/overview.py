@@ -70,6 +70,15 @@ def show_origins(console: Console, origins: Iterable[Mapping[str, Any]]) -> None
         say(console, f"{row['path']}: {', '.join(filter(None, words))}", indent="  ")
 
 
+def base_line(facts: Mapping[str, Any]) -> str:
+    """What a delta says of its base."""
+    base = facts["base"]
+    below = counted(base["links"], "file")
+    return (
+        f"delta to {base['path']}, {below} below it, {counted(facts['differences'], 'storage')} stored as differences"
+    )
+
+
 def optimizer_line(row: Mapping[str, Any]) -> str:
     """The parameters of one update rule, and its step."""
     step = f" at step {row['step']:,}" if row["step"] else ""

@@ -179,11 +179,15 @@ class AtomicFile(AtomicOutput):
             # The descriptor stays with the temporary: it holds the lock until the file has its name.
             self.file: BinaryIO = os.fdopen(self._partial.descriptor, "r+b", closefd=False)
 
-    def publish(self) -> None:
-        """Flush to the disk, rename to the target, flush the directory."""
+    def publish(self, last_look: Callable[[Path], object] = lambda _: None) -> None:
+        """Flush to the disk, rename to the target, flush the directory.
+
+        Before the rename ``last_look`` gets the path that the file is about to have; what it raises keeps the old file.
+        """
         with self.guard():
             self.file.flush()
             os.fsync(self._partial.descriptor)
+            last_look(self._final)
             self._take_name(Path.replace)
 
     def close(self) -> None:

@@ -16,13 +16,11 @@ from pathlib import Path
 
 from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.checkpoint.readers.entries import PACKED_INDEX
+from ckpt8.container.bases import KEPT, is_kept_name
 from ckpt8.core.errors import InputError
 
 STATE = "trainer_state.json"
 """The file in which Trainer keeps step and losses."""
-
-BASES = "bases"
-"""The folder where bases are kept for containers beside it, after the checkpoint that they were is gone."""
 
 SUFFIXES = frozenset({".ckpt8", ".pt", ".pth", ".ckpt", ".safetensors"})
 """A file of such a name that is no checkpoint is damaged."""
@@ -31,7 +29,6 @@ _MAY_BE = SUFFIXES | {".bin", ".tar", ".model", ""}
 _DEEPEST = 3
 """Levels of folders below that of the run."""
 
-_KEPT = re.compile(r"[0-9a-f]{16}\.ckpt8")
 _PART = re.compile(
     r"(?:.*[._-])?(?:model|adapter|optim|optimizer|scheduler|lr_scheduler|rng|scaler|ema|training_args|recipe_state"
     r"|random_states|zero_pp_rank|consolidated)(?:[._-].*)?|model_states|optim_states",
@@ -77,8 +74,8 @@ def _visit(root: Path, above: str, found: Found) -> None:
     """Look into the folder ``above``, a path with slashes."""
     files, folders = _listed(root / above)
     level = above.count("/") + bool(above)
-    if above.rpartition("/")[2] == BASES:
-        kept = [name for name in files if _KEPT.fullmatch(name)]
+    if above.rpartition("/")[2] == KEPT:
+        kept = [name for name in files if is_kept_name(name)]
         found.bases += [root / above / name for name in kept]
         files = [name for name in files if name not in kept]
     run = above.rpartition("/")[0]
@@ -126,7 +123,7 @@ def _below(folder: Path, found: Found) -> Iterator[str]:
         files, folders = _listed(folder / above)
         for name in files:
             path = f"{above}/{name}" if above else name
-            if above.rpartition("/")[2] == BASES and _KEPT.fullmatch(name):
+            if above.rpartition("/")[2] == KEPT and is_kept_name(name):
                 found.bases.append(folder / path)
             else:
                 yield path

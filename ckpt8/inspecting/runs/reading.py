@@ -12,6 +12,7 @@ from ckpt8.checkpoint.readers.entries import PACKED_INDEX
 from ckpt8.codecs.error_stats import StepError
 from ckpt8.container.base_record import BaseRecord
 from ckpt8.container.header import is_container
+from ckpt8.container.target_names import CONTAINER
 from ckpt8.core.errors import InputError
 from ckpt8.inspecting.runs.containers import read_container
 from ckpt8.inspecting.runs.facts import Facts
@@ -20,7 +21,6 @@ from ckpt8.inspecting.runs.progress import Progress
 from ckpt8.inspecting.runs.record import RunRecord
 from ckpt8.inspecting.step_facts import step_figures
 
-_SUFFIX = ".ckpt8"
 _LATEST = datetime(9999, 1, 1, tzinfo=timezone.utc).timestamp()
 _STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)s?[-_=.]?(\d{1,15})")
 _LAST = re.compile(r"(?<!epoch)(?<!epoch[-_=])(?<!\d)(\d{1,15})(?:\.\w*)?$")
@@ -41,7 +41,7 @@ def read(place: Place) -> Row | None:
     """What the files of a checkpoint say; None if they are none."""
     row = Row(RunRecord(place.name, place.run))
     paths = [place.path / name for name in place.files] if place.files else [place.path]
-    containers = [path for path in paths if path.suffix == _SUFFIX or is_container(path)]
+    containers = [path for path in paths if path.suffix == CONTAINER or is_container(path)]
     found: list[Facts] = []
 
     def attempt(read_facts: Callable[[], Facts | None]) -> Facts | None:

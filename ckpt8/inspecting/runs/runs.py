@@ -54,7 +54,7 @@ def _base_of(row: Row, names: Mapping[str, str], root: Path) -> str | None:
 
 def _found(container: Path, base: BaseRecord, root: Path) -> str:
     try:
-        path = bases.find_base(container, base, bases.directories.get())
+        path = bases.find_base(container, base, bases.directories())
     except InputError:
         return MISSING
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)

@@ -16,7 +16,7 @@ from ckpt8.cli.show.html.page import check_target, document, tiles, write_page
 from ckpt8.cli.show.html.replay import read_replay, replay_section
 from ckpt8.cli.show.html.sizes import size_section
 from ckpt8.cli.show.html.text import text
-from ckpt8.cli.show.overview import flags_by_kind, looked_at, optimizer_line
+from ckpt8.cli.show.overview import base_line, flags_by_kind, looked_at, optimizer_line
 from ckpt8.cli.show.tables import number
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.files.atomic import refuse_source
@@ -91,6 +91,7 @@ def _heading(facts: dict[str, Any], name: str) -> str:
     if facts["kind"] == "ckpt8":
         origin = facts["directory"] or ", ".join(member["path"] for member in facts["members"])
         lines = [f"ckpt8 {facts['format']}, {facts['asked']}, written by {facts['writer']}", f"from {origin}"]
+        lines += [base_line(facts)] if facts["base"] else []
     else:
         lines = [f"{facts['format']}, {facts['tensor_count']:,} tensors in {facts['storages']:,} storages"]
         lines += map(optimizer_line, facts["optimizer"])
