@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
 from ckpt8.cli.bases import finding_bases
-from ckpt8.cli.options import Container, Force, Json, Output, Threads, stopwatch
+from ckpt8.cli.options import Container, Force, Json, Threads, stopwatch
 from ckpt8.cli.output import present, print_lines, progress_bar
 from ckpt8.core.text import size
 
 
 @finding_bases
 def rebase(
-    src: Container, output: Output = None, threads: Threads = None, force: Force = False, as_json: Json = False
+    src: Container,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write. Default: in the place of the input.")
+    ] = None,
+    threads: Threads = None,
+    force: Force = False,
+    as_json: Json = False,
 ) -> None:
     """Write a delta as a .ckpt8 that needs no base, by default in its own place."""
     from ckpt8.container.reader import ContainerReader

@@ -21,6 +21,7 @@ from ckpt8.container.bases import KEPT, find_base, is_kept_name, kept_name
 from ckpt8.container.head import stated_seal
 from ckpt8.container.header import is_container
 from ckpt8.container.reader import ContainerReader
+from ckpt8.container.target_names import CONTAINER
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError
 
@@ -158,7 +159,9 @@ def _heads(folder: Path, without: Path | None = None) -> tuple[dict[Path, _Head]
 
 
 def _containers(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if is_container(path)] if folder.is_dir() else []
+    """The containers in a folder, and what has their suffix: a damaged one may not begin as they do."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return [path for path in found if (path.suffix == CONTAINER and path.is_file()) or is_container(path)]
 
 
 def _needed(heads: dict[Path, _Head], folder: Path) -> set[str]:

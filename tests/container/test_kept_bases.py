@@ -162,10 +162,11 @@ def test_nothing_goes_while_a_save_is_under_way(run):
     assert run.kept() == ["0.ckpt8"]
 
 
-def test_nothing_goes_where_a_container_cannot_be_read(run):
-    """It may need any of them."""
+@pytest.mark.parametrize("place", [8, 20, -40])
+def test_nothing_goes_where_a_container_cannot_be_read(place, run):
+    """It may need any of them, also where only its name says that it is one."""
     damaged = bytearray((run.folder / "3.ckpt8").read_bytes())
-    damaged[-40] ^= 1
+    damaged[place] ^= 1
     (run.folder / "3.ckpt8").write_bytes(damaged)
     remove_container(run.folder / "1.ckpt8")
     assert run.kept() == ["0.ckpt8", "1.ckpt8", "2.ckpt8"]

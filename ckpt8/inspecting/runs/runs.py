@@ -35,9 +35,9 @@ def runs(directory: str | os.PathLike[str]) -> Run:
         rows = [row for place in found.places if (row := read(place)) is not None]
     if not rows:
         raise InputError(f"{root}: holds no checkpoint, nor do the folders in it")
-    names = {seal: row.record.name for row in rows for seal in row.seals}
+    listed = {seal: row.record for row in rows for seal in row.seals}
     for row in rows:
-        row.record.base = _base_of(row, names, root)
+        row.record.base = _base_of(row, listed, root)
     records = sorted((row.record for row in rows), key=_order)
     return Run(str(root), records, _kept(found.bases, rows))
 
@@ -46,17 +46,22 @@ def _order(record: RunRecord) -> tuple[object, ...]:
     return record.run, record.step is None, record.step or 0, record.time, record.name
 
 
-def _base_of(row: Row, names: Mapping[str, str], root: Path) -> str | None:
+def _base_of(row: Row, listed: Mapping[str, RunRecord], root: Path) -> str | None:
     """The name of the base, that of a listed checkpoint if one is the same file; None without one."""
-    found = [names.get(base.seal) or _found(path, base, root) for path, base in row.bases]
+    found = [_found(path, base, listed.get(base.seal), root) for path, base in row.bases]
     return MISSING if MISSING in found else next(iter(found), None)
 
 
-def _found(container: Path, base: BaseRecord, root: Path) -> str:
+def _found(container: Path, base: BaseRecord, record: RunRecord | None, root: Path) -> str:
+    # Readers see what is beside the delta, and not what is listed in the folder of another run.
+    if record is not None and root / record.run == container.parent:
+        return record.name
     try:
         path = bases.find_base(container, base, bases.directories())
     except InputError:
         return MISSING
+    if record is not None:
+        return record.name
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
 
 

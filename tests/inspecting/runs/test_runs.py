@@ -88,6 +88,18 @@ def test_a_missing_base_is_a_fault_of_the_delta(chain):
     assert run.problems == ["step-1.ckpt8: its base is missing"]
 
 
+def test_a_base_in_the_folder_of_another_run_is_missing_unless_that_is_named(chain, monkeypatch):
+    """Readers do not find it there."""
+    other = chain / "other"
+    other.mkdir()
+    (chain / "step-0.ckpt8").rename(other / "step-0.ckpt8")
+    assert {record.name: record.base for record in ckpt8.runs(chain)}["step-1.ckpt8"] == "missing"
+    with pytest.raises(InputError, match="is missing"):
+        ckpt8.verify(chain / "step-1.ckpt8")
+    monkeypatch.setenv("CKPT8_BASE_DIR", str(other))
+    assert {record.name: record.base for record in ckpt8.runs(chain)}["step-1.ckpt8"] == "other/step-0.ckpt8"
+
+
 def test_bases_that_are_kept_for_a_checkpoint_that_is_gone(chain):
     first, second, third = ckpt8.runs(chain)
     for folder, name in (("checkpoint-1", "step-1.ckpt8"), ("checkpoint-2", "step-2.ckpt8")):
