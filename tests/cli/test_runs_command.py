@@ -39,7 +39,8 @@ def test_a_table_at_any_width(run, run_command, monkeypatch):
         assert "1 damaged" in flat
 
 
-def test_columns_without_a_value_are_left_out(run, run_command):
+def test_columns_without_a_value_are_left_out(run, run_command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     (run / "step-30.ckpt8").unlink()
     code, out, err = run_command("runs", run)
     assert (code, err) == (0, "")
