@@ -8,14 +8,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
-from ckpt8.container.base_record import BaseRecord
-from ckpt8.container.head import stated_seal
+from ckpt8.container.base_record import BaseRecord, read_base
+from ckpt8.container.head import read_head, stated_seal
+from ckpt8.container.header import SEAL_BYTES
+from ckpt8.container.json_fields import Fields
+from ckpt8.container.stored_manifest import manifest_text, parse_manifest
 from ckpt8.core.errors import InputError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
 
 _directories: ContextVar[tuple[Path, ...]] = ContextVar("_directories", default=())
 
@@ -45,6 +50,31 @@ def looked_for_in(folders: Iterable[Path]) -> Iterator[None]:
         yield
     finally:
         _directories.reset(token)
+
+
+class Stated(NamedTuple):
+    """What a container says of its place in a chain."""
+
+    seal: str
+    base: BaseRecord | None
+
+    @property
+    def links(self) -> int:
+        """The number of containers below it."""
+        return 0 if self.base is None else self.base.links
+
+
+def stated_base(container: Path, only: str | None = None) -> Stated:
+    """Seal and base of a container by its head; no base where its manifest does not name the seal ``only``.
+
+    Raises InputError.
+    """
+    with closing(SourceFile(ByteRange.of(container))) as file:
+        where, size = str(container), file.source.length
+        text = manifest_text(read_head(file, where).manifest, where)
+        is_wanted = only is None or only.encode() in text
+        record = read_base(Fields(parse_manifest(text, size, where), where)) if is_wanted else None
+        return Stated(file.read(size - SEAL_BYTES, SEAL_BYTES).hex(), record)
 
 
 def find_base(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = ()) -> Path:

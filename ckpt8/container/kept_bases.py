@@ -14,13 +14,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-from ckpt8.container.base_record import BaseRecord
-from ckpt8.container.bases import KEPT, find_base, is_kept_name, kept_name
+from ckpt8.container.bases import KEPT, Stated, find_base, is_kept_name, kept_name, stated_base
 from ckpt8.container.head import stated_seal
 from ckpt8.container.header import is_container
-from ckpt8.container.reader import ContainerReader
 from ckpt8.container.target_names import CONTAINER
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError
@@ -77,7 +74,7 @@ class KeptBases(Closing):
         """Make a container one of the links, and link all files below it. Raises OSError."""
         # Damaged, or without its base, it is moved as it is.
         with contextlib.suppress(InputError):
-            self._link_below(container, _head(container))
+            self._link_below(container, stated_base(container))
         link = self._links / kept_name(seal)
         if not link.exists():
             container.rename(link)
@@ -85,14 +82,14 @@ class KeptBases(Closing):
     def _link(self, container: Path) -> list[Path]:
         """Link a container, and before it the files below it: no link is ever without its base."""
         container = container.resolve()  # os.link may link a symbolic link itself
-        head = _head(container)
+        head = stated_base(container)
         below = self._link_below(container, head)
         link = self._links / kept_name(head.seal)
         with contextlib.suppress(FileExistsError):
             os.link(container, link)
         return [link, *below]
 
-    def _link_below(self, container: Path, head: _Head) -> list[Path]:
+    def _link_below(self, container: Path, head: Stated) -> list[Path]:
         return [] if head.base is None else self._link(find_base(container, head.base))
 
 
@@ -131,30 +128,14 @@ def _may_be_needed(path: Path, seal: str) -> bool:
     return seal in _needed(heads, path.parent) or (not are_all and (path.parent / KEPT).is_dir())
 
 
-class _Head(NamedTuple):
-    """What a container says of its place in a chain."""
-
-    seal: str
-    base: BaseRecord | None
-
-    @property
-    def links(self) -> int:
-        return 0 if self.base is None else self.base.links
-
-
-def _head(container: Path) -> _Head:
-    with ContainerReader(container) as reader:
-        return _Head(reader.seal.hex(), reader.manifest.base)
-
-
-def _heads(folder: Path, without: Path | None = None) -> tuple[dict[Path, _Head], bool]:
+def _heads(folder: Path, without: Path | None = None) -> tuple[dict[Path, Stated], bool]:
     """The heads of the containers in a folder, but for one, and of its links; False where one cannot be read."""
     links = [path for path in _containers(folder / KEPT) if is_kept_name(path.name)]
     paths = [path for path in (*_containers(folder), *links) if path != without]
     found = {}
     for path in paths:
         with contextlib.suppress(InputError):
-            found[path] = _head(path)
+            found[path] = stated_base(path)
     return found, len(found) == len(paths)
 
 
@@ -164,7 +145,7 @@ def _containers(folder: Path) -> list[Path]:
     return [path for path in found if (path.suffix == CONTAINER and path.is_file()) or is_container(path)]
 
 
-def _needed(heads: dict[Path, _Head], folder: Path) -> set[str]:
+def _needed(heads: dict[Path, Stated], folder: Path) -> set[str]:
     """The seals of all files that the containers in ``folder`` need."""
     below = {head.seal: head.base.seal for head in heads.values() if head.base is not None}
     waiting = [head.seal for path, head in heads.items() if path.parent == folder]

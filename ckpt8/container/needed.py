@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
-from ckpt8.container.base_record import read_base
-from ckpt8.container.bases import bases_of
-from ckpt8.container.head import read_head, stated_seal
-from ckpt8.container.json_fields import Fields
-from ckpt8.container.stored_manifest import manifest_text, parse_manifest
+from ckpt8.container.bases import bases_of, stated_base
+from ckpt8.container.head import stated_seal
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files.atomic import any_file
-from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.text import listed
 
 _SHOWN = 4
@@ -47,11 +43,8 @@ def _needs(container: Path, path: Path, seal: str) -> bool:
     if stated_seal(container) is None:
         return False
     try:
-        with closing(SourceFile(ByteRange.of(container))) as file:
-            where, size = str(container), file.source.length
-            text = manifest_text(read_head(file, where).manifest, where)
-            # Most files are not parsed.
-            record = read_base(Fields(parse_manifest(text, size, where), where)) if seal.encode() in text else None
+        # Most files are not parsed.
+        record = stated_base(container, only=seal).base
     except InputError:
         return False
     if record is None or record.seal != seal:
