@@ -10,8 +10,10 @@ import typer
 
 from ckpt8.cli.options import Json, Threads
 from ckpt8.cli.output import present
+from ckpt8.core.errors import UsageError
 from ckpt8.core.text import printable
 
+_MOST_RANKS = 64
 _SIZES = "0.25GB,0.5GB,1GB,2GB,4GB,8GB"
 
 
@@ -29,6 +31,14 @@ def bench(
     sizes: Annotated[
         str, typer.Option(metavar="BYTES,...", help="With --scaling: the sizes. bench skips those that do not fit.")
     ] = _SIZES,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=_MOST_RANKS,
+            help="Save and load a sharded state with so many processes, beside torch.distributed.checkpoint.",
+        ),
+    ] = None,
     scratch: Annotated[
         Path | None,
         typer.Option(
@@ -43,7 +53,7 @@ def bench(
 ) -> None:
     """Compare time, size and memory with cp, zstd and torch; on a GPU, kernels and steps with a copy and torch."""
     from ckpt8.cli.bench.sizes import parse_size
-    from ckpt8.cli.show.bench import show_bench, show_device_bench
+    from ckpt8.cli.show.bench import show_bench, show_device_bench, show_ranks
     from ckpt8.core.gpu import requested
 
     where = requested(device)
@@ -53,8 +63,19 @@ def bench(
         measured = bench_device(where, parameters=parameters)
         present(measured, lambda console: show_device_bench(console, measured), as_json=as_json)
         return
+    from ckpt8.cli.bench.ranks import bench_ranks
     from ckpt8.cli.bench.run import bench as run
 
+    if ranks is not None:
+        if checkpoint is not None or scaling:
+            raise UsageError("--ranks trains a state of --size; leave out the checkpoint and --scaling")
+        try:
+            size = parse_size(train_size, "--size")
+            shared = bench_ranks(ranks, size=size, threads=threads, repeat=repeat, scratch=scratch, say=_say)
+        finally:
+            _say("")
+        present(shared, lambda console: show_ranks(console, shared), as_json=as_json)
+        return
     try:
         result = run(
             checkpoint,
