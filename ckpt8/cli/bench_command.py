@@ -53,9 +53,14 @@ def bench(
 ) -> None:
     """Compare time, size and memory with cp, zstd and torch; on a GPU, kernels and steps with a copy and torch."""
     from ckpt8.cli.bench.sizes import parse_size
-    from ckpt8.cli.show.bench import show_bench, show_device_bench, show_ranks
+    from ckpt8.cli.show.bench import show_bench, show_device_bench
     from ckpt8.core.gpu import requested
 
+    if ranks is not None:
+        if checkpoint is not None or scaling or device != "cpu":
+            raise UsageError("--ranks trains a state on the CPU; leave out a checkpoint, --scaling and --device")
+        _bench_ranks(ranks, parse_size(train_size, "--size"), threads, repeat, scratch, as_json=as_json)
+        return
     where = requested(device)
     if where is not None and where.type != "cpu":
         from ckpt8.cli.bench.device import bench_device
@@ -63,19 +68,8 @@ def bench(
         measured = bench_device(where, parameters=parameters)
         present(measured, lambda console: show_device_bench(console, measured), as_json=as_json)
         return
-    from ckpt8.cli.bench.ranks import bench_ranks
     from ckpt8.cli.bench.run import bench as run
 
-    if ranks is not None:
-        if checkpoint is not None or scaling:
-            raise UsageError("--ranks trains a state of --size; leave out the checkpoint and --scaling")
-        try:
-            size = parse_size(train_size, "--size")
-            shared = bench_ranks(ranks, size=size, threads=threads, repeat=repeat, scratch=scratch, say=_say)
-        finally:
-            _say("")
-        present(shared, lambda console: show_ranks(console, shared), as_json=as_json)
-        return
     try:
         result = run(
             checkpoint,
@@ -89,6 +83,19 @@ def bench(
     finally:
         _say("")
     present(result, lambda console: show_bench(console, result), as_json=as_json)
+
+
+def _bench_ranks(
+    ranks: int, size: int, threads: int | None, repeat: int, scratch: Path | None, *, as_json: bool
+) -> None:
+    from ckpt8.cli.bench.ranks import bench_ranks
+    from ckpt8.cli.show.bench import show_ranks
+
+    try:
+        result = bench_ranks(ranks, size=size, threads=threads, repeat=repeat, scratch=scratch, say=_say)
+    finally:
+        _say("")
+    present(result, lambda console: show_ranks(console, result), as_json=as_json)
 
 
 def _say(text: str) -> None:
