@@ -37,6 +37,7 @@ from ckpt8.core.arguments import checked
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import listed
+from ckpt8.core.workers import threads_of_rank
 from ckpt8.integrations import is_local
 from ckpt8.integrations.dcp.families import count_parted
 from ckpt8.integrations.dcp.metadata import InDirectory, index_of
@@ -77,7 +78,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
     ) -> None:
         super().__init__(path)
         self._policy = Policy.of(preset, rules, budget)
-        self._options = Options(threads, stats)
+        self._options = Options(threads or threads_of_rank(), stats)
         self._overwrite = overwrite
         self._spread = True
 
