@@ -11,12 +11,14 @@ from typing import Any
 class Share:
     """Where the tensor of one rank begins in one of the shape ``whole``, which ``ranks`` processes hold together.
 
-    ``rest`` is what else the file says of it, such as the mesh of the processes.
+    ``copies`` of them hold the same part, None where that is not said. ``rest`` is what else the file says of it, such
+    as the mesh of the processes.
     """
 
     offsets: tuple[int, ...]
     whole: tuple[int, ...]
     ranks: int
+    copies: int | None
     rest: Any
 
     def suffix(self, shape: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.walk import iter_leaves
 
 _RANK = re.compile(r"(?:.*rank[_-]?|.*?(?=\d+\D*$))(\d+)", re.DOTALL)
+_WORLD = re.compile(r"world[_-]?size[_-]?(\d+)")
 _MOST_DIGITS = 9
 
 
@@ -43,3 +44,9 @@ def home_of(path: str, tree: Any) -> tuple[str, int | None]:
     """What a file shares with those whose tensors belong to its own: the folder, and the rank of a file of one rank."""
     found = rank_file(path, tree)
     return path.rpartition("/")[0], None if found is None else found.rank
+
+
+def stated_world(path: str) -> int:
+    """The number of ranks in the name of a file; 0 if it does not say."""
+    found = _WORLD.search(path.rpartition("/")[2])
+    return int(found[1]) if found is not None and len(found[1]) <= _MOST_DIGITS else 0

@@ -69,7 +69,7 @@ def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
         if reader is None:
             raise _refusal(file)
         opened = reader.read(file)
-        refuse_share(opened, str(path))
+        refuse_share(opened.tree, str(path))
         yield opened
 
 

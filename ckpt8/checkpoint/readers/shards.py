@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ckpt8.checkpoint.readers.pickle.distributed import EMPTY, is_distributed
-from ckpt8.checkpoint.tree import Global, Inert, OpenCheckpoint, TensorRef
+from ckpt8.checkpoint.tree import Global, Inert, TensorRef
 from ckpt8.checkpoint.walk import format_path, iter_leaves, iter_nodes
 from ckpt8.core.errors import UnsupportedError
 from ckpt8.core.tensors import DType
@@ -56,11 +56,11 @@ def check_shares(tree: Any, names: Collection[str], where: str) -> None:
         raise UnsupportedError(f"{where}: a file of one rank: a tensor shares its storage with the mesh of the ranks")
 
 
-def refuse_share(checkpoint: OpenCheckpoint, where: str) -> None:
-    """Raise UnsupportedError for a file with a part of a tensor that is spread over ranks."""
-    if any(map(is_distributed, checkpoint.names)) and any(
+def refuse_share(tree: Any, where: str) -> None:
+    """Raise UnsupportedError for the tree of a file with a part of a tensor that is spread over ranks."""
+    if any(
         type(leaf) is TensorRef and leaf.share is not None and leaf.share.whole != leaf.shape
-        for _, leaf in iter_leaves(checkpoint.tree)
+        for _, leaf in iter_leaves(tree)
     ):
         raise UnsupportedError(
             f"{where}: the file of one rank, with its parts of the tensors; give the folder with the files of all ranks"

@@ -137,6 +137,6 @@ def open_member(path: Path, *, member: str | None = None, threads: int | None = 
                 "restore it and load it with torch.distributed.checkpoint"
             )
         checkpoint = read_member(reader, index, MemberSource.of(reader, MemberFile(reader, index, workers)))
-        refuse_share(checkpoint, f"{path}: {record.path!r}")
+        refuse_share(checkpoint.tree, f"{path}: {record.path!r}")
         check = partial(check_frames, reader, workers, only=[record.skeleton, *(at for _, at in record.segments)])
         yield OpenMember(path, checkpoint, check, StoredParts(reader, index, checkpoint, workers))

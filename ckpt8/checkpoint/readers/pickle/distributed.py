@@ -28,6 +28,7 @@ _MOST_DIMS = 64
 _LARGEST = 2**63 - 1
 _REBUILD_ARGUMENTS = 8
 _SHARDED_FIELDS = 5
+_COPIED = "Replicate"
 
 Run = tuple[int, int]
 """Start and stop."""
@@ -69,7 +70,8 @@ def _dtensor(whole: tuple[int, ...], state: Any, spend: Callable[[int], None]) -
     runs = _runs(whole, list(zip(sizes, coordinate, placements, strict=True)), spend)
     if runs is None or ref.shape != tuple(stop - start for start, stop in runs):
         return None
-    return replace(ref, share=Share(tuple(start for start, _ in runs), whole, prod(sizes), spec))
+    copies = prod(size for size, placement in zip(sizes, placements, strict=True) if _kind(placement) == _COPIED)
+    return replace(ref, share=Share(tuple(start for start, _ in runs), whole, prod(sizes), copies, spec))
 
 
 def _mesh_shape(mesh: dict[str, Any]) -> tuple[int, ...] | None:
@@ -110,8 +112,8 @@ def _runs(
     """
     runs = [[(0, size)] for size in whole]
     for size, at, placement in placed:
-        kind = placement.name.rpartition(".")[2] if type(placement) is Inert else None
-        if kind == "Replicate":
+        kind = _kind(placement)
+        if kind == _COPIED:
             continue
         stated = _fields(placement.state) if kind in ("Shard", "_StridedShard") else {}
         dim, factor = stated.get("dim"), stated.get("split_factor") if kind == "_StridedShard" else 1
@@ -126,6 +128,10 @@ def _runs(
         runs[dim] = _cut(runs[dim], own)
     joined = [_joined(each) or [(size, size)] for each, size in zip(runs, whole, strict=True)]
     return [each[0] for each in joined] if all(len(each) == 1 for each in joined) else None
+
+
+def _kind(placement: Any) -> str | None:
+    return placement.name.rpartition(".")[2] if type(placement) is Inert else None
 
 
 def _chunks(size: int, count: int) -> list[Run]:
@@ -180,7 +186,7 @@ def _sharded_tensor(whole: tuple[int, ...], state: Any, _spend: Callable[[int], 
     )
     if not is_inside or ref.shape != tuple(sizes) or len(sizes) != len(whole):
         return None
-    return replace(ref, share=Share(tuple(offsets), whole, len(everywhere), (place, *state[1:])))
+    return replace(ref, share=Share(tuple(offsets), whole, len(everywhere), None, (place, *state[1:])))
 
 
 _KINDS = {"DTensor": _dtensor, "ShardedTensor": _sharded_tensor}
