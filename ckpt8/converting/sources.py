@@ -20,6 +20,9 @@ from ckpt8.core.text import listed, printable
 
 _LISTED = 20
 
+PER_RANK = "per-rank"
+"""The layout of files that the ranks of a job wrote, each its own."""
+
 
 class DirectoryLayout(Protocol):
     """The functions of a module that knows one layout of a directory."""
@@ -34,7 +37,7 @@ class DirectoryLayout(Protocol):
 LAYOUTS: Mapping[str, DirectoryLayout] = {
     "deepspeed-universal": deepspeed_universal,
     "deepspeed-partitions": deepspeed_partitions,
-    "per-rank": per_rank,
+    PER_RANK: per_rank,
     "dcp": dcp,
     "model-directory": model_directory,
 }

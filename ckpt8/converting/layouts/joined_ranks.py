@@ -34,10 +34,17 @@ class ApartError(InputError):
     """The files do not say how the tensors of the ranks belong together."""
 
 
-def joined(data: Composite, pattern: str, files: Files) -> Any:
-    """The one tree of all files, with keys of ``data``. Raises ApartError, InputError; ``pattern`` names the files."""
+def joined(data: Composite, pattern: str, files: Files, notes: list[str]) -> Any:
+    """The one tree of all files, with keys of ``data``. ``pattern`` names the files; ``notes`` are for the report.
+
+    Raises ApartError, InputError.
+    """
     trees = {rank: _opened(data, member) for rank, member in files.items()}
-    return _Joining(data, pattern, trees).join((), trees)
+    joining = _Joining(data, pattern, trees)
+    tree = joining.join((), trees)
+    if joining.missing is not None:
+        notes.append(f"{pattern}: {joining.missing}; other ranks have copies of its parts")
+    return tree
 
 
 def _opened(data: Composite, member: DirectoryMember) -> Any:
@@ -51,7 +58,7 @@ def _opened(data: Composite, member: DirectoryMember) -> Any:
 
 
 class _Joining:
-    """Joins trees; containers that stand at several places are joined once."""
+    """Joins trees; containers that stand at several places are joined once. ``missing`` says which rank has no file."""
 
     def __init__(self, data: Composite, pattern: str, trees: Mapping[int, Any]) -> None:
         self._data = data
@@ -63,7 +70,7 @@ class _Joining:
         ranks = max(leaf.share.ranks for leaf in leaves if isinstance(leaf, TensorRef) and leaf.share is not None)
         ranks = max(ranks, stated_world(pattern), *(rank + 1 for rank in trees))
         missing = next((rank for rank in range(ranks) if rank not in trees), None)
-        self._missing = None if missing is None else f"the file of rank {missing} of {ranks} is not there"
+        self.missing = None if missing is None else f"the file of rank {missing} of {ranks} is not there"
 
     def join(self, path: Path, values: Mapping[int, Any]) -> Any:
         """The values at one place, by rank, as one. Raises ApartError, InputError."""
@@ -129,9 +136,9 @@ class _Joining:
             name = self._name(path).removeprefix(f"{self._data.label}: ")
             return gather(self._data, name, refs[next(iter(refs))].dtype, share.whole, list(parts.values()))
         except InputError:
-            if self._missing is None:
+            if self.missing is None:
                 raise
-            raise InputError(f"{self._where}: {self._missing}; the checkpoint is not complete") from None
+            raise InputError(f"{self._where}: {self.missing}; the checkpoint is not complete") from None
 
     def _name(self, path: Path) -> str:
         return f"{self._where}: {shown(format_path(path))}"

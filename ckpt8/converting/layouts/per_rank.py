@@ -50,7 +50,7 @@ def assemble(members: Bundle) -> Content:
     for pattern, files in found.items():
         kind, folder = kinds[pattern], _folder(pattern)
         try:
-            tree = joined(data, pattern, files)
+            tree = joined(data, pattern, files, content.notes)
         except ApartError as exc:
             if kind != _OPTIMIZER:
                 raise
