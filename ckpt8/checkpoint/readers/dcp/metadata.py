@@ -16,6 +16,7 @@ from typing import Any
 from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
 from ckpt8.checkpoint.readers.pickle.rebuild import MAX_DIMS, is_count
 from ckpt8.checkpoint.readers.shards import DTYPE_NAMES
+from ckpt8.checkpoint.share import slice_suffix
 from ckpt8.checkpoint.tree import Global, Inert
 from ckpt8.checkpoint.walk import check_depth
 from ckpt8.container.member_paths import is_inside
@@ -110,8 +111,7 @@ class Metadata:
         """The place of a part in its tensor, ``[0:64,:]``, to append to the name; empty for a whole tensor."""
         if piece.place is None or self.is_whole(piece):
             return ""
-        parts = zip(*piece.place, self.tensors[piece.name].shape, strict=True)
-        return f"[{','.join(':' if size == whole else f'{at}:{at + size}' for at, size, whole in parts)}]"
+        return slice_suffix(*piece.place, self.tensors[piece.name].shape)
 
     def is_whole(self, piece: Slice) -> bool:
         """Whether a slice is all of its tensor."""
