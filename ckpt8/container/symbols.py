@@ -16,6 +16,7 @@ from ckpt8.container.symbol_modes import DIGITS, Mode, Packing
 from ckpt8.core import backend as backends
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import Parts
+from ckpt8.core.workers import scratch_elements
 
 
 def pack_parts(parts: Parts, backend: backends.Backend | None = None) -> tuple[Parts, dict[str, Packing]]:
@@ -28,11 +29,22 @@ def pack_parts(parts: Parts, backend: backends.Backend | None = None) -> tuple[P
 
 
 def unpack_parts(
-    parts: Parts, packings: Mapping[str, Packing], where: str, backend: backends.Backend | None = None
+    parts: Parts,
+    packings: Mapping[str, Packing],
+    where: str,
+    backend: backends.Backend | None = None,
+    *,
+    reuse: bool = False,
 ) -> Parts:
-    """The ``parts`` that ``pack_parts`` was given, on the device of these. Raises InputError as ``unpack``."""
-    unpacked = {name: unpack(split(parts[name], how), how, where, backend) for name, how in packings.items()}
-    return {**parts, **unpacked}
+    """The ``parts`` that ``pack_parts`` was given, on the device of these. Raises InputError as ``unpack``.
+
+    With ``reuse`` symbols are in buffers of this thread, until it unpacks again. The rows are then on the CPU.
+    """
+    unpacked = dict(parts)
+    for name, how in packings.items():
+        out = scratch_elements(f"unpacked {name}", torch.int32, how.numel) if reuse else None
+        unpacked[name] = unpack(split(parts[name], how), how, where, backend, out)
+    return unpacked
 
 
 def pack(symbols: torch.Tensor, backend: backends.Backend | None = None) -> tuple[torch.Tensor, Packing]:
@@ -57,10 +69,18 @@ def split(row: torch.Tensor, packing: Packing) -> list[torch.Tensor]:
 
 
 def unpack(
-    planes: Sequence[torch.Tensor], packing: Packing, where: str, backend: backends.Backend | None = None
+    planes: Sequence[torch.Tensor],
+    packing: Packing,
+    where: str,
+    backend: backends.Backend | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The symbols that four planes hold. Raises InputError, which begins with ``where``, for what no writer makes."""
-    out = torch.empty(packing.numel, dtype=torch.int32, device=planes[0].device)
+    """The symbols that four planes hold, in ``out`` if it is given: int32, as many as they are.
+
+    Raises InputError, which begins with ``where``, for what no writer makes.
+    """
+    if out is None:
+        out = torch.empty(packing.numel, dtype=torch.int32, device=planes[0].device)
     if packing.numel:
         mode = packing.mode
         last = packing.numel % DIGITS[mode.base] or DIGITS[mode.base]
