@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import islice
-from typing import NamedTuple
 
 import torch
 
@@ -20,8 +19,8 @@ _TABLE_BYTES = 0.5
 _EFFORT = 0.01
 """Bits that a byte counts besides where zstd takes it: of modes that are nearly equal, that with fewer such bytes is
 faster, and no larger as measured."""
-_FEWEST_ABOVE = 4
-"""The largest that is above the bits is not below it: the lowest bits of smaller symbols are no noise."""
+_FEWEST_ABOVE, _BASES_ABOVE = 4, (16, 256)
+"""Below bits is no less than that, in digits of these bases: less has no noise below it."""
 
 _SHARES = (
     0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99, 0.9925, 0.995, 0.997, 0.998, 0.999, 1.0,
@@ -38,61 +37,37 @@ Tabulate = Callable[[torch.Tensor, Sequence[Mode]], torch.Tensor]
 each: from the counts of what symbols have above the bits."""
 
 
-class _Plane(NamedTuple):
-    """The bytes of a plane, and how many of the values that are counted share one."""
-
-    length: int
-    digits: float = 1
-
-
-class _Cut(NamedTuple):
-    """Modes of one number of bits; the counts of what symbols have above these, and of the bits, a row of 256."""
-
-    modes: list[Mode]
-    above: torch.Tensor
-    low: torch.Tensor
-
-
 def choose(counts: torch.Tensor, numel: int, tabulate: Tabulate | None = None) -> Mode:
     """The mode for ``numel`` symbols. ``counts`` say how often each value from -1 on occurs: int64, on the CPU.
 
-    The first one of equals.
+    The first one of equals. Bits are taken for noise.
     """
     tops = (len(counts) - 1, 0) if counts[0] else (NO_TOP,)
-    cuts = [cut for top in tops for cut in _cuts(_with_top(counts, top), top)]
-    rows = [row for cut in cuts for row in ((tabulate or _tabulate)(cut.above, cut.modes), cut.low[None])]
-    planes = [each for cut in cuts for each in _planes(cut.modes, numel)]
-    sizes = iter(
-        _stored(torch.cat(rows), _numbers([p.length for p in planes]), _numbers([p.digits for p in planes])).tolist()
-    )
-    totals = dict[Mode, float]()
-    for cut in cuts:
-        own = {mode: sum(islice(sizes, 1 + mode.over + mode.raw)) for mode in cut.modes}
-        low = next(sizes)
-        totals |= {mode: size + low for mode, size in own.items()}
-    return min(totals, key=totals.__getitem__)
+    found, tables = list[Mode](), list[torch.Tensor]()
+    for top in tops:
+        stored = _with_top(counts, top)
+        largest = _largest(stored)
+        for bits in range(MOST_BITS + 1 if largest >= _FEWEST_ABOVE else 1):
+            modes = list(_candidates(largest >> bits, top, bits))
+            if modes:
+                found += modes
+                tables.append((tabulate or _tabulate)(_above_bits(stored, bits), modes))
+    planes = [mode.plane_lengths(numel)[: 1 + mode.over + mode.raw] for mode in found]
+    lengths = [length for each in planes for length in each]
+    digits = [
+        each for mode, own in zip(found, planes, strict=True) for each in (DIGITS[mode.base], *[1] * len(own[1:]))
+    ]
+    sizes = iter(_stored(torch.cat(tables), _numbers(lengths), _numbers(digits)).tolist())
+    totals = [
+        sum(islice(sizes, len(own)), mode.bits * -(-numel // LANES)) for mode, own in zip(found, planes, strict=True)
+    ]
+    return found[totals.index(min(totals))]
 
 
-def _planes(modes: Sequence[Mode], numel: int) -> Iterator[_Plane]:
-    """The planes of each of the modes of a cut but that of the bits, which comes last."""
-    for mode in modes:
-        digits, *others = mode.plane_lengths(numel)[: 1 + mode.over + mode.raw]
-        yield _Plane(digits, DIGITS[mode.base])
-        yield from map(_Plane, others)
-    bits = modes[0].bits
-    yield _Plane(bits * -(-numel // LANES), LANES / max(bits, 1))
-
-
-def _cuts(counts: torch.Tensor, top: int) -> Iterator[_Cut]:
-    """Every number of bits, with all modes that hold the stored symbols."""
-    largest = _largest(counts)
-    for bits in range(MOST_BITS + 1):
-        if bits and largest >> bits < _FEWEST_ABOVE:
-            return
-        modes = list(_candidates(largest >> bits, top, bits))
-        if modes:
-            split = torch.nn.functional.pad(counts, (0, -len(counts) % (1 << bits))).view(-1, 1 << bits)
-            yield _Cut(modes, split.sum(1), torch.nn.functional.pad(split.sum(0), (0, _BYTE - (1 << bits))))
+def _above_bits(counts: torch.Tensor, bits: int) -> torch.Tensor:
+    """``counts`` of what symbols have above their lowest bits."""
+    width = 1 << bits
+    return torch.nn.functional.pad(counts, (0, -len(counts) % width)).view(-1, width).sum(1) if bits else counts
 
 
 def _with_top(counts: torch.Tensor, top: int) -> torch.Tensor:
@@ -107,14 +82,16 @@ def _numbers(values: Sequence[float]) -> torch.Tensor:
 
 
 def _candidates(largest: int, top: int, bits: int) -> Iterator[Mode]:
-    """Every mode of so many bits that holds values up to ``largest`` above them."""
+    """The modes of so many bits that hold values up to ``largest`` above them, apart from those that gain nothing."""
+    if bits and not _FEWEST_ABOVE <= largest < _BYTE:
+        return
     for raw in range(1 if bits else MOST_RAW + 1):
         rest = largest >> 8 * raw
         if raw and not rest:
             return
-        for base in DIGITS:
+        for base in _BASES_ABOVE if bits else DIGITS:
             over = ((rest - (base - 1)).bit_length() + 7) // 8 if rest >= base else 0
-            if raw + over + (bits > 0) < PLANES:
+            if raw + over < PLANES:
                 yield Mode(raw, base, over, top, bits)
 
 
