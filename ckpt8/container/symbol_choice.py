@@ -19,6 +19,8 @@ _TABLE_BYTES = 0.5
 _EFFORT = 0.01
 """Bits that a byte counts besides where zstd takes it: of modes that are nearly equal, that with fewer such bytes is
 faster, and no larger as measured."""
+_LEAST_SHARE = 1 / 127
+"""zstd stores bytes as they are unless one of them is more frequent."""
 _FEWEST_ABOVE, _BASES_ABOVE = 4, (16, 256)
 """Below bits is no less than that, in digits of these bases: less has no noise below it."""
 
@@ -83,7 +85,7 @@ def _numbers(values: Sequence[float]) -> torch.Tensor:
 
 def _candidates(largest: int, top: int, bits: int) -> Iterator[Mode]:
     """The modes of so many bits that hold values up to ``largest`` above them, apart from those that gain nothing."""
-    if bits and not _FEWEST_ABOVE <= largest < _BYTE:
+    if bits and largest < _FEWEST_ABOVE:
         return
     for raw in range(1 if bits else MOST_RAW + 1):
         rest = largest >> 8 * raw
@@ -91,7 +93,7 @@ def _candidates(largest: int, top: int, bits: int) -> Iterator[Mode]:
             return
         for base in _BASES_ABOVE if bits else DIGITS:
             over = ((rest - (base - 1)).bit_length() + 7) // 8 if rest >= base else 0
-            if raw + over < PLANES:
+            if raw + over + (bits > 0) < PLANES:
                 yield Mode(raw, base, over, top, bits)
 
 
@@ -144,13 +146,14 @@ def _largest(counts: torch.Tensor) -> int:
 def _stored(counts: torch.Tensor, lengths: torch.Tensor, digits: torch.Tensor) -> torch.Tensor:
     """The bytes that planes are expected to take, by row: ``digits`` share a byte, ``lengths`` are in bytes."""
     shares = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
+    most = shares.amax(1) ** digits
     entropy = digits * torch.special.entr(shares).sum(1) / math.log(2)
-    bits = entropy + _excess(shares.amax(1) ** digits) + _EFFORT
+    bits = entropy + _excess(most) + _EFFORT
     values = ((counts > 0).sum(1).double() ** digits).clamp(max=_BYTE)
     blocks = torch.ceil(lengths / _BLOCK)
     packed = bits * lengths / 8 + blocks * (_BLOCK_BYTES + _TABLE_BYTES * values) + _FRAME_BYTES
     worth = torch.where(lengths < SHORT_PLANE, 1.0, SYMBOLS_WORTH_IT)
-    return torch.where(packed < worth * lengths, packed, lengths)
+    return torch.where((packed < worth * lengths) & (most > _LEAST_SHARE), packed, lengths)
 
 
 @cache
