@@ -1,10 +1,12 @@
-"""The place of a tensor of one rank in a tensor that is spread over several. Imports nothing."""
+"""The place of a tensor of one rank in a tensor that is spread over several. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ckpt8.core.text import box_text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,11 +24,5 @@ class Share:
     rest: Any
 
     def suffix(self, shape: Sequence[int]) -> str:
-        """What a share of that ``shape`` has behind its name, empty where one process holds all."""
-        return slice_suffix(self.offsets, shape, self.whole) if self.ranks > 1 and shape else ""
-
-
-def slice_suffix(offsets: Sequence[int], sizes: Sequence[int], whole: Sequence[int]) -> str:
-    """The place of a slice in its tensor, ``[0:64,:]``."""
-    parts = zip(offsets, sizes, whole, strict=True)
-    return f"[{','.join(':' if size == all_ else f'{at}:{at + size}' for at, size, all_ in parts)}]"
+        """What a share of that ``shape`` has behind its name, empty where it is all of the tensor."""
+        return box_text(self.offsets, shape, self.whole)

@@ -31,7 +31,7 @@ from ckpt8.core.closing import Closing
 from ckpt8.core.collection import without_collection
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.crc import crc32
-from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile
 from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -45,15 +45,22 @@ class ContainerReader(Closing):
     for a command that reads a checkpoint and ends, wrong for a load before training.
 
     The base of a delta is opened when a part of it is first needed. It is looked for beside the delta, then in
-    ``base_dirs``, by default those of ``bases.looked_for_in``.
+    ``base_dirs``, by default those of ``bases.looked_for_in``. A ``pool`` bounds how many files are open at a time.
     """
 
-    def __init__(self, path: Path, *, kernels: bool = False, base_dirs: Sequence[Path] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        kernels: bool = False,
+        base_dirs: Sequence[Path] | None = None,
+        pool: FilePool | None = None,
+    ) -> None:
         self.path = path
         self.base_dirs = bases.directories() if base_dirs is None else tuple(base_dirs)
         self._kernels = kernels
         self._base: Base[ContainerReader] | None = None
-        self._file = SourceFile(ByteRange.of(path))
+        self._file = SourceFile(ByteRange.of(path)) if pool is None else PooledFile(ByteRange.of(path), pool)
         self._codecs: dict[int | Pack, Codec] = {}
         self._packs = PackReader(self.pack_codec, self._read_pack_part)
         self._local = threading.local()

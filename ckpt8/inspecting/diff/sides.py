@@ -22,8 +22,8 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.checkpoint.walk import iter_nodes
-from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
+from ckpt8.container.opening import is_stored
 from ckpt8.converting.layouts import dcp
 from ckpt8.converting.sources import PER_RANK, content_of, layout_of
 from ckpt8.core.errors import InputError
@@ -83,7 +83,7 @@ def _make(members: Bundle, layout: str | None, *, together: bool) -> Side:
     found = [each for each in members.found if each.checkpoint.format not in (SYMLINK, DIRECTORY)]
     formats = [each.checkpoint.format for each in found]
     name = (layout or _OF_SEVERAL) if members.directory is not None or not formats else formats[0]
-    side = Side(members.path, name, is_container(members.path), size_of(members.path))
+    side = Side(members.path, name, is_stored(members.path), size_of(members.path))
     if together and members.directory is not None:
         content = content_of(members)
         side.parts.append(Part("", content.data, content.data))

@@ -16,13 +16,12 @@ from typing import Any
 from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
 from ckpt8.checkpoint.readers.pickle.rebuild import MAX_DIMS, is_count
 from ckpt8.checkpoint.readers.shards import DTYPE_NAMES
-from ckpt8.checkpoint.share import slice_suffix
 from ckpt8.checkpoint.tree import Global, Inert
 from ckpt8.checkpoint.walk import check_depth
 from ckpt8.container.member_paths import is_inside
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.tensors import DType
-from ckpt8.core.text import shown
+from ckpt8.core.text import box_text, shown
 
 METADATA = ".metadata"
 """The name of the file."""
@@ -109,9 +108,7 @@ class Metadata:
 
     def suffix(self, piece: Slice) -> str:
         """The place of a part in its tensor, ``[0:64,:]``, to append to the name; empty for a whole tensor."""
-        if piece.place is None or self.is_whole(piece):
-            return ""
-        return slice_suffix(*piece.place, self.tensors[piece.name].shape)
+        return "" if piece.place is None else box_text(*piece.place, self.tensors[piece.name].shape)
 
     def is_whole(self, piece: Slice) -> bool:
         """Whether a slice is all of its tensor."""
