@@ -20,10 +20,11 @@ from typing import Any
 
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.integrations import local_path
-from ckpt8.integrations.sharded_state import FOLDER, is_packed, load_model, load_optimizers, save_packed
+from ckpt8.integrations.sharded_state import FOLDER, load_model, load_optimizers, save_packed
 
 _ADVICE = "give a directory that every rank can reach"
 
@@ -77,14 +78,14 @@ def load_state(
     >>> load_state(accelerator, "run/step-500")  # doctest: +SKIP
     """
     source = None if input_dir is None else local_path(input_dir, _ADVICE)
-    if source is not None and not is_packed(source / FOLDER):
+    if source is not None and not is_sharded(source / FOLDER):
         accelerator.load_state(str(source))
         return
     with _taken_over(accelerator, "load_state") as pairs, contextlib.ExitStack() as hooks:
 
         def unpack(_: list[Any], folder: str) -> None:
             place = Path(folder) / FOLDER
-            if not is_packed(place):
+            if not is_sharded(place):
                 raise InputError(f"{folder}: holds nothing that save_state packed; use accelerator.load_state")
             for (model, own), (weights, moments) in zip(pairs, _keys(), strict=False):
                 load_model(place, weights, model, threads=threads)

@@ -16,16 +16,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ckpt8.checkpoint.readers.entries import PACKED_INDEX
-from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
 
 FOLDER = "ckpt8"
 """The folder of a checkpoint that holds what is packed."""
-
-
-def is_packed(folder: Path) -> bool:
-    """Whether ``folder`` holds a packed directory that is complete."""
-    return (folder / PACKED_INDEX).is_file()
 
 
 def save_packed(folder: Path, state: dict[str, Any], options: Mapping[str, Any]) -> None:
@@ -33,7 +27,7 @@ def save_packed(folder: Path, state: dict[str, Any], options: Mapping[str, Any])
 
     ``options`` are those of Ckpt8StorageWriter.
     """
-    state_dict_saver.save(state, storage_writer=Ckpt8StorageWriter(folder, **options))
+    state_dict_saver.save(state, storage_writer=Ckpt8StorageWriter(folder, **options), planner=Ckpt8SavePlanner())
 
 
 def load_model(folder: Path, key: str, model: Any, *, strict: bool = True, threads: int | None = None) -> None:

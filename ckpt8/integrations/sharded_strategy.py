@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from ckpt8.container.header import is_container
+from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import Ckpt8Error, InputError, UsageError
 from ckpt8.integrations.dcp import Ckpt8StorageWriter
-from ckpt8.integrations.sharded_state import is_packed, load_model, load_optimizers, save_packed
+from ckpt8.integrations.sharded_state import load_model, load_optimizers, save_packed
 from ckpt8.restoring.restore import restore
 
 _REST = "meta.pt"
@@ -24,7 +25,7 @@ _REST = "meta.pt"
 class Ckpt8StrategyMixin:
     """Before Lightning's FSDPStrategy or ModelParallelStrategy: every rank packs its slices instead of plain ones.
 
-    ``preset``, ``budget``, ``rules`` and ``threads`` are those of ``ckpt8.save``, other arguments those of the strategy.
+    ``preset``, ``budget``, ``rules`` and ``threads`` are those of ``ckpt8.save``; the others are the strategy's own.
     ``fit(ckpt_path=...)`` goes on from such a directory at any world size. Plain checkpoints load too, and so do files
     of ``Ckpt8CheckpointIO``, which still writes those that are no slices (``state_dict_type="full"``).
 
@@ -57,7 +58,7 @@ class Ckpt8StrategyMixin:
         if storage_options is not None:
             raise UsageError("Ckpt8StrategyMixin has no storage_options; leave them out")
         path = Path(self.broadcast(filepath))
-        if self.global_rank == 0 and not is_packed(path):
+        if self.global_rank == 0 and not is_sharded(path):
             _make_room(path)
         self.barrier()
         states = {"state_dict": checkpoint.pop("state_dict")}
@@ -72,7 +73,7 @@ class Ckpt8StrategyMixin:
         if is_container(path):
             with self._restored(path) as plain:
                 return super().load_checkpoint(plain, weights_only)  # type: ignore[misc,no-any-return]
-        if not is_packed(path):
+        if not is_sharded(path):
             return super().load_checkpoint(path, weights_only)  # type: ignore[misc,no-any-return]
         module, threads = self.lightning_module, self._packing["threads"]
         load_model(path, "state_dict", self.model, strict=module.strict_loading, threads=threads)

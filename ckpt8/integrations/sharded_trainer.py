@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.core.arguments import checked
 from ckpt8.integrations.dcp import Ckpt8StorageWriter
-from ckpt8.integrations.sharded_state import FOLDER, is_packed, load_model, load_optimizers, save_packed
+from ckpt8.integrations.sharded_state import FOLDER, load_model, load_optimizers, save_packed
 
 _KEYS = "model", "optimizer"
 _SCHEDULER = "scheduler.pt"
@@ -77,4 +78,4 @@ class Ckpt8TrainerMixin:
     def _packed(self: Any, checkpoint: str | None) -> Path | None:
         """What is packed of a checkpoint, for a Trainer that runs FSDP, or None."""
         place = None if checkpoint is None else Path(checkpoint) / FOLDER
-        return place if place is not None and self.is_fsdp_enabled and is_packed(place) else None
+        return place if place is not None and self.is_fsdp_enabled and is_sharded(place) else None
