@@ -11,7 +11,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from ckpt8.container.sharded.collecting import RankFile, collect
+from ckpt8.container.sharded.index import GlobalTensor
+from ckpt8.core.tensors import DType, Role
 from ckpt8.integrations.dcp import Ckpt8SavePlanner
+from ckpt8.integrations.dcp.families import count_parted
 
 SHAPES = llama(layers=2)
 
@@ -63,6 +67,55 @@ def test_a_llama_of_8_b_stays_together_where_torch_takes_it_apart(replicas, shar
     plans = mesh_plans(llama(), replicas=replicas)
     assert together(share(plans), llama()) == 1
     assert together(DefaultSavePlanner().create_global_plan(plans)[0], llama()) < share_of_torch
+
+
+def index_of(plans):
+    """The tensors of the index of a save with these plans."""
+    files, shapes = [], {}
+    for rank, plan in enumerate(plans):
+        data = [(item.index.fqn, item.tensor_data) for item in plan.items if item.tensor_data is not None]
+        shapes |= {name: each.size for name, each in data}
+        boxes = [(name, each.chunk.offsets, each.chunk.sizes) for name, each in data if prod(each.chunk.sizes)]
+        files.append(RankFile.of(f"__{rank}_0.ckpt8", "0" * 64, boxes))
+    names = [file.file for file in files]
+    layouts = collect(files, {name: tuple(shape) for name, shape in shapes.items()})
+    return {name: GlobalTensor(DType.FLOAT32, tuple(shapes[name]), layout, names) for name, layout in layouts.items()}
+
+
+@pytest.mark.parametrize("mesh", [{"replicas": 2}, {"replicas": 3, "shards": 4}, {"shards": 8, "tensor_parallel": 4}])
+def test_parameters_that_are_taken_apart_are_counted(mesh):
+    plans = mesh_plans(SHAPES, **mesh)
+    apart = DefaultSavePlanner().create_global_plan(plans)[0]
+    expected = round((1 - together(apart, SHAPES)) * len(SHAPES))
+    assert expected > 0
+    assert count_parted(index_of(apart)) == (expected, len(SHAPES))
+    assert count_parted(index_of(share(plans))) == (0, len(SHAPES))
+    # There are no masters here.
+    assert count_parted(index_of(apart), {Role.WEIGHT}) == (0, 0)
+
+
+def test_only_boxes_that_are_the_same_are_compared():
+    """A parameter whose weight is whole and whose moments are cut is not what a planner takes apart."""
+    shape, halves = (8, 4), [((0, 0), (4, 4)), ((4, 0), (4, 4))]
+    moments = [[tensor_item(f"optim.state.w.{key}", shape, half) for key in MOMENTS] for half in halves]
+    weight = tensor_item("model.w", shape, whole(shape))
+    assert count_parted(index_of([plan_of(weight, *moments[0]), plan_of(*moments[1])])) == (0, 1)
+    # An average of the weights counts for nothing where the weight itself is with its moments.
+    copy = tensor_item("ema.w", shape, whole(shape))
+    moments = [tensor_item(f"optim.state.w.{key}", shape, whole(shape)) for key in MOMENTS]
+    assert count_parted(index_of([plan_of(weight, *moments), plan_of(copy)])) == (0, 1)
+    assert count_parted(index_of([plan_of(weight, copy), plan_of(*moments)])) == (1, 1)
+    assert count_parted(index_of([plan_of(weight, moments[0]), plan_of(moments[1])])) == (1, 1)
+    # A grid beside boxes that are none: half of a tensor.
+    half = [tensor_item(f"optim.state.w.{key}", shape, halves[0]) for key in MOMENTS]
+    assert count_parted(index_of([plan_of(half[0]), plan_of(half[1])])) == (1, 1)
+
+
+def test_masters_apart_from_their_weights_are_counted():
+    shape = (8, 4)
+    weight, master = (tensor_item(name, shape, whole(shape)) for name in ("model.w", "optim.state.w.master_param"))
+    assert count_parted(index_of([plan_of(weight), plan_of(master)]), {Role.WEIGHT}) == (1, 1)
+    assert count_parted(index_of([plan_of(weight, master)]), {Role.WEIGHT}) == (0, 1)
 
 
 def test_numbers_and_objects_go_to_the_lowest_rank_that_has_them():

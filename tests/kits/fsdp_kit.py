@@ -101,13 +101,18 @@ def save_replicas(folder):
     replica = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(replica.parameters(), lr=1e-2)
     train(replica, optimizer, range(STEPS))
-    for name, planner in (("spread", DefaultSavePlanner()), ("together", Ckpt8SavePlanner())):
+    for name, planner, options in (
+        ("spread", DefaultSavePlanner(), {"budget": 2}),
+        ("together", Ckpt8SavePlanner(), {"budget": 2}),
+        ("flash", DefaultSavePlanner(), {}),
+        ("lossless", DefaultSavePlanner(), {"preset": "lossless"}),
+    ):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            writer = Ckpt8StorageWriter(Path(folder) / name, budget=2)
+            writer = Ckpt8StorageWriter(Path(folder) / name, **options)
             dcp.save(state_of(replica, optimizer), storage_writer=writer, planner=planner)
         if dist.get_rank() == 0:
-            ours = [str(each.message) for each in said if "budget" in str(each.message)]
+            ours = [str(each.message) for each in said if str(folder) in str(each.message)]
             (Path(folder) / f"{name}.json").write_text(json.dumps(ours))
 
 

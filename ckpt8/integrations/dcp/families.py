@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 
+from ckpt8.container.sharded.index import GlobalTensor
+from ckpt8.container.sharded.layouts import Grid, Layout
+from ckpt8.core.tensors import Role
 from ckpt8.integrations.dcp.tree import Naming
-from ckpt8.optim.known_optimizers import TENSORS
+from ckpt8.optim.known_optimizers import STATE_ROLES, TENSORS
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a slice."""
@@ -52,6 +55,40 @@ class Families:
         ends = tensor.shape(tuple(offset + size for offset, size in zip(offsets, sizes, strict=True)))
         sizes = tensor.shape(sizes)
         return tuple(end - size for end, size in zip(ends, sizes, strict=True)), sizes
+
+
+def count_parted(tensors: Mapping[str, GlobalTensor], roles: Container[Role] = frozenset(Role)) -> tuple[int, int]:
+    """How many parameters have a slice with weight and state in files of different ranks; and how many have state.
+
+    Only state with one of ``roles`` counts; weights alone do not. The time does not grow
+    with the number of ranks where tensors are grids.
+    """
+    families = Families(tensors)
+    parted = total = 0
+    for names in families.members.values():
+        state = [name for name in names if STATE_ROLES.get(families.keys.get(name, "")) in roles]
+        if state:
+            weights = [
+                name for name in names if name not in families.keys and tensors[name].shape == tensors[state[0]].shape
+            ]
+            first, *others = (tensors[name].layout for name in state)
+            total += 1
+            parted += any(_differ(first, other) for other in others) or (
+                bool(weights) and all(_differ(first, tensors[name].layout) for name in weights)
+            )
+    return parted, total
+
+
+def _differ(one: Layout, other: Layout) -> bool:
+    """Whether a box that both have is in different files."""
+    if isinstance(one, Grid) and isinstance(other, Grid) and _cuts(one) == _cuts(other):
+        return one.owners != other.owners
+    files = {(offsets, sizes): file for file, offsets, sizes in one.boxes()}
+    return any(files.get((offsets, sizes), file) != file for file, offsets, sizes in other.boxes())
+
+
+def _cuts(grid: Grid) -> list[Sequence[Sequence[int]]]:
+    return [cuts.runs for cuts in grid.cuts]
 
 
 def _owner(name: str, owners: set[str]) -> str | None:
