@@ -11,7 +11,7 @@ then on the source is not needed: the ``Unwritten`` that ``pack`` returns writes
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,7 +30,8 @@ from ckpt8.compressing.sharing import PACK_NAME, share
 from ckpt8.container import frames, header, layout
 from ckpt8.container.base_record import BaseRecord
 from ckpt8.container.facts import NO_PARAMETER
-from ckpt8.container.manifest import FrameTable, Manifest
+from ckpt8.container.manifest import FrameTable, Manifest, SliceRecord
+from ckpt8.container.sharded.slices import SliceKey
 from ckpt8.container.writer import ContainerWriter
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.crc import combine
@@ -93,7 +94,10 @@ class Unwritten:
 
 
 class Compressor:
-    """Compresses all members of one source into one container."""
+    """Compresses all members of one source into one container.
+
+    ``slices`` says which tensors of it, by name, are slices of what. ``seal`` is that of the file once it is written.
+    """
 
     def __init__(
         self,
@@ -103,8 +107,11 @@ class Compressor:
         encoder: ChunkEncoder | None = None,
         base: BaseRecord | None = None,
         key_reason: str | None = None,
+        slices: Mapping[str, SliceKey] | None = None,
     ) -> None:
         self._source = source
+        self._slices = slices or {}
+        self.seal: bytes | None = None
         self.base = base
         self._key_reason = key_reason
         self._plan = plan
@@ -186,7 +193,10 @@ class Compressor:
         if self.base is not None and any(record.base is not None for record in manifest.storages):
             manifest.base = self.base
         manifest.key_reason = self._key_reason
-        writer.finish(manifest, partial(check_base, manifest.base))
+        for index, tensor in enumerate(manifest.tensors):
+            if (found := self._slices.get(tensor.name)) is not None:
+                manifest.slices.append(SliceRecord(found[0], index, list(found[1])))
+        self.seal = writer.finish(manifest, partial(check_base, manifest.base))
         return manifest
 
     def _pack_units(self, workers: Workers) -> Iterator[tuple[Unit, list[PackedChunk]]]:

@@ -17,6 +17,7 @@ from ckpt8.container.header import (
     FILE_VERSION,
     REFERENCE_VERSION,
     SHARED_VERSION,
+    SLICES_VERSION,
 )
 from ckpt8.container.symbol_modes import Mode, Packing
 from ckpt8.core.tensors import DType, Role, Strided, TensorSpec
@@ -41,6 +42,9 @@ SHARED = "shared/1"
 
 DELTA = "delta/1"
 """The codec in the record of a difference: as ``SHARED``."""
+
+MOST_DIMS = 64
+"""The most dimensions of a slice; torch has no tensors of more."""
 
 
 @dataclass(slots=True)
@@ -194,6 +198,18 @@ class ParameterRecord:
 
 
 @dataclass(slots=True)
+class SliceRecord:
+    """The part of a distributed tensor that a tensor of this container is, by its index.
+
+    ``name`` is that of the whole tensor; the part begins at ``offsets`` and has the shape of the tensor here.
+    """
+
+    name: str
+    tensor: int
+    offsets: list[int]
+
+
+@dataclass(slots=True)
 class MemberRecord:
     """One source file. ``segments`` are [offset, storage] in order; all other bytes are its skeleton.
 
@@ -230,11 +246,14 @@ class Manifest:
     packs: list[Pack] = field(default_factory=list)
     budget: dict[str, float] | None = None
     base: BaseRecord | None = None
+    slices: list[SliceRecord] = field(default_factory=list)
     key_reason: str | None = field(default=None, compare=False)
 
     @property
     def version(self) -> str:
         """The lowest format version that covers the content."""
+        if self.slices:
+            return SLICES_VERSION
         if self.base is not None:
             return CHAIN_VERSION
         ids = {record.codec.get("id") for record in self.storages}

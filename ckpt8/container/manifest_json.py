@@ -17,6 +17,7 @@ from ckpt8.container.manifest import (
     MemberRecord,
     Pack,
     ParameterRecord,
+    SliceRecord,
     StorageRecord,
     TensorRecord,
 )
@@ -38,6 +39,8 @@ def manifest_json(manifest: Manifest) -> dict[str, Any]:
         tree["base"] = base_json(manifest.base)
     if manifest.directory is not None:
         tree["directory"] = manifest.directory
+    if manifest.slices:
+        tree["slices"] = _slices_json(manifest.slices)
     if shares:
         skeletons = {member.skeleton: skeleton_name(manifest, member) for member in manifest.members}
         tree["storages"] += [_pack_json(manifest, pack, skeletons) for pack in manifest.packs]
@@ -166,6 +169,15 @@ def _tensors_json(manifest: Manifest) -> dict[str, Any]:
         "shape": column(shapes),
         "stride": column([None if each.stride == dense_stride(each.shape) else each.stride for each in tensors]),
         "flags": column([tensor.flags for tensor in tensors]),
+    }
+
+
+def _slices_json(slices: Sequence[SliceRecord]) -> dict[str, Any]:
+    """The table of slices. Null are offsets of 0 in every dimension."""
+    return {
+        "name": [each.name for each in slices],
+        "tensor": column([each.tensor for each in slices]),
+        "offsets": column([each.offsets if any(each.offsets) else None for each in slices]),
     }
 
 

@@ -28,12 +28,14 @@ from ckpt8.container.json_fields import LARGEST, Fields
 from ckpt8.container.layout import PACK
 from ckpt8.container.manifest import (
     DELTA,
+    MOST_DIMS,
     SHARED,
     FrameTable,
     Manifest,
     MemberRecord,
     Pack,
     ParameterRecord,
+    SliceRecord,
     StorageRecord,
     TensorRecord,
 )
@@ -161,6 +163,8 @@ def read_manifest(tree: object, where: str) -> Manifest:
     manifest.tensors += fields.each("tensors", lambda each: _tensor(each, count))
     if packs:
         manifest.tensors += _read_tensors(fields.nested(tree, "tensor_table"), storages)
+    if fields.any("slices") is not None:
+        manifest.slices += _read_slices(fields.nested(tree, "slices"), manifest.tensors)
     return manifest
 
 
@@ -259,3 +263,22 @@ def _read_tensors(fields: Fields, storages: Sequence[StorageRecord]) -> list[Ten
             raise table.fail("stride")
         tensors.append(TensorRecord(record.name if name is None else name, storage, dtype, offset, sizes, steps, flags))
     return tensors
+
+
+def _read_slices(fields: Fields, tensors: Sequence[TensorRecord]) -> list[SliceRecord]:
+    """The records of the table of slices."""
+    table = Table(fields, "name")
+    slices = []
+    for name, tensor, offsets in zip(
+        table.each("name", as_text),
+        table.each("tensor", below(len(tensors))),
+        table.each("offsets", or_null(as_counts)),
+        strict=True,
+    ):
+        dims = len(tensors[tensor].shape)
+        if dims > MOST_DIMS or (offsets is not None and len(offsets) != dims):
+            raise table.fail("offsets")
+        slices.append(SliceRecord(name, tensor, [0] * dims if offsets is None else offsets))
+    if len({(each.name, *each.offsets) for each in slices}) != len(slices):
+        raise table.fail("name")
+    return slices

@@ -71,15 +71,17 @@ class ContainerWriter(Closing):
         with self._output.guard():
             os.ftruncate(self._descriptor, self._data_start + self._position)
 
-    def finish(self, manifest: Manifest, last_look: Callable[[Path], object] = lambda _: None) -> None:
-        """Write manifest, header and seal, and publish the file, see ``AtomicFile.publish``."""
+    def finish(self, manifest: Manifest, last_look: Callable[[Path], object] = lambda _: None) -> bytes:
+        """Write manifest, header and seal, and publish the file, see ``AtomicFile.publish``. Returns the seal."""
         stored = pack_manifest(manifest_json(manifest), self._data_start + self._position + header.SEAL_BYTES)
         self.append(header.MANIFEST, [stored])
         self._write()
         start = self._position
         entries = [*self._entries, Entry(header.SEAL, start, start + header.SEAL_BYTES)]
         head = header.render(entries, self._header_size, manifest.version)
+        seal = hashlib.sha256(head + stored).digest()
         with self._output.guard():
-            write_all_at(self._descriptor, [hashlib.sha256(head + stored).digest()], self._data_start + start)
+            write_all_at(self._descriptor, [seal], self._data_start + start)
             write_all_at(self._descriptor, [head], 0)
         self._output.publish(last_look)
+        return seal

@@ -188,6 +188,8 @@ class Plain:
     def lowest_version(self):
         codecs = {each.get("shared", each)["codec"]["id"] for each in self.manifest["storages"]}
         steps = any("steps" in each for each in self.manifest["parameters"])
+        if "slices" in self.manifest:
+            return "1.6"
         if "base" in self.manifest:
             return "1.5"
         if "budget" in self.manifest or steps or codecs & STEPPED:
@@ -417,6 +419,18 @@ class Plain:
         for place, index in member["crc_fields"]:
             filled[place : place + 4] = zlib.crc32(contents[index]).to_bytes(4, "little")
         return bytes(filled)
+
+    def slices(self):
+        """{(name, offsets): tensor} of the parts of distributed tensors."""
+        tensors, found = self.manifest["tensors"], {}
+        for row in self.rows(self.manifest.get("slices", {"name": []}), "name"):
+            assert set(row) == {"name", "tensor", "offsets"}
+            part = self.tensor(tensors[row["tensor"]])
+            offsets = tuple([0] * part.dim() if row["offsets"] is None else row["offsets"])
+            assert len(offsets) == part.dim()
+            assert (row["name"], offsets) not in found
+            found[row["name"], offsets] = part
+        return found
 
     def tensor(self, record):
         data = bytearray(self.storage(record["storage"]))

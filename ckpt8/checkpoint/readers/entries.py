@@ -14,9 +14,6 @@ from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import ByteRange
 from ckpt8.core.files.urls import refuse_url
 
-PACKED_INDEX = "ckpt8-dcp.json"
-"""The file that marks a checkpoint of ``integrations.dcp``."""
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:

@@ -5,28 +5,50 @@ from __future__ import annotations
 import io
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckpt8.checkpoint.gate import load_allowed
-from ckpt8.checkpoint.readers.entries import PACKED_INDEX as FILE_NAME
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import StorageRecord, TensorRecord
 from ckpt8.container.reader import ContainerReader
+from ckpt8.container.sharded import INDEX
+from ckpt8.container.sharded.index import OBJECTS, GlobalTensor, Place, ShardedIndex
+from ckpt8.container.sharded.layouts import Slice
+from ckpt8.container.sharded.reading import is_sharded, read_index
+from ckpt8.container.sharded.slices import slices_of
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers
 from ckpt8.integrations import is_local
-from ckpt8.integrations.dcp.metadata import OBJECTS, InDirectory, Stored, read_metadata
+from ckpt8.integrations.dcp.metadata import InDirectory, metadata_of
 from ckpt8.integrations.dcp.slices import SliceReader
+
+
+@dataclass(slots=True)
+class _Target:
+    """What an item of a plan asks for: a box of ``tensor`` from ``offsets`` on, which comes from ``parts`` slices.
+
+    ``into`` is the memory that the planner gives for it, None until the first slice is read.
+    """
+
+    item: ReadItem
+    tensor: GlobalTensor
+    offsets: tuple[int, ...]
+    parts: int
+    into: torch.Tensor | None = None
+
+
+_Work = tuple[_Target, Slice] | tuple[ReadItem, Place]
 
 
 class Ckpt8StorageReader(InDirectory, StorageReader):
@@ -44,19 +66,17 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
     def __init__(self, path: str | os.PathLike[str], *, threads: int | None = None) -> None:
         super().__init__(path)
         self._threads = threads
-        self._stored: Mapping[MetadataIndex, Stored] = {}
-        self._values: Mapping[str, Any] = {}
+        self._index = ShardedIndex({}, {}, {})
 
     def read_metadata(self) -> Metadata:
         """The metadata of the whole checkpoint; no rank has one of its own. Raises InputError."""
-        metadata = read_metadata(self.path)
+        metadata = metadata_of(read_index(self.path), str(self.path))
         metadata.storage_meta = StorageMeta(checkpoint_id=self.path, load_id=self._run_id)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Keep the places of all values."""
-        self._stored = metadata.storage_data
-        self._values = metadata.state_dict_metadata
+        """Keep the index."""
+        self._index = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan as it is."""
@@ -68,51 +88,91 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all of ``plan``. Raises InputError for damage, UnsupportedError for a class that it may not load."""
-        files: dict[str, list[tuple[ReadItem, Stored]]] = defaultdict(list)
+        files: dict[str, list[_Work]] = defaultdict(list)
         for item in plan.items:
-            if (stored := self._stored.get(item.storage_index)) is None:
-                raise InputError(f"{self.path}: {item.storage_index.fqn}: is not stored")
-            files[stored.file].append((item, stored))
-        with Workers(self._threads) as workers:
-            for name, items in files.items():
+            for each in self._work(item):
+                files[each[1].file].append(each)
+        with Workers(self._threads) as workers, torch.no_grad():
+            for name, work in files.items():
                 with ContainerReader(self.path / name) as reader:
-                    file = _RankFile(reader, items[0][1].seal, workers)
-                    for item, stored in items:
-                        self._read_item(file, item, stored, planner)
+                    file = _RankFile(reader, self._index.files[name], workers)
+                    for target, part in work:
+                        self._read(file, target, part, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_item(self, file: _RankFile, item: ReadItem, stored: Stored, planner: LoadPlanner) -> None:
-        name = item.storage_index.fqn
+    def _work(self, item: ReadItem) -> Iterator[_Work]:
+        """What to read for an item, each from one file. Raises InputError for what is not stored."""
+        name, index = item.storage_index.fqn, self._index
         if item.type is LoadItemType.BYTE_IO:
+            if name not in index.objects:
+                raise self._not_stored(name)
+            yield item, index.objects[name]
+            return
+        if name not in index.tensors:
+            raise self._not_stored(name)
+        tensor = index.tensors[name]
+        first = item.storage_index.offset or (0,) * len(item.lengths)
+        offsets = tuple(a + b for a, b in zip(first, item.storage_offsets, strict=True))
+        if any(at + size > whole for at, size, whole in zip(offsets, item.lengths, tensor.shape, strict=True)):
+            raise InputError(f"{self.path}: {name}: has shape {tensor.shape}, and more of it is asked for")
+        boxes = tensor.overlapping(offsets, item.lengths)
+        if not boxes and all(item.lengths):
+            raise self._not_stored(name)
+        target = _Target(item, tensor, offsets, len(boxes))
+        for box in boxes:
+            yield target, box
+
+    def _not_stored(self, name: str) -> InputError:
+        return InputError(f"{self.path}: {name}: is not stored")
+
+    def _read(self, file: _RankFile, target: _Target | ReadItem, part: Slice | Place, planner: LoadPlanner) -> None:
+        if isinstance(target, _Target) and isinstance(part, Slice):
+            self._read_slice(file, target, part, planner)
+        elif isinstance(target, ReadItem) and isinstance(part, Place):
             clean = io.BytesIO()
             # The planner unpickles any class. So it gets a new file of the value that was loaded within our limits.
-            torch.save(file.load(stored, f"{self.path}: {name}"), clean)
+            torch.save(file.load(part, f"{self.path}: {target.storage_index.fqn}"), clean)
             clean.seek(0)
-            planner.load_bytes(item, clean)
-            return
-        target = planner.resolve_tensor(item).detach()
-        if tuple(target.shape) != tuple(item.lengths):
-            raise InputError(f"{self.path}: {name}: a slice of {tuple(item.lengths)} goes into {tuple(target.shape)}")
-        if stored.tensor is None:
-            whole = file.load(stored, f"{self.path}: {name}")
-            if not isinstance(whole, torch.Tensor) or whole.shape != self._values[name].size:
-                raise InputError(f"{self.path}: {name}: is not the tensor that {FILE_NAME} states")
-            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                # Tensors of other layouts cannot be narrowed, and are one slice.
-                whole = whole if length == whole.shape[dim] else whole.narrow(dim, offset, length)
-            target.copy_(whole)
+            planner.load_bytes(target, clean)
+
+    def _read_slice(self, file: _RankFile, target: _Target, part: Slice, planner: LoadPlanner) -> None:
+        item, name = target.item, target.item.storage_index.fqn
+        if target.into is None:
+            found = planner.resolve_tensor(item)
+            # What is copied into a detached sparse tensor does not reach the original.
+            target.into = found.detach() if found.layout is torch.strided else found
+            if tuple(target.into.shape) != tuple(item.lengths):
+                shape = tuple(target.into.shape)
+                raise InputError(f"{self.path}: {name}: a slice of {tuple(item.lengths)} goes into {shape}")
+        into, inside, lengths = target.into, [], []
+        for dim, (at, size, first, length) in enumerate(
+            zip(part.offsets, part.sizes, target.offsets, item.lengths, strict=True)
+        ):
+            start, stop = max(at, first), min(at + size, first + length)
+            inside.append(start - at)
+            lengths.append(stop - start)
+            # Tensors of other layouts cannot be narrowed, and are one slice.
+            into = into if stop - start == length else into.narrow(dim, start - first, stop - start)
+        if (place := target.tensor.pickled(part)) is not None:
+            whole = file.load(place, f"{self.path}: {name}")
+            if not isinstance(whole, torch.Tensor) or tuple(whole.shape) != part.sizes:
+                raise InputError(f"{self.path}: {name}: is not the tensor that {INDEX} states")
+            for dim, (start, length) in enumerate(zip(inside, lengths, strict=True)):
+                whole = whole if length == whole.shape[dim] else whole.narrow(dim, start, length)
+            into.copy_(whole)
         else:
-            value = self._values[name]
-            chunk = next(each for each in value.chunks if each.offsets == item.storage_index.offset)
-            file.copy(stored.tensor, value.properties.dtype, tuple(chunk.sizes), item, target)
-        planner.commit_tensor(item, target)
+            file.copy(name, target.tensor.dtype, part, inside, lengths, into)
+        target.parts -= 1
+        if not target.parts:
+            planner.commit_tensor(item, target.into)
+            target.into = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a directory with such a checkpoint."""
-        return is_local(checkpoint_id) and (Path(checkpoint_id) / FILE_NAME).exists()
+        return is_local(checkpoint_id) and is_sharded(Path(checkpoint_id))
 
 
 class _RankFile:
@@ -120,40 +180,40 @@ class _RankFile:
 
     def __init__(self, reader: ContainerReader, seal: str, workers: Workers) -> None:
         if reader.seal.hex() != seal:
-            raise InputError(f"{reader.path}: belongs to another save than the {FILE_NAME} beside it")
+            raise InputError(f"{reader.path}: belongs to another save than the {INDEX} beside it")
         self.path = reader.path
         self._storages = reader.manifest.storages
-        self._tensors = {record.name: record for record in reader.manifest.tensors}
-        self._slices = SliceReader(reader, workers)
+        self._slices = slices_of(reader.manifest)
+        self._objects = next((record for record in reader.manifest.tensors if record.name == OBJECTS), None)
+        self._reader = SliceReader(reader, workers)
 
-    def _find(
-        self, name: str, dtype: DType | None, shape: tuple[int, ...] | None
-    ) -> tuple[TensorRecord, StorageRecord]:
-        """A tensor that fills its storage in order. Raises InputError where it is missing, or not as stated."""
-        if (record := self._tensors.get(name)) is None:
-            raise InputError(f"{self.path}: has no tensor {name[:80]!r}, which {FILE_NAME} names")
+    def _storage(self, name: str, record: TensorRecord | None, dtype: DType, shape: tuple[int, ...]) -> StorageRecord:
+        """The storage of a tensor that fills it in order. Raises InputError where it is missing, or not as stated."""
+        if record is None:
+            raise InputError(f"{self.path}: has no tensor {name[:80]!r}, which {INDEX} names")
         storage = self._storages[record.storage]
-        fits = shape is None or tuple(record.shape) == shape
         whole = record.nbytes == storage.nbytes and not record.offset and not record.flags
-        if not fits or not whole or (dtype is not None and record.dtype is not dtype):
-            raise InputError(f"{self.path}: {name}: is not of the type and shape that {FILE_NAME} states")
-        return record, storage
+        if tuple(record.shape) != shape or not whole or record.dtype is not dtype:
+            raise InputError(f"{self.path}: {name}: is not of the type and shape that {INDEX} states")
+        return storage
 
-    def copy(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], item: ReadItem, target: torch.Tensor) -> None:
-        """Fill ``target`` with the box that ``item`` asks for. Raises InputError."""
-        record, storage = self._find(name, DType.from_label(str(dtype)), shape)
-        box = shape, tuple(item.storage_offsets), tuple(item.lengths)
-        if any(offset + length > size for size, offset, length in zip(*box, strict=True)):
-            raise InputError(f"{self.path}: {name}: has shape {shape}, and more of it is asked for")
-        if storage.dtype is record.dtype:
-            self._slices.copy(record.storage, *box, target)
+    def copy(
+        self, name: str, dtype: DType, part: Slice, inside: list[int], lengths: list[int], target: torch.Tensor
+    ) -> None:
+        """Fill ``target`` with the elements of a slice from ``inside`` on. Raises InputError."""
+        record = self._slices.get((name, part.offsets))
+        storage = self._storage(name, record, dtype, part.sizes)
+        assert record is not None  # noqa: S101 - it has a storage
+        if storage.dtype is dtype:
+            self._reader.copy(record.storage, part.sizes, inside, lengths, target)
         else:
-            self._slices.copy_bytes(record.storage, *box, target, dtype)
+            self._reader.copy_bytes(record.storage, part.sizes, inside, lengths, target, dtype.torch)
 
-    def load(self, stored: Stored, where: str) -> Any:
+    def load(self, place: Place, where: str) -> Any:
         """A value that torch.save wrote. Raises InputError."""
-        record, storage = self._find(OBJECTS, DType.UINT8, None)
-        if stored.start + stored.length > storage.numel:
-            raise InputError(f"{self.path}: ends before a value that {FILE_NAME} names")
-        content = self._slices.read_bytes(record.storage, stored.start, stored.length)
+        record = self._objects
+        storage = self._storage(OBJECTS, record, DType.UINT8, tuple(record.shape) if record else ())
+        if record is None or place.start + place.length > storage.numel:
+            raise InputError(f"{self.path}: ends before a value that {INDEX} names")
+        content = self._reader.read_bytes(record.storage, place.start, place.length)
         return load_allowed(io.BytesIO(bytes_of(content)), where)

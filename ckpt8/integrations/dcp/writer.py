@@ -7,6 +7,7 @@ import io
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,6 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckpt8.checkpoint.gate import refusal_of_bytes
-from ckpt8.checkpoint.readers.entries import PACKED_INDEX as FILE_NAME
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
 from ckpt8.checkpoint.walk import format_path
@@ -28,13 +28,17 @@ from ckpt8.compressing.compressor import Compressor, Options
 from ckpt8.compressing.gpu_encoder import choose_encoder
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.facts import NO_BUDGET
-from ckpt8.container.reader import ContainerReader
+from ckpt8.container.sharded import INDEX
+from ckpt8.container.sharded.collecting import RankFile
+from ckpt8.container.sharded.index import OBJECTS, ShardedIndex
+from ckpt8.container.sharded.layouts import Shape
+from ckpt8.container.sharded.slices import SliceKey, slices_of
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
 from ckpt8.integrations import is_local
-from ckpt8.integrations.dcp.metadata import OBJECTS, InDirectory, Stored, write_metadata
+from ckpt8.integrations.dcp.metadata import InDirectory, index_of
 from ckpt8.integrations.dcp.slices import ExactStorages
 from ckpt8.integrations.dcp.tree import Naming, are_parted, build, fill_slots, tensor_names
 
@@ -87,7 +91,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
             raise OutputError(f"{self.path}: cannot be written: {exc.strerror}") from exc
         if (self.path / ".metadata").exists():
             raise OutputError(f"{self.path}: holds a checkpoint of another format; give another directory")
-        if not self._overwrite and (self.path / FILE_NAME).exists():
+        if not self._overwrite and (self.path / INDEX).exists():
             raise OutputError(f"{self.path}: holds a checkpoint, and overwrite is False; give another directory")
         return plan
 
@@ -109,19 +113,31 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         exact, saved = ExactStorages(), bytearray()
         tensors: list[torch.Tensor] = []
-        slices: list[tuple[str, tuple[int, ...]]] = []
-        places: list[tuple[MetadataIndex, int | tuple[int, int]]] = []
+        slices: list[SliceKey] = []
+        boxes: list[tuple[str, Shape, Shape]] = []
+        objects: dict[str, tuple[int, int]] = {}
+        pickled: dict[SliceKey, tuple[int, int]] = {}
         contents: dict[str, bytes] = {}
         for item in plan.items:
-            data = planner.resolve_data(item)
-            if isinstance(data, torch.Tensor) and _is_plain(data):
-                places.append((item.index, len(tensors)))
-                slices.append((item.index.fqn, tuple(item.index.offset or ())))
-                tensors.append(exact.tensor(data))
+            data, name = planner.resolve_data(item), item.index.fqn
+            offsets = tuple(item.index.offset or ())
+            if isinstance(data, torch.Tensor):
+                if not data.numel():
+                    continue
+                boxes.append((name, offsets, tuple(data.shape)))
+                if _is_plain(data):
+                    slices.append((name, offsets))
+                    tensors.append(exact.tensor(data))
+                    continue
+            content = contents[name] = _as_bytes(data)
+            place = len(saved), len(content)
+            saved += content
+            if isinstance(data, torch.Tensor):
+                pickled[name, offsets] = place
             else:
-                content = contents[item.index.fqn] = _as_bytes(data)
-                places.append((item.index, (len(saved), len(content))))
-                saved += content
+                objects[name] = place
+        if not boxes and not objects:
+            return []
         found = getattr(planner, "state_dict", None)
         known = found if isinstance(found, Mapping) else {}
         self._warn_of_refusals(contents, known)
@@ -131,17 +147,9 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         if saved:
             obj[OBJECTS] = torch.frombuffer(saved, dtype=torch.uint8)
         target = self._new_file(plan.storage_data)
-        seal, unspent = self._compress(obj, target)
-        return [
-            WriteResult(
-                index,
-                tensors[place].nbytes,
-                Stored(target.name, seal, names[place], unspent=unspent.get(names[place])),
-            )
-            if isinstance(place, int)
-            else WriteResult(index, place[1], Stored(target.name, seal, None, *place))
-            for index, place in places
-        ]
+        seal, unspent = self._compress(obj, target, {names[number]: each for number, each in enumerate(slices)})
+        written = RankFile.of(target.name, seal, boxes, objects=objects, pickled=pickled, unspent=unspent)
+        return [WriteResult(MetadataIndex(target.name), target.stat().st_size, written)]
 
     def _warn_of_refusals(self, contents: Mapping[str, bytes], values: Mapping[str, Any]) -> None:
         """Warn of values that the reader will refuse, given as torch.save writes them."""
@@ -179,43 +187,44 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         taken = [number for path, owner, number in self._files() if owner == rank]
         return self.path / f"__{rank}_{max(taken, default=-1) + 1}.ckpt8"
 
-    def _compress(self, obj: object, target: Path) -> tuple[str, dict[str, str]]:
-        """Write ``target``. Returns its seal, and why tensors are not within the budget, by name."""
+    def _compress(self, obj: object, target: Path, slices: Mapping[str, SliceKey]) -> tuple[str, dict[str, int]]:
+        """Write ``target``. Returns its seal, and how many slices are not within the budget, by reason."""
         with live_checkpoint(obj, target.stem) as checkpoint:
             bundle = Bundle.of(checkpoint, f"{target.stem}.pt")
             live = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
             encoder = choose_encoder(bundle, live, None, measure=self._options.stats)
-            compressor = Compressor(bundle, plan_bundle(bundle, self._policy), self._options, encoder)
+            compressor = Compressor(bundle, plan_bundle(bundle, self._policy), self._options, encoder, slices=slices)
             manifest = compressor.run(target, self._policy, force=False)
-        reasons = ((tensor.name, manifest.storages[tensor.storage].reason or "") for tensor in manifest.tensors)
-        unspent = {name: why.removeprefix(NO_BUDGET) for name, why in reasons if why.startswith(NO_BUDGET)}
-        with ContainerReader(target) as reader:
-            return reader.seal.hex(), unspent
+        assert compressor.seal is not None  # noqa: S101 - it has written the file
+        reasons = Counter(manifest.storages[record.storage].reason or "" for record in slices_of(manifest).values())
+        unspent = {why.removeprefix(NO_BUDGET): count for why, count in reasons.items() if why.startswith(NO_BUDGET)}
+        return compressor.seal.hex(), unspent
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata, which replaces an older checkpoint, and remove the files of that one."""
+        """Write the index, which replaces an older checkpoint, and remove the files of that one."""
+        written: list[RankFile] = [result.storage_data for each in results for result in each]
         metadata.version = _DCP_VERSION
-        metadata.storage_data = {result.index: result.storage_data for each in results for result in each}
         metadata.storage_meta = self.storage_meta()
-        used = write_metadata(self.path, metadata, metadata.storage_data, self._run_id)
-        self._warn_of_unspent(metadata.storage_data)
+        index = index_of(self.path, metadata, written, self._run_id)
+        metadata.storage_data = index
+        index.write(self.path)
+        self._warn_of_unspent(index, written)
         for path, _, _ in self._files():
-            if path.name not in used:
+            if path.name not in index.files:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
-    def _warn_of_unspent(self, stored: Mapping[MetadataIndex, Stored]) -> None:
+    def _warn_of_unspent(self, index: ShardedIndex, written: Sequence[RankFile]) -> None:
         """Warn of slices that are larger than the budget asks for, because one rank does not know their step."""
-        slices = {index: each for index, each in stored.items() if each.tensor is not None}
-        unspent = [each for each in slices.values() if each.unspent is not None]
+        unspent: Counter[str] = sum((Counter(each.unspent) for each in written), Counter())
         if unspent:
-            reasons = dict.fromkeys(each.unspent or "" for each in unspent)
-            why, advice = listed(reasons, _SHOWN), ""
-            if are_parted({(index.fqn, tuple(index.offset or ())): each.file for index, each in slices.items()}):
+            slices = {(name, box.offsets): box.file for name, tensor in index.tensors.items() for box in tensor.boxes()}
+            why, advice = listed(unspent, _SHOWN), ""
+            if are_parted(slices):
                 why = "ranks saved weights and moments of one parameter apart"
                 advice = "; save with DefaultSavePlanner(dedup_save_to_lowest_rank=True)"
             warnings.warn(
-                f"{self.path}: {len(unspent)} of {len(slices)} slices are kept as flash keeps them, not within the "
+                f"{self.path}: {unspent.total()} of {len(slices)} slices are kept as flash keeps them, not within the "
                 f"budget: {why}{advice}",
                 stacklevel=2,
             )

@@ -1,0 +1,152 @@
+"""Makes the index of what all ranks have written, from a few short columns of each."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ckpt8.container.sharded.layouts import Grid, Layout, Listed, Shape
+
+_Found = tuple[Any, Any, Any]
+"""File numbers, offsets and sizes of the boxes of a tensor, as arrays in order of the offsets."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """What a rank says of its file: short, since one process gets that of all ranks.
+
+    ``names`` are those of the tensors of its slices, ``dims`` their dimensions and ``boxes`` the offsets and sizes of
+    each slice, all three compressed. ``objects`` are start and length of values that torch.save wrote, and ``pickled``
+    those of slices. ``unspent`` has the numbers of slices that are not kept within a budget, by reason.
+    """
+
+    file: str
+    seal: str
+    names: bytes
+    dims: bytes
+    boxes: bytes
+    objects: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    pickled: Mapping[tuple[str, Shape], tuple[int, int]] = field(default_factory=dict)
+    unspent: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, file: str, seal: str, slices: Sequence[tuple[str, Shape, Shape]], **rest: Any) -> RankFile:
+        """That of a file with ``slices``: name, offsets and sizes of each; none is empty."""
+        names = json.dumps([name for name, _, _ in slices]).encode()
+        dims = np.array([len(offsets) for _, offsets, _ in slices], np.uint8).tobytes()
+        boxes = np.array([*chain.from_iterable((*offsets, *sizes) for _, offsets, sizes in slices)], np.int64).tobytes()
+        return cls(file, seal, zlib.compress(names, 1), zlib.compress(dims, 1), zlib.compress(boxes, 1), **rest)
+
+    def columns(self) -> tuple[Any, Any]:
+        """``dims`` and ``boxes`` as arrays."""
+        return (
+            np.frombuffer(zlib.decompress(self.dims), np.uint8),
+            np.frombuffer(zlib.decompress(self.boxes), np.int64),
+        )
+
+
+def collect(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> dict[str, Layout]:
+    """The layouts of all tensors with slices in ``files``, which are numbered by their order.
+
+    Raises KeyError for a tensor that is not in ``shapes``.
+    """
+    numbers: dict[str, int] = {}
+    known: dict[bytes, Any] = {}
+    rows: dict[int, list[tuple[Any, Any, Any]]] = defaultdict(list)
+    for number, each in enumerate(files):
+        if each.names not in known:  # those of most ranks are the same
+            names = json.loads(zlib.decompress(each.names))
+            known[each.names] = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
+        tensors, (dims, flat) = known[each.names], each.columns()
+        starts = np.cumsum(2 * dims.astype(np.int64)) - 2 * dims
+        for count in np.unique(dims).tolist():
+            chosen = np.flatnonzero(dims == count)
+            boxes = flat[starts[chosen][:, None] + np.arange(2 * count)]
+            rows[count].append((tensors[chosen], np.full(len(chosen), number), boxes))
+    pickled = _pickled(files)
+    names = list(numbers)
+    found: dict[str, Layout] = {}
+    for count, parts in rows.items():
+        tensors, owners, boxes = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = np.lexsort((*(boxes[:, k] for k in reversed(range(count))), tensors))
+        tensors, owners, boxes = tensors[order], owners[order], boxes[order]
+        edges = [0, *(np.flatnonzero(np.diff(tensors)) + 1).tolist(), len(tensors)]
+        for first, stop in pairwise(edges):
+            name = names[int(tensors[first])]
+            own = owners[first:stop], boxes[first:stop, :count], boxes[first:stop, count:]
+            found[name] = layout_of(own, shapes[name], pickled.get(name, {}))
+    return found
+
+
+def _pickled(files: Iterable[RankFile]) -> dict[str, dict[Shape, tuple[int, int]]]:
+    found: dict[str, dict[Shape, tuple[int, int]]] = defaultdict(dict)
+    for each in files:
+        for (name, offsets), place in each.pickled.items():
+            found[name].setdefault(offsets, place)
+    return found
+
+
+def layout_of(found: _Found, shape: Shape, pickled: Mapping[Shape, tuple[int, int]]) -> Layout:
+    """The layout of a tensor: a grid where its boxes are one. Of equal boxes it has the first."""
+    owners, offsets, sizes = found
+    if len(owners) > 1:
+        new = np.append(True, (np.diff(offsets, axis=0) != 0).any(axis=1))
+        owners, offsets, sizes = owners[new], offsets[new], sizes[new]
+    grid = None if pickled else _grid(owners, offsets, sizes, shape)
+    if grid is not None:
+        return grid
+    rows = zip(owners.tolist(), offsets.tolist(), sizes.tolist(), strict=True)
+    return Listed([(owner, tuple(at), tuple(size)) for owner, at, size in rows], dict(pickled))
+
+
+def _grid(owners: Any, offsets: Any, sizes: Any, shape: Shape) -> Grid | None:
+    """The grid of boxes in order of their offsets; None where they are none, or do not cover the tensor."""
+    firsts = [np.unique(column) for column in offsets.T]
+    counts = [len(first) for first in firsts]
+    if prod(counts) != len(owners) or any(first[0] for first in firsts):
+        return None
+    if tuple((offsets[-1] + sizes[-1]).tolist()) != shape:
+        return None
+    cuts = []
+    for k, first in enumerate(firsts):
+        along = [-1 if j == k else 1 for j in range(len(firsts))]
+        own = np.diff(np.append(first, shape[k]))
+        if (offsets[:, k].reshape(counts) != first.reshape(along)).any():
+            return None
+        if (sizes[:, k].reshape(counts) != own.reshape(along)).any():
+            return None
+        cuts.append(_runs(own))
+    return Grid(cuts, _steps(owners.tolist()))
+
+
+def _runs(values: Any) -> list[list[int]]:
+    """[value, count] of runs of equal values."""
+    edges = np.append(np.flatnonzero(np.diff(values)) + 1, len(values))
+    counts = np.diff(edges, prepend=0)
+    return [list(run) for run in zip(values[edges - 1].tolist(), counts.tolist(), strict=True)]
+
+
+def _steps(numbers: Sequence[int]) -> list[int | list[int]]:
+    """The numbers, three and more in even steps as [first, count, step]."""
+    found: list[int | list[int]] = []
+    at = 0
+    while at < len(numbers):
+        step = numbers[at + 1] - numbers[at] if at + 1 < len(numbers) else 0
+        stop = at + 1
+        while stop < len(numbers) and numbers[stop] - numbers[stop - 1] == step:
+            stop += 1
+        if stop - at > 2:
+            found.append([numbers[at], stop - at, step])
+            at = stop
+        else:
+            found.append(numbers[at])
+            at += 1
+    return found

@@ -1,0 +1,158 @@
+"""Reads the index of a directory of containers. Checks all of it: nobody has to be trusted who could write it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import closing
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckpt8.container.json_fields import LARGEST, Fields
+from ckpt8.container.member_paths import is_plain_name
+from ckpt8.container.sharded import INDEX
+from ckpt8.container.sharded.index import FORMAT, VERSION, GlobalTensor, Place, ShardedIndex
+from ckpt8.container.sharded.layouts import Grid, Layout, Listed, Shape
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.json_text import parse_json
+from ckpt8.core.tensors import DType
+
+_LONGEST = 512 << 20
+"""Bytes of an index: that of a thousand ranks has ten million."""
+
+_FREE_CELLS, _CELLS = 1 << 16, 64
+"""Cells of grids that any index may have, and further ones for each of its bytes: a few numbers can say very many."""
+
+_SEAL = re.compile(r"[0-9a-f]{64}")
+
+
+def is_sharded(directory: Path) -> bool:
+    """Whether a directory is a checkpoint of containers of ranks."""
+    return (directory / INDEX).exists()
+
+
+def read_index(directory: Path) -> ShardedIndex:
+    """The index of a directory. Raises InputError where it is missing or malformed, or UnsupportedError."""
+    path = directory / INDEX
+    if not path.exists():
+        raise InputError(_explain_missing(directory))
+    with closing(SourceFile(ByteRange.of(path))) as file:
+        if file.source.length > _LONGEST:
+            raise InputError(f"{path}: has {file.source.length} bytes, more than {_LONGEST}")
+        text = file.read(0, file.source.length)
+    return parse_index(text, str(path))
+
+
+def _explain_missing(directory: Path) -> str:
+    if (directory / ".metadata").exists():
+        return f"{directory}: was written by torch's own FileSystemWriter; read it with FileSystemReader"
+    if directory.is_dir() and any(directory.glob("__*.ckpt8")):
+        return f"{directory}: has no {INDEX}; the save was interrupted before it was complete"
+    return f"{directory}: holds no checkpoint of Ckpt8StorageWriter (no {INDEX})"
+
+
+def parse_index(text: bytes, where: str) -> ShardedIndex:
+    """The index of that text. Raises as ``read_index``."""
+    fields = Fields(parse_json(text, where), f"{where}:")
+    if fields.get("format", str) != FORMAT:
+        raise InputError(f"{where}: is not the index of a checkpoint of ckpt8")
+    version = fields.get("version", str)
+    if version.partition(".")[0] != VERSION.partition(".")[0]:
+        raise UnsupportedError(f"{where}: has version {version}; this ckpt8 reads version {VERSION}")
+    files = _read_files(fields)
+    names = list(files)
+    tensors = fields.mapping("tensors", lambda each: _read_tensor(each, names))
+    objects = {name: _read_place(fields, name, value, names) for name, value in fields.get("objects", dict).items()}
+    if tensors.keys() & objects.keys():
+        raise fields.fail("objects")
+    if sum(len(each.layout) for each in tensors.values()) > _FREE_CELLS + _CELLS * len(text):
+        raise fields.fail("tensors")
+    paths = fields.optional("paths", dict)
+    for name, path in (paths or {}).items():
+        if not isinstance(path, list) or not path or not all(type(key) in (str, int) for key in path):
+            raise fields.fail(name)
+    known = None if paths is None else {name: tuple(path) for name, path in paths.items()}
+    return ShardedIndex(files, tensors, objects, known, fields.optional("dcp", str), fields.optional("save_id", str))
+
+
+def _read_files(fields: Fields) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for each in fields.get("files", list):
+        match each:
+            case [str(name), str(seal)] if is_plain_name(name) and _SEAL.fullmatch(seal) and name not in found:
+                found[name] = seal
+            case _:
+                raise fields.fail("files")
+    return found
+
+
+def _read_place(fields: Fields, key: str, value: Any, names: Sequence[str]) -> Place:
+    if not _counts(value, 3) or value[0] >= len(names):
+        raise fields.fail(key)
+    return Place(names[value[0]], value[1], value[2])
+
+
+def _counts(value: Any, length: int) -> bool:
+    """Whether this is a list of so many counts."""
+    return isinstance(value, list) and len(value) == length and all(type(k) is int and 0 <= k < LARGEST for k in value)
+
+
+def _read_tensor(fields: Fields, names: Sequence[str]) -> GlobalTensor:
+    shape = tuple(fields.counts("shape"))
+    if prod(max(size, 1) for size in shape) >= LARGEST:
+        raise fields.fail("shape")
+    read = _read_grid if fields.any("boxes") is None else _read_boxes
+    return GlobalTensor(fields.choice("dtype", DType.from_label), shape, read(fields, shape, len(names)), names)
+
+
+def _read_grid(fields: Fields, shape: Shape, files: int) -> Layout:
+    cuts, owners = fields.get("cuts", list), fields.get("owners", list)
+    if not all(isinstance(runs, list) and all(_counts(run, 2) and all(run) for run in runs) for runs in cuts):
+        raise fields.fail("cuts")
+    if not all(_is_owner(each, files) for each in owners):
+        raise fields.fail("owners")
+    grid = Grid(cuts, owners)
+    if grid.shape != shape or not all(shape):
+        raise fields.fail("cuts")
+    if grid.owned != len(grid):
+        raise fields.fail("owners")
+    return grid
+
+
+def _is_owner(value: Any, files: int) -> bool:
+    """Whether this is the number of a file, or [first, count, step] of such numbers."""
+    match value:
+        case [int(first), int(count), int(step)] if not any(isinstance(each, bool) for each in value):
+            last = first + (count - 1) * step
+            return 0 < count < LARGEST and 0 <= first < files and 0 <= last < files
+    return type(value) is int and 0 <= value < files
+
+
+def _read_boxes(fields: Fields, shape: Shape, files: int) -> Layout:
+    boxes, dims = fields.get("boxes", list), len(shape)
+    found: list[tuple[int, Shape, Shape]] = []
+    for box in boxes:
+        match box:
+            case [int(file), offsets, sizes] if _counts(offsets, dims) and _counts(sizes, dims) and all(sizes):
+                inside = all(at + size <= whole for at, size, whole in zip(offsets, sizes, shape, strict=True))
+                if inside and _is_owner(file, files):
+                    found.append((file, tuple(offsets), tuple(sizes)))
+                    continue
+        raise fields.fail("boxes")
+    if len({offsets for _, offsets, _ in found}) != len(found):
+        raise fields.fail("boxes")
+    pickled = fields.optional("pickled", list)
+    if pickled is None:
+        return Listed(found)
+    if len(pickled) != len(found) or not all(each is None or _counts(each, 2) for each in pickled):
+        raise fields.fail("pickled")
+    return Listed(
+        found,
+        {
+            offsets: (place[0], place[1])
+            for (_, offsets, _), place in zip(found, pickled, strict=True)
+            if place is not None
+        },
+    )

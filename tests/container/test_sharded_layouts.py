@@ -1,0 +1,167 @@
+"""Which file holds which part of a tensor: grids and lists beside the boxes that they were made of."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt8.container.sharded.collecting import RankFile, collect
+from ckpt8.container.sharded.index import GlobalTensor, Place, ShardedIndex
+from ckpt8.container.sharded.layouts import Grid, Listed
+from ckpt8.container.sharded.reading import parse_index
+from ckpt8.core.errors import InputError
+from ckpt8.core.tensors import DType
+
+SEAL = "0" * 64
+
+
+def collected(boxes, shape, files):
+    """The layout of one tensor from ``boxes``: file, offsets and sizes."""
+    ranks = [
+        RankFile.of(f"{k}", SEAL, [("t", at, size) for file, at, size in boxes if file == k]) for k in range(files)
+    ]
+    return collect(ranks, {"t": shape})["t"]
+
+
+def read_again(layout, shape, files):
+    """The tensor of a layout, written and read."""
+    names = [f"{k}" for k in range(files)]
+    index = ShardedIndex(dict.fromkeys(names, SEAL), {"t": GlobalTensor(DType.INT8, shape, layout, names)}, {})
+    return parse_index(index.to_bytes(), "x").tensors["t"]
+
+
+@st.composite
+def grids(draw):
+    """A tensor, its boxes as cuts make them, and the number of files."""
+    cuts = [draw(st.lists(st.integers(1, 4), min_size=1, max_size=5)) for _ in range(draw(st.integers(0, 3)))]
+    files = draw(st.integers(1, 4))
+    boxes = []
+    for cell in product(*(range(len(sizes)) for sizes in cuts)):
+        offsets = tuple(sum(sizes[:k]) for sizes, k in zip(cuts, cell, strict=True))
+        sizes = tuple(sizes[k] for sizes, k in zip(cuts, cell, strict=True))
+        boxes.append((draw(st.integers(0, files - 1)), offsets, sizes))
+    return tuple(map(sum, cuts)), boxes, files
+
+
+def elements(offsets, sizes):
+    return set(product(*(range(at, at + size) for at, size in zip(offsets, sizes, strict=True))))
+
+
+@settings(max_examples=200, deadline=None)
+@given(grids(), st.data())
+def test_a_grid_has_the_boxes_that_it_was_made_of(grid, data):
+    shape, boxes, files = grid
+    tensor = read_again(collected(boxes, shape, files), shape, files)
+    assert tensor.is_whole
+    assert [(int(file), *box) for file, *box in tensor.boxes()] == sorted(boxes, key=lambda each: each[1])
+    offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    sizes = tuple(data.draw(st.integers(0, size - at)) for size, at in zip(shape, offsets, strict=True))
+    wanted = elements(offsets, sizes)
+    found = {(int(file), *box) for file, *box in tensor.overlapping(offsets, sizes)}
+    assert found == {each for each in boxes if elements(*each[1:]) & wanted}
+
+
+@settings(max_examples=200, deadline=None)
+@given(grids(), st.data())
+def test_boxes_that_are_no_grid_are_listed(grid, data):
+    shape, boxes, files = grid
+    kept = [each for each in boxes if data.draw(st.booleans())]
+    if not kept or len(kept) == len(boxes):
+        return
+    layout = collected(kept, shape, files)
+    tensor = read_again(layout, shape, files)
+    assert not tensor.is_whole
+    assert isinstance(layout, Listed)
+    assert sorted((int(file), *box) for file, *box in tensor.boxes()) == sorted(kept)
+    found = tensor.overlapping([0] * len(shape), shape)
+    assert sorted(found) == sorted(tensor.boxes())
+
+
+def test_a_brick_wall_is_no_grid():
+    wall = [(0, (0, 0), (1, 2)), (0, (0, 2), (1, 2)), (1, (1, 0), (1, 3)), (1, (1, 3), (1, 1))]
+    tensor = read_again(collected(wall, (2, 4), 2), (2, 4), 2)
+    assert not tensor.is_whole
+    assert [int(each.file) for each in tensor.overlapping((1, 2), (1, 2))] == [1, 1]
+    assert len(tensor.overlapping((0, 1), (2, 2))) == 3
+
+
+def test_files_of_meshes_are_a_few_numbers():
+    ranks = range(1024)
+    rows = [(rank, (rank * 16, 0), (16, 64)) for rank in ranks]
+    assert collected(rows, (16384, 64), 1024).owners == [[0, 1024, 1]]
+    # FSDP over 128, then tensor parallel over 8, both in the first dimension.
+    both = [(rank, ((rank % 8) * 2048 + rank // 8 * 16, 0), (16, 64)) for rank in ranks]
+    assert collected(both, (16384, 64), 1024).owners == [[first, 128, 8] for first in range(8)]
+    last = collected([(0, (0,), (126,)), (1, (126,), (126,)), (2, (252,), (4,))], (256,), 3)
+    assert [cuts.runs for cuts in last.cuts] == [[[126, 2], [4, 1]]]
+
+
+def test_of_equal_boxes_the_first_counts():
+    boxes = [(0, (0,), (4,)), (1, (0,), (4,)), (1, (4,), (4,))]
+    assert [int(each.file) for each in read_again(collected(boxes, (8,), 2), (8,), 2).boxes()] == [0, 1]
+
+
+def test_tensors_without_elements_have_no_boxes():
+    tensor = read_again(Listed([]), (0, 7), 1)
+    assert tensor.boxes() == tensor.overlapping((0, 0), (0, 7)) == []
+
+
+def test_pickled_boxes_keep_their_places():
+    rank = RankFile.of("0", SEAL, [("t", (0, 4), (3, 4))], pickled={("t", (0, 4)): (7, 90)})
+    layout = collect([rank], {"t": (3, 8)})["t"]
+    tensor = read_again(layout, (3, 8), 1)
+    assert tensor.pickled(tensor.boxes()[0]) == Place("0", 7, 90)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-2, 1 << 70) | st.floats(allow_nan=False) | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        max_leaves=8,
+    ),
+    st.data(),
+)
+def test_any_other_value_is_refused_or_harmless(value, data):
+    cells = Grid([[[2, 3]], [[4, 1]]], [[0, 2, 1], 0])
+    tensors = {
+        "grid": GlobalTensor(DType.INT8, (6, 4), cells, ["a", "b"]),
+        "list": GlobalTensor(DType.INT8, (6,), Listed([(1, (2,), (3,))], {(2,): (0, 9)}), ["a", "b"]),
+    }
+    index = ShardedIndex({"a": SEAL, "b": SEAL}, tensors, {"o": Place("a", 0, 5)}, {"o": ("o", 1)}, "1.0.0", "s")
+    tree = json.loads(index.to_bytes())
+    node = tree
+    for _ in range(data.draw(st.integers(1, 6))):
+        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+        if not keys:
+            return
+        key = data.draw(st.sampled_from(keys))
+        if not isinstance(node[key], (dict, list)):
+            break
+        parent, node = node, node[key]
+    else:
+        node = parent if node is not tree else tree
+        key = next(key for key in (node if isinstance(node, dict) else range(len(node))))
+    node[key] = value
+    try:
+        found = parse_index(json.dumps(tree).encode(), "x")
+    except InputError:
+        return
+    for tensor in found.tensors.values():
+        for box in tensor.boxes():
+            assert box.file in found.files
+            assert all(
+                0 <= at < at + size <= whole
+                for at, size, whole in zip(box.offsets, box.sizes, tensor.shape, strict=True)
+            )
+
+
+def test_an_index_that_names_too_many_cells_is_refused():
+    tensor = {"dtype": "int8", "shape": [1 << 40], "cuts": [[[1, 1 << 40]]], "owners": [[0, 1 << 40, 0]]}
+    tree = {"format": "ckpt8-dcp", "version": "2.0", "files": [["a", SEAL]], "tensors": {"t": tensor}, "objects": {}}
+    with pytest.raises(InputError, match="malformed at 'tensors'"):
+        parse_index(json.dumps(tree).encode(), "x")

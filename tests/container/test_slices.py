@@ -1,0 +1,103 @@
+"""The slices that a container states, read by a reader of FORMAT.md alone, and hostile ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from plain_reader import Plain
+from test_damage import pack, unpack
+
+import ckpt8
+from ckpt8.container.sharded.slices import slices_of
+from ckpt8.core.errors import InputError
+from ckpt8.integrations.dcp import Ckpt8StorageWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The file of a rank, and what it holds."""
+    torch.manual_seed(0)
+    state = {"model": {"w": torch.randn(60, 50), "b": torch.randn(50).bfloat16()}, "n": torch.tensor(3.0), "text": "x"}
+    state["model"]["tied"] = state["model"]["w"]
+    folder = tmp_path_factory.mktemp("slices")
+    dcp.save(state, storage_writer=Ckpt8StorageWriter(folder, preset="lossless"), no_dist=True)
+    return folder / "__0_0.ckpt8", {
+        ("model.w", (0, 0)): state["model"]["w"],
+        ("model.tied", (0, 0)): state["model"]["w"],
+        ("model.b", (0,)): state["model"]["b"],
+        ("n", ()): state["n"],
+    }
+
+
+def test_a_reader_of_the_format_alone_finds_the_slices(saved):
+    path, expected = saved
+    plain = Plain(path.read_bytes())
+    assert plain.manifest["version"] == "1.6"
+    found = plain.slices()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def test_slices_name_tensors_of_the_container(saved):
+    path, expected = saved
+    with ckpt8.open(path) as file:
+        found = slices_of(file.manifest)
+        assert {key: tuple(record.shape) for key, record in found.items()} == {
+            key: tuple(tensor.shape) for key, tensor in expected.items()
+        }
+
+
+def test_other_containers_state_none(tmp_path):
+    ckpt8.save({"w": torch.ones(4)}, tmp_path / "x.ckpt8")
+    assert Plain((tmp_path / "x.ckpt8").read_bytes()).manifest["version"] != "1.6"
+    with ckpt8.open(tmp_path / "x.ckpt8") as file:
+        assert slices_of(file.manifest) == {}
+
+
+def column(key, value):
+    def change(manifest):
+        manifest["slices"][key] = value(manifest["slices"][key]) if callable(value) else value
+
+    return change
+
+
+def more_dimensions(manifest):
+    table = manifest.get("tensor_table")
+    tensors = manifest["tensors"] if table is None else None
+    if tensors is None:
+        table["shape"] = [[1] * 70] + [None] * (len(table["name"]) - 1)
+        table["stride"] = [[1] * 70] + [None] * (len(table["name"]) - 1)
+    else:
+        tensors[0] |= {"shape": [1] * 70, "stride": [1] * 70}
+    manifest["slices"] = {"name": ["w"], "tensor": [0], "offsets": [None]}
+
+
+HOSTILE = {
+    "no table": lambda manifest: manifest.update(slices=[]),
+    "no names": column("name", {"all": "w"}),
+    "a name that is a number": column("name", lambda names: [1, *names[1:]]),
+    "half of a surrogate pair": column("name", lambda names: ["\ud800", *names[1:]]),
+    "a tensor too many": column("tensor", lambda _: [0, 1, 2, 99]),
+    "a tensor below 0": column("tensor", lambda _: [0, 1, 2, -1]),
+    "tensors from far away": column("tensor", {"from": 90}),
+    "offsets of a dimension too many": column("offsets", {"all": [0, 0, 0]}),
+    "negative offsets": column("offsets", lambda _: [[-1, 0], None, None, None]),
+    "a column too short": column("offsets", [None]),
+    "a column missing": lambda manifest: manifest["slices"].pop("offsets"),
+    "a slice twice": column("name", lambda names: [names[0]] * len(names)),
+    "too many dimensions": more_dimensions,
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_slices_are_refused_in_one_line(case, saved, tmp_path):
+    metadata, entries, manifest = unpack(saved[0].read_bytes())
+    HOSTILE[case](manifest)
+    (tmp_path / "x.ckpt8").write_bytes(pack(manifest, entries, metadata))
+    with pytest.raises(InputError) as caught:
+        ckpt8.open(tmp_path / "x.ckpt8")
+    assert str(caught.value).startswith(f"{tmp_path / 'x.ckpt8'}: manifest is malformed at ")
+    assert "\n" not in str(caught.value)

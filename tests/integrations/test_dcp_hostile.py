@@ -1,0 +1,120 @@
+"""Indexes of sharded directories that somebody has changed: one line that names the directory, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def put(tree, keys, value):
+    tree = copy.deepcopy(tree)
+    node = tree
+    for key in keys[:-1]:
+        node = node[key]
+    node[keys[-1]] = value
+    return tree
+
+
+def changed(tree, **fields):
+    """The index with other fields of the tensor ``w``; None takes a field away."""
+    tensor = tree["tensors"]["w"] | fields
+    return put(tree, ["tensors", "w"], {key: value for key, value in tensor.items() if value is not None})
+
+
+def boxed(tree, *boxes, **fields):
+    return changed(tree, cuts=None, owners=None, boxes=list(boxes), **fields)
+
+
+HOSTILE = {
+    "no JSON": lambda tree: "{",
+    "a list": lambda tree: [],
+    "another format": lambda tree: {**tree, "format": "x"},
+    "an earlier version": lambda tree: {**tree, "version": "1.0"},
+    "a later version": lambda tree: {**tree, "version": "3.0"},
+    "a file outside": lambda tree: put(tree, ["files", 0, 0], "../x.ckpt8"),
+    "no seal": lambda tree: put(tree, ["files", 0, 1], "xyz"),
+    "a file without a seal": lambda tree: put(tree, ["files", 0], ["__0_0.ckpt8"]),
+    "a file twice": lambda tree: put(tree, ["files"], tree["files"] * 2),
+    "files by name": lambda tree: put(tree, ["files"], dict(tree["files"])),
+    "an unknown file": lambda tree: changed(tree, owners=[1]),
+    "a file below 0": lambda tree: changed(tree, owners=[-1]),
+    "a file that is true": lambda tree: changed(tree, owners=[True]),
+    "steps out of the files": lambda tree: changed(tree, cuts=[[[4, 2]]], owners=[[0, 2, 1]]),
+    "steps of no files": lambda tree: changed(tree, owners=[[0, 0, 0], 0]),
+    "too many owners": lambda tree: changed(tree, owners=[0, 0]),
+    "too few owners": lambda tree: changed(tree, owners=[]),
+    "cuts beyond the tensor": lambda tree: changed(tree, cuts=[[[9, 1]]]),
+    "cuts short of the tensor": lambda tree: changed(tree, cuts=[[[4, 1]]]),
+    "cuts of a dimension too many": lambda tree: changed(tree, cuts=[[[8, 1]], [[1, 1]]]),
+    "empty parts": lambda tree: changed(tree, cuts=[[[8, 1], [0, 1]]], owners=[0, 0]),
+    "a negative part": lambda tree: changed(tree, cuts=[[[9, 1], [-1, 1]]], owners=[0, 0]),
+    "a float for a size": lambda tree: changed(tree, cuts=[[[8.0, 1]]]),
+    "no cuts": lambda tree: changed(tree, cuts=None),
+    "more cells than there are": lambda tree: changed(
+        tree, shape=[1 << 40], cuts=[[[1, 1 << 40]]], owners=[[0, 1 << 40, 0]]
+    ),
+    "two layouts": lambda tree: changed(tree, boxes=[[0, [0], [9]]]),
+    "a box beyond the tensor": lambda tree: boxed(tree, [0, [1], [8]]),
+    "an empty box": lambda tree: boxed(tree, [0, [0], [0]]),
+    "a negative offset": lambda tree: boxed(tree, [0, [-1], [8]]),
+    "an offset too many": lambda tree: boxed(tree, [0, [0, 0], [8, 1]]),
+    "a box twice": lambda tree: boxed(tree, [0, [0], [8]], [0, [0], [8]]),
+    "a box of an unknown file": lambda tree: boxed(tree, [3, [0], [8]]),
+    "a box without a file": lambda tree: boxed(tree, [[0], [8]]),
+    "a box that is a number": lambda tree: boxed(tree, 0),
+    "pickled boxes without a length": lambda tree: boxed(tree, [0, [0], [8]], pickled=[[0]]),
+    "pickled boxes of another number": lambda tree: boxed(tree, [0, [0], [8]], pickled=[]),
+    "a pickled box that is none": lambda tree: boxed(tree, [0, [0], [8]], pickled=[[0, 7]]),
+    "a pickled box that is an object": lambda tree: boxed(tree, [0, [0], [8]], pickled=[tree["objects"]["note"][1:]]),
+    "another type": lambda tree: put(tree, ["tensors", "w", "dtype"], "float64"),
+    "no type": lambda tree: put(tree, ["tensors", "w", "dtype"], "float7"),
+    "a slice that the file does not have": lambda tree: changed(tree, cuts=[[[4, 2]]], owners=[0, 0]),
+    "a tensor that is an object": lambda tree: put(tree, ["objects", "w"], [0, 0, 1]),
+    "an object behind the end": lambda tree: put(tree, ["objects", "note", 1], 1 << 40),
+    "an object too long": lambda tree: put(tree, ["objects", "note", 2], 1 << 40),
+    "an object in an unknown file": lambda tree: put(tree, ["objects", "note", 0], 1),
+    "an object without a place": lambda tree: put(tree, ["objects", "note"], None),
+    "a path of lists": lambda tree: put(tree, ["paths", "w"], [["w"]]),
+    "an empty path": lambda tree: put(tree, ["paths", "w"], []),
+    "nesting without end": lambda tree: "[" * 100_000,
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hostile") / "x"
+    writer = Ckpt8StorageWriter(folder, preset="lossless")
+    dcp.save({"w": torch.ones(8), "note": "x"}, storage_writer=writer, no_dist=True)
+    return folder, (folder / "ckpt8-dcp.json").read_text()
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_index_is_refused_in_one_line(case, saved):
+    folder, text = saved
+    tree = HOSTILE[case](json.loads(text))
+    (folder / "ckpt8-dcp.json").write_text(tree if isinstance(tree, str) else json.dumps(tree))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(8), "note": ""}, storage_reader=Ckpt8StorageReader(folder), no_dist=True)
+    said = str(caught.value)
+    assert str(folder) in said or "Size mismatch between saved" in said
+    # Either an error of ours as it is, or the line of it that torch repeats.
+    assert "InputError" in said or "global metadata read failed" in said or "Size mismatch" in said
+    assert "MemoryError" not in said
+
+
+def test_the_index_as_it_was_is_read(saved):
+    folder, text = saved
+    (folder / "ckpt8-dcp.json").write_text(text)
+    found = {"w": torch.zeros(8), "note": ""}
+    dcp.load(found, storage_reader=Ckpt8StorageReader(folder), no_dist=True)
+    assert found["w"].eq(1).all()
+    assert found["note"] == "x"
