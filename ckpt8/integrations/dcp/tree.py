@@ -122,27 +122,6 @@ def _add_settings(tree: dict[str, Any], naming: Naming, known: Mapping[str, Any]
         node[GROUPS] = _groups(whole, settings.get(optimizer, {}))
 
 
-def are_parted(files: Mapping[tuple[str, tuple[int, ...]], str]) -> bool:
-    """Whether the state and the weight of some slice of a parameter are in different files.
-
-    ``files`` has the file of every slice by its name and offset.
-    """
-    naming = Naming(name for name, _ in files)
-    homes: dict[tuple[str, tuple[int, ...]], set[str]] = {}
-    weights = []
-    for (name, offset), file in files.items():
-        state = naming.state(name)
-        if state is None:
-            weights.append((name.split("."), offset, file))
-        elif offset and state[2] in STATE_ROLES:
-            homes.setdefault((state[1], offset), set()).add(file)
-    for parts, offset, file in weights:
-        for k in range(len(parts)):
-            if (owner := (".".join(parts[k:]), offset)) in homes:
-                homes[owner].add(file)
-    return any(len(each) > 1 for each in homes.values())
-
-
 def _base(parameter: str) -> str:
     """The name of a parameter without the place of its slice, as ``_put`` gives it."""
     return re.sub(r"@[\dx]*$", "", parameter)

@@ -35,12 +35,15 @@ from ckpt8.container.sharded.layouts import Shape
 from ckpt8.container.sharded.slices import SliceKey, slices_of
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import OutputError, UsageError
-from ckpt8.core.tensors import DType
+from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import listed
+from ckpt8.core.workers import threads_of_rank
 from ckpt8.integrations import is_local
+from ckpt8.integrations.dcp.families import count_parted
 from ckpt8.integrations.dcp.metadata import InDirectory, index_of
+from ckpt8.integrations.dcp.planner import Ckpt8SavePlanner
 from ckpt8.integrations.dcp.slices import ExactStorages
-from ckpt8.integrations.dcp.tree import Naming, are_parted, build, fill_slots, tensor_names
+from ckpt8.integrations.dcp.tree import Naming, build, fill_slots, tensor_names
 
 _FILE = re.compile(r"__(\d+)_(\d+)\.ckpt8")
 _SHOWN = 5
@@ -75,8 +78,9 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
     ) -> None:
         super().__init__(path)
         self._policy = Policy.of(preset, rules, budget)
-        self._options = Options(threads, stats)
+        self._options = Options(threads or threads_of_rank(), stats)
         self._overwrite = overwrite
+        self._spread = True
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Raise UsageError for a save without one checkpoint of all ranks."""
@@ -106,6 +110,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file. Raises OutputError."""
+        self._spread = not isinstance(planner, Ckpt8SavePlanner)
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._write(plan, planner) if plan.items else [])
         return done
@@ -208,26 +213,29 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         index = index_of(self.path, metadata, written, self._run_id)
         metadata.storage_data = index
         index.write(self.path)
-        self._warn_of_unspent(index, written)
+        self._warn_of_losses(index, written)
         for path, _, _ in self._files():
             if path.name not in index.files:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
-    def _warn_of_unspent(self, index: ShardedIndex, written: Sequence[RankFile]) -> None:
-        """Warn of slices that are larger than the budget asks for, because one rank does not know their step."""
+    def _warn_of_losses(self, index: ShardedIndex, written: Sequence[RankFile]) -> None:
+        """Warn of what is larger, or less well known, because no rank has all of it. Once."""
         unspent: Counter[str] = sum((Counter(each.unspent) for each in written), Counter())
-        if unspent:
-            slices = {(name, box.offsets): box.file for name, tensor in index.tensors.items() for box in tensor.boxes()}
-            why, advice = listed(unspent, _SHOWN), ""
-            if are_parted(slices):
-                why = "ranks saved weights and moments of one parameter apart"
-                advice = "; save with DefaultSavePlanner(dedup_save_to_lowest_rank=True)"
-            warnings.warn(
-                f"{self.path}: {unspent.total()} of {len(slices)} slices are kept as flash keeps them, not within the "
-                f"budget: {why}{advice}",
-                stacklevel=2,
+        slices = sum(len(each.layout) for each in index.tensors.values())
+        kept = f"{unspent.total()} of {slices} slices are kept as flash keeps them, not within the budget"
+        measured = self._options.stats and self._policy.preset != "lossless"
+        roles = frozenset(Role) if measured or unspent else {Role.WEIGHT}
+        parted, total = count_parted(index.tensors, roles)
+        if parted:
+            cost = (
+                "the error of their updates is not measured" if measured else "weights do not share bits with masters"
             )
+            advice = "save with Ckpt8SavePlanner()" if self._spread else "no rank has all of them"
+            said = f"{parted} of {total} parameters have weight and moments in different ranks' files"
+            warnings.warn(f"{self.path}: {said}, so {kept if unspent else cost}; {advice}", stacklevel=2)
+        elif unspent:
+            warnings.warn(f"{self.path}: {kept}: {listed(unspent, _SHOWN)}", stacklevel=2)
 
     def _files(self) -> list[tuple[Path, int, int]]:
         """The files of ranks in the directory: path, rank, number."""
