@@ -43,12 +43,8 @@ def load(
     """
     if is_sharded(Path(path)):
         if member is not None or unpack:
-            what = (
-                "has no members"
-                if member is not None
-                else "is not unpacked; convert it with --to torch --dtype float32"
-            )
-            raise UsageError(f"{path}: a directory of containers of ranks {what}")
+            advice = "leave out member" if not unpack else "convert it to torch with dtype float32 to unpack it"
+            raise UsageError(f"{path}: is a directory of containers of ranks, and loaded as a whole; {advice}")
         return load_directory(Path(path), map_location, threads)
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
         index = member_index(reader, member)
