@@ -39,8 +39,8 @@ def open_directory(root: Path, entries: Sequence[Entry], *, decode: bool) -> Ite
         raise InputError(f"{root}: an empty directory; give a checkpoint file, or a directory that holds some")
     if any(entry.path == INDEX or is_part(entry.path) for entry in entries):
         raise InputError(
-            f"{root}: is compressed already, by Ckpt8StorageWriter; load it with Ckpt8StorageReader, "
-            "or give one of the .ckpt8 files in it"
+            f"{root}: is compressed already, by Ckpt8StorageWriter; to compress it otherwise, restore it to a plain "
+            "directory (restore DIR -o PLAIN) and give that"
         )
     with closing(FilePool()) as pool:
         known = open_distributed(entries, lambda path: PooledFile(ByteRange.of(root / path), pool), decode=decode)

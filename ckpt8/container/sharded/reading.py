@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,12 @@ _SEAL = re.compile(r"[0-9a-f]{64}")
 
 
 def is_sharded(directory: Path) -> bool:
-    """Whether a directory is a checkpoint of containers of ranks, or a part of one. Raises InputError."""
-    return (directory / INDEX).exists() or bool(_parts(directory))
+    """Whether a directory is a checkpoint of containers of ranks, or a part of one; False where it cannot be read."""
+    if os.path.exists(directory / INDEX):  # noqa: PTH110 - False for a name that is too long
+        return True
+    with suppress(OSError):
+        return any(is_part(entry.name) for entry in os.scandir(directory))
+    return False
 
 
 def _parts(directory: Path) -> list[str]:

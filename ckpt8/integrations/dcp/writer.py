@@ -29,12 +29,16 @@ from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.files.partial import remove_abandoned_of
+from ckpt8.core.tensors import Role
 from ckpt8.core.text import listed
+from ckpt8.core.workers import threads_of_rank
 from ckpt8.integrations import is_local
+from ckpt8.integrations.dcp.families import count_parted
 from ckpt8.integrations.dcp.metadata import InDirectory, index_of
+from ckpt8.integrations.dcp.planner import Ckpt8SavePlanner
 from ckpt8.integrations.dcp.rank_file import RankPlan
 from ckpt8.integrations.dcp.save_id import save_of_all_ranks
-from ckpt8.integrations.dcp.tree import Naming, are_parted
+from ckpt8.integrations.dcp.tree import Naming
 
 _FILE = re.compile(r"__\d+_\d+\.ckpt8")
 _SHOWN = 5
@@ -69,8 +73,9 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
     ) -> None:
         super().__init__(path)
         self._policy = Policy.of(preset, rules, budget)
-        self._options = Options(threads, stats)
+        self._options = Options(threads or threads_of_rank(), stats)
         self._overwrite = overwrite
+        self._spread = True
         self._part: Part | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -117,6 +122,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file. Raises OutputError."""
+        self._spread = not isinstance(planner, Ckpt8SavePlanner)
         results = []
         if rank := RankPlan(plan, planner):
             rank.warn_of_refusals(self.path)
@@ -143,7 +149,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         index = index_of(self.path, metadata, written, self._run_id)
         metadata.storage_data = index = replace(index, part=self._part)
         index.write(self.path)
-        self._warn_of_unspent(index, written)
+        self._warn_of_losses(index, written)
         if self._part is None:
             self._remove_others(index.files)
 
@@ -156,20 +162,23 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
                     path.unlink()
         remove_abandoned_of(_FILE.pattern, paths)
 
-    def _warn_of_unspent(self, index: ShardedIndex, written: Sequence[RankFile]) -> None:
-        """Warn of slices that are larger than the budget asks for, because one rank does not know their step."""
+    def _warn_of_losses(self, index: ShardedIndex, written: Sequence[RankFile]) -> None:
+        """Warn of what is larger, or less well known, because no rank has all of it. Once."""
         unspent: Counter[str] = sum((Counter(each.unspent) for each in written), Counter())
-        if unspent:
-            slices = {(name, box.offsets): box.file for name, tensor in index.tensors.items() for box in tensor.boxes()}
-            why, advice = listed(unspent, _SHOWN), ""
-            if are_parted(slices):
-                why = "ranks saved weights and moments of one parameter apart"
-                advice = "; save with DefaultSavePlanner(dedup_save_to_lowest_rank=True)"
-            warnings.warn(
-                f"{self.path}: {unspent.total()} of {len(slices)} slices are kept as flash keeps them, not within the "
-                f"budget: {why}{advice}",
-                stacklevel=2,
+        slices = sum(len(each.layout) for each in index.tensors.values())
+        kept = f"{unspent.total()} of {slices} slices are kept as flash keeps them, not within the budget"
+        measured = self._options.stats and self._policy.preset != "lossless"
+        roles = frozenset(Role) if measured or unspent else {Role.WEIGHT}
+        parted, total = count_parted(index.tensors, roles)
+        if parted:
+            cost = (
+                "the error of their updates is not measured" if measured else "weights do not share bits with masters"
             )
+            advice = "save with Ckpt8SavePlanner()" if self._spread else "no rank has all of them"
+            said = f"{parted} of {total} parameters have weight and moments in different ranks' files"
+            warnings.warn(f"{self.path}: {said}, so {kept if unspent else cost}; {advice}", stacklevel=2)
+        elif unspent:
+            warnings.warn(f"{self.path}: {kept}: {listed(unspent, _SHOWN)}", stacklevel=2)
 
     def storage_meta(self) -> StorageMeta:
         """The directory and the id of this save."""
