@@ -12,7 +12,7 @@ import torch
 from dcp_kit import load_all
 from members_kit import tree
 from rank_files_kit import FQN, MESHES, SHARDED, WORLD, write_rank_files
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
@@ -248,3 +248,17 @@ def test_two_models_in_folders_of_one(written, tmp_path):
         ckpt8.convert(tmp_path / "step", tmp_path / "model.safetensors")
     ckpt8.convert(tmp_path / "step", tmp_path / "model.safetensors", member="critic", dtype="float32")
     assert_same(load_file(tmp_path / "model.safetensors"), full(written, "fsdp")["model"])
+
+
+def test_weights_in_one_file_beside_the_state_of_ranks(written, tmp_path):
+    folder = copied(written, FQN, tmp_path)
+    for file in folder.glob("pytorch_model*"):
+        file.unlink()
+    weights = full(written, FQN)["model"]
+    save_file(weights, folder / "model.safetensors")
+    report = ckpt8.convert(folder, tmp_path / "whole.pt")
+    assert report.layout == "model-directory"
+    assert len([note for note in report.notes if "the file of one rank" in note]) == WORLD
+    found = torch.load(tmp_path / "whole.pt")
+    assert found.keys() == {"model"}
+    assert_same(found["model"], weights)
