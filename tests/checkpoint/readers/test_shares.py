@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import random
 import sys
+import zipfile
 from collections import namedtuple
 from types import ModuleType
 
@@ -14,7 +17,9 @@ from members_kit import tree as bytes_of_files
 import ckpt8
 from ckpt8.checkpoint.readers.directory import open_directory
 from ckpt8.checkpoint.readers.entries import walk
-from ckpt8.checkpoint.readers.shards import refuse_share
+from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
+from ckpt8.checkpoint.readers.shards import check_shares, refuse_share
+from ckpt8.checkpoint.readers.storage_table import StorageTable
 from ckpt8.core.errors import Ckpt8Error, InputError, UnsupportedError
 
 RANKS = 4
@@ -295,6 +300,33 @@ def test_an_enormous_mesh_takes_no_time(new, tmp_path):
         with pytest.raises(Ckpt8Error) as caught:
             ckpt8.convert(tmp_path / "run", tmp_path / "whole.pt")
         assert "\n" not in str(caught.value)
+
+
+def test_changed_bytes_are_an_error_of_one_line_or_another_tree(new, tmp_path):
+    mesh = new.mesh((2, 2), (1, 0))
+    placed = [new.made("_StridedShard", dim=0, split_factor=2), new.made("Shard", dim=0)]
+    save(tmp_path, 0, {"w": new.tensor(WHOLE[3:5].clone(), mesh, placed)})
+    with zipfile.ZipFile(tmp_path / "model_rank_0.pt") as file:
+        content = file.read("model_rank_0/data.pkl")
+    assert read(content)["w"].share.offsets == (3, 0)
+    numbers, messages = random.Random(0), []
+    for _ in range(3000):
+        changed = bytearray(content)
+        for _ in range(numbers.randrange(1, 4)):
+            changed[numbers.randrange(len(changed))] = numbers.randrange(256)
+        try:
+            read(bytes(changed))
+        except Ckpt8Error as exc:
+            messages.append(str(exc))
+    assert messages
+    assert not any("\n" in message for message in messages)
+
+
+def read(content):
+    names = set()
+    found = load_pickle(io.BytesIO(content), len(content), "x", StorageTable("x").load, names=names)
+    check_shares(found, names, "x")
+    return found
 
 
 def test_the_message_names_a_part_alone():
