@@ -31,7 +31,7 @@ CASES = {
         *((version, SHARDED, "mixin", preset) for version in (1, 2) for preset in ("lossless", "archive")),
         (2, SHARDED, "mixin", "flash"),
         (2, FULL, "mixin", "lossless"),
-        (1, SHARDED, "callback", "lossless"),
+        # Not with FSDP1: accelerate 1.15 does not load moments into a fresh optimizer there.
         *((2, SHARDED, "callback", preset) for preset in ("lossless", "flash", "archive")),
         (2, FULL, "callback", "archive"),
     ]
