@@ -229,7 +229,8 @@ class Compressor:
             for stream in streams:
                 found = [layout.entry_names(codec, stream.spec, self._slab) for codec in stream.codecs]
                 names += found[0]
-                longest += sorted(found, key=lambda each: (len(each), len("".join(each))))[-1]
+                most: list[str] = max(found, key=lambda each: (len(each), len("".join(each))))
+                longest += most
             if header.reserved_size(longest) <= header.MAX_HEADER or self._slab > 1 << 40:
                 return names
             self._slab *= 2

@@ -241,7 +241,8 @@ class Manifest:
     @property
     def version(self) -> str:
         """The lowest format version that covers the content."""
-        if any(table.has_bits for own in (*self.storages, *self.packs) for table in own.parts.values()):
+        owners: list[StorageRecord | Pack] = [*self.storages, *self.packs]
+        if any(table.has_bits for own in owners for table in own.parts.values()):
             return BITS_VERSION
         if self.base is not None:
             return CHAIN_VERSION
