@@ -10,7 +10,8 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from ckpt8.container.sharded.reading import read_index
-from ckpt8.integrations.dcp import Ckpt8StorageWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 BENCH = Path(__file__).parents[2] / "fixtures" / "bench"
 
@@ -43,9 +44,7 @@ def test_sixteen_ranks(mesh, simulation):
 @pytest.mark.parametrize("mesh", ["fsdp", "tp8"])
 def test_the_index_has_the_boxes_that_were_planned(mesh, simulation, tmp_path):
     plans, metadata = simulation.plan_globally(dcp.DefaultSavePlanner(), simulation.local_plans(16, 1, mesh))
-    results = [simulation.result_of(rank, plan) for rank, plan in enumerate(plans)]
-    Ckpt8StorageWriter(tmp_path / "x").prepare_global_plan(plans)
-    Ckpt8StorageWriter(tmp_path / "x").finish(metadata, results)
+    simulation.finish(tmp_path / "x", plans, metadata)
     index = read_index(tmp_path / "x")
     planned = {
         (f"__{rank}_0.ckpt8", item.index.fqn, *map(tuple, (item.index.offset, item.tensor_data.chunk.sizes)))
