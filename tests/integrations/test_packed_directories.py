@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_kit import load_all, read_metadata
-from fsdp_kit import run, save_both
+from fsdp_kit import run, save_both, share
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
@@ -30,7 +30,7 @@ PRESETS = ("lossless", "flash", "archive")
 def saved(tmp_path_factory):
     """One state as ``plain`` and packed with each preset; ``run.pt`` is torch's own conversion of the plain one."""
     folder = tmp_path_factory.mktemp("packed")
-    run(2, (save_both, {"folder": folder, "presets": PRESETS}))
+    run(2, (save_both, {"folder": folder, "presets": PRESETS}), (share, {"folder": folder}))
     dcp_to_torch_save(folder / "plain", folder / "run.pt")
     return folder
 
@@ -321,3 +321,24 @@ def test_a_hostile_nesting_is_refused(saved, tmp_path):
     for read in (ckpt8.load, lambda path: ckpt8.convert(path, tmp_path / "y.pt")):
         with pytest.raises(InputError, match="lies inside another value"):
             read(folder)
+
+
+def test_two_ranks_share_a_plain_directory(saved):
+    assert ckpt8.diff(saved / "shared", saved / "plain").identical
+    assert ckpt8.verify(saved / "shared", saved / "plain").failures == ()
+    files = {path.name: path.stat().st_size for path in (saved / "shared").iterdir()}
+    assert files.keys() == {"__0_0.ckpt8", "__1_0.ckpt8", INDEX}
+    assert abs(files["__0_0.ckpt8"] - files["__1_0.ckpt8"]) < 0.2 * files["__0_0.ckpt8"]
+
+
+def test_the_failure_of_one_rank_leaves_no_checkpoint(saved):
+    assert not (saved / "nothing").exists()
+    assert sorted(path.name for path in (saved / "older").iterdir()) == ["__0_0.ckpt8", "__1_0.ckpt8", INDEX]
+    assert ckpt8.diff(saved / "older", saved / "plain").identical
+    for target in ("nothing", "older"):
+        errors = [(saved / f"{target}-{rank}.txt").read_text() for rank in range(2)]
+        assert all(
+            error.startswith("InputError: ") and "is damaged: its CRC does not match" in error for error in errors
+        )
+        assert sum("__1_0.distcp: slice" in error and "failed: " not in error for error in errors) == 1
+        assert sum(": rank " in error and "failed: " in error for error in errors) == 1
