@@ -10,8 +10,10 @@ import typer
 
 from ckpt8.cli.options import Json, Threads
 from ckpt8.cli.output import present
+from ckpt8.core.errors import UsageError
 from ckpt8.core.text import printable
 
+_MOST_RANKS = 64
 _SIZES = "0.25GB,0.5GB,1GB,2GB,4GB,8GB"
 
 
@@ -29,6 +31,14 @@ def bench(
     sizes: Annotated[
         str, typer.Option(metavar="BYTES,...", help="With --scaling: the sizes. bench skips those that do not fit.")
     ] = _SIZES,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=_MOST_RANKS,
+            help="Save and load a sharded state with so many processes, beside torch.distributed.checkpoint.",
+        ),
+    ] = None,
     scratch: Annotated[
         Path | None,
         typer.Option(
@@ -46,6 +56,11 @@ def bench(
     from ckpt8.cli.show.bench import show_bench, show_device_bench
     from ckpt8.core.gpu import requested
 
+    if ranks is not None:
+        if checkpoint is not None or scaling or device != "cpu":
+            raise UsageError("--ranks trains a state on the CPU; leave out a checkpoint, --scaling and --device")
+        _bench_ranks(ranks, parse_size(train_size, "--size"), threads, repeat, scratch, as_json=as_json)
+        return
     where = requested(device)
     if where is not None and where.type != "cpu":
         from ckpt8.cli.bench.device import bench_device
@@ -68,6 +83,19 @@ def bench(
     finally:
         _say("")
     present(result, lambda console: show_bench(console, result), as_json=as_json)
+
+
+def _bench_ranks(
+    ranks: int, size: int, threads: int | None, repeat: int, scratch: Path | None, *, as_json: bool
+) -> None:
+    from ckpt8.cli.bench.ranks import bench_ranks
+    from ckpt8.cli.show.bench import show_ranks
+
+    try:
+        result = bench_ranks(ranks, size=size, threads=threads, repeat=repeat, scratch=scratch, say=_say)
+    finally:
+        _say("")
+    present(result, lambda console: show_ranks(console, result), as_json=as_json)
 
 
 def _say(text: str) -> None:

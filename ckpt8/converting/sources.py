@@ -14,11 +14,14 @@ from ckpt8.checkpoint.sources.opening import check_storages, open_source
 from ckpt8.checkpoint.walk import iter_nodes
 from ckpt8.container.opening import is_stored
 from ckpt8.converting.content import SINGLE_FILE, Content
-from ckpt8.converting.layouts import dcp, deepspeed_partitions, deepspeed_universal, model_directory
+from ckpt8.converting.layouts import dcp, deepspeed_partitions, deepspeed_universal, model_directory, per_rank
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.core.text import listed, printable
 
 _LISTED = 20
+
+PER_RANK = "per-rank"
+"""The layout of files that the ranks of a job wrote, each its own."""
 
 
 class DirectoryLayout(Protocol):
@@ -34,6 +37,7 @@ class DirectoryLayout(Protocol):
 LAYOUTS: Mapping[str, DirectoryLayout] = {
     "deepspeed-universal": deepspeed_universal,
     "deepspeed-partitions": deepspeed_partitions,
+    PER_RANK: per_rank,
     "dcp": dcp,
     "model-directory": model_directory,
 }

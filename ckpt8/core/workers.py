@@ -22,6 +22,7 @@ import torch
 from ckpt8.core.closing import Closing
 
 _KEEP_BYTES = 24 << 20
+_MOST = 8
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -34,8 +35,17 @@ LOOK_AHEAD = 2
 
 def default_threads() -> int:
     """One thread for each processor this process may run on, at most eight."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(available, 8)
+    return min(_processors(), _MOST)
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_of_rank() -> int:
+    """As ``default_threads``, for ranks that work at once: torchrun says how many of them this machine has."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(max(_processors() // max(int(ranks), 1), 1), _MOST) if ranks.isdecimal() else default_threads()
 
 
 class Workers(Closing):

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from ckpt8.core.workers import LOOK_AHEAD, Workers, default_threads
+from ckpt8.core.workers import LOOK_AHEAD, Workers, default_threads, threads_of_rank
 
 
 @pytest.fixture
@@ -162,3 +162,12 @@ def test_the_default_is_one_thread_for_each_processor_and_at_most_eight(monkeypa
     assert default_threads() == 1
     with Workers(None) as workers:
         assert workers.threads == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [("", 8), ("1", 8), ("4", 8), ("16", 4), ("63", 1), ("128", 1), ("x", 8)]
+)
+def test_ranks_of_one_machine_share_its_processors(ranks, expected, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert threads_of_rank() == expected

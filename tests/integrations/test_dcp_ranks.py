@@ -96,16 +96,23 @@ def test_every_rank_spends_the_budget_on_its_own_slices(ranks):
 
 
 def test_what_ranks_save_apart_is_counted_and_kept_as_flash_keeps_it(ranks):
-    said = {name: json.loads((ranks[3] / f"{name}.json").read_text()) for name in ("spread", "lowest")}
-    assert said["lowest"] == []
-    assert said["spread"] == [
-        f"{ranks[3] / 'spread'}: 6 of 16 slices are kept as flash keeps them, not within the budget: ranks saved "
-        "weights and moments of one parameter apart; save with DefaultSavePlanner(dedup_save_to_lowest_rank=True)"
-    ]
+    names = ("spread", "together", "flash", "lossless")
+    said = {name: json.loads((ranks[3] / f"{name}.json").read_text()) for name in names}
+    parted = "4 of 4 parameters have weight and moments in different ranks' files, so"
+    kept = "6 of 16 slices are kept as flash keeps them, not within the budget"
+    advice = "save with Ckpt8SavePlanner()"
+    assert said == {
+        "spread": [f"{ranks[3] / 'spread'}: {parted} {kept}; {advice}"],
+        "together": [],
+        "flash": [f"{ranks[3] / 'flash'}: {parted} the error of their updates is not measured; {advice}"],
+        "lossless": [],
+    }
     found = codecs(ranks[3] / "spread", 0) | codecs(ranks[3] / "spread", 1)
     assert {codec for codec, _ in found.values()} == {"split24/1", "companded8/1"}
     assert all(reason.startswith("no budget: ") for _, reason in found.values())
-    assert {codec for codec, _ in codecs(ranks[3] / "lowest", 0).values()} == {"lattice/1", "vscaled/1", "rclog/1"}
+    for rank in (0, 1):
+        found = codecs(ranks[3] / "together", rank)
+        assert {codec for codec, _ in found.values()} == {"lattice/1", "vscaled/1", "rclog/1"}
 
 
 @pytest.mark.parametrize(("which", "options"), [(0, {}), (1, {"flat": True}), (2, {})])

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
 from ckpt8.integrations.dcp.sharing import compress_share
 
 WIDTH = 96
@@ -128,7 +128,7 @@ def share(folder):
 
 
 def save_replicas(folder):
-    """Save one run that both ranks have whole, as torch spreads it over the ranks and all of it on rank 0.
+    """Save one run that both ranks have whole, with the planner of torch and with that of ckpt8.
 
     The warnings of each save go into a file beside it.
     """
@@ -137,14 +137,18 @@ def save_replicas(folder):
     replica = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(replica.parameters(), lr=1e-2)
     train(replica, optimizer, range(STEPS))
-    for name in ("spread", "lowest"):
-        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=name == "lowest")
+    for name, planner, options in (
+        ("spread", DefaultSavePlanner(), {"budget": 2}),
+        ("together", Ckpt8SavePlanner(), {"budget": 2}),
+        ("flash", DefaultSavePlanner(), {}),
+        ("lossless", DefaultSavePlanner(), {"preset": "lossless"}),
+    ):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            writer = Ckpt8StorageWriter(Path(folder) / name, budget=2)
+            writer = Ckpt8StorageWriter(Path(folder) / name, **options)
             dcp.save(state_of(replica, optimizer), storage_writer=writer, planner=planner)
         if dist.get_rank() == 0:
-            ours = [str(each.message) for each in said if "budget" in str(each.message)]
+            ours = [str(each.message) for each in said if str(folder) in str(each.message)]
             (Path(folder) / f"{name}.json").write_text(json.dumps(ours))
 
 

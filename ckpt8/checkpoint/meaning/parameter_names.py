@@ -81,8 +81,9 @@ def display_names(parameters: Iterable[tuple[str, Sequence[str]]], *, directory:
 
 def _is_named(name: str, moments: Sequence[str]) -> bool:
     """Whether a name is more than the number of the state that holds the moments."""
-    in_place = any(moment.startswith(f"{name}.") for moment in moments)
-    return not (in_place and name.rpartition(".")[2].isdecimal())
+    state = SLICE.sub("", name)
+    in_place = any(moment.startswith(f"{state}.") for moment in moments)
+    return not (in_place and state.rpartition(".")[2].isdecimal())
 
 
 def whole_tensor(name: str) -> str:

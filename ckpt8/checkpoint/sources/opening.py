@@ -11,6 +11,7 @@ from pathlib import Path
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.directory import open_directory, open_distributed
 from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, directory_name, is_directory, walk
+from ckpt8.checkpoint.readers.shards import refuse_share
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.sharded import open_sharded
 from ckpt8.checkpoint.sources.stored_member import MemberSource, StoredParts, member_index, read_member
@@ -133,5 +134,6 @@ def open_member(path: Path, *, member: str | None = None, threads: int | None = 
                 "restore it and load it with torch.distributed.checkpoint"
             )
         checkpoint = read_member(reader, index, MemberSource.of(reader, MemberFile(reader, index, workers)))
+        refuse_share(checkpoint.tree, f"{path}: {record.path!r}")
         check = partial(check_frames, reader, workers, only=[record.skeleton, *(at for _, at in record.segments)])
         yield OpenMember(path, checkpoint, check, StoredParts(reader, index, checkpoint, workers))

@@ -70,12 +70,13 @@ def _run(folder: Path, module: str, job: dict[str, Any], watch: bool) -> dict[st
                 _end(child)
             raise
         if child.returncode:
-            raise _failure(child.returncode, _text(err))
-        result: dict[str, Any] = json.loads(_text(out))
+            raise failure_of(child.returncode, text_of(err))
+        result: dict[str, Any] = json.loads(text_of(out))
     return result | ({"session_pss": peak.nbytes, "processes": peak.processes} if watch else {})
 
 
-def _text(file: IO[bytes]) -> str:
+def text_of(file: IO[bytes]) -> str:
+    """All that a process wrote to a file."""
     file.seek(0)
     return file.read().decode(errors="replace")
 
@@ -91,7 +92,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _failure(code: int, said: str) -> Ckpt8Error:
+def failure_of(code: int, said: str) -> Ckpt8Error:
+    """The error of a process that ended with ``code`` and wrote ``said``."""
     if code < 0:
         why = "; there may be too little memory" if code == -signal.SIGKILL else ""
         return Ckpt8Error(f"was ended by {signal.Signals(-code).name}{why}")

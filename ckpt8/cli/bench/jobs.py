@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+RANKS_DO = ("save", "load", "async_save")
+"""What ranks measure, on each of two sides."""
+
+OWN, PLAIN = "ckpt8", "dcp"
+
 
 @dataclass(frozen=True, slots=True)
 class Source:

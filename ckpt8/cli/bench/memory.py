@@ -21,12 +21,30 @@ def peak_memory() -> int:
 
     On Linux ``ru_maxrss`` outlives an exec, and a child of a large process would be as large as that.
     """
-    status = _PROC / "self" / "status"
-    if status.exists():
-        (peak,) = (line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(peak) * 1024
     # macOS counts bytes, others kilobytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+
+
+class PeakMemory:
+    """The peak memory of this process beyond what it has now; where the system keeps one peak for all time, of that."""
+
+    def __init__(self) -> None:
+        with contextlib.suppress(OSError):
+            (_PROC / "self" / "clear_refs").write_text("5")
+        self._before = _status("VmRSS")
+
+    def taken(self) -> int:
+        """Bytes beyond those of the beginning."""
+        return max(peak_memory() - self._before, 0)
+
+
+def _status(name: str) -> int:
+    """A size from the kernel's record of this process; 0 where it keeps none."""
+    status = _PROC / "self" / "status"
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
 
 
 @dataclass(slots=True)

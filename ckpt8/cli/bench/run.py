@@ -98,7 +98,7 @@ def _measured(here: Bench, source: Source, name: str, sizes: Sequence[int]) -> d
         "trained": here.trained,
         "threads": here.threads,
         "repeat": here.repeat,
-        "versions": _versions(),
+        "versions": versions(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "left_out": missing | here.failed,
@@ -110,7 +110,8 @@ def _measured(here: Bench, source: Source, name: str, sizes: Sequence[int]) -> d
     return result
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of ckpt8, Python, and the packages that are compared."""
     found = {"ckpt8": __version__, "python": platform.python_version()}
     for package in ("torch", "zstandard", "zipnn"):
         with suppress(PackageNotFoundError):

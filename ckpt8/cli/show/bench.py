@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from ckpt8.cli.bench.jobs import OWN, PLAIN
 from ckpt8.cli.bench.probe import START
 from ckpt8.cli.show.tables import Table, show_table
 from ckpt8.core.text import counted, printable_tree, size
@@ -102,6 +103,32 @@ def _show_scaling(console: Console, scaling: dict[str, Any]) -> None:
         for law in scaling["laws"]
     ]
     show_table(console, columns, laws)
+
+
+def show_ranks(console: Console, result: dict[str, Any]) -> None:
+    """Print the figures of ``bench --ranks``."""
+    rounds = "one round" if result["repeat"] == 1 else f"medians of {result['repeat']:,} rounds"
+    console.print(
+        f"{counted(result['ranks'], 'rank')}, {size(result['bytes'])} of state, at most "
+        f"{size(result['bytes_per_rank'])} in a rank, {counted(result['threads'], 'thread')} each, {rounds}",
+        soft_wrap=True,
+    )
+    rows = [
+        (
+            row["operation"],
+            *(f"{row[side]['seconds']:.2f}" for side in (OWN, PLAIN)),
+            f"{row['ratio']:.2f}x",
+            *(size(row[side]["peak_memory"]) for side in (OWN, PLAIN)),
+            *(size(row[side]["stored_bytes"]) for side in (OWN, PLAIN)),
+        )
+        for row in result["results"]
+    ]
+    names = [f"{what}, {side}" for what in ("seconds", "memory", "stored") for side in (OWN, PLAIN)]
+    console.print(Table(("operation", *names[:2], "of dcp", *names[2:]), rows))
+    console.print(
+        "async_save: the time that training waits; memory: what the rank with the highest peak takes beside its state",
+        soft_wrap=True,
+    )
 
 
 def show_device_bench(console: Console, result: dict[str, Any]) -> None:

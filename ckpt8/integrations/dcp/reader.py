@@ -28,7 +28,7 @@ from ckpt8.container.sharded.slices import slices_of
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
-from ckpt8.core.workers import Workers
+from ckpt8.core.workers import Workers, threads_of_rank
 from ckpt8.integrations import is_local
 from ckpt8.integrations.dcp.metadata import InDirectory, metadata_of
 from ckpt8.integrations.dcp.slices import SliceReader
@@ -75,8 +75,10 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Keep the index."""
+        """Keep the index; of what ranks have saved on their own each gets its own."""
         self._index = metadata.storage_data
+        if self._index.joined:
+            self._index = read_index(self.path, kwargs.get("rank"))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan as it is."""
@@ -92,7 +94,7 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
         for item in plan.items:
             for each in self._work(item):
                 files[each[1].file].append(each)
-        with Workers(self._threads) as workers, torch.no_grad():
+        with Workers(self._threads or threads_of_rank()) as workers, torch.no_grad():
             for name, work in files.items():
                 with ContainerReader(self.path / name) as reader:
                     file = _RankFile(reader, self._index.files[name], workers)
