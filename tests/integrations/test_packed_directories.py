@@ -323,6 +323,18 @@ def test_a_hostile_nesting_is_refused(saved, tmp_path):
             read(folder)
 
 
+def test_parts_of_ranks_that_saved_alone_are_one_checkpoint(saved, tmp_path):
+    assert ckpt8.diff(saved / "parts", saved / "plain").identical
+    assert ckpt8.verify(saved / "parts", saved / "plain").failures == ()
+    facts = inspect_container(saved / "parts")
+    assert facts["ranks"] == {"files": 2, "strays": []}
+    assert facts["stored_bytes"] == sum(path.stat().st_size for path in (saved / "parts").iterdir())
+    ckpt8.restore(saved / "parts", tmp_path / "back")
+    assert_same(load_all(tmp_path / "back"), load_all(saved / "plain"))
+    with pytest.raises(InputError, match="compressed already"):
+        ckpt8.compress(saved / "parts", tmp_path / "x.ckpt8")
+
+
 def test_two_ranks_share_a_plain_directory(saved):
     assert ckpt8.diff(saved / "shared", saved / "plain").identical
     assert ckpt8.verify(saved / "shared", saved / "plain").failures == ()

@@ -94,7 +94,7 @@ def save_run(folder, preset="lossless", flat=False, asynchronous=False):
 
 
 def save_both(folder, presets):
-    """Train, and save one state to the plain directory ``plain``, and packed with each preset."""
+    """Train, and save one state to the plain directory ``plain``, packed with each preset, and by each rank alone."""
     model, optimizer = make()
     train(model, optimizer, range(STEPS))
     state = state_of(model, optimizer)
@@ -102,6 +102,9 @@ def save_both(folder, presets):
     dcp.save(state, storage_writer=dcp.FileSystemWriter(Path(folder) / "plain"))
     for preset in presets:
         dcp.save(state, storage_writer=Ckpt8StorageWriter(Path(folder) / preset, preset=preset))
+    parts = Ckpt8StorageWriter(Path(folder) / "parts", preset="lossless")
+    dcp.save(state, storage_writer=parts, use_collectives=False)
+    dist.barrier()
 
 
 def share(folder):
