@@ -219,6 +219,21 @@ def test_runs_counts_a_directory_once(saved, tmp_path):
     assert found["flash"]["step"] == found["plain"]["step"]
 
 
+@pytest.mark.parametrize("damage", ["missing", "another save", "truncated", "gap"])
+def test_runs_tells_of_damage(saved, tmp_path, damage):
+    shutil.copytree(saved / "flash", tmp_path / "x")
+    DAMAGE[damage][0](tmp_path / "x")
+    shown = call("runs", tmp_path, "--json")
+    assert isinstance(shown.exception, InputError) == (damage != "gap")
+    (row,) = json.loads(shown.output.splitlines()[0])["checkpoints"]
+    assert (row["damage"] is None) == (damage == "gap")  # boxes are what verify checks
+
+
+def test_resuming_live_objects_says_what_to_use(saved):
+    with pytest.raises(InputError, match=r"load it with .* Ckpt8StorageReader"):
+        ckpt8.resume(saved / "flash", model=torch.nn.Linear(2, 2))
+
+
 def _cut(folder):
     file = folder / "__1_0.ckpt8"
     file.write_bytes(file.read_bytes()[:-100])
@@ -309,6 +324,8 @@ def test_a_stray_file_is_told_and_does_not_count(saved, tmp_path):
     assert inspect_container(folder)["ranks"] == {"files": 2, "strays": ["__5_0.ckpt8"]}
     assert "no part of it: __5_0.ckpt8" in call("inspect", folder).output
     assert ckpt8.verify(folder).failures == ()
+    (row,) = json.loads(call("runs", tmp_path, "--json").output)["checkpoints"]
+    assert row["stored_bytes"] == inspect_container(folder)["stored_bytes"]
     assert ckpt8.diff(folder, saved / "flash").identical
 
 
