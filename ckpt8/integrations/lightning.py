@@ -37,6 +37,9 @@ from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.workers import Workers
 from ckpt8.integrations import local_path, missing
 from ckpt8.integrations.chains import Chains
+from ckpt8.integrations.sharded_strategy import Ckpt8StrategyMixin
+
+__all__ = ["Ckpt8CheckpointIO", "Ckpt8StrategyMixin", "opened"]
 
 _HOMES = ("lightning.fabric.plugins", "lightning_fabric.plugins")
 """The modules with the interface: of the package ``lightning``, and of ``pytorch_lightning``."""

@@ -28,6 +28,7 @@ from ckpt8.core.errors import CheckFailedError, InputError, OutputError
 from ckpt8.inspecting.verify import verify
 from ckpt8.integrations import missing, run_folder
 from ckpt8.integrations.chains import Chains
+from ckpt8.integrations.sharded_trainer import Ckpt8TrainerMixin
 from ckpt8.restoring.restore import restore
 
 try:
@@ -36,6 +37,9 @@ except ModuleNotFoundError as exc:
     if exc.name != "transformers":
         raise
     raise missing(__name__, "transformers") from None
+
+
+__all__ = ["Ckpt8Callback", "Ckpt8TrainerMixin", "restored_checkpoint", "temporary_checkpoint"]
 
 
 class Ckpt8Callback(TrainerCallback):

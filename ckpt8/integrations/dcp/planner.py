@@ -46,7 +46,7 @@ def _ties(values: Mapping[str, Any]) -> dict[str, str]:
     ties = {}
     for name, value in values.items():
         local = _local(value)
-        if isinstance(local, torch.Tensor) and local.layout is torch.strided and local.nbytes:
+        if type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout is torch.strided and local.nbytes:
             known = first.setdefault((local.device, local.data_ptr(), local.nbytes), name)
             if known != name:
                 ties[name] = known

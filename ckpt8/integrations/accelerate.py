@@ -1,0 +1,124 @@
+"""For accelerate: every rank packs its own slices of what FSDP shards, in place of torch's plain files.
+
+    from ckpt8.integrations.accelerate import load_state, save_state
+
+    save_state(accelerator, "run/step-500")            # in place of accelerator.save_state
+    load_state(accelerator, "run/step-500")            # at any world size
+
+Models and optimizers go into the folder ``ckpt8`` of the checkpoint, a weight and its moments into one file. accelerate
+itself writes and reads the rest: schedulers, samplers, random states, objects of the user's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from ckpt8.container.sharded.reading import is_sharded
+from ckpt8.core.arguments import checked
+from ckpt8.core.errors import InputError, UsageError
+from ckpt8.integrations import local_path
+from ckpt8.integrations.sharded_state import FOLDER, load_model, load_optimizers, save_packed
+
+_ADVICE = "give a directory that every rank can reach"
+
+
+@checked
+def save_state(
+    accelerator: Any,
+    output_dir: str | os.PathLike[str] | None = None,
+    *,
+    preset: str | None = None,
+    budget: float | None = None,
+    rules: Sequence[str] = (),
+    threads: int | None = None,
+) -> str:
+    """As ``accelerator.save_state(output_dir)``, with models and optimizers packed. Every rank calls it.
+
+    The other arguments are those of ``ckpt8.save``. Ranks write slices, whatever ``state_dict_type`` says. Returns the
+    folder of the checkpoint. Raises OutputError, and UsageError where accelerate does not run FSDP.
+
+    >>> from ckpt8.integrations.accelerate import save_state
+    >>> save_state(accelerator, "run/step-500", preset="archive")  # doctest: +SKIP
+    'run/step-500'
+    """
+    options = {"preset": preset, "budget": budget, "rules": tuple(rules), "threads": threads}
+    target = None if output_dir is None else str(local_path(output_dir, _ADVICE))
+    with _taken_over(accelerator, "save_state") as pairs, contextlib.ExitStack() as hooks:
+
+        def pack(models: list[Any], _: list[Any], folder: str) -> None:
+            models.extend(model for model, _ in pairs)  # hooks of the user's own, which come later, see them
+            state: dict[str, Any] = {}
+            for (model, own), keys in zip(pairs, _keys(), strict=False):
+                state |= zip(keys, get_state_dict(model, own), strict=True)
+            save_packed(Path(folder) / FOLDER, state, options)
+
+        hook = accelerator.register_save_state_pre_hook(pack)
+        hooks.callback(hook.remove)
+        accelerator._save_model_state_pre_hook.move_to_end(hook.id, last=False)
+        return str(accelerator.save_state(target))
+
+
+@checked
+def load_state(
+    accelerator: Any, input_dir: str | os.PathLike[str] | None = None, *, threads: int | None = None
+) -> None:
+    """As ``accelerator.load_state(input_dir)``, for what ``save_state`` wrote, at any world size. Every rank calls it.
+
+    Leaves a checkpoint that accelerate wrote to accelerate. Raises UsageError where accelerate does not run FSDP,
+    InputError for damage, which torch wraps in its CheckpointException.
+
+    >>> from ckpt8.integrations.accelerate import load_state
+    >>> load_state(accelerator, "run/step-500")  # doctest: +SKIP
+    """
+    source = None if input_dir is None else local_path(input_dir, _ADVICE)
+    if source is not None and not is_sharded(source / FOLDER):
+        accelerator.load_state(str(source))
+        return
+    with _taken_over(accelerator, "load_state") as pairs, contextlib.ExitStack() as hooks:
+
+        def unpack(_: list[Any], folder: str) -> None:
+            place = Path(folder) / FOLDER
+            if not is_sharded(place):
+                raise InputError(f"{folder}: holds nothing that save_state packed; use accelerator.load_state")
+            for (model, own), (weights, moments) in zip(pairs, _keys(), strict=False):
+                load_model(place, weights, model, threads=threads)
+                load_optimizers(place, moments, model, own, threads=threads)
+
+        hooks.callback(accelerator.register_load_state_pre_hook(unpack).remove)
+        accelerator.load_state(None if source is None else str(source))
+
+
+@contextlib.contextmanager
+def _taken_over(accelerator: Any, name: str) -> Iterator[list[tuple[Any, list[Any]]]]:
+    """The models of accelerate with their optimizers; accelerate sees none of them meanwhile.
+
+    Raises UsageError without FSDP, and where it is not clear which optimizer belongs to which model.
+    """
+    if accelerator.distributed_type != "FSDP":
+        raise UsageError(
+            f"{name}: accelerate runs {accelerator.distributed_type}, not FSDP; use accelerator.{name}, and "
+            "ckpt8.compress for the folder that it writes"
+        )
+    models, optimizers = accelerator._models, accelerator._optimizers
+    own = [each.optimizer for each in optimizers]
+    if 1 < len(models) < len(own):
+        raise UsageError(f"{name}: {len(own)} optimizers for {len(models)} models; prepare one for each model")
+    groups = [own] if len(models) == 1 else [own[number : number + 1] for number in range(len(models))]
+    accelerator._models, accelerator._optimizers = [], []
+    try:
+        yield list(zip(models, groups, strict=True))
+    finally:
+        accelerator._models, accelerator._optimizers = models, optimizers
+
+
+def _keys() -> Iterator[tuple[str, str]]:
+    """The keys of each model and of its optimizers."""
+    yield "model", "optimizer"
+    yield from ((f"model_{number}", f"optimizer_{number}") for number in count(1))
