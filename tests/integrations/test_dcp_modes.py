@@ -42,7 +42,7 @@ def by(way, *saves):
 
 REPRESENTATIVES = [
     Case("uneven", "fsdp2", 4, "AdamW", (*PRESETS, *by("cached", EXACT)), (("fsdp2", 3), ("plain", 1))),
-    Case("uneven", "hsdp", 4, "CAME", BOTH, (("fsdp2", 2),)),
+    Case("uneven", "hsdp", 4, "CAME", (*BOTH, *by("apart", EXACT)), (("fsdp2", 2),)),
     Case("even", "tp_fsdp2", 4, "StableAdamW", by("thread", *BOTH), (("tp_fsdp2", 4),)),
     Case("uneven", "fsdp1", 2, "AdamW", (EXACT, FLAT), (("fsdp1", 3),)),
     Case("deep", "pipeline", 4, "AdamW", STAGED, (("pipeline", 2), ("plain", 1))),
@@ -76,6 +76,10 @@ NETS_AND_WAYS = [
     Case("uneven", "fsdp2_full", 4, "AdamW", (*BOTH, *by("alone", *BOTH)), (("fsdp2_full", 3), ("plain", 1))),
     Case("uneven", "fsdp2", 2, "StableAdamW", by("staged", *BOTH), (("fsdp2", 2), ("hsdp", 4))),
     Case("uneven", "hsdp", 4, "AdamW", by("cached", *BOTH, *TORCH), (("hsdp", 4), ("fsdp2", 2))),
+    Case("even", "tp_fsdp2", 4, "AdamW", by("apart", *BOTH, *TORCH), (("tp_fsdp2", 4), ("fsdp2", 3))),
+    Case("uneven", "ddp", 3, "StableAdamW", by("apart", *BOTH), (("ddp", 3), ("plain", 1))),
+    Case("deep", "pipeline", 4, "CAME", by("apart", *STAGED), (("pipeline", 4), ("pipeline", 2))),
+    Case("ema", "fsdp2", 3, "CAME", by("apart_thread", *BOTH), (("fsdp2", 3), ("fsdp2", 2))),
     Case("uneven", "fsdp2", 2, "CAME", by("process", *BOTH), (("fsdp2", 2), ("hsdp", 4))),
 ]
 EIGHT = [

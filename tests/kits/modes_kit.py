@@ -161,6 +161,10 @@ def _alone(path, save, state):
         _sync(path, save, state, no_dist=True)
 
 
+def _apart(path, save, state):
+    _sync(path, save, state, use_collectives=False)
+
+
 def _cached(path, save, state):
     """Three saves, which plan as the one before did; the last has more to save."""
     shorter = {key: value for key, value in state.items() if key != "progress"}
@@ -189,8 +193,21 @@ def _process(path, save, state):
     return _thread(path, save, state, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
 
 
-WAYS = {"sync": _sync, "alone": _alone, "cached": _cached, "thread": _thread, "staged": _staged, "process": _process}
-"""How ``dcp`` is called: ``alone`` by rank 0 without the others, ``cached`` with plans of the save before."""
+def _apart_thread(path, save, state):
+    return _thread(path, save, state, use_collectives=False)
+
+
+WAYS = {
+    "sync": _sync,
+    "alone": _alone,
+    "apart": _apart,
+    "cached": _cached,
+    "thread": _thread,
+    "apart_thread": _apart_thread,
+    "staged": _staged,
+    "process": _process,
+}
+"""How ``dcp`` is called: ``alone`` by rank 0 without the others, ``apart`` by each rank without collectives."""
 
 
 def load_case(folder, case, setup):
