@@ -18,7 +18,7 @@ from ckpt8.checkpoint.readers import match_reader
 from ckpt8.checkpoint.readers.shards import is_named_shard
 from ckpt8.container.header import is_container
 from ckpt8.container.needed import unneeded_file
-from ckpt8.container.sharded import INDEX
+from ckpt8.container.sharded import INDEX, PART
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 
@@ -34,7 +34,7 @@ _FILES = re.compile(
             r"(?:tokenizer|special_tokens_map|added_tokens|vocab|chat_template)\.json|(?:vocab|merges)\.txt",
             r"(?:tokenizer|spiece|sentencepiece\.bpe)\.model|chat_template\.jinja",
             # torch.distributed.checkpoint, Ckpt8StorageWriter
-            rf"\.metadata|__\d+_\d+\.(?:distcp|ckpt8)|{re.escape(INDEX)}",
+            rf"\.metadata|__\d+_\d+\.(?:distcp|ckpt8)|{re.escape(INDEX)}|{PART}",
             # Lightning, beside the slices of its strategies
             r"meta\.pt",
             # DeepSpeed

@@ -1,6 +1,6 @@
 """The content of a checkpoint as readers return it: storages with their places, and the tree of objects around them.
 
-Imports core only.
+Imports core, and of checkpoint only ``share``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol, TypeVar
 
+from ckpt8.checkpoint.share import Share
 from ckpt8.core.files.source_file import SourceFile
 from ckpt8.core.tensors import DType, Role, Strided
 
@@ -50,7 +51,8 @@ class StorageRef:
 class TensorRef(Strided):
     """A strided tensor over a storage. ``offset`` and ``stride`` are in elements of ``dtype``.
 
-    ``conj`` and ``neg``: its values are the conjugate, or the negative, of what the storage holds.
+    ``conj`` and ``neg``: its values are the conjugate, or the negative, of what the storage holds. ``share`` is its
+    place in a tensor that is spread over ranks, None for a tensor of its own.
     """
 
     key: str
@@ -60,6 +62,7 @@ class TensorRef(Strided):
     stride: tuple[int, ...]
     conj: bool = False
     neg: bool = False
+    share: Share | None = None
 
     @classmethod
     def whole(cls, key: str, dtype: DType, shape: tuple[int, ...]) -> TensorRef:

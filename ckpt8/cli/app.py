@@ -78,7 +78,7 @@ def inspect(
     torch.load refuses with weights_only. inspect looks at a sample of the values of a checkpoint, and with --full at
     every element; at those of a .ckpt8 with --full only. --json prints them as flags, with sample and layers.
     """
-    from ckpt8.container.header import is_container
+    from ckpt8.container.opening import is_stored
 
     report = None
     if html is not None:
@@ -87,7 +87,7 @@ def inspect(
         report = Report(html, path, original=against, replay=replay, full=full, force=force)
     elif replay is not None:
         raise UsageError("--replay is shown in a report; give --html FILE")
-    if is_container(path):
+    if is_stored(path):
         from ckpt8.inspecting.container import inspect_container
 
         facts = inspect_container(
@@ -127,10 +127,12 @@ def restore(
 ) -> None:
     """Write the original checkpoint back, by default next to SRC and under the name of SRC.
 
+    A directory that the ranks of torch.distributed.checkpoint packed becomes a plain one: give its name with -o.
+
     best.ckpt8 becomes best.pt, best.safetensors, ... or the directory best/. restore also shows the original's name.
     --force replaces checkpoints: a directory only if it holds nothing else, another file only if -o names it.
     """
-    from ckpt8.container.reader import ContainerReader
+    from ckpt8.container.opening import containers_of, open_stored
     from ckpt8.inspecting.foreign import names_in_container, warning
     from ckpt8.restoring import restore as api
 
@@ -140,9 +142,9 @@ def restore(
         if not found.complete:
             raise CheckFailedError(f"{src}: is damaged; not everything in it was recovered for certain")
         return
-    with ContainerReader(src) as reader:
-        total = sum(member.size for member in reader.manifest.members)
-        foreign = list(names_in_container(reader))
+    with open_stored(src) as stored:
+        total = sum(member.size for member in stored.manifest.members)
+        foreign = [each for reader in containers_of(stored) for each in names_in_container(reader)]
     elapsed = stopwatch()
     with progress_bar(f"restore {src.name}", total=total, enabled=not as_json) as progress:
         restored = api.restore_original(src, output, force=force, threads=threads, progress=progress)

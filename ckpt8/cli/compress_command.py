@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ckpt8.cli.bases import finding_bases
+from ckpt8.cli.compress_ranks import compress_share, ranks
 from ckpt8.cli.options import Budget, Device, Force, Json, Preset, Remove, Rules, Threads, stopwatch
 from ckpt8.cli.output import console, print_json, print_lines, progress_bar
 from ckpt8.core.errors import UsageError
@@ -51,6 +52,9 @@ def compress(
 ) -> None:
     """Compress SRC into a .ckpt8, then show its size and its error.
 
+    torchrun -m ckpt8 compress DIR -o OUT has the ranks share the slices of a directory of torch.distributed.checkpoint;
+    OUT becomes a directory with a .ckpt8 of each rank.
+
     Several SRC become a .ckpt8 each. What fails is told, and the others go on; the exit code is the highest of those
     that failed.
     """
@@ -66,7 +70,11 @@ def compress(
         "max_update_error": max_update_error,
         "base": base,
     }
-    if len(src) == 1:
+    if (place := ranks(src)) is not None:
+        if remove:
+            raise UsageError("--remove is not for ranks that share a source; leave it out")
+        compress_share(src[0], output, options, *place, force=force, as_json=as_json)
+    elif len(src) == 1:
         _compress_one(src[0], output, options, remove=remove, force=force, as_json=as_json)
     else:
         _compress_many(src, output, options, remove=remove, force=force, as_json=as_json)

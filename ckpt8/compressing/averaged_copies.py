@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 
 from ckpt8.checkpoint.meaning.dcp_pairs import slice_twins
+from ckpt8.checkpoint.meaning.rank_files import home_of
 from ckpt8.checkpoint.meaning.twins import twins
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import Labelled
@@ -37,11 +38,12 @@ def copies_of_weights(plan: Plan, bundle: Bundle) -> dict[int, int]:
 
 
 def _twins(bundle: Bundle, index_of: Mapping[str, int]) -> Iterator[tuple[int, int]]:
-    """The streams of all weights that several models in a folder have, in pairs."""
-    folders: dict[str, list[tuple[int, object]]] = defaultdict(list)
+    """The streams of all weights that several models in a folder have, in pairs; those of one rank, where ranks are."""
+    folders: dict[Hashable, list[tuple[int, object]]] = defaultdict(list)
     for number, member in enumerate(bundle.found):
-        if not isinstance(member.checkpoint.tree, Labelled):
-            folders[member.path.rpartition("/")[0]].append((number, member.checkpoint.tree))
+        tree = member.checkpoint.tree
+        if not isinstance(tree, Labelled):
+            folders[home_of(member.path, tree)].append((number, tree))
     for files in folders.values():
         homes = {id(ref): number for number, tree in files for _, ref in iter_leaves(tree)}
         for pair in twins([tree for _, tree in files]):

@@ -9,6 +9,7 @@ from functools import cache
 from ckpt8.checkpoint.meaning.dcp_states import joint_parameters
 from ckpt8.checkpoint.meaning.deepspeed import Universal
 from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights
+from ckpt8.checkpoint.meaning.parameter_names import SLICE
 from ckpt8.checkpoint.meaning.roles import Names, short_name
 from ckpt8.checkpoint.meaning.weight_evidence import evident_weights
 from ckpt8.checkpoint.sources.bundle import Bundle
@@ -84,8 +85,10 @@ def _chosen(unit: Unit, plan: Plan, views: Mapping[int, list[NamedTensor]], poli
 
 
 def _renamed(unit: Unit, name_of: Mapping[str, str]) -> Unit:
-    """The unit, whose parameter has a better name if ``name_of`` has one for it."""
+    """The unit, whose parameter has a better name if ``name_of`` has one for it; the place of a slice stays."""
     parameter = unit.parameter
     if parameter is None:
         return unit
-    return replace(unit, parameter=replace(parameter, name=name_of.get(parameter.name, parameter.name)))
+    bare = SLICE.sub("", parameter.name)
+    name = name_of[bare] + parameter.name[len(bare) :] if bare in name_of else parameter.name
+    return replace(unit, parameter=replace(parameter, name=name))

@@ -13,11 +13,11 @@ from typing import Literal, TypeVar, overload
 import torch
 
 from ckpt8.checkpoint.gate import refusal_of
-from ckpt8.checkpoint.readers.entries import is_directory
+from ckpt8.checkpoint.readers.entries import directory_name, is_directory
 from ckpt8.checkpoint.replacing import checkpoint_file
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
-from ckpt8.checkpoint.sources.opening import directory_name, open_source
+from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import Global, Inert, OpenCheckpoint
 from ckpt8.checkpoint.walk import format_path, iter_nodes
 from ckpt8.compressing.background import PendingSave, start, wait_for

@@ -124,13 +124,13 @@ class Compressor:
         self._groups = GroupEncoder(source, self._encoder, self._refusal_of)
         self._own, self._shared = share(plan.units, source.size, self._slab)
 
-    def run(self, target: Path, policy: Policy, *, force: bool) -> Manifest:
-        """Write ``target``. Raises InputError for damage in the source, OutputError for the target."""
+    def run(self, target: Path, policy: Policy, *, force: bool, tidy: bool = True) -> Manifest:
+        """Write ``target``; ``tidy`` as in ``Partial``. Raises InputError for damage in the source, OutputError."""
         units = self._own
         with Workers(self._options.threads) as workers:
             # Threads start on the chunks while the header is laid out, which takes as long as some of them.
             chunks = self._encoder.stored(_chunks_of(units), workers)
-            with ContainerWriter(target, self._names(), force=force) as writer:
+            with ContainerWriter(target, self._names(), force=force, tidy=tidy) as writer:
                 results = self.write_units(writer, workers, units, chunks)
                 self.write_groups(writer, workers.map(self._groups.stored, self._shared), results)
                 self._source.check_unchanged()

@@ -31,7 +31,8 @@ from ckpt8.compressing.chunk_encoder import (
 )
 from ckpt8.compressing.open_base import OpenBase
 from ckpt8.container import frames
-from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, cut_row, padded, row_bytes
+from ckpt8.core.buffers import Buffers
+from ckpt8.core.gpu import CudaTransfer, Mark, cut_row, padded, row_bytes
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers
 
@@ -57,7 +58,7 @@ class DeviceEncoder(ChunkEncoder):
         self, checkpoint: Checkpoint, *, measure: bool, pinned: Callable[[int], torch.Tensor], base: OpenBase | None
     ) -> None:
         super().__init__(checkpoint, measure=measure, base=base)
-        self._buffers = PinnedBuffers(pinned)
+        self._buffers = Buffers(pinned)
 
     def packed(self, work: Iterable[Work], workers: Workers) -> Iterator[PackedChunk]:
         """As ``ChunkEncoder``."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -128,28 +127,24 @@ def check(stored: memoryview, expected: int, where: str) -> None:
         raise InputError(f"{where}: checksum does not match; the file is damaged")
 
 
-def inflate(stored: torch.Tensor, length: int, where: str) -> torch.Tensor:
-    """The ``length`` bytes of one plane. Raises InputError when the frame is not of that length."""
-    if stored.numel() == length:
-        return stored
-    plane = host_bytes(length)
-    frame = bytes_of(stored)
+def inflate(stored: memoryview, plane: memoryview, where: str) -> None:
+    """Fill ``plane`` from a compressed frame. Raises InputError when the frame is not of its length."""
     try:
-        declared = zstandard.get_frame_parameters(frame)
-        if declared.content_size != length or declared.window_size > MAX_WINDOW:
-            raise InputError(f"{where}: frame does not declare the {length} bytes it must hold")
-        got = _zstd.decompressor.stream_reader(frame).readinto(bytes_of(plane))
+        declared = zstandard.get_frame_parameters(stored)
+        if declared.content_size != len(plane) or declared.window_size > MAX_WINDOW:
+            raise InputError(f"{where}: frame does not declare the {len(plane)} bytes it must hold")
+        got = _zstd.decompressor.stream_reader(stored).readinto(plane)
     except zstandard.ZstdError as exc:
         raise InputError(f"{where}: frame cannot be decompressed: {exc}") from exc
-    if got != length:
-        raise InputError(f"{where}: frame holds {got} bytes, expected {length}")
-    return plane
+    if got != len(plane):
+        raise InputError(f"{where}: frame holds {got} bytes, expected {len(plane)}")
 
 
-def decode_part(planes: Sequence[torch.Tensor], spec: PartSpec) -> torch.Tensor:
-    """The part whose inflated planes are given, as a flat tensor; symbols as a row of their planes."""
+def decode_part(row: torch.Tensor, spec: PartSpec) -> torch.Tensor:
+    """The part whose inflated planes ``row`` holds one behind the other, flat; symbols as that row."""
     if spec.is_symbols:
-        return torch.cat(tuple(planes))
-    if len(planes) == 1:
-        return planes[0].view(spec.dtype.torch)
-    return torch.stack(tuple(reversed(planes)), dim=1).view(spec.dtype.torch).view(-1)
+        return row
+    size = spec.dtype.itemsize
+    if size == 1:
+        return row.view(spec.dtype.torch)
+    return torch.stack(tuple(reversed(row.view(size, -1).unbind())), dim=1).view(spec.dtype.torch).view(-1)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from ckpt8.codecs import BUDGETED, RELATIONS
 from ckpt8.container.base_record import BaseRecord
 from ckpt8.container.header import (
+    BITS_VERSION,
     BUDGET_VERSION,
     CHAIN_VERSION,
     DIRECTORY_VERSION,
     FILE_VERSION,
     REFERENCE_VERSION,
     SHARED_VERSION,
-    SLICES_VERSION,
 )
 from ckpt8.container.symbol_modes import Mode, Packing
 from ckpt8.core.tensors import DType, Role, Strided, TensorSpec
@@ -57,6 +57,11 @@ class FrameTable:
     lengths: list[int] = field(default_factory=list)
     crcs: list[int] = field(default_factory=list)
     modes: list[Mode] = field(default_factory=list)
+
+    @property
+    def has_bits(self) -> bool:
+        """Whether a chunk has bits that go past zstd, which earlier versions do not know."""
+        return any(mode.bits for mode in self.modes)
 
     def add(self, frames: Iterable[tuple[bytes | memoryview, int]], packing: Packing | None) -> None:
         """Add a chunk: the stored bytes and the crc32 of each of its frames, and how its symbols are packed."""
@@ -252,8 +257,9 @@ class Manifest:
     @property
     def version(self) -> str:
         """The lowest format version that covers the content."""
-        if self.slices:
-            return SLICES_VERSION
+        parts = chain((each.parts for each in self.storages), (each.parts for each in self.packs))
+        if self.slices or any(table.has_bits for own in parts for table in own.values()):
+            return BITS_VERSION
         if self.base is not None:
             return CHAIN_VERSION
         ids = {record.codec.get("id") for record in self.storages}

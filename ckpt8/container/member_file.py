@@ -120,7 +120,7 @@ class MemberFile(io.RawIOBase):
             at += start == run.stop
 
     def batches(self) -> Iterator[list[Piece]]:
-        """All pieces of the member, in batches for one thread: a chunk, and those that it is decoded with.
+        """All pieces of the member, in batches for one thread: a chunk, and before it those that it is decoded with.
 
         The pieces of each storage come in order.
         """
@@ -129,14 +129,14 @@ class MemberFile(io.RawIOBase):
         owners = {other: index for index, each in companions.items() for other in each if other in starts}
         for piece in self.pieces(0, self.size):
             if piece.storage not in owners:
-                batch = [piece]
+                batch = []
                 for other in companions.get(piece.storage, ()):
                     if owners.get(other) == piece.storage:
                         record = self._reader.manifest.storages[other]
                         first = piece.chunk * frames.FRAME * record.dtype.itemsize
                         start, stop = starts[other] + first, starts[other] + record.nbytes
                         batch.append(next(self.pieces(start, stop)))
-                yield batch
+                yield [*batch, piece]
 
     def fill(self, piece: Piece, view: memoryview, *, keep: bool = False) -> None:
         """Decode one piece into the start of ``view``. Thread-safe. With ``keep`` the next read may use its chunk."""
@@ -147,6 +147,12 @@ class MemberFile(io.RawIOBase):
         else:
             self._fill_anew(piece, target, keep=keep or piece.storage == self._skeleton)
         self._patch(piece, target)
+
+    def lend(self, piece: Piece, content: torch.Tensor) -> None:
+        """Let the next chunk that this thread decodes take the ``content`` of a piece, if it needs all of that."""
+        spec = self._reader.chunk_spec(piece.storage, piece.chunk)
+        if content.numel() == spec.numel * spec.dtype.itemsize:
+            self._reader.lend(piece.storage, piece.chunk, content.view(spec.dtype.torch))
 
     def _fill_anew(self, piece: Piece, target: memoryview, *, keep: bool) -> None:
         record = self._reader.manifest.storages[piece.storage]

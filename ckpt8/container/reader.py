@@ -23,7 +23,7 @@ from ckpt8.container.manifest_reading import read_manifest
 from ckpt8.container.member_layout import check_members
 from ckpt8.container.member_paths import check_paths
 from ckpt8.container.pack_reader import PackReader
-from ckpt8.container.places import Locator, PartPlace, Places
+from ckpt8.container.places import Locator, Places
 from ckpt8.container.stored_manifest import unpack_manifest
 from ckpt8.container.symbol_modes import Packing
 from ckpt8.core.backend import for_checkpoint
@@ -31,7 +31,7 @@ from ckpt8.core.closing import Closing
 from ckpt8.core.collection import without_collection
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.crc import crc32
-from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile
 from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -45,15 +45,22 @@ class ContainerReader(Closing):
     for a command that reads a checkpoint and ends, wrong for a load before training.
 
     The base of a delta is opened when a part of it is first needed. It is looked for beside the delta, then in
-    ``base_dirs``, by default those of ``bases.looked_for_in``.
+    ``base_dirs``, by default those of ``bases.looked_for_in``. A ``pool`` bounds how many files are open at a time.
     """
 
-    def __init__(self, path: Path, *, kernels: bool = False, base_dirs: Sequence[Path] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        kernels: bool = False,
+        base_dirs: Sequence[Path] | None = None,
+        pool: FilePool | None = None,
+    ) -> None:
         self.path = path
         self.base_dirs = bases.directories() if base_dirs is None else tuple(base_dirs)
         self._kernels = kernels
         self._base: Base[ContainerReader] | None = None
-        self._file = SourceFile(ByteRange.of(path))
+        self._file = SourceFile(ByteRange.of(path)) if pool is None else PooledFile(ByteRange.of(path), pool)
         self._codecs: dict[int | Pack, Codec] = {}
         self._packs = PackReader(self.pack_codec, self._read_pack_part)
         self._local = threading.local()
@@ -156,18 +163,21 @@ class ContainerReader(Closing):
             raise InputError(f"{self.path}: holds {next(iter(entries))[:80]!r}, which the manifest does not know")
         return located
 
-    def read_parts(self, storage: int, chunk: int, only: Collection[str] | None = None) -> Parts:
+    def read_parts(
+        self, storage: int, chunk: int, only: Collection[str] | None = None, *, reuse: bool = False
+    ) -> Parts:
         """The parts of one chunk, all or ``only`` some, checked against checksums and declared sizes.
 
-        A reference has one part more, its elements, which are rounded from its masters. Raises InputError that names
-        the tensor.
+        A reference has one part more, its elements, which are rounded from its masters. With ``reuse`` symbols are in a
+        buffer of this thread, until it reads others so. Raises InputError that names the tensor.
         """
         from ckpt8.container.symbols import unpack_parts
 
-        return unpack_parts(*self.read_packed(storage, chunk, only), self.where(storage), self.backend)
+        packed = self.read_packed(storage, chunk, only, reuse=reuse)
+        return unpack_parts(*packed, self.where(storage), self.backend, reuse=reuse)
 
     def read_packed(
-        self, storage: int, chunk: int, only: Collection[str] | None = None
+        self, storage: int, chunk: int, only: Collection[str] | None = None, *, reuse: bool = False
     ) -> tuple[Parts, dict[str, Packing]]:
         """As ``read_parts``, but for symbols: rows of planes, and how they are packed by name.
 
@@ -177,14 +187,14 @@ class ContainerReader(Closing):
         if record.pack is not None:
             return self._packs.parts(record, only), {}
         if base is None:
-            return self._read_own(storage, chunk, only)
+            return self._read_own(storage, chunk, only, reuse=reuse)
         from ckpt8.container.differences import total
         from ckpt8.container.predicted import predicted_parts
         from ckpt8.container.symbols import unpack_parts
 
         # The parts of all bases first: a chunk then takes the memory of two, however long the chain is.
         below, where = predicted_parts(self.codec(storage), *base, chunk, only), self.where(storage)
-        own = unpack_parts(*self._read_own(storage, chunk, only), where, self.backend)
+        own = unpack_parts(*self._read_own(storage, chunk, only, reuse=True), where, self.backend)
         return total(own, below, where, self.backend), {}
 
     def base_of(self, storage: int) -> tuple[ContainerReader, int] | None:
@@ -192,8 +202,12 @@ class ContainerReader(Closing):
         index = self.manifest.storages[storage].base
         return None if index is None or self._base is None else (self._base.reader(), index)
 
-    def _read_own(self, storage: int, chunk: int, only: Collection[str] | None) -> tuple[Parts, dict[str, Packing]]:
+    def _read_own(
+        self, storage: int, chunk: int, only: Collection[str] | None, *, reuse: bool
+    ) -> tuple[Parts, dict[str, Packing]]:
         """As ``read_packed`` of a storage in no pack, but differences as they are."""
+        from ckpt8.container.part_reader import read_part
+
         spec, codec = self.chunk_spec(storage, chunk), self.codec(storage)
         copied: Parts = {}
         if codec.copied is not None:
@@ -202,7 +216,9 @@ class ContainerReader(Closing):
         expected = codec.layout(spec)
         wanted = expected if only is None else [part for part in expected if part in only]
         places, where = self.places[storage], self.where(storage)
-        found = {part: self._read_part(places.get(part), expected[part], chunk, where) for part in wanted}
+        found = {
+            part: read_part(self._file, places.get(part), expected[part], chunk, where, reuse=reuse) for part in wanted
+        }
         packings = {part: packing for part, (_, packing) in found.items() if packing is not None}
         return copied | {part: x for part, (x, _) in found.items()}, packings
 
@@ -213,39 +229,19 @@ class ContainerReader(Closing):
     def _read_pack_part(self, pack: Pack, part: str, spec: PartSpec, name: str) -> torch.Tensor:
         """One part of a pack. Raises InputError that names the tensor ``name``, for which it is read."""
         from ckpt8.container import frames
+        from ckpt8.container.part_reader import read_part
         from ckpt8.container.symbols import unpack_parts
 
         if not pack.numel:
             return frames.host_bytes(0).view(spec.dtype.torch)
         where = f"{self.path}: {name}"
-        found, packing = self._read_part(self.places[pack].get(part), spec, 0, where)
+        found, packing = read_part(self._file, self.places[pack].get(part), spec, 0, where, reuse=True)
         return unpack_parts({part: found}, {} if packing is None else {part: packing}, where, self.backend)[part]
 
-    def _read_part(
-        self, place: PartPlace | None, spec: PartSpec, chunk: int, where: str
-    ) -> tuple[torch.Tensor, Packing | None]:
-        """One part; if it holds symbols, a row of planes and how they are packed."""
-        from ckpt8.container import frames
-
-        if place is None:
-            raise InputError(f"{where}: is not to be found")
-        count = layout.planes(spec)
-        packing = Packing(place.table.modes[chunk], spec.numel) if spec.is_symbols else None
-        lengths = [spec.nbytes // count] * count if packing is None else packing.plane_lengths
-        planes = []
-        for k, length in enumerate(lengths, chunk * count):
-            stored = frames.host_bytes(place.table.lengths[k])
-            self._file.read_into(place.offsets[k], frames.bytes_of(stored))
-            frames.check(frames.bytes_of(stored), place.table.crcs[k], where)
-            planes.append(frames.inflate(stored, length, where))
-        return frames.decode_part(planes, spec), packing
-
     def fill_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> None:
-        """As ``decode_chunk``, without the parts. A companion that this thread has just decoded is copied."""
+        """As ``decode_chunk``, without the parts."""
         record = self.manifest.storages[storage]
-        place, elements = vars(self._local).pop("companion", (None, None))
-        if place != (storage, chunk):
-            elements = None if record.pack is None else self._packs.elements(record, self.backend)
+        elements = None if record.pack is None else self._packs.elements(record, self.backend)
         if elements is None:
             self.decode_chunk(storage, chunk, out)
         else:
@@ -266,22 +262,29 @@ class ContainerReader(Closing):
         return stored
 
     def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
-        """Decode one chunk into ``out``, a flat contiguous CPU tensor of its elements. Returns its parts."""
-        spec = self.chunk_spec(storage, chunk)
-        parts, first = self.read_parts(storage, chunk), chunk * layout.FRAME
+        """Decode one chunk into ``out``, a flat contiguous CPU tensor of its elements. Returns its parts.
+
+        Symbols are in a buffer of this thread, until it decodes another chunk.
+        """
+        spec, first = self.chunk_spec(storage, chunk), chunk * layout.FRAME
+        # Companions first: while they are decoded, there are no other parts in memory.
         companions = self.companions(storage, chunk)
+        parts = self.read_parts(storage, chunk, reuse=True)
         self.codec(storage).decode(parts, spec, out=out, backend=self.backend, first=first, companions=companions)
         return parts
 
     def companions(self, storage: int, chunk: int) -> Companions:
         """The decoded chunks of other storages that the codec of a chunk needs. Raises InputError for damage there."""
         found = expanded(self, storage, chunk)
+        place, lent = vars(self._local).pop("lent", (None, None))
         for name, other in self.codec(storage).companion_storages.items():
-            elements = self.read_chunk(other, chunk)
-            # Whoever reads all storages asks for it next.
-            self._local.companion = (other, chunk), elements
+            elements = lent if place == (other, chunk) else self.read_chunk(other, chunk)
             found[name] = elements.float()
         return found
+
+    def lend(self, storage: int, chunk: int, elements: torch.Tensor) -> None:
+        """Give this thread the decoded ``elements`` of a chunk: the next one that it decodes may need them."""
+        self._local.lent = (storage, chunk), elements
 
     def read_chunk(self, storage: int, chunk: int) -> torch.Tensor:
         """One decoded chunk as a new flat CPU tensor. Raises InputError for damage."""

@@ -12,10 +12,11 @@ from types import ModuleType
 import torch
 
 from ckpt8.container.symbol_choice import choose
-from ckpt8.container.symbol_modes import DIGITS, Mode, Packing
+from ckpt8.container.symbol_modes import DIGITS, LANES, Mode, Packing
 from ckpt8.core import backend as backends
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import Parts
+from ckpt8.core.workers import scratch_elements
 
 
 def pack_parts(parts: Parts, backend: backends.Backend | None = None) -> tuple[Parts, dict[str, Packing]]:
@@ -28,11 +29,22 @@ def pack_parts(parts: Parts, backend: backends.Backend | None = None) -> tuple[P
 
 
 def unpack_parts(
-    parts: Parts, packings: Mapping[str, Packing], where: str, backend: backends.Backend | None = None
+    parts: Parts,
+    packings: Mapping[str, Packing],
+    where: str,
+    backend: backends.Backend | None = None,
+    *,
+    reuse: bool = False,
 ) -> Parts:
-    """The ``parts`` that ``pack_parts`` was given, on the device of these. Raises InputError as ``unpack``."""
-    unpacked = {name: unpack(split(parts[name], how), how, where, backend) for name, how in packings.items()}
-    return {**parts, **unpacked}
+    """The ``parts`` that ``pack_parts`` was given, on the device of these. Raises InputError as ``unpack``.
+
+    With ``reuse`` symbols are in buffers of this thread, until it unpacks again. The rows are then on the CPU.
+    """
+    unpacked = dict(parts)
+    for name, how in packings.items():
+        out = scratch_elements(f"unpacked {name}", torch.int32, how.numel) if reuse else None
+        unpacked[name] = unpack(split(parts[name], how), how, where, backend, out)
+    return unpacked
 
 
 def pack(symbols: torch.Tensor, backend: backends.Backend | None = None) -> tuple[torch.Tensor, Packing]:
@@ -57,10 +69,18 @@ def split(row: torch.Tensor, packing: Packing) -> list[torch.Tensor]:
 
 
 def unpack(
-    planes: Sequence[torch.Tensor], packing: Packing, where: str, backend: backends.Backend | None = None
+    planes: Sequence[torch.Tensor],
+    packing: Packing,
+    where: str,
+    backend: backends.Backend | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The symbols that four planes hold. Raises InputError, which begins with ``where``, for what no writer makes."""
-    out = torch.empty(packing.numel, dtype=torch.int32, device=planes[0].device)
+    """The symbols that four planes hold, in ``out`` if it is given: int32, as many as they are.
+
+    Raises InputError, which begins with ``where``, for what no writer makes.
+    """
+    if out is None:
+        out = torch.empty(packing.numel, dtype=torch.int32, device=planes[0].device)
     if packing.numel:
         mode = packing.mode
         last = packing.numel % DIGITS[mode.base] or DIGITS[mode.base]
@@ -93,7 +113,9 @@ def _histogram(symbols: torch.Tensor, largest: int) -> torch.Tensor:
 def _fill(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> None:
     """Fill the planes."""
     whole = symbols + 1 if mode.top == 0 else symbols.where(symbols >= 0, mode.top)
-    rest, per_byte = whole >> 8 * mode.raw, DIGITS[mode.base]
+    if mode.bits:
+        _fill_bits(whole & (1 << mode.bits) - 1, mode.bits, planes[1 + mode.over])
+    rest, per_byte = whole >> mode.bits + 8 * mode.raw, DIGITS[mode.base]
     digits = torch.nn.functional.pad(rest.clamp(max=mode.base - 1), (0, -len(rest) % per_byte)).view(-1, per_byte)
     packed = digits[:, 0].clone()
     for k in range(1, per_byte):
@@ -104,6 +126,20 @@ def _fill(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> 
         planes[mode.over - k].copy_((above >> 8 * k) & 0xFF)
     for k in range(mode.raw):
         planes[mode.over + mode.raw - k].copy_((whole >> 8 * k) & 0xFF)
+
+
+def _fill_bits(low: torch.Tensor, bits: int, plane: torch.Tensor) -> None:
+    """Fill the bits plane with the ``low`` bits of symbols."""
+    lanes = torch.nn.functional.pad(low, (0, -len(low) % LANES)).view(LANES, -1)
+    joint = sum(lane.to(torch.int64) << bits * k for k, lane in enumerate(lanes))
+    for k, out in enumerate(plane.view(bits, -1)):
+        out.copy_((joint >> 8 * k) & 0xFF)
+
+
+def _join_bits(plane: torch.Tensor, bits: int) -> torch.Tensor:
+    """The low bits of symbols in a bits plane, those behind the last symbol too."""
+    joint = sum(each.to(torch.int64) << 8 * k for k, each in enumerate(plane.view(bits, -1)))
+    return torch.cat([(joint >> bits * k) & (1 << bits) - 1 for k in range(LANES)]).to(torch.int32)
 
 
 def _join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool:
@@ -118,6 +154,10 @@ def _join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool
         rest = rest + above
     if mode.raw:
         rest = (rest << 8 * mode.raw) | _number(planes[1 + mode.over : 1 + mode.over + mode.raw])
+    if mode.bits:
+        low = _join_bits(planes[1 + mode.over], mode.bits)
+        is_sound = is_sound and not bool(low[len(out) :].any())
+        rest = (rest << mode.bits) | low[: len(out)]
     out.copy_(rest - 1 if mode.top == 0 else rest.where(rest != mode.top, -1))
     return is_sound and int(rest.max()) <= mode.largest
 

@@ -22,15 +22,18 @@ _WRITEBACK = 1 << 23
 
 
 class ContainerWriter(Closing):
-    """Appends entries after a reserved header, then fills the header in. A context manager."""
+    """Appends entries after a reserved header, then fills the header in. A context manager.
 
-    def __init__(self, target: Path, names: Iterable[str], *, force: bool) -> None:
+    ``tidy`` is that of ``Partial``.
+    """
+
+    def __init__(self, target: Path, names: Iterable[str], *, force: bool, tidy: bool = True) -> None:
         self._header_size = header.reserved_size(names)
         self._data_start = header.LENGTH_BYTES + self._header_size
         self._entries: list[Entry] = []
         self._position = self._written = self._handed_over = 0
         self._waiting: list[bytes | memoryview] = []
-        self._output = AtomicFile(target, force=force, check=unneeded_file)
+        self._output = AtomicFile(target, force=force, check=unneeded_file, tidy=tidy)
         self._descriptor = self._output.file.fileno()
 
     def close(self) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from ckpt8.checkpoint.meaning.parameter_names import split_member
 from ckpt8.codecs.error_stats import LatticeError, read_error
-from ckpt8.container.header import is_container
-from ckpt8.container.reader import ContainerReader
+from ckpt8.container.opening import Stored, is_stored, open_stored
 
 PUBLISHED = frozenset({"safetensors", "compressed-tensors", "flashoptim"})
 """Formats for inference and publishing. A model without the rest of its checkpoint is for these, in any format."""
@@ -25,9 +24,9 @@ def weights_snr(source: Path, member: str | None, key: str | None) -> tuple[floa
     ``member`` is the one that is converted, or a folder of members, ``key`` the model; None for all. Copies of masters
     count as these. The SNR is None where it was not measured, and for a source without such weights.
     """
-    if not is_container(source):
+    if not is_stored(source):
         return None, None
-    with ContainerReader(source) as reader:
+    with open_stored(source) as reader:
         members = [each for each in reader.manifest.members if member is None or _is_in(each.path, member)]
         storages = {index for each in members for _, index in each.segments}
         if key is not None:
@@ -50,7 +49,7 @@ def weights_snr(source: Path, member: str | None, key: str | None) -> tuple[floa
     )
 
 
-def _masters(reader: ContainerReader, storages: Iterable[int]) -> set[int]:
+def _masters(reader: Stored, storages: Iterable[int]) -> set[int]:
     """The storages that copies among ``storages`` are rounded from."""
     copies = (reader.codec(index).copied for index in storages)
     return {run.storage for each in copies if each is not None for run in each.runs if run.storage is not None}

@@ -12,13 +12,16 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.opening import check_storages, open_source
 from ckpt8.checkpoint.walk import iter_nodes
-from ckpt8.container.header import is_container
+from ckpt8.container.opening import is_stored
 from ckpt8.converting.content import SINGLE_FILE, Content
-from ckpt8.converting.layouts import dcp, deepspeed_partitions, deepspeed_universal, model_directory
+from ckpt8.converting.layouts import dcp, deepspeed_partitions, deepspeed_universal, model_directory, per_rank
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.core.text import listed, printable
 
 _LISTED = 20
+
+PER_RANK = "per-rank"
+"""The layout of files that the ranks of a job wrote, each its own."""
 
 
 class DirectoryLayout(Protocol):
@@ -34,6 +37,7 @@ class DirectoryLayout(Protocol):
 LAYOUTS: Mapping[str, DirectoryLayout] = {
     "deepspeed-universal": deepspeed_universal,
     "deepspeed-partitions": deepspeed_partitions,
+    PER_RANK: per_rank,
     "dcp": dcp,
     "model-directory": model_directory,
 }
@@ -49,7 +53,7 @@ def open_content(path: Path, *, member: str | None = None, threads: int | None =
     """
     with open_source(path, threads=threads) as members:
         chosen = members if member is None else members.only(member)
-        if not is_container(path):
+        if not is_stored(path):
             for each in chosen.found:
                 check_storages(each.checkpoint, f"{path}: {each.path}" if members.directory is not None else str(path))
         content = content_of(chosen)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -13,7 +12,6 @@ from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Parts
 
 DEVICES = ("auto", "cpu", "cuda")
-_SMALLEST_BUFFER = 1 << 20
 
 
 Mark = torch.cuda.Event
@@ -69,28 +67,6 @@ class CudaTransfer:
         event = Mark(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
-
-
-class PinnedBuffers:
-    """A pool of pinned buffers; it grows to as many as are in use at once."""
-
-    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
-        self._make = make
-        self._free: list[torch.Tensor] = []
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """The smallest free buffer of at least ``nbytes``, or a new one; its content is arbitrary."""
-        with self._lock:
-            fitting = [k for k, buffer in enumerate(self._free) if len(buffer) >= nbytes]
-            if fitting:
-                return self._free.pop(min(fitting, key=lambda k: len(self._free[k])))
-        return self._make(max(_SMALLEST_BUFFER, 1 << (nbytes - 1).bit_length()))
-
-    def give(self, buffer: torch.Tensor) -> None:
-        """Give back a buffer that no copy uses any more."""
-        with self._lock:
-            self._free.append(buffer)
 
 
 def requested(device: str) -> torch.device | None:

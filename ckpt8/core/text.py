@@ -43,6 +43,14 @@ def shown(text: object) -> str:
     return line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + "…"
 
 
+def box_text(offsets: Iterable[int], sizes: Iterable[int], shape: Iterable[int]) -> str:
+    """The place of a part in a tensor, ``[0:64,:]``, to append to its name; empty for the whole tensor."""
+    parts = list(zip(offsets, sizes, shape, strict=True))
+    if all(size == whole for _, size, whole in parts):
+        return ""
+    return f"[{','.join(':' if size == whole else f'{at}:{at + size}' for at, size, whole in parts)}]"
+
+
 def size(count: float) -> str:
     """Bytes in decimal units (1 kB = 1000 B), as ``ls --si`` shows them."""
     for unit in ("B", "kB", "MB", "GB"):

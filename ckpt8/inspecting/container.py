@@ -1,4 +1,4 @@
-"""Facts about a ``.ckpt8`` from its manifest: without options this reads no tensor and does not import torch."""
+"""Facts about a ``.ckpt8`` or a directory of them: without options from manifests alone, and without torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ckpt8.codecs.error_stats import LatticeError, UpdateError, WeightError, rea
 from ckpt8.container.base_record import base_json
 from ckpt8.container.facts import error_facts, figure_of, figures, tensor_facts, total_errors
 from ckpt8.container.manifest import Manifest, MemberRecord
+from ckpt8.container.opening import Stored, containers_of, open_stored
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.collection import without_collection
 from ckpt8.core.tensors import Role
@@ -40,7 +41,7 @@ def inspect_container(
     tensors: bool = False,
     original: Path | None = None,
     full: bool = False,
-    visit: Callable[[ContainerReader], None] | None = None,
+    visit: Callable[[Stored], None] | None = None,
 ) -> dict[str, Any]:
     """Totals, roles, errors and the worst tensors; with ``tensors`` every tensor.
 
@@ -49,9 +50,9 @@ def inspect_container(
     reader, whose manifest then has these errors. ``full`` decodes every element and looks for ``flags``. Raises
     InputError for damage.
     """
-    with without_collection(), ContainerReader(path) as reader:
-        manifest = reader.manifest
+    with without_collection(), open_stored(path) as reader:
         differing = [] if original is None else _measure_again(reader, original)
+        manifest = reader.manifest
         if visit is not None:
             visit(reader)
         found = _not_surveyed(manifest)
@@ -59,10 +60,11 @@ def inspect_container(
             from ckpt8.inspecting.survey.survey import survey_decoded
 
             found = survey_decoded(path)
-        found["flags"][:0] = foreign_flags(names_in_container(reader))
+        found["flags"][:0] = foreign_flags(each for one in containers_of(reader) for each in names_in_container(one))
         return {
             "path": str(path),
             "kind": "ckpt8",
+            "ranks": _rank_facts(reader),
             **_facts(manifest, reader.size),
             "measured_from": None if original is None else {"path": str(original), "differing": differing},
             **_origin(manifest),
@@ -90,15 +92,33 @@ def _not_surveyed(manifest: Manifest) -> dict[str, Any]:
     return {"flags": [], "sample": {"elements": 0, "of": count, "full": count == 0}}
 
 
-def _measure_again(reader: ContainerReader, original: Path) -> list[str]:
+def _rank_facts(stored: Stored) -> dict[str, Any] | None:
+    """Of a directory of containers how many there are, and files that are no part of it; None of a container."""
+    if isinstance(stored, ContainerReader):
+        return None
+    return {"files": len(stored.readers), "strays": [*stored.strays()]}
+
+
+def _measure_again(stored: Stored, original: Path) -> list[str]:
     """Replace the stored errors by measured ones; return the names of lossless storages that differ."""
     from ckpt8.core.workers import Workers
     from ckpt8.inspecting.measuring import measure
 
     with Workers() as workers:
-        measured = measure(reader, original, workers)
-    measured.replace_stated(reader.manifest)
-    return measured.differing
+        if isinstance(stored, ContainerReader):
+            measured = measure(stored, original, workers)
+            measured.replace_stated(stored.manifest)
+            return measured.differing
+        from ckpt8.inspecting.sharded import differing_values, measure_ranks
+        from ckpt8.inspecting.slice_originals import open_originals
+
+        with open_originals(stored, original, workers) as originals:
+            differing = []
+            for reader, found in measure_ranks(stored, originals, workers):
+                found.replace_stated(reader.manifest)
+                differing += found.differing
+            lines = differing_values(stored, originals, workers)
+            return differing + [line.partition(": differs")[0] for line in lines]
 
 
 def _facts(manifest: Manifest, size: int) -> dict[str, Any]:

@@ -36,7 +36,8 @@ _BY_FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("Hugging Face Trainer", re.compile(r"(?:.*/)?trainer_state\.json")),
     ("accelerate", re.compile(r"(?:.*/)?random_states_\d+\.pkl")),
     ("DeepSpeed", re.compile(r"(?:.*/)?[^/]*_optim_states\.pt")),
-    ("torch.distributed.checkpoint", re.compile(r"(?:.*/)?\.metadata")),
+    ("verl", re.compile(r"(?:.*/)?fsdp_config\.json")),
+    ("torch.distributed.checkpoint", re.compile(r"(?:.*/)?(?:\.metadata|__\d+_\d+\.ckpt8)")),
 )
 
 

@@ -87,45 +87,50 @@ def measure(reader: ContainerReader, original: Path, workers: Workers, progress:
     another structure, InputError if either file is damaged.
     """
     with open_source(original, containers=False, decode=not Policy(reader.manifest.preset).keeps_compressed) as source:
-        _check_structure(reader, source, original)
-        plan = plan_bundle(source, Policy.of("lossless"))
-        if reader.manifest.budget is not None:
-            give_steps(plan, source)
-        parameter_of = {
-            frozenset(parameter.moments.values()): index for index, parameter in enumerate(reader.manifest.parameters)
-        }
-        units = [_as_stored(reader, unit, parameter_of) for unit in plan.units]
-        measured = Measured(describe(source, plan))
-        meter = ErrorMeter(source)
-        compare = partial(_compare, reader, source, meter)
-        results = workers.map(compare, ((u, c) for u in units for c in range(layout.chunk_count(u.numel))))
-        for unit in units:
-            errors = UnitErrors.for_unit(unit)
-            sums = [0] * len(unit.streams)
-            for chunk in range(layout.chunk_count(unit.numel)):
-                differing, found, crcs = next(results)
-                measured.differing += differing
-                errors.merge(found)
-                for k, stream in enumerate(unit.streams):
-                    length = stream.chunk_spec(chunk).numel * stream.spec.dtype.itemsize
-                    sums[k] = combine(sums[k], crcs[k], length)
-                    progress(length)
-            check_source(unit, sums, source.label)
-            meter.finish(unit, errors)
-            measured.storages.update(errors.streams)
-            parameter = unit.parameter
-            index = parameter_of.get(frozenset(parameter.moments.values())) if parameter else None
-            if errors.update is not None and parameter is not None and index is not None:
-                measured.parameters[index] = MeasuredUpdate(errors.update, parameter)
-            if parameter is not None and index is not None:
-                steps = steps_record(parameter.step, errors.steps)
-                measured.steps |= {} if steps is None else {index: steps}
-        source.check_unchanged()
+        return measure_source(reader, source, workers, progress)
+
+
+def measure_source(reader: ContainerReader, source: Bundle, workers: Workers, progress: Progress) -> Measured:
+    """As ``measure``, with an open original."""
+    _check_structure(reader, source)
+    plan = plan_bundle(source, Policy.of("lossless"))
+    if reader.manifest.budget is not None:
+        give_steps(plan, source)
+    parameter_of = {
+        frozenset(parameter.moments.values()): index for index, parameter in enumerate(reader.manifest.parameters)
+    }
+    units = [_as_stored(reader, unit, parameter_of) for unit in plan.units]
+    measured = Measured(describe(source, plan))
+    meter = ErrorMeter(source)
+    compare = partial(_compare, reader, source, meter)
+    results = workers.map(compare, ((u, c) for u in units for c in range(layout.chunk_count(u.numel))))
+    for unit in units:
+        errors = UnitErrors.for_unit(unit)
+        sums = [0] * len(unit.streams)
+        for chunk in range(layout.chunk_count(unit.numel)):
+            differing, found, crcs = next(results)
+            measured.differing += differing
+            errors.merge(found)
+            for k, stream in enumerate(unit.streams):
+                length = stream.chunk_spec(chunk).numel * stream.spec.dtype.itemsize
+                sums[k] = combine(sums[k], crcs[k], length)
+                progress(length)
+        check_source(unit, sums, source.label)
+        meter.finish(unit, errors)
+        measured.storages.update(errors.streams)
+        parameter = unit.parameter
+        index = parameter_of.get(frozenset(parameter.moments.values())) if parameter else None
+        if errors.update is not None and parameter is not None and index is not None:
+            measured.parameters[index] = MeasuredUpdate(errors.update, parameter)
+        if parameter is not None and index is not None:
+            steps = steps_record(parameter.step, errors.steps)
+            measured.steps |= {} if steps is None else {index: steps}
+    source.check_unchanged()
     measured.differing = list(dict.fromkeys(measured.differing))
     return measured
 
 
-def _check_structure(reader: ContainerReader, source: Bundle, original: Path) -> None:
+def _check_structure(reader: ContainerReader, source: Bundle) -> None:
     """Raise CheckFailedError unless both have the same members, with the same storages in the same places."""
     manifest = reader.manifest
     here = [(member.path, member.checkpoint.format) for member in source.members]
@@ -134,14 +139,16 @@ def _check_structure(reader: ContainerReader, source: Bundle, original: Path) ->
     if is_directory != (manifest.directory is not None) or len(here) != len(there) or (is_directory and here != there):
         differ = sorted({path for path, _ in set(here) ^ set(there)})
         which = f"only one of them has {differ[0]!r}, in that format" if differ else "only one of them is a directory"
-        raise CheckFailedError(f"{reader.path}: was not made from {original}: {which}; {_GIVE}")
+        raise CheckFailedError(f"{reader.path}: was not made from {source.path}: {which}; {_GIVE}")
     for member, record in zip(source.members, manifest.members, strict=True):
         stored = sorted((offset, manifest.storages[index].nbytes, index) for offset, index in record.segments)
         storages = enumerate(member.checkpoint.source_storages, member.first)
         found = sorted((storage.offset, storage.nbytes, index) for index, storage in storages)
         if member.checkpoint.size != record.size or found != stored or member.skeleton != record.skeleton:
             where = f" in {record.path!r}" if manifest.directory is not None else ""
-            raise CheckFailedError(f"{reader.path}: was not made from {original}: its storages differ{where}; {_GIVE}")
+            raise CheckFailedError(
+                f"{reader.path}: was not made from {source.path}: its storages differ{where}; {_GIVE}"
+            )
 
 
 def _as_stored(reader: ContainerReader, unit: Unit, parameter_of: Mapping[frozenset[int], int]) -> Unit:

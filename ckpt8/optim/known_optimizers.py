@@ -102,6 +102,9 @@ def identify(tensors: Collection[str], state: Collection[Any], group: Mapping[An
     keys = {*state, *group}
     if any(not card.signs.isdisjoint(keys) for card in CARDS.values() if card.unknown):
         return None
+    own = CARDS.get(str(group.get("rule")))
+    if own is not None and own.cls:  # saved by ckpt8.optim
+        return _form_of(own, tensors)
     for card in CARDS.values():
         if (card.signs and card.signs.isdisjoint(keys)) or not card.lacks.isdisjoint(keys):
             continue
@@ -111,10 +114,13 @@ def identify(tensors: Collection[str], state: Collection[Any], group: Mapping[An
             continue
         if card.agrees is not None and not card.agrees(group):
             continue
-        for form in card.forms:
-            if form.update and _fits(form, tensors):
-                return card, form
+        if (found := _form_of(card, tensors)) is not None:
+            return found
     return None
+
+
+def _form_of(card: Card, tensors: Collection[str]) -> tuple[Card, Form] | None:
+    return next(((card, form) for form in card.forms if form.update and _fits(form, tensors)), None)
 
 
 def why_unknown(tensors: Collection[str], state: Collection[Any], group: Mapping[Any, Any]) -> str | None:

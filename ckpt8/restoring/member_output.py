@@ -18,12 +18,16 @@ from ckpt8.container.member_paths import link_stays_inside
 from ckpt8.container.needed import unneeded_file
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.target_names import original_name, restored_path
+from ckpt8.core.buffers import Buffers
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import Check, Guard, refuse_source
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.crc import combine, crc32
 from ckpt8.core.files.write_at import write_at
 from ckpt8.core.workers import Progress, Workers
+
+_AHEAD = 1
+"""Batches per thread that may wait to be written: writing one takes less time than decoding it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +75,32 @@ class MemberWriter:
         """Decode and write every piece; return the crc32 of every storage whose bytes changed."""
 
         def decode(batch: list[Piece]) -> list[tuple[Piece, torch.Tensor, int]]:
-            return [decode_piece(piece) for piece in batch]
+            return [decode_piece(piece, needed=piece is not batch[-1]) for piece in batch]
 
-        def decode_piece(piece: Piece) -> tuple[Piece, torch.Tensor, int]:
-            content = host_bytes(piece.stop - piece.start)
-            view = bytes_of(content)
+        def decode_piece(piece: Piece, *, needed: bool) -> tuple[Piece, torch.Tensor, int]:
+            length = piece.stop - piece.start
+            buffer = buffers.take(length)
+            view = bytes_of(buffer)[:length]
             member.fill(piece, view)
-            return piece, content, crc32(view) if member.needs_crc(piece.storage) else 0
+            if needed:
+                member.lend(piece, buffer[:length])
+            return piece, buffer, crc32(view) if member.needs_crc(piece.storage) else 0
 
+        def write(piece: Piece, buffer: torch.Tensor, crc: int) -> None:
+            length = piece.stop - piece.start
+            with guard():
+                write_at(descriptor, bytes_of(buffer)[:length], piece.start)
+            buffers.give(buffer)
+            if member.needs_crc(piece.storage):
+                crcs[piece.storage] = combine(crcs.get(piece.storage, 0), crc, length)
+            self.progress(length)
+
+        buffers = Buffers(host_bytes)
         crcs: dict[int, int] = {}
         # One thread writes: several would only wait for each other at the file.
-        for batch in self.workers.map(decode, member.batches()):
-            for piece, content, crc in batch:
-                with guard():
-                    write_at(descriptor, bytes_of(content), piece.start)
-                if member.needs_crc(piece.storage):
-                    crcs[piece.storage] = combine(crcs.get(piece.storage, 0), crc, content.numel())
-                self.progress(content.numel())
+        for batch in self.workers.map(decode, member.batches(), _AHEAD):
+            while batch:
+                write(*batch.pop(0))
         return crcs
 
 

@@ -10,12 +10,15 @@ from typing import Literal, overload
 from ckpt8.container.manifest import SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
+from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.core.arguments import checked
+from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.member_output import MemberWriter, Restored, file_check, new_directory
 from ckpt8.restoring.salvage import Salvage
 from ckpt8.restoring.salvage import salvage as run
+from ckpt8.restoring.sharded import restore_directory
 
 
 @overload
@@ -60,6 +63,8 @@ def restore(
     checkpoint), and a directory that is a checkpoint and holds nothing else: see ``checkpoint.replacing``. Raises
     InputError for damage, OutputError when the target exists and is not replaced, or cannot be written.
 
+    A directory that ``Ckpt8StorageWriter`` wrote becomes a plain one, which ``target`` must name, with the same slices.
+
     With ``salvage`` a damaged container is an error only if nothing in it is whole. Returns a ``Salvage``: see
     ``restoring.salvage``.
 
@@ -67,6 +72,8 @@ def restore(
     'back.pt'
     """
     if salvage:
+        if is_sharded(Path(source)):
+            raise UsageError(f"{source}: is a directory of containers; salvage the damaged one of them")
         return run(source, target, force=force, threads=threads, progress=progress)
     return restore_original(source, target, force=force, threads=threads, progress=progress).path
 
@@ -81,6 +88,8 @@ def restore_original(
 ) -> Restored:
     """As ``restore`` without ``salvage``; also says which names the container states and what was replaced."""
     source = Path(source)
+    if is_sharded(source):
+        return restore_directory(source, target, force=force, threads=threads, progress=progress)
     with ContainerReader(source, kernels=True) as reader, Workers(threads) as workers:
         result = Restored.at(source, target, reader)
         writer = MemberWriter(reader, workers, progress, partial(MemberFile, reader))

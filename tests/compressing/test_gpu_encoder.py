@@ -17,8 +17,9 @@ from resume_kit import same
 import ckpt8
 from ckpt8.compressing import gpu_encoder as device_encoder
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.buffers import Buffers
 from ckpt8.core.errors import InputError, UsageError
-from ckpt8.core.gpu import PinnedBuffers, copy_to_row, requested, row_bytes, row_views
+from ckpt8.core.gpu import copy_to_row, requested, row_bytes, row_views
 from ckpt8.restoring.resume import resume as run
 from ckpt8.restoring.resume.gpu_copy import DeviceCopy
 
@@ -91,13 +92,13 @@ class Later:
 def stand_in(monkeypatch):
     """Everything on the CPU counts as being on a GPU; the devices that were opened."""
     Deferred.made, Deferred.marks = [], {}
-    give = PinnedBuffers.give
+    give = Buffers.give
 
     def give_back(self, buffer):
         assert all(mark.known for mark in Deferred.marks.pop(buffer.data_ptr(), []))
         give(self, buffer)
 
-    monkeypatch.setattr(PinnedBuffers, "give", give_back)
+    monkeypatch.setattr(Buffers, "give", give_back)
     monkeypatch.setattr(device_encoder, "CudaTransfer", Deferred)
     monkeypatch.setattr(
         "ckpt8.compressing.compress.requested", lambda device: torch.device("cpu") if device == "cuda" else None
@@ -241,7 +242,7 @@ def test_buffers_are_used_again(tmp_path, stand_in):
 
 def test_a_pool_gives_the_smallest_buffer_that_fits():
     made = []
-    pool = PinnedBuffers(lambda nbytes: made.append(nbytes) or torch.empty(nbytes, dtype=torch.uint8))
+    pool = Buffers(lambda nbytes: made.append(nbytes) or torch.empty(nbytes, dtype=torch.uint8))
     large, small = pool.take(5 << 20), pool.take(0)
     assert made == [8 << 20, 1 << 20]
     pool.give(large)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt8.inspecting.expected_drift import expected_drift
+from ckpt8.inspecting.expected_drift import NOISE, RISE, expected_drift
 
-RUNS = json.loads((Path(__file__).parents[2] / "fixtures/bench/drift.json").read_text())
+BENCH = Path(__file__).parents[2] / "fixtures/bench"
+RUNS = json.loads((BENCH / "drift.json").read_text())
 
 
 def energies(case) -> tuple[float, float]:
@@ -49,6 +50,19 @@ def test_the_interval_is_at_most_four_times_wide_and_lies_around_the_runs():
         assert found.high <= 4 * found.low
         ratios.append(math.log(case["drift"] / found.mean))
     assert sum(ratios) / len(ratios) == pytest.approx(0.0, abs=math.log(1.3))
+
+
+@pytest.mark.parametrize("factor", ["optimizer", "phase", "batch"])
+def test_fits_without_a_level_of_a_factor_cover_nine_of_ten_of_its_runs(factor, monkeypatch):
+    monkeypatch.syspath_prepend(BENCH)
+    from drifting.fit import fitted, left_out, points
+
+    known = points(RUNS)
+    covered = [fit.covers(point) for point, fit in left_out(known, lambda point: getattr(point, factor))]
+    assert len(covered) == len(known) >= 50
+    assert sum(covered) >= 0.9 * len(covered)
+    whole = fitted(known)
+    assert (whole.typical * whole.noise, whole.typical * whole.rise) == pytest.approx((NOISE, RISE), rel=0.02)
 
 
 def came_ratios(runs, *, noise=0.0):

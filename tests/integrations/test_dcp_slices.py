@@ -127,6 +127,22 @@ def test_slices_of_one_tensor_and_names_that_collide():
     assert set(tensor_names(tree)) == set(range(len(items)))
 
 
+def test_scalars_of_the_state_and_of_the_group_that_another_rank_stores():
+    names = ["optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq"]
+    # As optimi's StableAdamW keeps them.
+    state = {"optimizer.state.w.eps_sq": torch.tensor(0.5), "optimizer.state.w.kahan_comp": None}
+    group = {"beta1": 0.9, "step": torch.tensor(5, dtype=torch.int32), "params": ["w"]}
+    known = {
+        **dict.fromkeys(names),
+        **state,
+        **{f"optimizer.param_groups.0.{key}": each for key, each in group.items()},
+    }
+    tree = build(Naming([*names, *state]), [(name, (4,)) for name in names], known)
+    moments = {"exp_avg": Slot(0), "exp_avg_sq": Slot(1)}
+    assert tree["optimizer"]["state"] == {"w": {**moments, "eps_sq": 0.5, "kahan_comp": None}}
+    assert tree["optimizer"]["param_groups"] == [{"params": ["w"], "beta1": 0.9, "step": 5}]
+
+
 def test_no_rule_is_claimed_where_moments_are_in_another_file():
     names = ["optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq"]
     known = dict.fromkeys(names) | {"optimizer.param_groups.w.betas": (0.9, 0.99)}

@@ -16,6 +16,7 @@ import ckpt8
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.sharded.index import ShardedIndex
 from ckpt8.core.errors import InputError, OutputError, UsageError
+from ckpt8.core.files.partial import partial_path
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 
@@ -300,10 +301,10 @@ def test_damage_is_found(tmp_path):
         load({"w": torch.zeros(5000)}, tmp_path / "x")
 
 
-def test_the_command_line_says_what_reads_it(tmp_path):
+def test_compressing_it_again_says_what_to_give(tmp_path):
     dcp.save({"w": torch.ones(3)}, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), no_dist=True)
-    for read in (ckpt8.compress, inspect_checkpoint, lambda path: ckpt8.convert(path, tmp_path / "y.pt")):
-        with pytest.raises(InputError, match="load it with Ckpt8StorageReader"):
+    for read in (ckpt8.compress, inspect_checkpoint):
+        with pytest.raises(InputError, match=r"compressed already.*restore it to a plain directory"):
             read(tmp_path / "x")
     assert names_in(tmp_path) == ["x"]
 
@@ -318,5 +319,19 @@ def test_directories_that_hold_none(tmp_path):
         Ckpt8StorageWriter("s3://bucket/run")
     with pytest.raises(UsageError, match=r"a budget is a number of steps from 0\.01 to 10, not 11"):
         Ckpt8StorageWriter(tmp_path, budget=11)
-    with pytest.raises(UsageError, match="leave out use_collectives"):
-        dcp.save({}, storage_writer=Ckpt8StorageWriter(tmp_path / "y"), use_collectives=False)
+
+
+def test_one_process_is_all_ranks_without_collectives(tmp_path):
+    state = {"w": torch.ones(8), "note": "x"}
+    for _ in range(2):  # it replaces its own, as with them
+        dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), use_collectives=False)
+    assert names_in(tmp_path / "x") == ["__0_1.ckpt8", "ckpt8-dcp.json"]
+    assert_same(load(emptied(state), tmp_path / "x"), state)
+
+
+def test_a_save_removes_what_killed_ones_have_left(tmp_path):
+    save({"w": torch.ones(8)}, tmp_path / "x")
+    left = partial_path(tmp_path / "x" / "__7_3.ckpt8")
+    left.write_bytes(b"half")
+    save({"w": torch.ones(8)}, tmp_path / "x")
+    assert names_in(tmp_path / "x") == ["__0_1.ckpt8", "ckpt8-dcp.json"]

@@ -8,22 +8,17 @@ import pickle
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
+import make_dcp
 import torch
 import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-
-PROGRAM = Path(__file__).with_name("make_dcp.py")
 
 
 def run_processes(action, root, *arguments, world=2):
-    """Run ``make_dcp`` in processes of its own; the losses that it gives."""
-    command = [sys.executable, str(PROGRAM), action, str(world), str(root), *map(str, arguments)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    """Run an action of ``make_dcp`` in the ranks of a gloo job; the losses that it gives."""
+    run_ranks(make_dcp.work, world, action, root, [str(each) for each in arguments])
     return json.loads((root / f"{action}.json").read_text())
 
 

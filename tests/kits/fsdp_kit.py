@@ -91,6 +91,17 @@ def save_run(folder, preset="lossless", flat=False, asynchronous=False):
         (Path(folder) / "losses.json").write_text(json.dumps(losses))
 
 
+def save_both(folder, presets):
+    """Train, and save one state to the plain directory ``plain``, and packed with each preset."""
+    model, optimizer = make()
+    train(model, optimizer, range(STEPS))
+    state = state_of(model, optimizer)
+    state["empty"] = torch.zeros(0, 3)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(Path(folder) / "plain"))
+    for preset in presets:
+        dcp.save(state, storage_writer=Ckpt8StorageWriter(Path(folder) / preset, preset=preset))
+
+
 def save_replicas(folder):
     """Save one run that both ranks have whole, with the planner of torch and with that of ckpt8.
 

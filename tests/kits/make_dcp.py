@@ -1,22 +1,17 @@
-"""Distributed checkpoints made by real processes of gloo, and training resumed from them: run as a program.
+"""Distributed checkpoints made by the ranks of a gloo job, and training resumed from them: see ``work``.
 
-    python make_dcp.py train 2 ROOT                     train, save on the way in every layout, train on
-    python make_dcp.py resume 2 ROOT DIRECTORY...       load each directory and train on
-
-Every rank sees all data, so that losses do not depend on their number. Losses go to ROOT/ACTION.json.
+Every rank sees all data, so that losses do not depend on their number.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -125,16 +120,11 @@ def _resume(directories):
     return found
 
 
-def _work(rank, action, root, arguments):
+def work(rank, action, root, arguments):
+    """Train, save on the way in every layout, train on; or load each directory of ``arguments`` and train on.
+
+    Losses go to ``root``/ACTION.json.
+    """
     found = _train(Path(root)) if action == "train" else _resume(arguments)
     if rank == 0:
         Path(root, f"{action}.json").write_text(json.dumps(found))
-
-
-def main():
-    action, world, root, *arguments = sys.argv[1:]
-    run_ranks(_work, int(world), action, root, arguments)
-
-
-if __name__ == "__main__":
-    main()

@@ -24,6 +24,7 @@ from typing import Any
 from ckpt8.checkpoint.meaning.nodes import dict_groups
 from ckpt8.checkpoint.meaning.ownership import Owner, owners
 from ckpt8.checkpoint.meaning.pairing import Beside, models_and_optimizers, place, saved_names
+from ckpt8.checkpoint.meaning.rank_files import home_of
 from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
 from ckpt8.checkpoint.meaning.transformers_order import LONGEST_CONFIG, ModelOrder, of_config
 from ckpt8.checkpoint.meaning.weight_evidence import evident_weights, shapes_of, untied, weights_of
@@ -84,39 +85,36 @@ class Weights:
 class NamesFromWeights:
     """Names for the parameters of the optimizers in a directory, from the weights in the same folder.
 
-    ``members`` are path and content.
+    ``members`` are path and content. The weights beside the file of one rank are those of the same rank.
     """
 
     def __init__(self, members: Sequence[tuple[str, Checkpoint]]) -> None:
-        self._folders: dict[str, dict[str, Checkpoint]] = defaultdict(dict)
-        for path, checkpoint in members:
-            folder, _, name = path.rpartition("/")
-            self._folders[folder][name] = checkpoint
         self._members = dict(members)
-        self._models: dict[str, list[Weights]] = {}
+        self._homes = {path: home_of(path, checkpoint.tree) for path, checkpoint in members}
+        self._models: dict[tuple[str, int | None], list[Weights]] = {}
 
     def of_member(self, path: str) -> Mapping[str, str]:
         """The names of the parameters of a member by the place of their state, as ``state.17``. Raises InputError."""
-        folder, _, name = path.rpartition("/")
-        return parameter_names(self._folders[folder][name].tree, self._models_in(folder))
+        return parameter_names(self._members[path].tree, self._models_beside(path))
 
     def beside(self, path: str) -> Beside:
         """The models in the folder of a member, and what they say of its parameters. Raises InputError."""
-        folder, _, name = path.rpartition("/")
-        tree, models = self._folders[folder][name].tree, self._models_in(folder)
+        models = self._models_beside(path)
         files = {ref: file for each in models for ref, file in each.files.items()}
-        return Beside([Candidate(each.path, each.node) for each in models], bare_names(tree, models), files)
+        names = bare_names(self._members[path].tree, models)
+        return Beside([Candidate(each.path, each.node) for each in models], names, files)
 
-    def _models_in(self, folder: str) -> list[Weights]:
-        if folder not in self._models:
-            files = self._folders[folder]
-            above = f"{folder}/" if folder else ""
-            found = models_of_files({f"{above}{name}": checkpoint for name, checkpoint in files.items()})
-            order = _order(files.get(_CONFIG))
+    def _models_beside(self, path: str) -> list[Weights]:
+        home = self._homes[path]
+        if home not in self._models:
+            above = f"{home[0]}/" if home[0] else ""
+            files = {each: self._members[each] for each, its_home in self._homes.items() if its_home == home}
+            found = models_of_files(files)
+            order = _order(files.get(f"{above}{_CONFIG}"))
             for weights in found:
-                weights.order, weights.trainer = order, _TRAINER in files
-            self._models[folder] = found or models_of_files(self._further(above))
-        return self._models[folder]
+                weights.order, weights.trainer = order, f"{above}{_TRAINER}" in files
+            self._models[home] = found or models_of_files(self._further(above))
+        return self._models[home]
 
     def _further(self, above: str) -> dict[str, Checkpoint]:
         """The files that serve where a folder has no model: all, if one alone has optimizers; else those below."""

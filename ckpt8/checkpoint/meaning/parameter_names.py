@@ -52,9 +52,13 @@ def match(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
 
 
 def split_member(name: str) -> tuple[str, str]:
-    """The member and the name in it, around the first colon; the member is empty for a name without one."""
-    member, colon, bare = name.partition(":")
-    return (member, bare) if colon else ("", name)
+    """The member and the name in it, around the first colon; the member is empty for a name without one.
+
+    Colons in the place of a slice do not count.
+    """
+    part = SLICE.search(name) if "[" in name else None
+    at = name.find(":", 0, None if part is None else part.start())
+    return ("", name) if at < 0 else (name[:at], name[at + 1 :])
 
 
 def display_names(parameters: Iterable[tuple[str, Sequence[str]]], *, directory: bool) -> list[dict[str, Any]]:
@@ -77,8 +81,9 @@ def display_names(parameters: Iterable[tuple[str, Sequence[str]]], *, directory:
 
 def _is_named(name: str, moments: Sequence[str]) -> bool:
     """Whether a name is more than the number of the state that holds the moments."""
-    in_place = any(moment.startswith(f"{name}.") for moment in moments)
-    return not (in_place and name.rpartition(".")[2].isdecimal())
+    state = SLICE.sub("", name)
+    in_place = any(moment.startswith(f"{state}.") for moment in moments)
+    return not (in_place and state.rpartition(".")[2].isdecimal())
 
 
 def whole_tensor(name: str) -> str:

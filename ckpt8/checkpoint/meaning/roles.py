@@ -103,9 +103,9 @@ def classify(
         if isinstance(node, TensorRef):
             if path[:-1] != container.path:
                 container = _Container(path[:-1])
-            name = unique_name(names.prefix + (container.name(path) or "tensor"), names.tensors)
             moment = moments.get(id(node), Role.OTHER)
-            structure.tensors.append(NamedTensor(name, role or _role(path, container, optimizer, bare, moment), node))
+            its_role = role or _role(path, container, optimizer, bare, moment)
+            structure.tensors.append(_named(names, container.name(path) or "tensor", its_role, node))
         elif isinstance(node, StorageRef):
             structure.opaque.add(node.key)
         elif is_optimizer(node):
@@ -122,6 +122,16 @@ def classify(
             weights = evident_weights(tree) | beside()
             _set_roles(structure, lambda each: Role.WEIGHT if id(each.ref) in weights else each.role)
     return structure
+
+
+def _named(names: Names, name: str, role: Role, ref: TensorRef) -> NamedTensor:
+    """A tensor with its unique name; the name of a share ends with its place."""
+    name, suffix = names.prefix + name, _suffix(ref)
+    return NamedTensor(unique_name(name + suffix, names.tensors), role, ref, name if suffix else None)
+
+
+def _suffix(ref: TensorRef) -> str:
+    return "" if ref.share is None else ref.share.suffix(ref.shape)
 
 
 def _set_roles(structure: Structure, role_of: Callable[[NamedTensor], Role]) -> None:
@@ -142,8 +152,7 @@ def _add_hidden(structure: Structure, tree: object, live: LiveObjects, names: Na
         elif id(leaf) not in shown:
             hidden[id(leaf)] = path, leaf  # a parameter is a key of the state first, and then in its group
     for path, leaf in hidden.values():
-        name = unique_name(names.prefix + format_path(path), names.tensors)
-        structure.tensors.append(NamedTensor(name, Role.OTHER, leaf))
+        structure.tensors.append(_named(names, format_path(path), Role.OTHER, leaf))
 
 
 def _may_be_weight(tensor: NamedTensor) -> bool:
@@ -246,5 +255,9 @@ def _parameter_states(
             roles.update((id(ref), STATE_ROLES[key]) for key, ref in moments.items())
             tensors = {key: ref for key, ref in state.items() if isinstance(ref, TensorRef) and ref.shape}
             roles.update((id(tensors[key]), role) for key, role in state_roles(tensors).items() if key in tensors)
-            parameters.append(ParameterState(prefix + (name or place), with_moments(state, moments), group))
+            suffix = next(filter(None, map(_suffix, tensors.values())), "")
+            is_slice = any(ref.share and ref.share.whole != ref.shape for ref in tensors.values())
+            parameters.append(
+                ParameterState(prefix + (name or place) + suffix, with_moments(state, moments), group, is_slice)
+            )
     return parameters, roles

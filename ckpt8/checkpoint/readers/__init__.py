@@ -24,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from ckpt8.checkpoint.readers.shards import is_named_shard, lone_shard
+from ckpt8.checkpoint.readers.shards import is_named_shard, lone_shard, refuse_share
 from ckpt8.checkpoint.tree import OpenCheckpoint, Reader
 from ckpt8.container.header import HEAD_BYTES, begins_container
 from ckpt8.core.errors import InputError, UnsupportedError
@@ -68,7 +68,9 @@ def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
         reader = match_reader(file)
         if reader is None:
             raise _refusal(file)
-        yield reader.read(file)
+        opened = reader.read(file)
+        refuse_share(opened.tree, str(path))
+        yield opened
 
 
 def _as_source(path: Path) -> ByteRange:

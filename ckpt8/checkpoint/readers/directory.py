@@ -20,7 +20,7 @@ from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, kept
 from ckpt8.checkpoint.readers.shards import is_named_shard, lone_shard
 from ckpt8.checkpoint.tree import Held, OpenCheckpoint
 from ckpt8.container.manifest import FILE, SYMLINK
-from ckpt8.container.sharded import INDEX
+from ckpt8.container.sharded import INDEX, is_part
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile
 from ckpt8.core.text import shown
@@ -37,10 +37,10 @@ def open_directory(root: Path, entries: Sequence[Entry], *, decode: bool) -> Ite
     """
     if not entries:
         raise InputError(f"{root}: an empty directory; give a checkpoint file, or a directory that holds some")
-    if any(entry.path == INDEX for entry in entries):
+    if any(entry.path == INDEX or is_part(entry.path) for entry in entries):
         raise InputError(
-            f"{root}: is compressed already, by Ckpt8StorageWriter; load it with Ckpt8StorageReader, "
-            "or give one of the .ckpt8 files in it"
+            f"{root}: is compressed already, by Ckpt8StorageWriter; to compress it otherwise, restore it to a plain "
+            "directory (restore DIR -o PLAIN) and give that"
         )
     with closing(FilePool()) as pool:
         known = open_distributed(entries, lambda path: PooledFile(ByteRange.of(root / path), pool), decode=decode)

@@ -45,6 +45,14 @@ def is_directory(path: Path) -> bool:
         raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
 
 
+def directory_name(path: Path) -> str:
+    """The name of a directory however it was given: ``.``, ``run/``, ``run/..``. Raises InputError for the root."""
+    name = path.name if path.name not in ("", "..") else path.resolve().name
+    if not name:
+        raise InputError(f"{path}: the root of the file system; give a checkpoint directory")
+    return name
+
+
 def walk(root: Path) -> list[Entry]:
     """All entries below ``root``, sorted by path. Raises InputError for an entry that a container cannot hold."""
     found: list[Entry] = []

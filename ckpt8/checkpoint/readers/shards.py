@@ -1,16 +1,17 @@
-"""Refuses checkpoint files that hold the share of one rank, which mean nothing without the other ranks."""
+"""The files of one rank, which mean nothing without those of the other ranks: what they hold, and those to refuse."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from typing import Any
 
-from ckpt8.checkpoint.tree import Global
+from ckpt8.checkpoint.readers.pickle.distributed import EMPTY, is_distributed
+from ckpt8.checkpoint.tree import Global, Inert, TensorRef
+from ckpt8.checkpoint.walk import format_path, iter_leaves, iter_nodes
 from ckpt8.core.errors import UnsupportedError
 from ckpt8.core.tensors import DType
+from ckpt8.core.text import shown
 
-_SHARDED_CLASS = re.compile(r"torch\.distributed\.(?:.*\.)?(?:DTensor|ShardedTensor)")
 _SHARD_SUFFIX = ".distcp"
 _COALESCED = "buckets_coalesced"
 
@@ -31,14 +32,43 @@ def lone_shard(where: str) -> UnsupportedError:
     )
 
 
-def refuse_shard(tree: Any, names: Collection[str], where: str) -> None:
-    """Raise UnsupportedError, which names the layout, for the pickle of one rank. ``names`` are the globals in it."""
-    for name in sorted(names):
-        if _SHARDED_CLASS.fullmatch(name):
+def check_shares(tree: Any, names: Collection[str], where: str) -> None:
+    """Leave out the tensors of which this rank has nothing. ``names`` are the globals of the pickle.
+
+    Raises UnsupportedError for a tensor whose place in the whole is not understood, and for one that shares its storage
+    with what tells the place.
+    """
+    if not any(map(is_distributed, names)):
+        return
+    keys, rests = set(), []
+    for path, node in iter_nodes(tree):
+        if type(node) is TensorRef:
+            keys.add(node.key)
+            rests += [node.share.rest] if node.share is not None else []
+        elif type(node) is Inert and any(type(each) is Global and is_distributed(each.name) for each in node.args):
             raise UnsupportedError(
-                f"{where}: a per-rank {name.rpartition('.')[2]} file: the share of one rank; "
-                "save with torch.distributed.checkpoint"
+                f"{where}: a file of one rank: the place of {shown(format_path(path))} in the whole tensor is not known"
             )
+        elif isinstance(node, dict):
+            empty = [key for key, value in node.items() if type(value) is Inert and value.name == EMPTY]
+            rests += [node.pop(key) for key in empty]
+    if any(leaf.key in keys for _, leaf in iter_leaves(rests)):
+        raise UnsupportedError(f"{where}: a file of one rank: a tensor shares its storage with the mesh of the ranks")
+
+
+def refuse_share(tree: Any, where: str) -> None:
+    """Raise UnsupportedError for the tree of a file with a part of a tensor that is spread over ranks."""
+    if any(
+        type(leaf) is TensorRef and leaf.share is not None and leaf.share.whole != leaf.shape
+        for _, leaf in iter_leaves(tree)
+    ):
+        raise UnsupportedError(
+            f"{where}: the file of one rank, with its parts of the tensors; give the folder with the files of all ranks"
+        )
+
+
+def refuse_buckets(tree: Any, where: str) -> None:
+    """Raise UnsupportedError for a ``distrib_optim.pt`` of Megatron."""
     if _is_megatron_optimizer(tree):
         raise UnsupportedError(
             f"{where}: a distrib_optim.pt of Megatron: buckets of an optimizer without names or shapes; "

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
 from ckpt8.checkpoint.readers.pickle.torch_calls import TorchCalls
+from ckpt8.checkpoint.readers.shards import check_shares
 from ckpt8.checkpoint.readers.storage_table import StorageTable, longest_pickle
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
 from ckpt8.checkpoint.walk import check_depth
@@ -76,6 +77,8 @@ def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
     table = StorageTable(f"{source}: pickle")
     tree = load("pickle", table)
     check_depth(tree, table.label)
+    if calls is None:
+        check_shares(tree, names, str(source))
     keys = load("list of storages")
     storages = _storages(file, table, keys, stream.tell())
     return OpenCheckpoint("torch-legacy", file, storages, tree, names)

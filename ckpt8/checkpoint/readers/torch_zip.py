@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
 from ckpt8.checkpoint.readers.pickle.torch_calls import TorchCalls
-from ckpt8.checkpoint.readers.shards import refuse_shard
+from ckpt8.checkpoint.readers.shards import check_shares, refuse_buckets
 from ckpt8.checkpoint.readers.storage_table import StorageTable, longest_pickle
 from ckpt8.checkpoint.readers.zip_directory import LOCAL_SIGNATURE, STORED, ZipEntry, find_prefix, read_directory
 from ckpt8.checkpoint.readers.zip_end import END_BYTES, END_SIGNATURE, NO_COMMENT, read_end_records
@@ -57,7 +57,8 @@ def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
     )
     check_depth(tree, table.label)
     if table.declared and calls is None:
-        refuse_shard(tree, names, str(file.source))
+        check_shares(tree, names, str(file.source))
+        refuse_buckets(tree, str(file.source))
     known = {"data.pkl", *(f"data/{key}" for key in table.declared)}
     for name, entry in records.items():
         if name not in known and entry.method == STORED and entry.size <= MAX_SMALL_RECORD_BYTES:

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.checkpoint.meaning.dcp_states import StateSlice, state_slices
+from ckpt8.checkpoint.meaning.rank_files import rank_file
 from ckpt8.checkpoint.readers import READERS
 from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
 from ckpt8.checkpoint.readers.entries import DirectoryMember
+from ckpt8.checkpoint.readers.shards import refuse_share
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, cut_by_runs, gaps
 from ckpt8.container.manifest import SKELETON
 from ckpt8.core.errors import UsageError
@@ -114,7 +116,8 @@ class Bundle:
 
     def only(self, path: str) -> Bundle:
         """One member, or the folder of a distributed checkpoint, as a source. Raises UsageError with the choices."""
-        folders = {member.path.rpartition("/")[0] for member in self.found if isinstance(member, DcpMember)} - {""}
+        distributed = (m for m in self.found if isinstance(m, DcpMember) or rank_file(m.path, m.checkpoint.tree))
+        folders = {member.path.rpartition("/")[0] for member in distributed} - {""}
         if path.rstrip("/") in folders:
             inside = [member for member in self.found if member.path.startswith(f"{path.rstrip('/')}/")]
             return Bundle(self.path, inside, path)
@@ -122,6 +125,7 @@ class Bundle:
         if not chosen:
             choices = listed([*(member.path for member in self.checkpoints), *sorted(folders)], _LISTED)
             raise UsageError(f"{self.path}: --member {path!r} is not one of {choices or 'nothing that can be read'}")
+        refuse_share(chosen[0].checkpoint.tree, f"{self.path}: {path}")
         return Bundle(self.path, chosen)
 
     @cached_property

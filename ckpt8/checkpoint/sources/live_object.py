@@ -10,7 +10,7 @@ import errno
 import pickle
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,9 @@ from ckpt8.checkpoint.readers.zip_directory import read_directory
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.files.partial import Partial
+
+Read = Callable[[int, memoryview], None]
+"""Fills a buffer with the bytes of a storage from a first one on. Thread-safe."""
 
 _WRITER_SAYS = ("inline_container", "PytorchStreamWriter", "iostream", "Parent directory")
 """Words in errors of torch's zip writer where a file cannot be written."""
@@ -55,10 +58,12 @@ def recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
 class LiveCheckpoint(OpenCheckpoint):
     """A Checkpoint whose storages are tensors in memory and whose other bytes are a file of torch.save.
 
-    ``memory`` are its storages by key, while it is open.
+    ``memory`` are its storages by key, while it is open. Those whose address is in ``made`` are read by a call with the
+    first byte and a buffer.
     """
 
     memory: dict[str, torch.UntypedStorage] = field(default_factory=dict)
+    made: Mapping[int, Read] = field(default_factory=dict)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from memory where ``offset`` lies in a storage, else from the file."""
@@ -66,6 +71,9 @@ class LiveCheckpoint(OpenCheckpoint):
         # An empty storage shares its offset with the bytes behind it.
         if at >= 0 and offset < self.storages[at].offset + self.storages[at].nbytes and len(buffer):
             storage = self.storages[at]
+            if (read := self.made.get(self.memory[storage.key].data_ptr())) is not None:
+                read(offset - storage.offset, buffer)
+                return
             content = torch.empty(0, dtype=torch.uint8, device=self.memory[storage.key].device)
             content.set_(self.memory[storage.key])
             first = offset - storage.offset
@@ -75,8 +83,8 @@ class LiveCheckpoint(OpenCheckpoint):
 
 
 @contextmanager
-def live_checkpoint(obj: object, name: str) -> Iterator[OpenCheckpoint]:
-    """Open a live object as a checkpoint file of that ``name`` without its suffix.
+def live_checkpoint(obj: object, name: str, made: Mapping[int, Read] | None = None) -> Iterator[OpenCheckpoint]:
+    """Open a live object as a checkpoint file of that ``name`` without its suffix; ``made`` is that of LiveCheckpoint.
 
     Raises UsageError for objects that cannot be pickled, and OutputError.
     """
@@ -87,6 +95,8 @@ def live_checkpoint(obj: object, name: str) -> Iterator[OpenCheckpoint]:
             with torch.serialization.skip_data(), _writing(path):
                 torch.save(obj, path, pickle_module=cast("Any", recording_pickle(storages)))
         except RuntimeError:
+            if made:
+                raise
             # Quantized tensors cannot be written without their data: these few go through a whole file.
             with _writing(path):
                 torch.save(obj, path)
@@ -97,7 +107,9 @@ def live_checkpoint(obj: object, name: str) -> Iterator[OpenCheckpoint]:
             try:
                 _wait_for(storages.values())
                 places = with_crc_fields(skeleton)
-                yield LiveCheckpoint(skeleton.format, skeleton.file, places, skeleton.tree, memory=storages)
+                yield LiveCheckpoint(
+                    skeleton.format, skeleton.file, places, skeleton.tree, memory=storages, made=made or {}
+                )
             finally:
                 # A reference to the checkpoint, kept for its structure, must not keep the caller's memory.
                 storages.clear()

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.directory import open_directory, open_distributed
-from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, is_directory, walk
+from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, directory_name, is_directory, walk
+from ckpt8.checkpoint.readers.shards import refuse_share
 from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.sources.sharded import open_sharded
 from ckpt8.checkpoint.sources.stored_member import MemberSource, StoredParts, member_index, read_member
 from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint
 from ckpt8.container.decoding import check_frames
@@ -19,6 +21,7 @@ from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
+from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.core.files.crc import crc32
 from ckpt8.core.files.source_file import ByteRange
@@ -36,12 +39,15 @@ def open_source(
 ) -> Iterator[Bundle]:
     """Open ``path`` with everything in it, recognised by content. Raises InputError.
 
-    Without ``containers`` a ``.ckpt8`` is an error. ``decode`` decompresses the slices of distributed checkpoints;
-    without it files with compressed slices are kept as they are.
+    Without ``containers`` a ``.ckpt8``, or a directory of those of ranks, is an error. ``decode`` decompresses the
+    slices of distributed checkpoints; without it files with compressed slices are kept as they are.
     """
     if containers and is_container(path):
         with ContainerReader(path, kernels=True) as reader, Workers(threads) as workers:
             yield stored_bundle(reader, workers)
+    elif containers and is_directory(path) and is_sharded(path):
+        with open_sharded(path, threads=threads) as bundle:
+            yield bundle
     elif is_directory(path):
         entries = walk(path)
 
@@ -54,14 +60,6 @@ def open_source(
     else:
         with open_checkpoint(path) as checkpoint:
             yield Bundle(path, [DirectoryMember(path.name, checkpoint)])
-
-
-def directory_name(path: Path) -> str:
-    """The name of a directory however it was given: ``.``, ``run/``, ``run/..``. Raises InputError for the root."""
-    name = path.name if path.name not in ("", "..") else path.resolve().name
-    if not name:
-        raise InputError(f"{path}: the root of the file system; give a checkpoint directory")
-    return name
 
 
 def stored_bundle(reader: ContainerReader, workers: Workers, *, decode: bool = True) -> Bundle:
@@ -136,5 +134,6 @@ def open_member(path: Path, *, member: str | None = None, threads: int | None = 
                 "restore it and load it with torch.distributed.checkpoint"
             )
         checkpoint = read_member(reader, index, MemberSource.of(reader, MemberFile(reader, index, workers)))
+        refuse_share(checkpoint.tree, f"{path}: {record.path!r}")
         check = partial(check_frames, reader, workers, only=[record.skeleton, *(at for _, at in record.segments)])
         yield OpenMember(path, checkpoint, check, StoredParts(reader, index, checkpoint, workers))

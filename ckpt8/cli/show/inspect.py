@@ -24,8 +24,11 @@ from ckpt8.cli.show.overview import (
 from ckpt8.cli.show.steps import healing_line, show_optimizers, show_predictions, step_lines
 from ckpt8.cli.show.tables import codec_text, number, shape_text, show_table
 from ckpt8.container.manifest import DIRECTORY
-from ckpt8.core.text import counted, differing_line, printable, printable_tree, size
+from ckpt8.core.text import counted, differing_line, listed, printable, printable_tree, size
 from ckpt8.inspecting.manifest_facts import FIGURE_WORDS
+
+_RANKS = 16
+"""Files of ranks that are listed; there may be a thousand."""
 
 _ALARMING = 0.5
 """A report warns of a max |Δu| above this part of max |u|."""
@@ -72,8 +75,11 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
     show_layers(console, facts["layers"])
     show_flags(console, facts["flags"], facts["sample"])
     if facts["directory"] is not None:
-        members = [(m["path"], m["format"], size(m["bytes"]), size(m["stored_bytes"])) for m in facts["members"]]
+        first = facts["members"] if facts["ranks"] is None else facts["members"][:_RANKS]
+        members = [(m["path"], m["format"], size(m["bytes"]), size(m["stored_bytes"])) for m in first]
         show_table(console, ("member", "format", "original", "stored"), members)
+        if len(first) < len(facts["members"]):
+            say(console, f"and {len(facts['members']) - len(first):,} more")
     _show_errors(console, facts["errors"], facts["steps"], facts["measured_from"])
     _show_worst(console, facts["worst"])
     _show_kept(console, facts, facts["lossless"])
@@ -95,6 +101,9 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
 
 
 def _origin(facts: dict[str, Any]) -> str:
+    if facts["ranks"] is not None:
+        beside = f"; no part of it: {listed(facts['ranks']['strays'])}" if facts["ranks"]["strays"] else ""
+        return f"ranks of torch.distributed.checkpoint, {counted(facts['ranks']['files'], 'file')}{beside}"
     if facts["directory"] is not None:
         return f"{facts['directory']}/ ({len(facts['members'])} members)"
     return ", ".join(f"{m['path']} ({m['format']})" for m in facts["members"])

@@ -1,8 +1,21 @@
 """A directory of containers of ranks, which hold slices of tensors: its index, and what a manifest says of them.
 
-``index`` is ``ckpt8-dcp.json``, ``layouts`` say which file holds which part of a tensor, ``slices`` are those that one
-container states, ``collecting`` makes an index of what all ranks have written. No torch.distributed is needed.
+``index`` is ``ckpt8-dcp.json``, ``reading`` reads it, and ``joining`` joins the parts of ranks that saved on their own.
+``layouts`` say which file holds which part of a tensor, ``slices`` are those that one container states, ``collecting``
+makes an index of what all ranks have written. No torch.distributed is needed.
 """
+
+from __future__ import annotations
+
+import re
 
 INDEX = "ckpt8-dcp.json"
 """The file that makes a directory a checkpoint."""
+
+PART = r"ckpt8-dcp\.\d+\.json"
+"""Pattern of the names of parts of an index: all of them together make a directory a checkpoint as well."""
+
+
+def is_part(name: str) -> bool:
+    """Whether a file has the name of a part of an index."""
+    return re.fullmatch(PART, name) is not None

@@ -13,6 +13,7 @@ The file is JSON. A file is given by its number in ``files``; "place" is [file, 
                                         a box that is kept as an object is, null for any other
     objects     {name: place}: values that are no tensors
     paths       {name: [key, ...]}: the keys that lead to a value in the state dict that was saved; null if unknown
+    part        {"rank", "world", "save"} in a part of an index, which only tells of the file of one rank; absent else
 
 Boxes are not empty, and have none where the tensor is. The tensor of a box has its name and its offsets in the table
 ``slices`` of its container.
@@ -44,6 +45,19 @@ class Place(NamedTuple):
     file: str
     start: int
     length: int
+
+
+class Part(NamedTuple):
+    """Which part of an index this is: that of ``rank`` of ``world``, which all have the same ``save``."""
+
+    rank: int
+    world: int
+    save: str
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        return f"ckpt8-dcp.{self.rank}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +101,10 @@ class GlobalTensor:
 
 @dataclass(frozen=True, slots=True)
 class ShardedIndex:
-    """What a directory holds. ``files`` are the seals by name; ``paths`` are None where the keys are unknown."""
+    """What a directory holds. ``files`` are the seals by name; ``paths`` are None where the keys are unknown.
+
+    ``part`` is that of a part; an index that was joined of parts has the number of them in ``joined``.
+    """
 
     files: Mapping[str, str]
     tensors: Mapping[str, GlobalTensor]
@@ -95,11 +112,13 @@ class ShardedIndex:
     paths: Mapping[str, tuple[str | int, ...]] | None = None
     dcp: str | None = None
     save_id: str | None = None
+    part: Part | None = None
+    joined: int = 0
 
     def to_bytes(self) -> bytes:
         """The text of the file."""
         numbers = {name: number for number, name in enumerate(self.files)}
-        tree = {
+        tree: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
             "dcp": self.dcp,
@@ -109,11 +128,13 @@ class ShardedIndex:
             "objects": {name: [numbers[at.file], at.start, at.length] for name, at in self.objects.items()},
             "paths": None if self.paths is None else {name: list(path) for name, path in self.paths.items()},
         }
+        if self.part is not None:
+            tree["part"] = self.part._asdict()
         return json.dumps(tree, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
 
     def write(self, directory: Path) -> None:
         """Write the file into the directory, which is a checkpoint from then on. Raises OutputError."""
-        with AtomicFile(directory / INDEX, force=True) as output:
+        with AtomicFile(directory / (INDEX if self.part is None else self.part.name), force=True, tidy=False) as output:
             with output.guard():
                 output.file.write(self.to_bytes())
             output.publish()

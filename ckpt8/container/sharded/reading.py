@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from ckpt8.container.json_fields import LARGEST, Fields
 from ckpt8.container.member_paths import is_plain_name
-from ckpt8.container.sharded import INDEX
-from ckpt8.container.sharded.index import FORMAT, VERSION, GlobalTensor, Place, ShardedIndex
+from ckpt8.container.sharded import INDEX, is_part
+from ckpt8.container.sharded.index import FORMAT, VERSION, GlobalTensor, Part, Place, ShardedIndex
 from ckpt8.container.sharded.layouts import Grid, Layout, Listed, Shape
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
@@ -29,15 +30,43 @@ _SEAL = re.compile(r"[0-9a-f]{64}")
 
 
 def is_sharded(directory: Path) -> bool:
-    """Whether a directory is a checkpoint of containers of ranks."""
-    return (directory / INDEX).exists()
+    """Whether a directory is a checkpoint of containers of ranks, or a part of one; False where it cannot be read."""
+    if os.path.exists(directory / INDEX):  # noqa: PTH110 - False for a name that is too long
+        return True
+    with suppress(OSError):
+        return any(is_part(entry.name) for entry in os.scandir(directory))
+    return False
 
 
-def read_index(directory: Path) -> ShardedIndex:
-    """The index of a directory. Raises InputError where it is missing or malformed, or UnsupportedError."""
+def _parts(directory: Path) -> list[str]:
+    """The names of the parts of an index, by rank."""
+    try:
+        names = [entry.name for entry in os.scandir(directory) if is_part(entry.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as exc:
+        raise InputError(f"{directory}: cannot be read: {exc.strerror}") from exc
+    return sorted(names, key=lambda name: (len(name), name))
+
+
+def read_index(directory: Path, rank: int | None = None) -> ShardedIndex:
+    """The index of a directory, joined where every rank has written a part of it.
+
+    Of what several ranks have stored on their own, such as their random states, ``rank`` gets its own. Raises
+    InputError where the index, or a part of it, is missing or malformed, or UnsupportedError.
+    """
     path = directory / INDEX
-    if not path.exists():
+    if path.exists():
+        return _read(path)
+    parts = _parts(directory)
+    if not parts:
         raise InputError(_explain_missing(directory))
+    from ckpt8.container.sharded.joining import join  # needs numpy, which takes its time
+
+    return join(directory, {name: _read(directory / name) for name in parts}, rank)
+
+
+def _read(path: Path) -> ShardedIndex:
     with closing(SourceFile(ByteRange.of(path))) as file:
         if file.source.length > _LONGEST:
             raise InputError(f"{path}: has {file.source.length} bytes, more than {_LONGEST}")
@@ -74,7 +103,17 @@ def parse_index(text: bytes, where: str) -> ShardedIndex:
         if not isinstance(path, list) or not path or not all(type(key) in (str, int) for key in path):
             raise fields.fail(name)
     known = None if paths is None else {name: tuple(path) for name, path in paths.items()}
-    return ShardedIndex(files, tensors, objects, known, fields.optional("dcp", str), fields.optional("save_id", str))
+    dcp, save_id = fields.optional("dcp", str), fields.optional("save_id", str)
+    return ShardedIndex(files, tensors, objects, known, dcp, save_id, _read_part(fields))
+
+
+def _read_part(fields: Fields) -> Part | None:
+    found = fields.optional("part", dict)
+    if found is None:
+        return None
+    part = fields.nested(found)
+    world = part.count("world")
+    return Part(part.count("rank", world), world, part.get("save", str))
 
 
 def _read_files(fields: Fields) -> dict[str, str]:

@@ -7,6 +7,7 @@ and the optimizer into two folders of a directory.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -60,8 +61,8 @@ def assemble(members: Bundle) -> Content:
     return content
 
 
-def _tree(data: Composite, files: list[DcpMember], notes: list[str]) -> dict[str, Any]:
-    """The tree of one checkpoint. Leaves out, with a note, a value that is no tensor and cannot be read."""
+def adopt_parts(data: Composite, files: Iterable[DcpMember]) -> dict[str, list[Part]]:
+    """The slices of tensors in ``files`` by name; ``data`` takes over the files."""
     parts: dict[str, list[Part]] = defaultdict(list)
     for member in files:
         prefix = f"{member.path}/"
@@ -69,6 +70,12 @@ def _tree(data: Composite, files: list[DcpMember], notes: list[str]) -> dict[str
         for piece, ref in member.parts:
             if piece.place is not None:
                 parts[piece.name].append(Part(piece.place[0], replace(ref, key=prefix + ref.key)))
+    return parts
+
+
+def _tree(data: Composite, files: list[DcpMember], notes: list[str]) -> dict[str, Any]:
+    """The tree of one checkpoint. Leaves out, with a note, a value that is no tensor and cannot be read."""
+    parts = adopt_parts(data, files)
     home = files[0].home
     tensors = home.metadata.tensors
     values: dict[str, Any] = {

@@ -14,20 +14,14 @@ from typing import Any, cast
 
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint
 from ckpt8.checkpoint.readers.dcp.names import GROUPS, PARAMETERS, STATE
+from ckpt8.checkpoint.readers.dcp.nesting import Path, nest
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.vocabulary import model_path
 from ckpt8.container.frames import bytes_of
-from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import Role
-from ckpt8.core.text import shown
 
 _MODEL, _NAMES = "model", "param_names"
-Path = tuple[str | int, ...]
-
-
-class _Branch(dict[Any, Any]):
-    """A dictionary of the growing tree. No value has this type."""
 
 
 def build_tree(home: DcpCheckpoint, values: Mapping[str, Any], data: Composite) -> dict[str, Any]:
@@ -39,27 +33,10 @@ def build_tree(home: DcpCheckpoint, values: Mapping[str, Any], data: Composite) 
     known = home.metadata.paths
     order = [name for name in known if name in values] + [name for name in values if name not in known]
     places = _Places(home)
-    top = _Branch()
-    branches: list[tuple[_Branch, Any, _Branch]] = []
-    for name in order:
-        node = top
-        *above, last = places.find_path(name)
-        for part in above:
-            if part not in node:
-                node[part] = _Branch()
-                branches.append((node, part, node[part]))
-            if type(node[part]) is not _Branch:
-                raise InputError(f"{data.label}: {shown(name)} lies inside another value")
-            node = node[part]
-        if last in node:
-            raise InputError(f"{data.label}: {shown(name)} lies where another value does")
-        node[last] = values[name]
-    for node, part, branch in reversed(branches):  # from the inside out
-        is_list = branch and set(branch) == set(range(len(branch)))
-        node[part] = [branch[k] for k in range(len(branch))] if is_list else dict(branch)
+    top = nest(((name, places.find_path(name), values[name]) for name in order), data.label)
     for path in dict.fromkeys(places.optimizers.values()):
         _rebuild(reduce(getitem, path, cast("Any", top)), data)
-    return dict(top)
+    return top
 
 
 class _Places:

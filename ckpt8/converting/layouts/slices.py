@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from math import prod
 
 import torch
 
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import Held, TensorRef
+from ckpt8.container.sharded.covering import Box, check_cover
 from ckpt8.converting.computed import computed
-from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 
-_MAX_SHARDED = 6
-"""A tensor may be cut along so many dimensions; a mesh of processes has three or four."""
-
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes by dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +32,7 @@ def gather(data: Composite, name: str, dtype: DType, shape: tuple[int, ...], par
         data.check_extent(name, part.ref)
     if not prod(shape):
         return data.tensor(Held(b""), dtype, shape)
-    _check_cover(f"{data.label}: {name}", shape, [(part.offsets, part.ref.shape) for part in filled])
+    check_cover(f"{data.label}: {name}", shape, [(part.offsets, part.ref.shape) for part in filled])
     if len(filled) == 1:
         return filled[0].ref
     kind = getattr(torch, _INTEGERS[dtype.itemsize])
@@ -56,33 +48,21 @@ def gather(data: Composite, name: str, dtype: DType, shape: tuple[int, ...], par
     return computed(data, dtype, shape, assemble)
 
 
-def _check_cover(where: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-    """Raise InputError unless every element of ``shape`` is in one box.
-
-    Compares corners. Those of a box count 1 and -1 in turn, so that they cancel out where boxes meet. The corners of
-    the whole tensor are left if, and only if, the boxes fill it without overlap.
-    """
-    whole = (0,) * len(shape), shape
-    cut_dims = [dim for dim in range(len(shape)) if any(sizes[dim] != shape[dim] for _, sizes in boxes)]
-    if len(cut_dims) > _MAX_SHARDED:
-        raise InputError(f"{where}: is cut along {len(cut_dims)} dimensions, more than {_MAX_SHARDED}")
-    corners: Counter[tuple[int, ...]] = Counter()
-    for offsets, sizes in boxes:
-        _add_corners(corners, (offsets, sizes), cut_dims, 1)
-    _add_corners(corners, whole, cut_dims, -1)
-    if any(corners.values()):
-        there = sum(prod(sizes) for _, sizes in boxes)
-        if there < prod(shape):
-            what = f"slices are missing: {there} of {prod(shape)} elements are there; the checkpoint is not complete"
-        else:
-            what = "its slices overlap"
-        raise InputError(f"{where}: {what}")
-
-
-def _add_corners(corners: Counter[tuple[int, ...]], box: Box, dims: Sequence[int], weight: int) -> None:
-    ends = [((box[0][dim], 1), (box[0][dim] + box[1][dim], -1)) for dim in dims]
-    for corner in product(*ends):
-        corners[tuple(place for place, _ in corner)] += weight * prod(sign for _, sign in corner)
+def gather_box(data: Composite, name: str, dtype: DType, box: Box, parts: Sequence[Part]) -> TensorRef:
+    """A box of the tensor made of ``parts``. Raises InputError as ``gather``."""
+    inside = []
+    for part in parts:
+        both = [
+            (max(mine, theirs), min(mine + size, theirs + length))
+            for mine, size, theirs, length in zip(*box, part.offsets, part.ref.shape, strict=True)
+        ]
+        if all(first < end for first, end in both):
+            ref = part.ref
+            steps = zip(both, part.offsets, ref.stride, strict=True)
+            start = ref.offset + sum((first - at) * stride for (first, _), at, stride in steps)
+            ref = replace(ref, offset=start, shape=tuple(end - first for first, end in both))
+            inside.append(Part(tuple(first - at for (first, _), at in zip(both, box[0], strict=True)), ref))
+    return gather(data, name, dtype, box[1], inside)
 
 
 def _copy_part(data: Composite, part: Part, box: Box, target: torch.Tensor) -> None:

@@ -167,15 +167,15 @@ def any_file(path: Path) -> str:
 
 
 class AtomicFile(AtomicOutput):
-    """A file, written next to ``target`` first."""
+    """A file, written next to ``target`` first. ``tidy`` is that of ``Partial``."""
 
     what = "regular file"
     is_kind = staticmethod(Path.is_file)
 
-    def __init__(self, target: Path, *, force: bool, check: Check = any_file) -> None:
+    def __init__(self, target: Path, *, force: bool, check: Check = any_file, tidy: bool = True) -> None:
         super().__init__(target, force=force, check=check)
         with self.guard():
-            self._partial = Partial(self._final, mode=0o666)
+            self._partial = Partial(self._final, mode=0o666, tidy=tidy)
             # The descriptor stays with the temporary: it holds the lock until the file has its name.
             self.file: BinaryIO = os.fdopen(self._partial.descriptor, "r+b", closefd=False)
 

@@ -17,7 +17,7 @@ import secrets
 import shutil
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SUFFIX = ".ckpt8-partial"
@@ -60,11 +60,13 @@ def _remove_tree(path: Path) -> None:
 class Partial:
     """A new file or directory with ``mode`` next to ``final``; ``descriptor`` is open and holds its lock.
 
-    Its owner calls ``close`` in the end, which removes whatever still has its name. Raises OSError.
+    Its owner calls ``close`` in the end, which removes whatever still has its name. Without ``tidy`` the remains of
+    killed processes stay, and the directory is not listed. Raises OSError.
     """
 
-    def __init__(self, final: Path, *, directory: bool = False, mode: int) -> None:
-        remove_abandoned(final)
+    def __init__(self, final: Path, *, directory: bool = False, mode: int, tidy: bool = True) -> None:
+        if tidy:
+            remove_abandoned(final)
         for attempt in range(1, _ATTEMPTS + 1):
             self.path = partial_path(final)
             unfinished[self.path] = os.getpid()
@@ -142,12 +144,17 @@ def _hold(descriptor: int, path: Path) -> bool:
 
 def remove_abandoned(final: Path) -> None:
     """Remove the temporaries of ``final`` whose processes are gone, as far as possible."""
-    name = re.compile(re.escape(f".{final.name[:_NAME_KEPT]}.") + "([0-9a-f]{8})[0-9a-f]{8}" + re.escape(SUFFIX))
     with contextlib.suppress(OSError):
-        for path in final.parent.iterdir():
-            match = name.fullmatch(path.name)
-            if match is not None:
-                _remove_if_abandoned(path, ours=match[1] == _machine())
+        remove_abandoned_of(re.escape(final.name[:_NAME_KEPT]), final.parent.iterdir())
+
+
+def remove_abandoned_of(names: str, paths: Iterable[Path]) -> None:
+    """As ``remove_abandoned``, those of ``paths`` that are temporaries of targets whose names match a pattern."""
+    name = re.compile(rf"\.(?:{names})\.(?P<machine>[0-9a-f]{{8}})[0-9a-f]{{8}}{re.escape(SUFFIX)}")
+    for path in paths:
+        match = name.fullmatch(path.name)
+        if match is not None:
+            _remove_if_abandoned(path, ours=match["machine"] == _machine())
 
 
 def _remove_if_abandoned(path: Path, *, ours: bool) -> None:

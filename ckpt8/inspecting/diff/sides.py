@@ -1,7 +1,8 @@
 """The two sides of a comparison: each source as trees of objects, and as files without tensors.
 
-``diff`` compares two sources of one layout member by member, so that nothing is left out. If the layouts differ, each
-source becomes one tree, as ``convert`` makes it of the slices of a distributed checkpoint or the shards of a model.
+``diff`` compares two sources of one layout member by member, so that nothing is left out. If the layouts differ, or are
+files of ranks, each source becomes one tree, as ``convert`` makes it of the slices of a distributed checkpoint or the
+shards of a model.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.checkpoint.walk import iter_nodes
-from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
+from ckpt8.container.opening import is_stored
 from ckpt8.converting.layouts import dcp
-from ckpt8.converting.sources import content_of, layout_of
+from ckpt8.converting.sources import PER_RANK, content_of, layout_of
 from ckpt8.core.errors import InputError
 
 _OF_SEVERAL = "directory"
@@ -74,7 +75,7 @@ class Side:
 def make_sides(a: Bundle, b: Bundle) -> tuple[Side, Side]:
     """Both sides of two open sources. Raises InputError for damage, and for slices by rank that only one side has."""
     layouts = layout_of(a), layout_of(b)
-    together = layouts[0] != layouts[1] and None not in layouts
+    together = None not in layouts and (layouts[0] != layouts[1] or layouts[0] == PER_RANK)
     return _make(a, layouts[0], together=together), _make(b, layouts[1], together=together)
 
 
@@ -82,7 +83,7 @@ def _make(members: Bundle, layout: str | None, *, together: bool) -> Side:
     found = [each for each in members.found if each.checkpoint.format not in (SYMLINK, DIRECTORY)]
     formats = [each.checkpoint.format for each in found]
     name = (layout or _OF_SEVERAL) if members.directory is not None or not formats else formats[0]
-    side = Side(members.path, name, is_container(members.path), size_of(members.path))
+    side = Side(members.path, name, is_stored(members.path), size_of(members.path))
     if together and members.directory is not None:
         content = content_of(members)
         side.parts.append(Part("", content.data, content.data))

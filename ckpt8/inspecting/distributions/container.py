@@ -23,18 +23,18 @@ from ckpt8.compressing.plan import Stream, Unit, join, read_elements
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.frames import FRAME
 from ckpt8.container.manifest import ParameterRecord
-from ckpt8.container.reader import ContainerReader
+from ckpt8.container.opening import Stored
+from ckpt8.container.sharded.joined import JoinedReader
 from ckpt8.core.errors import InputError
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.distributions.counts import Piece, draw, is_counted
 from ckpt8.inspecting.distributions.gathering import Gathered, Seen, Work, look_at
 from ckpt8.inspecting.sampling import ChunkSampling
+from ckpt8.inspecting.slice_originals import open_originals
 from ckpt8.optim.known_optimizers import MOMENT_SLOTS
 
 
-def container_distributions(
-    reader: ContainerReader, original: Path | None = None, *, full: bool = False
-) -> dict[str, Any]:
+def container_distributions(reader: Stored, original: Path | None = None, *, full: bool = False) -> dict[str, Any]:
     """The ``distributions`` of an open container, see ``Gathered``. Raises InputError for damage.
 
     ``original`` is the checkpoint that it was made from; the caller compared their structures. ``full`` decodes every
@@ -55,11 +55,9 @@ def container_distributions(
     )
     updates = {parameter.name: read_error(parameter.error) for parameter in manifest.parameters}
     with ExitStack() as stack:
-        source = None
-        if original is not None:
-            decode = not Policy(manifest.preset).keeps_compressed
-            source = stack.enter_context(open_source(original, containers=False, decode=decode))
-        workers, look = stack.enter_context(Workers()), partial(_look, reader, source)
+        workers = stack.enter_context(Workers())
+        source = None if original is None else _open_original(reader, original, workers, stack)
+        look = partial(_look, reader, source)
         for unit, seen in look_at(_units(reader, counted), gathered.sampling, look, workers):
             weight = read_error(manifest.storages[unit.streams[0].index].error)
             update = updates[unit.parameter.name] if unit.parameter else None
@@ -73,7 +71,15 @@ def container_distributions(
     return gathered.to_json()
 
 
-def _units(reader: ContainerReader, counted: set[int]) -> list[Unit]:
+def _open_original(reader: Stored, original: Path, workers: Workers, stack: ExitStack) -> Bundle:
+    """The original, with storages of the same numbers."""
+    if isinstance(reader, JoinedReader):
+        return stack.enter_context(open_originals(reader, original, workers)).together
+    decode = not Policy(reader.manifest.preset).keeps_compressed
+    return stack.enter_context(open_source(original, containers=False, decode=decode))
+
+
+def _units(reader: Stored, counted: set[int]) -> list[Unit]:
     storages = reader.manifest.storages
     streams = [
         Stream(index, reader.spec(index), StorageInfo(each.name, each.dtype, 0, each.nbytes), reader.codec(index))
@@ -99,14 +105,14 @@ def _parameter(record: ParameterRecord) -> Parameter:
     return Parameter(record.name, record.moments, rule, record.reason, ())
 
 
-def _look(reader: ContainerReader, source: Bundle | None, work: Work) -> Seen:
+def _look(reader: Stored, source: Bundle | None, work: Work) -> Seen:
     """Decode one chunk of a unit, read the same elements of the original, count windows of both. Thread-safe."""
     unit, chunk, windows = work
     pieces = [_piece(reader, source, stream, chunk, windows) for stream in unit.streams]
     return Seen(UnitErrors(), draw(pieces, unit.parameter))
 
 
-def _piece(reader: ContainerReader, source: Bundle | None, stream: Stream, chunk: int, windows: list[slice]) -> Piece:
+def _piece(reader: Stored, source: Bundle | None, stream: Stream, chunk: int, windows: list[slice]) -> Piece:
     spec = stream.chunk_spec(chunk)
     decoded = torch.empty(spec.numel, dtype=spec.dtype.torch, device="cpu")
     parts = reader.decode_chunk(stream.index, chunk, decoded)

@@ -43,7 +43,14 @@ class Replayable:
         own = {key: value for key, value in saved.state.items() if key in SIDE_STATE}
         group = read_settings(self.checkpoint, self.storages, saved.group)
         state = {**saved.state, **read_settings(self.checkpoint, self.storages, own)}
-        return find_rule(state, group, state.get("step", group.get("step")))
+        rule = find_rule(state, group, state.get("step", group.get("step")))
+        if isinstance(rule, Replayed) and rule.form.reach != "element" and any(map(_is_part, saved.state.values())):
+            return "its step takes the whole tensor, and the file has a part of it"
+        return rule
+
+
+def _is_part(value: object) -> bool:
+    return isinstance(value, TensorRef) and value.share is not None and value.share.whole != value.shape
 
 
 class ReplaySource:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.container.bases import KEPT, is_kept_name
-from ckpt8.container.sharded import INDEX
+from ckpt8.container.sharded import INDEX, PART
 from ckpt8.core.errors import InputError
 
 STATE = "trainer_state.json"
@@ -38,7 +38,7 @@ _PART = re.compile(
 _SHARD = re.compile(r"-of-\d+|rank_?\d+|random_states_\d+|rng_state_\d+")
 _NUMBER = re.compile(r"\d+")
 _OF_A_RUN = re.compile(r"checkpoint[-_]\d+(?:\.ckpt8)?")
-_WHOLE = re.compile(rf"{re.escape(METADATA)}|{re.escape(INDEX)}|random_states_\d+\.pkl|.*_optim_states\.pt")
+_WHOLE = re.compile(rf"{re.escape(METADATA)}|{re.escape(INDEX)}|{PART}|random_states_\d+\.pkl|.*_optim_states\.pt")
 """Files that only stand in the folder of one checkpoint."""
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckpt8.codecs.error_stats import StepError
 from ckpt8.container.base_record import BaseRecord
 from ckpt8.container.header import is_container
-from ckpt8.container.sharded import INDEX
+from ckpt8.container.sharded import INDEX, is_part
 from ckpt8.container.target_names import CONTAINER
 from ckpt8.core.errors import InputError
 from ckpt8.inspecting.runs.containers import read_container
@@ -87,7 +87,8 @@ def _read_originals(place: Place, containers: set[Path]) -> Facts | None:
 
     if not place.files:
         return read_file(place.path)
-    files = [name for name in place.files if place.path / name not in containers and name != INDEX]
+    indexes = {name for name in place.files if name == INDEX or is_part(name)}
+    files = [name for name in place.files if place.path / name not in containers and name not in indexes]
     return read_folder(place.path, files, needs_tensors=not containers) if files else None
 
 

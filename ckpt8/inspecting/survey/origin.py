@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt8.checkpoint.meaning.nodes import dict_groups, is_optimizer
+from ckpt8.checkpoint.meaning.rank_files import RankFile, rank_file
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.scalars import read_scalar
 from ckpt8.checkpoint.sources.bundle import Bundle, Member
@@ -124,10 +125,16 @@ def _text(value: object) -> str | None:
 
 
 def _of_trees(source: Bundle) -> Iterator[dict[str, Any]]:
+    seen = set()
     for member in source.members:
-        before = "" if source.directory is None else f"{member.path}:"
         if member.checkpoint.format in (DCP, FILE):
             continue
+        # The ranks of a job have one optimizer.
+        _, name = rank_file(member.path, member.checkpoint.tree) or RankFile(0, member.path)
+        if name in seen:
+            continue
+        seen.add(name)
+        before = "" if source.directory is None else f"{name}:"
         for path, node in iter_nodes(member.checkpoint.tree):
             if is_optimizer(node):
                 groups = dict_groups(node)

@@ -75,8 +75,10 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Keep the index."""
+        """Keep the index; of what ranks have saved on their own each gets its own."""
         self._index = metadata.storage_data
+        if self._index.joined:
+            self._index = read_index(self.path, kwargs.get("rank"))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan as it is."""

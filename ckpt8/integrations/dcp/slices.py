@@ -1,4 +1,4 @@
-"""Takes parts of tensors: from live memory without a copy, from a container with only the chunks that they need."""
+"""Takes parts of tensors from a container, with only the chunks that they need."""
 
 from __future__ import annotations
 
@@ -16,26 +16,6 @@ _BLOCK = 1 << 20
 
 _Piece = tuple[int, slice, slice]
 """A chunk, the elements to take from it, and their place in the target."""
-
-
-class ExactStorages:
-    """Gives every slice a storage that holds nothing else. A slice that several values share keeps one storage."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[torch.device, int, int], torch.UntypedStorage] = {}
-
-    def tensor(self, value: torch.Tensor) -> torch.Tensor:
-        """The same values in the same memory, or in new memory where they are not contiguous."""
-        value = value.detach().resolve_conj().resolve_neg().contiguous()
-        whole = value.untyped_storage()
-        nbytes = value.numel() * value.element_size()
-        if not nbytes or nbytes == whole.nbytes():
-            return value if nbytes else torch.empty(value.shape, dtype=value.dtype)
-        key = value.device, value.data_ptr(), nbytes
-        if key not in self._known:
-            start = value.storage_offset() * value.element_size()
-            self._known[key] = whole[start : start + nbytes]
-        return torch.empty(0, dtype=value.dtype, device=value.device).set_(self._known[key]).view(value.shape)
 
 
 class SliceReader:

@@ -21,7 +21,7 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.vocabulary import model_path
 from ckpt8.checkpoint.walk import format_path
 from ckpt8.core.tensors import DType
-from ckpt8.optim.known_optimizers import STATE_ROLES
+from ckpt8.optim.known_optimizers import SIDE_STATE, STATE_ROLES
 
 _STATE = re.compile(r"(?:(?P<prefix>.*?)\.)?state\.(?P<owner>.+)\.(?P<key>[^.]+)", re.DOTALL)
 _GROUP = re.compile(r"(?:(?P<prefix>.*?)\.)?param_groups\.(?P<owner>.+)\.(?P<key>[^.]+)", re.DOTALL)
@@ -100,7 +100,7 @@ def _put(tree: dict[str, Any], path: Path, offset: tuple[int, ...], slot: Slot) 
 
 
 def _add_settings(tree: dict[str, Any], naming: Naming, known: Mapping[str, Any]) -> None:
-    """Complete the optimizers in ``tree``: groups that name its parameters, and steps that another rank stores."""
+    """Complete the optimizers in ``tree``: groups that name its parameters, and scalars that another rank stores."""
     states: dict[tuple[str, str], dict[str, Any]] = {}
     settings: dict[str, dict[str, dict[str, Any]]] = {}
     for name, value in known.items():
@@ -115,8 +115,8 @@ def _add_settings(tree: dict[str, Any], naming: Naming, known: Mapping[str, Any]
         whole = []
         for name, own in node[STATE].items():
             complete = states.get((optimizer, _base(name)), {})
-            if "step" in complete:
-                own.setdefault("step", _number(complete["step"]))
+            for key in complete.keys() & SIDE_STATE - own.keys():
+                own[key] = _plain(complete[key])
             if complete.keys() <= own.keys():
                 whole.append(name)
         node[GROUPS] = _groups(whole, settings.get(optimizer, {}))
@@ -135,15 +135,16 @@ def _groups(parameters: Sequence[str], settings: Mapping[str, Mapping[str, Any]]
         names = {str(each) for each in listed} if isinstance(listed, list) else {owner}
         here = [name for name in parameters if _base(name) in names]
         if here:
-            plain = {key: value for key, value in values.items() if key != PARAMETERS and is_setting(value)}
-            groups.append({PARAMETERS: here, **plain})
+            plain = {key: _plain(value) for key, value in values.items() if key != PARAMETERS}
+            groups.append({PARAMETERS: here, **{key: value for key, value in plain.items() if is_setting(value)}})
     return groups
 
 
-def _number(value: Any) -> float | None:
+def _plain(value: Any) -> Any:
+    """The number in a tensor of one element; None for another tensor, other values as they are."""
     if isinstance(value, torch.Tensor):
-        return float(value.item()) if type(value) is torch.Tensor and value.numel() == 1 else None
-    return value if isinstance(value, (int, float)) else None
+        return value.item() if type(value) is torch.Tensor and value.numel() == 1 else None
+    return value
 
 
 def fill_slots(node: Any, value: Callable[[int], Any]) -> Any:

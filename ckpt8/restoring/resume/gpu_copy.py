@@ -10,7 +10,8 @@ from ckpt8.checkpoint.sources.stored_member import EncodedChunk, StoredParts
 from ckpt8.checkpoint.sources.values import assign
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.symbols import unpack_parts
-from ckpt8.core.gpu import CudaTransfer, Mark, PinnedBuffers, copy_to_row, row_bytes, row_views
+from ckpt8.core.buffers import Buffers
+from ckpt8.core.gpu import CudaTransfer, Mark, copy_to_row, row_bytes, row_views
 from ckpt8.core.tensors import Parts
 
 _BUFFERS = 2
@@ -58,7 +59,7 @@ class _Lane:
 
     def __init__(self, transfer: CudaTransfer) -> None:
         self.transfer = transfer
-        self._buffers = PinnedBuffers(transfer.pinned)
+        self._buffers = Buffers(transfer.pinned)
         self._busy: deque[tuple[torch.Tensor, Mark]] = deque()
 
     def send(self, *parts: Parts) -> list[Parts]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import ckpt8
 from ckpt8.checkpoint.meaning.confidence import Confidence
 from ckpt8.checkpoint.meaning.roles import classify
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule, read_rule, recognise
@@ -19,6 +20,7 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType
 
 LR = 1e-2
+EXACT = {"moment1": "lossless", "moment2": "lossless"}
 SHAPES = ((48, 20), (20,), (3, 5, 7), (2, 3, 4, 5))
 
 
@@ -88,6 +90,8 @@ ADAMS = {
     "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.0, amsgrad=True, eps=1e-4),
     "Adam": lambda p: torch.optim.Adam(p, lr=LR),
     "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=LR, amsgrad=True),
+    "ckpt8 AdamW": lambda p: ckpt8.optim.AdamW(p, lr=LR, weight_decay=0.0, **EXACT),
+    "ckpt8 Adam": lambda p: ckpt8.optim.Adam(p, lr=LR, eps=1e-4, **EXACT),
 }
 
 
@@ -103,20 +107,23 @@ def test_adam(tmp_path, make, steps):
         second = state.get("max_exp_avg_sq", state["exp_avg_sq"])
         u = rule.apply(flat(state["exp_avg"]), root(second), None) * rule.factor
         assert_same_step(change, u)
-    if group["amsgrad"] and steps > 3:
+    if group.get("amsgrad") and steps > 3:
         assert any(
             not torch.equal(optimizer.state[p]["max_exp_avg_sq"], optimizer.state[p]["exp_avg_sq"]) for p in params
         )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("package", ["optimi", "optimi foreach", "ckpt8"])
 @pytest.mark.parametrize("steps", [1, 2, 7, 40])
-def test_stable_adamw(tmp_path, steps, foreach):
+def test_stable_adamw(tmp_path, steps, package):
     optimi = pytest.importorskip("optimi")
     eps = 1e-3
 
     def make(params):
+        if package == "ckpt8":
+            return ckpt8.optim.StableAdamW(params, lr=LR, weight_decay=0.0, eps=eps, **EXACT)
+        foreach = package.endswith("foreach")
         return optimi.StableAdamW(params, lr=LR, weight_decay=0.0, eps=eps, foreach=foreach, triton=False)
 
     optimizer, params, changes = run(make, steps)
@@ -131,10 +138,13 @@ def test_stable_adamw(tmp_path, steps, foreach):
         assert_same_step(change, u, lr=LR / max(1.0, math.sqrt(float(ratio.mean()))))
 
 
+@pytest.mark.parametrize("package", ["came_pytorch", "ckpt8"])
 @pytest.mark.parametrize("steps", [1, 2, 7])
-def test_came(tmp_path, steps):
+def test_came(tmp_path, steps, package):
     came_pytorch = pytest.importorskip("came_pytorch")
-    optimizer, params, changes = run(lambda p: came_pytorch.CAME(p, lr=LR, weight_decay=0.0), steps)
+    exact = {"moment1": "lossless"} if package == "ckpt8" else {}
+    maker = ckpt8.optim.CAME if exact else came_pytorch.CAME
+    optimizer, params, changes = run(lambda p: maker(p, lr=LR, weight_decay=0.0, **exact), steps)
     found = rules(tmp_path, optimizer, None)
     for rule, p, change in zip(found, params, changes, strict=True):
         state = optimizer.state[p]

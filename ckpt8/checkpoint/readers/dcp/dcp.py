@@ -8,7 +8,7 @@ as it was, and ``.metadata`` need not change. Values that are no tensors stay in
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -107,13 +107,17 @@ class DcpCheckpoint:
                 opaque |= {_key(number, leaf.key) for _, leaf in iter_leaves(found.tree)}
                 continue
             ref = replace(found.tree, key=_key(number, found.tree.key))
-            suffix = self.metadata.suffix(piece)
-            role = self.roles.role(piece.name)
-            tensors.append(NamedTensor(piece.name + suffix, role, ref, piece.name if suffix else None))
+            tensors.append(self.named(piece, ref))
             parts.append((piece, ref))
         self.moved |= places
         checkpoint = OpenCheckpoint(DCP, file, storages, Labelled(tuple(tensors), frozenset(opaque)))
         return DcpMember(member, checkpoint, _ZSTD_DECODED if decoded else None, home=self, parts=parts)
+
+    def named(self, piece: Slice, ref: TensorRef) -> NamedTensor:
+        """A slice of a tensor with its name and role."""
+        suffix = self.metadata.suffix(piece)
+        role = self.roles.role(piece.name)
+        return NamedTensor(piece.name + suffix, role, ref, piece.name if suffix else None)
 
     def _limit(self, piece: Slice) -> int:
         """The most bytes that a slice can have: those of its tensor, or of a value, and a pickle around them."""
@@ -129,6 +133,10 @@ class DcpCheckpoint:
         if isinstance(tree, StorageRef) or (isinstance(tree, TensorRef) and (tree.dtype, tree.shape) != expected):
             raise InputError(f"{window.source}: has another shape or element type than .metadata says")
         return found
+
+    def add_values(self, values: Mapping[str, Window]) -> None:
+        """Add values that are no tensors, and are in files that others opened."""
+        self._values |= values
 
     def value(self, name: str) -> Any:
         """A value that is no tensor, as an inert tree; None where it is damaged or missing."""

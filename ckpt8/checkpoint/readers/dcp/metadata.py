@@ -21,7 +21,7 @@ from ckpt8.checkpoint.walk import check_depth
 from ckpt8.container.member_paths import is_inside
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.tensors import DType
-from ckpt8.core.text import shown
+from ckpt8.core.text import box_text, shown
 
 METADATA = ".metadata"
 """The name of the file."""
@@ -108,10 +108,7 @@ class Metadata:
 
     def suffix(self, piece: Slice) -> str:
         """The place of a part in its tensor, ``[0:64,:]``, to append to the name; empty for a whole tensor."""
-        if piece.place is None or self.is_whole(piece):
-            return ""
-        parts = zip(*piece.place, self.tensors[piece.name].shape, strict=True)
-        return f"[{','.join(':' if size == whole else f'{at}:{at + size}' for at, size, whole in parts)}]"
+        return "" if piece.place is None else box_text(*piece.place, self.tensors[piece.name].shape)
 
     def is_whole(self, piece: Slice) -> bool:
         """Whether a slice is all of its tensor."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeGuard
 
+from ckpt8.checkpoint.readers.pickle.distributed import WRAPPED, local_tensor
 from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, StorageRef, TensorRef
 from ckpt8.core.tensors import DType
 
@@ -125,11 +126,14 @@ def _wrapped(args: tuple[Any, ...], _spend: Spend) -> Any:
 def _from_type(args: tuple[Any, ...], spend: Spend) -> Any:
     """``_rebuild_from_type_v2(function, type, args, state)``: a tensor with attributes, or of a subclass.
 
-    A subclass gives its bytes a meaning of its own, so only the plain types become tensors.
+    A subclass gives its bytes a meaning of its own, so only the plain types and those of ``distributed`` are tensors.
     """
     if len(args) != 4 or type(args[0]) is not Global or type(args[2]) is not tuple:
         return NOT_INTERPRETED
     function, kind, arguments, state = args
+    if function.name == WRAPPED and type(kind) is Global:
+        made = local_tensor(kind, arguments, state, spend)
+        return NOT_INTERPRETED if made is None else made
     if function.name not in _TENSOR_FUNCTIONS or type(kind) is not Global:
         return NOT_INTERPRETED
     if kind.name not in _TENSOR_TYPES or not is_plain(state):

@@ -18,7 +18,7 @@ from ckpt8.cli.show.html.sizes import size_section
 from ckpt8.cli.show.html.text import text
 from ckpt8.cli.show.overview import base_line, flags_by_kind, looked_at, optimizer_line
 from ckpt8.cli.show.tables import number
-from ckpt8.container.reader import ContainerReader
+from ckpt8.container.opening import Stored
 from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.text import percent, size
 from ckpt8.inspecting.distributions.checkpoint import checkpoint_distributions
@@ -55,7 +55,7 @@ class Report:
         self._full, self._force = full, force
         self._distributions: dict[str, Any] | None = None
 
-    def visit(self, reader: ContainerReader) -> None:
+    def visit(self, reader: Stored) -> None:
         """Look into an open container. Raises InputError for damage."""
         self._distributions = container_distributions(reader, self._original, full=self._full)
 

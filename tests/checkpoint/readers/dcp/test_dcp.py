@@ -356,15 +356,17 @@ def test_a_shard_alone_is_refused_and_kept(trained, tmp_path):
     assert (back / "__7_0.distcp").read_bytes() == shard.read_bytes()
 
 
-def test_a_per_rank_file_of_dtensors_is_refused_and_kept(trained, tmp_path):
+def test_a_per_rank_file_of_dtensors_is_refused_alone_and_read_in_a_folder(trained, tmp_path):
     rank = trained[0] / "rank0.pt"
-    with pytest.raises(UnsupportedError, match=r"a per-rank DTensor file.*save with torch\.distributed\."):
+    with pytest.raises(UnsupportedError, match=r"the file of one rank.*give the folder with the files of all ranks"):
         ckpt8.compress(rank, tmp_path / "x.ckpt8")
     root = save_small({"model": {"w": torch.randn(80, 80)}}, tmp_path / "run")
     (root / "rank0.pt").write_bytes(rank.read_bytes())
-    manifest = ckpt8.compress(root)
-    kept = next(record for record in manifest.storages if record.name == "rank0.pt:ckpt8.skeleton")
-    assert kept.reason.startswith("kept as it is: a per-rank DTensor file")
+    manifest = ckpt8.compress(root, preset="lossless")
+    assert {member.path: member.format for member in manifest.members}["rank0.pt"] == "torch-zip"
+    assert "rank0.pt:up.weight[0:129,:]" in {tensor.name for tensor in manifest.tensors}
+    back = ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")
+    assert (back / "rank0.pt").read_bytes() == rank.read_bytes()
 
 
 def test_as_a_user_types_it(trained, tmp_path):

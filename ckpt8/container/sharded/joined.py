@@ -1,0 +1,154 @@
+"""The containers of a directory, open as one: checked against its index and each other, with one manifest."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt8.codecs import Codec, codec_from_config
+from ckpt8.container.manifest import Manifest, TensorRecord
+from ckpt8.container.reader import ContainerReader
+from ckpt8.container.sharded import INDEX
+from ckpt8.container.sharded.covering import check_cover
+from ckpt8.container.sharded.index import OBJECTS, GlobalTensor, Place
+from ckpt8.container.sharded.joined_manifest import join_manifests
+from ckpt8.container.sharded.layouts import Slice
+from ckpt8.container.sharded.reading import read_index
+from ckpt8.container.sharded.slices import SliceKey, slices_of
+from ckpt8.core.closing import Closing
+from ckpt8.core.errors import InputError
+from ckpt8.core.files.source_file import FilePool
+from ckpt8.core.tensors import DType, Parts, TensorSpec
+from ckpt8.core.text import box_text, shown
+
+if TYPE_CHECKING:
+    import torch
+
+
+class JoinedReader(Closing):
+    """The containers of all ranks. ``readers`` are in the order of the index, and storages are numbered in this order.
+
+    Opening it checks seals, and that containers and index state the same slices, which make up every tensor. Raises
+    InputError that names the file and the tensor.
+    """
+
+    def __init__(self, path: Path, *, kernels: bool = False) -> None:
+        self.path = path
+        self.index = read_index(path)
+        self.readers: list[ContainerReader] = []
+        with ExitStack() as stack:
+            pool = FilePool()
+            stack.callback(pool.close)
+            for name, seal in self.index.files.items():
+                if not (path / name).is_file():
+                    raise InputError(f"{path / name}: is missing, and {INDEX} names it; copy the directory again")
+                reader = ContainerReader(path / name, kernels=kernels, pool=pool)
+                stack.callback(reader.close)
+                if reader.seal.hex() != seal:
+                    raise InputError(f"{reader.path}: belongs to another save than the {INDEX} beside it")
+                self.readers.append(reader)
+            self.by_name = {reader.path.name: reader for reader in self.readers}
+            self.slices = {name: slices_of(reader.manifest) for name, reader in self.by_name.items()}
+            self._check()
+            self._resources = stack.pop_all()
+
+    def close(self) -> None:
+        """Close all files."""
+        self._resources.close()
+
+    def _check(self) -> None:
+        stated = {name: set(slices) for name, slices in self.slices.items()}
+        for name, tensor in self.index.tensors.items():
+            boxes = tensor.boxes()
+            if not tensor.is_whole and (boxes or all(tensor.shape)):
+                where = f"{self.path / INDEX}: {shown(name)}"
+                check_cover(where, tensor.shape, [(box.offsets, box.sizes) for box in boxes])
+            for box in boxes:
+                if (place := tensor.pickled(box)) is not None:
+                    self._check_place(name, place)
+                else:
+                    self._check_slice(name, tensor, box)
+                    stated[box.file].discard((name, box.offsets))
+        for name, place in self.index.objects.items():
+            self._check_place(name, place)
+        for file, unknown in stated.items():
+            for key in unknown:
+                if not self._is_replica(file, key):
+                    raise InputError(f"{self.path / file}: has a slice of {shown(key[0])} that {INDEX} does not name")
+
+    def _check_slice(self, name: str, tensor: GlobalTensor, box: Slice) -> None:
+        record = self.slices[box.file].get((name, box.offsets))
+        what = f"{self.path / box.file}: {shown(name + box_text(box.offsets, box.sizes, tensor.shape))}"
+        if record is None:
+            raise InputError(f"{what}: is not in this file, and {INDEX} names it")
+        storage = self.by_name[box.file].manifest.storages[record.storage]
+        fills = record.nbytes == storage.nbytes and not record.offset and not record.flags
+        if (tuple(record.shape), record.dtype) != (box.sizes, tensor.dtype) or not fills:
+            raise InputError(f"{what}: is not of the type and shape that {INDEX} states")
+
+    def _check_place(self, name: str, place: Place) -> None:
+        record = self.objects(place.file)
+        if record is None or place.start + place.length > record.numel:
+            raise InputError(f"{self.path / place.file}: ends before {shown(name)}, which {INDEX} names")
+
+    def objects(self, file: str) -> TensorRecord | None:
+        """The bytes of the values that are no tensors in a file; None where it has none."""
+        manifest = self.by_name[file].manifest
+        found = next((each for each in manifest.tensors if each.name == OBJECTS), None)
+        fits = found is not None and found.dtype is DType.UINT8 and not found.offset and not found.flags
+        return found if fits else None
+
+    def _is_replica(self, file: str, key: SliceKey) -> bool:
+        """Whether the index names the same slice in another file: ranks may keep copies of what all have."""
+        tensor = self.index.tensors.get(key[0])
+        record = self.slices[file][key]
+        if tensor is None or len(record.shape) != len(tensor.shape):
+            return False
+        boxes = tensor.overlapping(key[1], record.shape)
+        return any((box.offsets, box.sizes) == (key[1], tuple(record.shape)) for box in boxes) or 0 in record.shape
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return (self.path / INDEX).stat().st_size + sum(reader.size for reader in self.readers)
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The manifests of all files as one, with the names of the whole state dict."""
+        shapes = {name: tensor.shape for name, tensor in self.index.tensors.items()}
+        return join_manifests(
+            self.path.resolve().name, [(each.path.name, each.manifest) for each in self.readers], shapes
+        )
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        found = [0]
+        for reader in self.readers:
+            found.append(found[-1] + len(reader.manifest.storages))
+        return found
+
+    def _own(self, storage: int) -> tuple[ContainerReader, int]:
+        at = bisect_right(self._firsts, storage) - 1
+        return self.readers[at], storage - self._firsts[at]
+
+    def codec(self, storage: int) -> Codec:
+        """The codec of a storage, with the numbers that its companions have here. Raises UnsupportedError."""
+        return codec_from_config(self.manifest.storages[storage].codec)
+
+    def spec(self, storage: int) -> TensorSpec:
+        """The specification of a whole storage."""
+        record = self.manifest.storages[storage]
+        return TensorSpec(record.name, record.role, record.dtype, (record.numel,))
+
+    def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
+        """As that of the container that holds the storage."""
+        reader, own = self._own(storage)
+        return reader.decode_chunk(own, chunk, out)
+
+    def strays(self) -> Iterator[str]:
+        """Names of files in the directory that are no part of the checkpoint."""
+        return (each.name for each in sorted(self.path.iterdir()) if each.name not in {*self.by_name, INDEX})

@@ -1,0 +1,158 @@
+"""A directory of torch.distributed.checkpoint as a source for several ranks, each of which reads a share of it.
+
+Every rank reads the ``.metadata`` and comes to the same shares, so that none has to be sent. The slices stay as they
+are cut. Weight and moments of one slice go to one rank, the largest first to the rank that has least so far.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ckpt8.checkpoint.gate import load_allowed
+from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
+from ckpt8.checkpoint.readers.dcp.metadata import METADATA, Slice
+from ckpt8.checkpoint.readers.dcp.names import DcpRoles
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.tree import StorageInfo, TensorRef
+from ckpt8.container.frames import bytes_of, host_bytes
+from ckpt8.core.errors import Ckpt8Error, InputError, UsageError
+from ckpt8.core.files.crc import crc32
+from ckpt8.core.text import listed, shown
+
+_LISTED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank packs. ``size`` are its bytes in the source; ``slices`` counts those of tensors."""
+
+    items: Sequence[Slice]
+    size: int
+    slices: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A slice of a tensor in an open file."""
+
+    member: DcpMember
+    ref: TensorRef
+    storage: StorageInfo
+
+
+class PlainDirectory:
+    """An open directory of torch.distributed.checkpoint. ``left_out`` are its files that hold no slices.
+
+    Raises InputError where the directory is not that, or a slice cannot be read, UsageError for several in one.
+    """
+
+    def __init__(self, source: Bundle) -> None:
+        self.path, self.check_unchanged = source.path, source.check_unchanged
+        members = [member for member in source.found if isinstance(member, DcpMember)]
+        homes = {id(member.home): member.home for member in members}
+        unread = next((member for member in source.found if member.holds_tensors), None)
+        if unread is not None:
+            raise InputError(f"{self.path}: {unread.path}: {unread.reason}; it cannot be shared among ranks")
+        if not homes:
+            raise InputError(f"{self.path}: is no directory of torch.distributed.checkpoint, which ranks can share")
+        if len(homes) > 1:
+            folders = listed(sorted({member.path.rpartition("/")[0] for member in members}), _LISTED)
+            raise UsageError(f"{self.path}: holds several checkpoints; give one of them: {folders}")
+        self.home: DcpCheckpoint = next(iter(homes.values()))
+        folder = members[0].path.removesuffix(next(iter(self.home.files)))
+        known = {*(member.path for member in members), f"{folder}{METADATA}"}
+        self.left_out = [member.path for member in source.found if member.path not in known]
+        self._slices: dict[Slice, _Stored] = {}
+        for member in members:
+            storages = {storage.key: storage for storage in member.checkpoint.storages}
+            self._slices |= {piece: _Stored(member, ref, storages[ref.key]) for piece, ref in member.parts}
+        missing = [piece for piece in self.home.metadata.slices if piece.place and piece not in self._slices]
+        if missing:
+            raise InputError(f"{self.path}: {shown(missing[0].name)}: is no plain tensor; it cannot be shared")
+
+    def shares(self, world: int) -> list[Share]:
+        """The shares of ``world`` ranks, by rank."""
+        groups: dict[tuple[str, tuple[int, ...]], list[Slice]] = defaultdict(list)
+        owner = _Owners(self.home.roles)
+        for piece in self.home.metadata.slices:
+            if piece.place is None:
+                groups["", ()].append(piece)
+            else:
+                groups[owner(piece.name), piece.place[0] if any(piece.place[0]) else ()].append(piece)
+        sized = sorted(((sum(piece.length for piece in group), key) for key, group in groups.items()), reverse=True)
+        found: list[list[Slice]] = [[] for _ in range(world)]
+        loads = [0] * world
+        for nbytes, key in sized:
+            rank = loads.index(min(loads))
+            found[rank] += groups[key]
+            loads[rank] += nbytes
+        return [
+            Share(items, load, sum(piece.place is not None for piece in items))
+            for items, load in zip(found, loads, strict=True)
+        ]
+
+    def tensor(self, piece: Slice) -> torch.Tensor:
+        """A slice, in pages of its file that the system loads and drops; in memory where the file is compressed.
+
+        Raises InputError where its checksum does not hold.
+        """
+        stored = self._slices[piece]
+        storage, ref, checkpoint = stored.storage, stored.ref, stored.member.checkpoint
+        if piece.transforms:
+            content = host_bytes(storage.nbytes)
+            checkpoint.read_into(storage.offset, bytes_of(content))
+            memory = content.untyped_storage()
+        else:
+            path = self.path / stored.member.path
+            pages = torch.from_file(str(path), shared=False, size=checkpoint.size, dtype=torch.uint8)
+            memory = pages.untyped_storage()[storage.offset : storage.offset + storage.nbytes]
+        if storage.crc32 is not None and storage.nbytes:
+            content = torch.empty(0, dtype=torch.uint8).set_(memory)
+            if crc32(bytes_of(content)) != storage.crc32:
+                where = f"{self.path}: {stored.member.path}: slice {shown(piece.name)}"
+                raise InputError(f"{where}: is damaged: its CRC does not match; copy or download the file again")
+        made = torch.empty(0, dtype=ref.dtype.torch).set_(memory, ref.offset, ref.shape, ref.stride)
+        made = made.conj() if ref.conj else made
+        return torch._neg_view(made) if ref.neg else made
+
+    def value(self, name: str) -> bytes:
+        """A value that is no tensor, as torch.save wrote it. Raises InputError where it is damaged."""
+        opened = self.home.open_value(name)
+        return opened.file.read(0, opened.size)
+
+    @cached_property
+    def known(self) -> Mapping[str, Any]:
+        """The values by name, as far as settings and steps of optimizers need them: tensors have one element."""
+        stored = {piece.name: piece for piece in self._slices}
+        found: dict[str, Any] = {}
+        for name, tensor in self.home.metadata.tensors.items():
+            small = tensor.shape == () and name in stored
+            found[name] = self.tensor(stored[name]) if small else torch.empty(tensor.shape, device="meta")
+        for name in self.home.metadata.names:
+            if name not in found:
+                with suppress(Ckpt8Error):
+                    found[name] = load_allowed(io.BytesIO(self.value(name)), f"{self.path}: {shown(name)}")
+        return found
+
+
+class _Owners:
+    """Finds the parameter that a tensor is or belongs to: its name, or that of the tensor itself."""
+
+    def __init__(self, roles: DcpRoles) -> None:
+        self._states = roles.states
+        self._trained = {key.parameter for key in roles.states.values()}
+
+    def __call__(self, name: str) -> str:
+        if name in self._states:
+            return self._states[name].parameter
+        parts = name.split(".")
+        ends = (".".join(parts[at:]) for at in range(len(parts)))
+        return next((end for end in ends if end in self._trained), name)

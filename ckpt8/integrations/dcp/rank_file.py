@@ -1,0 +1,134 @@
+"""What one rank writes: the values of its plan as a model and an optimizer, compressed into one container."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+
+from ckpt8.checkpoint.gate import refusal_of_bytes
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
+from ckpt8.compressing.bundle_plan import plan_bundle
+from ckpt8.compressing.compressor import Compressor, Options
+from ckpt8.compressing.gpu_encoder import choose_encoder
+from ckpt8.compressing.policy import Policy
+from ckpt8.container.facts import NO_BUDGET
+from ckpt8.container.sharded.collecting import RankFile
+from ckpt8.container.sharded.index import OBJECTS
+from ckpt8.container.sharded.layouts import Shape
+from ckpt8.container.sharded.slices import SliceKey, slices_of
+from ckpt8.core.text import listed
+from ckpt8.integrations.dcp.sources import Sources, is_plain
+from ckpt8.integrations.dcp.tree import Naming, build, fill_slots, tensor_names
+
+_SHOWN = 5
+
+
+class RankPlan:
+    """The values of a plan, sorted into tensors that are packed and bytes of torch.save. Empty slices are left out."""
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
+        state = getattr(planner, "state_dict", None)
+        self._known: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
+        self._plan = plan
+        self._sources = Sources(planner)
+        self._tensors: list[torch.Tensor] = []
+        self._slices: list[SliceKey] = []
+        self._boxes: list[tuple[str, Shape, Shape]] = []
+        self._objects: dict[str, tuple[int, int]] = {}
+        self._pickled: dict[SliceKey, tuple[int, int]] = {}
+        self._content = bytearray()
+        for item in plan.items:
+            self._add(item.index.fqn, tuple(item.index.offset or ()), self._sources.resolve(item))
+
+    def _add(self, name: str, offsets: Shape, value: torch.Tensor | io.BytesIO) -> None:
+        if not isinstance(value, torch.Tensor):
+            self._objects[name] = self._place(value.getvalue())
+        elif value.numel():
+            self._boxes.append((name, offsets, tuple(value.shape)))
+            if is_plain(value):
+                self._slices.append((name, offsets))
+                self._tensors.append(value)
+            else:
+                content = io.BytesIO()
+                torch.save(value, content)
+                self._pickled[name, offsets] = self._place(content.getvalue())
+
+    def _place(self, content: bytes) -> tuple[int, int]:
+        place = len(self._content), len(content)
+        self._content += content
+        return place
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to write."""
+        return bool(self._boxes or self._objects)
+
+    def warn_of_refusals(self, where: Path) -> None:
+        """Warn of values that the reader will refuse."""
+        places = self._objects | {name: place for (name, _), place in self._pickled.items()}
+        contents = {name: bytes(self._content[start : start + length]) for name, (start, length) in places.items()}
+        known = {content: refusal_of_bytes(content) for content in set(contents.values())}
+        reasons: dict[str, None] = {}
+        refused = []
+        for name, content in contents.items():
+            if (refusal := known[content]) is not None:
+                reasons[refusal.reason] = None
+                refused.append(f"{name} ({type(self._known[name]).__name__})" if name in self._known else name)
+        if refused:
+            warnings.warn(
+                f"{where}: Ckpt8StorageReader will refuse {listed(refused, _SHOWN)}: {listed(reasons, _SHOWN)}; "
+                "save numbers, texts, lists, dicts and tensors instead, or allow these classes with "
+                "torch.serialization.add_safe_globals before loading",
+                stacklevel=2,
+            )
+
+    def write(self, target: Path, policy: Policy, options: Options) -> RankFile:
+        """Write the container. Raises OutputError."""
+        tree = self._tree()
+        names = tensor_names(tree)
+        obj = fill_slots(tree, self._tensors.__getitem__)
+        if self._content:
+            obj[OBJECTS] = torch.frombuffer(self._content, dtype=torch.uint8)
+        slices = {names[number]: each for number, each in enumerate(self._slices)}
+        with live_checkpoint(obj, target.stem, self._sources.made) as checkpoint:
+            bundle = Bundle.of(checkpoint, f"{target.stem}.pt")
+            live = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
+            encoder = choose_encoder(bundle, live, None, measure=options.stats)
+            compressor = Compressor(bundle, plan_bundle(bundle, policy), options, encoder, slices=slices)
+            manifest = compressor.run(target, policy, force=False, tidy=False)
+        assert compressor.seal is not None  # noqa: S101 - it has written the file
+        reasons = (manifest.storages[record.storage].reason or "" for record in slices_of(manifest).values())
+        return RankFile.of(
+            target.name,
+            compressor.seal.hex(),
+            self._boxes,
+            objects=self._objects,
+            pickled=self._pickled,
+            unspent=_unspent(reasons),
+        )
+
+    def _tree(self) -> dict[str, Any]:
+        objects = [item.index.fqn for item in self._plan.items if item.type is WriteItemType.BYTE_IO]
+        objects += [
+            name
+            for name, value in self._known.items()
+            if not isinstance(value, torch.Tensor) and not hasattr(value, "local_shards")  # one piece, or many
+        ]
+        naming = Naming([*self._known, *(name for name, _ in self._slices)], objects)
+        tree = build(naming, self._slices, self._known)
+        if OBJECTS in tree:
+            # The bytes need this key, so a value of that name gets another one.
+            tree[f"{OBJECTS}#"] = tree.pop(OBJECTS)
+        return tree
+
+
+def _unspent(reasons: Iterable[str]) -> dict[str, int]:
+    """How many slices are not within the budget, by reason."""
+    return Counter(why.removeprefix(NO_BUDGET) for why in reasons if why.startswith(NO_BUDGET))

@@ -1,0 +1,187 @@
+"""A directory of containers of ranks given back: as a plain directory of torch.distributed.checkpoint, or loaded.
+
+Memory holds one slice at a time, and what is loaded.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckpt8.checkpoint.gate import load_allowed
+from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
+from ckpt8.checkpoint.readers.dcp.metadata import METADATA
+from ckpt8.checkpoint.readers.dcp.nesting import nest
+from ckpt8.checkpoint.replacing import checkpoint_directory
+from ckpt8.checkpoint.sources.sharded import sharded_bundle
+from ckpt8.checkpoint.sources.values import Streamer
+from ckpt8.container.sharded import INDEX
+from ckpt8.container.sharded.index import ShardedIndex
+from ckpt8.container.sharded.joined import JoinedReader
+from ckpt8.core.errors import UsageError
+from ckpt8.core.files.atomic import Guard, refuse_source
+from ckpt8.core.files.atomic_directory import AtomicDirectory
+from ckpt8.core.files.write_at import write_at
+from ckpt8.core.text import shown
+from ckpt8.core.workers import Progress, Workers
+from ckpt8.restoring.member_output import Restored
+
+
+class _Source:
+    """An open directory as a distributed checkpoint."""
+
+    def __init__(self, joined: JoinedReader, workers: Workers) -> None:
+        self.path, self.index = joined.path, joined.index
+        self.members = [each for each in sharded_bundle(joined, workers).found if isinstance(each, DcpMember)]
+
+    def bytes_of(self, name: str) -> bytes:
+        """A value that torch.save wrote. Raises InputError where it is damaged."""
+        opened = self.members[0].home.open_value(name)
+        return opened.file.read(0, opened.size)
+
+
+@contextmanager
+def _opened(source: Path, threads: int | None) -> Iterator[_Source]:
+    with JoinedReader(source, kernels=True) as joined, Workers(threads) as workers:
+        yield _Source(joined, workers)
+
+
+def restore_directory(
+    source: Path, target: str | os.PathLike[str] | None, *, force: bool, threads: int | None, progress: Progress
+) -> Restored:
+    """Write a plain directory, with a file for each container, that torch's FileSystemReader reads.
+
+    Raises InputError for damage, OutputError for the target, UsageError without one.
+    """
+    if target is None:
+        raise UsageError(f"{source}: is a directory of containers; give another for the plain checkpoint, with -o DIR")
+    path = Path(target)
+    refuse_source(path, source)
+    with _opened(source, threads) as opened:
+        names = {member.path: f"{Path(member.path).stem}.distcp" for member in opened.members}
+        written = checkpoint_directory([*names.values(), METADATA])
+        with AtomicDirectory(path, force=force, keep=source / INDEX, check=written) as output:
+            places: dict[MetadataIndex, _StorageInfo] = {}
+            for member in opened.members:
+                with output.new_file(names[member.path]) as descriptor:
+                    out = _Output(names[member.path], descriptor, output.guard, places)
+                    _write_tensors(member, out, progress)
+                    _write_values(opened, member.path, out)
+                    if member is opened.members[0]:
+                        _write_empty(opened.index, out)
+            metadata = pickle.dumps(_metadata(opened.index, places))
+            with output.new_file(METADATA) as descriptor, output.guard():
+                write_at(descriptor, memoryview(metadata), 0)
+            output.publish()
+        return Restored(path=path, original=source.resolve().name, other_name=None, replaced=output.replaced)
+
+
+class _Output:
+    """A new file of slices. ``places`` are those of all files."""
+
+    def __init__(self, name: str, descriptor: int, guard: Guard, places: dict[MetadataIndex, _StorageInfo]) -> None:
+        self._name, self._descriptor, self._guard, self._places = name, descriptor, guard, places
+        self._position = 0
+
+    def add(self, index: MetadataIndex, content: memoryview | bytes) -> None:
+        """Append the content of a slice or value. Raises OutputError."""
+        with self._guard():
+            write_at(self._descriptor, memoryview(content), self._position)
+        self._places[index] = _StorageInfo(self._name, self._position, len(content))
+        self._position += len(content)
+
+    def add_tensor(self, index: MetadataIndex, value: torch.Tensor) -> None:
+        """Append a slice as torch.save writes it. Raises OutputError."""
+        content = io.BytesIO()
+        torch.save(value, content)
+        self.add(index, content.getbuffer())
+
+
+def _write_tensors(member: DcpMember, out: _Output, progress: Progress) -> None:
+    streamer = Streamer(member.checkpoint)
+    for piece, ref in member.parts:
+        if piece.place is not None:
+            value = torch.empty(ref.shape, dtype=ref.dtype.torch, device="cpu")
+            streamer.copy(ref, value)
+            out.add_tensor(MetadataIndex(piece.name, torch.Size(piece.place[0])), value)
+            progress(ref.nbytes)
+
+
+def _write_values(opened: _Source, file: str, out: _Output) -> None:
+    """Append what torch.save has written, byte for byte."""
+    for name, place in opened.index.objects.items():
+        if place.file == file:
+            out.add(MetadataIndex(name), opened.bytes_of(name))
+    for name, tensor in opened.index.tensors.items():
+        for box in tensor.boxes():
+            if box.file == file and tensor.pickled(box) is not None:
+                out.add(MetadataIndex(name, torch.Size(box.offsets)), opened.bytes_of(name))
+
+
+def _write_empty(index: ShardedIndex, out: _Output) -> None:
+    """Append the tensors without elements, which are in no container."""
+    for name, tensor in index.tensors.items():
+        if not tensor.boxes():
+            at = MetadataIndex(name, torch.Size((0,) * len(tensor.shape)))
+            out.add_tensor(at, torch.empty(tensor.shape, dtype=tensor.dtype.torch))
+
+
+def _metadata(index: ShardedIndex, places: dict[MetadataIndex, _StorageInfo]) -> Metadata:
+    values: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for name, tensor in index.tensors.items():
+        boxes = [(box.offsets, box.sizes) for box in tensor.boxes()] or [((0,) * len(tensor.shape), tensor.shape)]
+        chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+        properties = TensorProperties(dtype=tensor.dtype.torch)
+        values[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+    values |= {name: BytesStorageMetadata() for name in index.objects}
+    paths = None if index.paths is None else dict(index.paths)
+    metadata = Metadata(values, planner_data=paths, storage_data=places)
+    if index.dcp is not None and hasattr(metadata, "version"):
+        metadata.version = index.dcp
+    return metadata
+
+
+def load_directory(source: Path, map_location: Any, threads: int | None) -> Any:
+    """The state dict that was saved, nested as it was. Raises InputError, UsageError, and UnsupportedError."""
+    if not isinstance(map_location, (type(None), str, torch.device)):
+        raise UsageError(f"{source}: is loaded tensor by tensor and takes a device for map_location")
+    values: dict[str, Any] = {}
+    with _opened(source, threads) as opened:
+        index = opened.index
+        for name, tensor in index.tensors.items():
+            if any(tensor.pickled(box) for box in tensor.boxes()):
+                values[name] = _loaded(opened, name, map_location)
+            else:
+                values[name] = torch.empty(tensor.shape, dtype=tensor.dtype.torch, device=map_location or "cpu")
+        for member in opened.members:
+            streamer = Streamer(member.checkpoint)
+            for piece, ref in member.parts:
+                target = values[piece.name]
+                for dim, (offset, size) in enumerate(zip(*piece.place or ((), ()), strict=True)):
+                    target = target.narrow(dim, offset, size)
+                streamer.copy(ref, target)
+        for name in index.objects:
+            values[name] = _loaded(opened, name, map_location)
+    paths = index.paths or {}
+    order = [*(name for name in paths if name in values), *(name for name in values if name not in paths)]
+    return nest(((name, paths.get(name, (name,)), values[name]) for name in order), str(source))
+
+
+def _loaded(opened: _Source, name: str, map_location: Any) -> Any:
+    return load_allowed(io.BytesIO(opened.bytes_of(name)), f"{opened.path}: {shown(name)}", map_location)

@@ -1,0 +1,202 @@
+"""``use_collectives=False``: every rank writes its part of the index on its own, and the reader joins them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fsdp_kit import load_run, make, put, run, state_of, train, whole_state
+from ranks import run_ranks
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ckpt8.container.sharded.reading import read_index
+from ckpt8.core.errors import InputError, OutputError, UsageError
+from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+from ckpt8.integrations.dcp.rank_file import RankPlan
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+STEPS = 4
+
+
+def save_alone(state, folder, **options):
+    return dcp.save(
+        state, storage_writer=Ckpt8StorageWriter(folder, preset="lossless"), use_collectives=False, **options
+    )
+
+
+def refusal(call):
+    """The text of the error that a call raises on this rank; the others wait for it at the end of the save."""
+    try:
+        call()
+    except (UsageError, OutputError) as exc:
+        dist.barrier()
+        return str(exc)
+    return None
+
+
+def full(*_):
+    raise OutputError("the disk is full")
+
+
+def work(rank, folder):
+    """What the ranks do in one process each; what they find goes into files."""
+    folder = Path(folder)
+    model, optimizer = make()
+    train(model, optimizer, range(STEPS))
+    before = whole_state(model, optimizer)
+    state = state_of(model, optimizer)
+    # Each rank has its own of these: torch gives each its own again.
+    own = {"random": torch.full((3,), float(rank)), "seed": 100 + rank}
+    save_alone(state | {"own": own}, folder / "saved")
+    losses = train(model, optimizer, range(STEPS, 2 * STEPS))
+
+    model, optimizer = make()
+    state = state_of(model, optimizer) | {"own": {"random": torch.zeros(3), "seed": 0}}
+    dcp.load(state, storage_reader=Ckpt8StorageReader(folder / "saved"))
+    assert state["own"]["random"].eq(rank).all()
+    assert state["own"]["seed"] == 100 + rank
+    put(model, optimizer, state)
+    assert all(torch.equal(whole, before[name]) for name, whole in whole_state(model, optimizer).items())
+    assert train(model, optimizer, range(STEPS, 2 * STEPS)) == losses
+
+    said = {
+        "again": refusal(lambda: save_alone(state, folder / "saved")),
+        "group": refusal(lambda: save_alone(state, folder / "group", no_dist=True)) if rank else None,
+    }
+    if not rank:
+        dist.barrier()
+    # The first save fails on one rank, and the second on those that have saved already.
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(RankPlan, "write", full)
+        said["full"] = refusal(lambda: save_alone({"w": torch.ones(3)}, folder / "mixed"))
+    said["second"] = refusal(lambda: save_alone({"w": torch.ones(3)}, folder / "mixed"))
+    # A save of all ranks together replaces the parts.
+    shutil.copytree(folder / "saved", folder / "replaced") if not rank else None
+    dist.barrier()
+    dcp.save(state, storage_writer=Ckpt8StorageWriter(folder / "replaced", preset="lossless"))
+    (folder / f"said-{rank}.json").write_text(json.dumps(said))
+    if not rank:
+        torch.save(before, folder / "before.pt")
+        (folder / "losses.json").write_text(json.dumps(losses))
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def saved(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    run_ranks(work, request.param, folder)
+    return folder, request.param
+
+
+def test_every_rank_publishes_its_part(saved):
+    folder, world = saved
+    names = {path.name for path in (folder / "saved").iterdir()}
+    assert names == {each for k in range(world) for each in (f"__{k}_0.ckpt8", f"ckpt8-dcp.{k}.json")}
+
+
+def test_one_process_goes_on_from_all_parts(saved):
+    folder, _ = saved
+    run(1, (load_run, {"folder": folder}))
+    resumed, losses = (json.loads((folder / name).read_text()) for name in ("resumed.json", "losses.json"))
+    assert resumed == pytest.approx(losses, abs=1e-6)
+    before, after = torch.load(folder / "before.pt"), torch.load(folder / "after.pt")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_from_all_parts(saved):
+    folder, _ = saved
+    run(2, (load_run, {"folder": folder}))
+    resumed, losses = (json.loads((folder / name).read_text()) for name in ("resumed.json", "losses.json"))
+    assert resumed == pytest.approx(losses, abs=1e-6)
+
+
+def test_the_parts_make_the_index_of_a_save_of_all_ranks(saved):
+    folder, world = saved
+    parts, whole = read_index(folder / "saved"), read_index(folder / "replaced")
+    assert parts.joined == world
+    assert whole.joined == 0
+    assert {path.name for path in (folder / "replaced").iterdir()} == {*whole.files, "ckpt8-dcp.json"}
+    assert parts.tensors.keys() == whole.tensors.keys()
+    for name, tensor in whole.tensors.items():
+        joined = parts.tensors[name]
+        assert (joined.shape, joined.dtype, joined.is_whole) == (tensor.shape, tensor.dtype, tensor.is_whole)
+        assert [box[1:] for box in joined.boxes()] == [box[1:] for box in tensor.boxes()]
+    assert parts.objects.keys() == whole.objects.keys()
+    assert parts.paths == whole.paths
+
+
+def test_what_ranks_cannot_do_on_their_own_is_refused(saved):
+    folder, world = saved
+    for rank in range(world):
+        said = json.loads((folder / f"said-{rank}.json").read_text())
+        assert said["again"] == (
+            f"{folder / 'saved'}: holds a checkpoint, which ranks cannot replace without collectives; give another "
+            "directory"
+        )
+        if rank:
+            assert "leave out process_group and no_dist" in said["group"]
+
+
+def test_parts_of_two_saves_are_told_apart(saved):
+    folder, world = saved
+    said = [json.loads((folder / f"said-{rank}.json").read_text()) for rank in range(world)]
+    assert [each["full"] for each in said] == [None, "the disk is full", *[None] * (world - 2)]
+    assert [each["second"] is None for each in said] == [rank == 1 for rank in range(world)]
+    assert len(list((folder / "mixed").glob("ckpt8-dcp.*.json"))) == world
+    with pytest.raises(InputError, match="ranks 0, 1 have written parts of different saves; save into another"):
+        read_index(folder / "mixed")
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    shutil.copytree(saved[0] / "saved", tmp_path / "x")
+    return tmp_path / "x", saved[1]
+
+
+def test_an_incomplete_set_is_refused(copied):
+    folder, world = copied
+    (folder / "ckpt8-dcp.1.json").unlink()
+    with pytest.raises(InputError) as caught:
+        read_index(folder)
+    assert str(caught.value) == (
+        f"{folder}: has {world - 1} of {world} parts of its index, not those of ranks 1; the save was interrupted "
+        "before it was complete"
+    )
+    with pytest.raises(CheckpointException, match="parts of its index, not those of ranks 1"):
+        dcp.load({"progress": {"seen": 0}}, storage_reader=Ckpt8StorageReader(folder), no_dist=True)
+
+
+def change(folder, rank, **fields):
+    path = folder / f"ckpt8-dcp.{rank}.json"
+    tree = json.loads(path.read_text())
+    for key, value in fields.items():
+        tree[key] = value(tree[key]) if callable(value) else value
+    path.write_text(json.dumps(tree))
+
+
+@pytest.mark.parametrize(("fields", "said"), [
+    ({"part": lambda part: part | {"save": "x"}}, "ranks 0, 1 have written parts of different saves"),
+    ({"part": lambda part: part | {"world": 9}}, "have written parts of different saves"),
+    ({"part": lambda part: part | {"rank": 0}}, "ckpt8-dcp.1.json: is not the part of the index that its name says"),
+    ({"part": None}, "ckpt8-dcp.1.json: is not the part of the index that its name says"),
+    ({"part": lambda part: part | {"rank": part["world"]}}, "malformed at 'rank'"),
+    ({"part": lambda part: part | {"rank": True}}, "malformed at 'rank'"),
+    ({"files": lambda files: [*files, ["more", "0" * 64]]}, "the part of a rank names 2 files"),
+    ({"objects": lambda objects: objects | {"model.0.weight": [0, 0, 1]}, "tensors": {}}, "is a tensor to some ranks"),
+    ({"tensors": lambda each: {name: tensor | {"dtype": "int8"} for name, tensor in each.items()}}, "are not alike"),
+])  # fmt: skip
+def test_parts_that_do_not_belong_together_are_refused(fields, said, copied):
+    folder, _ = copied
+    change(folder, 1, **fields)
+    with pytest.raises(InputError) as caught:
+        read_index(folder)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)

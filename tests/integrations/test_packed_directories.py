@@ -1,0 +1,323 @@
+"""What two ranks packed is a checkpoint to every command: each gives what the plain directory of that state gives."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_kit import load_all, read_metadata
+from fsdp_kit import run, save_both
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from typer.testing import CliRunner
+
+import ckpt8
+from ckpt8 import CheckFailedError, InputError, OutputError, UsageError
+from ckpt8.cli.app import app
+from ckpt8.inspecting.container import inspect_container
+from ckpt8.integrations.dcp import Ckpt8StorageWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+INDEX = "ckpt8-dcp.json"
+PRESETS = ("lossless", "flash", "archive")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """One state as ``plain`` and packed with each preset; ``run.pt`` is torch's own conversion of the plain one."""
+    folder = tmp_path_factory.mktemp("packed")
+    run(2, (save_both, {"folder": folder, "presets": PRESETS}))
+    dcp_to_torch_save(folder / "plain", folder / "run.pt")
+    return folder
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def assert_same(one, other):
+    """Both are equal to the last bit, with the same keys."""
+    if isinstance(one, torch.Tensor):
+        assert one.dtype is other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_same(*pair)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_inspect_reports_on_all_ranks_as_on_one_file(saved, tmp_path, preset):
+    ckpt8.compress(saved / "plain", tmp_path / "one.ckpt8", preset=preset)
+    mine, one = (inspect_container(path, tensors=True) for path in (saved / preset, tmp_path / "one.ckpt8"))
+
+    def sizes(facts):
+        rows = (row for row in facts["roles"] if row["role"] in ("weight", "moment1", "moment2"))
+        return {(row["role"], row["codec"]): (row["elements"], row["bytes"]) for row in rows}
+
+    def names(rows):
+        return {row["name"].partition(":")[2] if row["name"].startswith("__") else row["name"] for row in rows}
+
+    assert sizes(mine) == sizes(one)
+    assert names(mine["parameters"]) == names(one["parameters"])
+    assert names(mine["tensors"]) - {"objects"} == names(one["tensors"]) - {"empty"}
+    assert "0.weight[0:145,:]" in names(mine["parameters"])
+    shapes = {row["name"]: row["whole_shape"] for row in mine["tensors"]}
+    assert shapes["model.0.weight[145:289,:]"] == [289, 96]
+    assert mine["asked"] == one["asked"]
+    assert mine["framework"] == "torch.distributed.checkpoint"
+    assert mine["ranks"] == {"files": 2, "strays": []}
+    assert mine["stored_bytes"] == sum(path.stat().st_size for path in (saved / preset).iterdir())
+    for key in ("weight", "lattice", "moment1", "moment2", "update"):
+        assert (mine["errors"][key] is None) == (one["errors"][key] is None)
+        if mine["errors"][key] is not None and preset == "flash":
+            # The same elements in the same groups: the sums over slices are those of the same error.
+            assert mine["errors"][key].get("nmse") == pytest.approx(one["errors"][key].get("nmse"))
+    if preset == "archive":
+        assert mine["steps"]["steps"] == pytest.approx(one["steps"]["steps"], rel=0.05)
+        assert mine["steps"]["drift"] is not None
+        assert len(mine["steps"]["optimizers"]) == 1
+
+
+def test_inspect_in_a_terminal_as_json_and_as_a_page(saved, tmp_path):
+    shown = call("inspect", saved / "flash", "--tensors")
+    assert shown.exit_code == 0
+    assert "from ranks of torch.distributed.checkpoint, 2 files" in shown.output
+    assert "0.weight[0:145,:]" in shown.output
+    facts = json.loads(call("inspect", saved / "flash", "--json", "--full", "--against", saved / "plain").output)
+    assert facts["measured_from"] == {"path": str(saved / "plain"), "differing": []}
+    assert facts["sample"]["full"]
+    page = tmp_path / "page.html"
+    assert call("inspect", saved / "flash", "--html", page, "--against", saved / "plain").exit_code == 0
+    assert "0.weight[0:145,:]" in page.read_text()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_verify_holds_and_repeats_every_figure_against_the_plain_directory(saved, preset):
+    alone = ckpt8.verify(saved / preset)
+    assert alone.frames > 0
+    assert alone.failures == ()
+    against = ckpt8.verify(saved / preset, saved / "plain", resume_steps=2)
+    assert against.failures == ()
+    assert against.resume["parameters"] == 4
+    assert against.resume["with_weights"] == 4
+    assert (against.statistics > 0) == (preset != "lossless")
+    assert (against.resume["replay_error"] == 0) == (preset == "lossless")
+    assert (against.steps is None) == (preset != "archive")
+    if preset == "archive":
+        assert against.steps["steps"] == pytest.approx(inspect_container(saved / preset)["steps"]["steps"])
+
+
+def test_verify_against_a_plain_directory_that_is_cut_otherwise(saved, tmp_path):
+    ckpt8.convert(saved / "plain", tmp_path / "whole", to="dcp")
+    state = torch.load(saved / "run.pt", weights_only=True)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "one"), no_dist=True)
+    assert ckpt8.verify(saved / "flash", tmp_path / "one").failures == ()
+
+
+def test_verify_against_another_checkpoint(saved, tmp_path):
+    state = torch.load(saved / "run.pt", weights_only=True)
+    state["optimizer"]["state"]["2.weight"]["exp_avg"][90, 5] += 1
+    state["model"]["0.bias"][200] += 1
+    state["progress"]["seen"] = 8
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "changed"), no_dist=True)
+    failures = " ".join(ckpt8.verify(saved / "lossless", tmp_path / "changed").failures)
+    assert "__1_0.ckpt8: optimizer.state.2.weight.exp_avg: differs from the original" in failures
+    assert "__1_0.ckpt8: model.0.bias: differs from the original" in failures
+    assert "progress.seen: differs from the original" in failures
+    assert "__0_0.ckpt8" not in failures
+    shown = call("verify", saved / "lossless", "--against", tmp_path / "changed")
+    assert shown.exit_code == 1
+    del state["model"]["0.bias"]
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "fewer"), no_dist=True)
+    with pytest.raises(CheckFailedError, match=r"was not made from .*only one of them has 'model\.0\.bias'"):
+        ckpt8.verify(saved / "lossless", tmp_path / "fewer")
+    with pytest.raises(CheckFailedError, match="holds 0 checkpoints"):
+        ckpt8.verify(saved / "lossless", saved / "run.pt")
+
+
+def test_diff_with_every_kind_of_source(saved, tmp_path):
+    ckpt8.compress(saved / "plain", tmp_path / "one.ckpt8", preset="lossless")
+    ckpt8.convert(saved / "plain", tmp_path / "run.pt")
+    for other in (saved / "plain", tmp_path / "run.pt", tmp_path / "one.ckpt8", saved / "lossless"):
+        found = ckpt8.diff(saved / "lossless", other)
+        assert found.identical, other
+        assert len(found.tensors) == 17
+    found = ckpt8.diff(saved / "flash", saved / "lossless")
+    changed = {each.a.name for each in found.tensors if each.change is not None and each.change.differ}
+    assert "model.0.weight" in changed
+    assert not found.values
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "trainer", "safetensors"])
+@pytest.mark.parametrize("preset", ["lossless", "flash"])
+def test_convert_gives_what_the_plain_directory_gives(saved, tmp_path, preset, to):
+    # What flash decodes, by another way than slices: the plain directory with the restored values.
+    plain = saved / "plain" if preset == "lossless" else ckpt8.restore(saved / preset, tmp_path / "restored")
+    ckpt8.convert(saved / preset, tmp_path / "mine", to=to)
+    ckpt8.convert(plain, tmp_path / "theirs", to=to)
+    read = {
+        "torch": lambda path: torch.load(path, weights_only=True),
+        "dcp": load_all,
+        "trainer": lambda path: [
+            load_file(path / "model.safetensors"),
+            torch.load(path / "optimizer.pt", weights_only=True),
+        ],
+        "safetensors": load_file,
+    }[to]
+    assert_same(read(tmp_path / "mine"), read(tmp_path / "theirs"))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_restore_gives_a_plain_directory_that_torch_loads(saved, tmp_path, preset):
+    assert call("restore", saved / preset, "-o", tmp_path / "back").exit_code == 0
+    mine, theirs = load_all(tmp_path / "back"), load_all(saved / "plain")
+    assert mine.keys() == theirs.keys()
+    if preset == "lossless":
+        assert_same({name: mine[name] for name in theirs}, theirs)
+    else:
+        loaded = ckpt8.load(saved / preset)
+        assert_same(mine["optimizer.state.2.weight.exp_avg_sq"], loaded["optimizer"]["state"]["2.weight"]["exp_avg_sq"])
+        assert not torch.equal(mine["model.0.weight"], theirs["model.0.weight"])
+    one, other = read_metadata(tmp_path / "back"), read_metadata(saved / "plain")
+    assert one.planner_data == other.planner_data
+    assert one.state_dict_metadata.keys() == other.state_dict_metadata.keys()
+    names = sorted(path.name for path in (tmp_path / "back").iterdir())
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    with pytest.raises(OutputError, match="exists"):
+        ckpt8.restore(saved / preset, tmp_path / "back")
+    ckpt8.restore(saved / preset, tmp_path / "back", force=True)
+    with pytest.raises(OutputError):
+        ckpt8.restore(saved / preset, saved / preset, force=True)
+    with pytest.raises(UsageError, match="-o DIR"):
+        ckpt8.restore(saved / preset)
+
+
+def test_load_gives_the_state_dict_that_was_saved(saved):
+    assert_same(ckpt8.load(saved / "lossless"), torch.load(saved / "run.pt", weights_only=True))
+    assert ckpt8.load(saved / "flash", map_location="meta")["model"]["0.weight"].is_meta
+    with pytest.raises(UsageError, match="loaded as a whole"):
+        ckpt8.load(saved / "flash", member="__0_0.ckpt8")
+
+
+def test_runs_counts_a_directory_once(saved, tmp_path):
+    for name in ("plain", "flash"):
+        shutil.copytree(saved / name, tmp_path / name)
+    found = {row["name"]: row for row in json.loads(call("runs", tmp_path, "--json").output)["checkpoints"]}
+    assert found.keys() == {"plain", "flash"}
+    assert found["flash"]["stored_bytes"] == sum(path.stat().st_size for path in (saved / "flash").iterdir())
+    assert found["flash"]["step"] == found["plain"]["step"]
+
+
+def _cut(folder):
+    file = folder / "__1_0.ckpt8"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _replace(folder):
+    state = {"model": {"0.weight": torch.ones(3)}}
+    dcp.save(state, storage_writer=Ckpt8StorageWriter(folder / "other"), no_dist=True)
+    (folder / "other" / "__0_0.ckpt8").replace(folder / "__1_0.ckpt8")
+    shutil.rmtree(folder / "other")
+
+
+def _change(change):
+    def apply(folder):
+        tree = json.loads((folder / INDEX).read_text())
+        change(tree["tensors"])
+        (folder / INDEX).write_text(json.dumps(tree))
+
+    return apply
+
+
+def _reshape(tensors):
+    tensors["model.2.bias"].update(shape=[97], cuts=[[[49, 1], [48, 1]]])
+
+
+def _overlap(tensors):
+    tensors["model.2.bias"] = {
+        "dtype": "float32",
+        "shape": [96],
+        "boxes": [[0, [0], [48]], [1, [47], [49]]],
+    }
+
+
+def _gap(tensors):
+    tensors["model.2.bias"] = {"dtype": "float32", "shape": [96], "boxes": [[0, [0], [48]]]}
+
+
+def _swap(tensors):
+    tensors["model.2.bias"]["owners"] = [1, 0]
+
+
+def _forget(tensors):
+    del tensors["model.2.bias"]
+
+
+DAMAGE = {
+    "truncated": (_cut, r"__1_0\.ckpt8.*"),
+    "missing": (lambda folder: (folder / "__1_0.ckpt8").unlink(), r"__1_0\.ckpt8: is missing"),
+    "another save": (_replace, r"__1_0\.ckpt8: belongs to another save"),
+    "another shape": (_change(_reshape), r"model\.2\.bias"),
+    "overlap": (_change(_overlap), r"model\.2\.bias.*(overlap|not in this file)"),
+    "gap": (_change(_gap), r"model\.2\.bias.*slices are missing"),
+    "other owners": (_change(_swap), r"model\.2\.bias.*is not in this file"),
+    "forgotten": (_change(_forget), r"has a slice of 'model\.2\.bias' that ckpt8-dcp\.json does not name"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_one_line(saved, tmp_path, damage):
+    make, message = DAMAGE[damage]
+    folder = tmp_path / "x"
+    shutil.copytree(saved / "flash", folder)
+    make(folder)
+    before = sorted(path.name for path in folder.iterdir())
+    commands = [
+        ("inspect", folder),
+        ("verify", folder),
+        ("diff", folder, saved / "flash"),
+        ("convert", folder, tmp_path / "out.pt"),
+        ("restore", folder, "-o", tmp_path / "back"),
+    ]
+    for command in commands:
+        result = call(*command)
+        assert isinstance(result.exception, InputError), command
+        assert "\n" not in str(result.exception)
+        with pytest.raises(InputError, match=message):
+            raise result.exception
+    with pytest.raises(InputError, match=message):
+        ckpt8.load(folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_a_stray_file_is_told_and_does_not_count(saved, tmp_path):
+    folder = tmp_path / "x"
+    shutil.copytree(saved / "flash", folder)
+    (folder / "__5_0.ckpt8").write_bytes(b"left by a killed save")
+    assert inspect_container(folder)["ranks"] == {"files": 2, "strays": ["__5_0.ckpt8"]}
+    assert "no part of it: __5_0.ckpt8" in call("inspect", folder).output
+    assert ckpt8.verify(folder).failures == ()
+    assert ckpt8.diff(folder, saved / "flash").identical
+
+
+def test_a_hostile_nesting_is_refused(saved, tmp_path):
+    folder = tmp_path / "x"
+    shutil.copytree(saved / "flash", folder)
+    tree = json.loads((folder / INDEX).read_text())
+    tree["paths"]["model.0.bias"] = ["model", "0.weight", "inside"]
+    (folder / INDEX).write_text(json.dumps(tree))
+    for read in (ckpt8.load, lambda path: ckpt8.convert(path, tmp_path / "y.pt")):
+        with pytest.raises(InputError, match="lies inside another value"):
+            read(folder)
