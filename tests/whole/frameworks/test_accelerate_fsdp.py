@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from frameworks_kit import through
@@ -30,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 
 
-def begin(version, kind, seed=0):
+def begin(version, kind, seed=0, *, cpu=True):
     """An accelerator that runs FSDP, with a network, its optimizer and its scheduler."""
     accelerate.state.AcceleratorState._reset_state(True)
     plugin = accelerate.FullyShardedDataParallelPlugin(
@@ -43,7 +45,7 @@ def begin(version, kind, seed=0):
         **({"use_orig_params": True} if version == 1 else {}),
     )
     # A step of the scheduler for every step of the run, and not for every rank.
-    accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin, step_scheduler_with_optimizer=False)
+    accelerator = accelerate.Accelerator(cpu=cpu, fsdp_plugin=plugin, step_scheduler_with_optimizer=False)
     assert accelerator.distributed_type == "FSDP"
     model = network(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -54,7 +56,7 @@ def begin(version, kind, seed=0):
 def train(accelerator, model, optimizer, scheduler, steps):
     losses = []
     for step in steps:
-        loss = loss_of(model, batch(step))
+        loss = loss_of(model, batch(step).to(accelerator.device))
         accelerator.backward(loss)
         optimizer.step()
         scheduler.step()
@@ -174,3 +176,26 @@ def test_without_fsdp_accelerate_is_named(tmp_path):
     assert not (tmp_path / "state").exists()
     accelerator.save_state(str(tmp_path / "plain"))
     load_state(accelerator, tmp_path / "plain")
+
+
+def _on_gpu(rank, world, folder):
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {name: str(value) for name, value in environment.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    for version in (1, 2):
+        for kind in KINDS:
+            run = begin(version, kind, cpu=False)
+            train(*run, range(SAVED))
+            place = save_state(run[0], f"{folder}/{version}-{kind}", preset="lossless")
+            expected = train(*run, range(SAVED, LAST))
+            run = begin(version, kind, seed=2, cpu=False)
+            load_state(run[0], place)
+            assert train(*run, range(SAVED, LAST)) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_as_accelerate_runs_it_on_accelerators(tmp_path):
+    """Without any pretence; whole state dicts under FSDP1 too, which torch offloads from accelerators alone."""
+    world = torch.cuda.device_count()
+    torch.multiprocessing.spawn(_on_gpu, (world, str(tmp_path)), nprocs=world)

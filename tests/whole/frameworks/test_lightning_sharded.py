@@ -79,7 +79,7 @@ def strategy_of(kind, preset, by_slices, plain=False):
 
 def fit(folder, kind, preset, by_slices, *, seed=0, ckpt_path=None, plain=False):
     """Losses of the second half of a run that saves after each of two epochs, from the start or from a checkpoint."""
-    saving = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
+    saving = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, enable_version_counter=False)
     model = Net(kind, seed)
     trainer = lightning.Trainer(
         max_epochs=LAST // SAVED,
