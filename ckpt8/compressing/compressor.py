@@ -22,11 +22,11 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, check_source, store
 from ckpt8.compressing.group_encoder import EncodedGroup, GroupEncoder, PackedGroup, pack_record, store_group
 from ckpt8.compressing.manifest_records import Results, UnitResult, fill_manifest
-from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.open_base import check_base
 from ckpt8.compressing.plan import Plan, Refusal, Unit
 from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.sharing import PACK_NAME, share
+from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames, header, layout
 from ckpt8.container.base_record import BaseRecord
 from ckpt8.container.facts import NO_PARAMETER
