@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.container.manifest import Manifest, TensorRecord
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded import INDEX
+from ckpt8.container.sharded import INDEX, is_part
 from ckpt8.container.sharded.covering import check_cover
 from ckpt8.container.sharded.index import OBJECTS, GlobalTensor, Place
 from ckpt8.container.sharded.joined_manifest import join_manifests
@@ -114,7 +114,8 @@ class JoinedReader(Closing):
     @property
     def size(self) -> int:
         """Bytes of all files."""
-        return (self.path / INDEX).stat().st_size + sum(reader.size for reader in self.readers)
+        index = sum((self.path / name).stat().st_size for name in self._names() if _is_index(name))
+        return index + sum(reader.size for reader in self.readers)
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -151,4 +152,11 @@ class JoinedReader(Closing):
 
     def strays(self) -> Iterator[str]:
         """Names of files in the directory that are no part of the checkpoint."""
-        return (each.name for each in sorted(self.path.iterdir()) if each.name not in {*self.by_name, INDEX})
+        return (name for name in self._names() if name not in self.by_name and not _is_index(name))
+
+    def _names(self) -> list[str]:
+        return sorted(each.name for each in self.path.iterdir())
+
+
+def _is_index(name: str) -> bool:
+    return name == INDEX or is_part(name)
