@@ -71,6 +71,13 @@ def test_tensors_spread_in_every_way_are_put_together(written, tmp_path):
     assert_same(torch.load(tmp_path / "whole.pt")["model"], torch.load(written / "placed.full.pt"))
 
 
+def test_a_rank_may_have_nothing_of_a_tensor(written):
+    with open_source(written / SHARDED) as source:
+        trees = {member.path: member.checkpoint.tree for member in source.checkpoints}
+    holders = [rank for rank in range(WORLD) if "tail" in trees[f"model_world_size_{WORLD}_rank_{rank}.pt"]]
+    assert holders == [0, 1]
+
+
 # One checkpoint
 
 

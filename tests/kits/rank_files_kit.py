@@ -96,7 +96,9 @@ def _save_fsdp1(rank, root):
     from torch.distributed import fsdp
     from torch.distributed.fsdp import StateDictType as Kind
 
-    model = fsdp.FullyShardedDataParallel(layers(), device_id=torch.device("cpu"))
+    plain = layers()
+    plain.register_parameter("tail", torch.nn.Parameter(torch.ones(2)))  # two of the ranks have nothing of it
+    model = fsdp.FullyShardedDataParallel(plain, device_id=torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     _train(model, optimizer)
     here = {"offload_to_cpu": False}
