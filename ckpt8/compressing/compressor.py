@@ -218,18 +218,20 @@ class Compressor:
         return packed, refused or self._refusal_of(unit, errors)
 
     def _names(self) -> list[str]:
-        """The entry names that the header must have room for: of each storage the longest of those of its codecs.
+        """The entry names that the header has room for: those of the codecs that are tried first.
 
-        Makes slabs larger until the header stays within the limit of safetensors.
+        Makes slabs larger until the header stays within the limit of safetensors with any of the codecs.
         """
         shared = [name for group in self._shared for name in group.names()]
+        streams = [stream for unit in self._own for stream in unit.streams]
         while True:
-            names = list(shared)
-            for stream in (stream for unit in self._own for stream in unit.streams):
+            names, longest = list(shared), list(shared)
+            for stream in streams:
                 found = [layout.entry_names(codec, stream.spec, self._slab) for codec in stream.codecs]
-                longest: list[str] = max(found, key=lambda each: (len(each), len("".join(each))))
-                names += longest
-            if header.reserved_size(names) <= header.MAX_HEADER or self._slab > 1 << 40:
+                names += found[0]
+                most: list[str] = max(found, key=lambda each: (len(each), len("".join(each))))
+                longest += most
+            if header.reserved_size(longest) <= header.MAX_HEADER or self._slab > 1 << 40:
                 return names
             self._slab *= 2
 

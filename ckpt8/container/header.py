@@ -22,10 +22,11 @@ MAX_HEADER = 100_000_000
 LENGTH_BYTES = 8
 FORMAT_KEY = "ckpt8"
 MAJOR = 1
-"""A reader refuses another major version. A higher minor version adds codecs and fields that a reader may ignore."""
+"""A reader refuses another major version. A higher minor version adds codecs, modes of symbols and fields; a reader
+may ignore the fields."""
 
-FILE_VERSION, DIRECTORY_VERSION, REFERENCE_VERSION, SHARED_VERSION, BUDGET_VERSION, CHAIN_VERSION = (
-    f"{MAJOR}.{minor}" for minor in range(6)
+FILE_VERSION, DIRECTORY_VERSION, REFERENCE_VERSION, SHARED_VERSION, BUDGET_VERSION, CHAIN_VERSION, BITS_VERSION = (
+    f"{MAJOR}.{minor}" for minor in range(7)
 )
 """A writer states the lowest version that covers the content of the container."""
 
@@ -102,7 +103,7 @@ def render(entries: Iterable[Entry], size: int | None, version: str) -> bytes:
 
 def reserved_size(names: Iterable[str]) -> int:
     """Bytes that a header for entries of these names needs at most, a multiple of 8."""
-    metadata = {METADATA: {"format": FORMAT_KEY, FORMAT_KEY: CHAIN_VERSION}}
+    metadata = {METADATA: {"format": FORMAT_KEY, FORMAT_KEY: BITS_VERSION}}
     length = len(json.dumps(metadata, separators=(",", ":"))) + sum(map(reserved_entry, (*names, MANIFEST, SEAL)))
     return -(-length // 8) * 8
 

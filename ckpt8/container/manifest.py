@@ -11,6 +11,7 @@ from typing import Any
 from ckpt8.codecs import BUDGETED, RELATIONS
 from ckpt8.container.base_record import BaseRecord
 from ckpt8.container.header import (
+    BITS_VERSION,
     BUDGET_VERSION,
     CHAIN_VERSION,
     DIRECTORY_VERSION,
@@ -53,6 +54,11 @@ class FrameTable:
     lengths: list[int] = field(default_factory=list)
     crcs: list[int] = field(default_factory=list)
     modes: list[Mode] = field(default_factory=list)
+
+    @property
+    def has_bits(self) -> bool:
+        """Whether a chunk has bits that go past zstd, which earlier versions do not know."""
+        return any(mode.bits for mode in self.modes)
 
     def add(self, frames: Iterable[tuple[bytes | memoryview, int]], packing: Packing | None) -> None:
         """Add a chunk: the stored bytes and the crc32 of each of its frames, and how its symbols are packed."""
@@ -235,6 +241,9 @@ class Manifest:
     @property
     def version(self) -> str:
         """The lowest format version that covers the content."""
+        owners: list[StorageRecord | Pack] = [*self.storages, *self.packs]
+        if any(table.has_bits for own in owners for table in own.parts.values()):
+            return BITS_VERSION
         if self.base is not None:
             return CHAIN_VERSION
         ids = {record.codec.get("id") for record in self.storages}

@@ -88,7 +88,7 @@ def _parts_json(parts: dict[str, FrameTable]) -> dict[str, Any]:
 
 
 def _table_json(table: FrameTable) -> dict[str, Any]:
-    modes = {"modes": table.modes} if table.modes else {}
+    modes = {"modes": [mode.stated for mode in table.modes]} if table.modes else {}
     return {"lengths": table.lengths, "crcs": table.crcs, **modes}
 
 

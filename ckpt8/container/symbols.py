@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 
 from ckpt8.container.symbol_choice import choose
-from ckpt8.container.symbol_modes import DIGITS, Mode, Packing
+from ckpt8.container.symbol_modes import DIGITS, LANES, Mode, Packing
 from ckpt8.core import backend as backends
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import Parts
@@ -124,7 +124,9 @@ def _histogram(symbols: torch.Tensor, largest: int) -> torch.Tensor:
 def _fill(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> None:
     """Fill the planes."""
     whole = symbols + 1 if mode.top == 0 else symbols.where(symbols >= 0, mode.top)
-    rest, per_byte = whole >> 8 * mode.raw, DIGITS[mode.base]
+    if mode.bits:
+        _fill_bits(whole & (1 << mode.bits) - 1, mode.bits, planes[1 + mode.over])
+    rest, per_byte = whole >> mode.bits + 8 * mode.raw, DIGITS[mode.base]
     digits = torch.nn.functional.pad(rest.clamp(max=mode.base - 1), (0, -len(rest) % per_byte)).view(-1, per_byte)
     packed = digits[:, 0].clone()
     for k in range(1, per_byte):
@@ -135,6 +137,20 @@ def _fill(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> 
         planes[mode.over - k].copy_((above >> 8 * k) & 0xFF)
     for k in range(mode.raw):
         planes[mode.over + mode.raw - k].copy_((whole >> 8 * k) & 0xFF)
+
+
+def _fill_bits(low: torch.Tensor, bits: int, plane: torch.Tensor) -> None:
+    """Fill the bits plane with the ``low`` bits of symbols."""
+    lanes = torch.nn.functional.pad(low, (0, -len(low) % LANES)).view(LANES, -1)
+    joint = sum(lane.to(torch.int64) << bits * k for k, lane in enumerate(lanes))
+    for k, out in enumerate(plane.view(bits, -1)):
+        out.copy_((joint >> 8 * k) & 0xFF)
+
+
+def _join_bits(plane: torch.Tensor, bits: int) -> torch.Tensor:
+    """The low bits of symbols in a bits plane, those behind the last symbol too."""
+    joint = sum(each.to(torch.int64) << 8 * k for k, each in enumerate(plane.view(bits, -1)))
+    return torch.cat([(joint >> bits * k) & (1 << bits) - 1 for k in range(LANES)]).to(torch.int32)
 
 
 def _join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool:
@@ -149,6 +165,10 @@ def _join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool
         rest = rest + above
     if mode.raw:
         rest = (rest << 8 * mode.raw) | _number(planes[1 + mode.over : 1 + mode.over + mode.raw])
+    if mode.bits:
+        low = _join_bits(planes[1 + mode.over], mode.bits)
+        is_sound = is_sound and not bool(low[len(out) :].any())
+        rest = (rest << mode.bits) | low[: len(out)]
     out.copy_(rest - 1 if mode.top == 0 else rest.where(rest != mode.top, -1))
     return is_sound and int(rest.max()) <= mode.largest
 

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ckpt8.container.symbol_modes import DIGITS, Mode
+from ckpt8.container.symbol_modes import DIGITS, LANES, Mode
 from ckpt8.core.numba_kernels import i4, kernel
 
 u4, u8 = np.uint32, np.uint64
 
-_LANES, _SMALL = 4, 1 << 12
+_HISTOGRAMS, _SMALL = 4, 1 << 12
 _RUN = 30 << 7
 """Symbols whose digits are taken at once, so that these stay in the L1 cache; whole bytes for every base."""
+_JOINT = 1 << 9
+"""The integers of the bits plane that are made at once: they stay there as well."""
 
 
 @kernel
@@ -52,7 +54,7 @@ def _count_many(symbols, counts):
 
 @kernel
 def _tabulate(counts, modes, rows):
-    """Add the counts of stored symbols to the rows of every mode (raw, base, over, top)."""
+    """Add the counts of what is above the bits of stored symbols to the rows of every mode (raw, base, over, ...)."""
     for symbol in range(counts.size):
         count = counts[symbol]
         if count:
@@ -130,6 +132,26 @@ def _fill_plane(symbols, out, top, less, shift):
 
 
 @kernel
+def _fill_bits(symbols, out, top, bits):
+    """The lowest bits: those of eight symbols, an eighth of all apart, make an integer."""
+    n, m, top = symbols.size, (symbols.size + LANES - 1) // LANES, i4(top)
+    mask, joint = i4((1 << bits) - 1), np.empty(_JOINT, np.uint64)
+    for first in range(0, m, _JOINT):
+        block = joint[: min(_JOINT, m - first)]
+        block[:] = 0
+        for lane in range(LANES):
+            own = symbols[lane * m + first : min(n, lane * m + first + block.size)]
+            shift = u8(bits * lane)
+            for i in range(own.size):
+                block[i] |= u8(_stored(own[i], top) & mask) << shift
+        for k in range(bits):
+            shift = u8(8 * k)
+            stored = out[k * m + first : k * m + first + block.size]
+            for i in range(block.size):
+                stored[i] = block[i] >> shift
+
+
+@kernel
 def _join_digits(plane, digits, per_byte, out):
     """Look up the digits of every byte."""
     n = out.size // per_byte
@@ -178,6 +200,29 @@ def _add_raw(plane, out):
 
 
 @kernel
+def _add_bits(plane, bits, out):
+    """Put bits below what is there; return whether those behind the last symbol are zero."""
+    n, m = out.size, plane.size // bits
+    mask, joint, wrong = u8((1 << bits) - 1), np.empty(_JOINT, np.uint64), u8(0)
+    for first in range(0, m, _JOINT):
+        block = joint[: min(_JOINT, m - first)]
+        block[:] = 0
+        for k in range(bits):
+            shift = u8(8 * k)
+            stored = plane[k * m + first : k * m + first + block.size]
+            for i in range(block.size):
+                block[i] |= u8(stored[i]) << shift
+        for lane in range(LANES):
+            own = out[lane * m + first : min(n, lane * m + first + block.size)]
+            shift = u8(bits * lane)
+            for i in range(own.size):
+                own[i] = i4(own[i] << i4(bits)) | i4((block[i] >> shift) & mask)
+            for i in range(own.size, block.size):
+                wrong |= (block[i] >> shift) & mask
+    return wrong == 0
+
+
+@kernel
 def _set_top(out, top):
     """Give -1 to those that are ``top``, and take back what made room for it; return the largest of all before."""
     largest, top, less = i4(0), i4(top), i4(top == 0)
@@ -194,7 +239,7 @@ def largest(symbols: torch.Tensor) -> int:
 
 def histogram(symbols: torch.Tensor, largest: int) -> torch.Tensor:
     """As ``symbols``."""
-    lanes = _LANES if largest < _SMALL else 1
+    lanes = _HISTOGRAMS if largest < _SMALL else 1
     counts = np.zeros((lanes, largest + 2), np.uint32)
     if lanes > 1:
         _count(symbols.numpy(), *counts)
@@ -212,18 +257,21 @@ def tabulate(counts: torch.Tensor, modes: Sequence[Mode]) -> torch.Tensor:
 
 def fill(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> None:
     """As ``symbols``."""
-    x, (raw, base, over, top) = symbols.numpy(), mode
-    _fill_digits(x, planes[0].numpy(), top, 8 * raw, base, DIGITS[base])
+    x, (raw, base, over, top, bits) = symbols.numpy(), mode
+    low = bits + 8 * raw
+    _fill_digits(x, planes[0].numpy(), top, low, base, DIGITS[base])
     for k in range(over):
         # Shifted once: a second shift of each symbol would take twice as long.
-        _fill_plane(x, planes[over - k].numpy(), top, (base - 1) << 8 * raw, 8 * (raw + k))
+        _fill_plane(x, planes[over - k].numpy(), top, (base - 1) << low, 8 * k + low)
     for k in range(raw):
         _fill_plane(x, planes[over + raw - k].numpy(), top, 0, 8 * k)
+    if bits:
+        _fill_bits(x, planes[1 + over].numpy(), top, bits)
 
 
 def join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool:
     """As ``symbols``."""
-    arrays, found, (raw, base, over, top) = [plane.numpy() for plane in planes], out.numpy(), mode
+    arrays, found, (raw, base, over, top, bits) = [plane.numpy() for plane in planes], out.numpy(), mode
     per_byte = DIGITS[base]
     if _largest_byte(arrays[0]) >= base**per_byte:
         return False
@@ -235,4 +283,6 @@ def join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool:
         return False
     for k in range(raw):
         _add_raw(arrays[over + 1 + k], found)
+    if bits and not _add_bits(arrays[over + 1], bits, found):
+        return False
     return bool(_set_top(found, top) <= mode.largest)

@@ -55,7 +55,7 @@ def mode(**changed):
     """One field of the one mode of the weights."""
 
     def change(manifest):
-        table(manifest)["modes"] = [list(Mode(*table(manifest)["modes"][0])._replace(**changed))]
+        table(manifest)["modes"] = [list(Mode(*table(manifest)["modes"][0])._replace(**changed).stated)]
 
     return change
 
@@ -116,6 +116,15 @@ MALFORMED = {
     "a base that is none": mode(base=0),
     "more raw bytes": mode(raw=2),
     "more overflow": mode(over=3),
+    "bits beside raw bytes": mode(raw=1, bits=4),
+    "more bits": mode(bits=8),
+    "fewer bits": mode(bits=0),
+    "bits below zero": mode(bits=-1),
+    "huge bits": mode(bits=HUGE),
+    "bits that are none": lambda m: table(m)["modes"][0].__setitem__(slice(4, None), [0]),
+    "bits that are text": mode(bits="4"),
+    "bits that are true": mode(bits=True),
+    "a sixth number": lambda m: table(m)["modes"][0].extend([1, 1]),
     "a top that is too large": mode(top=1 << 20),
     "a huge top": mode(top=HUGE),
     "a top below all": mode(top=-2),
@@ -218,13 +227,20 @@ def bytes_of(count, **given):
     return bytes(content)
 
 
-THIRD = -(-NUMEL // 3)
+THIRD, LOW = -(-NUMEL // 3), 5 * -(-NUMEL // 8)
 UNSOUND = {
     "a digit beyond the base": ((0, 6, 0, -1), [bytes_of(THIRD, at9=216)]),
     "a digit behind the last": ((0, 6, 0, -1), [bytes_of(THIRD, **{f"at{THIRD - 1}": 36})]),
     "what no digit escapes to": ((0, 256, 1, -1), [bytes(NUMEL), bytes_of(NUMEL, at4000=1)]),
     "a symbol beyond the top": ((0, 256, 0, 9), [bytes_of(NUMEL, at7=10)]),
     "a symbol that is too large": ((2, 256, 0, -1), [bytes_of(NUMEL, at7=16), bytes(NUMEL), bytes(NUMEL)]),
+    "bits above the top": ((0, 256, 0, 9, 5), [bytes_of(NUMEL, at7=1), bytes(LOW)]),
+    "bits of a symbol that is too large": (
+        (0, 256, 2, -1, 5),
+        [bytes_of(NUMEL, at7=255), bytes_of(NUMEL, at7=127), bytes_of(NUMEL, at7=1), bytes(LOW)],
+    ),
+    "bits of another width": ((0, 256, 0, -1, 4), [bytes(NUMEL), bytes(LOW)]),
+    "no bits": ((0, 256, 0, -1, 5), [bytes(NUMEL)]),
     "a plane that is too long": ((0, 256, 0, -1), [bytes(NUMEL + 1)]),
     "a plane that is too short": ((0, 256, 0, -1), [bytes(NUMEL - 1)]),
     "a plane of another base": ((0, 16, 0, -1), [bytes(NUMEL)]),

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from ckpt8.container import frames, symbol_choice, symbols
-from ckpt8.container.symbol_modes import DIGITS, NO_TOP, SYMBOL_LIMIT, Mode, Packing
+from ckpt8.container import frames, symbols
+from ckpt8.container.symbol_modes import DIGITS, MOST_BITS, NO_TOP, SYMBOL_LIMIT, Mode, Packing
 from ckpt8.core.errors import InputError
 
 BACKENDS = ("torch", "numba")
 MODES = [
-    (raw, base, over) for raw in range(3) for base in DIGITS for over in range(4 - raw)
+    (raw, base, over, bits)
+    for raw in range(3)
+    for base in DIGITS
+    for bits in ((0, *range(1, MOST_BITS + 1)) if raw == 0 else (0,))
+    for over in range(4 - raw - (bits > 0))
 ]  # every form that a manifest may state
 
 
 def expected(mode, planes, count):
     """What four planes of bytes stand for, by the definition alone: no code of the package."""
-    raw, base, over, top = mode
-    per_byte, found = {3: 5, 6: 3, 16: 2, 256: 1}[base], []
+    raw, base, over, top, bits = mode
+    per_byte, found, m = {3: 5, 6: 3, 16: 2, 256: 1}[base], [], (count + 7) // 8
     for i in range(count):
         rest = planes[0][i // per_byte] // base ** (i % per_byte) % base
         rest += int.from_bytes(bytes(plane[i] for plane in planes[1 : 1 + over]), "big")
         symbol = rest << 8 * raw | int.from_bytes(bytes(plane[i] for plane in planes[1 + over : 1 + over + raw]), "big")
+        if bits:
+            joint = int.from_bytes(planes[1 + over][i % m :: m], "little")
+            symbol = symbol << bits | joint >> bits * (i // m) & (1 << bits) - 1
         found.append(symbol - 1 if top == 0 else -1 if symbol == top else symbol)
     return found
 
 
-def holding(raw, base, over, count=103, seed=0):
+def holding(raw, base, over, bits=0, count=103, seed=0):
     """Symbols that a mode can just hold, some of them -1."""
     torch.manual_seed(seed)
-    most = min((base - 1 + 256**over - 1 if over else base - 1) + 1 << 8 * raw, SYMBOL_LIMIT - 1) - 1
+    most = min((base - 1 + 256**over - 1 if over else base - 1) + 1 << 8 * raw + bits, SYMBOL_LIMIT - 1) - 1
     x = (torch.rand(count, dtype=torch.float64) ** 4 * most).to(torch.int32)
     x[3], x[::7] = most - 1, -1
     return x
@@ -49,11 +58,13 @@ def fill(x, mode, backend):
 @pytest.mark.parametrize("zero_first", [False, True])
 def test_every_mode_holds_its_symbols(shape, zero_first):
     x = holding(*shape)
-    mode = Mode(*shape, 0 if zero_first else int(x.max()) + 1)
+    *form, bits = shape
+    mode = Mode(*form, 0 if zero_first else int(x.max()) + 1, bits)
     found = {backend: fill(x, mode, backend) for backend in BACKENDS}
     planes = [bytes(plane.tolist()) for plane in found["torch"]]
     assert [bytes(plane.tolist()) for plane in found["numba"]] == planes
     assert expected(mode, planes, len(x)) == x.tolist()
+    assert Mode.of(list(mode.stated)) == mode
     for backend in BACKENDS:
         assert torch.equal(symbols.unpack(found["torch"], Packing(mode, len(x)), "x", backend), x)
 
@@ -65,7 +76,19 @@ def test_any_count(count, backend):
         x = torch.tensor((values * count)[:count], dtype=torch.int32)
         row, packing = symbols.pack(x, backend)
         assert torch.equal(symbols.unpack(symbols.split(row, packing), packing, "x", backend), x)
-        assert packing.mode == Mode.of(list(packing.mode))
+        assert packing.mode == Mode.of(list(packing.mode.stated))
+
+
+@pytest.mark.parametrize("bits", range(1, MOST_BITS + 1))
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 15, 16, 17, 4095, 4096, 4097, 4104, 8193])
+def test_bits_of_any_count(count, bits):
+    """Also where some of the eight symbols of an integer are missing, or all of them in its last places."""
+    x, mode = holding(0, 256, 1, bits, max(count, 4))[:count], Mode(0, 256, 2, 0, bits)
+    found = [[bytes(plane.tolist()) for plane in fill(x, mode, backend)] for backend in BACKENDS]
+    assert found[0] == found[1]
+    assert expected(mode, found[0], count) == x.tolist()
+    for backend in BACKENDS:
+        assert torch.equal(symbols.unpack(fill(x, mode, backend), Packing(mode, count), "x", backend), x)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -97,8 +120,16 @@ def drawn(name, scale, zeros, count):
     return x
 
 
+def holds(largest, raw, base, over, bits):
+    """Whether planes hold the largest stored symbol, and none of them is unused."""
+    rest = largest >> 8 * raw + bits
+    most = [base - 1 + (256**k - 1) for k in range(4)]
+    return rest <= most[over] and (not over or rest > most[over - 1]) and (not raw + bits or rest > 0)
+
+
 def stored_bytes(x, mode):
-    return sum(len(frame) for plane in fill(x, mode, "numba") for frame, _ in frames.encode_part("codes", plane))
+    row = torch.cat(fill(x, mode, "numba"))
+    return sum(len(frame) for frame, _ in frames.encode_part("codes", row, Packing(mode, len(x))))
 
 
 @pytest.mark.parametrize("name", ["gauss", "laplace", "uniform", "spiky"])
@@ -111,13 +142,26 @@ def test_the_choice_is_within_2_percent_of_the_best(name, scale, zeros):
     again, same = symbols.pack(x, "torch")
     assert same == packing
     assert torch.equal(row, again)
-    counts = torch.bincount(x + 1)
-    tops = (len(counts) - 1, 0) if counts[0] else (NO_TOP,)
-    stored = {top: symbol_choice._with_top(counts, top) for top in tops}
-    modes = [mode for top in tops for mode in symbol_choice._candidates(symbol_choice._largest(stored[top]), top)]
-    assert len(modes) >= 3
+    largest, tops = int(x.max()), (int(x.max()) + 1, 0) if -1 in x else (NO_TOP,)
+    modes = [
+        Mode(raw, base, over, top, bits)
+        for top in tops
+        for raw, base, over, bits in MODES
+        if holds(largest + (top >= 0), raw, base, over, bits)
+    ]
+    assert len(modes) >= 4
     sizes = {mode: stored_bytes(x, mode) for mode in modes}
     assert sizes[packing.mode] <= 1.02 * min(sizes.values())
+
+
+@pytest.mark.parametrize("scale", [20.0, 60.0, 150.0, 400.0, 1000.0])
+def test_large_alphabets_take_what_their_entropy_is(scale):
+    """Of seven to twelve bits: a low byte of its own would take eight, and what is above it another one."""
+    x = drawn("gauss", scale, 0.0, 1 << 18)
+    shares = torch.bincount(x).double() / len(x)
+    row, packing = symbols.pack(x)
+    stored = sum(len(frame) for frame, _ in frames.encode_part("codes", row, packing))
+    assert 8 * stored / len(x) < float(torch.special.entr(shares).sum() / math.log(2)) + 0.075
 
 
 def test_small_alphabets_take_less_than_a_bit():
@@ -135,6 +179,12 @@ UNSOUND = {
     "what no digit escapes to": (Mode(0, 3, 1, NO_TOP), [[1], [7]], 1),
     "a high byte that no digit escapes to": (Mode(0, 16, 2, NO_TOP), [[14], [1], [0]], 1),
     "a symbol beyond the top": (Mode(0, 16, 0, 3), [[4]], 1),
+    "bits behind the last": (Mode(0, 256, 0, NO_TOP, 3), [[0] * 9, [0, 0, 0, 16, 0, 0]], 9),
+    "bits behind the last in the lowest place": (Mode(0, 16, 0, NO_TOP, 7), [[0], [128, *[0] * 6]], 1),
+    "what no digit escapes to above bits": (Mode(0, 16, 1, NO_TOP, 2), [[14], [1], [3, 0]], 1),
+    "bits beyond the top": (Mode(0, 16, 0, 3, 2), [[1], [0, 0]], 1),
+    "bits of a symbol that is too large": (Mode(0, 256, 2, NO_TOP, 7), [[255], [31], [1], [0] * 7], 1),
+    "the largest with bits": (Mode(0, 256, 2, NO_TOP, 7), [[255], [255], [255], [127, *[0] * 6]], 1),
     "a symbol that is too large": (Mode(2, 256, 0, NO_TOP), [[16], [0], [0]], 1),
     "a far larger one": (Mode(0, 256, 3, NO_TOP), [[255], [255], [255], [255]], 1),
     "the largest of all": (Mode(2, 256, 1, NO_TOP), [[255], [255], [255], [255]], 1),
@@ -156,7 +206,9 @@ def test_planes_that_no_writer_makes(name, backend):
     "value",
     [None, 3, "abcd", [], [0, 3, 0], [0, 3, 0, -1, 0], [0, 4, 0, -1], [3, 3, 0, -1], [-1, 3, 0, -1], [0, 3, 4, -1],
      [1, 3, 3, -1], [2, 3, 2, -1], [0, 3, -1, -1], [0, 3, 0, -2], [0, 3, 0, 1 << 20], [0, 3.0, 0, -1],
-     [False, 3, 0, -1], ["0", 3, 0, -1], {"raw": 0, "base": 3, "over": 0, "top": -1}],
+     [False, 3, 0, -1], ["0", 3, 0, -1], {"raw": 0, "base": 3, "over": 0, "top": -1}, [0, 256, 0, -1, -1],
+     [0, 256, 0, -1, 8], [1, 256, 0, -1, 4], [0, 256, 3, -1, 4], [0, 256, 0, -1, True], [0, 256, 0, -1, "4"],
+     [0, 256, 0, -1, None], [0, 256, 0, -1, 4, 0], [0, 256, 0, -1, 4.0]],
 )  # fmt: skip
 def test_modes_that_are_none(value):
     with pytest.raises((TypeError, ValueError)):

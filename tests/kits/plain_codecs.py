@@ -59,7 +59,7 @@ def companded8(parts, storage, n, *_):
 
 def unpacked(planes, mode, n):
     """The symbols in the four planes of a chunk."""
-    raw, base, over, top = mode
+    raw, base, over, top, bits = *mode, *[0] * (5 - len(mode))
     each = {3: 5, 6: 3, 16: 2, 256: 1}[base]
     digits = np.frombuffer(planes[0], np.uint8).astype(np.int64)[:, None] // base ** np.arange(each) % base
     assert max(planes[0]) < base**each
@@ -70,6 +70,15 @@ def unpacked(planes, mode, n):
     )
     assert not np.any((high != 0) & (digits.ravel()[:n] != base - 1))
     s = ((digits.ravel()[:n] + high) << 8 * raw) + low
+    if bits:
+        m = -(-n // 8)
+        joint = sum(
+            np.frombuffer(planes[1 + over], np.uint8).astype(np.uint64).reshape(bits, m)[k] << 8 * k
+            for k in range(bits)
+        )
+        fields = np.concatenate([joint >> bits * j & 2**bits - 1 for j in range(8)]).astype(np.int64)
+        assert not fields[n:].any()
+        s = (s << bits) + fields[:n]
     assert s.max() < 1 << 20
     if top == 0:
         return s - 1
@@ -92,12 +101,14 @@ def added(own, base):
 
 def plane_lengths(mode, n):
     """The bytes of each of the four planes of n symbols."""
-    raw, base, over, top = mode
-    assert 0 <= raw <= 2
+    raw, base, over, top, *bits = mode
+    assert 0 <= raw <= (0 if bits else 2)
     assert over >= 0
-    assert raw + over <= 3
+    assert raw + over + len(bits) <= 3
     assert -1 <= top < 1 << 20
-    return [-(-n // {3: 5, 6: 3, 16: 2, 256: 1}[base]), *[n] * (raw + over), *[0] * (3 - raw - over)]
+    assert bits == [] or (len(bits) == 1 and 1 <= bits[0] <= 7)
+    lengths = [-(-n // {3: 5, 6: 3, 16: 2, 256: 1}[base]), *[n] * (raw + over), *(each * -(-n // 8) for each in bits)]
+    return lengths + [0] * (4 - len(lengths))
 
 
 def whole(symbols):

@@ -188,6 +188,9 @@ class Plain:
     def lowest_version(self):
         codecs = {each.get("shared", each)["codec"]["id"] for each in self.manifest["storages"]}
         steps = any("steps" in each for each in self.manifest["parameters"])
+        tables = [part for each in self.manifest["storages"] for part in each["parts"].values()]
+        if any(len(mode) > 4 for table in tables for mode in table.get("modes", [])):
+            return "1.6"
         if "base" in self.manifest:
             return "1.5"
         if "budget" in self.manifest or steps or codecs & STEPPED:
