@@ -99,7 +99,9 @@ class RankPlan:
         slices = {names[number]: each for number, each in enumerate(self._slices)}
         with live_checkpoint(obj, target.stem, self._sources.made) as checkpoint:
             bundle = Bundle.of(checkpoint, f"{target.stem}.pt")
-            live = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
+            memory = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
+            made = self._sources.made
+            live = {key: storage for key, storage in memory.items() if storage.data_ptr() not in made}
             encoder = choose_encoder(bundle, live, None, measure=options.stats)
             compressor = Compressor(bundle, plan_bundle(bundle, policy), options, encoder, slices=slices)
             manifest = compressor.run(target, policy, force=False, tidy=False)
