@@ -10,7 +10,9 @@ With ``TRITON_INTERPRET=1`` in the environment ``triton`` also runs on a CPU, in
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
@@ -90,9 +92,25 @@ class Sized(Protocol):
         """Size in bytes."""
 
 
+_whole: ContextVar[int] = ContextVar("whole", default=0)
+
+
+@contextmanager
+def part_of(nbytes: int) -> Iterator[None]:
+    """What is made in this context is a part of a checkpoint of so many bytes, as of the ranks of a training run.
+
+    They save again and again, so numba pays for what is small in each of them.
+    """
+    before = _whole.set(nbytes)
+    try:
+        yield
+    finally:
+        _whole.reset(before)
+
+
 def for_checkpoint(storages: Iterable[Sized]) -> Backend | None:
     """The backend to request on a CPU for a checkpoint of these ``storages``; None leaves the choice to each tensor."""
-    return None if sum(storage.nbytes for storage in storages) >= LEAST_FOR_NUMBA else "torch"
+    return None if max(sum(storage.nbytes for storage in storages), _whole.get()) >= LEAST_FOR_NUMBA else "torch"
 
 
 def on_cpu(backend: Backend | None, device: torch.device) -> Backend | None:

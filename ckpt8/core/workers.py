@@ -33,6 +33,10 @@ LOOK_AHEAD = 2
 """Results per thread that may wait for the consumer; bounds memory."""
 
 
+NO_THREADS = -1
+"""In place of a number of threads: none but the caller's."""
+
+
 def default_threads() -> int:
     """One thread for each processor this process may run on, at most eight."""
     return min(_processors(), _MOST)
@@ -43,22 +47,27 @@ def _processors() -> int:
 
 
 def threads_of_rank() -> int:
-    """As ``default_threads``, for ranks that work at once: torchrun says how many of them this machine has."""
+    """As ``default_threads``, for ranks that work at once: torchrun says how many of them this machine has.
+
+    NO_THREADS where there are more ranks than processors: a thread would wait for its caller, and its caller for it.
+    """
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return min(max(_processors() // max(int(ranks), 1), 1), _MOST) if ranks.isdecimal() else default_threads()
+    share = min(_processors() // max(int(ranks), 1), _MOST) if ranks.isdecimal() else default_threads()
+    return share or NO_THREADS
 
 
 class Workers(Closing):
-    """A context manager. ``threads`` of None takes ``default_threads()``."""
+    """A context manager. ``threads`` of None takes ``default_threads()``; with NO_THREADS the caller does the work."""
 
     def __init__(self, threads: int | None = None) -> None:
-        self.threads = threads or default_threads()
+        self.threads = max(threads or default_threads(), 0)
         self._queue: SimpleQueue[_Task | None] = SimpleQueue()
         # Daemons: a pool that nobody closed must not keep the interpreter from exiting.
         self._pool = [threading.Thread(target=self._serve, name=f"ckpt8_{k}", daemon=True) for k in range(self.threads)]
         for thread in self._pool:
             thread.start()
-        self._start()
+        if self._pool:
+            self._start()
 
     def _serve(self) -> None:
         while (task := self._queue.get()) is not None:
@@ -97,12 +106,16 @@ class Workers(Closing):
             self._queue.put(None)
         for thread in self._pool:
             thread.join()
+        if not self._pool:
+            _local.__dict__.clear()
 
     def map(self, function: Callable[[T], R], items: Iterable[T], ahead: int = LOOK_AHEAD) -> Iterator[R]:
-        """Results in the order of ``items``. Takes items only ``ahead`` of the consumer; starts on the first at once.
+        """Results in the order of ``items``. Takes items only ``ahead`` of the consumer; threads start at once.
 
         ``items`` may be results of another ``map``, whose threads are the same.
         """
+        if not self._pool:
+            return map(function, items)
         source, limit = iter(items), self.threads * (1 + ahead)
         waiting: deque[Future[R]] = deque()
         try:

@@ -144,3 +144,14 @@ def test_requests_for_numba_that_cannot_be_met(monkeypatch):
         backend.resolve("numba", CUDA)
     with pytest.raises(UsageError, match="no kernels for this codec"):
         backend.resolve("numba")
+
+
+def test_numba_pays_for_a_small_part_of_a_large_checkpoint(monkeypatch):
+    monkeypatch.setattr(backend, "LEAST_FOR_NUMBA", 1000)
+    part = [torch.empty(100, dtype=torch.uint8)]
+    assert backend.for_checkpoint(part) == "torch"
+    with backend.part_of(1000):
+        assert backend.for_checkpoint(part) is None
+    with backend.part_of(999):
+        assert backend.for_checkpoint(part) == "torch"
+    assert backend.for_checkpoint(part) == "torch"

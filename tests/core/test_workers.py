@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from ckpt8.core.workers import LOOK_AHEAD, Workers, default_threads, threads_of_rank
+from ckpt8.core.workers import LOOK_AHEAD, NO_THREADS, Workers, default_threads, scratch, threads_of_rank
 
 
 @pytest.fixture
@@ -165,9 +165,27 @@ def test_the_default_is_one_thread_for_each_processor_and_at_most_eight(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("ranks", "expected"), [("", 8), ("1", 8), ("4", 8), ("16", 4), ("63", 1), ("128", 1), ("x", 8)]
+    ("ranks", "expected"), [("", 8), ("1", 8), ("4", 8), ("16", 4), ("63", 1), ("128", NO_THREADS), ("x", 8)]
 )
 def test_ranks_of_one_machine_share_its_processors(ranks, expected, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert threads_of_rank() == expected
+
+
+def test_without_threads_the_caller_does_the_work():
+    taken = []
+
+    def items():
+        for number in range(3):
+            taken.append(number)
+            yield number
+
+    with Workers(NO_THREADS) as workers:
+        found = workers.map(lambda number: (number, threading.get_ident(), bytes(scratch("a", 4))), items())
+        assert next(found) == (0, threading.get_ident(), bytes(4))
+        assert taken == [0]
+        assert [number for number, *_ in workers.map(lambda each: each, found)] == [1, 2]
+        scratch("a", 4)[:] = b"kept"
+    # What the threads of a pool take with them is gone here as well.
+    assert bytes(scratch("a", 4)) == bytes(4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -169,3 +170,14 @@ def test_a_rank_does_not_list_the_directory(tmp_path, monkeypatch):
     writer.write_data(plan, planner).wait()
     assert str(tmp_path / "x") not in listed
     assert (tmp_path / "x" / "__0_1.ckpt8").exists()
+
+
+def test_numba_is_chosen_by_the_state_of_all_ranks(tmp_path, monkeypatch):
+    """A DTensor has the shape of the whole; the slice of this rank is a part of it."""
+    asked = []
+    monkeypatch.setattr(
+        "ckpt8.integrations.dcp.rank_file.part_of", lambda nbytes: asked.append(nbytes) or nullcontext()
+    )
+    state = {"model": {"a": torch.ones(30, 40), "b": torch.ones(7, dtype=torch.float64)}, "note": "text"}
+    dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path), no_dist=True)
+    assert asked == [30 * 40 * 4 + 7 * 8]

@@ -8,21 +8,17 @@ import random
 import signal
 import subprocess
 import sys
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
+
+import faults_kit
 
 SERVER = Path(__file__).with_name("rank_faults_server.py")
 TIMEOUT = 10
 """Seconds that the ranks' group waits."""
 
 
-@dataclass
-class Outcome:
-    """``faults`` are sentences about what did not hold; ``counts`` say which moments were met."""
-
-    faults: list[str] = field(default_factory=list)
-    counts: Counter = field(default_factory=Counter)
+class Outcome(faults_kit.Outcome):
+    """Counts of the moments that were met, and sentences about what did not hold."""
 
     def check(self, holds, what, answer):
         if not holds:

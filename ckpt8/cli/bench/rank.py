@@ -42,7 +42,11 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
                 for name, row in _round(side, state, folder / "saved", job["threads"], group).items():
                     rounds[name][side].append(row)
         nbytes = sum(tensor.nbytes for tensor in _tensors(state))
-        return {"rounds": rounds, "state_bytes": nbytes, "threads": job["threads"] or threads_of_rank()}
+        return {
+            "rounds": rounds,
+            "state_bytes": nbytes,
+            "threads": max(job["threads"] or threads_of_rank(), 0),
+        }
     finally:
         dist.destroy_process_group()
 
@@ -113,20 +117,20 @@ def _round(side: str, state: State, target: Path, threads: int | None, group: An
 def _timed(target: Path, call: Callable[[], Any], after: Callable[[Any], Any] = lambda _: None) -> State:
     """Do what all ranks do together; the seconds until the last has done it, and the memory taken beside the state.
 
-    ``after`` is not timed, but its memory counts.
+    ``after`` is not timed, but its memory and its processor time count.
     """
     gc.collect()
     dist.barrier()
     memory = PeakMemory()
-    started = time.perf_counter()
+    started, processor = time.perf_counter(), time.process_time()
     result = call()
     dist.barrier()
     seconds = time.perf_counter() - started
     after(result)
-    peak = memory.taken()
+    peak, processor = memory.taken(), time.process_time() - processor
     dist.barrier()
     stored = sum(path.stat().st_size for path in target.iterdir()) if dist.get_rank() == 0 else None
-    return {"seconds": seconds, "peak_memory": peak, "stored_bytes": stored}
+    return {"seconds": seconds, "processor_seconds": processor, "peak_memory": peak, "stored_bytes": stored}
 
 
 def _remove(target: Path) -> None:

@@ -76,10 +76,12 @@ def _row(name: str, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for side in (OWN, PLAIN):
         rounds = [each["rounds"][name][side] for each in ranks]
         times = [each["seconds"] for each in rounds[0][1:]]
+        processor = [[each["processor_seconds"] for each in rank[1:]] for rank in rounds]
         row[side] = {
             "seconds": median(times),
             "times": times,
             "first": rounds[0][0]["seconds"],
+            "processor_seconds": median(sum(each) for each in zip(*processor, strict=True)),
             "peak_memory": max(each["peak_memory"] for rank in rounds for each in rank[1:]),
             "stored_bytes": rounds[0][-1]["stored_bytes"],
         }

@@ -24,6 +24,7 @@ from ckpt8.container.sharded.collecting import RankFile
 from ckpt8.container.sharded.index import OBJECTS
 from ckpt8.container.sharded.layouts import Shape
 from ckpt8.container.sharded.slices import SliceKey, slices_of
+from ckpt8.core.backend import part_of
 from ckpt8.core.text import listed
 from ckpt8.integrations.dcp.sources import Sources, is_plain
 from ckpt8.integrations.dcp.tree import Naming, build, fill_slots, tensor_names
@@ -97,7 +98,7 @@ class RankPlan:
         if self._content:
             obj[OBJECTS] = torch.frombuffer(self._content, dtype=torch.uint8)
         slices = {names[number]: each for number, each in enumerate(self._slices)}
-        with live_checkpoint(obj, target.stem, self._sources.made) as checkpoint:
+        with part_of(self._whole_bytes()), live_checkpoint(obj, target.stem, self._sources.made) as checkpoint:
             bundle = Bundle.of(checkpoint, f"{target.stem}.pt")
             memory = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
             made = self._sources.made
@@ -115,6 +116,12 @@ class RankPlan:
             pickled=self._pickled,
             unspent=_unspent(reasons),
         )
+
+    def _whole_bytes(self) -> int:
+        """Bytes of the tensors that all ranks save together, as far as this one knows of them."""
+        tensors = [value for value in self._known.values() if isinstance(value, torch.Tensor)]
+        planned = sum(item.tensor_storage_size() or 0 for item in self._plan.items)
+        return max(planned, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
     def _tree(self) -> dict[str, Any]:
         objects = [item.index.fqn for item in self._plan.items if item.type is WriteItemType.BYTE_IO]

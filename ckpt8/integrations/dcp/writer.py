@@ -52,7 +52,8 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
     the state dict, with ``weights.`` before those of trained parameters at its top level and ``other.`` before those
     that belong to no model and no optimizer. The writer packs slices where they are, CPU or GPU. It replaces a
     checkpoint in the directory, unless ``overwrite`` is False. With ``use_collectives=False`` every rank writes its
-    part of the index as well, and a directory that holds a checkpoint is refused.
+    part of the index as well, and a directory that holds a checkpoint is refused. ``threads`` of None is what the ranks
+    of this machine have for each. Save with ``Ckpt8SavePlanner`` where ranks hold replicas.
 
     >>> from torch.distributed import checkpoint as dcp
     >>> from ckpt8.integrations.dcp import Ckpt8StorageWriter
