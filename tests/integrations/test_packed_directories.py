@@ -178,6 +178,13 @@ def test_convert_gives_what_the_plain_directory_gives(saved, tmp_path, preset, t
     assert_same(read(tmp_path / "mine"), read(tmp_path / "theirs"))
 
 
+def test_weights_for_publishing_come_with_their_snr(saved, tmp_path):
+    report = ckpt8.convert(saved / "archive", tmp_path / "archive.safetensors")
+    assert report.weights_snr < 60
+    assert f"{report.weights_snr:.1f} dB" in report.warning
+    assert ckpt8.convert(saved / "flash", tmp_path / "flash.safetensors").warning is None
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_restore_gives_a_plain_directory_that_torch_loads(saved, tmp_path, preset):
     assert call("restore", saved / preset, "-o", tmp_path / "back").exit_code == 0
