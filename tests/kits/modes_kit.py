@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -88,14 +89,15 @@ def state_of(run, *, flat):
 
 
 def _put(run, state, flat):
-    broadcast = {"broadcast_from_rank0": True} if run.full else {}
-    set_state_dict(
-        run.model,
-        run.optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=_options(run, flat, **broadcast),
-    )
+    weights, moments = state["model"], state["optimizer"]
+    if run.full:
+        # One after the other: set_state_dict takes no weights on the ranks that have none to give.
+        options = _options(run, flat, broadcast_from_rank0=True)
+        set_model_state_dict(run.model, weights, options=options)
+        set_optimizer_state_dict(run.model, run.optimizer, moments, options=options)
+    else:
+        options = _options(run, flat)
+        set_state_dict(run.model, run.optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
     if run.average is not None:
         set_model_state_dict(run.average, state["ema"])
 
