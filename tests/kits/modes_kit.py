@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
@@ -74,13 +75,15 @@ def plain_name(*, flat):
 
 
 def _options(run, flat, **more):
+    # torch 2.13 cannot give the full state of FSDP1 to rank 0 alone where the parameters are on the CPU already.
+    to_rank0 = run.full and not isinstance(run.model, FullyShardedDataParallel)
     return StateDictOptions(
-        flatten_optimizer_state_dict=flat, full_state_dict=run.full, cpu_offload=run.full and not more, **more
+        flatten_optimizer_state_dict=flat, full_state_dict=run.full, cpu_offload=to_rank0 and not more, **more
     )
 
 
 def state_of(run, *, flat):
-    """All that a run keeps; of a run with full state dicts rank 0 has it, and no other rank anything."""
+    """All that a run keeps; of a run with full state dicts rank 0 has it, and with FSDP2 no other rank anything."""
     weights, moments = get_state_dict(run.model, run.optimizer, options=_options(run, flat))
     state = {"model": weights, "optimizer": moments, "progress": dict(PROGRESS)}
     if run.average is not None:
