@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
@@ -73,13 +75,15 @@ def plain_name(*, flat):
 
 
 def _options(run, flat, **more):
+    # torch 2.13 cannot give the full state of FSDP1 to rank 0 alone where the parameters are on the CPU already.
+    to_rank0 = run.full and not isinstance(run.model, FullyShardedDataParallel)
     return StateDictOptions(
-        flatten_optimizer_state_dict=flat, full_state_dict=run.full, cpu_offload=run.full and not more, **more
+        flatten_optimizer_state_dict=flat, full_state_dict=run.full, cpu_offload=to_rank0 and not more, **more
     )
 
 
 def state_of(run, *, flat):
-    """All that a run keeps; of a run with full state dicts rank 0 has it, and no other rank anything."""
+    """All that a run keeps; of a run with full state dicts rank 0 has it, and with FSDP2 no other rank anything."""
     weights, moments = get_state_dict(run.model, run.optimizer, options=_options(run, flat))
     state = {"model": weights, "optimizer": moments, "progress": dict(PROGRESS)}
     if run.average is not None:
@@ -88,14 +92,15 @@ def state_of(run, *, flat):
 
 
 def _put(run, state, flat):
-    broadcast = {"broadcast_from_rank0": True} if run.full else {}
-    set_state_dict(
-        run.model,
-        run.optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=_options(run, flat, **broadcast),
-    )
+    weights, moments = state["model"], state["optimizer"]
+    if run.full:
+        # One after the other: set_state_dict takes no weights on the ranks that have none to give.
+        options = _options(run, flat, broadcast_from_rank0=True)
+        set_model_state_dict(run.model, weights, options=options)
+        set_optimizer_state_dict(run.model, run.optimizer, moments, options=options)
+    else:
+        options = _options(run, flat)
+        set_state_dict(run.model, run.optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
     if run.average is not None:
         set_model_state_dict(run.average, state["ema"])
 
