@@ -53,6 +53,7 @@ class JoinedReader(Closing):
                 self.readers.append(reader)
             self.by_name = {reader.path.name: reader for reader in self.readers}
             self.slices = {name: slices_of(reader.manifest) for name, reader in self.by_name.items()}
+            self._objects = {name: _objects(reader) for name, reader in self.by_name.items()}
             self._check()
             self._resources = stack.pop_all()
 
@@ -97,10 +98,7 @@ class JoinedReader(Closing):
 
     def objects(self, file: str) -> TensorRecord | None:
         """The bytes of the values that are no tensors in a file; None where it has none."""
-        manifest = self.by_name[file].manifest
-        found = next((each for each in manifest.tensors if each.name == OBJECTS), None)
-        fits = found is not None and found.dtype is DType.UINT8 and not found.offset and not found.flags
-        return found if fits else None
+        return self._objects[file]
 
     def _is_replica(self, file: str, key: SliceKey) -> bool:
         """Whether the index names the same slice in another file: ranks may keep copies of what all have."""
@@ -156,6 +154,12 @@ class JoinedReader(Closing):
 
     def _names(self) -> list[str]:
         return sorted(each.name for each in self.path.iterdir())
+
+
+def _objects(reader: ContainerReader) -> TensorRecord | None:
+    found = next((each for each in reader.manifest.tensors if each.name == OBJECTS), None)
+    fits = found is not None and found.dtype is DType.UINT8 and not found.offset and not found.flags
+    return found if fits else None
 
 
 def _is_index(name: str) -> bool:
