@@ -100,20 +100,22 @@ def load_all(folder, cases, suffix):
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """FSDP2 saved by two ranks at the smallest preset, and gone on from by the same two."""
+    """Both kinds of FSDP saved by two ranks at the smallest preset, and gone on from by the same two."""
     folder = tmp_path_factory.mktemp("one")
     ranks_of(_save_and_load)(2, str(folder))
     return folder
 
 
 def _save_and_load(folder):
-    save_all(folder, [2], ["archive"])
-    load_all(folder, [(2, KINDS[0], "2-archive")], "-two")
+    save_all(folder, [1, 2], ["archive"])
+    load_all(folder, [(version, KINDS[0], f"{version}-archive") for version in (1, 2)], "-two")
 
 
-def test_a_sharded_run_goes_on(one):
-    check_resumed("archive", one, "2-archive-two", expected="2-expected", other="2-other", moved=False)
-    place = one / "2-archive" / "ckpt8"
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_sharded_run_goes_on(version, one):
+    name, expected, other = f"{version}-archive-two", f"{version}-expected", f"{version}-other"
+    check_resumed("archive", one, name, expected=expected, other=other, moved=False)
+    place = one / f"{version}-archive" / "ckpt8"
     assert sorted(path.name for path in place.iterdir()) == ["__0_0.ckpt8", "__1_0.ckpt8", "ckpt8-dcp.json"]
     for rank in (0, 1):
         with ckpt8.open(place / f"__{rank}_0.ckpt8") as file:
