@@ -331,8 +331,8 @@ def test_one_process_is_all_ranks_without_collectives(tmp_path):
 
 def test_a_save_removes_what_killed_ones_have_left(tmp_path):
     save({"w": torch.ones(8)}, tmp_path / "x")
-    left = partial_path(tmp_path / "x" / "__7_3.ckpt8")
-    left.write_bytes(b"half")
+    for name in ("__7_3.ckpt8", "ckpt8-dcp.json", "ckpt8-dcp.7.json"):
+        partial_path(tmp_path / "x" / name).write_bytes(b"half")
     save({"w": torch.ones(8)}, tmp_path / "x")
     assert names_in(tmp_path / "x") == ["__0_1.ckpt8", "ckpt8-dcp.json"]
 

@@ -22,7 +22,7 @@ class Outcome(faults_kit.Outcome):
 
     def check(self, holds, what, answer):
         if not holds:
-            self.faults.append(f"{what}: {json.dumps(answer)[:4000]}")
+            self.faults.append(f"{what}: {json.dumps(answer)[:1000]}")
 
 
 class Ranks:

@@ -22,7 +22,7 @@ from torch.futures import Future
 from ckpt8.checkpoint.walk import format_path
 from ckpt8.compressing.compressor import Options
 from ckpt8.compressing.policy import Policy
-from ckpt8.container.sharded import INDEX, is_part
+from ckpt8.container.sharded import INDEX, PART, is_part
 from ckpt8.container.sharded.collecting import RankFile
 from ckpt8.container.sharded.index import Part, ShardedIndex
 from ckpt8.container.sharded.reading import is_sharded
@@ -166,7 +166,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
             if is_part(path.name) or (_FILE.fullmatch(path.name) and path.name not in used):
                 with contextlib.suppress(OSError):
                     path.unlink()
-        remove_abandoned_of(_FILE.pattern, paths)
+        remove_abandoned_of(rf"{_FILE.pattern}|{re.escape(INDEX)}|{PART}", paths)
 
     def _warn_of_losses(self, index: ShardedIndex, written: Sequence[RankFile]) -> None:
         """Warn of what is larger, or less well known, because no rank has all of it. Once."""
