@@ -83,9 +83,9 @@ NETS_AND_WAYS = [
     Case("uneven", "fsdp2", 2, "CAME", by("process", *BOTH), (("fsdp2", 2), ("hsdp", 4))),
 ]
 EIGHT = [
-    Case("uneven", "fsdp2", 8, "AdamW", BOTH, (("fsdp2", 8), ("hsdp", 8), ("fsdp2", 3))),
-    Case("even", "tp_fsdp2", 8, "StableAdamW", BOTH, (("tp_fsdp2", 8), ("fsdp2", 2))),
-    Case("uneven", "hsdp", 8, "CAME", BOTH, (("fsdp2", 8), ("hsdp", 4))),
+    Case("uneven8", "fsdp2", 8, "AdamW", BOTH, (("fsdp2", 8), ("hsdp", 8), ("fsdp2", 3))),
+    Case("even8", "tp_fsdp2", 8, "StableAdamW", BOTH, (("tp_fsdp2", 8), ("fsdp2", 2))),
+    Case("uneven8", "hsdp", 8, "CAME", BOTH, (("fsdp2", 8), ("hsdp", 4))),
 ]
 
 
