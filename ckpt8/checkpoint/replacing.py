@@ -35,12 +35,14 @@ _FILES = re.compile(
             r"(?:tokenizer|spiece|sentencepiece\.bpe)\.model|chat_template\.jinja",
             # torch.distributed.checkpoint, Ckpt8StorageWriter
             rf"\.metadata|__\d+_\d+\.(?:distcp|ckpt8)|{re.escape(INDEX)}|{PART}",
+            # Lightning, beside the slices of its strategies
+            r"meta\.pt",
             # DeepSpeed
             r"[\w-]*mp_rank_\d+[\w-]*_(?:model|optim)_states\.pt|latest|zero_to_fp32\.py",
         )
     )
 )
-_FOLDERS = re.compile(r"global_step\d+|(?:pytorch_model_fsdp|optimizer)_\d+")
+_FOLDERS = re.compile(r"global_step\d+|(?:pytorch_model_fsdp|optimizer)_\d+|ckpt8")
 _STEP = "global_step"
 _ATTEMPTS = 20
 

@@ -72,7 +72,7 @@ def compress_share(
 
     facts = inspect_container(output)
     if as_json:
-        print_json({"target": str(output), "seconds": seconds, "ranks": world, "left_out": left_out, **facts})
+        print_json({"target": str(output), "seconds": seconds, "left_out": left_out, **facts})
         return
     summary(console(), facts, str(output), seconds)
     if left_out:

@@ -89,7 +89,7 @@ class Codec(ABC):
     """Whether encoding also needs each companion as it was: with ``original_`` before the name of its field."""
 
     by_chunk: ClassVar[bool] = False
-    """Whether the parts of an element depend on the others of its chunk: a chunk is encoded and decoded whole."""
+    """Whether the parts of an element depend on the others of its chunk, which is encoded whole."""
 
     by_element: ClassVar[bool] = False
     """Whether tensors one behind the other have the parts of each one behind the other, wherever they meet."""
@@ -182,6 +182,17 @@ class Codec(ABC):
         for run, tile in self._tiles(spec, parts, used):
             kernel(tile, out[run], **self._keywords("decode", first, companions, run))
         return out
+
+    def tile(self, parts: Parts, dtype: DType, first: int, run: slice) -> Parts:  # noqa: ARG002
+        """Views of ``parts``, those of a chunk, that decode to its elements ``run``, from a multiple of 32 on.
+
+        ``first`` is the index of the first element of the chunk, ``dtype`` the type of its elements.
+        """
+        before, own = (
+            self.layout(TensorSpec("", Role.OTHER, dtype, (count,))) for count in (run.start, run.stop - run.start)
+        )
+        cuts = {name: slice(before[name].numel, before[name].numel + own[name].numel) for name in parts}
+        return take(parts, cuts)
 
     def _tiles(self, spec: TensorSpec, parts: Parts, backend: backends.Backend) -> Iterator[tuple[slice, Parts]]:
         """The slice and the parts of every tile. Kernels other than torch's take a tensor whole."""

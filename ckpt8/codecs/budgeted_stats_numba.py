@@ -92,29 +92,36 @@ def _add_updates(m, m_there, v, v_there, eps, room, room_bits, sums, maxima):
         maxima[1] = max(maxima[1], top_bits(u_bits))
 
 
-def budgeted_errors(
-    weight: Pair | None, moment1: Pair, moment2: Pair, eps: float, factor: float
-) -> tuple[LatticeError, MomentError, MomentError, UpdateError, StepError]:
-    """The errors of a parameter in flat fp32 tensors of whole blocks, and of ``factor * m / (sqrt(v) + eps)``.
+class BudgetedSums:
+    """Sums over the blocks of a parameter, which come in turn as flat fp32 tensors of whole blocks."""
 
-    The last one holds sums without the factors of the parameter, see ``step_sums``.
-    """
-    sums, maxima = np.zeros((10, GROUP)), np.zeros(3, np.int32)
-    room, room_bits = with_bits(_ROOM, BLOCK)
-    m, m_there, v, v_there = (x.numpy() for x in (*moment1, *moment2))
-    if weight is not None:
-        w, w_there = (x.numpy() for x in weight)
-        maxima[0] = _add_errors(w, w_there, room[0], room_bits[0], sums[:2])
-        _add_weighted_errors(w, w_there, v, room[0], sums[2])
-    _add_errors(m, m_there, room[0], room_bits[0], sums[3:5])
-    _add_errors(v, v_there, room[0], room_bits[0], sums[5:7])
-    _add_updates(m, m_there, v, v_there, eps, room, room_bits, sums[7:], maxima[1:])
-    total, top = sums.sum(axis=1).tolist(), maxima.view(f4).tolist()
-    square = factor * factor
-    return (
-        LatticeError(total[0], total[1], top[0]),
-        MomentError(total[3], total[4]),
-        MomentError(total[5], total[6]),
-        UpdateError(total[8] * square, total[9] * square, top[1] * factor, top[2] * factor),
-        StepError(total[4], total[2], total[3], total[7]),
-    )
+    def __init__(self) -> None:
+        self._sums, self._maxima = np.zeros((10, GROUP)), np.zeros(3, np.int32)
+        self._room = with_bits(_ROOM, BLOCK)
+
+    def add(self, weight: Pair | None, moment1: Pair, moment2: Pair, eps: float) -> None:
+        """Add the blocks that follow."""
+        sums, maxima, (room, room_bits) = self._sums, self._maxima, self._room
+        m, m_there, v, v_there = (x.numpy() for x in (*moment1, *moment2))
+        if weight is not None:
+            w, w_there = (x.numpy() for x in weight)
+            maxima[0] = max(maxima[0], _add_errors(w, w_there, room[0], room_bits[0], sums[:2]))
+            _add_weighted_errors(w, w_there, v, room[0], sums[2])
+        _add_errors(m, m_there, room[0], room_bits[0], sums[3:5])
+        _add_errors(v, v_there, room[0], room_bits[0], sums[5:7])
+        _add_updates(m, m_there, v, v_there, eps, room, room_bits, sums[7:], maxima[1:])
+
+    def errors(self, factor: float) -> tuple[LatticeError, MomentError, MomentError, UpdateError, StepError]:
+        """The errors of the parameter, and of ``factor * m / (sqrt(v) + eps)``.
+
+        The last one holds sums without the factors of the parameter, see ``step_sums``.
+        """
+        total, top = self._sums.sum(axis=1).tolist(), self._maxima.view(f4).tolist()
+        square = factor * factor
+        return (
+            LatticeError(total[0], total[1], top[0]),
+            MomentError(total[3], total[4]),
+            MomentError(total[5], total[6]),
+            UpdateError(total[8] * square, total[9] * square, top[1] * factor, top[2] * factor),
+            StepError(total[4], total[2], total[3], total[7]),
+        )

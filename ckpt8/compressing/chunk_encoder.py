@@ -6,7 +6,7 @@ A packed chunk no longer needs its source: a save in the background returns to i
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, TypeVar
@@ -16,10 +16,11 @@ import torch
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.copied import Copied, Run
 from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding, round_to
-from ckpt8.compressing import lockstep
-from ckpt8.compressing.measure import ErrorMeter, UnitErrors
+from ckpt8.compressing import by_tile, lockstep
+from ckpt8.compressing.measure import ErrorMeter
 from ckpt8.compressing.open_base import OpenBase
 from ckpt8.compressing.plan import Refusal, Stream, Unit
+from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames, symbols
 from ckpt8.container.differences import difference
 from ckpt8.container.symbol_modes import Packing
@@ -54,8 +55,8 @@ class Chunk(Generic[P]):
 PackedChunk = Chunk[torch.Tensor]
 """Its parts are tensors, on the CPU unless a device still has them: symbols are packed into planes of bytes."""
 
-EncodedChunk = Chunk[list[tuple[bytes | memoryview, int]]]
-"""Its parts are compressed: (stored bytes, crc32) of every frame."""
+EncodedChunk = Chunk[frames.Frames]
+"""Its parts are compressed."""
 
 
 def read_chunk(checkpoint: Checkpoint, stream: Stream, chunk: int, slot: int) -> tuple[torch.Tensor, int]:
@@ -106,11 +107,12 @@ def rounded_masters(
 
 def store(packed: PackedChunk, *, copy: bool = False) -> EncodedChunk:
     """Compress a packed chunk whose parts are on the CPU. With ``copy``, the result shares no memory with them."""
-    stored = [
-        {name: frames.encode_part(name, part, how.get(name), copy=copy) for name, part in each.items()}
-        for each, how in zip(packed.parts, packed.packings, strict=True)
-    ]
+    stored = [_store_parts(each, how, copy=copy) for each, how in zip(packed.parts, packed.packings, strict=True)]
     return Chunk(stored, packed.crcs, packed.errors, packed.refused, packed.packings)
+
+
+def _store_parts(parts: Parts, packings: Mapping[str, Packing], *, copy: bool = False) -> dict[str, frames.Frames]:
+    return {name: frames.encode_part(name, part, packings.get(name), copy=copy) for name, part in parts.items()}
 
 
 def in_own_pages(packed: PackedChunk) -> PackedChunk:
@@ -132,7 +134,8 @@ class ChunkEncoder:
         self._checkpoint = checkpoint
         self._base = base
         self._backend = for_checkpoint(checkpoint.storages)
-        self._meter = ErrorMeter(checkpoint) if measure else None
+        self._meter = ErrorMeter(checkpoint)
+        self._measures = measure
 
     def packed(self, work: Iterable[Work], workers: Workers) -> Iterator[PackedChunk]:
         """Packed chunks in the order of ``work``, in memory of their own."""
@@ -140,19 +143,31 @@ class ChunkEncoder:
 
     def stored(self, work: Iterable[Work], workers: Workers) -> Iterator[EncodedChunk]:
         """Compressed chunks in the order of ``work``; each thread packs and compresses."""
-        return workers.map(lambda item: store(self.pack(item)), work)
+        return workers.map(self._store, work)
+
+    def _store(self, work: Work) -> EncodedChunk:
+        """As ``store`` of ``pack``, with the symbols of one stream packed at a time."""
+        chunk = self._encode(work, *self._read(work), reuse=True, overwrite=True)
+        stored, packings = [], []
+        for parts in chunk.parts:
+            packed, how = symbols.pack_parts(parts, self._backend, reuse=True)
+            stored.append(_store_parts(packed, how, copy=bool(how)))
+            packings.append(how)
+        return EncodedChunk(stored, chunk.crcs, chunk.errors, chunk.refused, packings)
 
     def pack(self, work: Work) -> PackedChunk:
         """Read and pack one chunk. Thread-safe."""
-        return self.pack_tensors(work, *self._read(work))
+        return self._packed(self._encode(work, *self._read(work), reuse=True, overwrite=True))
 
     def encode(self, work: Work) -> PackedChunk:
         """As ``pack``, with symbols as they are."""
-        return self._encode(work, *self._read(work), reuse=False)
+        return self._encode(work, *self._read(work))
 
     def pack_tensors(self, work: Work, originals: Sequence[torch.Tensor], crcs: list[int]) -> PackedChunk:
         """Pack one chunk on the device of its tensors, one for each stream. Thread-safe."""
-        chunk = self._encode(work, originals, crcs, reuse=True)
+        return self._packed(self._encode(work, originals, crcs, reuse=True))
+
+    def _packed(self, chunk: PackedChunk) -> PackedChunk:
         found = [self.pack_symbols(parts) for parts in chunk.parts]
         return replace(chunk, parts=[parts for parts, _ in found], packings=[packings for _, packings in found])
 
@@ -166,24 +181,37 @@ class ChunkEncoder:
         read = [read_chunk(self._checkpoint, stream, chunk, slot) for slot, stream in enumerate(unit.streams)]
         return [x for x, _ in read], [crc for _, crc in read]
 
-    def _encode(self, work: Work, originals: Sequence[torch.Tensor], crcs: list[int], *, reuse: bool) -> PackedChunk:
-        """Encode one chunk; with ``reuse`` symbols are in buffers of this thread."""
+    def _encode(
+        self,
+        work: Work,
+        originals: Sequence[torch.Tensor],
+        crcs: list[int],
+        *,
+        reuse: bool = False,
+        overwrite: bool = False,
+    ) -> PackedChunk:
+        """Encode one chunk; with ``reuse`` symbols are in buffers of this thread, until it encodes again.
+
+        With ``overwrite`` they may also be where ``originals`` were.
+        """
         unit, chunk = work
         first = chunk * frames.FRAME
-        bases: list[Parts | None] = []
+        tiled = self._meter.tiled(unit, originals) if overwrite else None
+        measures, errors = self._measures and unit.measured, UnitErrors()
         try:
+            bases = [
+                self._base_parts(stream, chunk, x.device) for stream, x in zip(unit.streams, originals, strict=True)
+            ]
             if unit.streams[0].codec.copied is not None:
                 parts = [self._pack_copy(stream, x, first) for stream, x in zip(unit.streams, originals, strict=True)]
+            elif tiled is not None:
+                parts = by_tile.encode(unit.streams, originals, first, bases, tiled if measures else None)
             else:
-                bases = [
-                    self._base_parts(stream, chunk, x.device) for stream, x in zip(unit.streams, originals, strict=True)
-                ]
                 parts = lockstep.encode(
                     unit.streams, originals, first, self._backend, self._checkpoint, bases, reuse=reuse
                 )
-            errors = UnitErrors()
-            if self._meter is not None and unit.measured:
-                errors = self._meter.measure(unit, first, originals, parts)
+            if measures:
+                errors = tiled.result() if tiled else self._meter.measure(unit, first, originals, parts)
             for k, below in enumerate(bases):
                 parts[k] = self._difference(unit.streams[k], parts[k], below)
         except RefusedError as exc:
@@ -209,7 +237,7 @@ class ChunkEncoder:
 
     def finish(self, unit: Unit, errors: UnitErrors) -> None:
         """Complete the errors of a unit whose chunks are all merged, while its source is as it was."""
-        if self._meter is not None:
+        if self._measures:
             self._meter.finish(unit, errors)
 
     def _pack_copy(self, stream: Stream, x: torch.Tensor, first: int) -> Parts:

@@ -22,11 +22,11 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, check_source, store
 from ckpt8.compressing.group_encoder import EncodedGroup, GroupEncoder, PackedGroup, pack_record, store_group
 from ckpt8.compressing.manifest_records import Results, UnitResult, fill_manifest
-from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.open_base import check_base
 from ckpt8.compressing.plan import Plan, Refusal, Unit
 from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.sharing import PACK_NAME, share
+from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames, header, layout
 from ckpt8.container.base_record import BaseRecord
 from ckpt8.container.facts import NO_PARAMETER
@@ -228,18 +228,20 @@ class Compressor:
         return packed, refused or self._refusal_of(unit, errors)
 
     def _names(self) -> list[str]:
-        """The entry names that the header must have room for: of each storage the longest of those of its codecs.
+        """The entry names that the header has room for: those of the codecs that are tried first.
 
-        Makes slabs larger until the header stays within the limit of safetensors.
+        Makes slabs larger until the header stays within the limit of safetensors with any of the codecs.
         """
         shared = [name for group in self._shared for name in group.names()]
+        streams = [stream for unit in self._own for stream in unit.streams]
         while True:
-            names = list(shared)
-            for stream in (stream for unit in self._own for stream in unit.streams):
+            names, longest = list(shared), list(shared)
+            for stream in streams:
                 found = [layout.entry_names(codec, stream.spec, self._slab) for codec in stream.codecs]
-                longest: list[str] = max(found, key=lambda each: (len(each), len("".join(each))))
-                names += longest
-            if header.reserved_size(names) <= header.MAX_HEADER or self._slab > 1 << 40:
+                names += found[0]
+                most: list[str] = max(found, key=lambda each: (len(each), len("".join(each))))
+                longest += most
+            if header.reserved_size(longest) <= header.MAX_HEADER or self._slab > 1 << 40:
                 return names
             self._slab *= 2
 

@@ -15,10 +15,10 @@ import torch
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import config_of
 from ckpt8.compressing.chunk_encoder import ChunkEncoder
-from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Refusal, Stream, Unit
 from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.compressing.sharing import Group
+from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames
 from ckpt8.container.manifest import FrameTable, Pack
 from ckpt8.container.symbol_modes import Packing

@@ -60,7 +60,7 @@ def encode(
     parts: dict[int, Parts] = {}
 
     def decoded(k: int) -> torch.Tensor:
-        return _decode(streams[k], parts[k], originals[k], first, backend, {}, k)
+        return decode_stream(streams[k], parts[k], originals[k], first, backend, {}, k)
 
     place = {stream.index: k for k, stream in enumerate(streams)}
     for k, needed in _with_decoded(streams, originals, first, source, decoded):
@@ -72,7 +72,7 @@ def encode(
         asked = on_cpu(backend, x.device)
         inherited = bases[k] if bases else None
         try:
-            out = _symbols(streams[k], len(x), k) if reuse and x.device.type == "cpu" else {}
+            out = symbols(streams[k], len(x), k) if reuse and x.device.type == "cpu" else {}
             parts[k] = codec.encode(x, backend=asked, first=first, companions=companions, inherited=inherited, out=out)
         except RefusedError as exc:
             exc.storage = streams[k].index
@@ -96,7 +96,7 @@ def decode(
     """
     values: dict[int, torch.Tensor] = {}
     for k, companions in _with_decoded(streams, originals, first, source, values.__getitem__):
-        values[k] = _decode(streams[k], parts[k], originals[k], first, backend, companions, k if reuse else None)
+        values[k] = decode_stream(streams[k], parts[k], originals[k], first, backend, companions, k if reuse else None)
     return [values[k] for k in range(len(streams))]
 
 
@@ -123,7 +123,7 @@ def _read_statistic(source: Checkpoint, index: int) -> torch.Tensor:
     return read_elements(source, storage, DType.FLOAT32, 0, storage.nbytes // DType.FLOAT32.itemsize)
 
 
-def _symbols(stream: Stream, numel: int, k: int) -> Parts:
+def symbols(stream: Stream, numel: int, k: int) -> Parts:
     """The buffers of this thread for the symbols of ``numel`` elements of stream ``k``.
 
     New memory for every chunk would take as long as encoding: the system has to clear it.
@@ -136,7 +136,7 @@ def _symbols(stream: Stream, numel: int, k: int) -> Parts:
     }
 
 
-def _decode(
+def decode_stream(
     stream: Stream,
     parts: Parts,
     x: torch.Tensor,

@@ -9,9 +9,9 @@ from typing import Any
 from ckpt8.checkpoint.sources.bundle import Bundle, Member
 from ckpt8.codecs import Codec, config_of
 from ckpt8.codecs.error_stats import StepError, UpdateError
-from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.parameters import OptimizerStep
 from ckpt8.compressing.plan import Plan, Refusal, Stream, Unit
+from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container.manifest import (
     FrameTable,
     Manifest,

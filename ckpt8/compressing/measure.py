@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,18 +26,16 @@ from ckpt8.codecs.error_measures import (
     update_error,
     weight_error,
 )
-from ckpt8.codecs.error_stats import ErrorStats, LatticeError, MomentError, StepError, UpdateError, WeightError
+from ckpt8.codecs.error_stats import StepError, UpdateError
 from ckpt8.compressing import lockstep
-from ckpt8.compressing.one_pass import cuts_of, measure_budgeted, measure_packed
+from ckpt8.compressing.one_pass import BudgetedTiles, cuts_of, measure_packed, tiles_of
 from ckpt8.compressing.parameters import Parameter, Replay
 from ckpt8.compressing.plan import Unit, read_tensor
 from ckpt8.compressing.step_measure import StepScales
+from ckpt8.compressing.unit_errors import Moments, TiledErrors, UnitErrors, errors_of
 from ckpt8.container.frames import FRAME
 from ckpt8.core.backend import for_checkpoint, resolve
 from ckpt8.core.tensors import Parts, Role
-
-Moments = Mapping[str, torch.Tensor]
-"""Elements of the state of one parameter, by the key of its rule."""
 
 
 class _Factors(NamedTuple):
@@ -45,43 +43,6 @@ class _Factors(NamedTuple):
 
     confidence: Confidence | None = None
     squares: Confidence | None = None
-
-
-@dataclass(slots=True)
-class UnitErrors:
-    """The errors of a unit: by stream index, and in update space where a moment is lossy and the rule is known.
-
-    ``steps`` is its error in the measure of a budget, of exact parameters too: their steps count in those of the file.
-    Those of a replayed step are known of exact moments too: its figure is that of all parameters, as in a replay.
-    Empty where nothing is measured. ``pieces`` wait for ``ErrorMeter.finish`` where a step takes the whole parameter.
-    """
-
-    streams: dict[int, ErrorStats] = field(default_factory=dict)
-    update: UpdateError | None = None
-    steps: StepError | None = None
-    pieces: list[tuple[Moments, Moments]] = field(default_factory=list)
-
-    @classmethod
-    def for_unit(cls, unit: Unit) -> UnitErrors:
-        """New sums for the lossy streams and the rule of ``unit``, all zero."""
-        kinds = {"weight": WeightError, "noise": LatticeError, "moment": MomentError}
-        streams = {s.index: kinds[s.codec.measured_as]() for s in unit.streams if s.codec.measured_as is not None}
-        parameter = unit.parameter
-        has_rule = parameter is not None and parameter.rule is not None
-        replayed = parameter is not None and parameter.replay is not None
-        moved = replayed or bool(streams)
-        in_steps = StepScales.of(unit.parameter) is not None
-        return cls(streams, UpdateError() if has_rule and moved else None, StepError() if in_steps else None)
-
-    def merge(self, later: UnitErrors) -> None:
-        """Add the errors of the chunk that follows."""
-        for index, error in later.streams.items():
-            self.streams[index].merge(error)
-        self.pieces += later.pieces
-        if self.update is not None and later.update is not None:
-            self.update.merge(later.update)
-        if self.steps is not None and later.steps is not None:
-            self.steps.merge(later.steps)
 
 
 class ErrorMeter:
@@ -100,20 +61,19 @@ class ErrorMeter:
 
         All must be on one device, which computes the errors.
         """
+        tiled = self.tiled(unit, originals)
+        if tiled is not None:
+            self._add_tiles(tiled, unit, start, originals, parts)
+            return tiled.result()
         errors, length, done = UnitErrors.for_unit(unit), len(originals[0]), 0
         whole = any(stream.codec.by_chunk or stream.codec.factored for stream in unit.streams)
         source = self._checkpoint
         decoded = None
         if whole:
             decoded = lockstep.decode(unit.streams, parts, originals, start, self.backend, source, reuse=True)
-        is_replayed = unit.parameter is not None and unit.parameter.replay is not None
-        if resolve(self.backend, originals[0].device, length) == "numba" and not is_replayed:
-            found = (
-                measure_packed(unit, originals, parts)
-                if decoded is None
-                else measure_budgeted(unit, originals, decoded)
-            )
-            errors.merge(UnitErrors(dict(found.streams), found.update, found.steps))
+        elif self._has_kernels(unit, originals):
+            found = measure_packed(unit, originals, parts)
+            errors.merge(errors_of(found))
             done = found.done
         factors = self._factors(unit.parameter)
         # Tiles fit the cache of a CPU. On a GPU each would cost a wait for its result.
@@ -130,6 +90,38 @@ class ErrorMeter:
             pairs = [(x, y.float()) for x, y in zip(tiles, there, strict=True)]
             self._measure_tile(unit, errors, factors, start + position, pairs, tile_parts)
         return errors
+
+    def _has_kernels(self, unit: Unit, originals: Sequence[torch.Tensor]) -> bool:
+        """Whether numba measures a chunk, if it has a kernel for its codecs."""
+        is_replayed = unit.parameter is not None and unit.parameter.replay is not None
+        return not is_replayed and resolve(self.backend, originals[0].device, len(originals[0])) == "numba"
+
+    def tiled(self, unit: Unit, originals: Sequence[torch.Tensor]) -> TiledErrors | None:
+        """Measures the tiles of a chunk in turn; None where ``measure`` needs the chunk whole."""
+        tiles = BudgetedTiles.of(unit) if self._has_kernels(unit, originals) else None
+        if tiles is None:
+            return None
+        rest = UnitErrors.for_unit(unit)
+        return TiledErrors(unit, tiles, rest, partial(self._measure_tile, unit, rest, _Factors()))
+
+    def _add_tiles(
+        self,
+        tiled: TiledErrors,
+        unit: Unit,
+        start: int,
+        originals: Sequence[torch.Tensor],
+        parts: Sequence[Parts],
+    ) -> None:
+        """Decode a chunk tile by tile, and measure it."""
+        for run in tiles_of(len(originals[0])):
+            xs = [x[run] for x in originals]
+            there = [
+                stream.codec.tile(part, stream.spec.dtype, start, run)
+                for stream, part in zip(unit.streams, parts, strict=True)
+            ]
+            first = start + run.start
+            decoded = lockstep.decode(unit.streams, there, xs, first, "numba", self._checkpoint, reuse=True)
+            tiled.add(first, xs, decoded)
 
     def _measure_tile(
         self,

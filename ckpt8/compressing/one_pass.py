@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ckpt8.checkpoint.meaning.update_rules import UpdateRule
 from ckpt8.codecs.cutting import pieces, take
 from ckpt8.codecs.error_measures import Pair
 from ckpt8.codecs.error_stats import ErrorStats, StepError, UpdateError
 from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.compressing.step_measure import StepScales
 from ckpt8.core.tensors import DType, Parts
+
+_TILE = 1 << 17
+"""Elements of a unit under a budget that are in memory more than once at a time: as many as fit the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +70,53 @@ def _adam_places(unit: Unit) -> tuple[int, int] | None:
     return (first, second) if fits and roots == [False, True] else None
 
 
-def measure_budgeted(unit: Unit, originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tensor]) -> OnePass:
-    """Measure the first elements of a chunk under a budget; none unless all its codecs are those of a budget."""
-    from ckpt8.codecs import budgeted_stats_numba as stats_numba
-    from ckpt8.codecs.companded8.numba import BLOCK
+def tiles_of(numel: int) -> list[slice]:
+    """The elements of a chunk under a budget, cut into tiles."""
+    return [slice(start, min(start + _TILE, numel)) for start in range(0, numel, _TILE)]
 
-    parameter, scales = unit.parameter, StepScales.of(unit.parameter)
-    rule = parameter.rule if parameter else None
-    if parameter is None or parameter.step is None or rule is None or rule.divisor_eps is None or scales is None:
-        return OnePass()
-    weight, moments = parameter.step.weight, parameter.moments
-    usual = dict.fromkeys(moments.values(), "moment") | ({} if weight is None else {weight: "noise"})
-    lossy = {each.index: each.codec.measured_as for each in unit.streams if not each.codec.measured_in_one_pass}
-    if lossy != usual or len(moments) != 2:
-        return OnePass()
-    done = len(originals[0]) // BLOCK * BLOCK
-    pairs: dict[int | None, Pair] = {
-        stream.index: (x[:done].float(), y[:done].float())
-        for stream, x, y in zip(unit.streams, originals, decoded, strict=True)
-    }
-    indices = weight, moments["moment1"], moments["moment2"]
-    *found, update, steps = stats_numba.budgeted_errors(
-        pairs.get(weight), pairs[indices[1]], pairs[indices[2]], rule.divisor_eps, rule.factor
-    )
-    errors = {index: error for index, error in zip(indices, found, strict=True) if index is not None}
-    return OnePass(done, errors, update, scales.apply(steps))
+
+class BudgetedTiles:
+    """Measures the tiles of a chunk under a budget in turn."""
+
+    def __init__(self, weight: int | None, moments: Sequence[int], rule: UpdateRule, scales: StepScales) -> None:
+        from ckpt8.codecs.budgeted_stats_numba import BudgetedSums
+
+        self._sums = BudgetedSums()
+        self._weight, self._moments, self._rule, self._scales = weight, moments, rule, scales
+        self._done = 0
+
+    @classmethod
+    def of(cls, unit: Unit) -> BudgetedTiles | None:
+        """New sums, all zero; None unless all codecs of the unit are those of a budget."""
+        parameter, scales = unit.parameter, StepScales.of(unit.parameter)
+        rule = parameter.rule if parameter else None
+        if parameter is None or parameter.step is None or rule is None or rule.divisor_eps is None or scales is None:
+            return None
+        weight, moments = parameter.step.weight, parameter.moments
+        usual = dict.fromkeys(moments.values(), "moment") | ({} if weight is None else {weight: "noise"})
+        lossy = {each.index: each.codec.measured_as for each in unit.streams if not each.codec.measured_in_one_pass}
+        if lossy != usual or len(moments) != 2:
+            return None
+        return cls(weight, [moments["moment1"], moments["moment2"]], rule, scales)
+
+    def add(self, unit: Unit, originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tensor]) -> int:
+        """Measure the elements that follow, by stream, but those behind the last whole block; how many these are."""
+        from ckpt8.codecs.companded8.numba import BLOCK
+
+        done = len(originals[0]) // BLOCK * BLOCK
+        pairs: dict[int | None, Pair] = {
+            stream.index: (x[:done].float(), y[:done].float())
+            for stream, x, y in zip(unit.streams, originals, decoded, strict=True)
+        }
+        first, second = (pairs[index] for index in self._moments)
+        assert self._rule.divisor_eps is not None  # noqa: S101 - as ``of`` found
+        self._sums.add(pairs.get(self._weight), first, second, self._rule.divisor_eps)
+        self._done += done
+        return done
+
+    def result(self) -> OnePass:
+        """The errors of all that was added."""
+        *found, update, steps = self._sums.errors(self._rule.factor)
+        indices = self._weight, *self._moments
+        errors = {index: error for index, error in zip(indices, found, strict=True) if index is not None}
+        return OnePass(self._done, errors, update, self._scales.apply(steps))

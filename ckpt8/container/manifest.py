@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 from ckpt8.codecs import BUDGETED, RELATIONS
@@ -257,8 +257,8 @@ class Manifest:
     @property
     def version(self) -> str:
         """The lowest format version that covers the content."""
-        parts = chain((each.parts for each in self.storages), (each.parts for each in self.packs))
-        if self.slices or any(table.has_bits for own in parts for table in own.values()):
+        owners: list[StorageRecord | Pack] = [*self.storages, *self.packs]
+        if self.slices or any(table.has_bits for own in owners for table in own.parts.values()):
             return BITS_VERSION
         if self.base is not None:
             return CHAIN_VERSION

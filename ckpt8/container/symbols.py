@@ -19,12 +19,17 @@ from ckpt8.core.tensors import Parts
 from ckpt8.core.workers import scratch_elements
 
 
-def pack_parts(parts: Parts, backend: backends.Backend | None = None) -> tuple[Parts, dict[str, Packing]]:
-    """``parts`` with symbols packed, each as a row of planes, and their packings by name. Others are as they were."""
+def pack_parts(
+    parts: Parts, backend: backends.Backend | None = None, *, reuse: bool = False
+) -> tuple[Parts, dict[str, Packing]]:
+    """``parts`` with symbols packed, each as a row of planes, and their packings by name. Others are as they were.
+
+    With ``reuse`` the rows are in buffers of this thread, until it packs again. The symbols are then on the CPU.
+    """
     found, packings = dict(parts), dict[str, Packing]()
     for name, part in parts.items():
         if part.dtype is torch.int32:
-            found[name], packings[name] = pack(part, backend)
+            found[name], packings[name] = pack(part, backend, f"row {name}" if reuse else None)
     return found, packings
 
 
@@ -47,17 +52,23 @@ def unpack_parts(
     return unpacked
 
 
-def pack(symbols: torch.Tensor, backend: backends.Backend | None = None) -> tuple[torch.Tensor, Packing]:
+def pack(
+    symbols: torch.Tensor, backend: backends.Backend | None = None, slot: str | None = None
+) -> tuple[torch.Tensor, Packing]:
     """The planes of flat symbols, one behind the other, on the same device, and how they are packed.
 
-    Symbols are below ``SYMBOL_LIMIT`` - 1.
+    Symbols are below ``SYMBOL_LIMIT`` - 1. With a ``slot`` the row is in this buffer of the thread.
     """
     fast = _numba(symbols, backend)
     largest = fast.largest(symbols) if fast else _largest(symbols)
     counts = fast.histogram(symbols, largest) if fast else _histogram(symbols, largest)
     mode = choose(counts, symbols.numel(), fast.tabulate if fast else None)
     packing = Packing(mode, symbols.numel())
-    row = torch.empty(sum(packing.plane_lengths), dtype=torch.uint8, device=symbols.device)
+    length = sum(packing.plane_lengths)
+    if slot is None:
+        row = torch.empty(length, dtype=torch.uint8, device=symbols.device)
+    else:
+        row = scratch_elements(slot, torch.uint8, length)
     planes = split(row, packing)
     fast.fill(symbols, mode, planes) if fast else _fill(symbols, mode, planes)
     return row, packing

@@ -24,6 +24,8 @@ _WRITEBACK = 1 << 23
 class ContainerWriter(Closing):
     """Appends entries after a reserved header, then fills the header in. A context manager.
 
+    The header has room for entries of these ``names``. Where it needs more in the end, the data is moved.
+
     ``tidy`` is that of ``Partial``.
     """
 
@@ -81,6 +83,9 @@ class ContainerWriter(Closing):
         self._write()
         start = self._position
         entries = [*self._entries, Entry(header.SEAL, start, start + header.SEAL_BYTES)]
+        size = len(header.render(entries, None, manifest.version)) - header.LENGTH_BYTES
+        if size > self._header_size:
+            self._move(size - self._header_size)
         head = header.render(entries, self._header_size, manifest.version)
         seal = hashlib.sha256(head + stored).digest()
         with self._output.guard():
@@ -88,3 +93,13 @@ class ContainerWriter(Closing):
             write_all_at(self._descriptor, [head], 0)
         self._output.publish(last_look)
         return seal
+
+    def _move(self, by: int) -> None:
+        """Make the header longer: move all data, the last piece first."""
+        with self._output.guard():
+            for start in reversed(range(0, self._position, PIECE)):
+                place = self._data_start + start
+                piece = os.pread(self._descriptor, min(PIECE, self._position - start), place)
+                write_all_at(self._descriptor, [piece], place + by)
+        self._header_size += by
+        self._data_start += by

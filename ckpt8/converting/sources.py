@@ -37,9 +37,9 @@ class DirectoryLayout(Protocol):
 LAYOUTS: Mapping[str, DirectoryLayout] = {
     "deepspeed-universal": deepspeed_universal,
     "deepspeed-partitions": deepspeed_partitions,
-    PER_RANK: per_rank,
     "dcp": dcp,
     "model-directory": model_directory,
+    PER_RANK: per_rank,
 }
 """Layouts of directories by id, in the order in which ``layout_of`` tries them."""
 

@@ -20,11 +20,12 @@ from ckpt8.codecs.error_stats import ErrorStats, UpdateError
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.chunk_encoder import check_source, read_chunk, read_master, rounded_masters
 from ckpt8.compressing.manifest_records import steps_record
-from ckpt8.compressing.measure import ErrorMeter, UnitErrors
+from ckpt8.compressing.measure import ErrorMeter
 from ckpt8.compressing.optimizer_steps import give_steps
 from ckpt8.compressing.parameters import Parameter
 from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.compressing.policy import Policy
+from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames, layout
 from ckpt8.container.decoding import scratch_tensor
 from ckpt8.container.manifest import Manifest

@@ -14,8 +14,8 @@ from ckpt8 import __version__
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.compressing.manifest_records import Results, UnitResult, fill_manifest
-from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Plan
+from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames, layout
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import InputError

@@ -2,8 +2,10 @@
 
 Each module needs its framework:
 
-transformers    ``Ckpt8Callback`` and ``restored_checkpoint`` for Trainer
-lightning       ``Ckpt8CheckpointIO`` for Lightning's Trainer and Fabric
+transformers    ``Ckpt8Callback`` and ``restored_checkpoint`` for Trainer, ``Ckpt8TrainerMixin`` for its FSDP
+lightning       ``Ckpt8CheckpointIO`` for Lightning's Trainer and Fabric, ``Ckpt8StrategyMixin`` for sharded strategies
+accelerate      ``save_state`` and ``load_state`` for its FSDP
+torchtitan      ``Ckpt8CheckpointManager``
 dcp             ``Ckpt8StorageWriter`` and ``Ckpt8StorageReader`` for torch.distributed.checkpoint
 """
 

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from ckpt8.checkpoint.gate import load_allowed
 from ckpt8.checkpoint.replacing import problem_of
@@ -34,12 +34,19 @@ from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError, OutputError, UsageError
+from ckpt8.core.lazy import lazy_names
 from ckpt8.core.workers import Workers
 from ckpt8.integrations import local_path, missing
 from ckpt8.integrations.chains import Chains
-from ckpt8.integrations.sharded_strategy import Ckpt8StrategyMixin
+
+if TYPE_CHECKING:
+    from ckpt8.integrations.sharded_strategy import Ckpt8StrategyMixin
 
 __all__ = ["Ckpt8CheckpointIO", "Ckpt8StrategyMixin", "opened"]
+__getattr__ = lazy_names(
+    __name__, lambda: {"Ckpt8StrategyMixin": "ckpt8.integrations.sharded_strategy:Ckpt8StrategyMixin"}
+)
+"""What needs torch.distributed, which not every torch has."""
 
 _HOMES = ("lightning.fabric.plugins", "lightning_fabric.plugins")
 """The modules with the interface: of the package ``lightning``, and of ``pytorch_lightning``."""

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -25,10 +25,10 @@ from ckpt8.compressing.compress import compress
 from ckpt8.compressing.policy import Policy
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import CheckFailedError, InputError, OutputError
+from ckpt8.core.lazy import lazy_names
 from ckpt8.inspecting.verify import verify
 from ckpt8.integrations import missing, run_folder
 from ckpt8.integrations.chains import Chains
-from ckpt8.integrations.sharded_trainer import Ckpt8TrainerMixin
 from ckpt8.restoring.restore import restore
 
 try:
@@ -39,7 +39,14 @@ except ModuleNotFoundError as exc:
     raise missing(__name__, "transformers") from None
 
 
+if TYPE_CHECKING:
+    from ckpt8.integrations.sharded_trainer import Ckpt8TrainerMixin
+
 __all__ = ["Ckpt8Callback", "Ckpt8TrainerMixin", "restored_checkpoint", "temporary_checkpoint"]
+__getattr__ = lazy_names(
+    __name__, lambda: {"Ckpt8TrainerMixin": "ckpt8.integrations.sharded_trainer:Ckpt8TrainerMixin"}
+)
+"""What needs torch.distributed, which not every torch has."""
 
 
 class Ckpt8Callback(TrainerCallback):

@@ -52,8 +52,7 @@ class _Source:
 
     def bytes_of(self, name: str) -> bytes:
         """A value that torch.save wrote. Raises InputError where it is damaged."""
-        opened = self.members[0].home.open_value(name)
-        return opened.file.read(0, opened.size)
+        return self.members[0].home.content(name)
 
 
 @contextmanager

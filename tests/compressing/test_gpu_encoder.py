@@ -20,6 +20,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.buffers import Buffers
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.gpu import copy_to_row, requested, row_bytes, row_views
+from ckpt8.integrations.dcp import Ckpt8StorageWriter
 from ckpt8.restoring.resume import resume as run
 from ckpt8.restoring.resume.gpu_copy import DeviceCopy
 
@@ -307,6 +308,31 @@ def test_units_on_several_devices_are_left_to_the_cpu(preset, tmp_path, stand_in
     assert target.read_bytes() == expected
     # Three chunks of moments, under a budget with their weights; the skeleton is never on a device.
     assert stand_in[1].downloads == launched - 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("preset", ["flash", "lossless"])
+def test_what_a_distributed_save_makes_when_it_is_read_is_no_memory_of_a_device(
+    preset, tmp_path, stand_in, monkeypatch
+):
+    tree = checkpoint()
+    tree["master"] = {"w": tree["model"]["w"].t(), "t": torch.randn(300, 200).t()}
+    tree["model"]["copy"] = tree["master"]["w"].bfloat16().contiguous()
+    tree["model"]["u"] = tree["master"]["t"].bfloat16().contiguous()
+    del tree["model"]["w"]
+    tree["optimizer"]["state"][1]["exp_avg"] = torch.randn(1_100_000, 2)[:, 0]
+
+    def save(name):
+        writer = Ckpt8StorageWriter(tmp_path / name, preset=preset)
+        torch.distributed.checkpoint.save(tree, storage_writer=writer, no_dist=True)
+        return (tmp_path / name / "__0_0.ckpt8").read_bytes()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Deferred, "kind", "none")
+        expected = save("cpu")
+    assert not stand_in
+    assert save("device") == expected
+    assert stand_in[0].downloads
 
 
 def came(parameters):

@@ -56,7 +56,7 @@ def test_symbols_are_packed_before_anything_copies_them(source, monkeypatch):
     """Where a GPU encodes, only planes cross the bus: a chunk is packed on the device of its tensors."""
     seen = []
     pack = symbols.pack
-    monkeypatch.setattr(symbols, "pack", lambda x, asked: seen.append(x.device.type) or pack(x, asked))
+    monkeypatch.setattr(symbols, "pack", lambda x, *asked: seen.append(x.device.type) or pack(x, *asked))
     with open_source(source) as bundle:
         plan = plan_bundle(bundle, Policy.of(budget=1))
         unit = next(unit for unit in plan.units if len(unit.streams) == 3)

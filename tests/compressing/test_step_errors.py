@@ -17,13 +17,16 @@ from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.vscaled import VScaled
-from ckpt8.compressing import lockstep, measure
+from ckpt8.compressing import by_tile, lockstep, one_pass
 from ckpt8.compressing.budget import carry
-from ckpt8.compressing.measure import ErrorMeter, UnitErrors
+from ckpt8.compressing.measure import ErrorMeter
+from ckpt8.compressing.one_pass import BudgetedTiles
 from ckpt8.compressing.parameters import OptimizerStep, Parameter
 from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.compressing.step_measure import StepScales
+from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.core import backend as backends
+from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
 LR, BETA1, BETA2, STEP, EPS = 3e-3, 0.9, 0.95, 20, 1e-8
@@ -134,11 +137,11 @@ def archived(values) -> list:
 @pytest.mark.parametrize("numel", [256 * 1100 + 77, 300])
 def test_the_codecs_of_a_budget_take_chunks_whole(numel, dtype, backend, monkeypatch):
     """A chunk is decoded once and measured tile by tile, or by a kernel and the rest by tiles: the same figures."""
-    fused, one_pass = [], measure.measure_budgeted
+    fused, add = [], BudgetedTiles.add
     if backend == "numba":
         pytest.importorskip("numba", reason="numba is not installed")
         monkeypatch.setattr(backends, "SMALLEST_FOR_NUMBA", 1)
-        monkeypatch.setattr(measure, "measure_budgeted", lambda *given: fused.append(one_pass(*given)) or fused[-1])
+        monkeypatch.setattr(BudgetedTiles, "add", lambda *given: fused.append(add(*given)) or fused[-1])
     keys = ("moment2", "weight", "moment1")
     values = {key: x.to(dtype) for key, x in state(numel).items() if key in keys}
     values = {key: values[key] for key in keys}
@@ -146,7 +149,7 @@ def test_the_codecs_of_a_budget_take_chunks_whole(numel, dtype, backend, monkeyp
     meter = ErrorMeter(SimpleNamespace(storages=[]))
     meter.backend = None if backend == "numba" else "torch"
     found, there = measured(unit, values, meter)
-    assert [each.done for each in fused] == ([numel // 256 * 256] if backend == "numba" else [])
+    assert sum(fused) == (numel // 256 * 256 if backend == "numba" else 0)
     assert_energies(found.steps, energies(values, there, "adam"))
     wide, decoded = ({key: x.double() for key, x in side.items()} for side in (values, there))
     for k, key in enumerate(values):
@@ -163,6 +166,34 @@ def test_the_codecs_of_a_budget_take_chunks_whole(numel, dtype, backend, monkeyp
     )
     assert found.update.max_error == pytest.approx(float((v - u).abs().max()), rel=1e-4)
     assert found.update.sum_square_error == pytest.approx(float((v - u).square().sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_chunk_encoded_in_the_memory_of_its_originals_has_the_same_parts_and_errors(dtype, monkeypatch):
+    """Tiles and chunks begin in the middle of a row, and the last tile in the middle of a block."""
+    pytest.importorskip("numba", reason="numba is not installed")
+    numel, first = 256 * 1100 + 77, 1 << 20
+    values = {key: x.to(dtype) for key, x in state(numel).items() if key in ("weight", "moment1", "moment2")}
+    codecs = archived(values)
+    unit = unit_of(values, [*codecs[:2], RowColumnLog(1 << 21, 300, columns=True)], RULES["adam"])
+    meter = ErrorMeter(SimpleNamespace(storages=[]))
+    meter.backend = "numba"
+    originals = list(values.values())
+    whole = lockstep.encode(unit.streams, originals, first, "numba", meter)
+    expected = meter.measure(unit, first, originals, whole)
+    for tile in (1 << 16, 1 << 20, 256 * 33):
+        monkeypatch.setattr(one_pass, "_TILE", tile)
+        tiled, given = meter.tiled(unit, originals), [x.clone() for x in originals]
+        parts = by_tile.encode(unit.streams, given, first, [None] * 3, tiled)
+        for mine, theirs in zip(parts, whole, strict=True):
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+        assert tiled.result() == expected
+    broken = [x.clone() for x in originals]
+    broken[1][70_000] = math.nan
+    with pytest.raises(RefusedError) as refusal:
+        by_tile.encode(unit.streams, broken, first, [None] * 3, None)
+    assert refusal.value.storage == unit.streams[1].index
 
 
 def test_amsgrad_divides_by_the_largest_second_moment():
@@ -224,14 +255,18 @@ def test_came_takes_second_moments_from_its_row_and_column_statistics():
 @pytest.mark.parametrize("with_weight", [True, False])
 def test_the_fused_kernel_finds_the_same(with_weight):
     pytest.importorskip("numba", reason="numba is not installed")
-    from ckpt8.codecs.budgeted_stats_numba import budgeted_errors
+    from ckpt8.codecs.budgeted_stats_numba import BudgetedSums
 
     was = state()
     generator = torch.Generator().manual_seed(3)
     there = {key: x * (1 + 0.2 * (torch.rand(COUNT, generator=generator) - 0.5)) for key, x in was.items()}
     pairs = {key: (was[key], there[key]) for key in was}
     weight, rule = pairs["weight"] if with_weight else None, RULES["adam"]
-    *streams, update, steps = budgeted_errors(weight, pairs["moment1"], pairs["moment2"], rule.divisor_eps, rule.factor)
+    sums = BudgetedSums()
+    for run in (slice(0, 512), slice(512, COUNT)):
+        tile = {key: (x[run], y[run]) for key, (x, y) in pairs.items()}
+        sums.add(tile["weight"] if with_weight else None, tile["moment1"], tile["moment2"], rule.divisor_eps)
+    *streams, update, steps = sums.errors(rule.factor)
     roots = [root(x) for x in pairs["moment2"]]
     updates = [rule.apply(m, r, None) for m, r in zip(pairs["moment1"], roots, strict=True)]
     expected = [

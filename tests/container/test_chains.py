@@ -57,7 +57,7 @@ def test_a_delta_opens_without_its_base(files, tmp_path):
     path = tmp_path / "alone.ckpt8"
     path.write_bytes(files[0][2].read_bytes())
     with ContainerReader(path) as reader:
-        assert reader.manifest.version == "1.5"
+        assert reader.manifest.version in ("1.5", "1.6")
         assert reader.manifest.base.links == 2
     with pytest.raises(InputError, match=rf"{path}: its base step-1.ckpt8 \(seal [0-9a-f]{{12}}\) is missing; looked"):
         ckpt8.load(path)

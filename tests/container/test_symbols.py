@@ -94,8 +94,9 @@ def test_bits_of_any_count(count, bits):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_default_device(backend):
     """Symbols stay where they are; what chooses the mode is on the CPU."""
-    x = holding(1, 16, 1)
+    x = drawn("gauss", 60.0, 0.1, 4099)
     expected = symbols.pack(x, backend)
+    assert expected[1].mode.bits
     with torch.device("meta"):
         row, packing = symbols.pack(x, backend)
         back = symbols.unpack(symbols.split(row, packing), packing, "x", backend)

@@ -129,12 +129,3 @@ def test_one_process_goes_on_from_two_ranks(which, options, ranks):
     else:
         after = figures(folder)[3]
         assert all(torch.equal(after[name], tensor) for name, tensor in by_two.items())
-
-
-@pytest.mark.slow
-def test_two_ranks_go_on_from_one_process(tmp_path):
-    run(1, (save_run, {"folder": tmp_path}))
-    run(2, (load_run, {"folder": tmp_path}))
-    losses, resumed, before, after = figures(tmp_path)
-    assert resumed == pytest.approx(losses, abs=1e-6)
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -335,3 +335,33 @@ def test_a_save_removes_what_killed_ones_have_left(tmp_path):
         partial_path(tmp_path / "x" / name).write_bytes(b"half")
     save({"w": torch.ones(8)}, tmp_path / "x")
     assert names_in(tmp_path / "x") == ["__0_1.ckpt8", "ckpt8-dcp.json"]
+
+
+def test_a_file_that_the_coordinator_does_not_see_stops_the_save(tmp_path):
+    writer, planner = Ckpt8StorageWriter(tmp_path / "x"), dcp.DefaultSavePlanner()
+    save({"w": torch.ones(8)}, tmp_path / "x")
+    planner.set_up_planner({"w": torch.zeros(8)}, is_coordinator=True)
+    (plan,), metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan([plan])
+    results = writer.write_data(plan, planner).value()
+    # As where each node has a directory of this name for itself.
+    (tmp_path / "x" / "__0_1.ckpt8").unlink()
+    with pytest.raises(OutputError) as caught:
+        writer.finish(metadata, [results])
+    assert str(caught.value) == (
+        f"{tmp_path / 'x'}: ranks have written __0_1.ckpt8 elsewhere; give a directory that every rank can reach, "
+        "nothing was replaced"
+    )
+    assert load({"w": torch.zeros(8)}, tmp_path / "x")["w"].eq(1).all()
+
+
+def test_a_save_with_the_plan_before_it_has_metadata_of_its_own_files(tmp_path):
+    for step in range(3):
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        planner._cached_plans_key = "test"
+        writer = Ckpt8StorageWriter(tmp_path / "x", preset="lossless")
+        saved = dcp.save({"w": torch.full((8,), step)}, storage_writer=writer, planner=planner)
+        # The file before is gone when the next one is named.
+        assert list(saved.storage_data.files) == [f"__0_{step % 2}.ckpt8"]
+        assert saved.storage_meta.save_id == writer.storage_meta().save_id
+        assert load({"w": torch.zeros(8)}, tmp_path / "x")["w"].eq(step).all()

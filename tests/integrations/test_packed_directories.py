@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_kit import load_all, read_metadata
-from fsdp_kit import run, save_both
+from fsdp_kit import run, save_both, share
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
@@ -30,7 +30,7 @@ PRESETS = ("lossless", "flash", "archive")
 def saved(tmp_path_factory):
     """One state as ``plain`` and packed with each preset; ``run.pt`` is torch's own conversion of the plain one."""
     folder = tmp_path_factory.mktemp("packed")
-    run(2, (save_both, {"folder": folder, "presets": PRESETS}))
+    run(2, (save_both, {"folder": folder, "presets": PRESETS}), (share, {"folder": folder}))
     dcp_to_torch_save(folder / "plain", folder / "run.pt")
     return folder
 
@@ -178,6 +178,13 @@ def test_convert_gives_what_the_plain_directory_gives(saved, tmp_path, preset, t
     assert_same(read(tmp_path / "mine"), read(tmp_path / "theirs"))
 
 
+def test_weights_for_publishing_come_with_their_snr(saved, tmp_path):
+    report = ckpt8.convert(saved / "archive", tmp_path / "archive.safetensors")
+    assert report.weights_snr < 60
+    assert f"{report.weights_snr:.1f} dB" in report.warning
+    assert ckpt8.convert(saved / "flash", tmp_path / "flash.safetensors").warning is None
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_restore_gives_a_plain_directory_that_torch_loads(saved, tmp_path, preset):
     assert call("restore", saved / preset, "-o", tmp_path / "back").exit_code == 0
@@ -217,6 +224,21 @@ def test_runs_counts_a_directory_once(saved, tmp_path):
     assert found.keys() == {"plain", "flash"}
     assert found["flash"]["stored_bytes"] == sum(path.stat().st_size for path in (saved / "flash").iterdir())
     assert found["flash"]["step"] == found["plain"]["step"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "another save", "truncated", "gap"])
+def test_runs_tells_of_damage(saved, tmp_path, damage):
+    shutil.copytree(saved / "flash", tmp_path / "x")
+    DAMAGE[damage][0](tmp_path / "x")
+    shown = call("runs", tmp_path, "--json")
+    assert isinstance(shown.exception, InputError) == (damage != "gap")
+    (row,) = json.loads(shown.output.splitlines()[0])["checkpoints"]
+    assert (row["damage"] is None) == (damage == "gap")  # boxes are what verify checks
+
+
+def test_resuming_live_objects_says_what_to_use(saved):
+    with pytest.raises(InputError, match=r"load it with .* Ckpt8StorageReader"):
+        ckpt8.resume(saved / "flash", model=torch.nn.Linear(2, 2))
 
 
 def _cut(folder):
@@ -309,6 +331,8 @@ def test_a_stray_file_is_told_and_does_not_count(saved, tmp_path):
     assert inspect_container(folder)["ranks"] == {"files": 2, "strays": ["__5_0.ckpt8"]}
     assert "no part of it: __5_0.ckpt8" in call("inspect", folder).output
     assert ckpt8.verify(folder).failures == ()
+    (row,) = json.loads(call("runs", tmp_path, "--json").output)["checkpoints"]
+    assert row["stored_bytes"] == inspect_container(folder)["stored_bytes"]
     assert ckpt8.diff(folder, saved / "flash").identical
 
 
@@ -321,3 +345,36 @@ def test_a_hostile_nesting_is_refused(saved, tmp_path):
     for read in (ckpt8.load, lambda path: ckpt8.convert(path, tmp_path / "y.pt")):
         with pytest.raises(InputError, match="lies inside another value"):
             read(folder)
+
+
+def test_parts_of_ranks_that_saved_alone_are_one_checkpoint(saved, tmp_path):
+    assert ckpt8.diff(saved / "parts", saved / "plain").identical
+    assert ckpt8.verify(saved / "parts", saved / "plain").failures == ()
+    facts = inspect_container(saved / "parts")
+    assert facts["ranks"] == {"files": 2, "strays": []}
+    assert facts["stored_bytes"] == sum(path.stat().st_size for path in (saved / "parts").iterdir())
+    ckpt8.restore(saved / "parts", tmp_path / "back")
+    assert_same(load_all(tmp_path / "back"), load_all(saved / "plain"))
+    with pytest.raises(InputError, match="compressed already"):
+        ckpt8.compress(saved / "parts", tmp_path / "x.ckpt8")
+
+
+def test_two_ranks_share_a_plain_directory(saved):
+    assert ckpt8.diff(saved / "shared", saved / "plain").identical
+    assert ckpt8.verify(saved / "shared", saved / "plain").failures == ()
+    files = {path.name: path.stat().st_size for path in (saved / "shared").iterdir()}
+    assert files.keys() == {"__0_0.ckpt8", "__1_0.ckpt8", INDEX}
+    assert abs(files["__0_0.ckpt8"] - files["__1_0.ckpt8"]) < 0.2 * files["__0_0.ckpt8"]
+
+
+def test_the_failure_of_one_rank_leaves_no_checkpoint(saved):
+    assert not (saved / "nothing").exists()
+    assert sorted(path.name for path in (saved / "older").iterdir()) == ["__0_0.ckpt8", "__1_0.ckpt8", INDEX]
+    assert ckpt8.diff(saved / "older", saved / "plain").identical
+    for target in ("nothing", "older"):
+        errors = [(saved / f"{target}-{rank}.txt").read_text() for rank in range(2)]
+        assert all(
+            error.startswith("InputError: ") and "is damaged: its CRC does not match" in error for error in errors
+        )
+        assert sum("__1_0.distcp: slice" in error and "failed: " not in error for error in errors) == 1
+        assert sum(": rank " in error and "failed: " in error for error in errors) == 1

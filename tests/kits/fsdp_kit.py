@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
+from ckpt8.integrations.dcp.sharing import compress_share
 
 WIDTH = 96
 STEPS = 4
@@ -92,7 +94,7 @@ def save_run(folder, preset="lossless", flat=False, asynchronous=False):
 
 
 def save_both(folder, presets):
-    """Train, and save one state to the plain directory ``plain``, and packed with each preset."""
+    """Train, and save one state to the plain directory ``plain``, packed with each preset, and by each rank alone."""
     model, optimizer = make()
     train(model, optimizer, range(STEPS))
     state = state_of(model, optimizer)
@@ -100,6 +102,32 @@ def save_both(folder, presets):
     dcp.save(state, storage_writer=dcp.FileSystemWriter(Path(folder) / "plain"))
     for preset in presets:
         dcp.save(state, storage_writer=Ckpt8StorageWriter(Path(folder) / preset, preset=preset))
+    parts = Ckpt8StorageWriter(Path(folder) / "parts", preset="lossless")
+    dcp.save(state, storage_writer=parts, use_collectives=False)
+    dist.barrier()
+
+
+def share(folder):
+    """Both ranks pack shares of ``plain``: all is well, then a slice is damaged, without and with an older checkpoint.
+
+    The error of each rank goes into a file.
+    """
+    folder, rank = Path(folder), dist.get_rank()
+    compress_share(folder / "plain", folder / "shared", {"preset": "lossless"}, rank, 2, overwrite=False)
+    if rank == 0:
+        shutil.copytree(folder / "plain", folder / "damaged")
+        file = folder / "damaged" / "__1_0.distcp"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        shutil.copytree(folder / "shared", folder / "older")
+    dist.barrier()
+    for target in ("nothing", "older"):
+        try:
+            compress_share(folder / "damaged", folder / target, {}, rank, 2, overwrite=True)
+        except Exception as exc:
+            (folder / f"{target}-{rank}.txt").write_text(f"{type(exc).__name__}: {exc}")
+        dist.barrier()
 
 
 def save_replicas(folder):

@@ -21,7 +21,8 @@ from hostile_kit import container_of
 
 MEMORY = 768 << 20
 SECONDS = 5
-GATES = ("load", "lightning", "lightning of a container", "storage reader")
+GATES = ("load", "lightning", "lightning of a container", "storage reader", "load of a directory")
+OF_DIRECTORIES = GATES[-2:]
 
 MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, 2)
 _HEAD = (pickle.dumps(1001, 2), pickle.dumps({"protocol_version": 1001, "little_endian": True}, 2))
@@ -120,8 +121,8 @@ def saved_object(content, folder):
     folder.mkdir()
     ckpt8.save({"objects": torch.frombuffer(bytearray(content), dtype=torch.uint8)}, folder / "__0_0.ckpt8")
     seal = (folder / "__0_0.ckpt8").read_bytes()[-32:].hex()
-    tree = {"format": "ckpt8-dcp", "version": "1.0", "files": {"__0_0.ckpt8": seal}, "tensors": {}}
-    tree["objects"] = {"g": {"file": "__0_0.ckpt8", "start": 0, "length": len(content)}}
+    tree = {"format": "ckpt8-dcp", "version": "2.0", "files": [["__0_0.ckpt8", seal]], "tensors": {}}
+    tree["objects"] = {"g": [0, 0, len(content)]}
     (folder / "ckpt8-dcp.json").write_text(json.dumps(tree))
     return folder
 
@@ -131,7 +132,7 @@ def written(content, folder, gate):
     if gate == "lightning":
         (folder / "a.ckpt").write_bytes(content)
         return folder / "a.ckpt"
-    return saved_object(content, folder / "dcp") if gate == "storage reader" else member(content, folder, "a.ckpt8")
+    return saved_object(content, folder / "dcp") if gate in OF_DIRECTORIES else member(content, folder, "a.ckpt8")
 
 
 def attempt(tries, *, allow=()):
@@ -161,7 +162,7 @@ def loads():
         return state
 
     lightning = Ckpt8CheckpointIO().load_checkpoint
-    return dict(zip(GATES, (ckpt8.load, lightning, lightning, by_storage_reader), strict=True))
+    return dict(zip(GATES, (ckpt8.load, lightning, lightning, by_storage_reader, ckpt8.load), strict=True))
 
 
 def _named(name):

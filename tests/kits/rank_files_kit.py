@@ -93,17 +93,19 @@ def _save_mesh(rank, root, kind):
 
 
 def _save_fsdp1(rank, root):
-    from torch.distributed.fsdp import FullStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed import fsdp
     from torch.distributed.fsdp import StateDictType as Kind
 
-    model = FSDP(layers(), device_id=torch.device("cpu"))
+    plain = layers()
+    plain.register_parameter("tail", torch.nn.Parameter(torch.ones(2)))  # two of the ranks have nothing of it
+    model = fsdp.FullyShardedDataParallel(plain, device_id=torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     _train(model, optimizer)
-    on_host = ShardedStateDictConfig(offload_to_cpu=False), ShardedOptimStateDictConfig(offload_to_cpu=False)
-    with FSDP.state_dict_type(model, Kind.SHARDED_STATE_DICT, *on_host):
+    here = {"offload_to_cpu": False}
+    parts = fsdp.ShardedStateDictConfig(**here), fsdp.ShardedOptimStateDictConfig(**here)
+    with model.state_dict_type(model, Kind.SHARDED_STATE_DICT, *parts):
         _save_verl(root / SHARDED, rank, model.state_dict(), optimizer.state_dict())
-    with FSDP.state_dict_type(model, Kind.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=False)):
+    with model.state_dict_type(model, Kind.FULL_STATE_DICT, fsdp.FullStateDictConfig(**here)):
         full = {"model": model.state_dict()}
     if rank == 0:
         torch.save(full, root / f"{SHARDED}.full.pt")

@@ -14,6 +14,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.distributed.checkpoint.api import CheckpointException
 
 IMPORTED = (
     "torch.distributed.checkpoint.state_dict",
@@ -42,6 +43,8 @@ def _run_rank(rank, world, store, work, arguments):
     try:
         work(rank, *arguments)
         dist.barrier()
+    except CheckpointException as exc:
+        raise RuntimeError("see above") from exc  # torch reports no other exceptions
     finally:
         dist.destroy_process_group()
     # Threads of gloo outlive their group while a mesh refers to it. One that lets go of a tensor while Python is torn

@@ -13,8 +13,8 @@ def rows():
     return [torch.randint(0, 64, (16,), generator=generator).cumsum(0) % 256 for _ in range(64)]
 
 
-def trainer(folder, callbacks=(), **arguments):
-    torch.manual_seed(0)
+def trainer(folder, callbacks=(), *, kind=transformers.Trainer, seed=0, **arguments):
+    torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
@@ -37,7 +37,7 @@ def trainer(folder, callbacks=(), **arguments):
         **arguments,
     }
     data = [{"input_ids": row, "labels": row} for row in rows()]
-    return transformers.Trainer(
+    return kind(
         model=transformers.LlamaForCausalLM(config),
         args=transformers.TrainingArguments(output_dir=str(folder), **settings),
         train_dataset=data,

@@ -12,8 +12,10 @@ import torch
 import ckpt8
 
 INTEGRATIONS = {
-    "transformers": ("Ckpt8Callback", "restored_checkpoint", "temporary_checkpoint"),
-    "lightning": ("Ckpt8CheckpointIO", "opened"),
+    "transformers": ("Ckpt8Callback", "Ckpt8TrainerMixin", "restored_checkpoint", "temporary_checkpoint"),
+    "lightning": ("Ckpt8CheckpointIO", "Ckpt8StrategyMixin", "opened"),
+    "accelerate": ("save_state", "load_state"),
+    "torchtitan": ("Ckpt8CheckpointManager",),
     "dcp": ("Ckpt8StorageReader", "Ckpt8StorageWriter"),
 }
 PUBLIC = [
@@ -51,10 +53,13 @@ def test_an_example(home, name, names):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("framework", INTEGRATIONS)
+@pytest.mark.parametrize(
+    "framework",
+    [pytest.param(each, marks=pytest.mark.torchtitan if each == "torchtitan" else ()) for each in INTEGRATIONS],
+)
 def test_an_example_of_an_integration(framework, names):
     if framework != "dcp":
-        pytest.importorskip(framework)
+        pytest.importorskip(framework, reason=f"{framework} is not installed")
     module = importlib.import_module(f"ckpt8.integrations.{framework}")
     for name in INTEGRATIONS[framework]:
         check(getattr(module, name), names)

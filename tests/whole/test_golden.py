@@ -28,16 +28,19 @@ def _digest(tensor):
 def test_every_golden_file_is_expected_and_small():
     files = {path.name: path.stat().st_size for path in FOLDER.glob("*.ckpt8")}
     assert set(files) == set(EXPECTED)
-    assert sum(files.values()) < 1_800_000
-    codecs, versions, links = set(), set(), set()
+    assert sum(files.values()) < 1_850_000
+    codecs, versions, links, bits = set(), set(), set(), set()
     for name in files:
         with ckpt8.open(FOLDER / name) as file:
             codecs |= {storage.codec["id"] for storage in file.manifest.storages}
             versions.add(file.manifest.version)
+            parts = [part for storage in file.manifest.storages for part in storage.parts.values()]
+            bits |= {mode.bits for part in parts for mode in part.modes}
             links.add(file.manifest.base.links if file.manifest.base else 0)
     assert codecs >= {"lossless/1", "split24/1", "companded8/1", "reference/1", "reference16/1", "reference/2"}
     assert codecs >= {"lattice/1", "rclog/1", "vscaled/1"}
-    assert versions == {"1.0", "1.1", "1.2", "1.3", "1.4", "1.5"}
+    assert versions == {"1.0", "1.1", "1.2", "1.3", "1.4", "1.5", "1.6"}
+    assert len(bits) > 3
     assert links == {0, 1, 2, 3}
 
 

@@ -79,7 +79,7 @@ def test_a_missing_package(required, pytester, monkeypatch):
 def test_a_package_that_may_be_absent(absent, pytester, monkeypatch):
     """Its tests bear its name as a mark; a test that does not would run nowhere."""
     monkeypatch.setenv("CKPT8_REQUIRE_PACKAGES", "1")
-    monkeypatch.setenv("CKPT8_ABSENT_PACKAGE", absent)
+    monkeypatch.setenv("CKPT8_ABSENT_PACKAGES", f"{absent} a_third")
     pytester.makeini("[pytest]\nmarkers =\n    no_such_thing: x\n    another_thing: x")
     pytester.makeconftest((Path(__file__).parents[1] / "conftest.py").read_text())
     pytester.makepyfile(MARKED)

@@ -117,6 +117,11 @@ def open_member(path: Path, *, member: str | None = None, threads: int | None = 
 
     Raises InputError for damage, UsageError where ``member`` must be given.
     """
+    if is_sharded(path):
+        raise UnsupportedError(
+            f"{path}: is a directory of containers of ranks; load it with torch.distributed.checkpoint and "
+            "Ckpt8StorageReader, or convert it to one file"
+        )
     if not is_container(path):
         if member is not None and is_directory(path):
             path /= member

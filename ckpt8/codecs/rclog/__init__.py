@@ -25,7 +25,7 @@ from functools import partial
 from ckpt8.codecs.base import Codec, Direction
 from ckpt8.core.backend import Backend
 from ckpt8.core.errors import UsageError
-from ckpt8.core.tensors import DType, PartSpec, Role, TensorSpec
+from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
 
 OCTAVE = 1 << 23
 SMALLEST_STEP, LARGEST_STEP = 1 << 14, 7 * OCTAVE // 5
@@ -78,6 +78,10 @@ class RowColumnLog(Codec):
         if self.columns:
             parts["columns"] = PartSpec(DType.INT16, self.C if n else 0)
         return parts
+
+    def tile(self, parts: Parts, dtype: DType, first: int, run: slice) -> Parts:  # noqa: ARG002
+        """As ``Codec.tile``: its codes, the factors of rows from the one that it begins in, and those of columns."""
+        return parts | {"codes": parts["codes"][run], "rows": parts["rows"][(first % self.C + run.start) // self.C :]}
 
     def continued(self, base: Codec) -> Codec | None:
         """``base`` where its S is at most half an octave away, and its factors are of the same rows and columns."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.container.manifest import Manifest, TensorRecord
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded import INDEX
+from ckpt8.container.sharded import INDEX, is_part
 from ckpt8.container.sharded.covering import check_cover
 from ckpt8.container.sharded.index import OBJECTS, GlobalTensor, Place
 from ckpt8.container.sharded.joined_manifest import join_manifests
@@ -53,6 +53,7 @@ class JoinedReader(Closing):
                 self.readers.append(reader)
             self.by_name = {reader.path.name: reader for reader in self.readers}
             self.slices = {name: slices_of(reader.manifest) for name, reader in self.by_name.items()}
+            self._objects = {name: _objects(reader) for name, reader in self.by_name.items()}
             self._check()
             self._resources = stack.pop_all()
 
@@ -97,10 +98,7 @@ class JoinedReader(Closing):
 
     def objects(self, file: str) -> TensorRecord | None:
         """The bytes of the values that are no tensors in a file; None where it has none."""
-        manifest = self.by_name[file].manifest
-        found = next((each for each in manifest.tensors if each.name == OBJECTS), None)
-        fits = found is not None and found.dtype is DType.UINT8 and not found.offset and not found.flags
-        return found if fits else None
+        return self._objects[file]
 
     def _is_replica(self, file: str, key: SliceKey) -> bool:
         """Whether the index names the same slice in another file: ranks may keep copies of what all have."""
@@ -114,7 +112,8 @@ class JoinedReader(Closing):
     @property
     def size(self) -> int:
         """Bytes of all files."""
-        return (self.path / INDEX).stat().st_size + sum(reader.size for reader in self.readers)
+        index = sum((self.path / name).stat().st_size for name in self._names() if _is_index(name))
+        return index + sum(reader.size for reader in self.readers)
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -151,4 +150,17 @@ class JoinedReader(Closing):
 
     def strays(self) -> Iterator[str]:
         """Names of files in the directory that are no part of the checkpoint."""
-        return (each.name for each in sorted(self.path.iterdir()) if each.name not in {*self.by_name, INDEX})
+        return (name for name in self._names() if name not in self.by_name and not _is_index(name))
+
+    def _names(self) -> list[str]:
+        return sorted(each.name for each in self.path.iterdir())
+
+
+def _objects(reader: ContainerReader) -> TensorRecord | None:
+    found = next((each for each in reader.manifest.tensors if each.name == OBJECTS), None)
+    fits = found is not None and found.dtype is DType.UINT8 and not found.offset and not found.flags
+    return found if fits else None
+
+
+def _is_index(name: str) -> bool:
+    return name == INDEX or is_part(name)

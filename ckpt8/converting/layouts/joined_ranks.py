@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt8.checkpoint.meaning.nodes import Inside
 from ckpt8.checkpoint.meaning.rank_files import stated_world
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.share import Share
@@ -50,11 +51,15 @@ def joined(data: Composite, pattern: str, files: Files, notes: list[str]) -> Any
 
 def _opened(data: Composite, member: DirectoryMember) -> Any:
     where, tree = f"{data.label}: {member.path}", member.checkpoint.tree
+    inert = Inside()
     for path, node in iter_nodes(tree):
         if len(path) > _DEEPEST:
             raise InputError(f"{where}: its objects are nested deeper than {_DEEPEST}")
-        if isinstance(node, Inert) and any(True for _ in iter_leaves(node)):
-            raise InputError(f"{where}: {shown(format_path(path))}: an object with tensors in it")
+        if inert.holds(path):
+            if isinstance(node, TensorRef):
+                raise InputError(f"{where}: {shown(format_path(path))}: a tensor in an object of another class")
+        elif isinstance(node, Inert):
+            inert.enter(path)
     return adopt_member(data, member, tree)
 
 

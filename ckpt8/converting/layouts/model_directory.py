@@ -8,6 +8,7 @@ from typing import Any
 from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights
 from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
+from ckpt8.checkpoint.meaning.rank_files import rank_file
 from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.bundle import Bundle
@@ -50,6 +51,8 @@ def assemble(members: Bundle) -> Content:
     data.tree = {"model": _merged(shards, data)}
     names = NamesFromWeights([(member.path, member.checkpoint) for member in members.found])
     optimizers = [member for member in top.values() if _is_optimizer(member.checkpoint)]
+    spread = [member for member in optimizers if rank_file(member.path, member.checkpoint.tree)]
+    optimizers = [member for member in optimizers if member not in spread]
     if len(optimizers) > 1:
         found = listed((member.path for member in optimizers), _LISTED)
         raise UsageError(f"{data.label}: has several optimizers; choose a file with --member: {found}")
@@ -61,6 +64,7 @@ def assemble(members: Bundle) -> Content:
     unused = [member for member in members.found if member.path not in used and not _is_index(member.path)]
     others = [member for member in unused if member.path not in _MODEL_FILES]
     notes = [f"{member.path}: the same weights again, not used" for member in unused if member not in others]
+    notes += [f"left out: {member.path}: the file of one rank, with its parts of the tensors" for member in spread]
     ordered = len(shards) == 1 and shards[0].checkpoint.format != "safetensors"
     return Content(data, others=others, notes=notes, ordered=ordered)
 

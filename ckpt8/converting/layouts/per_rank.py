@@ -13,6 +13,7 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict, is_optimizer
 from ckpt8.checkpoint.meaning.rank_files import named_rank, rank_file
+from ckpt8.checkpoint.readers import READERS
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
@@ -79,8 +80,12 @@ def _files_of_ranks(members: Bundle) -> dict[str, Files]:
             found[file.pattern][file.rank] = member
     for member in members.found:
         file = named_rank(member.path)
-        if member.reason is not None and file is not None and file.pattern in found:
+        if file is None or file.pattern not in found:
+            continue
+        if member.reason is not None:
             raise InputError(f"{members.path}: {member.path}: {member.reason}; it cannot be converted")
+        if member.checkpoint.format in READERS:
+            found[file.pattern].setdefault(file.rank, member)  # a rank may have no part of any tensor
     return {pattern: dict(sorted(files.items())) for pattern, files in found.items()}
 
 

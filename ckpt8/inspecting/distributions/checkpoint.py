@@ -16,9 +16,10 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.bundle_plan import plan_bundle
-from ckpt8.compressing.measure import ErrorMeter, UnitErrors
+from ckpt8.compressing.measure import ErrorMeter
 from ckpt8.compressing.plan import Stream, Unit, read_elements
 from ckpt8.compressing.policy import LOSSLESS, Policy
+from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container.facts import NO_PARAMETER, NOT_MEASURED
 from ckpt8.container.frames import FRAME
 from ckpt8.core.backend import Backend

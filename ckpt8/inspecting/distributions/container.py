@@ -17,10 +17,10 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import StorageInfo
 from ckpt8.codecs.error_stats import UpdateError, read_error
-from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.parameters import Parameter
 from ckpt8.compressing.plan import Stream, Unit, join, read_elements
 from ckpt8.compressing.policy import Policy
+from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container.frames import FRAME
 from ckpt8.container.manifest import ParameterRecord
 from ckpt8.container.opening import Stored

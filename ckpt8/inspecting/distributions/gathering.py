@@ -10,8 +10,8 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import count_whole, in_model_order, layer_of, plain_path
 from ckpt8.codecs.error_stats import ErrorStats, LatticeError, UpdateError, WeightError
-from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Unit
+from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container.facts import error_facts, figure_of, unknown_updates
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.tensors import Role

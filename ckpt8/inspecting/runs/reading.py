@@ -12,6 +12,7 @@ from ckpt8.codecs.error_stats import StepError
 from ckpt8.container.base_record import BaseRecord
 from ckpt8.container.header import is_container
 from ckpt8.container.sharded import INDEX, is_part
+from ckpt8.container.sharded.reading import read_index
 from ckpt8.container.target_names import CONTAINER
 from ckpt8.core.errors import InputError
 from ckpt8.inspecting.runs.containers import read_container
@@ -53,6 +54,11 @@ def read(place: Place) -> Row | None:
         found.extend([] if facts is None else [facts])
         return facts
 
+    seals: dict[str, str] = {}
+    if any(name == INDEX or is_part(name) for name in place.files):
+        attempt(lambda: seals.update(read_index(place.path).files))
+        containers = [path for path in containers if not seals or path.name in seals]
+        paths = [path for path in paths if path.suffix != CONTAINER or path in containers]
     attempt(lambda: _measure(row, paths))
     if len(containers) < len(paths):
         attempt(lambda: _read_originals(place, set(containers)))
@@ -60,6 +66,10 @@ def read(place: Place) -> Row | None:
         facts = attempt(lambda path=path: read_container(path))  # type: ignore[misc]
         if facts is not None and facts.base is not None:
             row.bases.append((path, facts.base))
+        if facts is not None and seals.pop(path.name, facts.seal) != facts.seal:
+            row.record.damage = row.record.damage or f"{path}: belongs to another save than the {INDEX} beside it"
+    if seals and row.record.damage is None:
+        row.record.damage = f"{place.path / min(seals)}: is missing, and {INDEX} names it"
     if not found and row.record.damage is None:
         return None
     row.seals += [facts.seal for facts in found if facts.seal is not None]

@@ -23,7 +23,7 @@ from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.integrations import local_path
 
-_ADVICE = "give a directory that every rank can reach"
+ADVICE = "give a directory that every rank can reach"
 
 
 class InDirectory:
@@ -31,7 +31,7 @@ class InDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
-        self.path = local_path(path, _ADVICE)
+        self.path = local_path(path, ADVICE)
         self._run_id = uuid.uuid4().hex
 
     @property
@@ -41,7 +41,7 @@ class InDirectory:
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save or load, in another directory if one is given."""
-        self.path = self.path if checkpoint_id is None else local_path(checkpoint_id, _ADVICE)
+        self.path = self.path if checkpoint_id is None else local_path(checkpoint_id, ADVICE)
         self._run_id = uuid.uuid4().hex
 
 

@@ -125,8 +125,7 @@ class PlainDirectory:
 
     def value(self, name: str) -> bytes:
         """A value that is no tensor, as torch.save wrote it. Raises InputError where it is damaged."""
-        opened = self.home.open_value(name)
-        return opened.file.read(0, opened.size)
+        return self.home.content(name)
 
     @cached_property
     def known(self) -> Mapping[str, Any]:

@@ -100,7 +100,9 @@ class RankPlan:
         slices = {names[number]: each for number, each in enumerate(self._slices)}
         with part_of(self._whole_bytes()), live_checkpoint(obj, target.stem, self._sources.made) as checkpoint:
             bundle = Bundle.of(checkpoint, f"{target.stem}.pt")
-            live = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
+            memory = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
+            made = self._sources.made
+            live = {key: storage for key, storage in memory.items() if storage.data_ptr() not in made}
             encoder = choose_encoder(bundle, live, None, measure=options.stats)
             compressor = Compressor(bundle, plan_bundle(bundle, policy), options, encoder, slices=slices)
             manifest = compressor.run(target, policy, force=False, tidy=False)
@@ -117,9 +119,14 @@ class RankPlan:
 
     def _whole_bytes(self) -> int:
         """Bytes of the tensors that all ranks save together, as far as this one knows of them."""
-        tensors = [value for value in self._known.values() if isinstance(value, torch.Tensor)]
-        planned = sum(item.tensor_storage_size() or 0 for item in self._plan.items)
-        return max(planned, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+        sizes = {
+            name: value.numel() * value.element_size()
+            for name, value in self._known.items()
+            if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards")
+        }
+        planned = ((item.index.fqn, item.tensor_data) for item in self._plan.items)
+        sizes |= {name: data.size.numel() * data.properties.dtype.itemsize for name, data in planned if data}
+        return sum(sizes.values())
 
     def _tree(self) -> dict[str, Any]:
         objects = [item.index.fqn for item in self._plan.items if item.type is WriteItemType.BYTE_IO]

@@ -34,7 +34,7 @@ from ckpt8.core.text import listed
 from ckpt8.core.workers import threads_of_rank
 from ckpt8.integrations import is_local
 from ckpt8.integrations.dcp.families import count_parted
-from ckpt8.integrations.dcp.metadata import InDirectory, index_of
+from ckpt8.integrations.dcp.metadata import ADVICE, InDirectory, index_of
 from ckpt8.integrations.dcp.planner import Ckpt8SavePlanner
 from ckpt8.integrations.dcp.rank_file import RankPlan
 from ckpt8.integrations.dcp.save_id import save_of_all_ranks
@@ -91,19 +91,19 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
             self._part = Part(dist.get_rank(), dist.get_world_size(), save_of_all_ranks(self.path))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the directory and number the ranks.
-
-        Raises OutputError where it holds a checkpoint that must stay, UsageError for a rule that matches nothing in any
-        of the plans.
-        """
+        """Make the directory. Raises OutputError."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise OutputError(f"{self.path}: cannot be written: {exc.strerror}") from exc
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Number the ranks.
+
+        Raises OutputError where the directory holds a checkpoint that must stay, UsageError for a rule that matches
+        nothing in any of the plans.
+        """
         if (self.path / ".metadata").exists():
             raise OutputError(f"{self.path}: holds a checkpoint of another format; give another directory")
         if self._part is not None and ((self.path / INDEX).exists() or (self.path / self._part.name).exists()):
@@ -143,12 +143,17 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         return next(path for path in names if not path.exists())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index, which replaces an older checkpoint, and remove the files of that one."""
+        """Write the index, which replaces an older checkpoint, and remove the files of that one. Raises OutputError."""
         written: list[RankFile] = [result.storage_data for each in results for result in each]
         metadata.version = _DCP_VERSION
         metadata.storage_meta = self.storage_meta()
         index = index_of(self.path, metadata, written, self._run_id)
         metadata.storage_data = index = replace(index, part=self._part)
+        missing = [name for name in index.files if not (self.path / name).exists()]
+        if missing:
+            raise OutputError(
+                f"{self.path}: ranks have written {listed(missing, _SHOWN)} elsewhere; {ADVICE}, nothing was replaced"
+            )
         index.write(self.path)
         self._warn_of_losses(index, written)
         if self._part is None:

@@ -23,7 +23,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "role": ("weight", "moment1", "moment2", "other", "Weight", ""),
     "format": ("torch-zip", "torch-legacy", "safetensors", "dcp", "file", "symlink", "directory", "tar", ""),
     "dtype": (*(dtype.label for dtype in DType), "torch.float32", "FloatStorage", "int3", ""),
-    "version": ("1.0", "1.1", "1.2", "1.3", "1.4", "1.5", "1.99", "2.0", "0.9", "1", "", "1.0.0", "1.\u0664"),
+    "version": ("1.0", "1.1", "1.2", "1.3", "1.4", "1.5", "1.6", "1.99", "2.0", "0.9", "1", "", "1.0.0", "1.\u0664"),
     "preset": ("flash", "compact", "archive", "lossless", "x", "", "[red]", "x" * 5000),
     "flags": ([], ["conj"], ["neg"], ["conj", "neg"], ["neg"] * 9, ["x"], [[]], [1]),
     "rules": ([], ["*=lossless"], ["x"], [1], [["a"]], ["[red]" * 99]),
@@ -54,6 +54,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 MODES = (
     [0, 3, 0, -1], [0, 6, 0, -1], [0, 16, 1, 0], [0, 256, 0, 0], [0, 256, 3, -1], [1, 3, 2, 7], [2, 256, 1, 2**20 - 1],
     [2, 16, 0, 2**20], [3, 3, 0, -1], [0, 3, 4, -1], [0, 243, 0, -1], [0, 3, 0], [], None, "x",
+    [0, 256, 0, -1, 1], [0, 16, 1, 0, 7], [0, 256, 2, -1, 3], [0, 256, 3, -1, 3], [1, 256, 0, -1, 3], [0, 6, 0, -1, 0],
+    [0, 6, 0, -1, 8],
 )  # fmt: skip
 """How symbols are packed, or nearly so."""
 NAMES = ("name", "path", "directory", "writer", "reason")

@@ -137,5 +137,5 @@ def kinds() -> tuple[Kind, ...]:
             source = FIXTURES / "inputs" / f"{path.name.partition('.')[0]}.pt"
             packed.write_bytes(path.read_bytes())
             keep(path.stem, source.read_bytes() if source.exists() else None)
-    assert {unpack(kind.content)[2]["version"] for kind in found} >= {"1.0", "1.1", "1.2", "1.3", "1.4", "1.5"}
+    assert {unpack(kind.content)[2]["version"] for kind in found} >= {"1.0", "1.1", "1.2", "1.3", "1.4", "1.5", "1.6"}
     return tuple(found)

@@ -145,6 +145,10 @@ class DcpCheckpoint:
         except InputError:
             return None
 
+    def content(self, name: str) -> bytes:
+        """A value that is no tensor, as torch.save wrote it. Raises InputError, and KeyError as ``open_value``."""
+        return self._values[name].read(0, self._values[name].source.length)
+
     def open_value(self, name: str) -> OpenCheckpoint:
         """A value that is no tensor, as a checkpoint of its own.
 
@@ -153,7 +157,7 @@ class DcpCheckpoint:
         window = self._values[name]
         if window.source.length > MAX_VALUE_BYTES:
             raise InputError(f"{window.source}: has {window.source.length} bytes, more than {MAX_VALUE_BYTES}")
-        content = window.read(0, window.source.length)
+        content = self.content(name)
         known = self._known.get(content)
         if known is None:
             known = torch_zip.read(window)

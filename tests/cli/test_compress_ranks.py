@@ -1,0 +1,145 @@
+"""``torchrun -m ckpt8 compress``: ranks share the slices of a plain directory and write a packed one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from dcp_kit import save_in_pieces
+from typer.testing import CliRunner
+
+import ckpt8
+from ckpt8.checkpoint.sources.opening import open_source
+from ckpt8.cli.app import app
+from ckpt8.core.errors import InputError, OutputError, UsageError
+from ckpt8.integrations.dcp.plain_directory import PlainDirectory
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ROWS, WIDTH, LAYERS = 30, 40, 7
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Weights and moments in three boxes of rows each, scalars, and values that are no tensors."""
+    boxes = [((0, 0), (10, WIDTH)), ((10, 0), (10, WIDTH)), ((20, 0), (10, WIDTH))]
+    tensors, others = {}, {"epoch": 3, "note": "half way"}
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(LAYERS):
+        name = f"layers.{layer}.weight"
+        tensors[f"model.{name}"] = torch.randn(ROWS, WIDTH, generator=generator), boxes
+        tensors[f"optimizer.state.{name}.exp_avg"] = torch.randn(ROWS, WIDTH, generator=generator), boxes
+        tensors[f"optimizer.state.{name}.exp_avg_sq"] = torch.rand(ROWS, WIDTH, generator=generator), boxes
+        tensors[f"optimizer.state.{name}.step"] = torch.tensor(5.0), [((), ())]
+    return save_in_pieces(tensors, tmp_path_factory.mktemp("plain") / "run", others)
+
+
+def call(*arguments, **environment):
+    return CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "200", **environment})
+
+
+def test_torchrun(plain, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "ckpt8", "compress", str(plain), "-o", str(tmp_path / "out"), "--preset", "lossless"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("rank 0 of 2: ") for line in lines) == 1
+    assert sum(line.startswith("rank 1 of 2: ") for line in lines) == 1
+    assert lines.count(str(tmp_path / "out")) == 1
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "__0_0.ckpt8",
+        "__1_0.ckpt8",
+        "ckpt8-dcp.json",
+    ]
+    assert ckpt8.diff(tmp_path / "out", plain).identical
+
+
+def test_one_rank_writes_a_directory_of_one_file(plain, tmp_path):
+    rank = {"RANK": "0", "WORLD_SIZE": "1"}
+    done = call("compress", plain, "-o", tmp_path / "out", "--json", **rank)
+    facts = json.loads(done.output)
+    assert (facts["ranks"], facts["left_out"]) == ({"files": 1, "strays": []}, [])
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["__0_0.ckpt8", "ckpt8-dcp.json"]
+    assert ckpt8.verify(tmp_path / "out", plain).failures == ()
+    again = call("compress", plain, "-o", tmp_path / "out", **rank)
+    assert isinstance(again.exception, OutputError)
+    assert call("compress", plain, "-o", tmp_path / "out", "--force", "--preset", "lossless", **rank).exit_code == 0
+    assert ckpt8.diff(tmp_path / "out", plain).identical
+
+
+def test_without_ranks_a_plain_directory_becomes_one_file(plain, tmp_path):
+    assert call("compress", plain, "-o", tmp_path / "out").exit_code == 0
+    assert (tmp_path / "out").is_file()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 40])
+def test_shares_are_whole_balanced_and_keep_a_slice_together(plain, world):
+    with open_source(plain, containers=False) as source:
+        directory = PlainDirectory(source)
+        shares = directory.shares(world)
+        pieces = [piece for share in shares for piece in share.items]
+        assert sorted(map(id, pieces)) == sorted(map(id, directory.home.metadata.slices))
+        home = {(piece.name, piece.place): rank for rank, share in enumerate(shares) for piece in share.items}
+        for layer in range(LAYERS):
+            for start in (0, 10, 20):
+                place = (start, 0), (10, WIDTH)
+                names = [f"optimizer.state.layers.{layer}.weight.{key}" for key in ("exp_avg", "exp_avg_sq")]
+                ranks = {home[name, place] for name in (f"model.layers.{layer}.weight", *names)}
+                assert len(ranks) == 1
+        group = max(piece.length for piece in pieces) * 5
+        loads = [sum(piece.length for piece in share.items) for share in shares]
+        assert [share.size for share in shares] == loads
+        assert max(loads) <= sum(loads) / world + group
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "2 ranks write a directory"),
+        (("-o", "x.ckpt8"), "2 ranks write a directory"),
+        (("-o", "x", "--device", "cuda"), "--device is not for ranks"),
+        (("-o", "x", "--base", "auto"), "--base is not for ranks"),
+        (("-o", "x", "--max-update-error", "1"), "--max-update-error is not for ranks"),
+        (("-o", "x", "--remove"), "--remove is not for ranks"),
+    ],
+)
+def test_what_ranks_do_not_take(plain, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    done = call("compress", plain, *arguments, RANK="1", WORLD_SIZE="2")
+    assert isinstance(done.exception, UsageError)
+    assert message in str(done.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_environments_that_contradict_themselves(plain, tmp_path):
+    for environment in ({"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}):
+        done = call("compress", plain, "-o", tmp_path / "x", **environment)
+        assert "start the ranks with torchrun" in str(done.exception)
+        assert isinstance(done.exception, UsageError)
+
+
+def test_a_job_around_another_source_changes_nothing(tmp_path):
+    torch.save({"w": torch.ones(3)}, tmp_path / "run.pt")
+    assert call("compress", tmp_path / "run.pt", RANK="0", WORLD_SIZE="2").exit_code == 0
+    assert (tmp_path / "run.ckpt8").is_file()
+
+
+def test_damage_leaves_nothing(plain, tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in plain.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    file = next(copy.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    done = call("compress", copy, "-o", tmp_path / "out", RANK="0", WORLD_SIZE="1")
+    assert isinstance(done.exception, InputError)
+    assert "is damaged" in str(done.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]

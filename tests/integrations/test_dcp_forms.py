@@ -1,0 +1,190 @@
+"""What sharded runs may come with: every type, empty shards, parts of a checkpoint, groups of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from modes_kit import AFTER, BEFORE, state_of
+from modes_nets import Run
+from ranks import run_ranks
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.tensor import DTensor, Shard
+
+from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+WORLD = 4
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+]
+SHAPES = {"rows": (7, 6), "few": (3,), "none": (0, 4)}
+
+
+def save(state, path, **options):
+    dcp.save(state, storage_writer=Ckpt8StorageWriter(path, preset="lossless"), planner=Ckpt8SavePlanner(), **options)
+
+
+def load(state, path, **options):
+    dcp.load(state, storage_reader=Ckpt8StorageReader(path), **options)
+
+
+def value(shape, dtype):
+    """Different numbers that every type but bool holds."""
+    numel = torch.Size(shape).numel()
+    return (
+        (torch.ones(numel).exp2() if dtype is torch.float8_e8m0fnu else torch.arange(numel) % 8).to(dtype).view(shape)
+    )
+
+
+def sharded(whole, dim, mesh):
+    """A DTensor of which this rank has its part, as FSDP2 cuts it."""
+    parts = list(whole.view(torch.uint8).chunk(mesh.size(), dim)) if whole.dtype.itemsize == 1 else None
+    parts = [part.view(whole.dtype) for part in parts] if parts else list(whole.chunk(mesh.size(), dim))
+    rank = mesh.get_local_rank()
+    mine = parts[rank] if rank < len(parts) else whole.narrow(dim, 0, 0)
+    return DTensor.from_local(
+        mine.clone(), mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def every_type(dim, mesh, make=value):
+    state = {
+        f"{name} {dtype}": sharded(make(shape, dtype), min(dim, len(shape) - 1), mesh)
+        for name, shape in SHAPES.items()
+        for dtype in DTYPES
+    }
+    return state | {"step": torch.tensor(7, dtype=torch.int32), "flag": torch.tensor(True)}
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def bytes_of(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+def _work(_, calls):
+    for call, *arguments in calls:
+        call(*arguments)
+
+
+def save_types(folder):
+    save({"values": every_type(0, init_device_mesh("cpu", (dist.get_world_size(),)))}, folder / "types")
+
+
+def load_types(folder):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for dim in (0, 1):
+        wanted = every_type(dim, mesh)
+        state = {"values": every_type(dim, mesh, lambda shape, dtype: torch.zeros(shape, dtype=dtype))}
+        state["values"] |= {"step": torch.tensor(0, dtype=torch.int32), "flag": torch.tensor(False)}
+        load(state, folder / "types")
+        for name, each in state["values"].items():
+            mine, theirs = (getattr(one, "_local_tensor", one) for one in (each, wanted[name]))
+            assert mine.shape == theirs.shape, name
+            assert bytes_of(mine) == bytes_of(theirs), name
+
+
+def save_groups(folder):
+    """Two halves of the ranks that save without each other."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = dist.get_rank() // 2
+    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(groups[half], "cpu")
+    save(
+        {"w": sharded(value((7, 6), torch.float32) + half, 0, mesh)},
+        folder / f"half-{half}",
+        process_group=groups[half],
+    )
+
+
+def save_fsdp1(folder):
+    """FSDP1 by its own functions, as accelerate calls them."""
+    run = Run("uneven", "fsdp1", "AdamW")
+    run.train(range(BEFORE))
+    with FullyShardedDataParallel.state_dict_type(run.model, StateDictType.SHARDED_STATE_DICT):
+        save({"model": run.model.state_dict()}, folder / "model")
+        save({"optimizer": FullyShardedDataParallel.optim_state_dict(run.model, run.optimizer)}, folder / "optimizer")
+    losses = run.train(range(BEFORE, BEFORE + AFTER))
+    run = Run("uneven", "fsdp1", "AdamW", seed=1)
+    with FullyShardedDataParallel.state_dict_type(run.model, StateDictType.SHARDED_STATE_DICT):
+        state = {"model": run.model.state_dict()}
+        load(state, folder / "model")
+        run.model.load_state_dict(state["model"])
+        reader = Ckpt8StorageReader(folder / "optimizer")
+        found = load_sharded_optimizer_state_dict(run.model.state_dict(), "optimizer", reader)
+        moments = FullyShardedDataParallel.optim_state_dict_to_load(run.model, run.optimizer, found["optimizer"])
+        run.optimizer.load_state_dict(moments)
+    assert run.train(range(BEFORE, BEFORE + AFTER)) == losses
+
+
+def save_run(folder):
+    run = Run("uneven", "fsdp2", "AdamW")
+    run.train(range(BEFORE))
+    save(state_of(run, flat=False), folder / "run")
+
+
+def load_parts(folder):
+    """The model alone; in another type; with a key that the checkpoint lacks."""
+    run = Run("uneven", "fsdp2", "AdamW", seed=1)
+    model = {"model": state_of(run, flat=False)["model"]}
+    load(model, folder / "run")
+    halves = {"model": {name: each.to(torch.bfloat16) * 0 for name, each in model["model"].items()}}
+    load(halves, folder / "run")
+    for name, each in model["model"].items():
+        assert torch.equal(full(halves["model"][name]), full(each).to(torch.bfloat16)), name
+    more = {"model": {**{name: each * 0 for name, each in model["model"].items()}, "head": torch.full((3,), 5.0)}}
+    load(more, folder / "run", planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    assert more["model"].pop("head").eq(5).all()
+    del more["model"]["gains"]
+    missing = set_model_state_dict(run.model, more["model"], options=StateDictOptions(strict=False))
+    assert missing.missing_keys == ["gains"]
+    for name, each in state_of(run, flat=False)["model"].items():
+        if name != "gains":
+            assert torch.equal(full(each), full(model["model"][name])), name
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("forms")
+    run_ranks(_work, WORLD, [(call, folder) for call in (save_types, save_groups, save_run)])
+    return folder
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_every_type_and_parts_of_a_run_at_another_world_size(saved, world):
+    run_ranks(_work, world, [(call, saved) for call in (load_types, load_parts)])
+
+
+def test_groups_of_ranks_save_without_each_other(saved):
+    for half in (0, 1):
+        state = {"w": torch.zeros(7, 6)}
+        load(state, saved / f"half-{half}", no_dist=True)
+        assert torch.equal(state["w"], value((7, 6), torch.float32) + half)
+        assert sorted(path.name for path in (saved / f"half-{half}").glob("*.ckpt8")) == ["__0_0.ckpt8", "__1_0.ckpt8"]
+
+
+def test_one_process_gathers_what_it_names(saved):
+    found = _load_state_dict_from_keys(
+        {"model.up.weight", "optimizer.state"}, storage_reader=Ckpt8StorageReader(saved / "run")
+    )
+    run = Run("uneven", "plain", "AdamW")
+    run.train(range(BEFORE))
+    assert torch.equal(found["model"]["up.weight"], run.model.up.weight)
+    for name, param in run.model.named_parameters():
+        for key, each in run.optimizer.state[param].items():
+            assert torch.equal(found["optimizer"]["state"][name][key], each), (name, key)
+
+
+@pytest.mark.slow
+def test_fsdp1_by_its_own_functions(tmp_path):
+    run_ranks(_work, 3, [(save_fsdp1, tmp_path)])

@@ -1,0 +1,180 @@
+"""Sharded runs in every mode: saved by the ranks of one gloo job, loaded by those of another, and trained on.
+
+Each is compared with the run that goes on, and with what torch's own writer and reader make of the same state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from modes_kit import BEFORE, Case, Save, figures, plain_name, run_table
+from modes_nets import Run
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+import ckpt8
+from ckpt8.container.facts import NO_BUDGET
+from ckpt8.core.tensors import Role
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
+from ckpt8.integrations.dcp import Ckpt8SavePlanner
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+EXACT, ARCHIVE = Save(), Save("archive")
+FLAT, FLAT_ARCHIVE = Save(flat=True), Save("archive", flat=True)
+BOTH = EXACT, ARCHIVE
+STAGED = FLAT, FLAT_ARCHIVE
+PRESETS = *BOTH, Save("flash"), Save("compact")
+TORCH = Save(planner=DefaultSavePlanner), Save("archive", planner=DefaultSavePlanner)
+OPTIMIZERS = "AdamW", "StableAdamW", "CAME"
+
+
+def by(way, *saves):
+    """The same saves, made in another way."""
+    return tuple(replace(each, way=way) for each in saves)
+
+
+REPRESENTATIVES = [
+    Case("uneven", "fsdp2", 4, "AdamW", (*PRESETS, *by("cached", EXACT)), (("fsdp2", 3), ("plain", 1))),
+    Case("uneven", "hsdp", 4, "CAME", (*BOTH, *by("apart", EXACT)), (("fsdp2", 2),)),
+    Case("even", "tp_fsdp2", 4, "StableAdamW", by("thread", *BOTH), (("tp_fsdp2", 4),)),
+    Case("uneven", "fsdp1", 2, "AdamW", (EXACT, FLAT), (("fsdp1", 3),)),
+    Case("deep", "pipeline", 4, "AdamW", STAGED, (("pipeline", 2), ("plain", 1))),
+]
+SETUPS = [
+    *(Case("uneven", "fsdp2", 4, each, PRESETS, (("fsdp2", 4), ("hsdp", 4), ("fsdp2", 1))) for each in OPTIMIZERS),
+    *(Case("uneven", "hsdp", 4, each, (*BOTH, *TORCH), (("hsdp", 4), ("fsdp2", 3))) for each in OPTIMIZERS),
+    *(Case("even", "tp_fsdp2", 4, each, (*BOTH, *TORCH), (("tp_fsdp2", 4), ("fsdp2", 3))) for each in OPTIMIZERS),
+    *(Case("uneven", "ddp", 3, each, (*PRESETS, *TORCH), (("ddp", 3), ("plain", 1))) for each in OPTIMIZERS),
+    *(Case("uneven", "fsdp1", 3, each, PRESETS, (("fsdp1", 3), ("fsdp1", 2))) for each in OPTIMIZERS),
+    Case("uneven", "fsdp1_orig", 3, "StableAdamW", BOTH, (("fsdp1_orig", 3), ("fsdp1_orig", 2), ("fsdp1_orig", 1))),
+    Case("uneven", "fsdp1_mesh", 4, "AdamW", BOTH, (("fsdp1_mesh", 4), ("fsdp2", 3))),
+    Case("uneven", "fsdp1_mesh", 4, "CAME", BOTH, (("fsdp1_mesh", 4), ("fsdp1_mesh", 2))),
+    Case("uneven", "fsdp1_full", 3, "AdamW", BOTH, (("fsdp1_full", 3), ("fsdp1_full", 2))),
+    Case("even", "tp", 2, "AdamW", (*BOTH, *TORCH), (("tp", 2), ("tp_fsdp2", 4))),
+    Case("uneven", "fsdp2", 1, "AdamW", BOTH, (("fsdp2", 2), ("ddp", 2))),
+    Case("uneven", "offload", 4, "AdamW", BOTH, (("offload", 4), ("fsdp2", 3))),
+    *(
+        Case("deep", "pipeline", 4, each, STAGED, (("pipeline", 4), ("pipeline", 2), ("plain", 1)))
+        for each in OPTIMIZERS
+    ),
+]
+NETS_AND_WAYS = [
+    Case("tied", "fsdp2", 4, "AdamW", PRESETS, (("fsdp2", 4), ("fsdp2", 3), ("plain", 1))),
+    Case("tied", "ddp", 2, "CAME", (*BOTH, *TORCH), (("ddp", 2), ("plain", 1))),
+    Case("frozen", "fsdp2", 4, "StableAdamW", PRESETS, (("fsdp2", 4), ("fsdp2", 3))),
+    Case("ema", "hsdp", 4, "CAME", PRESETS, (("hsdp", 4), ("fsdp2", 3))),
+    Case("ema", "ddp", 2, "AdamW", (*BOTH, *TORCH), (("ddp", 2), ("plain", 1))),
+    Case("bf16", "fsdp2", 4, "AdamW", PRESETS, (("fsdp2", 4), ("fsdp2", 3), ("plain", 1))),
+    Case("uneven", "ddp", 2, "StableAdamW8", (EXACT,), (("ddp", 2), ("ddp", 3))),
+    Case("deep", "pipeline", 4, "StableAdamW8", (FLAT,), (("pipeline", 4), ("pipeline", 2))),
+    Case("uneven", "fsdp2_full", 4, "AdamW", (*BOTH, *by("alone", *BOTH)), (("fsdp2_full", 3), ("plain", 1))),
+    Case("uneven", "fsdp2", 2, "StableAdamW", by("staged", *BOTH), (("fsdp2", 2), ("hsdp", 4))),
+    Case("uneven", "hsdp", 4, "AdamW", by("cached", *BOTH, *TORCH), (("hsdp", 4), ("fsdp2", 2))),
+    Case("even", "tp_fsdp2", 4, "AdamW", by("apart", *BOTH, *TORCH), (("tp_fsdp2", 4), ("fsdp2", 3))),
+    Case("uneven", "ddp", 3, "StableAdamW", by("apart", *BOTH), (("ddp", 3), ("plain", 1))),
+    Case("deep", "pipeline", 4, "CAME", by("apart", *STAGED), (("pipeline", 4), ("pipeline", 2))),
+    Case("ema", "fsdp2", 3, "CAME", by("apart_thread", *BOTH), (("fsdp2", 3), ("fsdp2", 2))),
+    Case("uneven", "fsdp2", 2, "CAME", by("process", *BOTH), (("fsdp2", 2), ("hsdp", 4))),
+]
+EIGHT = [
+    Case("uneven", "fsdp2", 8, "AdamW", BOTH, (("fsdp2", 8), ("hsdp", 8), ("fsdp2", 3))),
+    Case("even", "tp_fsdp2", 8, "StableAdamW", BOTH, (("tp_fsdp2", 8), ("fsdp2", 2))),
+    Case("uneven", "hsdp", 8, "CAME", BOTH, (("fsdp2", 8), ("hsdp", 4))),
+]
+
+
+@cache
+def most_drift(net, optimizer):
+    """The most loss drift to expect, by preset: of the same run in one process, as its report predicts it."""
+    with torch.random.fork_rng():
+        run = Run(net, "plain", optimizer)
+        run.train(range(BEFORE))
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "run.pt"
+        torch.save({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}, path)
+        predicted = inspect_checkpoint(path)["predicted"]
+    return {preset: predicted[preset]["drift"]["high"] for preset in ("flash", "compact", "archive")}
+
+
+def drift(losses, others):
+    return mean(abs(one - other) for one, other in zip(losses, others, strict=True))
+
+
+def rounding(case):
+    """What losses may differ by where other ranks add up in another order, or number parameters from another one on.
+
+    The second matters to 8-bit moments, which are rounded with random bits.
+    """
+    return 5e-4 if case.net == "bf16" or case.optimizer.endswith("8") else 1e-5
+
+
+def same(tensors, others):
+    """Whether tensors of the same name are equal; some optimizers write more names."""
+    return tensors.keys() & others.keys() and all(
+        torch.equal(tensors[name], others[name]) for name in tensors.keys() & others.keys()
+    )
+
+
+def check(folder, case):
+    """What every job wrote, beside the run that went on and beside what torch's own files gave."""
+    uninterrupted, before = figures(folder, "uninterrupted")
+    elsewhere = {}
+    for setup, world in case.loads:
+        losses, tensors = figures(folder, f"{setup}-{world}")
+        for save in case.saves:
+            plain = plain_name(flat=save.flat)
+            where = f"{case} {save.name} into {setup}-{world}"
+            assert tensors[save.name].keys() == tensors[plain].keys(), where
+            expected = elsewhere.setdefault(save.name, tensors[save.name])
+            assert same(tensors[save.name], expected), where
+            if save.preset == "lossless":
+                assert same(tensors[save.name], tensors[plain]), where
+                assert same(tensors[save.name], before), where
+                assert losses[save.name] == losses[plain], where
+                if (setup, world) == (case.setup, case.world):
+                    assert losses[save.name] == uninterrupted, where
+                else:
+                    assert losses[save.name] == pytest.approx(uninterrupted, abs=rounding(case)), where
+            else:
+                most = most_drift(case.net, case.optimizer)[save.preset]
+                assert 0 < drift(losses[save.name], losses[plain]) <= most, where
+                assert drift(losses[save.name], uninterrupted) <= most + rounding(case), where
+    for save in case.saves:
+        if save.preset == "archive" and save.planner is Ckpt8SavePlanner and case.optimizer != "CAME":
+            assert not beyond_budget(folder / save.name), case
+
+
+def beyond_budget(folder):
+    """Moments that a save under a budget does not keep within it."""
+    found = []
+    for path in folder.glob("*.ckpt8"):
+        with ckpt8.open(path) as file:
+            records = file.manifest.storages
+        moments = [each for each in records if each.role in (Role.MOMENT1, Role.MOMENT2)]
+        found += [each.name for each in moments if (each.reason or "").startswith(NO_BUDGET)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def representatives(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("modes")
+    run_table(folder, REPRESENTATIVES)
+    return folder
+
+
+@pytest.mark.parametrize("case", REPRESENTATIVES, ids=str)
+def test_representatives_go_on_as_the_run_does(case, representatives):
+    check(representatives / str(case), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*SETUPS, *NETS_AND_WAYS, *EIGHT], ids=lambda case: f"{case}-{case.saves[0].way}")
+def test_every_mode_goes_on_as_the_run_does(case, tmp_path):
+    run_table(tmp_path, [case])
+    check(tmp_path / str(case), case)

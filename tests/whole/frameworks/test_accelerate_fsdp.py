@@ -1,0 +1,203 @@
+"""accelerate under FSDP: every rank packs its slices, and accelerate goes on from them with more or fewer ranks."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from frameworks_kit import through
+
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from sharded_kit import (  # noqa: E402
+    LAST,
+    PRESETS,
+    SAVED,
+    batch,
+    check_resumed,
+    keep,
+    loss_of,
+    network,
+    ranks_of,
+    shard_on_cpu,
+)
+
+import ckpt8  # noqa: E402
+from ckpt8.core.errors import UsageError  # noqa: E402
+from ckpt8.integrations.accelerate import load_state, save_state  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+KINDS = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
+
+
+def begin(version, kind, seed=0, *, cpu=True):
+    """An accelerator that runs FSDP, with a network, its optimizer and its scheduler."""
+    accelerate.state.AcceleratorState._reset_state(True)
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        state_dict_type=kind,
+        cpu_ram_efficient_loading=False,
+        sync_module_states=False,
+        auto_wrap_policy="size_based_wrap",
+        min_num_params=10,
+        **({"use_orig_params": True} if version == 1 else {}),
+    )
+    # A step of the scheduler for every step of the run, and not for every rank.
+    accelerator = accelerate.Accelerator(cpu=cpu, fsdp_plugin=plugin, step_scheduler_with_optimizer=False)
+    assert accelerator.distributed_type == "FSDP"
+    model = network(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return accelerator, *accelerator.prepare(model, optimizer, scheduler)
+
+
+def train(accelerator, model, optimizer, scheduler, steps):
+    losses = []
+    for step in steps:
+        loss = loss_of(model, batch(step).to(accelerator.device))
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def save_all(folder, versions, presets):
+    """Train to a checkpoint, save it in every way, go on; and once more from another initialisation."""
+    shard_on_cpu()
+    for version in versions:
+        run = begin(version, KINDS[0])
+        accelerator, model = run[:2]
+        train(*run, range(SAVED))
+        seen = []
+        accelerator.register_save_state_pre_hook(lambda models, weights, place, seen=seen: seen.extend(models))
+        for preset in presets:
+            place = f"{folder}/{version}-{preset}"
+            assert save_state(accelerator, place, preset=preset) == place
+        assert seen == [model] * len(presets)  # hooks of the user's own get what accelerate gives them
+        assert accelerator._models == [model]
+        accelerator.save_state(f"{folder}/{version}-plain")
+        keep(folder, f"{version}-expected", train(*run, range(SAVED, LAST)))
+        run = begin(version, KINDS[0], seed=1)
+        keep(folder, f"{version}-other", train(*run, range(LAST))[SAVED:])
+    if 2 in versions:
+        run = begin(2, KINDS[1])
+        train(*run, range(SAVED))
+        run[0].save_state(f"{folder}/2-full")
+
+
+def load_all(folder, cases, suffix):
+    """Go on from checkpoints, each with a fresh accelerator of another initialisation."""
+    shard_on_cpu()
+    for version, kind, name in cases:
+        run = begin(version, kind, seed=2)
+        load_state(run[0], f"{folder}/{name}")
+        keep(folder, f"{name}{suffix}", train(*run, range(SAVED, LAST)))
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """Both kinds of FSDP saved by two ranks at the smallest preset, and gone on from by the same two."""
+    folder = tmp_path_factory.mktemp("one")
+    ranks_of(_save_and_load)(2, str(folder))
+    return folder
+
+
+def _save_and_load(folder):
+    save_all(folder, [1, 2], ["archive"])
+    load_all(folder, [(version, KINDS[0], f"{version}-archive") for version in (1, 2)], "-two")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_sharded_run_goes_on(version, one):
+    name, expected, other = f"{version}-archive-two", f"{version}-expected", f"{version}-other"
+    check_resumed("archive", one, name, expected=expected, other=other, moved=False)
+    place = one / f"{version}-archive" / "ckpt8"
+    assert sorted(path.name for path in place.iterdir()) == ["__0_0.ckpt8", "__1_0.ckpt8", "ckpt8-dcp.json"]
+    for rank in (0, 1):
+        with ckpt8.open(place / f"__{rank}_0.ckpt8") as file:
+            manifest = file.manifest
+        codecs = {manifest.storages[each.storage].codec["id"] for each in manifest.tensors if len(each.shape) == 2}
+        assert codecs == {"lattice/1", "vscaled/1", "rclog/1"}  # weights and moments lie together
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of both kinds of FSDP, packed and plain, and those compressed and restored, gone on from."""
+    folder = tmp_path_factory.mktemp("accelerate")
+    ranks_of(save_all)(2, str(folder), [1, 2], PRESETS)
+    cases = [(version, KINDS[0], f"{version}-{preset}") for version in (1, 2) for preset in PRESETS]
+    cases += [(2, KINDS[1], "2-flash"), *((version, KINDS[0], f"{version}-plain") for version in (1, 2))]
+    for name in ("1-plain", "2-plain", "2-full"):
+        for preset in PRESETS:
+            through(folder / name, folder / f"{name}-{preset}", preset)
+            kind = KINDS[name == "2-full"]
+            cases.append((int(name[0]), kind, f"{name}-{preset}/{name}"))
+    ranks_of(load_all)(2, str(folder), cases, "-two")
+    ranks_of(load_all)(3, str(folder), cases[: 2 * len(PRESETS)], "-three")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("ranks", ["two", "three"])
+def test_every_rank_packs_and_any_number_goes_on(ranks, version, preset, saved):
+    expected, other = f"{version}-expected", f"{version}-other"
+    name = f"{version}-{preset}-{ranks}"
+    check_resumed(preset, saved, name, expected=expected, other=other, moved=ranks == "three")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("name", ["1-plain", "2-plain", "2-full"])
+def test_what_accelerate_saved_itself_goes_through_a_container(name, preset, saved):
+    # accelerate 1.15 does not load moments into a fresh optimizer under FSDP1: compare with what it goes on to.
+    expected = "1-plain-two" if name == "1-plain" else "2-expected"
+    check_resumed(
+        preset, saved, f"{name}-{preset}/{name}-two", expected=expected, other=f"{name[0]}-other", moved=False
+    )
+
+
+@pytest.mark.slow
+def test_a_plain_checkpoint_is_left_to_accelerate(saved):
+    check_resumed("lossless", saved, "2-plain-two", expected="2-expected", other="2-other", moved=False)
+
+
+def test_without_fsdp_accelerate_is_named(tmp_path):
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(network())
+    with pytest.raises(UsageError, match=r"save_state: accelerate runs .*NO, not FSDP; use accelerator\.save_state"):
+        save_state(accelerator, tmp_path / "state")
+    with pytest.raises(UsageError, match="is not a path of the file system"):
+        save_state(accelerator, "s3://bucket/state")
+    assert not (tmp_path / "state").exists()
+    accelerator.save_state(str(tmp_path / "plain"))
+    load_state(accelerator, tmp_path / "plain")
+
+
+def _on_gpu(rank, world, folder):
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {name: str(value) for name, value in environment.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    for version in (1, 2):
+        for kind in KINDS:
+            run = begin(version, kind, cpu=False)
+            train(*run, range(SAVED))
+            place = save_state(run[0], f"{folder}/{version}-{kind}", preset="lossless")
+            expected = train(*run, range(SAVED, LAST))
+            run = begin(version, kind, seed=2, cpu=False)
+            load_state(run[0], place)
+            assert train(*run, range(SAVED, LAST)) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_as_accelerate_runs_it_on_accelerators(tmp_path):
+    """Without any pretence; whole state dicts under FSDP1 too, which torch offloads from accelerators alone."""
+    world = torch.cuda.device_count()
+    torch.multiprocessing.spawn(_on_gpu, (world, str(tmp_path)), nprocs=world)
