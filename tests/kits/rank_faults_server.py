@@ -3,7 +3,7 @@
 A job names a ``folder``, the number ``world`` of ranks, a ``timeout`` of their group in seconds, and the numbers of two
 states. The ranks save state ``before`` into ``folder/saved``, then state ``after``, of which one thing goes wrong:
 ``victim`` gets ``signal`` after ``delay`` seconds, or its files may not grow beyond ``size`` bytes. With "parts" the
-second save goes to ``folder/parts`` with use_collectives=False. The answer has the exit code of each rank, the seconds
+second save goes to a directory of its own with use_collectives=False. The answer has the exit code of each rank, the seconds
 it took after the fault, and what it said; and which of the two states the directory then holds.
 """
 
@@ -76,7 +76,7 @@ def work(job, rank, go):
         names = sorted(path.name for path in target.iterdir())
         os.write(go, json.dumps(names).encode() + b"\n")
     if job.get("parts"):
-        save(second, folder / "parts", use_collectives=False)
+        save(second, folder / f"parts-{job['after']}", use_collectives=False)
     else:
         save(second, target)
 
@@ -174,7 +174,7 @@ def main():
         answer = run(job)
         answer["held"] = held(job, Path(job["folder"]) / "saved")
         if job.get("parts"):
-            answer["parts"] = held(job, Path(job["folder"]) / "parts")
+            answer["parts"] = held(job, Path(job["folder"]) / f"parts-{job['after']}")
         with contextlib.suppress(OSError):
             (Path(job["folder"]) / f"store-{job['after']}").unlink()
         print(json.dumps(answer), flush=True)
