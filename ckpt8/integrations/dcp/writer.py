@@ -22,10 +22,10 @@ from torch.futures import Future
 from ckpt8.checkpoint.walk import format_path
 from ckpt8.compressing.compressor import Options
 from ckpt8.compressing.policy import Policy
-from ckpt8.container.sharded import INDEX, is_part
+from ckpt8.container.sharded import is_part
 from ckpt8.container.sharded.collecting import RankFile
 from ckpt8.container.sharded.index import Part, ShardedIndex
-from ckpt8.container.sharded.reading import is_sharded
+from ckpt8.container.sharded.reading import has_other_parts, is_sharded
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.files.partial import remove_abandoned_of
@@ -105,12 +105,13 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         """
         if (self.path / ".metadata").exists():
             raise OutputError(f"{self.path}: holds a checkpoint of another format; give another directory")
-        if self._part is not None and ((self.path / INDEX).exists() or (self.path / self._part.name).exists()):
+        if self._part is not None and has_other_parts(self.path, self._part):
             raise OutputError(
                 f"{self.path}: holds a checkpoint, which ranks cannot replace without collectives; give another "
                 "directory"
             )
-        if not self._overwrite and is_sharded(self.path):
+        # Parts of this save may be there already: those of ranks that are faster.
+        if self._part is None and not self._overwrite and is_sharded(self.path):
             raise OutputError(f"{self.path}: holds a checkpoint, and overwrite is False; give another directory")
         if self._policy.rules and all(getattr(plan, "usable", True) for plan in plans):
             items = [item for plan in plans for item in plan.items]
