@@ -29,12 +29,12 @@ from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
 from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.checkpoint.readers.dcp.nesting import nest
 from ckpt8.checkpoint.replacing import checkpoint_directory
-from ckpt8.checkpoint.sources.sharded import sharded_bundle
+from ckpt8.checkpoint.sources.sharded import ShardedFiles
 from ckpt8.checkpoint.sources.values import Streamer
 from ckpt8.container.sharded import INDEX
-from ckpt8.container.sharded.index import ShardedIndex
+from ckpt8.container.sharded.index import Place, ShardedIndex
 from ckpt8.container.sharded.joined import JoinedReader
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import UnsupportedError, UsageError
 from ckpt8.core.files.atomic import Guard, refuse_source
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.write_at import write_at
@@ -48,11 +48,12 @@ class _Source:
 
     def __init__(self, joined: JoinedReader, workers: Workers) -> None:
         self.path, self.index = joined.path, joined.index
-        self.members = [each for each in sharded_bundle(joined, workers).found if isinstance(each, DcpMember)]
+        files = ShardedFiles(joined, workers)
+        self.members, self.bytes_of = files.members(), files.value
 
-    def bytes_of(self, name: str) -> bytes:
-        """A value that torch.save wrote. Raises InputError where it is damaged."""
-        return self.members[0].home.content(name)
+    def load(self, name: str, place: Place, map_location: Any) -> Any:
+        """A value that torch.save wrote. Raises InputError, UnsupportedError."""
+        return load_allowed(io.BytesIO(self.bytes_of(name, place)), f"{self.path}: {shown(name)}", map_location)
 
 
 @contextmanager
@@ -126,11 +127,11 @@ def _write_values(opened: _Source, file: str, out: _Output) -> None:
     """Append what torch.save has written, byte for byte."""
     for name, place in opened.index.objects.items():
         if place.file == file:
-            out.add(MetadataIndex(name), opened.bytes_of(name))
+            out.add(MetadataIndex(name), opened.bytes_of(name, place))
     for name, tensor in opened.index.tensors.items():
         for box in tensor.boxes():
-            if box.file == file and tensor.pickled(box) is not None:
-                out.add(MetadataIndex(name, torch.Size(box.offsets)), opened.bytes_of(name))
+            if (part := tensor.pickled(box)) is not None and part.file == file:
+                out.add(MetadataIndex(name, torch.Size(box.offsets)), opened.bytes_of(name, part))
 
 
 def _write_empty(index: ShardedIndex, out: _Output) -> None:
@@ -164,10 +165,16 @@ def load_directory(source: Path, map_location: Any, threads: int | None) -> Any:
     with _opened(source, threads) as opened:
         index = opened.index
         for name, tensor in index.tensors.items():
-            if any(tensor.pickled(box) for box in tensor.boxes()):
-                values[name] = _loaded(opened, name, map_location)
-            else:
+            pickled = [place for box in tensor.boxes() if (place := tensor.pickled(box)) is not None]
+            if not pickled:
                 values[name] = torch.empty(tensor.shape, dtype=tensor.dtype.torch, device=map_location or "cpu")
+            elif len(tensor.layout) == 1:
+                values[name] = opened.load(name, pickled[0], map_location)
+            else:
+                raise UnsupportedError(
+                    f"{source}: {shown(name)}: is in {len(tensor.layout)} parts, which only its class can join; load "
+                    "it with Ckpt8StorageReader, into a state dict that has the tensor"
+                )
         for member in opened.members:
             streamer = Streamer(member.checkpoint)
             for piece, ref in member.parts:
@@ -175,12 +182,8 @@ def load_directory(source: Path, map_location: Any, threads: int | None) -> Any:
                 for dim, (offset, size) in enumerate(zip(*piece.place or ((), ()), strict=True)):
                     target = target.narrow(dim, offset, size)
                 streamer.copy(ref, target)
-        for name in index.objects:
-            values[name] = _loaded(opened, name, map_location)
+        for name, place in index.objects.items():
+            values[name] = opened.load(name, place, map_location)
     paths = index.paths or {}
     order = [*(name for name in paths if name in values), *(name for name in values if name not in paths)]
     return nest(((name, paths.get(name, (name,)), values[name]) for name in order), str(source))
-
-
-def _loaded(opened: _Source, name: str, map_location: Any) -> Any:
-    return load_allowed(io.BytesIO(opened.bytes_of(name)), f"{opened.path}: {shown(name)}", map_location)

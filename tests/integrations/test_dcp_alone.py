@@ -13,10 +13,12 @@ import torch.distributed.checkpoint as dcp
 from fsdp_kit import load_run, make, put, run, state_of, train, whole_state
 from ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan
 
+from ckpt8.container.sharded.index import Part, ShardedIndex
 from ckpt8.container.sharded.reading import read_index
 from ckpt8.core.errors import InputError, OutputError, UsageError
-from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter, writer
 from ckpt8.integrations.dcp.rank_file import RankPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -145,13 +147,13 @@ def test_what_ranks_cannot_do_on_their_own_is_refused(saved):
             assert "leave out process_group and no_dist" in said["group"]
 
 
-def test_parts_of_two_saves_are_told_apart(saved):
+def test_a_save_does_not_mix_its_parts_with_those_of_another(saved):
     folder, world = saved
     said = [json.loads((folder / f"said-{rank}.json").read_text()) for rank in range(world)]
     assert [each["full"] for each in said] == [None, "the disk is full", *[None] * (world - 2)]
-    assert [each["second"] is None for each in said] == [rank == 1 for rank in range(world)]
-    assert len(list((folder / "mixed").glob("ckpt8-dcp.*.json"))) == world
-    with pytest.raises(InputError, match="ranks 0, 1 have written parts of different saves; save into another"):
+    assert all("which ranks cannot replace without collectives" in each["second"] for each in said)
+    assert len(list((folder / "mixed").glob("ckpt8-dcp.*.json"))) == world - 1
+    with pytest.raises(InputError, match="not those of ranks 1; the save was interrupted"):
         read_index(folder / "mixed")
 
 
@@ -200,3 +202,13 @@ def test_parts_that_do_not_belong_together_are_refused(fields, said, copied):
         read_index(folder)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_faster_rank_does_not_count_as_a_checkpoint_that_must_stay(tmp_path, monkeypatch):
+    for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 1}.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    monkeypatch.setattr(writer, "save_of_all_ranks", lambda _: "this")
+    ShardedIndex({}, {}, {}, part=Part(0, 2, "this")).write(tmp_path)
+    slower = Ckpt8StorageWriter(tmp_path, overwrite=False)
+    slower.set_up_storage_writer(False, rank=1, use_collectives=False)
+    assert [plan.storage_data for plan in slower.prepare_global_plan([SavePlan([])])] == [1]

@@ -23,7 +23,7 @@ from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded.index import Place
 from ckpt8.container.sharded.joined import JoinedReader
-from ckpt8.core.errors import InputError
+from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, Window
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import shown
@@ -42,10 +42,10 @@ def open_sharded(path: Path, *, threads: int | None = None) -> Iterator[Bundle]:
 
 def sharded_bundle(joined: JoinedReader, workers: Workers) -> Bundle:
     """Open containers as a distributed checkpoint. Raises InputError."""
-    return Bundle(joined.path, _Opening(joined, workers).members(), directory_name(joined.path))
+    return Bundle(joined.path, ShardedFiles(joined, workers).members(), directory_name(joined.path))
 
 
-class _Opening:
+class ShardedFiles:
     """Opens the files of a checkpoint."""
 
     def __init__(self, joined: JoinedReader, workers: Workers) -> None:
@@ -69,11 +69,18 @@ class _Opening:
         metadata = Metadata(None, 0, paths=dict(index.paths or {}))
         records: dict[str, list[tuple[Slice, TensorRecord]]] = defaultdict(list)
         values: dict[str, Place] = dict(index.objects)
+        torn: set[str] = set()
         for name, tensor in index.tensors.items():
             boxes = tensor.boxes()
             pickled = [place for box in boxes if (place := tensor.pickled(box)) is not None]
+            if pickled and len(pickled) < len(boxes):
+                raise UnsupportedError(
+                    f"{self._joined.path}: {shown(name)}: only some of its parts are plain tensors; load it with "
+                    "Ckpt8StorageReader"
+                )
             if pickled:
                 values[name] = pickled[0]
+                torn |= {name} if len(boxes) > 1 else set()
                 continue
             metadata.tensors[name] = StoredTensor(tensor.dtype, tensor.shape)
             for box in boxes:
@@ -90,8 +97,13 @@ class _Opening:
             path = values[name].file
             metadata.slices.append(Slice(name, path, window.source.offset, window.source.length, None, ()))
         home = DcpCheckpoint(metadata)
-        home.add_values(windows)
+        # Only its class can join what torch.save has written in parts.
+        home.add_values({name: window for name, window in windows.items() if name not in torn})
         return [self._member(home, reader, records[reader.path.name]) for reader in self._joined.readers]
+
+    def value(self, name: str, place: Place) -> bytes:
+        """What torch.save wrote for a value, or for a part of one. Raises InputError where it is damaged."""
+        return self._window(name, place).read(0, place.length)
 
     def _offset(self, file: str, record: TensorRecord) -> int:
         offset = self._offsets[file].get(record.storage)

@@ -38,6 +38,24 @@ def is_sharded(directory: Path) -> bool:
     return False
 
 
+def has_other_parts(directory: Path, part: Part) -> bool:
+    """Whether a directory holds an index, or parts that would not belong with ``part``, which is not written yet.
+
+    The first rank looks for parts of ranks that its save does not have, the others at that of the first rank alone:
+    a list of the directory would be as long as there are ranks.
+    """
+    if (directory / INDEX).exists() or (directory / part.name).exists():
+        return True
+    if not part.rank:
+        own = {part._replace(rank=rank).name for rank in range(part.world)}
+        return any(name not in own for name in _parts(directory))
+    first = directory / part._replace(rank=0).name
+    if not first.exists():
+        return False
+    found = _read(first).part
+    return found is None or found[1:] != part[1:]
+
+
 def _parts(directory: Path) -> list[str]:
     """The names of the parts of an index, by rank."""
     try:

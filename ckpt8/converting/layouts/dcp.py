@@ -96,7 +96,8 @@ def _value(data: Composite, home: DcpCheckpoint, name: str) -> Any:
     try:
         opened = home.open_value(name)
     except KeyError:
-        raise InputError(f"{shown(name)}: its file is not there") from None
+        why = "its file is not there, or it is in parts that only its class can join"
+        raise InputError(f"{shown(name)}: {why}") from None
     if any(len(path) > _DEEPEST for path, _ in iter_nodes(opened.tree)):
         raise InputError(f"{shown(name)}: its objects are nested deeper than {_DEEPEST}")
     if not any(True for _ in iter_leaves(opened.tree)):

@@ -38,6 +38,7 @@ class Sources:
         self._planner = planner
         self._exact: dict[tuple[torch.device, int, int], torch.UntypedStorage] = {}
         self._views: dict[tuple[object, ...], torch.UntypedStorage] = {}
+        self._dtypes: dict[tuple[torch.device, int], torch.dtype] = {}
         self._last = _Last(planner)
         self.made: dict[int, Callable[[int, memoryview], None]] = {}
 
@@ -51,7 +52,10 @@ class Sources:
         if storage.expired():  # type: ignore[no-untyped-call]
             return self._stand_in(shape, dtype, self._new(shape, dtype, partial(self._last.value, item)))
         found = _tensor(self._planner, item)
-        if not found.is_contiguous() or found.is_conj() or found.is_neg():
+        place = found.device, found.data_ptr()
+        # torch.save writes no two types that begin at one place.
+        known = self._dtypes.setdefault(place, dtype) is dtype
+        if not known or not found.is_contiguous() or found.is_conj() or found.is_neg():
             return self._stand_in(shape, dtype, self._view(found))
         return self._in_place(found)
 

@@ -22,15 +22,17 @@ from torch.futures import Future
 from ckpt8.checkpoint.walk import format_path
 from ckpt8.compressing.compressor import Options
 from ckpt8.compressing.policy import Policy
+from ckpt8.container.json_fields import is_unicode
+from ckpt8.container.manifest import MOST_DIMS
 from ckpt8.container.sharded import INDEX, PART, is_part
 from ckpt8.container.sharded.collecting import RankFile
 from ckpt8.container.sharded.index import Part, ShardedIndex
-from ckpt8.container.sharded.reading import is_sharded
+from ckpt8.container.sharded.reading import has_other_parts, is_sharded
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.files.partial import remove_abandoned_of
 from ckpt8.core.tensors import Role
-from ckpt8.core.text import listed
+from ckpt8.core.text import listed, shown
 from ckpt8.core.workers import threads_of_rank
 from ckpt8.integrations import is_local
 from ckpt8.integrations.dcp.families import count_parted
@@ -91,7 +93,10 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
             self._part = Part(dist.get_rank(), dist.get_world_size(), save_of_all_ranks(self.path))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the directory. Raises OutputError."""
+        """Make the directory. Raises OutputError, UsageError for a tensor that no container holds."""
+        for item in plan.items:
+            if item.tensor_data is not None:
+                _check(item.index.fqn, len(item.tensor_data.size))
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
@@ -106,12 +111,13 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         """
         if (self.path / ".metadata").exists():
             raise OutputError(f"{self.path}: holds a checkpoint of another format; give another directory")
-        if self._part is not None and ((self.path / INDEX).exists() or (self.path / self._part.name).exists()):
+        if self._part is not None and has_other_parts(self.path, self._part):
             raise OutputError(
                 f"{self.path}: holds a checkpoint, which ranks cannot replace without collectives; give another "
                 "directory"
             )
-        if not self._overwrite and is_sharded(self.path):
+        # Parts of this save may be there already: those of ranks that are faster.
+        if self._part is None and not self._overwrite and is_sharded(self.path):
             raise OutputError(f"{self.path}: holds a checkpoint, and overwrite is False; give another directory")
         if self._policy.rules and all(getattr(plan, "usable", True) for plan in plans):
             items = [item for plan in plans for item in plan.items]
@@ -194,3 +200,10 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a path of the file system."""
         return is_local(checkpoint_id)
+
+
+def _check(name: str, dims: int) -> None:
+    if not is_unicode(name):
+        raise UsageError(f"{shown(name)}: is no valid Unicode; give the value another name")
+    if dims > MOST_DIMS:
+        raise UsageError(f"{shown(name)}: has {dims} dimensions, more than {MOST_DIMS}; reshape it")
