@@ -3,8 +3,8 @@
 A job names a ``folder``, the number ``world`` of ranks, a ``timeout`` of their group in seconds, and the numbers of two
 states. The ranks save state ``before`` into ``folder/saved``, then state ``after``, of which one thing goes wrong:
 ``victim`` gets ``signal`` after ``delay`` seconds, or its files may not grow beyond ``size`` bytes. With "parts" the
-second save goes to a directory of its own with use_collectives=False. The answer has the exit code of each rank, the seconds
-it took after the fault, and what it said; and which of the two states the directory then holds.
+second save goes to a directory of its own with use_collectives=False. The answer has the exit code of each rank, the
+seconds it took after the fault, and what it said; and which of the two states the directory then holds.
 """
 
 from __future__ import annotations
