@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch.futures import Future
 
 from ckpt8.checkpoint.readers.dcp.metadata import Slice
 from ckpt8.checkpoint.sources.opening import open_source
+from ckpt8.container.sharded.reading import read_index
 from ckpt8.core.errors import Ckpt8Error, UsageError
 from ckpt8.integrations.dcp.plain_directory import PlainDirectory, Share
 from ckpt8.integrations.dcp.writer import Ckpt8StorageWriter
@@ -130,7 +131,8 @@ def compress_share(
     """Pack the share of this ``rank``; the last step of rank 0 makes the target a checkpoint. Returns what was planned.
 
     ``options`` are those of Ckpt8StorageWriter. Raises Ckpt8Error on all ranks where one fails. What this rank has
-    written is removed then: the target is no checkpoint, or the one that it was.
+    written is removed then: the target is no checkpoint, or the one that it was. Only what fails after the last step
+    leaves the new one.
     """
     writer = _Writer(target, **options, overwrite=overwrite)
     before = _files(target)
@@ -139,8 +141,9 @@ def compress_share(
             save({}, storage_writer=writer, no_dist=world == 1, planner=planner)
             return planner
     except BaseException as exc:
+        named = _named(target)
         for path in _files(target) - before:
-            if path.name.startswith(f"__{rank}_"):
+            if path.name.startswith(f"__{rank}_") and path.name not in named:
                 path.unlink(missing_ok=True)
         with suppress(OSError):
             target.rmdir()
@@ -151,6 +154,14 @@ def compress_share(
 
 def _files(directory: Path) -> set[Path]:
     return set(directory.iterdir()) if directory.is_dir() else set()
+
+
+def _named(directory: Path) -> Container[str]:
+    """The files of the checkpoint in a directory, if it is one."""
+    try:
+        return read_index(directory).files
+    except Ckpt8Error:
+        return ()
 
 
 def _plain(error: CheckpointException, rank: int) -> BaseException:

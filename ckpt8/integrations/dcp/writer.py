@@ -160,8 +160,9 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
             raise OutputError(
                 f"{self.path}: ranks have written {listed(missing, _SHOWN)} elsewhere; {ADVICE}, nothing was replaced"
             )
-        index.write(self.path)
+        # Before anything is replaced: a warning may be an error.
         self._warn_of_losses(index, written)
+        index.write(self.path)
         if self._part is None:
             self._remove_others(index.files)
 
