@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -53,3 +53,18 @@ def test_any_other_name_is_kept(tmp_path):
     save(state, tmp_path / "x")
     found = given_back(state, tmp_path / "x")
     assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+class Casting(Ckpt8SavePlanner):
+    """Writes another type than it has planned."""
+
+    def transform_object(self, write_item, object):  # noqa: A002 - its name in torch
+        found = super().transform_object(write_item, object)
+        return found.double() if isinstance(found, torch.Tensor) else found
+
+
+def test_a_value_that_is_not_as_planned_is_refused_before_it_is_written(tmp_path):
+    writer = Ckpt8StorageWriter(tmp_path / "x", preset="lossless")
+    with pytest.raises(CheckpointException, match=r"'w': the planner gives torch.float64 of \(3, 2\) for"):
+        dcp.save({"w": torch.ones(3, 2)}, storage_writer=writer, planner=Casting(), no_dist=True)
+    assert not [*tmp_path.glob("x/*")]

@@ -16,7 +16,7 @@ from ckpt8.container.sharded import INDEX, is_part
 from ckpt8.container.sharded.covering import check_cover
 from ckpt8.container.sharded.index import OBJECTS, GlobalTensor, Place
 from ckpt8.container.sharded.joined_manifest import join_manifests
-from ckpt8.container.sharded.layouts import Slice
+from ckpt8.container.sharded.layouts import Layout, Slice
 from ckpt8.container.sharded.reading import read_index
 from ckpt8.container.sharded.slices import SliceKey, slices_of
 from ckpt8.core.closing import Closing
@@ -27,6 +27,9 @@ from ckpt8.core.text import box_text, shown
 
 if TYPE_CHECKING:
     import torch
+
+_MANY = 1 << 16
+"""Slices that may be listed before it is known that they are there."""
 
 
 class JoinedReader(Closing):
@@ -63,6 +66,10 @@ class JoinedReader(Closing):
 
     def _check(self) -> None:
         stated = {name: set(slices) for name, slices in self.slices.items()}
+        # A few numbers of the index say very many: no list of them is made that the files do not bear out.
+        named, held = (sum(map(len, each)) for each in (self._layouts(), stated.values()))
+        if named > _MANY + 2 * held:
+            raise InputError(f"{self.path / INDEX}: names {named} slices, and its files hold {held}")
         for name, tensor in self.index.tensors.items():
             boxes = tensor.boxes()
             if not tensor.is_whole and (boxes or all(tensor.shape)):
@@ -80,6 +87,9 @@ class JoinedReader(Closing):
             for key in unknown:
                 if not self._is_replica(file, key):
                     raise InputError(f"{self.path / file}: has a slice of {shown(key[0])} that {INDEX} does not name")
+
+    def _layouts(self) -> Iterator[Layout]:
+        return (tensor.layout for tensor in self.index.tensors.values() if tensor.is_whole)
 
     def _check_slice(self, name: str, tensor: GlobalTensor, box: Slice) -> None:
         record = self.slices[box.file].get((name, box.offsets))

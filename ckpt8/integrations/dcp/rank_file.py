@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from ckpt8.checkpoint.gate import refusal_of_bytes
 from ckpt8.checkpoint.sources.bundle import Bundle
@@ -25,7 +25,8 @@ from ckpt8.container.sharded.index import OBJECTS
 from ckpt8.container.sharded.layouts import Shape
 from ckpt8.container.sharded.slices import SliceKey, slices_of
 from ckpt8.core.backend import part_of
-from ckpt8.core.text import listed
+from ckpt8.core.errors import UsageError
+from ckpt8.core.text import listed, shown
 from ckpt8.integrations.dcp.sources import Sources, is_plain
 from ckpt8.integrations.dcp.tree import Naming, build, fill_slots, tensor_names
 
@@ -47,7 +48,9 @@ class RankPlan:
         self._pickled: dict[SliceKey, tuple[int, int]] = {}
         self._content = bytearray()
         for item in plan.items:
-            self._add(item.index.fqn, tuple(item.index.offset or ()), self._sources.resolve(item))
+            value = self._sources.resolve(item)
+            _check(item, value)
+            self._add(item.index.fqn, tuple(item.index.offset or ()), value)
 
     def _add(self, name: str, offsets: Shape, value: torch.Tensor | io.BytesIO) -> None:
         if not isinstance(value, torch.Tensor):
@@ -141,6 +144,18 @@ class RankPlan:
             # The bytes need this key, so a value of that name gets another one.
             tree[f"{OBJECTS}#"] = tree.pop(OBJECTS)
         return tree
+
+
+def _check(item: WriteItem, value: Any) -> None:
+    """Raise UsageError for a plain tensor of another type or shape than planned: the index would not fit it."""
+    if item.tensor_data is None or not isinstance(value, torch.Tensor) or not is_plain(value):
+        return
+    planned = item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
+    if (value.dtype, tuple(value.shape)) != planned:
+        raise UsageError(
+            f"{shown(item.index.fqn)}: the planner gives {value.dtype} of {tuple(value.shape)} for {planned[0]} of "
+            f"{planned[1]} in its plan; let create_local_plan say what resolve_data gives"
+        )
 
 
 def _unspent(reasons: Iterable[str]) -> dict[str, int]:

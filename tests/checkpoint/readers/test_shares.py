@@ -291,6 +291,18 @@ def test_files_that_contradict_each_other_are_one_line(change, message, new, tmp
     assert bytes_of_files(ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")) == bytes_of_files(tmp_path / "run")
 
 
+@pytest.mark.parametrize(("count", "reason"), [(1, None), (64, None), (65, "kept as it is: a file of one rank: ")])
+def test_no_more_of_an_order_is_looked_at_than_a_tensor_has_dimensions(count, reason, new, tmp_path, monkeypatch):
+    place = "torch.distributed.tensor._dtensor_spec"
+    entry = namedtuple("ShardOrderEntry", "tensor_dim mesh_dims", module=place)
+    monkeypatch.setattr(sys.modules[place], "ShardOrderEntry", entry, raising=False)
+    mesh, shard = new.mesh((RANKS,), (0,)), new.made("Shard", dim=0)
+    made = new.tensor(WHOLE[rows(0)].clone(), mesh, [shard], shard_order=(entry(0, (0,)),) * count)
+    save(tmp_path / "run", 0, {"w": made})
+    (found,) = [member.reason for member in members(tmp_path / "run")]
+    assert found is None if reason is None else found.startswith(reason)
+
+
 def test_an_enormous_mesh_takes_no_time(new, tmp_path):
     huge = 1 << 40
     mesh = new.mesh((1,), (0,), mesh=None, _layout=new.made("Shard", shape=huge), _coordinate_on_dim=[5])

@@ -99,6 +99,8 @@ def _size_of_axis(shape: Any) -> int:
 def _is_in_order(order: Any) -> bool:
     """Whether meshes are applied from their first dimension to the last, as placements say without an order."""
     entries = order if type(order) is tuple else ()
+    if len(entries) > _MOST_DIMS:  # many tensors may share one order
+        return False
     dims = [entry.args[1] if type(entry) is Inert and len(entry.args) == 2 else None for entry in entries]
     return all(_is_counts(each) and all(a < b for a, b in pairwise(each)) for each in dims)
 
