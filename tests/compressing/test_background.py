@@ -270,7 +270,7 @@ def test_an_interrupt_while_packing(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ckpt8.compressing.chunk_encoder.ChunkEncoder.pack_tensors", interrupted)
+    monkeypatch.setattr("ckpt8.compressing.chunk_encoder.ChunkEncoder.pack", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ckpt8.save({"w": torch.ones(300, 300)}, tmp_path / "a.ckpt8", background=True)
     assert not list(tmp_path.iterdir())
