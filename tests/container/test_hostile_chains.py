@@ -171,6 +171,7 @@ def test_a_delta_to_itself_is_refused(files, tmp_path):
         ckpt8.verify(path)
 
 
+@pytest.mark.slow
 def test_a_longest_chain_is_read_and_a_longer_one_refused(files, tmp_path):
     """Files that are made by hand: every link but the last says nothing new."""
     key = tmp_path / "0.ckpt8"

@@ -31,6 +31,7 @@ def scratch(tmp_path):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_two_ranks_save_and_load_with_both(scratch, monkeypatch):
     monkeypatch.setattr("ckpt8.cli.bench.training.MAX_STEPS", 4)
 
