@@ -14,6 +14,7 @@ from ckpt8.container.header import is_container
 from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import Ckpt8Error, InputError, UsageError
+from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.integrations.dcp import Ckpt8StorageWriter
 from ckpt8.integrations.sharded_state import load_model, load_optimizers, save_packed
 from ckpt8.restoring.restore import restore
@@ -63,9 +64,16 @@ class Ckpt8StrategyMixin:
         self.barrier()
         states = {"state_dict": checkpoint.pop("state_dict")}
         states |= {_optimizer(number): each for number, each in enumerate(checkpoint.pop("optimizer_states", []))}
-        save_packed(path, states, self._packing)
-        if self.global_rank == 0:
-            torch.save(checkpoint, path / _REST)
+        with contextlib.ExitStack() as stack:
+            rest = None
+            if self.global_rank == 0:
+                path.mkdir(parents=True, exist_ok=True)
+                rest = stack.enter_context(AtomicFile(path / _REST, force=True))
+                with rest.guard():
+                    torch.save(checkpoint, rest.file)
+            save_packed(path, states, self._packing)
+            if rest is not None:
+                rest.publish()
 
     def load_checkpoint(self: Any, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and, to fit, optimizers; the rest is returned. Raises InputError."""

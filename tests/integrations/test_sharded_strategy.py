@@ -1,0 +1,61 @@
+"""What the mixin of Lightning's strategies leaves behind when a save fails, without Lightning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ckpt8.integrations import sharded_strategy
+from ckpt8.integrations.sharded_strategy import Ckpt8StrategyMixin
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class OneRank:
+    """What a strategy has that the mixin needs."""
+
+    global_rank = 0
+    _state_dict_type = "sharded"
+
+    def broadcast(self, value):
+        return value
+
+    def barrier(self):
+        """Nobody to wait for."""
+
+
+class Packed(Ckpt8StrategyMixin, OneRank):
+    pass
+
+
+def checkpoint(epoch):
+    return {"state_dict": {"w": torch.full((3,), float(epoch))}, "epoch": epoch}
+
+
+def test_a_save_that_fails_leaves_the_rest_of_the_checkpoint_before(tmp_path, monkeypatch):
+    path = tmp_path / "last.ckpt"
+    Packed().save_checkpoint(checkpoint(1), path)
+    before = sorted(each.name for each in path.iterdir())
+
+    def fails(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(sharded_strategy, "save_packed", fails)
+    with pytest.raises(OSError, match="the disk is gone"):
+        Packed().save_checkpoint(checkpoint(2), path)
+    assert torch.load(path / "meta.pt")["epoch"] == 1
+    assert sorted(each.name for each in path.iterdir()) == before
+
+
+def test_the_rest_is_written_before_the_weights_are_replaced(tmp_path, monkeypatch):
+    path = tmp_path / "last.ckpt"
+    Packed().save_checkpoint(checkpoint(1), path)
+    index = (path / "ckpt8-dcp.json").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(Exception, match="No space left"):
+        Packed().save_checkpoint(checkpoint(2), path)
+    assert (path / "ckpt8-dcp.json").read_bytes() == index
