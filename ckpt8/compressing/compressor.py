@@ -122,7 +122,8 @@ class Compressor:
         # No method: a cycle of references would keep the source's files until the next collection.
         self._refusal_of = partial(_broken_bound, options.max_update_error)
         self._groups = GroupEncoder(source, self._encoder, self._refusal_of)
-        self._own, self._shared = share(plan.units, source.size, self._slab)
+        # Ranks save often and wait for the last of them: entries of their own take longer than small slices.
+        self._own, self._shared = share(plan.units, 0 if slices else source.size, self._slab)
 
     def run(self, target: Path, policy: Policy, *, force: bool, tidy: bool = True) -> Manifest:
         """Write ``target``; ``tidy`` as in ``Partial``. Raises InputError for damage in the source, OutputError."""

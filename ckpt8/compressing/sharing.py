@@ -39,7 +39,10 @@ class Group:
 
 
 def share(units: Sequence[Unit], size: int, slab: int) -> tuple[list[Unit], list[Group]]:
-    """The units with entries of their own, and groups of the others. ``size`` are the bytes of the source."""
+    """The units with entries of their own, and groups of the others.
+
+    ``size`` are the bytes of the source; with 0 small units are grouped where the header would have 12 KiB.
+    """
     is_under_budget = any(stream.second is not None for unit in units for stream in unit.streams)
     part = _BUDGET_ROOM_SHARE if is_under_budget else _ROOM_SHARE
     if not _is_header_long(units, max(_ROOM, size // part), slab):
