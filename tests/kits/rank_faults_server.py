@@ -71,7 +71,7 @@ def work(job, rank, go):
     save(first, target)
     dist.barrier()
     if "size" in job and rank == job["victim"]:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (job["size"], job["size"]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["size"], resource.RLIM_INFINITY))
     if rank == 0:
         names = sorted(path.name for path in target.iterdir())
         os.write(go, json.dumps(names).encode() + b"\n")
@@ -88,6 +88,8 @@ def rank_process(job, rank, go):
     try:
         work(job, rank, go)
     except BaseException:
+        # The limit is for what the rank saves, not for what it says.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
