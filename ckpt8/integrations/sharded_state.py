@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,29 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from ckpt8.core.arguments import checked
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
 
 FOLDER = "ckpt8"
 """The folder of a checkpoint that holds what is packed."""
+
+
+class PacksSlices:
+    """Takes the options of Ckpt8StorageWriter and gives the class behind it the other arguments."""
+
+    @checked
+    def __init__(
+        self,
+        *args: Any,
+        preset: str | None = None,
+        budget: float | None = None,
+        rules: Sequence[str] = (),
+        threads: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._packing: dict[str, Any] = {"preset": preset, "budget": budget, "rules": tuple(rules), "threads": threads}
+        Ckpt8StorageWriter(".", **self._packing)  # raises UsageError now, not at the first save
+        super().__init__(*args, **kwargs)
 
 
 def save_packed(folder: Path, state: dict[str, Any], options: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,16 @@ import torch
 
 from ckpt8.container.header import is_container
 from ckpt8.container.sharded.reading import is_sharded
-from ckpt8.core.arguments import checked
 from ckpt8.core.errors import Ckpt8Error, InputError, UsageError
 from ckpt8.core.files.atomic import AtomicFile
-from ckpt8.integrations.dcp import Ckpt8StorageWriter
-from ckpt8.integrations.sharded_state import load_model, load_optimizers, save_packed
+from ckpt8.integrations.sharded_state import PacksSlices, load_model, load_optimizers, save_packed
 from ckpt8.restoring.restore import restore
 
 _REST = "meta.pt"
 """The file of Lightning with what is neither weights nor optimizer; it makes a directory a sharded checkpoint."""
 
 
-class Ckpt8StrategyMixin:
+class Ckpt8StrategyMixin(PacksSlices):
     """Before Lightning's FSDPStrategy or ModelParallelStrategy: every rank packs its slices instead of plain ones.
 
     ``preset``, ``budget``, ``rules`` and ``threads`` are those of ``ckpt8.save``; the others are the strategy's own.
@@ -35,20 +33,6 @@ class Ckpt8StrategyMixin:
     >>> class PackedFSDP(Ckpt8StrategyMixin, FSDPStrategy): ...
     >>> strategy = PackedFSDP(preset="archive", state_dict_type="sharded")  # Trainer(..., strategy=strategy)
     """
-
-    @checked
-    def __init__(
-        self,
-        *args: Any,
-        preset: str | None = None,
-        budget: float | None = None,
-        rules: Sequence[str] = (),
-        threads: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._packing: dict[str, Any] = {"preset": preset, "budget": budget, "rules": tuple(rules), "threads": threads}
-        Ckpt8StorageWriter(".", **self._packing)  # raises UsageError now, not at the first save
-        super().__init__(*args, **kwargs)
 
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Pack a sharded checkpoint; the strategy saves one that is whole. Raises OutputError."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,14 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ckpt8.container.sharded.reading import is_sharded
-from ckpt8.core.arguments import checked
-from ckpt8.integrations.dcp import Ckpt8StorageWriter
-from ckpt8.integrations.sharded_state import FOLDER, load_model, load_optimizers, save_packed
+from ckpt8.integrations.sharded_state import FOLDER, PacksSlices, load_model, load_optimizers, save_packed
 
 _KEYS = "model", "optimizer"
 _SCHEDULER = "scheduler.pt"
 """The file of Trainer for it."""
 
 
-class Ckpt8TrainerMixin:
+class Ckpt8TrainerMixin(PacksSlices):
     """Before a Trainer of any kind: where it runs FSDP, every rank packs its slices instead of saving plain ones.
 
     ``preset``, ``budget``, ``rules`` and ``threads`` are those of ``ckpt8.save``; Trainer gets the other arguments.
@@ -32,20 +29,6 @@ class Ckpt8TrainerMixin:
     >>> class ShardedTrainer(Ckpt8TrainerMixin, Trainer): ...
     >>> trainer = ShardedTrainer(model, args, preset="archive")  # doctest: +SKIP
     """
-
-    @checked
-    def __init__(
-        self,
-        *args: Any,
-        preset: str | None = None,
-        budget: float | None = None,
-        rules: Sequence[str] = (),
-        threads: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._packing: dict[str, Any] = {"preset": preset, "budget": budget, "rules": tuple(rules), "threads": threads}
-        Ckpt8StorageWriter(".", **self._packing)  # raises UsageError now, not at the first save
-        super().__init__(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         if not self.is_fsdp_enabled:
