@@ -83,10 +83,11 @@ class ContainerWriter(Closing):
         self._write()
         start = self._position
         entries = [*self._entries, Entry(header.SEAL, start, start + header.SEAL_BYTES)]
-        size = len(header.render(entries, None, manifest.version)) - header.LENGTH_BYTES
-        if size > self._header_size:
-            self._move(size - self._header_size)
-        head = header.render(entries, self._header_size, manifest.version)
+        try:
+            head = header.render(entries, self._header_size, manifest.version)
+        except ValueError:
+            head = header.render(entries, None, manifest.version)
+            self._move(len(head) - self._data_start)
         seal = hashlib.sha256(head + stored).digest()
         with self._output.guard():
             write_all_at(self._descriptor, [seal], self._data_start + start)
@@ -101,5 +102,4 @@ class ContainerWriter(Closing):
                 place = self._data_start + start
                 piece = os.pread(self._descriptor, min(PIECE, self._position - start), place)
                 write_all_at(self._descriptor, [piece], place + by)
-        self._header_size += by
         self._data_start += by
