@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from memory_kit import run_measured
+from memory_kit import run_measured, save_trained
 
 import ckpt8
 from ckpt8.compressing.policy import PRESETS
@@ -34,13 +33,8 @@ found = {"bytes": os.path.getsize(target)}
 @pytest.fixture(scope="module")
 def containers(scratch):
     """315 MB of weights and state, enough for numba, and its container under every preset; all kernels are compiled."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
-    optimizer.step()
     source = scratch / "run.pt"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    save_trained(source, WIDTH, LAYERS)
     assert source.stat().st_size > 1 << 28
     found = {"": source}
     for preset in PRESETS:

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import torch
+
 _SCRIPT = """
 import json, sys
 import torch
@@ -33,3 +35,13 @@ def run_measured(setup: str, code: str, *arguments: object) -> dict[str, int]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
+
+
+def save_trained(path, width: int, layers: int) -> None:
+    """Write a checkpoint of square layers and AdamW after a step: 12 bytes for each parameter."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)

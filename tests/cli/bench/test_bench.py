@@ -54,15 +54,6 @@ def _without_peers(monkeypatch):
 
 
 @pytest.fixture
-def scratch(tmp_path):
-    """A folder that is empty afterwards."""
-    folder = tmp_path / "scratch"
-    folder.mkdir()
-    yield folder
-    assert list(folder.iterdir()) == []
-
-
-@pytest.fixture
 def folder(inputs, tmp_path):
     """What Trainer saves: a directory."""
     return shutil.copytree(inputs / "trainer-adamw", tmp_path / "checkpoint-200")

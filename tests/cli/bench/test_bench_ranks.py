@@ -22,15 +22,6 @@ from ckpt8.core.errors import OutputError
 MIB = 1 << 20
 
 
-@pytest.fixture
-def scratch(tmp_path):
-    """A folder that is empty afterwards."""
-    folder = tmp_path / "scratch"
-    folder.mkdir()
-    yield folder
-    assert list(folder.iterdir()) == []
-
-
 @pytest.mark.slow
 def test_two_ranks_save_and_load_with_both(scratch, monkeypatch):
     monkeypatch.setattr("ckpt8.cli.bench.training.MAX_STEPS", 4)
