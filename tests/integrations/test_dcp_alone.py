@@ -32,14 +32,19 @@ def save_alone(state, folder, **options):
     )
 
 
-def refusal(call):
-    """The text of the error that a call raises on this rank; the others wait for it at the end of the save."""
+def refusal(call, *, apart=False):
+    """The text of the error that a call raises on this rank; the others wait for it at the end of the save.
+
+    A save ``apart`` waits for no other rank.
+    """
+    said = None
     try:
         call()
     except (UsageError, OutputError) as exc:
+        said = str(exc)
+    if apart or said is not None:
         dist.barrier()
-        return str(exc)
-    return None
+    return said
 
 
 def full(*_):
@@ -69,9 +74,13 @@ def work(rank, folder):
 
     said = {
         "again": refusal(lambda: save_alone(state, folder / "saved")),
-        "group": refusal(lambda: save_alone(state, folder / "group", no_dist=True)) if rank else None,
+        "lone": refusal(lambda: save_alone(state, folder / "lone", no_dist=True), apart=True),
     }
+    first = dist.new_group([0])
     if not rank:
+        lone = {"w": torch.ones(3)}
+        said["group"] = refusal(lambda: save_alone(lone, folder / "group", process_group=first), apart=True)
+    else:
         dist.barrier()
     # The first save fails on one rank, and the second on those that have saved already.
     with pytest.MonkeyPatch.context() as patch:
@@ -143,8 +152,10 @@ def test_what_ranks_cannot_do_on_their_own_is_refused(saved):
             f"{folder / 'saved'}: holds a checkpoint, which ranks cannot replace without collectives; give another "
             "directory"
         )
-        if rank:
-            assert "leave out process_group and no_dist" in said["group"]
+        part = "use_collectives=False makes one checkpoint of all ranks of the job"
+        assert said["lone"].startswith(part)
+        assert rank or said["group"].startswith(part)
+    assert not any((folder / name).exists() for name in ("lone", "group"))
 
 
 def test_a_save_does_not_mix_its_parts_with_those_of_another(saved):

@@ -39,7 +39,7 @@ from ckpt8.integrations.dcp.families import count_parted
 from ckpt8.integrations.dcp.metadata import ADVICE, InDirectory, index_of
 from ckpt8.integrations.dcp.planner import Ckpt8SavePlanner
 from ckpt8.integrations.dcp.rank_file import RankPlan
-from ckpt8.integrations.dcp.save_id import save_of_all_ranks
+from ckpt8.integrations.dcp.save_id import save_of_all_ranks, saves_with_all_ranks
 from ckpt8.integrations.dcp.tree import Naming
 
 _FILE = re.compile(r"__\d+_\d+\.ckpt8")
@@ -85,10 +85,10 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         """Begin a save. Raises UsageError where ranks cannot tell which part of a checkpoint is theirs."""
         self._part = None
         if not kwargs.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
-            if kwargs.get("rank") != dist.get_rank():
+            if not saves_with_all_ranks(kwargs.get("rank")):
                 raise UsageError(
-                    "use_collectives=False makes one checkpoint of all ranks of the job; leave out process_group and "
-                    "no_dist"
+                    "use_collectives=False makes one checkpoint of all ranks of the job; leave it out, or "
+                    "process_group and no_dist"
                 )
             self._part = Part(dist.get_rank(), dist.get_world_size(), save_of_all_ranks(self.path))
 
