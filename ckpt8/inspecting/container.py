@@ -62,7 +62,7 @@ def inspect_container(
             found = survey_decoded(path)
         found["flags"][:0] = foreign_flags(each for one in containers_of(reader) for each in names_in_container(one))
         return {
-            "path": str(path),
+            "path": str(reader.path),
             "kind": "ckpt8",
             "ranks": _rank_facts(reader),
             **_facts(manifest, reader.size),

@@ -20,11 +20,12 @@ from typing import Any
 
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from ckpt8.container.sharded import FOLDER
 from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.integrations import local_path
-from ckpt8.integrations.sharded_state import FOLDER, load_model, load_optimizers, save_packed
+from ckpt8.integrations.sharded_state import load_model, load_optimizers, save_packed
 
 _ADVICE = "give a directory that every rank can reach"
 

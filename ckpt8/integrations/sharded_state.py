@@ -19,9 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 from ckpt8.core.arguments import checked
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
 
-FOLDER = "ckpt8"
-"""The folder of a checkpoint that holds what is packed."""
-
 
 class PacksSlices:
     """Takes the options of Ckpt8StorageWriter and gives the class behind it the other arguments."""

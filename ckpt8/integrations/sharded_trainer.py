@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from ckpt8.container.sharded import FOLDER
 from ckpt8.container.sharded.reading import is_sharded
-from ckpt8.integrations.sharded_state import FOLDER, PacksSlices, load_model, load_optimizers, save_packed
+from ckpt8.integrations.sharded_state import PacksSlices, load_model, load_optimizers, save_packed
 
 _KEYS = "model", "optimizer"
 _SCHEDULER = "scheduler.pt"

@@ -9,7 +9,7 @@ from typing import Any
 from ckpt8.checkpoint.sources.stored_member import load_source, member_index
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded.reading import is_sharded
+from ckpt8.container.sharded.reading import find_sharded
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import UsageError
 from ckpt8.core.workers import Workers
@@ -41,11 +41,11 @@ def load(
     >>> ckpt8.load("run.ckpt8")["model"]["weight"].shape
     torch.Size([128, 128])
     """
-    if is_sharded(Path(path)):
+    if (directory := find_sharded(Path(path))) is not None:
         if member is not None or unpack:
             advice = "leave out member" if not unpack else "convert it to torch with dtype float32 to unpack it"
             raise UsageError(f"{path}: is a directory of containers of ranks, and loaded as a whole; {advice}")
-        return load_directory(Path(path), map_location, threads)
+        return load_directory(directory, map_location, threads)
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
         index = member_index(reader, member)
         obj, tree = load_source(reader, index, MemberFile(reader, index, workers), map_location)

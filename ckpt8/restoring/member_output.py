@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +24,7 @@ from ckpt8.core.files.atomic import Check, Guard, refuse_source
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.crc import combine, crc32
 from ckpt8.core.files.write_at import write_at
+from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress, Workers
 
 _AHEAD = 1
@@ -104,6 +105,8 @@ class MemberWriter:
         return crcs
 
 
+_LISTED = 10
+
 R = TypeVar("R", bound="Restored")
 
 
@@ -112,12 +115,14 @@ class Restored:
     """``path`` was written. ``original`` is the name of the original that the container states.
 
     ``other_name`` is ``original`` where the default path has another name. ``replaced`` says what was there before.
+    ``left`` are the names of plain files of a trainer beside what was restored.
     """
 
     path: Path
     original: str
     other_name: str | None
     replaced: str | None = None
+    left: Sequence[str] = ()
 
     @classmethod
     def at(cls: type[R], source: Path, given: str | os.PathLike[str] | None, reader: ContainerReader) -> R:
@@ -131,7 +136,8 @@ class Restored:
     def lines(self) -> list[str]:
         """What to tell the user about these names, as lines of text."""
         lines = [] if self.other_name is None else [f"the original was called {self.other_name[:80]!r}"]
-        return lines if self.replaced is None else [*lines, f"replaced {self.replaced}"]
+        lines += [] if self.replaced is None else [f"replaced {self.replaced}"]
+        return [*lines, f"not written, as it is plain: {listed(self.left, _LISTED)}"] if self.left else lines
 
 
 def new_directory(path: Path, reader: ContainerReader, *, force: bool) -> AtomicDirectory:

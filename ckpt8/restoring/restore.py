@@ -10,7 +10,7 @@ from typing import Literal, overload
 from ckpt8.container.manifest import SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded.reading import is_sharded
+from ckpt8.container.sharded.reading import find_sharded
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import AtomicFile
@@ -64,6 +64,7 @@ def restore(
     InputError for damage, OutputError when the target exists and is not replaced, or cannot be written.
 
     A directory that ``Ckpt8StorageWriter`` wrote becomes a plain one, which ``target`` must name, with the same slices.
+    Of a trainer's checkpoint that holds such a directory in its folder ``ckpt8`` only this one is written.
 
     With ``salvage`` a damaged container is an error only if nothing in it is whole. Returns a ``Salvage``: see
     ``restoring.salvage``.
@@ -72,7 +73,7 @@ def restore(
     'back.pt'
     """
     if salvage:
-        if is_sharded(Path(source)):
+        if find_sharded(Path(source)) is not None:
             raise UsageError(f"{source}: is a directory of containers; salvage the damaged one of them")
         return run(source, target, force=force, threads=threads, progress=progress)
     return restore_original(source, target, force=force, threads=threads, progress=progress).path
@@ -88,8 +89,11 @@ def restore_original(
 ) -> Restored:
     """As ``restore`` without ``salvage``; also says which names the container states and what was replaced."""
     source = Path(source)
-    if is_sharded(source):
-        return restore_directory(source, target, force=force, threads=threads, progress=progress)
+    if (directory := find_sharded(source)) is not None:
+        result = restore_directory(directory, target, force=force, threads=threads, progress=progress)
+        if directory != source:
+            result.left = sorted(each.name for each in source.iterdir() if each.name != directory.name)
+        return result
     with ContainerReader(source, kernels=True) as reader, Workers(threads) as workers:
         result = Restored.at(source, target, reader)
         writer = MemberWriter(reader, workers, progress, partial(MemberFile, reader))

@@ -210,6 +210,30 @@ def test_restore_gives_a_plain_directory_that_torch_loads(saved, tmp_path, prese
         ckpt8.restore(saved / preset)
 
 
+def test_a_trainers_checkpoint_stands_for_the_folder_in_it(saved, tmp_path):
+    checkpoint = tmp_path / "checkpoint-5"
+    shutil.copytree(saved / "lossless", checkpoint / "ckpt8")
+    (checkpoint / "trainer_state.json").write_text("{}")
+    facts = json.loads(call("inspect", checkpoint, "--json").output)
+    assert facts["path"] == str(checkpoint / "ckpt8")
+    assert facts["ranks"]["files"] == 2
+    assert ckpt8.verify(checkpoint, saved / "plain").failures == ()
+    assert ckpt8.diff(checkpoint, saved / "plain").identical
+    expected = torch.load(saved / "run.pt", weights_only=True)
+    assert_same(ckpt8.load(checkpoint), expected)
+    ckpt8.convert(checkpoint, tmp_path / "x.pt")
+    assert_same(torch.load(tmp_path / "x.pt", weights_only=True)["model"], expected["model"])
+    shown = call("restore", checkpoint, "-o", tmp_path / "back")
+    assert "not written, as it is plain: trainer_state.json" in shown.output
+    assert_same(load_all(tmp_path / "back"), load_all(saved / "plain"))
+    with pytest.raises(OutputError):
+        ckpt8.restore(checkpoint, checkpoint, force=True)
+    with pytest.raises(InputError, match=r"load it with .* Ckpt8StorageReader"):
+        ckpt8.resume(checkpoint, model=torch.nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="salvage the damaged one"):
+        ckpt8.restore(checkpoint, tmp_path / "y", salvage=True)
+
+
 def test_load_gives_the_state_dict_that_was_saved(saved):
     assert_same(ckpt8.load(saved / "lossless"), torch.load(saved / "run.pt", weights_only=True))
     assert ckpt8.load(saved / "flash", map_location="meta")["model"]["0.weight"].is_meta

@@ -21,7 +21,7 @@ from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded.reading import is_sharded
+from ckpt8.container.sharded.reading import find_sharded
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.core.files.crc import crc32
 from ckpt8.core.files.source_file import ByteRange
@@ -45,8 +45,8 @@ def open_source(
     if containers and is_container(path):
         with ContainerReader(path, kernels=True) as reader, Workers(threads) as workers:
             yield stored_bundle(reader, workers)
-    elif containers and is_directory(path) and is_sharded(path):
-        with open_sharded(path, threads=threads) as bundle:
+    elif containers and is_directory(path) and (directory := find_sharded(path)) is not None:
+        with open_sharded(directory, threads=threads) as bundle:
             yield bundle
     elif is_directory(path):
         entries = walk(path)
@@ -117,7 +117,7 @@ def open_member(path: Path, *, member: str | None = None, threads: int | None = 
 
     Raises InputError for damage, UsageError where ``member`` must be given.
     """
-    if is_sharded(path):
+    if find_sharded(path) is not None:
         raise UnsupportedError(
             f"{path}: is a directory of containers of ranks; load it with torch.distributed.checkpoint and "
             "Ckpt8StorageReader, or convert it to one file"

@@ -12,6 +12,9 @@ import re
 INDEX = "ckpt8-dcp.json"
 """The file that makes a directory a checkpoint."""
 
+FOLDER = "ckpt8"
+"""The folder for such a directory in the checkpoint of a trainer, which keeps its own files beside it."""
+
 PART = r"ckpt8-dcp\.\d+\.json"
 """Pattern of the names of parts of an index: all of them together make a directory a checkpoint as well."""
 

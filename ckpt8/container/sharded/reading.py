@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt8.container.json_fields import LARGEST, Fields
 from ckpt8.container.member_paths import is_plain_name
-from ckpt8.container.sharded import INDEX, is_part
+from ckpt8.container.sharded import FOLDER, INDEX, is_part
 from ckpt8.container.sharded.index import FORMAT, VERSION, GlobalTensor, Part, Place, ShardedIndex
 from ckpt8.container.sharded.layouts import Grid, Layout, Listed, Shape
 from ckpt8.core.errors import InputError, UnsupportedError
@@ -36,6 +36,14 @@ def is_sharded(directory: Path) -> bool:
     with suppress(OSError):
         return any(is_part(entry.name) for entry in os.scandir(directory))
     return False
+
+
+def find_sharded(path: Path) -> Path | None:
+    """The directory of containers of ranks at ``path``, or in the folder that a trainer's checkpoint has for it.
+
+    None where there is neither.
+    """
+    return next((each for each in (path, path / FOLDER) if is_sharded(each)), None)
 
 
 def has_other_parts(directory: Path, part: Part) -> bool:
