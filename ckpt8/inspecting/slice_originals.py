@@ -67,9 +67,10 @@ class Originals:
         where = f"{joined.path}: was not made from {self.path}"
         for name in sorted(names ^ known):
             raise CheckFailedError(f"{where}: only one of them has {shown(name)}; give the same checkpoint")
-        for name, tensor in index.tensors.items():
-            other = stated.get(name)
-            if other is None or (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
+        kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in stated.items()}
+        for name in known:
+            tensor = index.tensors.get(name)
+            if kinds.get(name) != (None if tensor is None else (tensor.dtype, tensor.shape)):
                 raise CheckFailedError(f"{where}: {shown(name)} is of another type or shape; give the same checkpoint")
 
     def _bundle(

@@ -13,7 +13,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 import ckpt8
-from ckpt8.core.errors import UnsupportedError
+from ckpt8.checkpoint.readers import open_checkpoint
+from ckpt8.core.errors import CheckFailedError, UnsupportedError
+from ckpt8.inspecting.container import inspect_container
+from ckpt8.inspecting.same_object import same_object
 from ckpt8.integrations.dcp import Ckpt8StorageWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -81,3 +84,89 @@ def test_a_tensor_of_which_some_parts_are_plain_is_refused(tmp_path, row):
         with pytest.raises(UnsupportedError, match="'q': only some of its parts are plain tensors"):
             call(tmp_path / "x")
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+class Own(torch.Tensor):
+    """A class that no reader knows."""
+
+
+def quantized(values):
+    return torch.quantize_per_tensor(values, 0.5, 3, torch.qint8)
+
+
+MADE = {"own class": lambda values: values.as_subclass(Own), "quantized": quantized}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_verify_compares_what_torch_save_keeps(tmp_path, kind):
+    def save_both(value, name):
+        state = {"q": value, "w": torch.ones(3)}
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / name), no_dist=True)
+        return state
+
+    state = save_both(MADE[kind](WHOLE), "plain")
+    dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), no_dist=True)
+    assert ckpt8.verify(tmp_path / "x", tmp_path / "plain").failures == ()
+    changed = WHOLE.clone()
+    changed[3, 1] += 1
+    save_both(MADE[kind](changed), "changed")
+    assert ckpt8.verify(tmp_path / "x", tmp_path / "changed").failures == ("q: differs from the original",)
+    facts = inspect_container(tmp_path / "x", original=tmp_path / "changed")
+    assert facts["measured_from"]["differing"] == ["q"]
+    if kind == "quantized":
+        save_both(torch.quantize_per_tensor(2 * WHOLE, 1.0, 3, torch.qint8), "scaled")
+        assert ckpt8.verify(tmp_path / "x", tmp_path / "scaled").failures == ("q: differs from the original",)
+
+
+@pytest.mark.parametrize("values", [(3, torch.tensor(3)), (torch.tensor(3), 3)])
+def test_verify_refuses_a_number_in_place_of_a_tensor(tmp_path, values):
+    for name, value, kind in zip(("x", "plain"), values, (Ckpt8StorageWriter, dcp.FileSystemWriter), strict=True):
+        dcp.save({"n": value, "w": torch.ones(3)}, storage_writer=kind(tmp_path / name), no_dist=True)
+    with pytest.raises(CheckFailedError, match="'n' is of another type or shape"):
+        ckpt8.verify(tmp_path / "x", tmp_path / "plain")
+
+
+def test_verify_names_parts_that_it_cannot_compare(tmp_path):
+    save(InParts(), tmp_path / "x")
+    ckpt8.restore(tmp_path / "x", tmp_path / "plain")
+    assert ckpt8.verify(tmp_path / "x", tmp_path / "plain").failures == ()
+    state = {"q": WHOLE.as_subclass(Own), "w": torch.ones(3)}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "whole"), no_dist=True)
+    assert ckpt8.verify(tmp_path / "x", tmp_path / "whole").failures == tuple(
+        f"q[{rows},:]: differs from the original in how it is cut or kept, so that it cannot be compared"
+        for rows in ("0:2", "2:4")
+    )
+
+
+def noted(**attributes):
+    value = torch.arange(6.0).view(2, 3).as_subclass(Own)
+    value.__dict__ |= attributes
+    return value
+
+
+OBJECTS = {
+    "equal": (noted(note=["a", {2: float("nan")}]), noted(note=["a", {2: float("nan")}]), True),
+    "another attribute": (noted(note=["a", 2]), noted(note=["a", 3]), False),
+    "one more attribute": (noted(), noted(note=1), False),
+    "layout in memory": ({"t": torch.ones(2, 3).t()}, {"t": torch.ones(3, 2)}, True),
+    "values": ([torch.ones(2, 3)], [torch.zeros(2, 3)], False),
+    "shape": ([torch.ones(2, 3)], [torch.ones(3, 2)], False),
+    "type": ([torch.ones(2)], [torch.ones(2, dtype=torch.float64)], False),
+    "conjugate": (torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j]), True),
+    "order of keys": ({"a": [1], "b": {}}, {"b": {}, "a": [1]}, True),
+    "keys": ({"a": torch.ones(1)}, {"b": torch.ones(1)}, False),
+    "length": ([torch.ones(1)], [torch.ones(1)] * 2, False),
+    "storage": (torch.ones(2).untyped_storage(), torch.zeros(2).untyped_storage(), False),
+    "sparse": (torch.eye(3).to_sparse(), torch.eye(3).flip(0).to_sparse(), False),
+}
+
+
+@pytest.mark.parametrize("case", OBJECTS)
+def test_objects_are_compared_with_all_that_is_in_them(tmp_path, case):
+    *values, expected = OBJECTS[case]
+    paths = [tmp_path / f"{number}.pt" for number in range(2)]
+    for value, path in zip(values, paths, strict=True):
+        torch.save(value, path)
+    with open_checkpoint(paths[0]) as one, open_checkpoint(paths[1]) as other, open_checkpoint(paths[0]) as again:
+        assert same_object(one, other) is expected
+        assert same_object(one, again)

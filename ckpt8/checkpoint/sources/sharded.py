@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 
+from ckpt8.checkpoint.readers import torch_zip
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.readers.dcp.metadata import Metadata, Slice, StoredTensor
 from ckpt8.checkpoint.readers.entries import directory_name
@@ -104,6 +105,10 @@ class ShardedFiles:
     def value(self, name: str, place: Place) -> bytes:
         """What torch.save wrote for a value, or for a part of one. Raises InputError where it is damaged."""
         return self._window(name, place).read(0, place.length)
+
+    def open_value(self, name: str, place: Place) -> OpenCheckpoint:
+        """As ``value``, as a checkpoint of its own."""
+        return torch_zip.read(self._window(name, place))
 
     def _offset(self, file: str, record: TensorRecord) -> int:
         offset = self._offsets[file].get(record.storage)

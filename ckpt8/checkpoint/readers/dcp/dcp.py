@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from ckpt8.checkpoint.readers import torch_zip
-from ckpt8.checkpoint.readers.dcp.metadata import ZSTD, Metadata, Slice
+from ckpt8.checkpoint.readers.dcp.metadata import ZSTD, Metadata, Place, Slice
 from ckpt8.checkpoint.readers.dcp.names import DcpRoles, StateKey
 from ckpt8.checkpoint.readers.dcp.zstd import DecodedFile
 from ckpt8.checkpoint.readers.entries import DirectoryMember
@@ -60,6 +60,7 @@ class DcpCheckpoint:
             self.files[piece.path].append(piece)
         self.moved: dict[Slice, tuple[int, int]] = {}
         self._values: dict[str, Window] = {}
+        self._parts: dict[tuple[str, Place], Window] = {}
         self._known: dict[bytes, OpenCheckpoint] = {}
 
     def open(self, path: str, file: SourceFile, member: str, *, decode: bool) -> DcpMember:
@@ -103,7 +104,8 @@ class DcpCheckpoint:
                 )
                 for storage in found.storages
             ]
-            if not isinstance(found.tree, TensorRef):
+            if piece.place is not None and not isinstance(found.tree, TensorRef):
+                self._parts[piece.name, piece.place] = window
                 opaque |= {_key(number, leaf.key) for _, leaf in iter_leaves(found.tree)}
                 continue
             ref = replace(found.tree, key=_key(number, found.tree.key))
@@ -144,6 +146,11 @@ class DcpCheckpoint:
             return None if name not in self._values else self.open_value(name).tree
         except InputError:
             return None
+
+    def part(self, name: str, place: Place) -> OpenCheckpoint | None:
+        """A part of a tensor that is more than a plain tensor, as a checkpoint of its own; None without such a part."""
+        window = self._parts.get((name, place))
+        return None if window is None else torch_zip.read(window)
 
     def content(self, name: str) -> bytes:
         """A value that is no tensor, as torch.save wrote it. Raises InputError, and KeyError as ``open_value``."""
