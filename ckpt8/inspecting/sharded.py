@@ -48,12 +48,12 @@ def differing_values(joined: JoinedReader, originals: Originals, workers: Worker
             yield f"{name}: {_DIFFERS}"
     for name, tensor in joined.index.tensors.items():
         for box in tensor.boxes() if not tensor.is_whole else ():
-            if (place := tensor.pickled(box)) is not None:
+            if (kept := tensor.pickled(box)) is not None:
                 part = name + box_text(box.offsets, box.sizes, tensor.shape)
                 original = home.part(name, (box.offsets, box.sizes))
                 if original is None:
                     yield f"{part}: {_DIFFERS} in how it is cut or kept, so that it cannot be compared"
-                elif not same_object(files.open_value(name, place), original):
+                elif not same_object(files.open_value(name, kept), original):
                     yield f"{part}: {_DIFFERS}"
 
 

@@ -89,10 +89,10 @@ def restore_original(
 ) -> Restored:
     """As ``restore`` without ``salvage``; also says which names the container states and what was replaced."""
     source = Path(source)
-    if (directory := find_sharded(source)) is not None:
-        result = restore_directory(directory, target, force=force, threads=threads, progress=progress)
-        if directory != source:
-            result.left = sorted(each.name for each in source.iterdir() if each.name != directory.name)
+    if (packed := find_sharded(source)) is not None:
+        result = restore_directory(packed, target, force=force, threads=threads, progress=progress)
+        if packed != source:
+            result.left = sorted(each.name for each in source.iterdir() if each.name != packed.name)
         return result
     with ContainerReader(source, kernels=True) as reader, Workers(threads) as workers:
         result = Restored.at(source, target, reader)
