@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt8 import __version__
+from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.compressing.manifest_records import Results, UnitResult, fill_manifest
@@ -28,7 +29,9 @@ def open_any(path: Path, *, containers: bool = True) -> Iterator[Bundle]:
     Raises InputError for damage, and for a directory that holds no tensors.
     """
     with open_source(path, containers=containers) as bundle:
-        if bundle.directory is not None and not bundle.holds_tensors:
+        # A distributed checkpoint is one even where no tensor in it has elements.
+        known = bundle.holds_tensors or any(isinstance(member, DcpMember) for member in bundle.found)
+        if bundle.directory is not None and not known:
             raise InputError(f"{bundle.path}: a directory without tensors; give a checkpoint")
         yield bundle
 

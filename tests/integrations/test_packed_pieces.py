@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 import ckpt8
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.core.errors import CheckFailedError, UnsupportedError
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 from ckpt8.inspecting.same_object import same_object
 from ckpt8.integrations.dcp import Ckpt8StorageWriter
@@ -170,3 +171,24 @@ def test_objects_are_compared_with_all_that_is_in_them(tmp_path, case):
     with open_checkpoint(paths[0]) as one, open_checkpoint(paths[1]) as other, open_checkpoint(paths[0]) as again:
         assert same_object(one, other) is expected
         assert same_object(one, again)
+
+
+def test_a_checkpoint_of_empty_tensors_alone(tmp_path):
+    state = {"m": {"e": torch.zeros(0, 3), "f": torch.zeros(2, 0, dtype=torch.int8)}}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "plain"), no_dist=True)
+    dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), no_dist=True)
+    ckpt8.restore(tmp_path / "x", tmp_path / "back")
+    ckpt8.convert(tmp_path / "x", tmp_path / "x.pt")
+    loaded = {"m.e": torch.ones(0, 3), "m.f": torch.ones(2, 0, dtype=torch.int8)}
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path / "back"), no_dist=True)
+    stored = pickle.loads((tmp_path / "back" / ".metadata").read_bytes())
+    assert {index.fqn for index in stored.storage_data} == {"m.e", "m.f"}
+    for found in (ckpt8.load(tmp_path / "x"), torch.load(tmp_path / "x.pt")):
+        assert {name: (value.shape, value.dtype) for name, value in found["m"].items()} == {
+            "e": ((0, 3), torch.float32),
+            "f": ((2, 0), torch.int8),
+        }
+    assert inspect_container(tmp_path / "x", full=True)["sample"] == {"elements": 0, "of": 0, "full": True}
+    assert inspect_checkpoint(tmp_path / "plain")["bytes"] > 0
+    assert ckpt8.verify(tmp_path / "x", tmp_path / "plain").failures == ()
+    assert ckpt8.diff(tmp_path / "x", tmp_path / "plain").identical

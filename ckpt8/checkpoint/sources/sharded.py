@@ -18,7 +18,7 @@ from ckpt8.checkpoint.readers.entries import directory_name
 from ckpt8.checkpoint.readers.pickle.rebuild import make_tensor
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.stored_member import MemberSource
-from ckpt8.checkpoint.tree import Labelled, OpenCheckpoint, StorageInfo, StorageRef, TensorRef
+from ckpt8.checkpoint.tree import Held, Labelled, OpenCheckpoint, StorageInfo, StorageRef, TensorRef
 from ckpt8.container.manifest import DCP, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
@@ -29,6 +29,9 @@ from ckpt8.core.files.source_file import ByteRange, Window
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import shown
 from ckpt8.core.workers import Workers
+
+_NO_FILE = "__0_0.ckpt8"
+"""The file that stands for those of a checkpoint that has none, as all of its tensors are without elements."""
 
 _OPEN_FILES = 4
 """Containers that are open for decoding at a time; each keeps a decoded chunk."""
@@ -92,7 +95,7 @@ class ShardedFiles:
                 records[box.file].append((piece, record))
             if not boxes:
                 nothing = (0,) * len(tensor.shape), tensor.shape
-                metadata.slices.append(Slice(name, next(iter(index.files)), 0, 0, nothing, ()))
+                metadata.slices.append(Slice(name, next(iter(index.files), _NO_FILE), 0, 0, nothing, ()))
         windows = {name: self._window(name, place) for name, place in values.items()}
         for name, window in windows.items():
             path = values[name].file
@@ -100,7 +103,10 @@ class ShardedFiles:
         home = DcpCheckpoint(metadata)
         # Only its class can join what torch.save has written in parts.
         home.add_values({name: window for name, window in windows.items() if name not in torn})
-        return [self._member(home, reader, records[reader.path.name]) for reader in self._joined.readers]
+        members = [self._member(home, reader, records[reader.path.name]) for reader in self._joined.readers]
+        if metadata.tensors and not members:
+            return [DcpMember(_NO_FILE, Held(b"", DCP, tree=Labelled(())), home=home, parts=[])]
+        return members
 
     def value(self, name: str, place: Place) -> bytes:
         """What torch.save wrote for a value, or for a part of one. Raises InputError where it is damaged."""
