@@ -16,7 +16,11 @@ import numpy as np
 from ckpt8.container.sharded.layouts import Grid, Layout, Listed, Shape
 
 _Found = tuple[Any, Any, Any]
-"""File numbers, offsets and sizes of the boxes of a tensor, as arrays in order of the offsets."""
+"""File numbers, offsets and sizes of the boxes of a tensor, as arrays in order of the offsets; of those with the same
+offsets the largest come first."""
+
+_Pickled = Mapping[tuple[int, Shape], tuple[int, int]]
+"""Start and length of boxes that torch.save wrote, by number of the file and offsets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,8 @@ def collect(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> dict[str,
     found: dict[str, Layout] = {}
     for count, parts in rows.items():
         tensors, owners, boxes = (np.concatenate(column) for column in zip(*parts, strict=True))
-        order = np.lexsort((*(boxes[:, k] for k in reversed(range(count))), tensors))
+        volumes = boxes[:, count:].prod(axis=1)
+        order = np.lexsort((-volumes, *(boxes[:, k] for k in reversed(range(count))), tensors))
         tensors, owners, boxes = tensors[order], owners[order], boxes[order]
         edges = [0, *(np.flatnonzero(np.diff(tensors)) + 1).tolist(), len(tensors)]
         for first, stop in pairwise(edges):
@@ -86,16 +91,16 @@ def collect(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> dict[str,
     return found
 
 
-def _pickled(files: Iterable[RankFile]) -> dict[str, dict[Shape, tuple[int, int]]]:
-    found: dict[str, dict[Shape, tuple[int, int]]] = defaultdict(dict)
-    for each in files:
+def _pickled(files: Iterable[RankFile]) -> dict[str, dict[tuple[int, Shape], tuple[int, int]]]:
+    found: dict[str, dict[tuple[int, Shape], tuple[int, int]]] = defaultdict(dict)
+    for number, each in enumerate(files):
         for (name, offsets), place in each.pickled.items():
-            found[name].setdefault(offsets, place)
+            found[name][number, offsets] = place
     return found
 
 
-def layout_of(found: _Found, shape: Shape, pickled: Mapping[Shape, tuple[int, int]]) -> Layout:
-    """The layout of a tensor: a grid where its boxes are one. Of equal boxes it has the first."""
+def layout_of(found: _Found, shape: Shape, pickled: _Pickled) -> Layout:
+    """The layout of a tensor: a grid where its boxes are one. Of boxes with the same offsets it has the first."""
     owners, offsets, sizes = found
     if len(owners) > 1:
         new = np.append(True, (np.diff(offsets, axis=0) != 0).any(axis=1))
@@ -104,7 +109,8 @@ def layout_of(found: _Found, shape: Shape, pickled: Mapping[Shape, tuple[int, in
     if grid is not None:
         return grid
     rows = zip(owners.tolist(), offsets.tolist(), sizes.tolist(), strict=True)
-    return Listed([(owner, tuple(at), tuple(size)) for owner, at, size in rows], dict(pickled))
+    boxes = [(owner, tuple(at), tuple(size)) for owner, at, size in rows]
+    return Listed(boxes, {at: pickled[owner, at] for owner, at, _ in boxes if (owner, at) in pickled})
 
 
 def _grid(owners: Any, offsets: Any, sizes: Any, shape: Shape) -> Grid | None:

@@ -111,11 +111,17 @@ class JoinedReader(Closing):
         return self._objects[file]
 
     def _is_replica(self, file: str, key: SliceKey) -> bool:
-        """Whether the index names the same slice in another file: ranks may keep copies of what all have."""
+        """Whether the index names the same elements in another file: ranks may keep copies of what all have.
+
+        Ranks that saved on their own may have cut their copies otherwise.
+        """
         tensor = self.index.tensors.get(key[0])
         record = self.slices[file][key]
         if tensor is None or len(record.shape) != len(tensor.shape):
             return False
+        if self.index.joined:
+            ends = (at + size for at, size in zip(key[1], record.shape, strict=True))
+            return all(end <= size for end, size in zip(ends, tensor.shape, strict=True))
         boxes = tensor.overlapping(key[1], record.shape)
         return any((box.offsets, box.sizes) == (key[1], tuple(record.shape)) for box in boxes) or 0 in record.shape
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ckpt8.container.sharded.collecting import RankFile, collect
 from ckpt8.container.sharded.index import GlobalTensor, Place, ShardedIndex
-from ckpt8.container.sharded.layouts import Listed, Shape
+from ckpt8.container.sharded.layouts import Grid, Layout, Listed, Shape
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
@@ -21,7 +21,7 @@ def join(directory: Path, parts: Mapping[str, ShardedIndex], rank: int | None) -
     Raises InputError where parts are missing, or do not belong together.
     """
     world = _check(directory, parts)
-    # Of equal boxes, and of objects of one name, the first counts.
+    # Of equal boxes, of whole tensors, and of objects of one name, the first counts.
     order = sorted(parts.values(), key=lambda each: each.part is not None and each.part.rank != rank)
     files = [_rank_file(directory, each) for each in order]
     shapes: dict[str, Shape] = {}
@@ -32,6 +32,9 @@ def join(directory: Path, parts: Mapping[str, ShardedIndex], rank: int | None) -
             if known != (tensor.shape, tensor.dtype):
                 raise InputError(f"{directory}: {name}: ranks have saved tensors of this name that are not alike")
     layouts, names = collect(files, shapes), [each.file for each in files]
+    for name, layout in layouts.items():
+        if not layout.is_whole:
+            layouts[name] = _of_one_rank(name, order) or layout
     objects: dict[str, Place] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     for each in reversed(order):
@@ -73,6 +76,15 @@ def _check(directory: Path, parts: Mapping[str, ShardedIndex]) -> int:
             f"{listed(missing, _SHOWN)}; the save was interrupted before it was complete"
         )
     return world
+
+
+def _of_one_rank(name: str, parts: Sequence[ShardedIndex]) -> Layout | None:
+    """The layout of a tensor in the first of ``parts`` that has all of it: ranks may cut their copies otherwise."""
+    for number, part in enumerate(parts):
+        layout = part.tensors[name].layout if name in part.tensors else None
+        if isinstance(layout, Grid):
+            return Grid([cuts.runs for cuts in layout.cuts], [[number, len(layout), 0]])
+    return None
 
 
 def _rank_file(directory: Path, part: ShardedIndex) -> RankFile:

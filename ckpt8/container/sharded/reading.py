@@ -19,6 +19,7 @@ from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.json_text import parse_json
 from ckpt8.core.tensors import DType
+from ckpt8.core.text import shown
 
 _LONGEST = 512 << 20
 """Bytes of an index: that of a thousand ranks has ten million."""
@@ -118,7 +119,10 @@ def parse_index(text: bytes, where: str) -> ShardedIndex:
         raise UnsupportedError(f"{where}: has version {version}; this ckpt8 reads version {VERSION}")
     files = _read_files(fields)
     names = list(files)
-    tensors = fields.mapping("tensors", lambda each: _read_tensor(each, names))
+    tensors = {
+        name: _read_tensor(Fields(value, f"{where}: {shown(name)}"), names)
+        for name, value in fields.get("tensors", dict).items()
+    }
     objects = {name: _read_place(fields, name, value, names) for name, value in fields.get("objects", dict).items()}
     if tensors.keys() & objects.keys():
         raise fields.fail("objects")

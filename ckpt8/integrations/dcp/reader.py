@@ -21,6 +21,7 @@ from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import StorageRecord, TensorRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import INDEX
+from ckpt8.container.sharded.covering import check_cover
 from ckpt8.container.sharded.index import OBJECTS, GlobalTensor, Place, ShardedIndex
 from ckpt8.container.sharded.layouts import Slice
 from ckpt8.container.sharded.reading import is_sharded, read_index
@@ -28,6 +29,7 @@ from ckpt8.container.sharded.slices import slices_of
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
+from ckpt8.core.text import shown
 from ckpt8.core.workers import Workers, threads_of_rank
 from ckpt8.integrations import is_local
 from ckpt8.integrations.dcp.metadata import InDirectory, metadata_of
@@ -81,7 +83,16 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
             self._index = read_index(self.path, kwargs.get("rank"))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """The plan as it is.
+
+        Raises InputError where the parts that ranks wrote on their own do not make up a tensor of it: torch would leave
+        the elements that are missing as they are.
+        """
+        for name in dict.fromkeys(item.storage_index.fqn for item in plan.items):
+            tensor = self._index.tensors.get(name)
+            if self._index.joined and tensor is not None and not tensor.is_whole and all(tensor.shape):
+                boxes = [(box.offsets, box.sizes) for box in tensor.boxes()]
+                check_cover(f"{self.path}: {shown(name)}", tensor.shape, boxes)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

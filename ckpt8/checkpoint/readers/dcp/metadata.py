@@ -193,7 +193,10 @@ class _Parser:
                 at + size > whole for at, size, whole in zip(start, sizes, shape, strict=True)
             ):
                 raise self._fail(f"{shown(name)}: a chunk reaches out of the tensor")
-            places[start] = sizes
+            if prod(sizes) and prod(known := places.get(start, sizes)) and known != sizes:
+                raise self._fail(f"{shown(name)}: two chunks of different sizes at {start}")
+            if prod(sizes) or start not in places:
+                places[start] = sizes
 
     def _dtype(self, properties: Any, name: str) -> DType:
         kind = f"{_MODULE}.TensorProperties"

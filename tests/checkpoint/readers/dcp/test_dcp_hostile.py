@@ -92,6 +92,17 @@ def value(change, name="model.up.weight"):
     return apply
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("first", [True, False])
+def test_two_chunks_at_one_place(rows, first, root, tmp_path):
+    other = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([rows, 80]))
+    change_metadata(root, value(lambda each: each.chunks.insert(0 if first else 1, other)))
+    if rows:
+        refused(root, r"'model\.up\.weight': two chunks of different sizes at \(0, 0\)")
+    else:  # an empty one says nothing
+        ckpt8.compress(root, tmp_path / "x.ckpt8")
+
+
 PATHS = ["../x", "/etc/passwd", "a/../b", "", ".", "..", "a//b", ".metadata", "a/.metadata", "x\0", 3, None, "~\ud800"]
 
 

@@ -1,0 +1,117 @@
+"""Parts of ranks that saved on their own and cut a tensor that all have in different ways; and an index that lies."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+import ckpt8
+from ckpt8.container.sharded.index import Part
+from ckpt8.container.sharded.reading import read_index
+from ckpt8.core.errors import InputError
+from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+WHOLE = torch.arange(8.0)
+
+
+class Own(torch.Tensor):
+    """A tensor that torch.save keeps."""
+
+
+class Cut(DefaultSavePlanner):
+    """Plans the slices of WHOLE with these offsets and sizes."""
+
+    def __init__(self, cuts, made):
+        super().__init__()
+        self.cuts, self.made = cuts, made
+
+    def create_local_plan(self):
+        self.plan = SavePlan([self.item(*cut) for cut in self.cuts], planner_data={"w": ("w",)})
+        return self.plan
+
+    def item(self, *cut):
+        offset, size = ([each] for each in cut)
+        chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
+        data = TensorWriteData(chunk, TensorProperties(dtype=WHOLE.dtype), WHOLE.shape)
+        return WriteItem(MetadataIndex("w", chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+    def resolve_data(self, write_item):
+        (offset,), (size,) = write_item.index.offset, write_item.tensor_data.chunk.sizes
+        return self.made(WHOLE[offset : offset + size].clone())
+
+
+class AsRank(Ckpt8StorageWriter):
+    """Writes the part of a rank as with use_collectives=False."""
+
+    def __init__(self, folder, rank, world):
+        super().__init__(folder, preset="lossless")
+        self.given = Part(rank, world, "one")
+
+    def set_up_storage_writer(self, *args, **kwargs):
+        self._part = self.given
+
+
+def save(folder, *ranks, made=lambda values: values):
+    for rank, cuts in enumerate(ranks):
+        planner = Cut(cuts, made if rank else lambda values: values)
+        dcp.save({}, storage_writer=AsRank(folder, rank, len(ranks)), planner=planner, no_dist=True)
+
+
+CUTS = {
+    "each its own": ([(0, 4), (4, 4)], [(0, 3), (3, 5)]),
+    "one whole": ([(0, 8)], [(0, 4), (4, 4)]),
+    "the other whole": ([(0, 4), (4, 4)], [(0, 8)]),
+    "one a part": ([(0, 2)], [(0, 6), (6, 2)]),
+    "together": ([(0, 2), (6, 2)], [(0, 6)]),
+    "a part in the middle": ([(3, 2)], [(0, 4), (4, 4)]),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_copies_that_ranks_have_cut_otherwise_are_one_tensor(tmp_path, case):
+    save(tmp_path / "x", *CUTS[case])
+    found = {"w": torch.full((8,), -1.0)}
+    dcp.load(found, storage_reader=Ckpt8StorageReader(tmp_path / "x"), no_dist=True)
+    assert torch.equal(found["w"], WHOLE)
+    for rank in (None, 0, 1):
+        layout = read_index(tmp_path / "x", rank).tensors["w"].layout
+        assert layout.is_whole, rank
+    assert torch.equal(ckpt8.load(tmp_path / "x")["w"], WHOLE)
+    ckpt8.restore(tmp_path / "x", tmp_path / "plain")
+    assert ckpt8.verify(tmp_path / "x", tmp_path / "plain").failures == ()
+
+
+def test_what_no_cut_makes_whole_is_refused_by_name(tmp_path):
+    save(tmp_path / "x", [(0, 2)], [(6, 2)])
+    found = {"w": torch.full((8,), -1.0)}
+    with pytest.raises(CheckpointException, match="'w': slices are missing: 4 of 8 elements"):
+        dcp.load(found, storage_reader=Ckpt8StorageReader(tmp_path / "x"), no_dist=True)
+    with pytest.raises(InputError, match="'w': slices are missing: 4 of 8 elements"):
+        ckpt8.load(tmp_path / "x")
+
+
+def test_a_copy_that_torch_save_keeps_is_not_looked_for_in_another_file(tmp_path):
+    save(tmp_path / "x", [(0, 8)], [(0, 8)], made=lambda values: values.as_subclass(Own))
+    assert read_index(tmp_path / "x").tensors["w"].layout.is_whole
+    assert torch.equal(ckpt8.load(tmp_path / "x")["w"], WHOLE)
+
+
+@pytest.mark.parametrize("boxes", [[[0, [0], [2]], [0, [0], [8]]], [[0, [0], [8]], [0, [0], [2]]]])
+def test_boxes_with_the_same_offsets_in_an_index_are_refused_by_name(tmp_path, boxes):
+    dcp.save({"w": WHOLE}, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), no_dist=True)
+    path = tmp_path / "x" / "ckpt8-dcp.json"
+    tree = json.loads(path.read_text())
+    tree["tensors"]["w"] = {"dtype": "float32", "shape": [8], "boxes": boxes}
+    path.write_text(json.dumps(tree))
+    with pytest.raises(InputError) as caught:
+        ckpt8.load(tmp_path / "x")
+    assert str(caught.value) == f"{path}: 'w' is malformed at 'boxes'"
