@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from dcp_kit import save_in_pieces
 from typer.testing import CliRunner
 
 import ckpt8
+from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.cli.app import app
 from ckpt8.core.errors import InputError, OutputError, UsageError
-from ckpt8.integrations.dcp.plain_directory import PlainDirectory
+from ckpt8.integrations.dcp.plain_directory import share_of
+from ckpt8.integrations.dcp.sharing import SharingPlanner
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -81,21 +84,38 @@ def test_without_ranks_a_plain_directory_becomes_one_file(plain, tmp_path):
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 40])
 def test_shares_are_whole_balanced_and_keep_a_slice_together(plain, world):
     with open_source(plain, containers=False) as source:
-        directory = PlainDirectory(source)
-        shares = directory.shares(world)
+        home = next(member.home for member in source.found if isinstance(member, DcpMember))
+        shares = [share_of(home, rank, world) for rank in range(world)]
         pieces = [piece for share in shares for piece in share.items]
-        assert sorted(map(id, pieces)) == sorted(map(id, directory.home.metadata.slices))
-        home = {(piece.name, piece.place): rank for rank, share in enumerate(shares) for piece in share.items}
+        assert sorted(map(id, pieces)) == sorted(map(id, home.metadata.slices))
+        of = {(piece.name, piece.place): rank for rank, share in enumerate(shares) for piece in share.items}
         for layer in range(LAYERS):
             for start in (0, 10, 20):
                 place = (start, 0), (10, WIDTH)
                 names = [f"optimizer.state.layers.{layer}.weight.{key}" for key in ("exp_avg", "exp_avg_sq")]
-                ranks = {home[name, place] for name in (f"model.layers.{layer}.weight", *names)}
+                ranks = {of[name, place] for name in (f"model.layers.{layer}.weight", *names)}
                 assert len(ranks) == 1
         group = max(piece.length for piece in pieces) * 5
         loads = [sum(piece.length for piece in share.items) for share in shares]
         assert [share.size for share in shares] == loads
         assert max(loads) <= sum(loads) / world + group
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_rank_opens_its_share_and_numbers_alone(plain, world, monkeypatch):
+    opened = []
+    open_slice = DcpCheckpoint._open_slice
+    monkeypatch.setattr(DcpCheckpoint, "_open_slice", lambda *args: (opened.append(args[1]), open_slice(*args))[1])
+    for rank in range(world):
+        opened.clear()
+        with closing(SharingPlanner(plain, rank, world)) as planner:
+            planner.set_up_planner({})
+            names = {(each.name, each.place) for each in planner.share.items if each.place is not None}
+            steps = {(f"optimizer.state.layers.{layer}.weight.step", ((), ())) for layer in range(LAYERS)}
+            assert {(each.name, each.place) for each in opened} == names | steps
+            assert all(planner.state_dict[name] == 5 for name, _ in steps)
+            for item in planner.create_local_plan().items:
+                assert planner.resolve_data(item) is not None
 
 
 @pytest.mark.parametrize(

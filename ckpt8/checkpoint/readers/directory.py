@@ -8,13 +8,13 @@ folder, are opened with the ``.metadata`` that describes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from ckpt8.checkpoint.readers import match_reader
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint
-from ckpt8.checkpoint.readers.dcp.metadata import MAX_METADATA_BYTES, METADATA, read_metadata
+from ckpt8.checkpoint.readers.dcp.metadata import MAX_METADATA_BYTES, METADATA, Slice, read_metadata
 from ckpt8.checkpoint.readers.dcp.metadata_pickle import rewritten
 from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, kept
 from ckpt8.checkpoint.readers.shards import is_named_shard, lone_shard
@@ -29,11 +29,17 @@ _PICKLE = b"\x80"
 _METADATA_REWRITTEN = "written anew: slices that were compressed with zstd lie elsewhere without it"
 
 
+Choice = Callable[[DcpCheckpoint], Container[Slice]]
+"""Says which slices of a distributed checkpoint somebody wants to read."""
+
+
 @contextmanager
-def open_directory(root: Path, entries: Sequence[Entry], *, decode: bool) -> Iterator[list[DirectoryMember]]:
+def open_directory(
+    root: Path, entries: Sequence[Entry], *, decode: bool, choice: Choice | None = None
+) -> Iterator[list[DirectoryMember]]:
     """Open the entries of a directory. Raises InputError for a damaged checkpoint, and where there are no entries.
 
-    ``decode`` decompresses the slices of distributed checkpoints.
+    ``decode`` decompresses the slices of distributed checkpoints; only those of the ``choice`` are read.
     """
     if not entries:
         raise InputError(f"{root}: an empty directory; give a checkpoint file, or a directory that holds some")
@@ -43,7 +49,9 @@ def open_directory(root: Path, entries: Sequence[Entry], *, decode: bool) -> Ite
             "directory (restore DIR -o PLAIN) and give that"
         )
     with closing(FilePool()) as pool:
-        known = open_distributed(entries, lambda path: PooledFile(ByteRange.of(root / path), pool), decode=decode)
+        known = open_distributed(
+            entries, lambda path: PooledFile(ByteRange.of(root / path), pool), decode=decode, choice=choice
+        )
         yield [known.get(entry.path) or _open(root, entry, pool) for entry in entries]
 
 
@@ -61,7 +69,7 @@ def _open(root: Path, entry: Entry, pool: FilePool) -> DirectoryMember:
 
 
 def open_distributed(
-    entries: Sequence[Entry], open_file: Callable[[str], SourceFile], *, decode: bool
+    entries: Sequence[Entry], open_file: Callable[[str], SourceFile], *, decode: bool, choice: Choice | None = None
 ) -> dict[str, DirectoryMember]:
     """The members of all distributed checkpoints, by path; ``open_file`` opens the file at a path.
 
@@ -72,6 +80,7 @@ def open_distributed(
     for folder, file in _metadata_files(entries, open_file):
         where = str(file.source)
         checkpoint = DcpCheckpoint(read_metadata(file.read(0, file.source.length), where, file.stored))
+        only = None if choice is None else choice(checkpoint)
         for path in checkpoint.files:
             entry = by_path.get(folder + path)
             if entry is None or entry.format not in (FILE, SYMLINK):
@@ -82,7 +91,7 @@ def open_distributed(
                 continue
             shard = open_file(entry.path)
             try:
-                found[entry.path] = checkpoint.open(path, shard, entry.path, decode=decode)
+                found[entry.path] = checkpoint.open(path, shard, entry.path, decode=decode, only=only)
             except UnsupportedError as exc:
                 plain, reason = OpenCheckpoint(FILE, shard), kept(exc, shard.source)
                 found[entry.path] = DirectoryMember(entry.path, plain, reason, holds_tensors=True)

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from ckpt8.checkpoint.readers import open_checkpoint
-from ckpt8.checkpoint.readers.directory import open_directory, open_distributed
+from ckpt8.checkpoint.readers.directory import Choice, open_directory, open_distributed
 from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, directory_name, is_directory, walk
 from ckpt8.checkpoint.readers.shards import refuse_share
 from ckpt8.checkpoint.sources.bundle import Bundle
@@ -35,12 +35,18 @@ _BLOCK = 1 << 22
 
 @contextmanager
 def open_source(
-    path: Path, *, containers: bool = True, decode: bool = True, threads: int | None = None
+    path: Path,
+    *,
+    containers: bool = True,
+    decode: bool = True,
+    threads: int | None = None,
+    choice: Choice | None = None,
 ) -> Iterator[Bundle]:
     """Open ``path`` with everything in it, recognised by content. Raises InputError.
 
     Without ``containers`` a ``.ckpt8``, or a directory of those of ranks, is an error. ``decode`` decompresses the
-    slices of distributed checkpoints; without it files with compressed slices are kept as they are.
+    slices of distributed checkpoints; without it files with compressed slices are kept as they are. Of plain ones only
+    the slices of the ``choice`` are read, if there is one.
     """
     if containers and is_container(path):
         with ContainerReader(path, kernels=True) as reader, Workers(threads) as workers:
@@ -55,7 +61,7 @@ def open_source(
             if walk(path) != entries:
                 raise InputError(f"{path}: changed while it was read; nothing was written")
 
-        with open_directory(path, entries, decode=decode) as found:
+        with open_directory(path, entries, decode=decode, choice=choice) as found:
             yield Bundle(path, found, directory_name(path), check)
     else:
         with open_checkpoint(path) as checkpoint:

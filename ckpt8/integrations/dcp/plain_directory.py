@@ -39,6 +39,31 @@ class Share:
     slices: int
 
 
+def share_of(home: DcpCheckpoint, rank: int, world: int) -> Share:
+    """The share of ``rank`` among ``world`` ranks."""
+    groups: dict[tuple[str, tuple[int, ...]], list[Slice]] = defaultdict(list)
+    owner = _Owners(home.roles)
+    for piece in home.metadata.slices:
+        if piece.place is None:
+            groups["", ()].append(piece)
+        else:
+            groups[owner(piece.name), piece.place[0] if any(piece.place[0]) else ()].append(piece)
+    sized = sorted(((sum(piece.length for piece in group), key) for key, group in groups.items()), reverse=True)
+    items: list[Slice] = []
+    loads = [0] * world
+    for nbytes, key in sized:
+        least = loads.index(min(loads))
+        items += groups[key] if least == rank else ()
+        loads[least] += nbytes
+    return Share(items, loads[rank], sum(piece.place is not None for piece in items))
+
+
+def needed(home: DcpCheckpoint, share: Share) -> set[Slice]:
+    """The slices that a rank reads: those of its share, and numbers, which may be steps or settings for it."""
+    numbers = (piece for piece in home.metadata.slices if piece.place == ((), ()))
+    return {*share.items, *numbers}
+
+
 @dataclass(frozen=True, slots=True)
 class _Stored:
     """A slice of a tensor in an open file."""
@@ -49,12 +74,13 @@ class _Stored:
 
 
 class PlainDirectory:
-    """An open directory of torch.distributed.checkpoint. ``left_out`` are its files that hold no slices.
+    """A directory of torch.distributed.checkpoint, open for a ``share``. ``left_out`` are its files without slices.
 
-    Raises InputError where the directory is not that, or a slice cannot be read, UsageError for several in one.
+    Raises InputError where the directory is not that, or a slice of the share cannot be read, UsageError for several
+    in one.
     """
 
-    def __init__(self, source: Bundle) -> None:
+    def __init__(self, source: Bundle, share: Share) -> None:
         self.path, self.check_unchanged = source.path, source.check_unchanged
         members = [member for member in source.found if isinstance(member, DcpMember)]
         homes = {id(member.home): member.home for member in members}
@@ -74,30 +100,9 @@ class PlainDirectory:
         for member in members:
             storages = {storage.key: storage for storage in member.checkpoint.storages}
             self._slices |= {piece: _Stored(member, ref, storages[ref.key]) for piece, ref in member.parts}
-        missing = [piece for piece in self.home.metadata.slices if piece.place and piece not in self._slices]
+        missing = [piece for piece in share.items if piece.place and piece not in self._slices]
         if missing:
             raise InputError(f"{self.path}: {shown(missing[0].name)}: is no plain tensor; it cannot be shared")
-
-    def shares(self, world: int) -> list[Share]:
-        """The shares of ``world`` ranks, by rank."""
-        groups: dict[tuple[str, tuple[int, ...]], list[Slice]] = defaultdict(list)
-        owner = _Owners(self.home.roles)
-        for piece in self.home.metadata.slices:
-            if piece.place is None:
-                groups["", ()].append(piece)
-            else:
-                groups[owner(piece.name), piece.place[0] if any(piece.place[0]) else ()].append(piece)
-        sized = sorted(((sum(piece.length for piece in group), key) for key, group in groups.items()), reverse=True)
-        found: list[list[Slice]] = [[] for _ in range(world)]
-        loads = [0] * world
-        for nbytes, key in sized:
-            rank = loads.index(min(loads))
-            found[rank] += groups[key]
-            loads[rank] += nbytes
-        return [
-            Share(items, load, sum(piece.place is not None for piece in items))
-            for items, load in zip(found, loads, strict=True)
-        ]
 
     def tensor(self, piece: Slice) -> torch.Tensor:
         """A slice, in pages of its file that the system loads and drops; in memory where the file is compressed.

@@ -24,11 +24,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint
 from ckpt8.checkpoint.readers.dcp.metadata import Slice
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.container.sharded.reading import read_index
 from ckpt8.core.errors import Ckpt8Error, UsageError
-from ckpt8.integrations.dcp.plain_directory import PlainDirectory, Share
+from ckpt8.integrations.dcp.plain_directory import PlainDirectory, Share, needed, share_of
 from ckpt8.integrations.dcp.writer import Ckpt8StorageWriter
 
 
@@ -36,12 +37,12 @@ class SharingPlanner(SavePlanner):
     """Plans the share of a ``rank`` of a directory, which it opens. Close it."""
 
     directory: PlainDirectory
-    share: Share
 
     def __init__(self, source: Path, rank: int, world: int) -> None:
         self._source, self._rank, self._world = source, rank, world
         self._files = ExitStack()
         self._items: dict[tuple[str, tuple[int, ...] | None], Slice] = {}
+        self.share = Share((), 0, 0)
         self.state_dict: Mapping[str, Any] = {}
 
     def close(self) -> None:
@@ -55,11 +56,15 @@ class SharingPlanner(SavePlanner):
         is_coordinator: bool = False,  # noqa: ARG002
     ) -> None:
         """Open the directory: an error reaches the other ranks from here. Raises Ckpt8Error."""
-        bundle = self._files.enter_context(open_source(self._source, containers=False))
-        self.directory = PlainDirectory(bundle)
-        self.share = self.directory.shares(self._world)[self._rank]
+        bundle = self._files.enter_context(open_source(self._source, containers=False, choice=self._choose))
+        self.directory = PlainDirectory(bundle, self.share)
         self._items = {(piece.name, piece.place[0] if piece.place else None): piece for piece in self.share.items}
         self.state_dict = self.directory.known
+
+    def _choose(self, home: DcpCheckpoint) -> set[Slice]:
+        """The slices to read; keeps the share."""
+        self.share = share_of(home, self._rank, self._world)
+        return needed(home, self.share)
 
     def create_local_plan(self) -> SavePlan:
         """The items of the share."""

@@ -8,7 +8,7 @@ as it was, and ``.metadata`` need not change. Values that are no tensors stay in
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -63,10 +63,13 @@ class DcpCheckpoint:
         self._parts: dict[tuple[str, Place], Window] = {}
         self._known: dict[bytes, OpenCheckpoint] = {}
 
-    def open(self, path: str, file: SourceFile, member: str, *, decode: bool) -> DcpMember:
+    def open(
+        self, path: str, file: SourceFile, member: str, *, decode: bool, only: Container[Slice] | None = None
+    ) -> DcpMember:
         """Open the file ``path`` of the checkpoint, the ``member`` of a directory; ``decode`` decompresses it.
 
-        Raises InputError where the metadata says otherwise, UnsupportedError for a slice that no reader reads.
+        Slices of tensors that are not in ``only`` are left unread. Raises InputError where the metadata says otherwise,
+        UnsupportedError for a slice that no reader reads.
         """
         pieces = self.files[path]
         transforms = {transform for piece in pieces for transform in piece.transforms}
@@ -89,11 +92,13 @@ class DcpCheckpoint:
         for number, piece in enumerate(pieces):
             offset, length = places.get(piece, (piece.offset, piece.length))
             window = Window(file, offset, length, f"slice {shown(piece.name)}")
-            found = None if piece.place is None else self._open_slice(piece, window)
+            is_read = piece.place is not None and (only is None or piece in only)
+            found = self._open_slice(piece, window) if is_read else None
             if decoded is not None:
                 decoded.keep(number, () if found is None else found.storages)
             if found is None:
-                self._values[piece.name] = window
+                if piece.place is None:
+                    self._values[piece.name] = window
                 continue
             storages += [
                 replace(
