@@ -146,12 +146,16 @@ def check(folder, case):
                 assert 0 < drift(losses[save.name], losses[plain]) <= most, where
                 assert drift(losses[save.name], uninterrupted) <= most + rounding(case), where
     for save in case.saves:
-        if save.preset == "archive" and save.planner is Ckpt8SavePlanner and case.optimizer != "CAME":
-            assert not beyond_budget(folder / save.name), case
+        if save.preset == "archive" and save.planner is Ckpt8SavePlanner:
+            apart = case.optimizer == "CAME" and case.setup == "tp_fsdp2"
+            assert all(apart and "down.weight" in name for name in beyond_budget(folder / save.name)), case
 
 
 def beyond_budget(folder):
-    """Moments that a save under a budget does not keep within it."""
+    """Moments that a save under a budget does not keep within it.
+
+    CAME's of a slice without all rows and all columns are such, here ``down``: other ranks have the mean of its rows.
+    """
     found = []
     for path in folder.glob("*.ckpt8"):
         with ckpt8.open(path) as file:
