@@ -163,9 +163,9 @@ def _parameter(
             for name in ("exp_avg_res", "exp_avg_sq")
         )
         if not all(_factors_fit(shape, refs["exp_avg"], *(ref for _, ref in each)) for each in (confidence, squares)):
-            rule = "CAME's row and column statistics do not have the shape of the parameter"
+            rule = "CAME's row and column statistics are not fp32 of the parameter's shape"
         elif _is_cut(shape, saved.whole, -2) and _is_cut(shape, saved.whole, -1):
-            rule = "CAME's update of a slice without all rows and all columns depends on those of other ranks"
+            rule = "CAME's update of a slice with neither all rows nor all columns depends on other ranks"
     if isinstance(rule, UpdateRule) and rule.kind == "replayed":
         found = _replay(streams, saved, refs, step)
         rule, replay = (found, None) if isinstance(found, str) else (rule, found)
