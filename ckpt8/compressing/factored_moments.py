@@ -3,6 +3,9 @@
 CAME divides its first moment m by sqrt(f), f from ``exp_avg_res_row`` and ``exp_avg_res_col``; c is 1 / sqrt(f). The
 mean square gradient v comes from ``exp_avg_sq_row`` and ``exp_avg_sq_col``. So one step moves (m c)^2, weighted by v,
 and steps of m that go by f^(1/4) err by a sum of v / sqrt(f).
+
+A slice with some of the rows has the f of its codec relative to the mean of these rows, and the true f relative to that
+of all rows: ``share`` is what the one mean is of the other, so that f is ``share`` times the f of the codec.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ class Factored:
 
     mean: float
     roots: float
+    share: float
     squares: Confidence
     confidence: Confidence
 
@@ -36,11 +40,12 @@ class Factored:
         if not (parameter.squares and parameter.confidence):
             return None
         squares, confidence = (
-            Confidence(*(read_tensor(source, *each) for each in pair))
+            Confidence(*(read_tensor(source, *each) for each in pair), has_some_rows=parameter.has_some_rows)
             for pair in (parameter.squares, parameter.confidence)
         )
-        columns = squares.columns.flatten().tolist()
-        return cls(math.fsum(columns) / len(columns), _sum_of_roots(squares, confidence), squares, confidence)
+        averages = (squares.rows if parameter.has_some_rows else squares.columns).flatten().tolist()
+        mean, roots = math.fsum(averages) / len(averages), _sum_of_roots(squares, confidence)
+        return cls(mean, roots, confidence.least_share, squares, confidence)
 
     def weigh(self, elements: range) -> torch.Tensor:
         """What the first moments of these elements count for, as weights that move: sqrt(v) times the confidence."""

@@ -188,7 +188,11 @@ class ErrorMeter:
         last = self._last  # another thread may replace it at any time
         if last is None or last[0] is not parameter:
             given = parameter.confidence, parameter.squares if parameter.step else ()
-            found = [Confidence(*(self._statistic(*each) for each in pair)) if pair else None for pair in given]
+            some = parameter.has_some_rows
+            found = [
+                Confidence(*(self._statistic(*each) for each in pair), has_some_rows=some) if pair else None
+                for pair in given
+            ]
             self._last = last = (parameter, _Factors(*found))
         return last[1]
 

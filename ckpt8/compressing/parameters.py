@@ -77,7 +77,8 @@ class Parameter:
     """The moments of one parameter by slot (``moment1``, ``moment2``, ``max_moment2``), as indices of streams.
 
     ``rule`` is None where the update rule is unknown; ``reason`` then says why. ``confidence`` are the row and column
-    statistics of CAME's confidence, ``squares`` those of its second moments, each with its storage. ``replay`` is there
+    statistics of CAME's confidence, ``squares`` those of its second moments, each with its storage; ``has_some_rows``
+    says whether they are those of a slice without all rows. ``replay`` is there
     if the rule is ``replayed``. ``step`` is there under a budget, where rule and learning rate are known, else
     ``stepless`` says why it is not; its weight is then a stream of the same unit. ``rule_beside_master`` is the rule of
     a state without the master that makes ``rule`` unknown.
@@ -94,6 +95,7 @@ class Parameter:
     stepless: str | None = None
     squares: Sequence[tuple[StorageInfo, TensorRef]] = ()
     rule_beside_master: UpdateRule | None = None
+    has_some_rows: bool = False
 
     @property
     def streams(self) -> set[int]:
@@ -161,12 +163,24 @@ def _parameter(
             for name in ("exp_avg_res", "exp_avg_sq")
         )
         if not all(_factors_fit(shape, refs["exp_avg"], *(ref for _, ref in each)) for each in (confidence, squares)):
-            rule = "CAME's row and column statistics do not have the shape of the parameter"
+            rule = "CAME's row and column statistics are not fp32 of the parameter's shape"
+        elif _is_cut(shape, saved.whole, -2) and _is_cut(shape, saved.whole, -1):
+            rule = "CAME's update of a slice with neither all rows nor all columns depends on other ranks"
     if isinstance(rule, UpdateRule) and rule.kind == "replayed":
         found = _replay(streams, saved, refs, step)
         rule, replay = (found, None) if isinstance(found, str) else (rule, found)
     if isinstance(rule, UpdateRule):
-        return Parameter(saved.name, moments, rule, None, shape, confidence, replay, squares=squares)
+        return Parameter(
+            saved.name,
+            moments,
+            rule,
+            None,
+            shape,
+            confidence,
+            replay,
+            squares=squares,
+            has_some_rows=bool(squares) and _is_cut(shape, saved.whole, -2),
+        )
     return Parameter(saved.name, moments, None, rule, shape, rule_beside_master=_rule_beside_master(saved, step))
 
 
@@ -211,12 +225,17 @@ def _beyond_reach(rule: Replayed, first: TensorRef, saved: ParameterState) -> st
         return None
     if first.numel > LARGEST_MATRIX:
         return f"its step takes the whole tensor, and that has more than {LARGEST_MATRIX:,} elements"
-    return "its step takes the whole tensor, and the file has a slice of it" if saved.is_slice else None
+    return "its step takes the whole tensor, and the file has a slice of it" if saved.whole else None
 
 
 def is_plain(ref: TensorRef) -> bool:
     """Whether the elements of a dense tensor lie in plain order."""
     return list(ref.stride) == sorted(ref.stride, reverse=True)
+
+
+def _is_cut(shape: tuple[int, ...], whole: tuple[int, ...] | None, dim: int) -> bool:
+    """Whether a slice of a parameter of the shape ``whole`` lacks some of its rows (-2) or of its columns (-1)."""
+    return whole is not None and (len(whole) != len(shape) or whole[dim] != shape[dim])
 
 
 def _factors_fit(shape: tuple[int, ...], moment: TensorRef, rows: TensorRef, columns: TensorRef) -> bool:

@@ -177,17 +177,18 @@ class _Spending:
             self._streams[stream.index] = replace(stream, codec=codec, second=stream.codec, reason=reason)
 
     def _first(self, optimizer: _Optimizer, one: _Stepped, stream: Stream) -> Codec | str:
-        rule, step, factors = one.rule, one.step, None
+        rule, step, factors, share = one.rule, one.step, None, 1.0
         if one.factored is not None:
             factors = factors_of(one.parameter.confidence, one.parameter.shape, self._by_key.__getitem__)
             if factors is None:
                 return "its row and column statistics are not kept exactly in storages of their own"
+            share = one.factored.share
         k = self._budget.moment_scale(optimizer.energy, optimizer.roots, step.lr, step.beta1, step.beta2, rule.bias1)
         try:
             return VScaled(
                 second=factors,
-                k=min(max(k, 1 / LARGEST), LARGEST),
-                u_max=self._budget.u_max,
+                k=min(max(k * share**0.25, 1 / LARGEST), LARGEST),
+                u_max=self._budget.u_max * share**0.5,
                 bias1=rule.bias1,
                 root_bias2=rule.root_bias2,
                 eps=rule.eps,

@@ -36,7 +36,10 @@ MEGATRON_MASTER = "fp32_param"
 STATE_ROLES: dict[str, Role] = dict.fromkeys(MASTER_KEYS, Role.WEIGHT)
 """Roles of the tensors in a parameter's state, by key; other keys have the role ``other``."""
 
-SIDE_STATE = {"step"}
+WHOLE_SHAPE = "whole_shape"
+"""Key under which the state in the file of one rank has the shape of the parameter that it is a slice of."""
+
+SIDE_STATE = {"step", WHOLE_SHAPE}
 """Keys of a state that no update is computed from, but for the step."""
 
 

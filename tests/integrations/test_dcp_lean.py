@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_kit import run_measured
 
+import ckpt8
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 from ckpt8.integrations.dcp.sources import Sources
 
@@ -115,6 +116,32 @@ def test_values_in_place_are_not_copied_and_equal_ones_share_a_storage():
         found = [sources.resolve(object()) for _ in range(2)]
         assert found[0].data_ptr() == found[1].data_ptr()
     assert Sources(Planner(big[3:7], copies=False)).resolve(object()).data_ptr() == big[3:7].data_ptr()
+
+
+def padded(value):
+    """The same values in a larger storage: FSDP2 pads the slices of ranks that have fewer rows."""
+    whole = torch.full((len(value) + 3, *value.shape[1:]), 7.25) if value.dim() else value
+    whole[: len(value)] = value
+    return whole[: len(value)]
+
+
+def test_padding_is_not_stored_and_changes_nothing(tmp_path):
+    torch.manual_seed(0)
+    weight, first, second = torch.randn(62, 96), torch.randn(62, 96) * 1e-3, torch.rand(62, 96) * 1e-6
+    group = {"params": ["w"], "lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
+    for name, make in (("padded", padded), ("cloned", torch.clone)):
+        state = {"w": {"step": torch.tensor(5.0), "exp_avg": make(first), "exp_avg_sq": make(second)}}
+        saved = {"model": {"w": make(weight)}, "optimizer": {"state": state, "param_groups": [group]}}
+        dcp.save(saved, storage_writer=Ckpt8StorageWriter(tmp_path / name, preset="archive"))
+    one, other = ((tmp_path / name / "__0_0.ckpt8").read_bytes() for name in ("padded", "cloned"))
+    assert one == other
+    with ckpt8.open(tmp_path / "padded" / "__0_0.ckpt8") as file:
+        codecs = {each.name: each.codec["id"] for each in file.manifest.storages if each.numel == weight.numel()}
+    assert {name.rpartition(".")[2]: codec.partition("/")[0] for name, codec in codecs.items()} == {
+        "w": "lattice",
+        "exp_avg": "vscaled",
+        "exp_avg_sq": "rclog",
+    }
 
 
 def test_few_values_that_a_planner_makes_are_kept():

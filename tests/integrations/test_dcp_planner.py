@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from math import prod
 
 import pytest
@@ -15,6 +17,7 @@ from ckpt8.container.sharded.collecting import RankFile, collect
 from ckpt8.container.sharded.index import GlobalTensor
 from ckpt8.core.tensors import DType, Role
 from ckpt8.integrations.dcp import Ckpt8SavePlanner
+from ckpt8.integrations.dcp.copied_statistics import Copy, without_copies
 from ckpt8.integrations.dcp.families import count_parted
 
 SHAPES = llama(layers=2)
@@ -127,30 +130,86 @@ def test_numbers_and_objects_go_to_the_lowest_rank_that_has_them():
     assert {rank for name, rank in found.items() if name.endswith(".step")} == {0}
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-def test_the_averages_of_came_are_with_their_slices(shards):
-    averages = {"exp_avg_sq_row": 1, "exp_avg_res_row": 1, "exp_avg_sq_col": 0, "exp_avg_res_col": 0}
+AVERAGES = {"exp_avg_sq_row": -1, "exp_avg_res_row": -1, "exp_avg_sq_col": -2, "exp_avg_res_col": -2}
 
-    def items(name, shape, box, sharded):
-        state = f"optim.state.{name}"
-        found = [tensor_item(f"model.{name}", shape, box), tensor_item(f"{state}.exp_avg", shape, box)]
-        for key, gone in averages.items() if len(shape) == 2 else ():
-            kept = tuple(tuple(value for dim, value in enumerate(each) if dim != gone) for each in box)
-            found.append(tensor_item(f"{state}.{key}", shape[:gone] + shape[gone + 1 :], kept))
-        return found
 
-    shapes = {f"{layer}.weight": (96 + layer, 64) for layer in range(9)} | {"norm.weight": (48,)}
-    shared = share(mesh_plans(shapes, replicas=5, shards=shards, items=items))
-    for name in shapes:
-        places = {key[0]: {} for key in homes(shared) if name in key[0]}
-        for (key, offset), ranks in homes(shared).items():
-            if key in places:
-                places[key][offset[0]] = ranks
-        slices = places.pop(f"model.{name}")
-        assert len(slices) == shards
-        for key, found in places.items():
-            # Columns are averaged over all rows, so every rank has all of them: they are with the first slice.
-            assert found == ({0: slices[0]} if key.endswith("_col") else slices)
+def came_items(name, shape, box, sharded):
+    """Weight, first moment and averages of a slice."""
+    state = f"optim.state.{name}"
+    found = [tensor_item(f"model.{name}", shape, box), tensor_item(f"{state}.exp_avg", shape, box)]
+    for key, gone in AVERAGES.items() if len(shape) > 1 else ():
+        own, *place = (each[: len(shape) + gone] + each[len(shape) + gone + 1 :] for each in (shape, *box))
+        found.append(tensor_item(f"{state}.{key}", own, place))
+    return found
+
+
+CAME_SHAPES = {f"{layer}.weight": (96 + layer, 64) for layer in range(9)} | {"norm.weight": (48,)}
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"replicas": 5}, {"shards": 3}, {"replicas": 5, "shards": 3}, {"tensor_parallel": 3}], ids=str
+)
+def test_the_averages_of_came_are_with_their_slices(mesh):
+    shapes = CAME_SHAPES | {"layers.0.down_proj.weight": (48, 96), "experts": (6, 20, 30)}
+    plans, planner = mesh_plans(shapes, **mesh, items=came_items), Ckpt8SavePlanner()
+    shared, metadata = planner.create_global_plan(plans)
+    found, held = homes(shared), homes(plans)
+    for name, shape in shapes.items():
+        slices = [(box, ranks) for (key, box), ranks in found.items() if key == f"model.{name}"]
+        assert len(slices) == (1 if len(shape) == 1 else mesh.get("tensor_parallel", 1)) * mesh.get("shards", 1)
+        written = defaultdict(set)
+        for (offset, ranks), (key, gone) in itertools.product(slices, AVERAGES.items() if len(shape) > 1 else ()):
+            assert len(ranks) == 1
+            box = offset[: len(shape) + gone] + offset[len(shape) + gone + 1 :]
+            written[f"optim.state.{name}.{key}", box] |= {*ranks}
+        for place, ranks in written.items():
+            assert {*found[place]} == ranks <= {*held[place]}
+    # A copy is no chunk of the tensor: torch's own planner has the same ones.
+    expected = DefaultSavePlanner().create_global_plan(plans)[1].state_dict_metadata
+    assert {name: {*map(str, each.chunks)} for name, each in metadata.state_dict_metadata.items()} == {
+        name: {*map(str, each.chunks)} for name, each in expected.items()
+    }
+    assert all(len({*map(str, each.chunks)}) == len(each.chunks) for each in metadata.state_dict_metadata.values())
+
+
+def copies(plans):
+    """What ranks write besides the values of the checkpoint: rank, parameter and key of each."""
+    found = ((rank, item.index.fqn) for rank, plan in enumerate(plans) for item in plan.items if type(item) is Copy)
+    return {(rank, *name.removeprefix("optim.state.").rsplit(".", 1)) for rank, name in found}
+
+
+def test_what_no_slice_needs_is_not_copied():
+    assert not copies(share(mesh_plans(SHAPES, replicas=3, shards=4)))
+    shared = share(mesh_plans(CAME_SHAPES, shards=3, items=came_items))
+    assert {key for _, _, key in copies(shared)} == {"exp_avg_sq_col", "exp_avg_res_col"}
+    chunks = {item.index.fqn: item.tensor_data.chunk for item in shared[0].items}
+    for item in (item for plan in shared[1:] for item in plan.items if type(item) is Copy):
+        assert str(item.tensor_data.chunk) == str(chunks[item.index.fqn])
+    without = [without_copies(plan) for plan in shared]
+    assert not copies(without)
+    assert homes(without).keys() == homes(shared).keys()
+    # Slices of few rows save less than a copy takes; of 17 rows the fourth rank has none.
+    shapes = {"few": (60, 64), "enough": (64, 64), "none": (17, 64)}
+    shared = share(mesh_plans(shapes, shards=4, items=came_items))
+    assert {name for _, name, _ in copies(shared)} == {"enough"}
+    assert len(copies(shared)) == 2 * 3
+    # Each rank with its own part of the metadata writes all that it has.
+    alone = mesh_plans(CAME_SHAPES, shards=3, items=came_items)[1]
+    assert share([alone])[0].items == alone.items
+
+
+def test_plans_with_copies_are_kept_from_the_last_save(monkeypatch):
+    for cache in ("_cached_save_plan", "_cached_all_plans", "_cached_global_plan", "_cached_metadata"):
+        monkeypatch.setattr(SavePlanner, cache, {})
+    planner = Ckpt8SavePlanner(enable_plan_caching=True)
+    plans = mesh_plans(CAME_SHAPES, shards=3, items=came_items)
+    first = planner.create_global_plan(plans)[0]
+    less = plan_of(*(item for item in plans[1].items if not item.index.fqn.endswith("4.weight.exp_avg_sq_col")))
+    for changed in (SavePlan([], usable=False), less):
+        planner.create_global_plan([SavePlan([], usable=False), changed, SavePlan([], usable=False)])
+        gone = {(1, "4.weight", "exp_avg_sq_col")} if changed is less else set()
+        assert copies(planner.global_plan) == copies(first) - gone
+    assert gone < copies(first)
 
 
 def test_masters_and_copies_are_with_the_weight():

@@ -127,6 +127,15 @@ def test_slices_of_one_tensor_and_names_that_collide():
     assert set(tensor_names(tree)) == set(range(len(items)))
 
 
+def test_the_state_of_a_slice_states_the_shape_of_its_parameter():
+    names = ["optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq_row", "optimizer.state.b.exp_avg"]
+    tree = build(Naming(names), [(name, (0,)) for name in names], dict.fromkeys(names), {0: (9, 4), 1: (9,)})
+    assert tree["optimizer"]["state"] == {
+        "w": {"exp_avg": Slot(0), "exp_avg_sq_row": Slot(1), "whole_shape": [9, 4]},
+        "b": {"exp_avg": Slot(2)},
+    }
+
+
 def test_scalars_of_the_state_and_of_the_group_that_another_rank_stores():
     names = ["optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq"]
     # As optimi's StableAdamW keeps them.

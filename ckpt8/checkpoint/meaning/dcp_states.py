@@ -74,4 +74,5 @@ def _joined(owned: list[StateSlice]) -> Iterator[ParameterState]:
         first = next((each for name, each in slices.items() if name in MOMENT_SLOTS), None)
         if first is not None:
             state = shared | {name: each.ref for name, each in slices.items()}
-            yield ParameterState(first.name, state, group, is_slice=place is not None)
+            whole = None if place is None else home.metadata.tensors[first.piece.name].shape
+            yield ParameterState(first.name, state, group, whole)

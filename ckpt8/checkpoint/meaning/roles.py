@@ -10,8 +10,9 @@ other       everything else
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from ckpt8.checkpoint.meaning.flat_states import flat_states, flat_weights
@@ -30,7 +31,7 @@ from ckpt8.checkpoint.vocabulary import MASTER_LISTS, MODEL_KEYS, STATE_LISTS
 from ckpt8.checkpoint.walk import Components, format_path, iter_leaves, iter_nodes
 from ckpt8.core.tensors import Role, is_small
 from ckpt8.core.text import printable
-from ckpt8.optim.known_optimizers import MOMENT_SLOTS, STATE_ROLES, state_roles
+from ckpt8.optim.known_optimizers import MOMENT_SLOTS, STATE_ROLES, WHOLE_SHAPE, state_roles
 
 _LONGEST_NAME = 512
 
@@ -48,13 +49,13 @@ class Names:
 class ParameterState:
     """The optimizer state of one parameter: ``state`` maps keys to values, ``group`` is its parameter group.
 
-    ``is_slice``: its tensors are a slice of the parameter's.
+    ``whole`` is the shape of the parameter where its tensors are a slice of it, else None.
     """
 
     name: str
     state: Mapping[Any, Any]
     group: Mapping[Any, Any]
-    is_slice: bool = False
+    whole: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -256,8 +257,17 @@ def _parameter_states(
             tensors = {key: ref for key, ref in state.items() if isinstance(ref, TensorRef) and ref.shape}
             roles.update((id(tensors[key]), role) for key, role in state_roles(tensors).items() if key in tensors)
             suffix = next(filter(None, map(_suffix, tensors.values())), "")
-            is_slice = any(ref.share and ref.share.whole != ref.shape for ref in tensors.values())
+            whole = _whole_shape(state, tensors.values())
             parameters.append(
-                ParameterState(prefix + (name or place) + suffix, with_moments(state, moments), group, is_slice)
+                ParameterState(prefix + (name or place) + suffix, with_moments(state, moments), group, whole)
             )
     return parameters, roles
+
+
+def _whole_shape(state: Mapping[Any, Any], tensors: Iterable[TensorRef]) -> tuple[int, ...] | None:
+    """The shape of the parameter that a state is a slice of, as the file says; None for a state that is whole."""
+    stated = state.get(WHOLE_SHAPE)
+    if isinstance(stated, list) and all(type(size) is int for size in stated):
+        return tuple(stated)
+    cut = (ref.share.whole for ref in tensors if ref.share and ref.share.whole != ref.shape)
+    return max(cut, key=lambda shape: (len(shape), prod(shape)), default=None)

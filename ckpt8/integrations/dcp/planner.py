@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from ckpt8.integrations.dcp.copied_statistics import with_copies
 from ckpt8.integrations.dcp.families import Box, Families
 
 
@@ -20,7 +22,8 @@ class Ckpt8SavePlanner(DefaultSavePlanner):
     torch's planner spreads the tensors of a parameter over the ranks. No rank then has what it takes to measure the
     error of an update, to keep it within a budget, or to store a 16-bit weight as a rounding of its master copy. This
     planner spreads slices, balanced by bytes. Values of no size, and those that are no tensors, go to the lowest rank
-    that has them, so that loading reads few files. The same plans always give the same result.
+    that has them, so that loading reads few files. Averages over rows or columns, as CAME's, are copied to every rank
+    that writes a slice which depends on them. The same plans always give the same result.
 
     >>> from torch.distributed import checkpoint as dcp
     >>> from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageWriter
@@ -35,6 +38,10 @@ class Ckpt8SavePlanner(DefaultSavePlanner):
         enable_plan_caching: bool = False,
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, enable_plan_caching=enable_plan_caching)
+
+    def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super()._create_global_plan(all_plans)
+        return with_copies(plans, all_plans, metadata.state_dict_metadata), metadata
 
     def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
         return _Pieces(all_plans).share(_ties(getattr(self, "state_dict", {})))

@@ -27,6 +27,7 @@ from ckpt8.container.sharded.slices import SliceKey, slices_of
 from ckpt8.core.backend import part_of
 from ckpt8.core.errors import UsageError
 from ckpt8.core.text import listed, shown
+from ckpt8.integrations.dcp.copied_statistics import Copy
 from ckpt8.integrations.dcp.sources import Sources, is_plain
 from ckpt8.integrations.dcp.tree import Naming, build, fill_slots, tensor_names
 
@@ -50,7 +51,16 @@ class RankPlan:
         for item in plan.items:
             value = self._sources.resolve(item)
             _check(item, value)
-            self._add(item.index.fqn, tuple(item.index.offset or ()), value)
+            if isinstance(item, Copy):
+                self._add_copy(item.index.fqn, tuple(item.index.offset or ()), value)
+            else:
+                self._add(item.index.fqn, tuple(item.index.offset or ()), value)
+
+    def _add_copy(self, name: str, offsets: Shape, value: torch.Tensor | io.BytesIO) -> None:
+        """Add what the file holds beside its slices, and the index does not name."""
+        if isinstance(value, torch.Tensor) and is_plain(value):
+            self._slices.append((name, offsets))
+            self._tensors.append(value)
 
     def _add(self, name: str, offsets: Shape, value: torch.Tensor | io.BytesIO) -> None:
         if not isinstance(value, torch.Tensor):
@@ -139,7 +149,13 @@ class RankPlan:
             if not isinstance(value, torch.Tensor) and not hasattr(value, "local_shards")  # one piece, or many
         ]
         naming = Naming([*self._known, *(name for name, _ in self._slices)], objects)
-        tree = build(naming, self._slices, self._known)
+        sizes = {item.index.fqn: tuple(item.tensor_data.size) for item in self._plan.items if item.tensor_data}
+        cut = {
+            number: sizes[name]
+            for number, ((name, _), value) in enumerate(zip(self._slices, self._tensors, strict=True))
+            if sizes.get(name, value.shape) != tuple(value.shape)
+        }
+        tree = build(naming, self._slices, self._known, cut)
         if OBJECTS in tree:
             # The bytes need this key, so a value of that name gets another one.
             tree[f"{OBJECTS}#"] = tree.pop(OBJECTS)

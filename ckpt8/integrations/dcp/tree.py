@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.vocabulary import model_path
 from ckpt8.checkpoint.walk import format_path
 from ckpt8.core.tensors import DType
-from ckpt8.optim.known_optimizers import SIDE_STATE, STATE_ROLES
+from ckpt8.optim.known_optimizers import SIDE_STATE, STATE_ROLES, WHOLE_SHAPE
 
 _STATE = re.compile(r"(?:(?P<prefix>.*?)\.)?state\.(?P<owner>.+)\.(?P<key>[^.]+)", re.DOTALL)
 _GROUP = re.compile(r"(?:(?P<prefix>.*?)\.)?param_groups\.(?P<owner>.+)\.(?P<key>[^.]+)", re.DOTALL)
@@ -72,17 +73,34 @@ class Naming:
         return model_path(name) or (WEIGHTS if self._bare or name in self._trained else OTHER, name)
 
 
-def build(naming: Naming, items: Sequence[tuple[str, tuple[int, ...]]], known: Mapping[str, Any]) -> dict[str, Any]:
+def build(
+    naming: Naming,
+    items: Sequence[tuple[str, tuple[int, ...]]],
+    known: Mapping[str, Any],
+    cut: Mapping[int, tuple[int, ...]] | None = None,
+) -> dict[str, Any]:
     """The object of a file with a Slot for each of ``items``: the name of a tensor, and the offset of a slice of it.
 
     ``known`` are the values that the state dict of this rank has, by name. They give the settings and steps of the
-    optimizer, whichever rank stores them.
+    optimizer, whichever rank stores them. ``cut`` has the shapes of whole tensors of which an item is not all.
     """
     tree: dict[str, Any] = {}
     for number, (name, offset) in enumerate(items):
         _put(tree, naming.place(name), offset, Slot(number))
     _add_settings(tree, naming, known)
+    for node in tree.values():
+        if isinstance(node, dict) and isinstance(node.get(STATE), dict):
+            _add_shapes(node[STATE], cut or {})
     return tree
+
+
+def _add_shapes(states: Mapping[str, Any], cut: Mapping[int, tuple[int, ...]]) -> None:
+    """State the shape of a parameter where its state is a slice: that of its largest tensor."""
+    for own in states.values():
+        shapes = [cut[value.number] for value in own.values() if isinstance(value, Slot) and value.number in cut]
+        if shapes:
+            _, _, largest = max((len(shape), prod(shape), shape) for shape in shapes)
+            own[WHOLE_SHAPE] = [*largest]
 
 
 def _put(tree: dict[str, Any], path: Path, offset: tuple[int, ...], slot: Slot) -> None:

@@ -35,6 +35,7 @@ from ckpt8.core.tensors import Role
 from ckpt8.core.text import listed, shown
 from ckpt8.core.workers import threads_of_rank
 from ckpt8.integrations import is_local
+from ckpt8.integrations.dcp.copied_statistics import without_copies
 from ckpt8.integrations.dcp.families import count_parted
 from ckpt8.integrations.dcp.metadata import ADVICE, InDirectory, index_of
 from ckpt8.integrations.dcp.planner import Ckpt8SavePlanner
@@ -131,7 +132,8 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         """Write this rank's file. Raises OutputError."""
         self._spread = not isinstance(planner, Ckpt8SavePlanner)
         results = []
-        if rank := RankPlan(plan, planner):
+        uses_averages = self._policy.budget is not None or self._measures
+        if rank := RankPlan(plan if uses_averages else without_copies(plan), planner):
             rank.warn_of_refusals(self.path)
             target = self._new_file(plan.storage_data)
             written = rank.write(target, self._policy, self._options)
@@ -175,17 +177,23 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
                     path.unlink()
         remove_abandoned_of(rf"{_FILE.pattern}|{re.escape(INDEX)}|{PART}", paths)
 
+    @property
+    def _measures(self) -> bool:
+        """Whether the error of updates is measured, as far as one rank has what that takes."""
+        return self._options.stats and self._policy.preset != "lossless"
+
     def _warn_of_losses(self, index: ShardedIndex, written: Sequence[RankFile]) -> None:
         """Warn of what is larger, or less well known, because no rank has all of it. Once."""
         unspent: Counter[str] = sum((Counter(each.unspent) for each in written), Counter())
         slices = sum(len(each.layout) for each in index.tensors.values())
         kept = f"{unspent.total()} of {slices} slices are kept as flash keeps them, not within the budget"
-        measured = self._options.stats and self._policy.preset != "lossless"
-        roles = frozenset(Role) if measured or unspent else {Role.WEIGHT}
+        roles = frozenset(Role) if self._measures or unspent else {Role.WEIGHT}
         parted, total = count_parted(index.tensors, roles)
         if parted:
             cost = (
-                "the error of their updates is not measured" if measured else "weights do not share bits with masters"
+                "the error of their updates is not measured"
+                if self._measures
+                else "weights do not share bits with masters"
             )
             advice = "save with Ckpt8SavePlanner()" if self._spread else "no rank has all of them"
             said = f"{parted} of {total} parameters have weight and moments in different ranks' files"
