@@ -318,8 +318,9 @@ def test_damage_is_one_line(saved, tmp_path, damage):
         assert "\n" not in str(result.exception)
         with pytest.raises(InputError, match=message):
             raise result.exception
-    with pytest.raises(InputError, match=message):
-        ckpt8.load(folder)
+    for read in (ckpt8.load, ckpt8.open):
+        with pytest.raises(InputError, match=message):
+            read(folder)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]
     assert sorted(path.name for path in folder.iterdir()) == before
 

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt8.checkpoint.sources.values import Streamer, rows
+from ckpt8.checkpoint.sources.values import Streamer
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef, cut_by_runs
 from ckpt8.container.frames import FRAME, bytes_of, host_bytes
+from ckpt8.core.elements import rows
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 

@@ -140,6 +140,14 @@ class JoinedReader(Closing):
             found.append(found[-1] + len(reader.manifest.storages))
         return found
 
+    @cached_property
+    def _first_of(self) -> dict[str, int]:
+        return {reader.path.name: first for reader, first in zip(self.readers, self._firsts, strict=False)}
+
+    def storage_of(self, name: str, box: Slice) -> int:
+        """The number that the storage of a slice has in ``manifest``."""
+        return self._first_of[box.file] + self.slices[box.file][name, box.offsets].storage
+
     def _own(self, storage: int) -> tuple[ContainerReader, int]:
         at = bisect_right(self._firsts, storage) - 1
         return self.readers[at], storage - self._firsts[at]
