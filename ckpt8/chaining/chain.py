@@ -12,10 +12,12 @@ from ckpt8.chaining.order import RunOrder
 from ckpt8.chaining.placing import placed
 from ckpt8.chaining.removal import finish_removals
 from ckpt8.chaining.rest import Look, Rest
+from ckpt8.checkpoint.run_folder import packed_in
 from ckpt8.compressing.base_choice import AUTO
 from ckpt8.compressing.compress import default_target
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.header import is_container
+from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.gpu import requested
@@ -48,12 +50,18 @@ class ChainRun:
         self._rest = Rest(rest, watched=watch)
         self._done: dict[Path, Look | None] = {}
 
+    def packed(self) -> list[str]:
+        """The names of the directories that ranks have packed: they are compressed, and stay as they are."""
+        return packed_in(self._order.folder)
+
     def jobs(self) -> Iterator[list[Job]]:
         """Lists of jobs, to run in their order before the next list. Raises InputError for a folder without a run."""
         folder = self._order.folder
+        if is_sharded(folder):
+            raise InputError(f"{folder}: is one checkpoint, which ranks have packed; give the folder of a whole run")
         if self._settings.remove:
             finish_removals(folder, folder)
-        if not self._watch and not self._order.checkpoints() and not any(map(is_container, folder.iterdir())):
+        if not (self._watch or self._order.checkpoints() or any(map(is_container, folder.iterdir())) or self.packed()):
             raise InputError(f"{folder}: holds no checkpoints of a run; ckpt8 compress takes a single one")
         while True:
             started = time.monotonic()
@@ -107,10 +115,11 @@ def chain(
     """Compress every checkpoint of a run: each beside itself, oldest first, as a delta where that is smaller.
 
     Checkpoints are the files and directories in ``directory`` that ``compress`` takes; one whose container is there is
-    skipped, so a run that was killed goes on where it ended. ``remove`` removes a checkpoint once its container was
-    verified against it. The ``keep_raw`` newest stay as they are. A checkpoint is left alone while it is being written:
-    until it has not changed for ``rest`` seconds, 10 by default, and has the file that its framework writes last. The
-    other arguments are those of ``compress``; ``force`` replaces containers that were made from something else.
+    skipped, so a run that was killed goes on where it ended. A directory that ranks have packed stays as it is, too.
+    ``remove`` removes a checkpoint once its container was verified against it. The ``keep_raw`` newest stay as they
+    are. A checkpoint is left alone while it is being written: until it has not changed for ``rest`` seconds, 10 by
+    default, and has the file that its framework writes last. The other arguments are those of ``compress``; ``force``
+    replaces containers that were made from something else.
 
     Returns what became of each. The ``error`` of an ``Outcome`` is what failed; others go on. Raises InputError for a
     directory without checkpoints, UsageError for the arguments.

@@ -17,6 +17,7 @@ from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.checkpoint.readers.shards import is_named_shard
 from ckpt8.checkpoint.replacing import is_part
 from ckpt8.checkpoint.vocabulary import words
+from ckpt8.container import sharded
 from ckpt8.container.header import is_container
 from ckpt8.container.target_names import CONTAINER, SUFFIXES
 from ckpt8.core.errors import InputError
@@ -86,8 +87,8 @@ def written_once(paths: Iterable[Path]) -> list[Path]:
 def checkpoints_in(folder: Path) -> list[RunEntry]:
     """The raw checkpoints in a folder, by name. Raises InputError where it cannot be read.
 
-    A link, a hidden entry, a container and a file that belongs to a checkpoint of several files are none. A folder that
-    is one checkpoint itself has none.
+    A link, a hidden entry, a container, what ranks have packed, and a file that belongs to a checkpoint of several
+    files are none. A folder that is one checkpoint itself has none.
     """
     try:
         with os.scandir(folder) as entries:
@@ -101,12 +102,29 @@ def checkpoints_in(folder: Path) -> list[RunEntry]:
         raise InputError(f"{folder}: cannot be read: {exc.strerror}") from exc
 
 
+def packed_in(folder: Path) -> list[str]:
+    """The names of the directories in a folder that ranks have packed, as a whole or with other files around that."""
+    try:
+        return sorted(each.name for each in folder.iterdir() if _is_visible(each.name) and _is_packed(each))
+    except OSError:
+        return []
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".") and not name.endswith(PARTIAL)
+
+
+def _is_packed(path: Path) -> bool:
+    return any(name == sharded.INDEX or sharded.is_part(name) for _, name in _files(path))
+
+
 def _run_entry(entry: os.DirEntry[str]) -> RunEntry | None:
-    if entry.name.startswith(".") or entry.name.endswith((PARTIAL, CONTAINER)) or entry.is_symlink():
+    if not _is_visible(entry.name) or entry.name.endswith(CONTAINER) or entry.is_symlink():
         return None
     path, step = Path(entry.path), step_in_name(entry.name)
     if entry.is_dir():
-        return RunEntry(path, step, doubtful=False) if _is_checkpoint_directory(path) else None
+        is_checkpoint = _is_checkpoint_directory(path) and not _is_packed(path)
+        return RunEntry(path, step, doubtful=False) if is_checkpoint else None
     if not entry.is_file() or _is_part(entry.name) or not _is_checkpoint_file(path):
         return None
     return RunEntry(path, step, step is None and _NAMES.isdisjoint(words(path.stem)))

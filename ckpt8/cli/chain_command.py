@@ -9,8 +9,11 @@ import typer
 
 from ckpt8.cli.bases import finding_bases
 from ckpt8.cli.options import Budget, Device, Force, Json, Preset, Remove, Rules, Threads, stopwatch
-from ckpt8.cli.output import print_json
+from ckpt8.cli.output import console, print_json, print_lines
 from ckpt8.core.errors import UsageError
+from ckpt8.core.text import listed
+
+_LISTED = 5
 
 
 @finding_bases
@@ -49,9 +52,11 @@ def chain(
 
     settings = Settings(chain_options(preset, budget, rule or (), device, threads), remove)
     run = ChainRun(directory, settings, force=force, keep_raw=keep_raw, watch=watch, rest=rest)
+    if (packed := run.packed()) and not as_json:
+        print_lines(console(), [f"left as they are, ranks have packed them: {listed(packed, _LISTED)}"])
     elapsed = stopwatch()
     tally = run_jobs(run.jobs(), "compress", quiet=as_json)
     if as_json:
-        print_json({"directory": str(directory), **tally.to_json(), "seconds": elapsed()})
+        print_json({"directory": str(directory), **tally.to_json(), "packed": packed, "seconds": elapsed()})
     if tally.exit_code:
         raise typer.Exit(tally.exit_code)

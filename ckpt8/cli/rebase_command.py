@@ -24,15 +24,16 @@ def rebase(
     as_json: Json = False,
 ) -> None:
     """Write a delta as a .ckpt8 that needs no base, by default in its own place."""
-    from ckpt8.container.reader import ContainerReader
+    from ckpt8.container.opening import open_stored
     from ckpt8.container.rebase import rebase as run
 
     elapsed = stopwatch()
-    with ContainerReader(src) as reader:
-        before, base = reader.size, reader.manifest.base
+    with open_stored(src) as stored:
+        before, base = stored.size, stored.manifest.base
     with progress_bar(f"rebase {src.name}", src, enabled=not as_json) as progress:
         target = run(src, output, force=force, threads=threads, progress=progress)
-    seconds, after = elapsed(), target.stat().st_size
+    with open_stored(target) as written:
+        seconds, after = elapsed(), written.size
     was = "needed no base" if base is None else f"needs {base.path} no more"
     facts = {"target": str(target), "base": base and base.path, "bytes": before, "stored_bytes": after}
     line = f"{target}: {was}, {size(before)} -> {size(after)} in {seconds:.2f} s"

@@ -22,6 +22,7 @@ from ckpt8.compressing.plan import Plan
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.json_fields import is_unicode
 from ckpt8.container.reader import ContainerReader
+from ckpt8.container.sharded.reading import find_sharded
 from ckpt8.container.target_names import CONTAINER
 from ckpt8.core.arguments import described, is_path
 from ckpt8.core.errors import InputError, UsageError
@@ -60,7 +61,14 @@ def wanted(base: str | os.PathLike[str] | Auto | None) -> Wanted:
         return base
     if not is_path(base):
         raise UsageError(f"base is {described(base)}; give a path, or {AUTO!r}")
-    return Auto() if base == AUTO else Path(base)
+    if base == AUTO:
+        return Auto()
+    if find_sharded(Path(base)) is not None:
+        raise UsageError(
+            f"{base}: is a directory of containers of ranks, which is no base of a delta; give a .ckpt8 of an earlier "
+            f"step, {AUTO!r}, or no base"
+        )
+    return Path(base)
 
 
 def open_bases(asked: Path | Auto, target: Path, plan: Plan, policy: Policy) -> Generator[OpenBase]:

@@ -25,6 +25,7 @@ from ckpt8.container.places import NOWHERE, Locator, Places, check_frame_count
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.crc import crc32
+from ckpt8.core.files.source_file import FilePool
 from ckpt8.core.tensors import Parts
 
 _SEARCHED = 1 << 27
@@ -45,10 +46,10 @@ class DamagedContainer(ContainerReader):
     every storage that ``mark_lost`` named: floats in them read as NaN, all else as zeros.
     """
 
-    def __init__(self, path: Path, *, base_dirs: Sequence[Path] | None = None) -> None:
+    def __init__(self, path: Path, *, base_dirs: Sequence[Path] | None = None, pool: FilePool | None = None) -> None:
         self.damage: str | None = None
         self.lost: dict[int, set[int]] = {}
-        super().__init__(path, base_dirs=base_dirs)
+        super().__init__(path, base_dirs=base_dirs, pool=pool)
 
     def _open_base(self, path: Path) -> ContainerReader:
         return DamagedContainer(path, base_dirs=self.base_dirs)
@@ -64,6 +65,14 @@ class DamagedContainer(ContainerReader):
     def mark_lost(self, storage: int, chunk: int) -> None:
         """From now on do not decode this chunk."""
         self.lost.setdefault(storage, set()).add(chunk)
+
+    def lost_runs(self, storage: int) -> list[tuple[int, int]]:
+        """The lost runs [start, stop) of a storage, in elements."""
+        numel, lost = self.manifest.storages[storage].numel, self.lost.get(storage, set())
+        # A run starts at a lost chunk whose predecessor is not lost, and stops after one whose successor is not.
+        starts = sorted(chunk * layout.FRAME for chunk in lost if chunk - 1 not in lost)
+        stops = sorted(min((chunk + 1) * layout.FRAME, numel) for chunk in lost if chunk + 1 not in lost)
+        return list(zip(starts, stops, strict=True))
 
     def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
         """As ``ContainerReader.decode_chunk``; a lost chunk has no parts."""

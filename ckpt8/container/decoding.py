@@ -1,4 +1,4 @@
-"""Decodes whole storages, and checks every frame of a container by decoding it."""
+"""Decodes whole storages and tensors, and checks every frame of a container by decoding it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ckpt8.container.layout import FRAME, chunk_count
-from ckpt8.container.manifest import Pack
+from ckpt8.container.manifest import Pack, TensorRecord
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.elements import assign
+from ckpt8.core.errors import InputError
 from ckpt8.core.workers import Progress, Workers, scratch_elements
 
 Chunk = tuple[int, int]
@@ -22,6 +24,28 @@ def decode_storage(reader: ContainerReader, storage: int) -> torch.Tensor:
     for chunk, start in enumerate(range(0, record.numel, FRAME)):
         reader.fill_chunk(storage, chunk, out[start : start + FRAME])
     return out
+
+
+def decode_tensor(reader: ContainerReader, tensor: TensorRecord) -> torch.Tensor:
+    """One tensor with its shape, strides and flags. Raises InputError for damage, or where its storage is too small."""
+    flat = decode_storage(reader, tensor.storage)
+    try:
+        found = flat.view(tensor.dtype.torch).as_strided(tensor.shape, tensor.stride, tensor.offset)
+        found = found.conj() if "conj" in tensor.flags else found
+        return torch._neg_view(found) if "neg" in tensor.flags else found
+    except (AttributeError, RuntimeError) as exc:
+        raise InputError(f"{reader.path}: {tensor.name}: does not fit its storage, or this torch") from exc
+
+
+def fill_tensor(reader: ContainerReader, storage: int, target: torch.Tensor) -> None:
+    """Decode one storage into a CPU tensor of any strides with its elements, chunk by chunk. Raises InputError."""
+    record = reader.manifest.storages[storage]
+    flat = target.view(-1) if target.is_contiguous() else None
+    for chunk, start in enumerate(range(0, record.numel, FRAME)):
+        if flat is not None:
+            reader.fill_chunk(storage, chunk, flat[start : start + FRAME])
+        else:
+            assign(target, start, reader.read_chunk(storage, chunk))
 
 
 def check_frames(

@@ -1,4 +1,4 @@
-"""``ckpt8.open``: the tensors of a container one by one, by name."""
+"""``ckpt8.open``: the tensors of a container, or of a directory of those of ranks, one by one, by name."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
-from ckpt8.container.decoding import decode_storage
+from ckpt8.container.decoding import decode_tensor
 from ckpt8.container.facts import tensor_facts
 from ckpt8.container.manifest import Manifest, TensorRecord
 from ckpt8.container.reader import ContainerReader
+from ckpt8.container.sharded.reading import find_sharded
+from ckpt8.container.sharded.tensors import CheckpointDirectory
 from ckpt8.core.arguments import checked
 from ckpt8.core.closing import Closing
-from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.errors import UsageError
 
 
 class CheckpointFile(Closing):
@@ -50,14 +52,7 @@ class CheckpointFile(Closing):
     @checked
     def get_tensor(self, name: str) -> torch.Tensor:
         """Decode one tensor, with its shape, strides and flags, on the CPU. Raises UsageError for an unknown name."""
-        record = self._record(name)
-        flat = decode_storage(self._reader, record.storage)
-        try:
-            tensor = flat.view(record.dtype.torch).as_strided(record.shape, record.stride, record.offset)
-            tensor = tensor.conj() if "conj" in record.flags else tensor
-            return torch._neg_view(tensor) if "neg" in record.flags else tensor
-        except (AttributeError, RuntimeError) as exc:
-            raise InputError(f"{self._reader.path}: {name}: does not fit its storage, or this torch") from exc
+        return decode_tensor(self._reader, self._record(name))
 
     @checked
     def stats(self, name: str) -> dict[str, Any]:
@@ -66,11 +61,14 @@ class CheckpointFile(Closing):
 
 
 @checked
-def open_container(path: str | os.PathLike[str]) -> CheckpointFile:
+def open_container(path: str | os.PathLike[str]) -> CheckpointFile | CheckpointDirectory:
     """Open a ``.ckpt8`` lazily: ``keys``, ``get_tensor``, ``stats``. Raises InputError for damage.
+
+    Of a directory that ``Ckpt8StorageWriter`` wrote it gives whole tensors, put together from the slices of all ranks.
 
     >>> with ckpt8.open("run.ckpt8") as file:
     ...     file.get_tensor("model.weight").dtype
     torch.float32
     """
-    return CheckpointFile(path)
+    directory = find_sharded(Path(path))
+    return CheckpointFile(path) if directory is None else CheckpointDirectory(directory)

@@ -13,10 +13,12 @@ from ckpt8.container import frames, layout
 from ckpt8.container.manifest import FrameTable, Manifest, Pack
 from ckpt8.container.needed import refuse_needed
 from ckpt8.container.reader import ContainerReader
+from ckpt8.container.sharded.reading import find_sharded
 from ckpt8.container.symbol_modes import Packing
 from ckpt8.container.symbols import pack_parts
 from ckpt8.container.writer import ContainerWriter
 from ckpt8.core.arguments import checked
+from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.tensors import Parts
 from ckpt8.core.workers import Progress, Workers
@@ -45,14 +47,19 @@ def rebase(
 ) -> Path:
     """Write a container that needs no base and decodes to the same bits; return its path.
 
-    Without ``target`` it takes the place of ``source``, which is left alone if it needs no base already. Raises
-    InputError where a base is missing or anything is damaged, and OutputError where the target exists and ``force`` is
-    not given, where another container beside it needs what is there as its base, or where it cannot be written.
+    Without ``target`` it takes the place of ``source``, which is left alone if it needs no base already, as a directory
+    that ranks have packed never does. Raises UsageError where such a one is to be written elsewhere, InputError where a
+    base is missing or anything is damaged, and OutputError where the target exists and ``force`` is not given, where
+    another container beside it needs what is there as its base, or where it cannot be written.
 
     >>> ckpt8.rebase("run.ckpt8", "whole.ckpt8").name
     'whole.ckpt8'
     """
     source = Path(source)
+    if find_sharded(source) is not None:
+        if target is None:
+            return source
+        raise UsageError(f"{source}: is a directory of containers of ranks, which need no base; copy it as it is")
     final = source if target is None else Path(target)
     with ContainerReader(source, kernels=True) as reader:
         if target is None:

@@ -5,12 +5,11 @@ The address space is a Composite. It takes over the storages of members, with a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt8.checkpoint.readers.entries import DirectoryMember
-from ckpt8.checkpoint.sources.composite import Composite
-from ckpt8.checkpoint.tree import StorageRef, TensorRef
+from ckpt8.checkpoint.sources.composite import Composite, add_prefix
 
 SINGLE_FILE = "file"
 """The layout of a source that is no directory."""
@@ -40,28 +39,3 @@ def adopt_member(data: Composite, member: DirectoryMember, node: Any) -> Any:
     if not storages or prefix + storages[0].key not in data:
         data.adopt(member.checkpoint, prefix)
     return add_prefix(node, prefix)
-
-
-def add_prefix(node: Any, prefix: str) -> Any:
-    """A copy of plain containers with ``prefix`` before the keys of all storages. Other objects stay as they are.
-
-    A container that stands at several places, or in itself, is copied once.
-    """
-    made: dict[int, Any] = {}
-
-    def copy(node: Any) -> Any:
-        if isinstance(node, (TensorRef, StorageRef)):
-            return replace(node, key=prefix + node.key)
-        if id(node) not in made and isinstance(node, dict):
-            found: dict[Any, Any] = {}
-            made[id(node)] = found
-            found.update((key, copy(value)) for key, value in node.items())
-        elif id(node) not in made and isinstance(node, list):
-            several: list[Any] = []
-            made[id(node)] = several
-            several += map(copy, node)
-        elif id(node) not in made and isinstance(node, tuple):
-            made[id(node)] = tuple(map(copy, node))
-        return made.get(id(node), node)
-
-    return copy(node)

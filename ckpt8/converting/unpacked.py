@@ -16,12 +16,12 @@ from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, weight_checks
 from ckpt8.checkpoint.scalars import read_scalar
 from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.sources.computed import computed
 from ckpt8.checkpoint.sources.values import Streamer
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.converting.choice import check_optimizer, choose_model, choose_optimizer, model_tensors
-from ckpt8.converting.computed import computed
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.optim.known_optimizers import CARDS

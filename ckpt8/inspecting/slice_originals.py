@@ -19,15 +19,15 @@ from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite, cut, put
+from ckpt8.checkpoint.sources.distributed import adopt_parts
 from ckpt8.checkpoint.sources.opening import check_storages, open_source
+from ckpt8.checkpoint.sources.slices import Part, gather_box
 from ckpt8.checkpoint.sources.stored_member import MemberSource, read_member
 from ckpt8.checkpoint.tree import StorageInfo, TensorRef
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded.joined import JoinedReader
 from ckpt8.container.sharded.slices import SliceKey
-from ckpt8.converting.layouts.dcp import adopt_parts
-from ckpt8.converting.layouts.slices import Part, gather_box
 from ckpt8.core.errors import CheckFailedError
 from ckpt8.core.files.source_file import ByteRange
 from ckpt8.core.text import shown

@@ -12,13 +12,13 @@ from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded.reading import find_sharded
 from ckpt8.core.arguments import checked
-from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.member_output import MemberWriter, Restored, file_check, new_directory
 from ckpt8.restoring.salvage import Salvage
 from ckpt8.restoring.salvage import salvage as run
 from ckpt8.restoring.sharded import restore_directory
+from ckpt8.restoring.sharded_salvage import SalvagedDirectory, salvage_directory
 
 
 @overload
@@ -42,7 +42,7 @@ def restore(
     force: bool = ...,
     threads: int | None = ...,
     progress: Progress = ...,
-) -> Salvage: ...
+) -> Salvage | SalvagedDirectory: ...
 
 
 @checked
@@ -54,7 +54,7 @@ def restore(
     force: bool = False,
     threads: int | None = None,
     progress: Progress = lambda _: None,
-) -> Path | Salvage:
+) -> Path | Salvage | SalvagedDirectory:
     """Write the original back to ``target``; return the path that was written.
 
     Without ``target``, ``best.ckpt8`` gives ``best.pt``, ``best.safetensors``, ... or the directory ``best`` beside it,
@@ -67,14 +67,15 @@ def restore(
     Of a trainer's checkpoint that holds such a directory in its folder ``ckpt8`` only this one is written.
 
     With ``salvage`` a damaged container is an error only if nothing in it is whole. Returns a ``Salvage``: see
-    ``restoring.salvage``.
+    ``restoring.salvage``. A directory that ranks have packed, in which files are damaged or missing, gives a plain one
+    with the tensors that are whole, and a ``SalvagedDirectory``: see ``restoring.sharded_salvage``.
 
     >>> ckpt8.restore("run.ckpt8", "back.pt").name
     'back.pt'
     """
     if salvage:
-        if find_sharded(Path(source)) is not None:
-            raise UsageError(f"{source}: is a directory of containers; salvage the damaged one of them")
+        if (directory := find_sharded(Path(source))) is not None:
+            return salvage_directory(directory, target, force=force, threads=threads, progress=progress)
         return run(source, target, force=force, threads=threads, progress=progress)
     return restore_original(source, target, force=force, threads=threads, progress=progress).path
 

@@ -19,9 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ckpt8.checkpoint.replacing import checkpoint_file
-from ckpt8.container import frames
 from ckpt8.container.damaged import DamagedContainer
-from ckpt8.container.decoding import Chunk, all_chunks, scratch_tensor
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, MemberRecord, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.target_names import SAFETENSORS, default_path
@@ -30,6 +28,7 @@ from ckpt8.core.files.atomic import AtomicFile, Check, refuse_source
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.text import counted
 from ckpt8.core.workers import Progress, Workers
+from ckpt8.restoring.lost_chunks import find_lost
 from ckpt8.restoring.member_output import MemberWriter, Restored, file_check, new_directory
 from ckpt8.restoring.salvaged_tensors import TensorFile
 
@@ -127,7 +126,7 @@ def salvage(
         raise type(exc)(f"{exc}; nothing can be recovered") from exc
     with reader, Workers(threads) as workers:
         # First of all: the states of the members follow from the lost chunks.
-        _find_lost(reader, workers)
+        find_lost(reader, workers)
         result = Salvage.at(source, target, reader)
         result.damage, result.base = reader.damage, reader.damage_below()
         salvaging = _Salvaging(reader, workers, progress)
@@ -140,20 +139,6 @@ def salvage(
             salvaging.write_file(result, file_check(target), force=force)
         salvaging.list_tensors(result)
         return result
-
-
-def _find_lost(reader: DamagedContainer, workers: Workers) -> None:
-    """Decode every chunk once and mark those that cannot be decoded."""
-
-    def lost_of(batch: list[Chunk]) -> list[Chunk]:
-        return [chunk for chunk in batch if not reader.is_whole(*chunk, scratch_tensor(reader, *chunk))]
-
-    batches = all_chunks(reader, range(len(reader.manifest.storages)))
-    # A copy is decoded from its master's chunks. Once marked these decode, to NaN, and the copy would seem intact:
-    # check all chunks before marking the first.
-    for batch in list(workers.map(lost_of, batches)):
-        for lost in batch:
-            reader.mark_lost(*lost)
 
 
 class _Member(MemberFile):
@@ -246,16 +231,10 @@ class _Salvaging:
         record = self._manifest.storages[tensor.storage]
         size, item = record.dtype.itemsize, tensor.dtype.itemsize
         # The storage may count elements of another size, such as bytes. Round outwards: one lost byte loses an element.
-        runs = [(start * size // item, -(-stop * size // item)) for start, stop in self._lost_runs(tensor.storage)]
+        runs = [
+            (start * size // item, -(-stop * size // item)) for start, stop in self._reader.lost_runs(tensor.storage)
+        ]
         return [[start, stop] for start, stop in runs if start < end and stop > tensor.offset]
-
-    def _lost_runs(self, storage: int) -> list[tuple[int, int]]:
-        """The lost runs [start, stop) of a storage, in elements."""
-        numel, lost = self._manifest.storages[storage].numel, self._reader.lost.get(storage, set())
-        # A run starts at a lost chunk whose predecessor is not lost, and stops after one whose successor is not.
-        starts = sorted(chunk * frames.FRAME for chunk in lost if chunk - 1 not in lost)
-        stops = sorted(min((chunk + 1) * frames.FRAME, numel) for chunk in lost if chunk + 1 not in lost)
-        return list(zip(starts, stops, strict=True))
 
     def list_tensors(self, result: Salvage) -> None:
         """Count the tensors written intact; list the others, and damaged storages that no damaged tensor lies in."""
@@ -273,5 +252,5 @@ class _Salvaging:
         for storage in sorted(self._reader.lost.keys() - named):
             record = self._manifest.storages[storage]
             path = owner.get(storage) or next(m.path for m in self._manifest.members if m.skeleton == storage)
-            runs = [list(run) for run in self._lost_runs(storage)]
+            runs = [list(run) for run in self._reader.lost_runs(storage)]
             result.lost.append(LostTensor(path, record.name, runs, record.numel))

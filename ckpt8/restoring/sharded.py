@@ -80,19 +80,19 @@ def restore_directory(
             places: dict[MetadataIndex, _StorageInfo] = {}
             for member in opened.members:
                 with output.new_file(names[member.path]) as descriptor:
-                    out = _Output(names[member.path], descriptor, output.guard, places)
+                    out = SliceFile(names[member.path], descriptor, output.guard, places)
                     _write_tensors(member, out, progress)
                     _write_values(opened, member.path, out)
                     if member is opened.members[0]:
-                        _write_empty(opened.index, out)
-            metadata = pickle.dumps(_metadata(opened.index, places))
+                        write_empty(opened.index, out)
+            metadata = pickle.dumps(metadata_of(opened.index, places))
             with output.new_file(METADATA) as descriptor, output.guard():
                 write_at(descriptor, memoryview(metadata), 0)
             output.publish()
         return Restored(path=path, original=source.resolve().name, other_name=None, replaced=output.replaced)
 
 
-class _Output:
+class SliceFile:
     """A new file of slices. ``places`` are those of all files."""
 
     def __init__(self, name: str, descriptor: int, guard: Guard, places: dict[MetadataIndex, _StorageInfo]) -> None:
@@ -113,7 +113,7 @@ class _Output:
         self.add(index, content.getbuffer())
 
 
-def _write_tensors(member: DcpMember, out: _Output, progress: Progress) -> None:
+def _write_tensors(member: DcpMember, out: SliceFile, progress: Progress) -> None:
     streamer = Streamer(member.checkpoint)
     for piece, ref in member.parts:
         if piece.place is not None:
@@ -123,7 +123,7 @@ def _write_tensors(member: DcpMember, out: _Output, progress: Progress) -> None:
             progress(ref.nbytes)
 
 
-def _write_values(opened: _Source, file: str, out: _Output) -> None:
+def _write_values(opened: _Source, file: str, out: SliceFile) -> None:
     """Append what torch.save has written, byte for byte."""
     for name, place in opened.index.objects.items():
         if place.file == file:
@@ -134,7 +134,7 @@ def _write_values(opened: _Source, file: str, out: _Output) -> None:
                 out.add(MetadataIndex(name, torch.Size(box.offsets)), opened.bytes_of(name, part))
 
 
-def _write_empty(index: ShardedIndex, out: _Output) -> None:
+def write_empty(index: ShardedIndex, out: SliceFile) -> None:
     """Append the tensors without elements, which are in no container."""
     for name, tensor in index.tensors.items():
         if not tensor.boxes():
@@ -142,7 +142,8 @@ def _write_empty(index: ShardedIndex, out: _Output) -> None:
             out.add_tensor(at, torch.empty(tensor.shape, dtype=tensor.dtype.torch))
 
 
-def _metadata(index: ShardedIndex, places: dict[MetadataIndex, _StorageInfo]) -> Metadata:
+def metadata_of(index: ShardedIndex, places: dict[MetadataIndex, _StorageInfo]) -> Metadata:
+    """What torch's FileSystemReader reads of a plain directory: all values of ``index``, and where they lie."""
     values: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name, tensor in index.tensors.items():
         boxes = [(box.offsets, box.sizes) for box in tensor.boxes()] or [((0,) * len(tensor.shape), tensor.shape)]

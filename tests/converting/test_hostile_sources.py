@@ -14,9 +14,9 @@ from converting_kit import checkpoint, trained, trainer_directory
 from safetensors.torch import load_file
 
 import ckpt8
+from ckpt8.checkpoint.sources.composite import add_prefix
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.walk import iter_leaves
-from ckpt8.converting.content import add_prefix
 from ckpt8.core.errors import Ckpt8Error, InputError
 from ckpt8.core.tensors import DType
 

@@ -260,9 +260,16 @@ def test_runs_tells_of_damage(saved, tmp_path, damage):
     assert (row["damage"] is None) == (damage == "gap")  # boxes are what verify checks
 
 
-def test_resuming_live_objects_says_what_to_use(saved):
-    with pytest.raises(InputError, match=r"load it with .* Ckpt8StorageReader"):
-        ckpt8.resume(saved / "flash", model=torch.nn.Linear(2, 2))
+def test_resume_gives_one_process_what_two_ranks_trained(saved):
+    state = torch.load(saved / "run.pt", weights_only=True)
+    model = torch.nn.Sequential(torch.nn.Linear(96, 289), torch.nn.Tanh(), torch.nn.Linear(289, 96))
+    optimizer = torch.optim.AdamW(model.parameters())
+    rest = ckpt8.resume(saved / "lossless", model=model, optimizer=optimizer)
+    assert_same(dict(model.state_dict()), state["model"])
+    resumed = dict(zip(state["model"], optimizer.state_dict()["state"].values(), strict=True))
+    assert_same(resumed, state["optimizer"]["state"])
+    assert optimizer.param_groups[0]["lr"] == state["optimizer"]["param_groups"][0]["lr"]
+    assert_same(rest, {"progress": state["progress"], "empty": state["empty"]})
 
 
 def _cut(folder):
@@ -342,8 +349,9 @@ def test_damage_is_one_line(saved, tmp_path, damage):
         assert "\n" not in str(result.exception)
         with pytest.raises(InputError, match=message):
             raise result.exception
-    with pytest.raises(InputError, match=message):
-        ckpt8.load(folder)
+    for read in (ckpt8.load, ckpt8.open):
+        with pytest.raises(InputError, match=message):
+            read(folder)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]
     assert sorted(path.name for path in folder.iterdir()) == before
 

@@ -47,3 +47,14 @@ def test_the_state_dict_is_all_that_load_holds(directories):
     found = run_measured(SETUP, code, directories[0])
     assert found["tensors"] == 4
     assert nbytes < found["extra"] < nbytes + BOUND
+
+
+def test_resume_holds_nothing_but_the_model(directories):
+    setup = f"""{SETUP}
+model = torch.nn.Module()
+model.model = torch.nn.ModuleList(torch.nn.Linear({3 * WIDTH}, {WIDTH}, bias=False) for _ in range(4))"""
+    code = """assert ckpt8.resume(sys.argv[1], model=model, threads=2) == {}
+found = {"sum": sum(map(torch.numel, model.parameters()))}"""
+    found = run_measured(setup, code, directories[0])
+    assert found["sum"] == 4 * 3 * WIDTH * WIDTH
+    assert found["extra"] < BOUND

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt8.checkpoint.sources.values import Streamer, rows
-from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef, cut_by_runs
+from ckpt8.checkpoint.sources.values import Streamer
+from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, StorageRef, TensorRef, cut_by_runs
 from ckpt8.container.frames import FRAME, bytes_of, host_bytes
+from ckpt8.core.elements import rows
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 
@@ -157,3 +158,28 @@ def cut(offset: int, buffer: memoryview, itemsize: int, block: int = BLOCK) -> I
 def put(values: torch.Tensor, buffer: memoryview) -> None:
     """Copy the bytes of flat, contiguous ``values`` into ``buffer``, which has their length."""
     buffer[:] = bytes_of(values)
+
+
+def add_prefix(node: Any, prefix: str) -> Any:
+    """A copy of plain containers with ``prefix`` before the keys of all storages. Other objects stay as they are.
+
+    A container that stands at several places, or in itself, is copied once.
+    """
+    made: dict[int, Any] = {}
+
+    def copy(node: Any) -> Any:
+        if isinstance(node, (TensorRef, StorageRef)):
+            return replace(node, key=prefix + node.key)
+        if id(node) not in made and isinstance(node, dict):
+            found: dict[Any, Any] = {}
+            made[id(node)] = found
+            found.update((key, copy(value)) for key, value in node.items())
+        elif id(node) not in made and isinstance(node, list):
+            several: list[Any] = []
+            made[id(node)] = several
+            several += map(copy, node)
+        elif id(node) not in made and isinstance(node, tuple):
+            made[id(node)] = tuple(map(copy, node))
+        return made.get(id(node), node)
+
+    return copy(node)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 
 from ckpt8.checkpoint.readers import open_checkpoint
+from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
 from ckpt8.checkpoint.readers.directory import Choice, open_directory, open_distributed
 from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, directory_name, is_directory, walk
 from ckpt8.checkpoint.readers.shards import refuse_share
 from ckpt8.checkpoint.sources.bundle import Bundle
-from ckpt8.checkpoint.sources.sharded import open_sharded
+from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.sources.distributed import tree_of
+from ckpt8.checkpoint.sources.sharded import open_sharded, sharded_bundle
 from ckpt8.checkpoint.sources.stored_member import MemberSource, StoredParts, member_index, read_member
 from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint
 from ckpt8.container.decoding import check_frames
@@ -21,6 +24,7 @@ from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
+from ckpt8.container.sharded.joined import JoinedReader
 from ckpt8.container.sharded.reading import find_sharded
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.core.files.crc import crc32
@@ -105,29 +109,32 @@ def check_storages(checkpoint: Checkpoint, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OpenMember:
-    """One open checkpoint. ``stored`` are its encoded parts if it is in a ``.ckpt8``.
+    """One open checkpoint. ``stored`` are its encoded parts if it is in a ``.ckpt8`` of its own.
 
     ``check`` reads every byte and raises InputError that names the damage: it decodes all frames of the member, or
-    compares the checksums of a raw file.
+    compares the checksums of a raw file. ``notes`` are lines about values that the tree does not hold.
     """
 
     path: Path
     checkpoint: Checkpoint
     check: Callable[[], None]
     stored: StoredParts | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 @contextmanager
 def open_member(path: Path, *, member: str | None = None, threads: int | None = None) -> Iterator[OpenMember]:
     """Open one checkpoint: a file, or the ``member`` of a directory or container, without reading the others.
 
-    Raises InputError for damage, UsageError where ``member`` must be given.
+    A directory of containers of ranks is one checkpoint, with whole tensors. Raises InputError for damage, UsageError
+    where ``member`` must be given.
     """
-    if find_sharded(path) is not None:
-        raise UnsupportedError(
-            f"{path}: is a directory of containers of ranks; load it with torch.distributed.checkpoint and "
-            "Ckpt8StorageReader, or convert it to one file"
-        )
+    if (directory := find_sharded(path)) is not None:
+        if member is not None:
+            raise UsageError(f"{path}: is a directory of containers of ranks, and one checkpoint; leave out member")
+        with JoinedReader(directory) as joined, Workers(threads) as workers:
+            yield _whole(joined, workers)
+        return
     if not is_container(path):
         if member is not None and is_directory(path):
             path /= member
@@ -148,3 +155,16 @@ def open_member(path: Path, *, member: str | None = None, threads: int | None = 
         refuse_share(checkpoint.tree, f"{path}: {record.path!r}")
         check = partial(check_frames, reader, workers, only=[record.skeleton, *(at for _, at in record.segments)])
         yield OpenMember(path, checkpoint, check, StoredParts(reader, index, checkpoint, workers))
+
+
+def _whole(joined: JoinedReader, workers: Workers) -> OpenMember:
+    """The containers of all ranks as one checkpoint. Raises InputError, UnsupportedError."""
+    data, notes = Composite(str(joined.path)), list[str]()
+    members = [each for each in sharded_bundle(joined, workers).found if isinstance(each, DcpMember)]
+    data.tree = tree_of(data, members, notes)
+
+    def check() -> None:
+        for reader in joined.readers:
+            check_frames(reader, workers)
+
+    return OpenMember(joined.path, data, check, notes=notes)

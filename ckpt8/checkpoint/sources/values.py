@@ -10,6 +10,7 @@ import torch
 
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef, is_dense
 from ckpt8.container.frames import FRAME
+from ckpt8.core.elements import assign
 
 PIECE = 8 * FRAME
 """Elements to read at once: the copy needs 32 MiB of memory for float32."""
@@ -128,29 +129,3 @@ def _pieces(start: int, stop: int) -> Iterable[tuple[int, int]]:
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1).view(torch.uint8)
-
-
-def rows(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """The views of a tensor, whole rows and parts of rows, that make up its elements ``start`` to ``stop``."""
-    if (start, stop) == (0, x.numel()):
-        yield x
-        return
-    inner = x[0].numel()
-    while start < stop:
-        row, into = divmod(start, inner)
-        whole = (stop - start) // inner if into == 0 else 0
-        if whole:
-            yield x[row : row + whole]
-            start += whole * inner
-        else:
-            taken = min(stop - start, inner - into)
-            yield from rows(x[row], into, into + taken)
-            start += taken
-
-
-def assign(target: torch.Tensor, start: int, values: torch.Tensor) -> None:
-    """Set the elements from ``start`` on, counted in the order of dimensions, of a tensor of any stride."""
-    flat = [target.view(-1)[start : start + len(values)]] if target.is_contiguous() else None
-    for part in flat or rows(target, start, start + len(values)):
-        part.copy_(values[: part.numel()].view(part.shape))
-        values = values[part.numel() :]

@@ -2,7 +2,8 @@
 
 ``index`` is ``ckpt8-dcp.json``, ``reading`` reads it, and ``joining`` joins the parts of ranks that saved on their own.
 ``layouts`` say which file holds which part of a tensor, ``slices`` are those that one container states, ``collecting``
-makes an index of what all ranks have written. No torch.distributed is needed.
+makes an index of what all ranks have written. ``tensors`` puts whole tensors together, one by one. No
+torch.distributed is needed.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class JoinedReader(Closing):
                 self.readers.append(reader)
             self.by_name = {reader.path.name: reader for reader in self.readers}
             self.slices = {name: slices_of(reader.manifest) for name, reader in self.by_name.items()}
-            self._objects = {name: _objects(reader) for name, reader in self.by_name.items()}
+            self._objects = {name: objects_of(reader.manifest) for name, reader in self.by_name.items()}
             self._check()
             self._resources = stack.pop_all()
 
@@ -93,13 +93,9 @@ class JoinedReader(Closing):
 
     def _check_slice(self, name: str, tensor: GlobalTensor, box: Slice) -> None:
         record = self.slices[box.file].get((name, box.offsets))
-        what = f"{self.path / box.file}: {shown(name + box_text(box.offsets, box.sizes, tensor.shape))}"
-        if record is None:
-            raise InputError(f"{what}: is not in this file, and {INDEX} names it")
-        storage = self.by_name[box.file].manifest.storages[record.storage]
-        fills = record.nbytes == storage.nbytes and not record.offset and not record.flags
-        if (tuple(record.shape), record.dtype) != (box.sizes, tensor.dtype) or not fills:
-            raise InputError(f"{what}: is not of the type and shape that {INDEX} states")
+        if (problem := slice_problem(self.by_name[box.file].manifest, record, tensor, box)) is not None:
+            place = box_text(box.offsets, box.sizes, tensor.shape)
+            raise InputError(f"{self.path / box.file}: {shown(name + place)}: {problem}")
 
     def _check_place(self, name: str, place: Place) -> None:
         record = self.objects(place.file)
@@ -107,7 +103,7 @@ class JoinedReader(Closing):
             raise InputError(f"{self.path / place.file}: ends before {shown(name)}, which {INDEX} names")
 
     def objects(self, file: str) -> TensorRecord | None:
-        """The bytes of the values that are no tensors in a file; None where it has none."""
+        """As ``objects_of`` the file."""
         return self._objects[file]
 
     def _is_replica(self, file: str, key: SliceKey) -> bool:
@@ -146,6 +142,14 @@ class JoinedReader(Closing):
             found.append(found[-1] + len(reader.manifest.storages))
         return found
 
+    @cached_property
+    def _first_of(self) -> dict[str, int]:
+        return {reader.path.name: first for reader, first in zip(self.readers, self._firsts, strict=False)}
+
+    def storage_of(self, name: str, box: Slice) -> int:
+        """The number that the storage of a slice has in ``manifest``."""
+        return self._first_of[box.file] + self.slices[box.file][name, box.offsets].storage
+
     def _own(self, storage: int) -> tuple[ContainerReader, int]:
         at = bisect_right(self._firsts, storage) - 1
         return self.readers[at], storage - self._firsts[at]
@@ -172,8 +176,19 @@ class JoinedReader(Closing):
         return sorted(each.name for each in self.path.iterdir())
 
 
-def _objects(reader: ContainerReader) -> TensorRecord | None:
-    found = next((each for each in reader.manifest.tensors if each.name == OBJECTS), None)
+def slice_problem(manifest: Manifest, record: TensorRecord | None, tensor: GlobalTensor, box: Slice) -> str | None:
+    """Why a tensor of a container cannot be the part of ``tensor`` that the index names, or None."""
+    if record is None:
+        return f"is not in this file, and {INDEX} names it"
+    fills = record.nbytes == manifest.storages[record.storage].nbytes and not record.offset and not record.flags
+    if (tuple(record.shape), record.dtype) != (box.sizes, tensor.dtype) or not fills:
+        return f"is not of the type and shape that {INDEX} states"
+    return None
+
+
+def objects_of(manifest: Manifest) -> TensorRecord | None:
+    """The bytes of the values of a container that are no tensors; None where it has none."""
+    found = next((each for each in manifest.tensors if each.name == OBJECTS), None)
     fits = found is not None and found.dtype is DType.UINT8 and not found.offset and not found.flags
     return found if fits else None
 

@@ -15,12 +15,12 @@ from ckpt8.checkpoint.meaning.rank_files import stated_world
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.share import Share
 from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.sources.slices import Part, gather
 from ckpt8.checkpoint.sources.values import Streamer
 from ckpt8.checkpoint.tree import Inert, TensorRef
 from ckpt8.checkpoint.walk import format_path, iter_leaves, iter_nodes
 from ckpt8.container.sharded.covering import Box
 from ckpt8.converting.content import adopt_member
-from ckpt8.converting.layouts.slices import Part, gather
 from ckpt8.core.errors import InputError
 from ckpt8.core.text import shown
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.sources.computed import computed
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.error_stats import SMALLEST_NORMAL, NoiseError
 from ckpt8.container.frames import FRAME
-from ckpt8.converting.computed import computed
 from ckpt8.converting.quantizing.scheme import TENSOR, UNIT, Scheme
 from ckpt8.core.tensors import DType
 

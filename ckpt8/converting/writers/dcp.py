@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.sources.computed import computed
 from ckpt8.checkpoint.sources.live_object import with_crc_fields
 from ckpt8.checkpoint.tree import StorageInfo, TensorRef, gaps
 from ckpt8.checkpoint.walk import format_path, iter_leaves
-from ckpt8.converting.computed import computed
 from ckpt8.converting.request import OpenFile, Report, Request, new_file
 from ckpt8.converting.unpacked import unpack_tree
 from ckpt8.converting.weights import WeightTypes

@@ -16,11 +16,12 @@ import torch
 from ckpt8.checkpoint.meaning.pairing import saved_names, saved_parameters
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
 from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.sources.computed import computed
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.container.frames import FRAME
 from ckpt8.converting.choice import model_tensors
-from ckpt8.converting.computed import FLOATS, cast, computed
+from ckpt8.converting.computed import FLOATS, cast
 from ckpt8.converting.request import Report, Request
 from ckpt8.converting.unpacked import choose_run, step_number
 from ckpt8.converting.weights import WeightTypes

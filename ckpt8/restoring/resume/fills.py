@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from ckpt8.checkpoint.sources.stored_member import StoredParts
-from ckpt8.checkpoint.sources.values import Fill, Streamer, assign
+from ckpt8.checkpoint.sources.values import Fill, Streamer
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs import Codec
 from ckpt8.codecs.companded8 import GROUP
+from ckpt8.core.elements import assign
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
 from ckpt8.optim.master_weights import write_master

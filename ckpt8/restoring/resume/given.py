@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -18,6 +18,10 @@ T = TypeVar("T")
 
 Paths = str | Sequence[str | None] | Mapping[str, str | None] | None
 """Paths in the tree: one, or as many as there are objects, in their order or under their keys."""
+
+_FSDP = "FullyShardedDataParallel"
+_SHARDED = frozenset({_FSDP, "DTensor", "FlatParameter", "ShardedTensor"})
+"""Classes of torch, by name, of what a process has only a part of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,8 @@ def _is_state_dict(keys: Sequence[Any], values: Sequence[Any]) -> bool:
 def _check_model(label: str, value: Any) -> None:
     if not isinstance(value, nn.Module):
         raise UsageError(f"resume: {label} is {described(value)}; give a torch.nn.Module, or a list or dict of several")
+    wrapped = any(type(each).__name__ == _FSDP for each in value.modules())
+    _refuse_sharded(label, [_FSDP] if wrapped else [type(each).__name__ for each in _tensors(value)])
 
 
 def _check_optimizer(label: str, value: Any) -> None:
@@ -111,4 +117,17 @@ def _check_optimizer(label: str, value: Any) -> None:
     if isinstance(value, (type, nn.Module)) or not (isinstance(value, Optimizer) or takes_state):
         raise UsageError(
             f"resume: {label} is {described(value)}; give an optimizer of torch, or a list or dict of several"
+        )
+    groups = getattr(value, "param_groups", None) or ()
+    _refuse_sharded(label, (type(each).__name__ for group in groups for each in group["params"]))
+
+
+def _refuse_sharded(label: str, kinds: Iterable[str]) -> None:
+    """Raise UsageError where one of the tensors, or the module around them, is a part of what several ranks have."""
+    found = next((kind for kind in kinds if kind in _SHARDED), None)
+    if found is not None:
+        raise UsageError(
+            f"resume: {label} is shared by several processes ({found}), and resume fills what one process has whole; "
+            "load a packed directory with torch.distributed.checkpoint.load and Ckpt8StorageReader, then "
+            "set_state_dict"
         )

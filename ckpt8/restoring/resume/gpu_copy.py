@@ -7,10 +7,10 @@ from collections import deque
 import torch
 
 from ckpt8.checkpoint.sources.stored_member import EncodedChunk, StoredParts
-from ckpt8.checkpoint.sources.values import assign
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.symbols import unpack_parts
 from ckpt8.core.buffers import Buffers
+from ckpt8.core.elements import assign
 from ckpt8.core.gpu import CudaTransfer, Mark, copy_to_row, row_bytes, row_views
 from ckpt8.core.tensors import Parts
 

@@ -104,8 +104,8 @@ def _mismatch(ref: TensorRef, tensor: Tensor, *, is_half: bool) -> str | None:
     shape = tuple(tensor.shape)
     if tensor.is_meta:
         return "is on the meta device; give it memory first, for instance with to_empty()"
-    if type(tensor).__name__ == "DTensor" or str(tensor.layout) != "torch.strided":
-        return "is distributed or sparse, which resume does not support"
+    if str(tensor.layout) != "torch.strided":
+        return "is sparse, which resume does not support"
     if ref.shape != shape:
         return f"was saved with shape {list(ref.shape)}, here it has {list(shape)}"
     if ref.dtype.torch != tensor.dtype and not (is_half and ref.dtype is DType.FLOAT32):

@@ -50,6 +50,10 @@ def resume(
 ) -> Any:
     """Stream a ``.ckpt8`` or a raw checkpoint into a live model and optimizer; return the rest of its tree.
 
+    A directory that ``Ckpt8StorageWriter`` wrote is taken as well, with whole tensors put together from the slices of
+    all ranks: what was trained on many goes on in one process. Models that several processes share (FSDP, DTensors) are
+    refused: ``torch.distributed.checkpoint.load`` with ``Ckpt8StorageReader`` loads them.
+
     The tensors of ``model`` take the saved values in place, on any device. ``optimizer`` takes fresh state tensors of
     the saved element types, and the saved hyperparameters. How it computes a step (``foreach``, ``fused``, ``triton``,
     ``capturable``, ``differentiable``) stays as you chose it here. Parameters are paired by name where both sides have
@@ -89,6 +93,8 @@ def resume(
         source.check()
         rest = RestBuilder(source.checkpoint, plan.consumed).tree()
         plan.apply()
+    if source.notes:
+        warnings.warn(f"{path}: {'; '.join(source.notes)}", ResumeWarning, stacklevel=3)
     if problems:
         warnings.warn(f"{path}: left as it was: {'; '.join(problems)}", ResumeWarning, stacklevel=3)
     return rest

@@ -9,9 +9,9 @@ from math import prod
 import torch
 
 from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.sources.computed import computed
 from ckpt8.checkpoint.tree import Held, TensorRef
 from ckpt8.container.sharded.covering import Box, check_cover
-from ckpt8.converting.computed import computed
 from ckpt8.core.tensors import DType
 
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}

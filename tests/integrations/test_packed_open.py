@@ -1,0 +1,145 @@
+"""``ckpt8.open`` of a packed directory: the whole tensors of all ranks, one by one."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_kit import load_all, read_metadata
+from memory_kit import run_measured
+from packed_kit import pack, save_sliced
+
+import ckpt8
+from ckpt8 import InputError, UnsupportedError, UsageError
+from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def make_state():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(96, 289), torch.nn.Tanh(), torch.nn.Linear(289, 96))
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    for _ in range(3):
+        model(torch.randn(8, 96)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moments = optimizer.state_dict()
+    names = [name for name, _ in model.named_parameters()]
+    moments["state"] = {names[number]: state for number, state in moments["state"].items()}
+    moments["param_groups"][0]["params"] = names
+    counts = torch.arange(5000, dtype=torch.int16).view(50, 100)
+    return {
+        "model": model.state_dict(),
+        "optimizer": moments,
+        "progress": {"seen": 7, "counts": counts, "half": counts.bfloat16(), "truth": counts % 3 == 0},
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """One state as the plain directory of torch, and packed by two ranks with each preset."""
+    folder = tmp_path_factory.mktemp("open")
+    plain = save_sliced(make_state(), folder / "plain")
+    for preset in ("lossless", "flash"):
+        pack(plain, folder / preset, preset=preset)
+    pack(plain, folder / "budget", budget=1.0)
+    return folder
+
+
+def tensors_of(plain):
+    return {name: value for name, value in load_all(plain).items() if isinstance(value, torch.Tensor)}
+
+
+def test_every_tensor_is_the_one_that_torch_gives(saved):
+    expected = tensors_of(saved / "plain")
+    with ckpt8.open(saved / "lossless") as file:
+        # In the order of the state dict, which is that of torch's planner.
+        assert file.keys() == [name for name in read_metadata(saved / "plain").planner_data if name in expected]
+        for name, value in expected.items():
+            found = file.get_tensor(name)
+            assert (found.dtype, found.shape, found.is_contiguous()) == (value.dtype, value.shape, True)
+            assert torch.equal(found, value), name
+
+
+@pytest.mark.parametrize("preset", ["flash", "budget"])
+def test_lossy_slices_are_those_that_torch_loads_with_our_reader(saved, preset):
+    expected = {name: torch.empty_like(value) for name, value in tensors_of(saved / "plain").items()}
+    dcp.load(expected, storage_reader=Ckpt8StorageReader(saved / preset), no_dist=True)
+    with ckpt8.open(saved / preset) as file:
+        assert sorted(file.keys()) == sorted(expected)
+        for name, value in expected.items():
+            assert torch.equal(file.get_tensor(name), value), name
+
+
+def test_stats_are_those_of_all_slices(saved, tmp_path):
+    ckpt8.compress(saved / "plain", tmp_path / "one.ckpt8", preset="flash")
+    name = "optimizer.state.0.weight.exp_avg_sq"
+    with ckpt8.open(saved / "flash") as file, ckpt8.open(tmp_path / "one.ckpt8") as one:
+        mine = file.stats(name)
+        keys = one.keys()
+        theirs = [one.stats(key) for key in keys if f"{name}[" in key]
+        assert len(theirs) == mine["slices"] == len(file._joined.index.tensors[name].boxes()) > 1
+        assert mine["role"] == "moment2"
+        assert mine["codec"] == theirs[0]["codec"]
+        assert mine["elements"] == 289 * 96
+        assert mine["bytes"] == 4 * 289 * 96
+        assert mine["parts"].keys() == theirs[0]["parts"].keys()
+        assert mine["stored_bytes"] == sum(mine["parts"].values())
+        exact, found = tensors_of(saved / "plain")[name].double(), file.get_tensor(name).double()
+        nmse = float((found - exact).square().sum() / exact.square().sum())
+        assert mine["error"]["nmse"] == pytest.approx(nmse, rel=1e-3)
+        assert file.stats("progress.counts")["error"] is None
+        assert file.manifest.preset == "flash"
+
+
+def test_only_the_slices_of_a_tensor_are_read(saved, tmp_path):
+    folder = tmp_path / "x"
+    shutil.copytree(saved / "lossless", folder)
+    name, other = "model.2.weight", "model.0.weight"
+    with ckpt8.open(folder) as file:
+        joined = file._joined
+        box = joined.index.tensors[other].boxes()[0]
+        reader = joined.by_name[box.file]
+        place = next(iter(reader.places[joined.slices[box.file][other, box.offsets].storage].values())).offsets[0]
+    content = bytearray((folder / box.file).read_bytes())
+    content[place + 5] ^= 1
+    (folder / box.file).write_bytes(content)
+    with ckpt8.open(folder) as file:
+        assert torch.equal(file.get_tensor(name), tensors_of(saved / "plain")[name])
+        with pytest.raises(InputError, match=rf"{box.file}: .*checksum does not match"):
+            file.get_tensor(other)
+
+
+def test_what_it_does_not_give_is_one_line(saved, tmp_path):
+    with ckpt8.open(saved / "flash") as file:
+        with pytest.raises(UsageError, match="has no tensor 'model'"):
+            file.get_tensor("model")
+        with pytest.raises(UnsupportedError, match=r"'progress\.seen' is kept as torch\.save writes it.*ckpt8\.load"):
+            file.stats("progress.seen")
+    state = {"empty": torch.zeros(0, 3), "sparse": torch.eye(3).to_sparse(), "scalar": torch.tensor(3.5)}
+    dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), no_dist=True)
+    with ckpt8.open(tmp_path / "x") as file:
+        assert file.keys() == ["empty", "scalar"]
+        assert file.get_tensor("empty").shape == (0, 3)
+        assert file.stats("empty")["slices"] == 0
+        assert file.get_tensor("scalar").item() == 3.5
+        with pytest.raises(UnsupportedError, match=r"ckpt8\.load"):
+            file.get_tensor("sparse")
+    (tmp_path / "x" / "__0_0.ckpt8").unlink()
+    with pytest.raises(InputError, match="is missing"):
+        ckpt8.open(tmp_path / "x")
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_the_tensor(tmp_path):
+    wide = torch.randn(4096, 12288)
+    plain = save_sliced({"pad": torch.zeros(3), "model": {str(k): wide + k for k in range(3)}}, tmp_path / "plain")
+    pack(plain, tmp_path / "packed", preset="flash", stats=False)
+    code = """with ckpt8.open(sys.argv[1]) as file:
+    found = {"sum": sum(file.get_tensor(f"model.{k}").numel() for k in range(3))}"""
+    found = run_measured("import ckpt8.container.sharded.tensors", code, tmp_path / "packed")
+    assert found["sum"] == 3 * wide.numel()
+    assert found["extra"] < wide.nbytes + 100e6

@@ -1,0 +1,208 @@
+"""``restore --salvage`` of what ranks packed, with files that are damaged or missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_kit import adam_state, load_all, read_metadata
+from packed_kit import pack, save_sliced
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+import ckpt8
+from ckpt8 import InputError, OutputError, UsageError
+from ckpt8.container.layout import FRAME
+from ckpt8.container.reader import ContainerReader
+from ckpt8.integrations.dcp import Ckpt8StorageWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+HURT = "__1_0"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint that two ranks packed, and the plain directory that ``restore`` makes of it while it is whole."""
+    folder = tmp_path_factory.mktemp("salvaged")
+    torch.manual_seed(0)
+    weights = {f"layers.{k}.{name}": torch.randn(96, 97 if name == "w" else 96) for k in range(4) for name in "wv"}
+    state = {
+        "model": weights,
+        "optimizer": adam_state(weights),
+        "progress": {"seen": 7, "note": "half way"},
+        "empty": torch.zeros(0, 3),
+    }
+    save_sliced({key: value for key, value in state.items() if key != "empty"}, folder / "plain")
+    pack(folder / "plain", folder / "packed", preset="flash")
+    pack(folder / "plain", folder / "other", preset="lossless")
+    ckpt8.restore(folder / "packed", folder / "whole")
+    return folder
+
+
+def names_in(plain, stem):
+    """The values of which torch's metadata places a part in the file of one rank."""
+    places = read_metadata(plain).storage_data.items()
+    return {index.fqn for index, place in places if place.relative_path == f"{stem}.distcp"}
+
+
+def boxes_in(plain, stem, name):
+    metadata = read_metadata(plain)
+    chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in metadata.state_dict_metadata[name].chunks}
+    return {
+        (tuple(index.offset), chunks[tuple(index.offset)])
+        for index, place in metadata.storage_data.items()
+        if index.fqn == name and place.relative_path == f"{stem}.distcp"
+    }
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def _remove(saved, file):
+    file.unlink()
+
+
+def _cut(saved, file):
+    file.write_bytes(file.read_bytes()[:-200])
+
+
+def _replace(saved, file):
+    """By the file that the same rank has written in another save, with slices of the same shapes."""
+    shutil.copyfile(saved / "other" / file.name, file)
+
+
+LOST_FILES = {
+    "missing": (_remove, "is missing"),
+    "cut": (_cut, "has no readable manifest"),
+    "of another save": (_replace, "belongs to another save"),
+}
+
+
+@pytest.mark.parametrize("damage", LOST_FILES)
+def test_what_the_other_ranks_have_whole_is_written(saved, tmp_path, run_command, damage):
+    hurt, reason = LOST_FILES[damage]
+    shutil.copytree(saved / "packed", tmp_path / "x")
+    hurt(saved, tmp_path / "x" / f"{HURT}.ckpt8")
+    code, out, err = run_command("restore", tmp_path / "x", "-o", tmp_path / "back", "--salvage")
+    assert code == 1
+    assert "is damaged; not everything in it was recovered" in err
+    expected, found = load_all(saved / "whole"), load_all(tmp_path / "back")
+    lost = names_in(saved / "whole", HURT)
+    assert found.keys() == expected.keys() - lost != set()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]) if isinstance(value, torch.Tensor) else value == expected[name]
+    for name in lost:
+        assert f"  {name}: not written" in out
+    assert f"{HURT}.ckpt8: {reason}" in out
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == [".metadata", "__0_0.distcp"]
+
+    # A program that wants a lost tensor learns so, unless it asks for what is there.
+    name = next(name for name in sorted(lost) if name.startswith("model."))
+    wanted = {name: torch.zeros_like(expected[name])}
+    with pytest.raises(BaseException, match="Missing key"):
+        dcp.load(wanted, checkpoint_id=tmp_path / "back", no_dist=True)
+    dcp.load(wanted, checkpoint_id=tmp_path / "back", planner=DefaultLoadPlanner(allow_partial_load=True), no_dist=True)
+
+    code, out, _ = run_command("restore", tmp_path / "x", "-o", tmp_path / "again", "--salvage", "--json")
+    facts = json.loads(out)
+    assert not facts["complete"]
+    assert {each["name"] for each in facts["lost"]} == lost
+    assert facts["tensors"] + facts["values"] == len(found)
+    for each in facts["lost"]:
+        if each["shape"] is not None:
+            boxes = {(tuple(part["offsets"]), tuple(part["sizes"])) for part in each["slices"]}
+            assert boxes == boxes_in(saved / "whole", HURT, each["name"])
+
+
+def test_a_damaged_slice_costs_its_tensor_alone(saved, tmp_path):
+    shutil.copytree(saved / "packed", tmp_path / "x")
+    file, name = tmp_path / "x" / f"{HURT}.ckpt8", "model.layers.1.w"
+    with ContainerReader(file) as reader:
+        part = next(each for each in reader.manifest.slices if each.name == name)
+        storage = reader.manifest.tensors[part.tensor].storage
+        place = next(iter(reader.places[storage].values())).offsets[0]
+    flip(file, place + 3)
+    found = ckpt8.restore(tmp_path / "x", tmp_path / "back", salvage=True)
+    assert [(each.name, each.shape) for each in found.lost] == [(name, [96, 97])]
+    (lost,) = found.lost[0].slices
+    sizes = reader.manifest.tensors[part.tensor].shape
+    assert (list(lost.offsets), list(lost.sizes)) == (list(part.offsets), list(sizes))
+    assert found.lost[0].elements == lost.sizes[0] * lost.sizes[1]
+    expected, written = load_all(saved / "whole"), load_all(tmp_path / "back")
+    assert written.keys() == expected.keys() - {name}
+    assert all(torch.equal(written[key], expected[key]) for key in written if isinstance(written[key], torch.Tensor))
+    # What is written is a checkpoint like any other.
+    ckpt8.convert(tmp_path / "back", tmp_path / "back.pt")
+    assert name.removeprefix("model.") not in torch.load(tmp_path / "back.pt")["model"]
+
+
+def test_a_damaged_header_is_told_and_costs_nothing(saved, tmp_path):
+    shutil.copytree(saved / "packed", tmp_path / "x")
+    flip(tmp_path / "x" / f"{HURT}.ckpt8", 40)
+    found = ckpt8.restore(tmp_path / "x", tmp_path / "back", salvage=True)
+    assert found.damage.keys() == {f"{HURT}.ckpt8"}
+    assert not found.complete
+    assert not found.lost
+    assert ckpt8.diff(tmp_path / "back", saved / "whole").identical
+
+
+def test_values_and_parts_of_large_tensors(tmp_path):
+    state = {"big": torch.randn(1200, 1000), "small": torch.randn(64, 64), "empty": torch.zeros(0, 3), "note": "x" * 99}
+    dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path / "x", preset="lossless"), no_dist=True)
+    file = tmp_path / "x" / "__0_0.ckpt8"
+    with ContainerReader(file) as reader:
+        records = {each.name: each for each in reader.manifest.tensors}
+        big = next(record for name, record in records.items() if name.endswith("big"))
+        last = next(iter(reader.places[big.storage].values())).offsets[-1]
+        objects = next(iter(reader.places[records["objects"].storage].values())).offsets[0]
+    whole = file.read_bytes()
+    flip(file, last + 3)
+    found = ckpt8.restore(tmp_path / "x", tmp_path / "one", salvage=True)
+    assert [each.name for each in found.lost] == ["big"]
+    assert found.lost[0].slices[0].reason == f"elements {FRAME} to 1199999 of its 1200000 are damaged"
+    written = load_all(tmp_path / "one")
+    assert written.keys() == {"small", "empty", "note"}
+    assert torch.equal(written["small"], state["small"])
+    assert written["empty"].shape == (0, 3)
+    file.write_bytes(whole)
+    flip(file, objects + 3)
+    found = ckpt8.restore(tmp_path / "x", tmp_path / "two", salvage=True)
+    assert [(each.name, each.shape) for each in found.lost] == [("note", None)]
+    assert load_all(tmp_path / "two").keys() == {"big", "small", "empty"}
+
+
+def test_where_nothing_can_be_written_is_one_line(saved, tmp_path):
+    folder = tmp_path / "x"
+    shutil.copytree(saved / "packed", folder)
+    assert ckpt8.restore(folder, tmp_path / "whole", salvage=True).complete
+    assert ckpt8.diff(tmp_path / "whole", saved / "whole").identical
+    with pytest.raises(OutputError, match="exists"):
+        ckpt8.restore(folder, tmp_path / "whole", salvage=True)
+    with pytest.raises(OutputError):
+        ckpt8.restore(folder, folder, salvage=True, force=True)
+    with pytest.raises(UsageError, match="-o DIR"):
+        ckpt8.restore(folder, salvage=True)
+    index = (folder / "ckpt8-dcp.json").read_text()
+    (folder / "ckpt8-dcp.json").write_text(index[:-9])
+    with pytest.raises(
+        InputError, match=r"nothing can be recovered of the whole, salvage its files one by one: restore"
+    ):
+        ckpt8.restore(folder, tmp_path / "back", salvage=True)
+    tree = json.loads(index)
+    name, tensor = next((name, each) for name, each in tree["tensors"].items() if len(each["shape"]) == 2)
+    tree["tensors"][name] = {**tensor, "cuts": None, "owners": None, "boxes": [[0, [0, 0], [1, 1]]]}
+    (folder / "ckpt8-dcp.json").write_text(json.dumps(tree))
+    with pytest.raises(InputError, match="slices are missing"):
+        ckpt8.restore(folder, tmp_path / "back", salvage=True)
+    (folder / "ckpt8-dcp.json").write_text(index)
+    for path in folder.glob("*.ckpt8"):
+        path.unlink()
+    with pytest.raises(InputError, match=r"no tensor is whole \(__0_0\.ckpt8: is missing\); nothing can be recovered"):
+        ckpt8.restore(folder, tmp_path / "back", salvage=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["whole", "x"]
