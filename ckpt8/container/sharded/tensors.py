@@ -74,8 +74,8 @@ class CheckpointDirectory(Closing):
             for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 target = target.narrow(dim, offset, size)
             reader, record = self._joined.by_name[box.file], self._record(name, box)
-            if record.is_contiguous and record.dtype is reader.manifest.storages[record.storage].dtype:
-                fill_tensor(reader, record.storage, target)
+            if record.is_contiguous:
+                fill_tensor(reader, record, target)
             else:
                 target.copy_(decode_tensor(reader, record))
         return out
