@@ -105,7 +105,7 @@ class CheckpointDirectory(Closing):
 
 
 def _is_pickled(tensor: GlobalTensor) -> bool:
-    return any(tensor.pickled(box) is not None for box in tensor.boxes())
+    return not tensor.is_whole and any(tensor.pickled(box) is not None for box in tensor.boxes())
 
 
 def _facts_of_nothing(tensor: GlobalTensor) -> dict[str, Any]:
