@@ -37,15 +37,20 @@ def decode_tensor(reader: ContainerReader, tensor: TensorRecord) -> torch.Tensor
         raise InputError(f"{reader.path}: {tensor.name}: does not fit its storage, or this torch") from exc
 
 
-def fill_tensor(reader: ContainerReader, storage: int, target: torch.Tensor) -> None:
-    """Decode one storage into a CPU tensor of any strides with its elements, chunk by chunk. Raises InputError."""
-    record = reader.manifest.storages[storage]
-    flat = target.view(-1) if target.is_contiguous() else None
+def fill_tensor(reader: ContainerReader, tensor: TensorRecord, target: torch.Tensor) -> None:
+    """Decode a contiguous tensor that is all of its storage into ``target``, of any strides, chunk by chunk.
+
+    Raises InputError for damage.
+    """
+    record, size = reader.manifest.storages[tensor.storage], tensor.dtype.itemsize
+    # The storage may count elements of another size, such as bytes. A chunk has whole elements of any.
+    flat = target.view(-1).view(record.dtype.torch) if target.is_contiguous() else None
     for chunk, start in enumerate(range(0, record.numel, FRAME)):
         if flat is not None:
-            reader.fill_chunk(storage, chunk, flat[start : start + FRAME])
+            reader.fill_chunk(tensor.storage, chunk, flat[start : start + FRAME])
         else:
-            assign(target, start, reader.read_chunk(storage, chunk))
+            elements = reader.read_chunk(tensor.storage, chunk).view(tensor.dtype.torch)
+            assign(target, start * record.dtype.itemsize // size, elements)
 
 
 def check_frames(

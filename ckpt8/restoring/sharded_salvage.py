@@ -29,14 +29,14 @@ from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.write_at import write_at
-from ckpt8.core.text import box_text, counted
+from ckpt8.core.text import box_text, counted, listed
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.lost_chunks import find_lost
 from ckpt8.restoring.member_output import Restored
 from ckpt8.restoring.sharded import SliceFile, metadata_of, write_empty
 
 _SHOWN = 3
-"""Slices of one tensor that a line tells; the JSON has them all."""
+"""Slices of one tensor in a file, and files, that a line tells; the JSON has them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,10 @@ class LostValue:
         """The name and what is lost, as a line of text."""
         if self.shape is None:
             return f"  {self.name}: not written: {self.slices[0].where}"
-        places = [f"{box_text(each.offsets, each.sizes, self.shape)} {each.where}".strip() for each in self.slices]
+        boxes: dict[str, list[str]] = {}
+        for each in self.slices:
+            boxes.setdefault(each.where, []).append(box_text(each.offsets, each.sizes, self.shape))
+        places = [f"{listed(own, _SHOWN)} {where}".strip() for where, own in boxes.items()]
         more = f"; and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
         lacks = f"lacks {self.elements:,} of {prod(self.shape):,} elements"
         return f"  {self.name}: not written, {lacks}: {'; '.join(places[:_SHOWN])}{more}"

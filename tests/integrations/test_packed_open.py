@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp_kit import load_all, read_metadata
+from dcp_kit import load_all, read_metadata, save_in_pieces
 from memory_kit import run_measured
 from packed_kit import pack, save_sliced
 
@@ -62,6 +62,14 @@ def test_every_tensor_is_the_one_that_torch_gives(saved):
             found = file.get_tensor(name)
             assert (found.dtype, found.shape, found.is_contiguous()) == (value.dtype, value.shape, True)
             assert torch.equal(found, value), name
+
+
+def test_a_slice_of_several_chunks_goes_to_its_columns(tmp_path):
+    wide = torch.arange(1500 * 3000, dtype=torch.int32).view(1500, 3000)
+    boxes = [((0, 0), (1500, 1600)), ((0, 1600), (1500, 1400))]
+    plain = save_in_pieces({"wide": (wide, boxes)}, tmp_path / "plain")
+    with ckpt8.open(pack(plain, tmp_path / "packed", preset="lossless")) as file:
+        assert torch.equal(file.get_tensor("wide"), wide)
 
 
 @pytest.mark.parametrize("preset", ["flash", "budget"])

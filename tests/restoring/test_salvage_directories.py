@@ -177,6 +177,21 @@ def test_values_and_parts_of_large_tensors(tmp_path):
     assert load_all(tmp_path / "two").keys() == {"big", "small", "empty"}
 
 
+def test_an_index_that_places_values_elsewhere_costs_these_values(saved, tmp_path):
+    shutil.copytree(saved / "packed", tmp_path / "x")
+    index = tmp_path / "x" / "ckpt8-dcp.json"
+    tree = json.loads(index.read_text())
+    tree["objects"]["progress.seen"][0] ^= 1
+    tree["objects"]["progress.note"][1] = 1 << 30
+    index.write_text(json.dumps(tree))
+    found = ckpt8.restore(tmp_path / "x", tmp_path / "back", salvage=True)
+    reasons = {each.name: each.slices[0].reason for each in found.lost}
+    assert reasons == {
+        "progress.seen": "is not in this file, and ckpt8-dcp.json names it",
+        "progress.note": "its file ends before it",
+    }
+
+
 def test_where_nothing_can_be_written_is_one_line(saved, tmp_path):
     folder = tmp_path / "x"
     shutil.copytree(saved / "packed", folder)

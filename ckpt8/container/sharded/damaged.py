@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ckpt8.container.damaged import DamagedContainer
+from ckpt8.container.frames import bytes_of
 from ckpt8.container.layout import FRAME
 from ckpt8.container.manifest import TensorRecord
 from ckpt8.container.sharded import INDEX
@@ -120,7 +121,7 @@ class DamagedDirectory(Closing):
         reader = self.readers[place.file]
         record = objects_of(reader.manifest)
         assert record is not None  # noqa: S101 - it would be lost
-        found = b"".join(bytes(reader.read_chunk(record.storage, chunk).numpy()) for chunk in _chunks(place))
+        found = b"".join(bytes_of(reader.read_chunk(record.storage, chunk)) for chunk in _chunks(place))
         start = place.start % FRAME
         return found[start : start + place.length]
 

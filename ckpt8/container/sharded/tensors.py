@@ -74,8 +74,8 @@ class CheckpointDirectory(Closing):
             for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 target = target.narrow(dim, offset, size)
             reader, record = self._joined.by_name[box.file], self._record(name, box)
-            if record.is_contiguous and record.dtype is reader.manifest.storages[record.storage].dtype:
-                fill_tensor(reader, record.storage, target)
+            if record.is_contiguous:
+                fill_tensor(reader, record, target)
             else:
                 target.copy_(decode_tensor(reader, record))
         return out
@@ -105,7 +105,7 @@ class CheckpointDirectory(Closing):
 
 
 def _is_pickled(tensor: GlobalTensor) -> bool:
-    return any(tensor.pickled(box) is not None for box in tensor.boxes())
+    return not tensor.is_whole and any(tensor.pickled(box) is not None for box in tensor.boxes())
 
 
 def _facts_of_nothing(tensor: GlobalTensor) -> dict[str, Any]:
