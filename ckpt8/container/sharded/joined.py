@@ -93,13 +93,16 @@ class JoinedReader(Closing):
 
     def _check_slice(self, name: str, tensor: GlobalTensor, box: Slice) -> None:
         record = self.slices[box.file].get((name, box.offsets))
-        what = f"{self.path / box.file}: {shown(name + box_text(box.offsets, box.sizes, tensor.shape))}"
         if record is None:
-            raise InputError(f"{what}: is not in this file, and {INDEX} names it")
+            raise self._misfit(name, tensor, box, f"is not in this file, and {INDEX} names it")
         storage = self.by_name[box.file].manifest.storages[record.storage]
         fills = record.nbytes == storage.nbytes and not record.offset and not record.flags
         if (tuple(record.shape), record.dtype) != (box.sizes, tensor.dtype) or not fills:
-            raise InputError(f"{what}: is not of the type and shape that {INDEX} states")
+            raise self._misfit(name, tensor, box, f"is not of the type and shape that {INDEX} states")
+
+    def _misfit(self, name: str, tensor: GlobalTensor, box: Slice, why: str) -> InputError:
+        what = shown(name + box_text(box.offsets, box.sizes, tensor.shape))
+        return InputError(f"{self.path / box.file}: {what}: {why}")
 
     def _check_place(self, name: str, place: Place) -> None:
         record = self.objects(place.file)
