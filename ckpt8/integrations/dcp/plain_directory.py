@@ -18,7 +18,7 @@ import torch
 
 from ckpt8.checkpoint.gate import load_allowed
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
-from ckpt8.checkpoint.readers.dcp.metadata import METADATA, Slice
+from ckpt8.checkpoint.readers.dcp.metadata import METADATA, Place, Slice
 from ckpt8.checkpoint.readers.dcp.names import DcpRoles
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import StorageInfo, TensorRef
@@ -26,6 +26,7 @@ from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.core.errors import Ckpt8Error, InputError, UsageError
 from ckpt8.core.files.crc import crc32
 from ckpt8.core.text import listed, shown
+from ckpt8.integrations.dcp.families import Families
 
 _LISTED = 5
 
@@ -81,12 +82,13 @@ class PlainDirectory:
     def shares(self, world: int) -> list[Share]:
         """The shares of ``world`` ranks, by rank."""
         groups: dict[tuple[str, tuple[int, ...]], list[Slice]] = defaultdict(list)
-        owner = _Owners(self.home.roles)
+        owner, moments = _Owners(self.home.roles), self._moments_of_averages()
         for piece in self.home.metadata.slices:
             if piece.place is None:
                 groups["", ()].append(piece)
             else:
-                groups[owner(piece.name), piece.place[0] if any(piece.place[0]) else ()].append(piece)
+                offsets = moments.get((piece.name, piece.place), piece.place[0])
+                groups[owner(piece.name), offsets if any(offsets) else ()].append(piece)
         sized = sorted(((sum(piece.length for piece in group), key) for key, group in groups.items()), reverse=True)
         found: list[list[Slice]] = [[] for _ in range(world)]
         loads = [0] * world
@@ -98,6 +100,23 @@ class PlainDirectory:
             Share(items, load, sum(piece.place is not None for piece in items))
             for items, load in zip(found, loads, strict=True)
         ]
+
+    def _moments_of_averages(self) -> dict[tuple[str, Place], tuple[int, ...]]:
+        """Where the slice of the first moment begins that a slice of an average belongs to: the first such one."""
+        families, found = Families(self.home.metadata.tensors), dict[tuple[str, Place], tuple[int, ...]]()
+        for piece in self.home.metadata.slices if families.averages else ():
+            if piece.place is not None:
+                for average in families.averages_of(piece.name, piece.place):
+                    found.setdefault(average, piece.place[0])
+        return found
+
+    def slice_at(self, name: str, offsets: tuple[int, ...]) -> Slice:
+        """The slice of a tensor that begins at ``offsets``, in whichever share it is."""
+        return self._places[name, offsets]
+
+    @cached_property
+    def _places(self) -> Mapping[tuple[str, tuple[int, ...]], Slice]:
+        return {(piece.name, piece.place[0]): piece for piece in self._slices if piece.place is not None}
 
     def tensor(self, piece: Slice) -> torch.Tensor:
         """A slice, in pages of its file that the system loads and drops; in memory where the file is compressed.
