@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.cli.app import app
 from ckpt8.core.errors import InputError, OutputError, UsageError
+from ckpt8.integrations.dcp import Ckpt8StorageWriter
 from ckpt8.integrations.dcp.plain_directory import share_of
 from ckpt8.integrations.dcp.sharing import SharingPlanner
 
@@ -116,6 +117,42 @@ def test_a_rank_opens_its_share_and_numbers_alone(plain, world, monkeypatch):
             assert all(planner.state_dict[name] == 5 for name, _ in steps)
             for item in planner.create_local_plan().items:
                 assert planner.resolve_data(item) is not None
+
+
+def came(tmp_path):
+    """Two parameters of CAME in three boxes of rows each; averages over rows are whole."""
+    generator = torch.Generator().manual_seed(1)
+    starts, height, width = (0, 100, 200), 100, 50
+    tensors, names = {}, ("0.weight", "1.weight")
+    for name in names:
+        rows = [((start, 0), (height, width)) for start in starts]
+        tensors[f"model.{name}"] = torch.randn(300, width, generator=generator), rows
+        tensors[f"optimizer.state.{name}.exp_avg"] = torch.randn(300, width, generator=generator), rows
+        for key in ("exp_avg_sq", "exp_avg_res"):
+            squares = torch.rand(300, width, generator=generator)
+            kept = [((start,), (height,)) for start in starts]
+            tensors[f"optimizer.state.{name}.{key}_row"] = squares.mean(1), kept
+            tensors[f"optimizer.state.{name}.{key}_col"] = squares.mean(0), [((0,), (width,))]
+    others = {f"optimizer.state.{name}.{key}": 5.0 for name in names for key in ("step", "RMS")}
+    group = {"lr": 1e-3, "betas": (0.9, 0.999, 0.9999), "eps": (1e-30, 1e-16), "clip_threshold": 1.0}
+    others |= {f"optimizer.param_groups.{name}.{key}": value for name in names for key, value in group.items()}
+    return save_in_pieces(tensors, tmp_path / "plain", others)
+
+
+def test_ranks_have_the_averages_that_their_slices_depend_on(tmp_path):
+    source, world = came(tmp_path), 3
+    planners = [SharingPlanner(source, rank, world) for rank in range(world)]
+    with ExitStack() as stack:
+        for planner in planners:
+            stack.callback(planner.close)
+            planner.set_up_planner({})
+        plans, metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+        writer = Ckpt8StorageWriter(tmp_path / "packed", preset="archive")
+        plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
+        results = [writer.write_data(plan, planner).value() for plan, planner in zip(plans, planners, strict=True)]
+    assert [each[0].storage_data.unspent for each in results] == [{}, {}, {}]
+    writer.finish(metadata, results)
+    assert ckpt8.verify(tmp_path / "packed", source).failures == ()
 
 
 @pytest.mark.parametrize(

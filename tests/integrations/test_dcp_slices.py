@@ -128,12 +128,24 @@ def test_slices_of_one_tensor_and_names_that_collide():
 
 
 def test_the_state_of_a_slice_states_the_shape_of_its_parameter():
-    names = ["optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq_row", "optimizer.state.b.exp_avg"]
-    tree = build(Naming(names), [(name, (0,)) for name in names], dict.fromkeys(names), {0: (9, 4), 1: (9,)})
+    names = ["optimizer.state.w.exp_avg", "optimizer.state.b.exp_avg"]
+    shapes = [((3, 4), (9, 4)), ((4,), (4,))]
+    tree = build(Naming(names), [(names[0], (3, 0)), (names[1], (0,))], dict.fromkeys(names), shapes)
+    assert tree["optimizer"]["state"] == {"w": {"exp_avg": Slot(0), "whole_shape": [9, 4]}, "b": {"exp_avg": Slot(1)}}
+
+
+def test_averages_are_with_the_moments_of_their_slices():
+    state = "optimizer.state.w"
+    items = [(f"{state}.exp_avg_sq_col", (0,)), (f"{state}.exp_avg_sq_row", (6,)), (f"{state}.exp_avg_sq_row", (3,))]
+    items += [(f"{state}.exp_avg", (3, 0)), (f"{state}.exp_avg", (6, 0)), ("optimizer.state.v.exp_avg_sq_row", (0,))]
+    shapes = [((4,), (4,)), *[((3,), (9,))] * 2, *[((3, 4), (9, 4))] * 2, ((5,), (5,))]
+    tree = build(Naming([name for name, _ in items]), items, {}, shapes)
     assert tree["optimizer"]["state"] == {
-        "w": {"exp_avg": Slot(0), "exp_avg_sq_row": Slot(1), "whole_shape": [9, 4]},
-        "b": {"exp_avg": Slot(2)},
+        "w": {"exp_avg": Slot(3), "exp_avg_sq_row": Slot(2), "exp_avg_sq_col": Slot(0), "whole_shape": [9, 4]},
+        "w@6x0": {"exp_avg": Slot(4), "exp_avg_sq_row": Slot(1), "exp_avg_sq_col": Slot(0), "whole_shape": [9, 4]},
+        "v": {"exp_avg_sq_row": Slot(5)},
     }
+    assert set(tensor_names(tree)) == set(range(len(items)))
 
 
 def test_scalars_of_the_state_and_of_the_group_that_another_rank_stores():

@@ -6,15 +6,14 @@ tensor of the checkpoint. The others write copies beside their slices. No index 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from ckpt8.integrations.dcp.families import Box, Families
-from ckpt8.optim.known_optimizers import TENSORS
+from ckpt8.integrations.dcp.families import Families
+from ckpt8.integrations.dcp.tree import Box
 
 _LEAST = 16
 """The fewest elements of a slice for each one of a copy: with fewer it saves little more than the copy takes."""
@@ -31,40 +30,30 @@ def with_copies(plans: Sequence[SavePlan], held: Sequence[SavePlan], names: Iter
     ``held`` is what each rank could write. ``names`` are those of all values.
     """
     families = Families(names)
-    averages: dict[str, list[str]] = defaultdict(list)
-    for name, key in families.keys.items():
-        if (tensor := TENSORS.get(key)) is not None and tensor.slot == "statistic":
-            averages[name.removesuffix(key)].append(name)
-    if not averages:
+    if not families.averages:
         return list(plans)
-    known = {name for each in averages.values() for name in each}
-    firsts = {
-        name: averages[state]
-        for name, key in families.keys.items()
-        if key in TENSORS and TENSORS[key].slot == "moment1" and (state := name.removesuffix(key)) in averages
-    }
     return [
-        replace(plan, items=[*plan.items, *_missing(plan, own, families, firsts, known)])
+        replace(plan, items=[*plan.items, *_missing(plan, own, families)])
         for plan, own in zip(plans, held, strict=True)
     ]
 
 
-def _missing(
-    plan: SavePlan, held: SavePlan, families: Families, firsts: dict[str, list[str]], known: set[str]
-) -> list[Copy]:
+def _missing(plan: SavePlan, held: SavePlan, families: Families) -> list[Copy]:
     """The averages of the slices in a plan that are not in it, of those that the rank holds."""
     found = {}
-    here = {_place(item): item for item in held.items if item.index.fqn in known}
-    there = {_place(item) for item in plan.items if item.index.fqn in known}
+    here = {_place(item): item for item in held.items if item.index.fqn in families.averages}
+    there = {_place(item) for item in plan.items if item.index.fqn in families.averages}
     for item in plan.items:
         box = _box(item)
-        for name in firsts.get(item.index.fqn, ()):
-            place = families.statistic(name, box)
-            average = None if place is None else here.get((name, tuple(place[0])))
-            if average is None or place is None or _box(average) != place or _place(average) in there:
-                continue
-            if prod(box[1]) >= _LEAST * prod(place[1]) > 0:
-                found[_place(average)] = Copy(average.index, average.type, tensor_data=average.tensor_data)
+        for name, place in families.averages_of(item.index.fqn, box):
+            at = name, tuple(place[0])
+            if (
+                at in here
+                and at not in there
+                and _box(here[at]) == place
+                and prod(box[1]) >= _LEAST * max(prod(place[1]), 1)
+            ):
+                found[at] = Copy(here[at].index, here[at].type, tensor_data=here[at].tensor_data)
     return list(found.values())
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from ckpt8.container.sharded.index import GlobalTensor
 from ckpt8.container.sharded.layouts import Grid, Layout
 from ckpt8.core.tensors import Role
-from ckpt8.integrations.dcp.tree import Naming
-from ckpt8.optim.known_optimizers import STATE_ROLES, TENSORS
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a slice."""
+from ckpt8.integrations.dcp.tree import Box, Naming, average_of, slot_of
+from ckpt8.optim.known_optimizers import STATE_ROLES
 
 
 class Families:
@@ -41,6 +38,12 @@ class Families:
         """The names of each family, its state before its weights."""
         for name in (*states, *(name for name in names if name not in states)):
             self.members.setdefault(self.of(name), []).append(name)
+        self._averages: dict[str, list[str]] = {}
+        for name, key in self.keys.items():
+            if slot_of(key) == "statistic":
+                self._averages.setdefault(name.removesuffix(key), []).append(name)
+        self.averages = {name for names in self._averages.values() for name in names}
+        """All averages over rows or columns."""
 
     def of(self, name: str) -> str:
         """The family of a value."""
@@ -48,13 +51,17 @@ class Families:
 
     def statistic(self, name: str, box: Box) -> Box | None:
         """The slice of an average over rows or columns that belongs to a slice of the parameter; else None."""
-        tensor = TENSORS.get(self.keys.get(name, ""))
-        if tensor is None or tensor.slot != "statistic":
-            return None
-        offsets, sizes = box
-        ends = tensor.shape(tuple(offset + size for offset, size in zip(offsets, sizes, strict=True)))
-        sizes = tensor.shape(sizes)
-        return tuple(end - size for end, size in zip(ends, sizes, strict=True)), sizes
+        key = self.keys.get(name, "")
+        return average_of(key, box) if slot_of(key) == "statistic" else None
+
+    def averages_of(self, name: str, box: Box) -> Iterator[tuple[str, Box]]:
+        """The averages that a slice of a first moment cannot be decoded without: their names, and slices of them."""
+        key = self.keys.get(name, "")
+        if slot_of(key) == "moment1":
+            for average in self._averages.get(name.removesuffix(key), ()):
+                place = self.statistic(average, box)
+                if place is not None:
+                    yield average, place
 
 
 def count_parted(tensors: Mapping[str, GlobalTensor], roles: Container[Role] = frozenset(Role)) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +18,7 @@ import torch
 
 from ckpt8.checkpoint.gate import load_allowed
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
-from ckpt8.checkpoint.readers.dcp.metadata import METADATA, Slice
+from ckpt8.checkpoint.readers.dcp.metadata import METADATA, Place, Slice
 from ckpt8.checkpoint.readers.dcp.names import DcpRoles
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import StorageInfo, TensorRef
@@ -26,8 +26,12 @@ from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.core.errors import Ckpt8Error, InputError, UsageError
 from ckpt8.core.files.crc import crc32
 from ckpt8.core.text import listed, shown
+from ckpt8.integrations.dcp.families import Families
 
 _LISTED = 5
+
+_Place = tuple[str, Place]
+"""The name of a tensor, and the offsets and sizes of a slice of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +46,13 @@ class Share:
 def share_of(home: DcpCheckpoint, rank: int, world: int) -> Share:
     """The share of ``rank`` among ``world`` ranks."""
     groups: dict[tuple[str, tuple[int, ...]], list[Slice]] = defaultdict(list)
-    owner = _Owners(home.roles)
+    owner, moments = _Owners(home.roles), _moments_of_averages(home)
     for piece in home.metadata.slices:
         if piece.place is None:
             groups["", ()].append(piece)
         else:
-            groups[owner(piece.name), piece.place[0] if any(piece.place[0]) else ()].append(piece)
+            offsets = moments.get((piece.name, piece.place), piece.place[0])
+            groups[owner(piece.name), offsets if any(offsets) else ()].append(piece)
     sized = sorted(((sum(piece.length for piece in group), key) for key, group in groups.items()), reverse=True)
     items: list[Slice] = []
     loads = [0] * world
@@ -58,10 +63,36 @@ def share_of(home: DcpCheckpoint, rank: int, world: int) -> Share:
     return Share(items, loads[rank], sum(piece.place is not None for piece in items))
 
 
+def _moments_of_averages(home: DcpCheckpoint) -> dict[_Place, tuple[int, ...]]:
+    """Where the slice of the first moment begins that a slice of an average belongs to: the first such one."""
+    found: dict[_Place, tuple[int, ...]] = {}
+    for piece, average in _averages_of(home, home.metadata.slices):
+        assert piece.place is not None  # noqa: S101 - it has averages
+        found.setdefault(average, piece.place[0])
+    return found
+
+
+def _averages_of(home: DcpCheckpoint, pieces: Iterable[Slice]) -> Iterator[tuple[Slice, _Place]]:
+    """Slices of first moments, each with an average that it depends on."""
+    families = Families(home.metadata.tensors)
+    for piece in pieces if families.averages else ():
+        if piece.place is not None:
+            for average in families.averages_of(piece.name, piece.place):
+                yield piece, average
+
+
 def needed(home: DcpCheckpoint, share: Share) -> set[Slice]:
-    """The slices that a rank reads: those of its share, and numbers, which may be steps or settings for it."""
-    numbers = (piece for piece in home.metadata.slices if piece.place == ((), ()))
-    return {*share.items, *numbers}
+    """The slices that a rank reads: those of its share, averages that these depend on, and numbers.
+
+    Numbers may be steps or settings of what it packs.
+    """
+    averages = {average for _, average in _averages_of(home, share.items)}
+    others = (
+        piece
+        for piece in home.metadata.slices
+        if piece.place is not None and (piece.place == ((), ()) or (piece.name, piece.place) in averages)
+    )
+    return {*share.items, *others}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +134,14 @@ class PlainDirectory:
         missing = [piece for piece in share.items if piece.place and piece not in self._slices]
         if missing:
             raise InputError(f"{self.path}: {shown(missing[0].name)}: is no plain tensor; it cannot be shared")
+
+    def slice_at(self, name: str, offsets: tuple[int, ...]) -> Slice:
+        """The slice of a tensor that begins at ``offsets``: of the share, or an average that it depends on."""
+        return self._places[name, offsets]
+
+    @cached_property
+    def _places(self) -> Mapping[tuple[str, tuple[int, ...]], Slice]:
+        return {(piece.name, piece.place[0]): piece for piece in self._slices if piece.place is not None}
 
     def tensor(self, piece: Slice) -> torch.Tensor:
         """A slice, in pages of its file that the system loads and drops; in memory where the file is compressed.

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ckpt8.integrations.dcp.copied_statistics import with_copies
-from ckpt8.integrations.dcp.families import Box, Families
+from ckpt8.integrations.dcp.families import Families
+from ckpt8.integrations.dcp.tree import Box
 
 
 class Ckpt8SavePlanner(DefaultSavePlanner):

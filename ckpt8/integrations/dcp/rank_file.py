@@ -150,12 +150,9 @@ class RankPlan:
         ]
         naming = Naming([*self._known, *(name for name, _ in self._slices)], objects)
         sizes = {item.index.fqn: tuple(item.tensor_data.size) for item in self._plan.items if item.tensor_data}
-        cut = {
-            number: sizes[name]
-            for number, ((name, _), value) in enumerate(zip(self._slices, self._tensors, strict=True))
-            if sizes.get(name, value.shape) != tuple(value.shape)
-        }
-        tree = build(naming, self._slices, self._known, cut)
+        own = [tuple(value.shape) for value in self._tensors]
+        shapes = [(shape, sizes.get(name, shape)) for (name, _), shape in zip(self._slices, own, strict=True)]
+        tree = build(naming, self._slices, self._known, shapes)
         if OBJECTS in tree:
             # The bytes need this key, so a value of that name gets another one.
             tree[f"{OBJECTS}#"] = tree.pop(OBJECTS)

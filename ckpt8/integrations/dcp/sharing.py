@@ -29,6 +29,7 @@ from ckpt8.checkpoint.readers.dcp.metadata import Slice
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.container.sharded.reading import read_index
 from ckpt8.core.errors import Ckpt8Error, UsageError
+from ckpt8.integrations.dcp.copied_statistics import with_copies
 from ckpt8.integrations.dcp.plain_directory import PlainDirectory, Share, needed, share_of
 from ckpt8.integrations.dcp.writer import Ckpt8StorageWriter
 
@@ -86,8 +87,10 @@ class SharingPlanner(SavePlanner):
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The plans as they are, and what all of them hold."""
+        """The plans with copies of averages, and what all of them hold."""
         plans, metadata = create_default_global_save_plan(all_plans)
+        every = SavePlan([item for plan in plans for item in plan.items])  # each rank can read all
+        plans = with_copies(plans, [every] * len(plans), metadata.state_dict_metadata)
         metadata.planner_data = dict(self.directory.home.metadata.paths) or None
         return plans, metadata
 
@@ -100,7 +103,8 @@ class SharingPlanner(SavePlanner):
         name, offset = write_item.index.fqn, write_item.index.offset
         if write_item.type is WriteItemType.BYTE_IO:
             return io.BytesIO(self.directory.value(name))
-        return self.directory.tensor(self._items[name, tuple(offset or ())])
+        place = name, tuple(offset or ())
+        return self.directory.tensor(self._items[place] if place in self._items else self.directory.slice_at(*place))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.vocabulary import model_path
 from ckpt8.checkpoint.walk import format_path
 from ckpt8.core.tensors import DType
-from ckpt8.optim.known_optimizers import SIDE_STATE, STATE_ROLES, WHOLE_SHAPE
+from ckpt8.optim.known_optimizers import SIDE_STATE, STATE_ROLES, TENSORS, WHOLE_SHAPE
 
 _STATE = re.compile(r"(?:(?P<prefix>.*?)\.)?state\.(?P<owner>.+)\.(?P<key>[^.]+)", re.DOTALL)
 _GROUP = re.compile(r"(?:(?P<prefix>.*?)\.)?param_groups\.(?P<owner>.+)\.(?P<key>[^.]+)", re.DOTALL)
@@ -31,6 +31,10 @@ WEIGHTS, OPTIMIZER, OTHER = "weights", "optimizer", "other"
 is the state dict itself, and everything else."""
 
 Path = tuple[str, ...]
+Shape = tuple[int, ...]
+
+Box = tuple[Shape, Shape]
+"""Offsets and sizes of a slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,34 +81,57 @@ def build(
     naming: Naming,
     items: Sequence[tuple[str, tuple[int, ...]]],
     known: Mapping[str, Any],
-    cut: Mapping[int, tuple[int, ...]] | None = None,
+    shapes: Sequence[tuple[Shape, Shape]] = (),
 ) -> dict[str, Any]:
     """The object of a file with a Slot for each of ``items``: the name of a tensor, and the offset of a slice of it.
 
     ``known`` are the values that the state dict of this rank has, by name. They give the settings and steps of the
-    optimizer, whichever rank stores them. ``cut`` has the shapes of whole tensors of which an item is not all.
+    optimizer, whichever rank stores them. ``shapes`` are those of an item and of its whole tensor. An average over rows
+    or columns is with the moments of every slice that it belongs to.
     """
     tree: dict[str, Any] = {}
-    for number, (name, offset) in enumerate(items):
-        _put(tree, naming.place(name), offset, Slot(number))
+    states: dict[Path, list[tuple[Box, dict[str, Any]]]] = {}
+    averages = []
+    for number, ((name, offset), (shape, whole)) in enumerate(zip(items, shapes or repeat(((), ())), strict=False)):
+        path = naming.place(name)
+        slot = slot_of(path[-1]) if path[-3:-2] == (STATE,) else None
+        if slot == "statistic":
+            averages.append(number)
+            continue
+        own = _put(tree, path, offset, Slot(number))
+        if slot == "moment1":
+            states.setdefault(path[:-1], []).append(((offset, shape), own))
+            if shape != whole:
+                own[WHOLE_SHAPE] = [*whole]
+    for number in averages:
+        name, offset = items[number]
+        path, box = naming.place(name), (offset, shapes[number][0] if shapes else ())
+        homes = [own for place, own in states.get(path[:-1], ()) if average_of(path[-1], place) == box]
+        for own in homes:
+            own[path[-1]] = Slot(number)
+        if not homes:
+            _put(tree, path, offset, Slot(number))
     _add_settings(tree, naming, known)
-    for node in tree.values():
-        if isinstance(node, dict) and isinstance(node.get(STATE), dict):
-            _add_shapes(node[STATE], cut or {})
     return tree
 
 
-def _add_shapes(states: Mapping[str, Any], cut: Mapping[int, tuple[int, ...]]) -> None:
-    """State the shape of a parameter where its state is a slice: that of its largest tensor."""
-    for own in states.values():
-        shapes = [cut[value.number] for value in own.values() if isinstance(value, Slot) and value.number in cut]
-        if shapes:
-            _, _, largest = max((len(shape), prod(shape), shape) for shape in shapes)
-            own[WHOLE_SHAPE] = [*largest]
+def slot_of(key: str) -> str | None:
+    """The slot of a key of an optimizer's state; None for an unknown one."""
+    return TENSORS[key].slot if key in TENSORS else None
 
 
-def _put(tree: dict[str, Any], path: Path, offset: tuple[int, ...], slot: Slot) -> None:
-    """Put a slot at ``path``, or next to it for a further slice of the same tensor."""
+def average_of(key: str, box: Box) -> Box | None:
+    """The slice of the average ``key`` that belongs to a slice of a parameter; None where its shape is unknown."""
+    offsets, sizes = box
+    if len(offsets) != len(sizes):
+        return None
+    ends = TENSORS[key].shape(tuple(offset + size for offset, size in zip(offsets, sizes, strict=True)))
+    sizes = TENSORS[key].shape(tuple(sizes))
+    return tuple(end - size for end, size in zip(ends, sizes, strict=True)), sizes
+
+
+def _put(tree: dict[str, Any], path: Path, offset: tuple[int, ...], slot: Slot) -> dict[str, Any]:
+    """Put a slot at ``path``, or next to it for a further slice of the same tensor. Returns the node that holds it."""
     at = "x".join(map(str, offset))
     sliced = (*path[:-2], f"{path[-2]}@{at}", path[-1]) if STATE in path[-3:-2] else (*path[:-1], f"{path[-1]}@{at}")
     for candidate in (path, sliced, (OTHER, f"{slot.number}:{format_path(path)}")):
@@ -113,7 +140,7 @@ def _put(tree: dict[str, Any], path: Path, offset: tuple[int, ...], slot: Slot) 
             node = node.setdefault(component, {}) if isinstance(node, dict) else None
         if isinstance(node, dict) and candidate[-1] not in node:
             node[candidate[-1]] = slot
-            return
+            return node
     raise AssertionError("the last candidate holds the number of the slot")
 
 
