@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ckpt8
@@ -287,6 +288,17 @@ def test_files_of_two_saves_are_told_apart(tmp_path):
     (tmp_path / "y" / "__0_0.ckpt8").unlink()
     with pytest.raises(CheckpointException, match=r"__0_0.ckpt8: cannot be read: No such file"):
         load({"w": torch.zeros(8)}, tmp_path / "y")
+
+
+def test_ranks_that_find_different_saves_load_none(tmp_path):
+    reader, plans = Ckpt8StorageReader(tmp_path / "x"), []
+    for _ in range(2):  # the second save takes place while ranks read the index
+        save({"w": torch.ones(8)}, tmp_path / "x")
+        reader.set_up_storage_reader(reader.read_metadata(), True)
+        plans.append(reader.prepare_local_plan(LoadPlan([])))
+    assert reader.prepare_global_plan(plans[:1] * 2) == plans[:1] * 2
+    with pytest.raises(InputError, match=r"x: ranks have found different saves; .*, load it again$"):
+        reader.prepare_global_plan(plans)
 
 
 def test_damage_is_found(tmp_path):
