@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from typer.testing import CliRunner
 
 import ckpt8
+from ckpt8.cli.app import app
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.sharded.index import ShardedIndex
 from ckpt8.core.errors import InputError, OutputError, UsageError
@@ -320,9 +323,21 @@ def test_damage_is_found(tmp_path):
 
 def test_compressing_it_again_says_what_to_give(tmp_path):
     dcp.save({"w": torch.ones(3)}, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), no_dist=True)
-    for read in (ckpt8.compress, inspect_checkpoint):
-        with pytest.raises(InputError, match=r"compressed already.*restore it to a plain directory"):
+    for read in (ckpt8.compress, inspect_checkpoint, partial(ckpt8.verify, tmp_path / "x")):
+        with pytest.raises(InputError, match=r"compressed already, by Ckpt8StorageWriter; restore it to a plain dire"):
             read(tmp_path / "x")
+    assert names_in(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "restore", "compress", "convert", "diff"])
+def test_commands_name_a_save_that_was_interrupted(tmp_path, command):
+    save({"w": torch.ones(3)}, tmp_path / "x")
+    (tmp_path / "x" / "ckpt8-dcp.json").unlink()
+    others = {"restore": ["-o", tmp_path / "back"], "convert": [tmp_path / "x.pt"], "diff": [tmp_path / "x"]}
+    arguments = [command, tmp_path / "x", *others.get(command, ())]
+    found = CliRunner().invoke(app, [*map(str, arguments)]).exception
+    assert str(found) == f"{tmp_path / 'x'}: has no ckpt8-dcp.json; the save was interrupted before it was complete"
+    assert isinstance(found, InputError)
     assert names_in(tmp_path) == ["x"]
 
 
