@@ -7,7 +7,7 @@ from pathlib import Path
 from ckpt8.container.header import is_container
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded.joined import JoinedReader
-from ckpt8.container.sharded.reading import find_sharded
+from ckpt8.container.sharded.reading import find_sharded, refuse_directory
 
 Stored = ContainerReader | JoinedReader
 
@@ -19,8 +19,10 @@ def is_stored(path: Path) -> bool:
 
 def open_stored(path: Path, *, kernels: bool = False) -> Stored:
     """Open a container, or a directory of those of ranks. Raises InputError."""
-    directory = find_sharded(path)
-    return ContainerReader(path, kernels=kernels) if directory is None else JoinedReader(directory, kernels=kernels)
+    if (directory := find_sharded(path)) is not None:
+        return JoinedReader(directory, kernels=kernels)
+    refuse_directory(path)
+    return ContainerReader(path, kernels=kernels)
 
 
 def containers_of(stored: Stored) -> list[ContainerReader]:

@@ -10,7 +10,7 @@ from typing import Literal, overload
 from ckpt8.container.manifest import SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded.reading import find_sharded
+from ckpt8.container.sharded.reading import find_sharded, refuse_directory
 from ckpt8.core.arguments import checked
 from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.workers import Progress, Workers
@@ -95,6 +95,7 @@ def restore_original(
         if packed != source:
             result.left = sorted(each.name for each in source.iterdir() if each.name != packed.name)
         return result
+    refuse_directory(source)
     with ContainerReader(source, kernels=True) as reader, Workers(threads) as workers:
         result = Restored.at(source, target, reader)
         writer = MemberWriter(reader, workers, progress, partial(MemberFile, reader))

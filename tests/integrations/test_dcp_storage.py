@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from typer.testing import CliRunner
 
 import ckpt8
+from ckpt8.cli.app import app
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.sharded.index import ShardedIndex
 from ckpt8.core.errors import InputError, OutputError, UsageError
@@ -249,8 +253,11 @@ def test_an_interrupted_save_leaves_the_checkpoint_before_it(tmp_path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(ShardedIndex, "write", full)
-        with pytest.raises(CheckpointException, match="the disk is full"):
-            save({"w": torch.zeros(8)}, tmp_path / "x")
+        for _ in range(2):
+            with pytest.raises(CheckpointException, match="the disk is full"):
+                save({"w": torch.zeros(8)}, tmp_path / "x")
+            # The file of a save that failed is there until the next one begins: there is room for one, not for many.
+            assert names_in(tmp_path / "x") == ["__0_0.ckpt8", "__0_1.ckpt8", "ckpt8-dcp.json"]
         with pytest.raises(CheckpointException, match="the disk is full"):
             save({"w": torch.zeros(8)}, tmp_path / "y")
     assert load({"w": torch.zeros(8)}, tmp_path / "x")["w"].eq(1).all()
@@ -258,7 +265,9 @@ def test_an_interrupted_save_leaves_the_checkpoint_before_it(tmp_path, monkeypat
         load({"w": torch.zeros(8)}, tmp_path / "y")
     save({"w": torch.full((8,), 3.0)}, tmp_path / "x")
     assert load({"w": torch.zeros(8)}, tmp_path / "x")["w"].eq(3).all()
-    assert names_in(tmp_path / "x") == ["__0_2.ckpt8", "ckpt8-dcp.json"]
+    assert names_in(tmp_path / "x") == ["__0_1.ckpt8", "ckpt8-dcp.json"]
+    save({"w": torch.full((8,), 4.0)}, tmp_path / "y")
+    assert names_in(tmp_path / "y") == ["__0_0.ckpt8", "ckpt8-dcp.json"]
 
 
 def test_objects_of_other_classes_are_not_made(tmp_path):
@@ -289,6 +298,17 @@ def test_files_of_two_saves_are_told_apart(tmp_path):
         load({"w": torch.zeros(8)}, tmp_path / "y")
 
 
+def test_ranks_that_find_different_saves_load_none(tmp_path):
+    reader, plans = Ckpt8StorageReader(tmp_path / "x"), []
+    for _ in range(2):  # the second save takes place while ranks read the index
+        save({"w": torch.ones(8)}, tmp_path / "x")
+        reader.set_up_storage_reader(reader.read_metadata(), True)
+        plans.append(reader.prepare_local_plan(LoadPlan([])))
+    assert reader.prepare_global_plan(plans[:1] * 2) == plans[:1] * 2
+    with pytest.raises(InputError, match=r"x: ranks have found different saves; .*, load it again$"):
+        reader.prepare_global_plan(plans)
+
+
 def test_damage_is_found(tmp_path):
     save({"w": torch.randn(5000)}, tmp_path / "x", preset="lossless")
     file = tmp_path / "x" / "__0_0.ckpt8"
@@ -303,9 +323,21 @@ def test_damage_is_found(tmp_path):
 
 def test_compressing_it_again_says_what_to_give(tmp_path):
     dcp.save({"w": torch.ones(3)}, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), no_dist=True)
-    for read in (ckpt8.compress, inspect_checkpoint):
-        with pytest.raises(InputError, match=r"compressed already.*restore it to a plain directory"):
+    for read in (ckpt8.compress, inspect_checkpoint, partial(ckpt8.verify, tmp_path / "x")):
+        with pytest.raises(InputError, match=r"compressed already, by Ckpt8StorageWriter; restore it to a plain dire"):
             read(tmp_path / "x")
+    assert names_in(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "restore", "compress", "convert", "diff"])
+def test_commands_name_a_save_that_was_interrupted(tmp_path, command):
+    save({"w": torch.ones(3)}, tmp_path / "x")
+    (tmp_path / "x" / "ckpt8-dcp.json").unlink()
+    others = {"restore": ["-o", tmp_path / "back"], "convert": [tmp_path / "x.pt"], "diff": [tmp_path / "x"]}
+    arguments = [command, tmp_path / "x", *others.get(command, ())]
+    found = CliRunner().invoke(app, [*map(str, arguments)]).exception
+    assert str(found) == f"{tmp_path / 'x'}: has no ckpt8-dcp.json; the save was interrupted before it was complete"
+    assert isinstance(found, InputError)
     assert names_in(tmp_path) == ["x"]
 
 

@@ -39,6 +39,7 @@ def test_values_of_several_types_in_one_place(tmp_path):
 @pytest.mark.parametrize(("state", "said"), [
     ({"x\ud800": torch.ones(3)}, r"'x\\ud800': is no valid Unicode"),
     ({"x": torch.empty([1] * 65)}, r"'x': has 65 dimensions, more than 64"),
+    ({"x": torch.empty(3, device="meta")}, r"'x': is on the device meta and has no values; initialise it first"),
 ])  # fmt: skip
 def test_what_no_container_holds_is_refused_before_anything_is_written(tmp_path, state, said):
     with pytest.raises(CheckpointException, match=said):
@@ -53,6 +54,15 @@ def test_any_other_name_is_kept(tmp_path):
     save(state, tmp_path / "x")
     found = given_back(state, tmp_path / "x")
     assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize(("flag", "dtype"), [(torch._neg_view, torch.float32), (torch.conj, torch.complex64)])
+def test_a_tensor_with_a_bit_that_changes_its_values_is_filled_with_what_was_saved(tmp_path, flag, dtype):
+    state = {"x": torch.randn(5000, dtype=dtype)}
+    save(state, tmp_path / "x")
+    found = {"x": flag(torch.zeros(5000, dtype=dtype))}
+    dcp.load(found, storage_reader=Ckpt8StorageReader(tmp_path / "x"), no_dist=True)
+    assert torch.equal(found["x"].resolve_conj().resolve_neg(), state["x"])
 
 
 class Casting(Ckpt8SavePlanner):

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_kit import load_all, read_metadata
 from fsdp_kit import run, save_both, share
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
@@ -18,7 +19,7 @@ import ckpt8
 from ckpt8 import CheckFailedError, InputError, OutputError, UsageError
 from ckpt8.cli.app import app
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.integrations.dcp import Ckpt8StorageWriter
+from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -354,6 +355,14 @@ def test_damage_is_one_line(saved, tmp_path, damage):
             read(folder)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]
     assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_a_tensor_that_is_not_complete_is_not_loaded(saved, tmp_path):
+    shutil.copytree(saved / "lossless", tmp_path / "x")
+    _change(_gap)(tmp_path / "x")
+    state = {"model": {"2.bias": torch.zeros(96)}}
+    with pytest.raises(CheckpointException, match=r"model\.2\.bias.*: slices are missing: 48 of 96 elements are there"):
+        dcp.load(state, storage_reader=Ckpt8StorageReader(tmp_path / "x"), no_dist=True)
 
 
 def test_a_stray_file_is_told_and_does_not_count(saved, tmp_path):

@@ -67,6 +67,7 @@ HOSTILE = {
     "an empty box": lambda tree: boxed(tree, [0, [0], [0]]),
     "a negative offset": lambda tree: boxed(tree, [0, [-1], [8]]),
     "an offset too many": lambda tree: boxed(tree, [0, [0, 0], [8, 1]]),
+    "no box": boxed,
     "a box twice": lambda tree: boxed(tree, [0, [0], [8]], [0, [0], [8]]),
     "a box of an unknown file": lambda tree: boxed(tree, [3, [0], [8]]),
     "a box without a file": lambda tree: boxed(tree, [[0], [8]]),

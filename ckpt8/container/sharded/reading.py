@@ -87,7 +87,7 @@ def read_index(directory: Path, rank: int | None = None) -> ShardedIndex:
         return _read(path)
     parts = _parts(directory)
     if not parts:
-        raise InputError(_explain_missing(directory))
+        raise InputError(explain_missing(directory))
     from ckpt8.container.sharded.joining import join  # needs numpy, which takes its time
 
     return join(directory, {name: _read(directory / name) for name in parts}, rank)
@@ -101,7 +101,14 @@ def _read(path: Path) -> ShardedIndex:
     return parse_index(text, str(path))
 
 
-def _explain_missing(directory: Path) -> str:
+def refuse_directory(path: Path) -> None:
+    """Raise InputError, which says why, for a directory that is no checkpoint of ckpt8."""
+    if path.is_dir():
+        raise InputError(explain_missing(path))
+
+
+def explain_missing(directory: Path) -> str:
+    """Says why a directory is no checkpoint of ckpt8, in one line."""
     if (directory / ".metadata").exists():
         return f"{directory}: was written by torch's own FileSystemWriter; read it with FileSystemReader"
     if directory.is_dir() and any(directory.glob("__*.ckpt8")):

@@ -116,6 +116,8 @@ def _tensor(name: str, tensor: GlobalTensor, where: str) -> TensorStorageMetadat
     except AttributeError as exc:
         raise InputError(f"{where}: {name}: has the type {tensor.dtype.label}, which this torch does not know") from exc
     whole = ((0,) * len(tensor.shape), tensor.shape)
-    boxes = [whole] if tensor.is_whole else [(box.offsets, box.sizes) for box in tensor.boxes()]
+    boxes = [] if tensor.is_whole else [(box.offsets, box.sizes) for box in tensor.boxes()]
+    if not boxes and all(tensor.shape):  # torch plans nothing for a tensor without chunks, and says nothing
+        boxes = [whole]
     chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor.shape), chunks)

@@ -160,7 +160,9 @@ class RankPlan:
 
 
 def _check(item: WriteItem, value: Any) -> None:
-    """Raise UsageError for a plain tensor of another type or shape than planned: the index would not fit it."""
+    """Raise UsageError for a tensor that has no values, and for a plain one of another type or shape than planned."""
+    if isinstance(value, torch.Tensor) and value.is_meta and value.numel():
+        raise UsageError(f"{shown(item.index.fqn)}: is on the device meta and has no values; initialise it first")
     if item.tensor_data is None or not isinstance(value, torch.Tensor) or not is_plain(value):
         return
     planned = item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)

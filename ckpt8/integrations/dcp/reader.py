@@ -6,7 +6,7 @@ import io
 import os
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,20 +83,25 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
             self._index = read_index(self.path, kwargs.get("rank"))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is.
+        """The plan, with the id of the save that this rank has found.
 
-        Raises InputError where the parts that ranks wrote on their own do not make up a tensor of it: torch would leave
-        the elements that are missing as they are.
+        Raises InputError where slices do not make up a tensor of it: torch would leave the elements that are missing as
+        they are.
         """
         for name in dict.fromkeys(item.storage_index.fqn for item in plan.items):
             tensor = self._index.tensors.get(name)
-            if self._index.joined and tensor is not None and not tensor.is_whole and all(tensor.shape):
+            if tensor is not None and not tensor.is_whole and all(tensor.shape):
                 boxes = [(box.offsets, box.sizes) for box in tensor.boxes()]
                 check_cover(f"{self.path}: {shown(name)}", tensor.shape, boxes)
-        return plan
+        return replace(plan, storage_data=self._index.save_id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """The plans as they are. Raises InputError where ranks have found different saves."""
+        # Ranks read the index one by one, and not every file system shows all machines the same one.
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise InputError(
+                f"{self.path}: ranks have found different saves; another job replaces the checkpoint, load it again"
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -37,7 +37,11 @@ class SliceReader:
         """Fill ``target`` with a box of the contiguous tensor of ``shape`` in ``storage``. Raises InputError."""
         if not prod(lengths):
             return
-        if target.is_contiguous() and _is_run(shape, lengths):
+        if _is_flagged(target):
+            whole = torch.empty(tuple(lengths), dtype=target.dtype, device="cpu")
+            self.copy(storage, shape, offsets, lengths, whole)
+            target.copy_(whole)
+        elif target.is_contiguous() and _is_run(shape, lengths):
             self._copy_run(storage, _position(shape, offsets), target.view(-1))
         else:
             self._copy_box(storage, 0, shape, offsets, lengths, target)
@@ -53,7 +57,8 @@ class SliceReader:
     ) -> None:
         """As ``copy``, of a tensor of ``dtype`` in a storage of bytes."""
         size = dtype.itemsize
-        direct = target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype
+        plain = target.is_contiguous() and not _is_flagged(target)
+        direct = plain and target.device.type == "cpu" and target.dtype == dtype
         whole = target if direct else torch.empty(tuple(lengths), dtype=dtype, device="cpu")
         view = whole.view(-1).view(torch.uint8).view(*lengths, size)
         self.copy(storage, (*shape, size), (*offsets, 0), (*lengths, size), view)
@@ -113,6 +118,11 @@ class SliceReader:
                 self._last = storage, chunk, self._reader.read_chunk(storage, chunk)
             out[place] = self._last[2][inside]
         return out
+
+
+def _is_flagged(target: torch.Tensor) -> bool:
+    """Whether the values of a tensor are not those in its memory, but their conjugates or negatives."""
+    return target.is_conj() or target.is_neg()
 
 
 def _pieces(start: int, length: int) -> Iterator[_Piece]:

@@ -27,9 +27,9 @@ from ckpt8.container.manifest import MOST_DIMS
 from ckpt8.container.sharded import INDEX, PART, is_part
 from ckpt8.container.sharded.collecting import RankFile
 from ckpt8.container.sharded.index import Part, ShardedIndex
-from ckpt8.container.sharded.reading import has_other_parts, is_sharded
+from ckpt8.container.sharded.reading import has_other_parts, is_sharded, read_index
 from ckpt8.core.arguments import checked
-from ckpt8.core.errors import OutputError, UsageError
+from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
 from ckpt8.core.files.partial import remove_abandoned_of
 from ckpt8.core.tensors import Role
 from ckpt8.core.text import listed, shown
@@ -105,7 +105,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Number the ranks.
+        """Number the ranks, and make room: of a save that failed, the files of other ranks are still there.
 
         Raises OutputError where the directory holds a checkpoint that must stay, UsageError for a rule that matches
         nothing in any of the plans.
@@ -125,6 +125,8 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
             tensors = {item.index.fqn for item in items if item.type is not WriteItemType.BYTE_IO}
             naming = Naming(tensors, {item.index.fqn for item in items} - tensors)
             self._policy.check_rules([format_path(naming.place(name)) for name in tensors])
+        if self._part is None:
+            self._remove_leftovers()
         first = 0 if self._part is None else self._part.rank
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans, first)]
 
@@ -167,6 +169,14 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         index.write(self.path)
         if self._part is None:
             self._remove_others(index.files)
+
+    def _remove_leftovers(self) -> None:
+        """Remove files that belong to no checkpoint, unless that cannot be told."""
+        is_checkpoint = is_sharded(self.path)
+        if is_checkpoint and not (self.path / INDEX).exists():
+            return  # ranks have written it without collectives, or are about to
+        with contextlib.suppress(Ckpt8Error, OSError):
+            self._remove_others(read_index(self.path).files if is_checkpoint else ())
 
     def _remove_others(self, used: Container[str]) -> None:
         """Remove the files of older saves, and what killed ones have left."""
