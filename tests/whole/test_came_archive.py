@@ -190,7 +190,7 @@ def test_statistics_of_another_shape_are_told(run, tmp_path):
     torch.save(tree, tmp_path / "run.pt")
     ckpt8.compress(tmp_path / "run.pt", preset="archive")
     reason = reasons(tmp_path / "run.ckpt8")["optimizer.state.2.exp_avg"]
-    assert "row and column statistics do not have the shape" in reason
+    assert "row and column statistics are not fp32 of the parameter's shape" in reason
 
 
 @pytest.mark.parametrize("value", [0.0, -1e-3, math.nan, math.inf])
