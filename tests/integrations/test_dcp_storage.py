@@ -9,10 +9,14 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from typer.testing import CliRunner
 
 import ckpt8
@@ -307,6 +311,23 @@ def test_ranks_that_find_different_saves_load_none(tmp_path):
     assert reader.prepare_global_plan(plans[:1] * 2) == plans[:1] * 2
     with pytest.raises(InputError, match=r"x: ranks have found different saves; .*, load it again$"):
         reader.prepare_global_plan(plans)
+
+
+def test_a_rank_saves_and_loads_its_own_slices_alone(tmp_path):
+    """The other half is in no file: only what a rank asks for must be there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh, own = DeviceMesh("cpu", [0, 1]), torch.randn(40, 100)
+        state = {"w": DTensor.from_local(own, mesh, [Shard(0)])}
+        dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path / "x", preset="lossless"), no_dist=True)
+        mine = DTensor.from_local(torch.zeros(40, 100), mesh, [Shard(0)])
+        dcp.load({"w": mine}, storage_reader=Ckpt8StorageReader(tmp_path / "x"), no_dist=True)
+        assert torch.equal(mine.to_local(), own)
+        columns = DTensor.from_local(torch.zeros(80, 50), mesh, [Shard(1)])
+        with pytest.raises(CheckpointException, match=r"w.*: slices are missing: 2000 of 4000 elements"):
+            dcp.load({"w": columns}, storage_reader=Ckpt8StorageReader(tmp_path / "x"), no_dist=True)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_damage_is_found(tmp_path):

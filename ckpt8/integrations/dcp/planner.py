@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ckpt8.integrations.dcp.copied_statistics import with_copies
 from ckpt8.integrations.dcp.families import Families
+from ckpt8.integrations.dcp.local import local_tensors
 from ckpt8.integrations.dcp.tree import Box
 
 
@@ -53,19 +54,12 @@ def _ties(values: Mapping[str, Any]) -> dict[str, str]:
     first: dict[tuple[Any, ...], str] = {}
     ties = {}
     for name, value in values.items():
-        local = _local(value)
-        if type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout is torch.strided and local.nbytes:
-            known = first.setdefault((local.device, local.data_ptr(), local.nbytes), name)
-            if known != name:
-                ties[name] = known
+        for local in local_tensors(value)[:1]:
+            if local.layout is torch.strided and local.nbytes:
+                known = first.setdefault((local.device, local.data_ptr(), local.nbytes), name)
+                if known != name:
+                    ties[name] = known
     return ties
-
-
-def _local(value: Any) -> Any:
-    """What this rank has of a DTensor or a ShardedTensor, None where it has nothing; other values as they are."""
-    if hasattr(value, "local_shards"):
-        return next((shard.tensor for shard in value.local_shards()), None)
-    return getattr(value, "_local_tensor", value)
 
 
 class _Pieces:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from ckpt8.core.tensors import DType
 from ckpt8.core.text import shown
 from ckpt8.core.workers import Workers, threads_of_rank
 from ckpt8.integrations import is_local
+from ckpt8.integrations.dcp.local import local_tensors
 from ckpt8.integrations.dcp.metadata import InDirectory, metadata_of
 from ckpt8.integrations.dcp.slices import SliceReader
 
@@ -85,12 +87,12 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan, with the id of the save that this rank has found.
 
-        Raises InputError where slices do not make up a tensor of it: torch would leave the elements that are missing as
-        they are.
+        Raises InputError where the parts that ranks wrote on their own do not make up a tensor of it: torch would leave
+        the elements that are missing as they are.
         """
         for name in dict.fromkeys(item.storage_index.fqn for item in plan.items):
             tensor = self._index.tensors.get(name)
-            if tensor is not None and not tensor.is_whole and all(tensor.shape):
+            if self._index.joined and tensor is not None and not tensor.is_whole and all(tensor.shape):
                 boxes = [(box.offsets, box.sizes) for box in tensor.boxes()]
                 check_cover(f"{self.path}: {shown(name)}", tensor.shape, boxes)
         return replace(plan, storage_data=self._index.save_id)
@@ -106,6 +108,7 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all of ``plan``. Raises InputError for damage, UnsupportedError for a class that it may not load."""
+        self._check_filled(plan, getattr(planner, "state_dict", None))
         files: dict[str, list[_Work]] = defaultdict(list)
         for item in plan.items:
             for each in self._work(item):
@@ -119,6 +122,22 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _check_filled(self, plan: LoadPlan, state: object) -> None:
+        """Raise InputError for a tensor of ``state`` that slices do not fill: torch would leave the rest as it is.
+
+        Slices need not make up the whole tensor: a rank may have saved its own alone.
+        """
+        planned = Counter[str]()
+        for item in plan.items:
+            planned[item.dest_index.fqn] += prod(item.lengths)
+        for name, value in state.items() if isinstance(state, Mapping) else ():
+            asked = sum(local.numel() for local in local_tensors(value))
+            if name in self._index.tensors and planned[name] < asked:
+                there = f"{planned[name]} of {asked} elements that this rank loads are there"
+                raise InputError(
+                    f"{self.path}: {shown(name)}: slices are missing: {there}; the checkpoint is not complete"
+                )
 
     def _work(self, item: ReadItem) -> Iterator[_Work]:
         """What to read for an item, each from one file. Raises InputError for what is not stored."""
