@@ -49,7 +49,7 @@ def join(directory: Path, parts: Mapping[str, ShardedIndex], rank: int | None) -
         objects,
         None if any(each.paths is None for each in order) else paths,
         order[0].dcp,
-        order[0].save_id,
+        next(each.part.save for each in order if each.part is not None),
         joined=world,
     )
 
