@@ -7,6 +7,7 @@ is one of those that CKPT8_ABSENT_PACKAGES names and the test bears its name as 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import shutil
 import signal
@@ -29,6 +30,12 @@ torch.set_num_threads(1)
 MISSING = "is not installed", "could not import"
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+def pytest_collection_finish():
+    """Ten thousand tests and the modules around them stay: no collection of garbage need look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -329,7 +329,7 @@ def test_any_name_that_the_file_system_takes_will_do(run, small, tmp_path):
     assert target.exists()
 
 
-@pytest.mark.parametrize("limit", [0, 100, 20_000])
+@pytest.mark.parametrize("limit", [*(pytest.param(each, marks=pytest.mark.slow) for each in (0, 100)), 20_000])
 def test_a_full_disk(limit, packed, small, tmp_path):
     """A limit on the size of files fails a write as a full disk does."""
 

@@ -375,7 +375,13 @@ def _start(code, *arguments):
     )
 
 
-@pytest.mark.parametrize("ending", ["", "sys.exit(3)", "raise ValueError('later')", "del pending"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "raise ValueError('later')",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("", "sys.exit(3)", "del pending")),
+    ],
+)
 def test_leaving_right_after_the_call_completes_the_file(ending, tmp_path):
     target = tmp_path / "a.ckpt8"
     process = _start(SLOW + ending, target, 0.1)

@@ -27,8 +27,8 @@ from ckpt8.restoring.resume.gpu_copy import DeviceCopy
 PRESETS = ("flash", "compact", "archive", "lossless")
 CASES = [
     *((preset, {}) for preset in PRESETS),
-    ("flash", {"threads": 1}),
-    ("flash", {"threads": 3, "stats": False}),
+    pytest.param("flash", {"threads": 1}, marks=pytest.mark.slow),
+    pytest.param("flash", {"threads": 3, "stats": False}, marks=pytest.mark.slow),
     ("compact", {"max_update_error": 1e-9}),
 ]
 
@@ -191,7 +191,9 @@ def moved(tree):
     return torch.utils._pytree.tree_map(move, tree)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset", [pytest.param(each, marks=[pytest.mark.slow] * (each != "archive")) for each in PRESETS]
+)
 def test_a_delta_packed_on_a_device_is_that_of_the_cpu(preset, tmp_path, stand_in, monkeypatch):
     base, source, target = tmp_path / "base.ckpt8", tmp_path / "a.pt", tmp_path / "a.ckpt8"
     with monkeypatch.context() as patch:
@@ -254,7 +256,9 @@ def test_a_pool_gives_the_smallest_buffer_that_fits():
     assert len(made) == 3
 
 
-@pytest.mark.parametrize("way", ["save", "compress", "background"])
+@pytest.mark.parametrize(
+    "way", ["save", *(pytest.param(way, marks=pytest.mark.slow) for way in ("compress", "background"))]
+)
 def test_what_does_not_fit_into_the_device_is_packed_on_the_cpu(way, tmp_path, stand_in, monkeypatch):
     target = tmp_path / "a.ckpt8"
     torch.save(checkpoint(), tmp_path / "a.pt")

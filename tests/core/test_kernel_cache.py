@@ -296,6 +296,7 @@ __main__.main()
 """The command, which leaves small checkpoints to kernels as well."""
 
 
+@pytest.mark.slow
 def test_a_command_does_its_work_whatever_the_cache_is(run, tmp_path):
     source = tmp_path / "run.pt"
     torch.save({"model": {"w": torch.randn(80, 80, generator=torch.Generator().manual_seed(0))}}, source)

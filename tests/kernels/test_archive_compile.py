@@ -30,7 +30,10 @@ TYPES = {**POINTERS, **dict.fromkeys(INTEGERS, "i32"), **dict.fromkeys(NUMBERS, 
 CHOICES = {"masked", "block", "tall", "wide"}
 TILE = {"tall": rclog.ROWS, "wide": rclog.COLUMNS}
 KINDS = pytest.mark.parametrize(("kind", "size"), [("*fp32", 4), ("*i16", 2)])
-CASES = pytest.mark.parametrize(("capability", "masked"), [(80, False), (90, False), (90, True), (100, False)])
+CASES = pytest.mark.parametrize(
+    ("capability", "masked"),
+    [(90, False), (90, True), *(pytest.param(each, False, marks=pytest.mark.slow) for each in (80, 100))],
+)
 DIRECTIONS = pytest.mark.parametrize("direction", ["encode", "decode"])
 COLUMNS = pytest.mark.parametrize("columns", [False, True], ids=["rows alone", "columns"])
 KERNELS = {

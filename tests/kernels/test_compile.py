@@ -28,7 +28,9 @@ PER_THREAD = BLOCK // (32 * OPTIONS["num_warps"])
 PLANES = {"weights": "*fp32", "exponent": "*u8", "mantissa": "*u8", "rho": "*i8", "flags": "*i32"}
 MOMENTS = [{"signed": True, "fourth_root": False}, {"signed": False, "fourth_root": False}]
 MOMENTS += [{"signed": False, "fourth_root": True}]
-TARGETS = pytest.mark.parametrize("capability", [80, 90, 100])
+TARGETS = pytest.mark.parametrize(
+    "capability", [90, *(pytest.param(each, marks=pytest.mark.slow) for each in (80, 100))]
+)
 MASKED = pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 
 

@@ -64,7 +64,9 @@ BYTES = {"bf16": (2, 2, 1), "fp32": (4, 4, 0), "fp16": (2, 2, 4), "linear": (2, 
 """Of a gradient, a parameter and what completes it."""
 
 PER_THREAD = state.BLOCK // (32 * state.OPTIONS["num_warps"])
-TARGETS = pytest.mark.parametrize("capability", [80, 90, 100])
+TARGETS = pytest.mark.parametrize(
+    "capability", [90, *(pytest.param(each, marks=pytest.mark.slow) for each in (80, 100))]
+)
 EACH = pytest.mark.parametrize(("module", "name"), KERNELS)
 
 

@@ -25,7 +25,9 @@ POINTERS = {"a": "*i8", "b": "*i8", "codes": "*i8", "states": "*fp32", "row_stat
 POINTERS |= {"largest": "*i32"}
 ROUNDED = {"div.rn.f32", "mul.rn.f32", "add.rn.f32", "add.rn.f32.f16", "cvt.rn.f16x2.f32", "cvt.rn.f16.f32"}
 EXACT = r"(abs|neg|min|max|selp|mov|setp\.\w+)\.f(16|32)|cvt\.rn\.f32\.s32|cvt\.f32\.f16|cvt\.rzi\.s(8|16|32)\.f32"
-TARGETS = pytest.mark.parametrize("capability", [80, 90, 100])
+TARGETS = pytest.mark.parametrize(
+    "capability", [90, *(pytest.param(each, marks=pytest.mark.slow) for each in (80, 100))]
+)
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("*fp32", "*fp16")]
 KINDS = pytest.mark.parametrize("kind", ["*i16", *SLOW])
 

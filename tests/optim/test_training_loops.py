@@ -150,6 +150,7 @@ def test_a_compiled_model_trains_as_it_does_uncompiled(name):
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
+@pytest.mark.slow
 def test_inductor():
     plain, other = make_model()[:2], make_model()[:2]
     compiled = torch.compile(other, backend="inductor")

@@ -405,6 +405,7 @@ def run_cli(*arguments):
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
+@pytest.mark.slow
 def test_as_a_user_types_it(tmp_path):
     root = make_directory(tmp_path / "checkpoint-500")
     made = run_cli("compress", f"{root}/", "--json")

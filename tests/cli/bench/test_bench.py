@@ -173,7 +173,7 @@ def check_rows(result, nbytes):
     assert copy["to_cp"] == {"seconds": 1, "bytes_per_second": 1, "output_bytes": 1, "peak_memory": 1}
 
 
-@pytest.mark.parametrize("name", ["gpt_bf16.pt", "trainer-adamw"])
+@pytest.mark.parametrize("name", ["gpt_bf16.pt", pytest.param("trainer-adamw", marks=pytest.mark.slow)])
 def test_a_checkpoint_of_either_kind(name, inputs, tmp_path, scratch):
     source = inputs / name
     said = []
@@ -218,6 +218,7 @@ def test_a_peer_that_fails_is_left_out_and_anything_else_is_an_error(inputs, scr
         bench(inputs / "legacy.pt", repeat=1, scratch=scratch, run=run)
 
 
+@pytest.mark.slow
 def test_scaling_over_threads_and_over_sizes(scratch, monkeypatch):
     monkeypatch.setattr("ckpt8.cli.bench.training.MAX_STEPS", 5)
     asked = [2_000_000, 1_000_000, 10**16]
@@ -400,8 +401,10 @@ def test_a_process_is_watched_while_it_works(inputs, tmp_path):
 @posix
 @pytest.mark.parametrize(
     ("number", "moment"),
-    [(signal.SIGINT, "ckpt8-bench-*"), (signal.SIGTERM, "ckpt8-bench-*/container.ckpt8")],
-    ids=["SIGINT at the start", "SIGTERM later"],
+    [
+        pytest.param(signal.SIGINT, "ckpt8-bench-*", marks=pytest.mark.slow, id="SIGINT at the start"),
+        pytest.param(signal.SIGTERM, "ckpt8-bench-*/container.ckpt8", id="SIGTERM later"),
+    ],
 )
 def test_an_interrupt_leaves_neither_files_nor_processes(number, moment, inputs, scratch):
     command = [sys.executable, "-m", "ckpt8", "bench", str(inputs / "gpt_adamw.pt"), "--scratch", str(scratch)]

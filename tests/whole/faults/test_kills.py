@@ -10,9 +10,10 @@ from faults_kit import SIGNALS, Outcome, Server, kill_rounds, operations, signal
 
 ARCHIVES = ("compress archive", "restore archive", "background save archive")
 NAMES = ("compress", "restore file", "restore directory", "background save", *ARCHIVES)
+QUICK = ("compress", "restore directory", "background save archive")
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES])
 def operation(request, tmp_path):
     return operations(tmp_path)[request.param]
 
@@ -65,7 +66,13 @@ def test_a_chain_that_removes_originals_is_killed(run):
     assert outcome.counts["killed"] >= 10
 
 
-@pytest.mark.parametrize("moment", chain_faults_kit.MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    [
+        *(pytest.param(each, marks=pytest.mark.slow) for each in chain_faults_kit.MOMENTS[:-1]),
+        chain_faults_kit.MOMENTS[-1],
+    ],
+)
 def test_a_kill_as_a_directory_goes(moment, run):
     outcome = Outcome()
     with Server(run.tmp) as server:
