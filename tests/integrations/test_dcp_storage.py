@@ -302,6 +302,16 @@ def test_files_of_two_saves_are_told_apart(tmp_path):
         load({"w": torch.zeros(8)}, tmp_path / "y")
 
 
+def test_the_name_of_the_directory_is_on_the_disk_before_its_index(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(
+        "ckpt8.container.sharded.index.sync_directory",
+        lambda path: flushed.append((path, (path / "step-5" / "ckpt8-dcp.json").exists())),
+    )
+    save({"w": torch.ones(8)}, tmp_path / "step-5")
+    assert flushed == [(tmp_path, False)]
+
+
 def test_ranks_that_find_different_saves_load_none(tmp_path):
     reader, plans = Ckpt8StorageReader(tmp_path / "x"), []
     for _ in range(2):  # the second save takes place while ranks read the index

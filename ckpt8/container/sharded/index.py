@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from ckpt8.container.sharded import INDEX
 from ckpt8.container.sharded.layouts import Grid, Layout, Listed, Shape, Slice
-from ckpt8.core.files.atomic import AtomicFile
+from ckpt8.core.files.atomic import AtomicFile, sync_directory
 from ckpt8.core.tensors import DType
 
 FORMAT = "ckpt8-dcp"
@@ -137,4 +137,5 @@ class ShardedIndex:
         with AtomicFile(directory / (INDEX if self.part is None else self.part.name), force=True, tidy=False) as output:
             with output.guard():
                 output.file.write(self.to_bytes())
+                sync_directory(directory.resolve().parent)  # a run makes a new directory for every checkpoint
             output.publish()
