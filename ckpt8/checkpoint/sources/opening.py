@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
+from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.checkpoint.readers.directory import Choice, open_directory, open_distributed
 from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, directory_name, is_directory, walk
 from ckpt8.checkpoint.readers.shards import refuse_share
@@ -126,14 +127,18 @@ class OpenMember:
 def open_member(path: Path, *, member: str | None = None, threads: int | None = None) -> Iterator[OpenMember]:
     """Open one checkpoint: a file, or the ``member`` of a directory or container, without reading the others.
 
-    A directory of containers of ranks is one checkpoint, with whole tensors. Raises InputError for damage, UsageError
-    where ``member`` must be given.
+    A directory of torch.distributed.checkpoint is one checkpoint with whole tensors: as it is, in a container, or as
+    containers of ranks. Raises InputError for damage, UsageError where ``member`` must be given.
     """
     if (directory := find_sharded(path)) is not None:
         if member is not None:
             raise UsageError(f"{path}: is a directory of containers of ranks, and one checkpoint; leave out member")
         with JoinedReader(directory) as joined, Workers(threads) as workers:
-            yield _whole(joined, workers)
+            yield _whole(path, sharded_bundle(joined, workers), partial(_check_all, joined.readers, workers))
+        return
+    if member is None and is_directory(path) and (path / METADATA).is_file():
+        with open_source(path) as bundle:
+            yield _whole(path, bundle, partial(_check_members, bundle))
         return
     if not is_container(path):
         if member is not None and is_directory(path):
@@ -144,12 +149,15 @@ def open_member(path: Path, *, member: str | None = None, threads: int | None = 
             yield OpenMember(path, checkpoint, partial(check_storages, checkpoint, str(path)))
         return
     with ContainerReader(path) as reader, Workers(threads) as workers:
+        if member is None and any(record.path == METADATA for record in reader.manifest.members):
+            yield _whole(path, stored_bundle(reader, workers), partial(_check_all, [reader], workers))
+            return
         index = member_index(reader, member)
         record = reader.manifest.members[index]
         if record.format == DCP:
             raise UnsupportedError(
                 f"{path}: {record.path!r} is a file of a distributed checkpoint, whose values are spread over several; "
-                "restore it and load it with torch.distributed.checkpoint"
+                "leave out member, or restore it and load it with torch.distributed.checkpoint"
             )
         checkpoint = read_member(reader, index, MemberSource.of(reader, MemberFile(reader, index, workers)))
         refuse_share(checkpoint.tree, f"{path}: {record.path!r}")
@@ -157,14 +165,25 @@ def open_member(path: Path, *, member: str | None = None, threads: int | None = 
         yield OpenMember(path, checkpoint, check, StoredParts(reader, index, checkpoint, workers))
 
 
-def _whole(joined: JoinedReader, workers: Workers) -> OpenMember:
-    """The containers of all ranks as one checkpoint. Raises InputError, UnsupportedError."""
-    data, notes = Composite(str(joined.path)), list[str]()
-    members = [each for each in sharded_bundle(joined, workers).found if isinstance(each, DcpMember)]
+def _whole(path: Path, bundle: Bundle, check: Callable[[], None]) -> OpenMember:
+    """The files of a distributed checkpoint as one; ``check`` reads every byte. Raises InputError, UnsupportedError."""
+    data, notes = Composite(str(path)), list[str]()
+    members = [each for each in bundle.found if isinstance(each, DcpMember)]
+    if not members:
+        raise InputError(f"{path}: {METADATA} names no file that can be read; give the whole directory")
+    if any(each.home is not members[0].home for each in members):
+        raise InputError(f"{path}: holds several distributed checkpoints; give the directory of one")
     data.tree = tree_of(data, members, notes)
+    return OpenMember(path, data, check, notes=notes)
 
-    def check() -> None:
-        for reader in joined.readers:
-            check_frames(reader, workers)
 
-    return OpenMember(joined.path, data, check, notes=notes)
+def _check_all(readers: Iterable[ContainerReader], workers: Workers) -> None:
+    """Decode every frame of several containers. Raises InputError for damage."""
+    for reader in readers:
+        check_frames(reader, workers)
+
+
+def _check_members(bundle: Bundle) -> None:
+    """Compare the checksums of all files of a directory. Raises InputError."""
+    for member in bundle.found:
+        check_storages(member.checkpoint, f"{bundle.path}/{member.path}")

@@ -50,9 +50,10 @@ def resume(
 ) -> Any:
     """Stream a ``.ckpt8`` or a raw checkpoint into a live model and optimizer; return the rest of its tree.
 
-    A directory that ``Ckpt8StorageWriter`` wrote is taken as well, with whole tensors put together from the slices of
-    all ranks: what was trained on many goes on in one process. Models that several processes share (FSDP, DTensors) are
-    refused: ``torch.distributed.checkpoint.load`` with ``Ckpt8StorageReader`` loads them.
+    A directory of ``torch.distributed.checkpoint`` is taken as well, plain, in a ``.ckpt8`` or as
+    ``Ckpt8StorageWriter`` wrote it, with whole tensors put together from the slices of all ranks: what was trained on
+    many goes on in one process. Models that several processes share (FSDP, DTensors) are refused:
+    ``torch.distributed.checkpoint.load`` with ``Ckpt8StorageReader`` loads them.
 
     The tensors of ``model`` take the saved values in place, on any device. ``optimizer`` takes fresh state tensors of
     the saved element types, and the saved hyperparameters. How it computes a step (``foreach``, ``fused``, ``triton``,

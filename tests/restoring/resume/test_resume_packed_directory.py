@@ -85,6 +85,31 @@ def test_a_run_goes_on_as_it_was(saved, layout):
     assert same(snapshot(model, optimizer), snapshot(original, its_optimizer))
 
 
+def test_a_plain_directory_and_a_container_of_it_resume_as_well(saved, tmp_path):
+    plain = saved / "plain-get_state_dict"
+    ckpt8.compress(plain, tmp_path / "run.ckpt8", preset="lossless")
+    original, its_optimizer = make(0)
+    train(original, its_optimizer, range(3))
+    for source in (plain, tmp_path / "run.ckpt8"):
+        model, optimizer = make(1)
+        rest = ckpt8.resume(source, model=model, optimizer=optimizer)
+        assert same(snapshot(model, optimizer), snapshot(original, its_optimizer))
+        assert same(rest, {"progress": {"seen": 7, "tokens": torch.arange(5000)}})
+
+
+def test_damage_of_a_plain_directory_changes_nothing(saved, tmp_path):
+    plain = shutil.copytree(saved / "plain-get_state_dict", tmp_path / "plain")
+    file = max(plain.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    model, optimizer = make(1)
+    before = snapshot(model, optimizer)
+    with pytest.raises(InputError, match="is damaged"):
+        ckpt8.resume(plain, model=model, optimizer=optimizer)
+    assert same(snapshot(model, optimizer), before)
+
+
 def test_lossy_state_is_what_torch_loads_with_our_reader(saved):
     model, optimizer = make(1)
     train(model, optimizer, range(1))  # torch needs state to load into
