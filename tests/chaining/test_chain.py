@@ -165,12 +165,12 @@ def test_another_checkpoint_of_the_same_name_is_not_lost(run, run_command):
     again = make_run(folder, 4, seed=1)
     for path in again:
         age(path, -7200)
-    rows, err = chained(run_command, folder, "--remove", code=4)
+    rows, err = chained(run_command, folder, "--remove", "--rest", 0, code=4)
     assert err.count("--force replaces it") == 4
     assert not any(row["removed"] for row in rows)
     assert {path: digest(path) for path in sums} == sums
     # What others need stays even so.
-    rows, err = chained(run_command, folder, "--remove", "--force", code=4)
+    rows, err = chained(run_command, folder, "--remove", "--force", "--rest", 0, code=4)
     assert {row["removed"] for row in rows if row["error"] is None} == {True}
     assert {"is the base of" in row["error"] for row in rows if row["error"]} == {True}
     assert digest(folder / "step-20.ckpt8") != sums[folder / "step-20.ckpt8"]

@@ -96,8 +96,13 @@ class ShardedCAME(came_pytorch.CAME):
             for axis, dim in (("row", -1), ("col", -2)):
                 mean = torch.zeros_like(param).mean(dim)
                 if isinstance(mean, DTensor):
+                    # An average over what ranks have cut is the same on all; some versions of torch would cut it anew.
+                    over = param.dim() + dim
                     mean = mean.redistribute(
-                        placements=[Replicate() if each.is_partial() else each for each in mean.placements]
+                        placements=[
+                            Replicate() if each.is_partial() or getattr(own, "dim", None) == over else each
+                            for each, own in zip(mean.placements, param.placements, strict=True)
+                        ]
                     )
                 zeros[f"exp_avg_{kind}_{axis}"] = mean
         return zeros

@@ -103,7 +103,7 @@ def _read(path: Path) -> ShardedIndex:
 
 def refuse_directory(path: Path) -> None:
     """Raise InputError, which says why, for a directory that is no checkpoint of ckpt8."""
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises OSError for a name that is too long
         raise InputError(explain_missing(path))
 
 
@@ -113,7 +113,7 @@ def explain_missing(directory: Path) -> str:
         return f"{directory}: was written by torch's own FileSystemWriter; read it with FileSystemReader"
     if directory.is_dir() and any(directory.glob("__*.ckpt8")):
         return f"{directory}: has no {INDEX}; the save was interrupted before it was complete"
-    return f"{directory}: holds no checkpoint of Ckpt8StorageWriter (no {INDEX})"
+    return f"{directory}: holds no checkpoint of Ckpt8StorageWriter (no {INDEX}); give a .ckpt8, or such a directory"
 
 
 def parse_index(text: bytes, where: str) -> ShardedIndex:
