@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -321,6 +322,21 @@ def test_ranks_that_find_different_saves_load_none(tmp_path):
     assert reader.prepare_global_plan(plans[:1] * 2) == plans[:1] * 2
     with pytest.raises(InputError, match=r"x: ranks have found different saves; .*, load it again$"):
         reader.prepare_global_plan(plans)
+
+
+class FewPlanner(dcp.DefaultLoadPlanner):
+    """Leaves out what ends in ``kept``."""
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        return replace(plan, items=[item for item in plan.items if not item.dest_index.fqn.endswith("kept")])
+
+
+def test_a_planner_may_leave_tensors_out(tmp_path):
+    save({"w": torch.ones(8), "kept": torch.ones(8)}, tmp_path / "x")
+    state = {"w": torch.zeros(8), "kept": torch.zeros(8)}
+    dcp.load(state, storage_reader=Ckpt8StorageReader(tmp_path / "x"), planner=FewPlanner(), no_dist=True)
+    assert (state["w"].sum(), state["kept"].sum()) == (8, 0)
 
 
 def test_a_rank_saves_and_loads_its_own_slices_alone(tmp_path):

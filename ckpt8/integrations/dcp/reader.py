@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -108,7 +109,7 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all of ``plan``. Raises InputError for damage, UnsupportedError for a class that it may not load."""
-        self._check_filled(plan, getattr(planner, "state_dict", None))
+        self._check_filled(plan, planner)
         files: dict[str, list[_Work]] = defaultdict(list)
         for item in plan.items:
             for each in self._work(item):
@@ -123,17 +124,20 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
         done.set_result(None)
         return done
 
-    def _check_filled(self, plan: LoadPlan, state: object) -> None:
-        """Raise InputError for a tensor of ``state`` that slices do not fill: torch would leave the rest as it is.
+    def _check_filled(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Raise InputError for a tensor that slices do not fill: torch would leave the rest of it as it is.
 
-        Slices need not make up the whole tensor: a rank may have saved its own alone.
+        Slices need not make up the whole tensor: a rank may have saved its own alone. A planner that plans in its own
+        way may leave tensors out.
         """
+        state = getattr(planner, "state_dict", None)
+        plans_all = getattr(type(planner), "create_local_plan", None) is DefaultLoadPlanner.create_local_plan
         planned = Counter[str]()
         for item in plan.items:
             planned[item.dest_index.fqn] += prod(item.lengths)
         for name, value in state.items() if isinstance(state, Mapping) else ():
             asked = sum(local.numel() for local in local_tensors(value))
-            if name in self._index.tensors and planned[name] < asked:
+            if name in self._index.tensors and planned[name] < asked and (plans_all or planned[name]):
                 there = f"{planned[name]} of {asked} elements that this rank loads are there"
                 raise InputError(
                     f"{self.path}: {shown(name)}: slices are missing: {there}; the checkpoint is not complete"
