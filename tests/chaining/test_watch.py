@@ -67,6 +67,7 @@ def test_a_slow_writer(watched, sources):
         assert not (watched / source.name).exists()
 
 
+@pytest.mark.slow
 def test_the_last_file_of_trainer_and_a_damaged_one(watched, sources, inputs):
     for step in (20, 30):
         shutil.copytree(inputs / "trainer-adamw", watched / f"checkpoint-{step}")

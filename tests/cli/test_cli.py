@@ -709,7 +709,7 @@ def test_a_pickle_without_tensors_is_refused_and_not_executed(zipped, run, tmp_p
 # Signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_leaves_nothing_behind(number, tmp_path):
     source = tmp_path / "large.pt"
     torch.save({"model": {"w": torch.randn(16_000_000)}}, source)

@@ -165,6 +165,7 @@ def test_live_tensors_of_a_device_give_the_file_of_the_cpu(preset, options, tmp_
     assert target.read_bytes() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("preset", "options"), CASES)
 def test_a_file_packed_on_a_device_gives_the_file_of_the_cpu(preset, options, tmp_path, stand_in):
     source, target = tmp_path / "a.pt", tmp_path / "a.ckpt8"

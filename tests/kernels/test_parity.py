@@ -17,9 +17,7 @@ pytest.importorskip("numpy")
 
 CODECS = ["parity.py", "archive_parity.py", "archive_hostile_parity.py"]
 FILES = pytest.mark.parametrize("file", [*CODECS, "fused.py", "switchback.py"])
-SLOW = [
-    pytest.param(file, marks=pytest.mark.slow) for file in ("archive_hostile_parity.py", "fused.py", "switchback.py")
-]
+SLOW = [pytest.param(file, marks=pytest.mark.slow) for file in (*CODECS[1:], "fused.py", "switchback.py")]
 """Their kernels are compiled by default, and run on a device."""
 
 
@@ -42,7 +40,7 @@ def run(file: str, interpret: str, *under: str, backend: str = "triton", cases: 
     assert "skipped" not in result.stdout
 
 
-@pytest.mark.parametrize("file", ["parity.py", "archive_parity.py", *SLOW])
+@pytest.mark.parametrize("file", ["parity.py", *SLOW])
 def test_the_interpreter_agrees_with_the_reference(file):
     run(file, "1", cases="not slow")
 

@@ -48,6 +48,7 @@ def plain(tmp_path_factory):
     return losses, path
 
 
+@pytest.mark.slow
 def test_the_loss_falls_as_with_linear_layers(plain):
     losses, _ = plain
     run = run_of(converted=True)

@@ -103,7 +103,7 @@ def way(start, end):
 
 
 @pytest.mark.parametrize("master", ["split24", "split32"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_packed_stays_near_unpacked(name, dtype, master):
     """From the same values; a narrow parameter differs from its master by the rounding of its type besides."""
     start = make_params(dtype)

@@ -292,7 +292,7 @@ def test_a_failure_leaves_no_output_and_what_was_there(error, force, simple, tmp
     assert everything(tmp_path) == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_leaves_nothing_behind(number, tmp_path):
     root = make_directory(tmp_path / "run")
     torch.save({"w": torch.randn(12_000_000)}, root / "large.pt")

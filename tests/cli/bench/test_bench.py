@@ -200,6 +200,7 @@ def test_what_torch_does_not_load_is_left_out_with_the_reason(inputs, scratch):
     assert result["load_to_torch"] is None
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_is_left_out_and_anything_else_is_an_error(inputs, scratch, monkeypatch):
     monkeypatch.setattr(probe, "find_spec", lambda _: True)
     bad = [ZIPNN]

@@ -42,7 +42,14 @@ def squeezed(text):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["gpt_adamw.pt", "trainer-adamw", "low_bit/bitsandbytes.pt", "run.pt", "run.ckpt8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "trainer-adamw",
+        "run.ckpt8",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt_adamw.pt", "low_bit/bitsandbytes.pt", "run.pt")),
+    ],
+)
 def test_every_line_fits_and_nothing_is_cut(name, width, inputs, planted):
     path = planted / name if name.startswith("run") else inputs / name
     out = shown(path, "--tensors", "--full", width=width)

@@ -59,6 +59,7 @@ def run(tmp_path):
     return chain_faults_kit.Run(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_chain_that_removes_originals_is_killed(run):
     with Server(run.tmp) as server:
         outcome = chain_faults_kit.kill_rounds(server, run, 10, seed=7)

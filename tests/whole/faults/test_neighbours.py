@@ -253,6 +253,7 @@ def race(first, second, times):
     return "".join(said)
 
 
+@pytest.mark.slow
 def test_two_runs_write_one_file(tmp_path):
     source, target = tmp_path / "run.pt", tmp_path / "run.ckpt8"
     shutil.copy(INPUTS / "views.pt", source)

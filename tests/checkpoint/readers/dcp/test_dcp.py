@@ -369,6 +369,7 @@ def test_a_per_rank_file_of_dtensors_is_refused_alone_and_read_in_a_folder(train
     assert (back / "rank0.pt").read_bytes() == rank.read_bytes()
 
 
+@pytest.mark.slow
 def test_as_a_user_types_it(trained, tmp_path):
     container, source = tmp_path / "nested.ckpt8", trained[0] / "nested"
     made = run_cli("compress", source, "-o", container, "--json")
