@@ -20,6 +20,7 @@ from reference_kit import adamw
 
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
+from ckpt8.codecs.split24.reference import REFUSAL
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.decoding import decode_storage
@@ -182,7 +183,9 @@ def test_roles_and_codecs(manifests):
         elif last in ("exp_avg", "exp_avg_sq"):
             expected = Role.MOMENT1 if last == "exp_avg" else Role.MOMENT2
         assert record.role is expected, record.name
-        if record.numel > 70_000:  # nothing of that size is kept as it is
+        if REFUSAL in (record.reason or ""):  # DeepSpeed pads partitions with memory that it does not set
+            assert record.role is Role.WEIGHT
+        elif record.numel > 70_000:  # nothing else of that size is kept as it is
             codec = {Role.WEIGHT: "split24/1", Role.MOMENT1: "companded8/1", Role.MOMENT2: "companded8/1"}[record.role]
             assert record.codec["id"] == ("reference/1" if record.dtype is DType.BFLOAT16 else codec)
             seen.add(record.role)
