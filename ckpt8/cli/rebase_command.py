@@ -32,8 +32,7 @@ def rebase(
         before, base = stored.size, stored.manifest.base
     with progress_bar(f"rebase {src.name}", src, enabled=not as_json) as progress:
         target = run(src, output, force=force, threads=threads, progress=progress)
-    with open_stored(target) as written:
-        seconds, after = elapsed(), written.size
+    seconds, after = elapsed(), target.stat().st_size if target.is_file() else before
     was = "needed no base" if base is None else f"needs {base.path} no more"
     facts = {"target": str(target), "base": base and base.path, "bytes": before, "stored_bytes": after}
     line = f"{target}: {was}, {size(before)} -> {size(after)} in {seconds:.2f} s"
