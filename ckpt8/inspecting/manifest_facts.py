@@ -17,6 +17,7 @@ from ckpt8.codecs import codec_from_config
 from ckpt8.compressing.budget import PRESET_BUDGETS
 from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_kind, skeleton_role
 from ckpt8.container.manifest import Manifest
+from ckpt8.container.sharded import RANK_FILE
 from ckpt8.core.tensors import DType, Role, TensorSpec, is_small
 
 ROLE_WORDS = {
@@ -37,7 +38,7 @@ _BY_FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("accelerate", re.compile(r"(?:.*/)?random_states_\d+\.pkl")),
     ("DeepSpeed", re.compile(r"(?:.*/)?[^/]*_optim_states\.pt")),
     ("verl", re.compile(r"(?:.*/)?fsdp_config\.json")),
-    ("torch.distributed.checkpoint", re.compile(r"(?:.*/)?(?:\.metadata|__\d+_\d+\.ckpt8)")),
+    ("torch.distributed.checkpoint", re.compile(rf"(?:.*/)?(?:\.metadata|{RANK_FILE})")),
 )
 
 

@@ -21,14 +21,14 @@ from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, kept
 from ckpt8.checkpoint.readers.shards import is_named_shard, lone_shard
 from ckpt8.checkpoint.tree import Held, OpenCheckpoint
 from ckpt8.container.manifest import FILE, SYMLINK
-from ckpt8.container.sharded import INDEX, is_part
+from ckpt8.container.sharded import INDEX, RANK_FILE, is_part
 from ckpt8.container.sharded.reading import explain_missing
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile
 from ckpt8.core.text import shown
 
 _PICKLE = b"\x80"
-_RANK_FILE = re.compile(r"__\d+_\d+\.ckpt8|\..*\.ckpt8-partial")
+_INTERRUPTED = re.compile(rf"{RANK_FILE}|\..*\.ckpt8-partial")
 """What a distributed save that was interrupted leaves."""
 _METADATA_REWRITTEN = "written anew: slices that were compressed with zstd lie elsewhere without it"
 
@@ -52,7 +52,7 @@ def open_directory(
             f"{root}: is compressed already, by Ckpt8StorageWriter; restore it to a plain directory (restore DIR -o "
             "PLAIN) and give that"
         )
-    if all(_RANK_FILE.fullmatch(entry.path) for entry in entries):
+    if all(_INTERRUPTED.fullmatch(entry.path) for entry in entries):
         raise InputError(explain_missing(root))
     with closing(FilePool()) as pool:
         known = open_distributed(

@@ -19,6 +19,9 @@ FOLDER = "ckpt8"
 PART = r"ckpt8-dcp\.\d+\.json"
 """Pattern of the names of parts of an index: all of them together make a directory a checkpoint as well."""
 
+RANK_FILE = r"__\d+_\d+\.ckpt8"
+"""Pattern of the names of the containers: the number of the rank, and of its file."""
+
 
 def is_part(name: str) -> bool:
     """Whether a file has the name of a part of an index."""

@@ -10,7 +10,6 @@ from ckpt8.container.frames import bytes_of
 from ckpt8.container.layout import FRAME
 from ckpt8.container.manifest import TensorRecord
 from ckpt8.container.sharded import INDEX
-from ckpt8.container.sharded.covering import check_cover
 from ckpt8.container.sharded.index import GlobalTensor, Place
 from ckpt8.container.sharded.joined import objects_of, slice_problem
 from ckpt8.container.sharded.layouts import Slice
@@ -75,10 +74,7 @@ class DamagedDirectory(Closing):
         if named > _MANY + 2 * held * (1 + len(self.unread)):
             raise InputError(f"{self.path / INDEX}: names {named} slices, and the files that are left hold {held}")
         for name, tensor in self.index.tensors.items():
-            boxes = tensor.boxes()
-            if not tensor.is_whole and (boxes or all(tensor.shape)):
-                where = f"{self.path / INDEX}: {shown(name)}"
-                check_cover(where, tensor.shape, [(box.offsets, box.sizes) for box in boxes])
+            tensor.check_cover(f"{self.path / INDEX}: {shown(name)}")
 
     def record(self, name: str, box: Slice) -> TensorRecord:
         """The tensor of a slice that is not lost, in its container."""

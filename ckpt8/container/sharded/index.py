@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt8.container.sharded import INDEX
+from ckpt8.container.sharded.covering import check_cover
 from ckpt8.container.sharded.layouts import Grid, Layout, Listed, Shape, Slice
 from ckpt8.core.files.atomic import AtomicFile, sync_directory
 from ckpt8.core.tensors import DType
@@ -77,6 +78,11 @@ class GlobalTensor:
     def boxes(self) -> list[Slice]:
         """All parts of the tensor; none of a tensor without elements."""
         return [Slice(self.names[file], *box) for file, *box in self.layout.boxes()]
+
+    def check_cover(self, where: str) -> None:
+        """Raise InputError, which begins with ``where``, unless the parts make up the tensor. A grid does."""
+        if not self.is_whole and all(self.shape):
+            check_cover(where, self.shape, [(offsets, sizes) for _, offsets, sizes in self.layout.boxes()])
 
     def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[Slice]:
         """The parts that share elements with a box in the tensor."""

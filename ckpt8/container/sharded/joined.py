@@ -13,7 +13,6 @@ from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.container.manifest import Manifest, TensorRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import INDEX, is_part
-from ckpt8.container.sharded.covering import check_cover
 from ckpt8.container.sharded.index import OBJECTS, GlobalTensor, Place
 from ckpt8.container.sharded.joined_manifest import join_manifests
 from ckpt8.container.sharded.layouts import Layout, Slice
@@ -71,11 +70,8 @@ class JoinedReader(Closing):
         if named > _MANY + 2 * held:
             raise InputError(f"{self.path / INDEX}: names {named} slices, and its files hold {held}")
         for name, tensor in self.index.tensors.items():
-            boxes = tensor.boxes()
-            if not tensor.is_whole and (boxes or all(tensor.shape)):
-                where = f"{self.path / INDEX}: {shown(name)}"
-                check_cover(where, tensor.shape, [(box.offsets, box.sizes) for box in boxes])
-            for box in boxes:
+            tensor.check_cover(f"{self.path / INDEX}: {shown(name)}")
+            for box in tensor.boxes():
                 if (place := tensor.pickled(box)) is not None:
                     self._check_place(name, place)
                 else:

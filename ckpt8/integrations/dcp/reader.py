@@ -23,7 +23,6 @@ from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import StorageRecord, TensorRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import INDEX
-from ckpt8.container.sharded.covering import check_cover
 from ckpt8.container.sharded.index import OBJECTS, GlobalTensor, Place, ShardedIndex
 from ckpt8.container.sharded.layouts import Slice
 from ckpt8.container.sharded.reading import is_sharded, read_index
@@ -93,9 +92,8 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
         """
         for name in dict.fromkeys(item.storage_index.fqn for item in plan.items):
             tensor = self._index.tensors.get(name)
-            if self._index.joined and tensor is not None and not tensor.is_whole and all(tensor.shape):
-                boxes = [(box.offsets, box.sizes) for box in tensor.boxes()]
-                check_cover(f"{self.path}: {shown(name)}", tensor.shape, boxes)
+            if self._index.joined and tensor is not None:
+                tensor.check_cover(f"{self.path}: {shown(name)}")
         return replace(plan, storage_data=self._index.save_id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -24,7 +24,7 @@ from ckpt8.compressing.compressor import Options
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.json_fields import is_unicode
 from ckpt8.container.manifest import MOST_DIMS
-from ckpt8.container.sharded import INDEX, PART, is_part
+from ckpt8.container.sharded import INDEX, PART, RANK_FILE, is_part
 from ckpt8.container.sharded.collecting import RankFile
 from ckpt8.container.sharded.index import Part, ShardedIndex
 from ckpt8.container.sharded.reading import has_other_parts, is_sharded, read_index
@@ -43,7 +43,6 @@ from ckpt8.integrations.dcp.rank_file import RankPlan
 from ckpt8.integrations.dcp.save_id import save_of_all_ranks, saves_with_all_ranks
 from ckpt8.integrations.dcp.tree import Naming
 
-_FILE = re.compile(r"__\d+_\d+\.ckpt8")
 _SHOWN = 5
 _DCP_VERSION = "1.0.0"
 
@@ -182,10 +181,10 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         """Remove the files of older saves, and what killed ones have left."""
         paths = list(self.path.iterdir())
         for path in paths:
-            if is_part(path.name) or (_FILE.fullmatch(path.name) and path.name not in used):
+            if is_part(path.name) or (re.fullmatch(RANK_FILE, path.name) and path.name not in used):
                 with contextlib.suppress(OSError):
                     path.unlink()
-        remove_abandoned_of(rf"{_FILE.pattern}|{re.escape(INDEX)}|{PART}", paths)
+        remove_abandoned_of(rf"{RANK_FILE}|{re.escape(INDEX)}|{PART}", paths)
 
     @property
     def _measures(self) -> bool:
