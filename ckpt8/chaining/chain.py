@@ -114,12 +114,12 @@ def chain(
 ) -> list[Outcome]:
     """Compress every checkpoint of a run: each beside itself, oldest first, as a delta where that is smaller.
 
-    Checkpoints are the files and directories in ``directory`` that ``compress`` takes; one whose container is there is
-    skipped, so a run that was killed goes on where it ended. A directory that ranks have packed stays as it is, too.
+    Checkpoints are the files and directories in ``directory`` that ``compress`` takes; one whose container is there,
+    made with the same preset or budget and rules, is skipped, so a run that was killed goes on where it ended. A directory that ranks have packed stays as it is, too.
     ``remove`` removes a checkpoint once its container was verified against it. The ``keep_raw`` newest stay as they
     are. A checkpoint is left alone while it is being written: until it has not changed for ``rest`` seconds, 10 by
     default, and has the file that its framework writes last. The other arguments are those of ``compress``; ``force``
-    replaces containers that were made from something else.
+    replaces containers that were made from something else or with other settings.
 
     Returns what became of each. The ``error`` of an ``Outcome`` is what failed; others go on. Raises InputError for a
     directory without checkpoints, UsageError for the arguments.

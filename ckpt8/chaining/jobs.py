@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckpt8.chaining.removal import refuse_removal, remove_verified
+from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.readers.entries import size_of
+from ckpt8.codecs import codec_from_config
 from ckpt8.compressing.compress import compress, default_target
+from ckpt8.compressing.policy import Policy
+from ckpt8.container.facts import total_errors
+from ckpt8.container.manifest import Manifest
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, OutputError
+from ckpt8.core.text import counted, listed
 from ckpt8.core.workers import Progress
+from ckpt8.inspecting.manifest_facts import asked_words
 from ckpt8.inspecting.verify import verify
 
 _VERIFIED = 2
@@ -25,6 +33,35 @@ class Settings:
 
     options: dict[str, Any] = field(default_factory=dict)
     remove: bool = False
+
+    def difference(self, manifest: Manifest) -> str | None:
+        """How a container is not what these settings make, by what it states; None where it is."""
+        preset, budget, rules, bound = map(self.options.get, ("preset", "budget", "rules", "max_update_error"))
+        policy = Policy.of(preset, rules or (), budget)
+        there, asked = (
+            asked_words(manifest.preset, manifest.budget),
+            asked_words(policy.preset, asdict(policy.budget) if policy.budget else None),
+        )
+        if there != asked:
+            default = ", the default" if preset is None and budget is None else ""
+            return f"was made with {there}, not with {asked}{default}"
+        if manifest.rules != (wanted := [rule.text for rule in policy.rules]):
+            return f"was made with {_rules(manifest.rules)}, not with {_rules(wanted)}"
+        if bound is not None:
+            errors = total_errors(manifest, count_whole)
+            if unknown := errors["update_unknown"]:
+                return f"does not state the max |Δu| of {counted(unknown, 'parameter')}, which is to keep to {bound:g}"
+            most = max((errors[kind]["max_error"] for kind in ("update", "replayed") if errors[kind]), default=0.0)
+            if not most <= bound:
+                return f"has a max |Δu| of {most:.3g}, above {bound:g}"
+        lossy = [each for each in manifest.storages if codec_from_config(each.codec).measured_as is not None]
+        if lossy and self.options.get("stats", True) and all(each.error is None for each in lossy):
+            return "carries no statistics"
+        return None
+
+
+def _rules(texts: Sequence[str]) -> str:
+    return f"the rules {listed(texts)}" if texts else "no rules"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +123,7 @@ class Job:
             raise self.problem
         if self.settings.remove:
             refuse_removal(self.source)
-        found["present"] = self.present and not (self.doubted and self._is_another(progress))
+        found["present"] = self.present and self._is_done(progress)
         if not found["present"]:
             options = {**self.settings.options, "force": self.force, "progress": progress}
             # Unnamed, a target is replaced only if it is a checkpoint.
@@ -99,16 +136,31 @@ class Job:
             remove_verified(self.source, self.target, threads=self.settings.options.get("threads"), progress=progress)
             found["removed"] = True
 
-    def _is_another(self, progress: Progress) -> bool:
-        """Whether the target, made from another source, is to be replaced. Raises OutputError where it may not be."""
-        try:
-            result = verify(self.target, self.source, threads=self.settings.options.get("threads"), progress=progress)
-            if not result.failures:
-                return False
-        except CheckFailedError:
-            pass
-        if not self.force:
-            raise OutputError(
+    def _is_done(self, progress: Progress) -> bool:
+        """Whether the target is what was asked for; False where it is to be replaced.
+
+        Unless ``force`` replaces them, raises CheckFailedError for a container of other settings, and OutputError for
+        one of another source.
+        """
+        with ContainerReader(self.target) as reader:
+            difference = self.settings.difference(reader.manifest)
+        error: Ckpt8Error | None = None
+        if difference is not None:
+            error = CheckFailedError(
+                f"{self.target}: {difference}; {self.source} stays as it is, --force compresses it anew"
+            )
+        elif self.doubted and not self._is_of_source(progress):
+            error = OutputError(
                 f"{self.target}: was not made from {self.source} as it is now; --force replaces it, or move it away"
             )
-        return True
+        if error is not None and not self.force:
+            raise error
+        return error is None
+
+    def _is_of_source(self, progress: Progress) -> bool:
+        """Whether the target holds against the source."""
+        try:
+            result = verify(self.target, self.source, threads=self.settings.options.get("threads"), progress=progress)
+        except CheckFailedError:
+            return False
+        return not result.failures and not result.unmeasured

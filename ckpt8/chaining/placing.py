@@ -21,7 +21,7 @@ def placed(source: Path, settings: Settings, *, force: bool, taken: set[Path]) -
     name is in the way, unless ``force`` replaces it.
     """
     places = [path for path in _places(source) if path not in taken]
-    target = next((path for path in places if _source_name(path) == source.name), None)
+    target = next((path for path in places if source_name(path) == source.name), None)
     is_present = target is not None
     target = target or next((path for path in places if not os.path.lexists(path)), None)
     if target is None and force:
@@ -41,7 +41,7 @@ def _places(source: Path) -> list[Path]:
     return list(dict.fromkeys((short, long) if source.suffix.lower() in SUFFIXES else (long, short)))
 
 
-def _source_name(target: Path) -> str | None:
+def source_name(target: Path) -> str | None:
     """The name of what a container was made from; None for another file, and for a damaged one."""
     try:
         if not is_container(target):

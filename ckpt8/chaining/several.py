@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt8.chaining.jobs import Job, Settings
+from ckpt8.chaining.placing import source_name
 from ckpt8.chaining.removal import finish_removals
 from ckpt8.compressing.compress import default_target
 from ckpt8.compressing.compressor import Options
@@ -37,11 +38,17 @@ def collected(sources: Sequence[Path], folder: Path | None, settings: Settings, 
         if settings.remove:
             for home in {(source.parent, targets[source].parent) for source in sources}:
                 finish_removals(*home)
-        yield [Job(source, targets[source], settings, force=force) for source in sources]
+        yield [_job(source, target, settings, force=force) for source, target in targets.items()]
     finally:
         if folder is not None and is_new:
             with suppress(OSError):
                 folder.rmdir()
+
+
+def _job(source: Path, target: Path, settings: Settings, *, force: bool) -> Job:
+    """The job for a source. A container of that name may be of another checkpoint, so that it is verified."""
+    is_there = not force and source_name(target) == source.name
+    return Job(source, target, settings, force=force, present=is_there, doubted=is_there)
 
 
 def _check(settings: Settings) -> None:

@@ -25,7 +25,7 @@ class Ckpt8Error(Exception):
 
 
 class CheckFailedError(Ckpt8Error):
-    """A stored statistic, an error bound or a limit on the replay error does not hold (exit code 1).
+    """A statistic, a bound or a limit does not hold, or a container was made with other settings (exit code 1).
 
     >>> ckpt8.CheckFailedError.exit_code
     1

@@ -45,10 +45,11 @@ _BY_FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
 def asked_words(preset: str, budget: Mapping[str, float] | None) -> str:
     """What a container was made with, in words."""
     known = PRESET_BUDGETS.get(preset)
-    given = budget or {}
-    if not given or (known is not None and (known.steps, known.cap) == (given.get("steps"), given.get("cap"))):
+    if not budget:
+        return f"preset {preset}" + (", of an earlier version" if known else "")
+    if known is not None and (known.steps, known.cap) == (budget.get("steps"), budget.get("cap")):
         return f"preset {preset}"
-    return f"budget {given.get('steps', 0.0):g}"
+    return f"budget {float(budget.get('steps', 0.0))!r}".removesuffix(".0")
 
 
 def framework_of_files(paths: Collection[str]) -> str | None:

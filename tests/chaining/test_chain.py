@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -234,3 +235,46 @@ def test_python(run):
     outcomes = ckpt8.chain(run[0].parent, preset="archive", remove=True, keep_raw=1)
     assert [(each.source, each.removed, each.error) for each in outcomes] == [(path, True, None) for path in run[:3]]
     assert all(each.stored == each.target.stat().st_size for each in outcomes)
+
+
+FIRST = ("--rule", "*0.weight=lossless")
+SETTINGS = {
+    "a preset for a budget": (("--budget", 10), ("--preset", "lossless"), "budget 10, not with preset lossless"),
+    "a budget for a preset": (("--preset", "archive"), ("--budget", 1), "preset archive, not with budget 1"),
+    "another budget": (("--budget", 1), ("--budget", 1.0000001), "budget 1, not with budget 1.0000001"),
+    "the default": (("--budget", 1), (), "budget 1, not with preset flash, the default"),
+    "a rule": ((), FIRST, r"no rules, not with the rules \*0.weight=lossless"),
+    "no rule": (FIRST, (), r"the rules \*0.weight=lossless, not with no rules"),
+}
+
+
+@pytest.mark.parametrize("remove", [False, True])
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_container_of_other_settings_is_not_the_one_asked_for(case, remove, run, run_command):
+    folder = run[0].parent
+    there, asked, words = SETTINGS[case]
+    chained(run_command, folder, *there, "--keep-raw", 3)
+    before = {path: digest(path) for path in folder.iterdir()}
+    more = ["--keep-raw", "3", *(["--remove"] if remove else [])]
+    (row,), err = chained(run_command, folder, *asked, *more, code=1)
+    assert {path: digest(path) for path in folder.iterdir()} == before
+    assert (row["exit_code"], row["present"], row["removed"]) == (1, False, False)
+    start = f"ckpt8: {run[0].with_suffix('.ckpt8')}: was made with "
+    assert re.fullmatch(rf"{re.escape(start)}[^;]*{words}; {re.escape(str(run[0]))} stays[^\n]*--force[^\n]*\n", err)
+    (row,), _ = chained(run_command, folder, *asked, *more, "--force")
+    assert (row["present"], row["removed"]) == (False, remove)
+    chained(run_command, folder, *asked, *more)
+
+
+def test_a_container_without_statistics_is_made_anew(run):
+    """One that was bound tighter than asked for is as good as asked for."""
+    folder = run[0].parent
+    ckpt8.compress(run[0], stats=False)
+    ckpt8.compress(run[1], max_update_error=1e-9)
+    first, second, *_ = ckpt8.chain(folder, remove=True)
+    assert isinstance(first.error, ckpt8.CheckFailedError)
+    assert "carries no statistics" in str(first.error)
+    assert first.source.is_file()
+    assert (second.present, second.removed, second.error) == (True, True, None)
+    (again,) = ckpt8.chain(folder, remove=True, force=True)
+    assert (again.present, again.removed, again.error) == (False, True, None)

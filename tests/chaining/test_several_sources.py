@@ -194,3 +194,23 @@ def test_ctrl_c_between_two_leaves_nothing(run):
     assert process.returncode in (0, 130)
     assert err == ""
     assert not [name for name in names(run[0].parent) if name.startswith(".")]
+
+
+def test_what_is_there_counts_where_it_was_made_from_the_source_as_asked(run, run_command, tmp_path):
+    """After a kill the same command goes on; another container of the name is never taken for it."""
+    out = tmp_path / "out"
+    run_command("compress", *run[:2], "-o", out, "--budget", 10)
+    before = {path: digest(path) for path in (*run, *out.iterdir())}
+    code, text, err = run_command("compress", *run[:2], "-o", out, "--preset", "lossless", "--remove", "--json")
+    assert (code, err.count("was made with budget 10, not with preset lossless")) == (1, 2)
+    assert [row["exit_code"] for row in json.loads(text)["checkpoints"]] == [1, 1]
+    other = make_run(tmp_path / "other", 3, seed=1)
+    code, _, err = run_command("compress", *other[:2], "-o", out, "--budget", 10, "--remove")
+    assert (code, err.count("was not made from")) == (4, 2)
+    code, _, err = run_command("compress", *run[:2], "-o", out, "--budget", 10, "--max-update-error", "1e-9")
+    assert (code, err.count("max |Δu|")) == (1, 2)
+    assert {path: digest(path) for path in before} == before
+    code, text, err = run_command("compress", *run, "-o", out, "--budget", 10, "--remove")
+    assert (code, err, text.count("was there already")) == (0, "", 2)
+    assert names(run[0].parent) == []
+    assert names(other[0].parent) == ["step-10.pt", "step-15.pt", "step-5.pt"]
