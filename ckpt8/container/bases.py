@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt8.container.base_record import BaseRecord, read_base
-from ckpt8.container.head import read_head, stated_seal
+from ckpt8.container.head import holds_seal, read_head, stated_seal
 from ckpt8.container.header import SEAL_BYTES
 from ckpt8.container.json_fields import Fields
 from ckpt8.container.stored_manifest import manifest_text, parse_manifest
@@ -86,8 +86,11 @@ def find_base(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = (
     if found is not None:
         return found
     places = _places(container, record, base_dirs)
-    changed = [place for place in places if _is_there(place)]
-    state = f"changed: another file is at {_listed(changed)}" if changed else "missing"
+    there = [place for place in places if _is_there(place)]
+    damaged = [place for place in there if stated_seal(place) == record.seal]
+    state = f"changed: another file is at {_listed(there)}" if there else "missing"
+    if damaged:
+        state = f"damaged: header or manifest of {_listed(damaged)} does not match the seal"
     raise InputError(
         f"{container}: its base {record.path} (seal {record.seal[:_SHOWN]}) is {state}; "
         f"looked for {_listed(places)}; give its folder with --base-dir or {_VARIABLE}"
@@ -97,12 +100,26 @@ def find_base(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = (
 def bases_of(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = ()) -> Iterator[Path]:
     """All files with the seal of ``record``: where the base should be, then any beside the delta and in ``base_dirs``.
 
-    A delta comes from anywhere: folders that only its path names are not listed.
+    Their headers and manifests match that seal; their frames are not read. A delta comes from anywhere: folders that
+    only its path names are not listed.
     """
     folders = _folders(container, base_dirs)
     others = (path for each in folders for folder in (each, each / KEPT) for path in _files(folder))
     places = _places(container, record, base_dirs)
-    return (path for path in chain(places, others) if stated_seal(path) == record.seal)
+    return (path for path in chain(places, others) if holds_seal(path, record.seal))
+
+
+def folders_that_need(folder: Path) -> list[Path]:
+    """The folders whose containers find their bases in ``folder``: itself, and of ``bases/`` the one above.
+
+    From a folder that the user names for bases anything may need them: then also the other such folders, and the
+    current one.
+    """
+    found = [folder, folder.parent] if folder.name == KEPT else [folder]
+    named = directories()
+    if {os.path.realpath(each) for each in named} & {os.path.realpath(each) for each in found}:
+        found += [*named, Path.cwd()]
+    return list({os.path.realpath(each): each for each in reversed(found)}.values())[::-1]
 
 
 def _folders(container: Path, base_dirs: Sequence[Path]) -> list[Path]:
@@ -111,7 +128,8 @@ def _folders(container: Path, base_dirs: Sequence[Path]) -> list[Path]:
 
 def _places(container: Path, record: BaseRecord, base_dirs: Sequence[Path]) -> list[Path]:
     """Where the base should be, in the order in which to look."""
-    names, folders = (record.path, record.path.rpartition("/")[2]), _folders(container, base_dirs)
+    names = (record.path, record.path.rpartition("/")[2], f"{KEPT}/{kept_name(record.seal)}")
+    folders = _folders(container, base_dirs)
     return list(dict.fromkeys(folder / name for folder in folders for name in names))
 
 

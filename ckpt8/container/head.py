@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
 from ckpt8.container import header
 from ckpt8.container.header import Entry
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.source_file import SourceFile
+from ckpt8.core.files.source_file import ByteRange, SourceFile
 
 
 class Head(NamedTuple):
@@ -38,6 +39,21 @@ def read_head(file: SourceFile, where: str) -> Head:
     if file.read(start + seal.start, seal.nbytes) != hashlib.sha256(head + stored).digest():
         raise InputError(f"{where}: header or manifest does not match the seal; the file is damaged")
     return Head(entries[:-2], stored, start)
+
+
+def holds_seal(path: Path, seal: str) -> bool:
+    """Whether a file states this seal, in hexadecimal digits, and its header and manifest match it.
+
+    Most files are told by their last bytes, and no more of them is read.
+    """
+    if stated_seal(path) != seal:
+        return False
+    try:
+        with closing(SourceFile(ByteRange.of(path))) as file:
+            read_head(file, str(path))
+    except InputError:
+        return False
+    return True
 
 
 def stated_seal(path: Path) -> str | None:

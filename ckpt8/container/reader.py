@@ -261,6 +261,13 @@ class ContainerReader(Closing):
             raise InputError(f"{self.path}: {name}: checksum does not match; the file is damaged")
         return stored
 
+    def check_stored(self) -> None:
+        """Read all stored frames. Raises InputError where one does not match its checksum. This needs no torch."""
+        for owner, parts in self.places.items():
+            for part, place in parts.items():
+                for index in range(len(place.offsets)):
+                    self.stored_frame(owner, part, index)
+
     def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
         """Decode one chunk into ``out``, a flat contiguous CPU tensor of its elements. Returns its parts.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from chain_kit import chain, delta, elements, key_of, moved
@@ -9,6 +11,8 @@ from plain_reader import Plain
 
 import ckpt8
 from ckpt8.container import bases
+from ckpt8.container.bases import KEPT, kept_name
+from ckpt8.container.head import stated_seal
 from ckpt8.container.needed import dependents
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, OutputError
@@ -118,12 +122,70 @@ def test_a_base_that_a_delta_needs_is_not_replaced(files, tmp_path):
     assert last.read_bytes() == files[1][-1].read_bytes()
 
 
-def test_a_base_that_stands_elsewhere_too_may_go(tmp_path):
+@pytest.fixture
+def pair(tmp_path):
+    """A key and its delta."""
     key = key_of(tmp_path)
-    path = delta(moved(key, tmp_path / "whole.ckpt8", 1), key, tmp_path / "delta.ckpt8", path="bases/key.ckpt8")
+    return key, delta(moved(key, tmp_path / "whole.ckpt8", 1), key, tmp_path / "delta.ckpt8")
+
+
+def flipped(source, target, place):
+    """A copy with another byte: in the frames, which begin at a third of a container, or in the manifest at its end."""
+    target.parent.mkdir(exist_ok=True)
+    content = bytearray(source.read_bytes())
+    content[len(content) // 3 if place == "frames" else -100] ^= 1
+    target.write_bytes(content)
+    return target
+
+
+def test_a_base_that_stands_elsewhere_too_may_go(pair):
+    key, path = pair
     assert dependents(key) == [path]
-    (tmp_path / "bases").mkdir()
-    (tmp_path / "bases" / "key.ckpt8").hardlink_to(key)
+    link = key.parent / KEPT / kept_name(stated_seal(key))
+    link.parent.mkdir()
+    link.hardlink_to(key)
     assert dependents(key) == []
     key.unlink()
     assert ckpt8.verify(path).failures == ()
+
+
+@pytest.mark.parametrize("place", ["frames", "manifest"])
+def test_a_damaged_copy_is_no_base_elsewhere(place, pair):
+    key, path = pair
+    for name in ("another.ckpt8", f"{KEPT}/{kept_name(stated_seal(key))}"):
+        copy = flipped(key, key.parent / name, place)
+        assert dependents(key) == [path]
+        with pytest.raises(OutputError, match=r"key\.ckpt8: is the base of delta\.ckpt8; rebase"):
+            ckpt8.save({"w": torch.zeros(3)}, key)
+        shutil.copy(key, copy)
+        assert dependents(key) == []
+        copy.unlink()
+
+
+def test_what_only_states_the_seal_of_a_base_is_passed_over(pair):
+    """A fake of a hundred bytes and a copy whose manifest is damaged, first by name and where the base should be."""
+    key, path = pair
+    seal = bytes.fromhex(stated_seal(key))
+    renamed = key.rename(key.with_name("z.ckpt8"))
+    key.with_name("a.ckpt8").write_bytes(b'\x30\0\0\0\0\0\0\0{"ckpt8":'.ljust(68) + seal)
+    flipped(renamed, key, "manifest")
+    assert ckpt8.verify(path).failures == ()
+    assert dependents(renamed) == [path]
+    renamed.unlink()
+    with pytest.raises(InputError, match=r"damaged: header or manifest of .*key\.ckpt8 does not match the seal; "):
+        ckpt8.verify(path)
+
+
+def test_a_base_that_is_needed_from_another_folder_is_not_replaced(pair, tmp_path, monkeypatch):
+    """The delta above ``bases/``, or in the current folder where that of its base is given."""
+    key, path = pair
+    for folder, dirs in ((KEPT, []), ("keys", [tmp_path / "keys"]), (f"keys/{KEPT}", [tmp_path / "keys"])):
+        away = tmp_path / folder / key.name
+        away.parent.mkdir(parents=True, exist_ok=True)
+        key = key.rename(away)
+        monkeypatch.chdir(tmp_path)
+        with bases.looked_for_in(dirs):
+            assert dependents(away) == [path]
+            with pytest.raises(OutputError, match=rf"is the base of {path}; rebase"):
+                ckpt8.save({"w": torch.zeros(3)}, away)
+            assert ckpt8.verify(path).failures == ()
