@@ -123,6 +123,8 @@ class Card:
     setting is None. ``fixed``: arguments of the rule that a group does not set; ``taken`` gets the number of the steps
     so far. ``nullable``: settings with numbers that may be None. ``side``: keys of a state that the rule does not read.
     ``step_key``: the setting that counts steps, if it is not ``step``.
+    ``objects``: classes of which a state holds objects, with nothing but attributes. ``projects``: its moments are of a
+    projected gradient, and smaller than the parameter.
     ``signs``: keys of which a saved state or its group must have one. ``needs``: keys that the group must have.
     ``lacks``: keys that neither may have. ``agrees``: whether the settings agree with one another as the card says.
     ``counts``: the rule depends on the number of the step. ``coupled``: weight decay is always part of the gradient;
@@ -147,6 +149,8 @@ class Card:
     step_key: str = "step"
     fixed: Mapping[str, Any] = field(default_factory=dict)
     nullable: frozenset[str] = frozenset()
+    objects: frozenset[str] = frozenset()
+    projects: bool = False
     signs: frozenset[str] = frozenset()
     needs: tuple[str, ...] = ()
     lacks: frozenset[str] = frozenset()

@@ -135,6 +135,16 @@ def why_unknown(tensors: Collection[str], state: Collection[Any], group: Mapping
     return next(by_sign, None) or next(by_state, None)
 
 
+def is_projected(state: Collection[Any], group: Collection[Any]) -> bool:
+    """Whether moments are of a projected gradient, as GaLore's are, and smaller than the parameter."""
+    return any(card.projects and not card.signs.isdisjoint({*state, *group}) for card in CARDS.values())
+
+
+def state_objects() -> frozenset[str]:
+    """The classes of all objects that a state may hold."""
+    return frozenset[str]().union(*(card.objects for card in CARDS.values()))
+
+
 def state_roles(tensors: Collection[str]) -> dict[str, Role]:
     """Roles of the tensors of a state by all their keys together, where a key alone says too little; else empty."""
     forms = (form for card in CARDS.values() if not card.cls for form in card.forms)

@@ -10,7 +10,7 @@ becomes a ``ckpt8.Global`` with its name.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class RestBuilder:
     """Builds values of one checkpoint, without the dictionaries that are ``consumed``.
 
     A consumed entry is missing from the dictionary that held it, and None in a list or tuple, so that the others keep
-    their places.
+    their places. What held consumed entries alone counts as consumed.
     """
 
     def __init__(self, checkpoint: Checkpoint, consumed: Iterable[object] = ()) -> None:
@@ -45,7 +45,7 @@ class RestBuilder:
             dict: self._dict,
             StatefulDict: self._dict,
             list: self._list,
-            tuple: lambda node: tuple(self._items(node)),
+            tuple: self._tuple,
             TensorRef: self._tensor,
             StorageRef: lambda node: self._load(node.key).untyped_storage(),
             Inert: self._object,
@@ -75,11 +75,21 @@ class RestBuilder:
             self._built[id(node)] = (node, made)
         return self._built[id(node)][1]
 
-    def _list(self, node: list[Any]) -> list[Any]:
+    def _is_used_up(self, parts: Collection[Any]) -> bool:
+        """Whether all parts, which have been built, are consumed, and there are any."""
+        return bool(parts) and all(
+            id(part) in self._consumed or self._built.get(id(part), (part, part))[1] is CONSUMED for part in parts
+        )
+
+    def _list(self, node: list[Any]) -> Any:
         made: list[Any] = []
         self._built[id(node)] = (node, made)
         made += self._items(node)
-        return made
+        return CONSUMED if self._is_used_up(node) else made
+
+    def _tuple(self, node: tuple[Any, ...]) -> Any:
+        made = tuple(self._items(node))
+        return CONSUMED if self._is_used_up(node) else made
 
     def _child(self, name: Any, node: Any) -> Any:  # noqa: ARG002
         """The value of ``node``, which has the key or the position ``name``; CONSUMED leaves it out."""
@@ -93,7 +103,7 @@ class RestBuilder:
         built = [self._child(place, node) for place, node in enumerate(nodes)]
         return [None if value is CONSUMED else value for value in built]
 
-    def _dict(self, node: Mapping[Any, Any]) -> dict[Any, Any]:
+    def _dict(self, node: Mapping[Any, Any]) -> Any:
         made: dict[Any, Any] = OrderedDict() if isinstance(node, StatefulDict) else {}
         self._built[id(node)] = (node, made)
         for key, value in node.items():
@@ -104,7 +114,7 @@ class RestBuilder:
             metadata = self._child("_metadata", node.state["_metadata"])
             if metadata is not CONSUMED:
                 made._metadata = metadata  # type: ignore[attr-defined]
-        return made
+        return CONSUMED if self._is_used_up(node.values()) else made
 
     def _load(self, key: str) -> torch.Tensor:
         if key not in self._loaded:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ckpt8.optim.card import Card, Form, StateTensor
 
 _BY_TENSOR = "its step depends on norms of the whole tensor, and is not replayed"
@@ -15,10 +17,18 @@ _ROLES_ONLY = "its step is not replayed"
 _M, _V = StateTensor("exp_avg", "moment1"), StateTensor("exp_avg_sq", "moment2")
 
 
-def _roles(rule_id: str, name: str, unknown: str, *tensors: StateTensor, signs: tuple[str, ...] = ()) -> Card:
+def _roles(
+    rule_id: str, name: str, unknown: str, *tensors: StateTensor, signs: tuple[str, ...] = (), **more: Any
+) -> Card:
     """An optimizer whose step is not known."""
     return Card(
-        rule_id=rule_id, name=name, unknown=unknown, settings={}, matrix=Form("", tensors), signs=frozenset(signs)
+        rule_id=rule_id,
+        name=name,
+        unknown=unknown,
+        settings={},
+        matrix=Form("", tensors),
+        signs=frozenset(signs),
+        **more,
     )
 
 
@@ -32,6 +42,15 @@ UNREPLAYED = (
         _M,
         _V,
         signs=("projector", "update_proj_gap", "proj_type", "projection_type", "scale_type"),
+        objects=frozenset(
+            {
+                "galore_torch.galore_projector.GaLoreProjector",
+                "apollo_torch.svd_projector.GaLoreProjector",
+                "apollo_torch.random_projector.GradientProjector",
+                "pytorch_optimizer.optimizer.utils.galore.GaLoreProjector",
+            }
+        ),
+        projects=True,
     ),
     _roles(
         "prodigy",

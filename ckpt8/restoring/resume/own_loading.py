@@ -62,7 +62,11 @@ def plan_own_state(node: Mapping[str, Any], mapped: ParameterMap, builder: Value
     # Some classes keep sums over all parameters among the states, under a name, or next to them.
     sums = {key: value for key, value in states.items() if key not in known}
     shared = sums | {key: value for key, value in node.items() if key not in _FORM}
-    found = [(pair.name, foreign_state_problem(states.get(pair.identifier), pair, builder)) for pair in pairs]
+    found = [
+        (pair.name, foreign_state_problem(states.get(pair.identifier), pair, group.saved or {}, builder))
+        for group in mapped.groups
+        for pair in group.pairs
+    ]
     problems = [*mapped.problems, *(f"{name}: {problem}" for name, problem in found if problem)]
     if unlisted := [key for key in sums if has_names or not isinstance(key, str)]:
         problems.append(f"state of {listed(unlisted)}: belongs to no parameter of its groups")
@@ -81,7 +85,7 @@ def _build(
     states = node["state"]
     number_of = {id(pair): number for number, pair in enumerate(mapped.pairs)}
     state = {
-        number_of[id(pair)]: builder.build(states[pair.identifier])
+        number_of[id(pair)]: _with_objects_on(pair.parameter.device, builder.build(states[pair.identifier]))
         for pair in mapped.pairs
         if pair.identifier in states
     }
@@ -93,6 +97,20 @@ def _build(
     state |= {key: builder.build(value) for key, value in sums.items()}
     others = {key: builder.build(value) for key, value in node.items() if key not in _FORM}
     return {**others, "state": state, "param_groups": groups}
+
+
+def _with_objects_on(device: torch.device, state: Any) -> Any:
+    """A state whose objects hold their tensors on ``device``: ``Optimizer.load_state_dict`` does not look into them."""
+    values = state.values() if isinstance(state, dict) else ()
+    for held in (getattr(value, "__dict__", {}) for value in values if not isinstance(value, torch.Tensor)):
+        held.update((key, _on(device, value)) for key, value in list(held.items()))
+    return state
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on(device, each) for each in value)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def load(optimizer: Optimizer, take_state: Callable[[], object]) -> None:

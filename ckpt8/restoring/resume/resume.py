@@ -67,9 +67,10 @@ def resume(
     names and shapes of their parameters; equal ones take theirs in the order of the list. ``model_at`` and
     ``optimizer_at`` are then a list or a dict too.
 
-    The rest is the tree without these two entries, on the CPU. Objects of classes that are not imported are
-    ``ckpt8.Inert`` in it: see ``checkpoint.sources.objects``. Nothing that holds one gets into ``model`` or
-    ``optimizer``.
+    The rest is the tree without the entries that were used, on the CPU; what held nothing else is missing too. Objects
+    of classes that are not imported are ``ckpt8.Inert`` in it: see ``checkpoint.sources.objects``. Nothing that holds
+    one gets into ``model`` or ``optimizer``. Projectors of GaLore and its kin do, and objects that are nothing but
+    attributes, if ``torch.serialization.add_safe_globals`` allows their class.
 
     An optimizer of an unknown class that has its own ``load_state_dict``, or keeps more than tensors and numbers, loads
     its state itself, as those of bitsandbytes and torchao do. When it fails, everything is as it was.

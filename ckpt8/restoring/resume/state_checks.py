@@ -18,7 +18,7 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import ResumeError
 from ckpt8.core.text import listed
 from ckpt8.optim.card import Card, Published, Shape
-from ckpt8.optim.known_optimizers import EMPTY_KEYS, TENSORS, find_published
+from ckpt8.optim.known_optimizers import EMPTY_KEYS, TENSORS, find_published, is_projected
 from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.restoring.resume.live_parameters import Pair
 from ckpt8.restoring.resume.live_values import ValueBuilder
@@ -123,7 +123,8 @@ def state_problem(
     live = optimizer.state.get(pair.parameter)
     kept = {key: value for key, value in saved.items() if key != WHOLE_GROUP}
     tensors = {key: value for key, value in kept.items() if isinstance(value, TensorRef)}
-    problems = (_tensor_problem(key, tensors[key], pair.parameter, layout, live) for key in tensors)
+    projected = is_projected(saved, hyper)
+    problems = (_tensor_problem(key, tensors[key], pair.parameter, layout, live, projected) for key in tensors)
     return (
         _keys_problem(kept, pair, layout, live, optimizer, hyper)
         or object_problem(kept, builder, "its optimizer state")
@@ -159,7 +160,12 @@ def _keys_problem(
 
 
 def _tensor_problem(
-    key: str, ref: TensorRef, parameter: Tensor, layout: Layout | None, live: Mapping[str, Any] | None
+    key: str,
+    ref: TensorRef,
+    parameter: Tensor,
+    layout: Layout | None,
+    live: Mapping[str, Any] | None,
+    projected: bool,
 ) -> str | None:
     if ref.conj or ref.neg:
         return f"{key} was saved as a conjugate or negative view, which resume does not support"
@@ -171,7 +177,7 @@ def _tensor_problem(
     if isinstance(twin, torch.Tensor):
         shape, dtypes = tuple(twin.shape), {twin.dtype}
     elif layout is None:
-        return _shape_problem(key, ref.shape, whole) if shape == whole else None
+        return _shape_problem(key, ref.shape, whole, projected) if shape == whole else None
     elif layout.published.widened and parameter.element_size() == 2:
         dtypes.add(torch.float32)
     if shape is not None and ref.shape != shape:
@@ -181,23 +187,29 @@ def _tensor_problem(
     return None if fits else f"{key} was saved as {ref.dtype.label}, here it is {here}"
 
 
-def foreign_state_problem(saved: Any, pair: Pair, builder: ValueBuilder) -> str | None:
+def foreign_state_problem(saved: Any, pair: Pair, hyper: Mapping[Any, Any], builder: ValueBuilder) -> str | None:
     """As ``state_problem``, for an optimizer that loads the state itself."""
     if not saved or not isinstance(saved, dict):
         return None if saved is None or saved == {} else _MALFORMED
     shape, here = parameter_shape(saved), tuple(pair.parameter.shape)
     # State of fewer dimensions holds sums, or a part of the elements.
     alike = shape is not None and len(shape) == len(here)
-    problem = _shape_problem("its optimizer state", shape or (), here) if alike else None
+    projected = is_projected(saved, hyper)
+    problem = _shape_problem("its optimizer state", shape or (), here, projected) if alike else None
     return problem or object_problem(saved, builder, "its optimizer state")
 
 
-def _shape_problem(what: str, shape: tuple[int, ...], here: tuple[int, ...]) -> str | None:
+def _shape_problem(what: str, shape: tuple[int, ...], here: tuple[int, ...], projected: bool) -> str | None:
     """Why state of an unknown optimizer class cannot be that of a parameter of shape ``here``, or None.
 
-    Some classes keep one value for a row, or for all: any shape that can be broadcast to the parameter fits.
+    Some classes keep one value for a row, or for all: any shape that can be broadcast to the parameter fits. State of
+    ``projected`` gradients has the rank in place of a dimension, or of both.
     """
-    pairs = zip(reversed(shape), reversed(here), strict=False)
-    if len(shape) <= len(here) and all(mine in (1, size) for mine, size in pairs):
+    pairs = list(zip(reversed(shape), reversed(here), strict=False))
+    broadcasts = len(shape) <= len(here) and all(mine in (1, size) for mine, size in pairs)
+    is_part = len(shape) == len(here) and (
+        any(mine == size for mine, size in pairs) or all(mine <= size for mine, size in pairs)
+    )
+    if broadcasts or (projected and is_part):
         return None
     return f"{what} was saved with shape {list(shape)}, here it has {list(here)}"

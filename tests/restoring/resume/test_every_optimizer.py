@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from every_optimizer_kit import classes, foreign, quiet, step, trained
+from every_optimizer_kit import classes, foreign, network, quiet, step, trained
 from resume_kit import same, snapshot
 
 import ckpt8
@@ -26,7 +26,7 @@ PACKAGES = {
 REFUSED = {
     "pytorch_optimizer": {
         # Objects in their state or groups.
-        *("Conda", "SCION", "SCIONLight", "ScalableShampoo"),
+        *("SCION", "SCIONLight", "ScalableShampoo"),
         # State dicts in a form of their own, or with entries beside those of the parameters.
         *("Lookahead", "Magma", "ScheduleFreeWrapper", "TRAC"),
         # State of as many elements as a random mask has, which cannot be told from that of another parameter.
@@ -98,3 +98,46 @@ def loaded(kind, path):
 
 def weights(model):
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+_PROJECTED = {"rank": 8, "update_proj_gap": 50, "scale": 0.25}
+"""The settings of a group whose gradients are projected."""
+
+
+_PROJECTED = {"rank": 8, "update_proj_gap": 50, "scale": 0.25}
+"""What its groups need that gradients are projected."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("package", "name", "settings"), [
+    ("pytorch_optimizer", "GaLore", {"projection_type": "std"}),
+    ("pytorch_optimizer", "APOLLO", {"projection_type": "std", "scale_type": "channel"}),
+    ("pytorch_optimizer", "Conda", {"projection_type": "std"}),
+    ("galore_torch", "GaLoreAdamW", {"proj_type": "std"}),
+    ("galore_torch", "GaLoreAdamW", {"proj_type": "full"}),
+    ("apollo_torch", "APOLLOAdamW", {"proj_type": "std", "proj": "random", "scale_type": "channel"}),
+])  # fmt: skip
+def test_projected_gradients_go_on(package, name, settings, tmp_path):
+    """Moments are smaller than their parameters, and the state holds the projector, an object of the package."""
+    kind = getattr(pytest.importorskip(package), name)
+
+    def made(seed):
+        model = network(seed)
+        parts = [[p for p in model.parameters() if (p.dim() > 1) is flag] for flag in (False, True)]
+        return model, kind([{"params": parts[0]}, {"params": parts[1], **_PROJECTED, **settings}], lr=1e-3)
+
+    model, optimizer = made(0)
+    for number in range(3):
+        step(model, optimizer, number)
+    assert any(state["exp_avg"].shape != param.shape for param, state in optimizer.state.items()) or name == "Conda"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    step(model, optimizer, 3)
+    expected = weights(model)
+    for preset in ("lossless", "archive"):
+        ckpt8.compress(tmp_path / "run.pt", tmp_path / f"{preset}.ckpt8", preset=preset)
+        other, fresh = made(1)
+        ckpt8.resume(tmp_path / f"{preset}.ckpt8", other, fresh)
+        step(other, fresh, 3)
+        found = weights(other)
+        assert preset == "archive" or same(found, expected)
+        assert max((found[key] - expected[key]).norm() / expected[key].norm() for key in found) < 1e-3

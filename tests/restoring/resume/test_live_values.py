@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from every_optimizer_kit import build, foreign, network, quiet, step
+from own_optimizer_kit import PlainEma
 from resume_kit import same, snapshot
 from torch import nn
 
@@ -80,6 +81,38 @@ def test_an_object_in_an_extra_state(tmp_path):
         ckpt8.resume(tmp_path / "run.pt", other)
     assert other.extra == 0
     assert torch.equal(other.weight, before)
+
+
+class Plain:
+    """Nothing but attributes."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+
+class Hooked(Plain):
+    def __setstate__(self, state):
+        raise AssertionError("code of the class was called")
+
+
+def test_objects_of_plain_attributes_once_torch_calls_their_class_safe(tmp_path):
+    model, optimizer = trained(PlainEma)
+    for kind in (Plain, Hooked):
+        for number, param in enumerate(model.parameters()):
+            optimizer.state[param]["projector"] = kind.__new__(kind)
+            optimizer.state[param]["projector"].__dict__ = {"rank": number, "basis": [torch.full((2,), float(number))]}
+        path = save(tmp_path, model, optimizer)
+        refused(path, *trained(PlainEma, 1), rf"holds a test_live_values\.{kind.__name__}, which resume does not make")
+        with torch.serialization.safe_globals([kind]):
+            if kind is Hooked:
+                refused(path, *trained(PlainEma, 1), "holds a test_live_values.Hooked")
+                continue
+            other, fresh = trained(PlainEma, 1)
+            ckpt8.resume(path, other, fresh)
+        held = [fresh.state[param]["projector"] for param in other.parameters()]
+        assert [(type(each), each.rank, each.basis[0].tolist()) for each in held] == [
+            (Plain, number, [number, number]) for number in range(len(held))
+        ]
 
 
 def test_quantised_moments_are_no_plain_ones(tmp_path):

@@ -135,7 +135,7 @@ def test_one_model_with_muon_and_adamw(entries, tmp_path):
     for each in trained:
         each.step()
     path = saved(tmp_path, {"model": there.state_dict(), **entries(*(each.state_dict() for each in trained))})
-    assert ckpt8.resume(path, model=here, optimizer=fresh) in ({}, {"optimizers": [None, None]})
+    assert ckpt8.resume(path, model=here, optimizer=fresh) == {}
     assert same(here.state_dict(), there.state_dict())
     assert [same(a.state_dict(), b.state_dict()) for a, b in zip(trained, fresh, strict=True)] == [True, True]
 
