@@ -9,6 +9,7 @@ BUFFERS = frozenset(
         "running_mean",
         "running_var",
         "num_batches_tracked",
+        "n_averaged",
         "inv_freq",
         "position_ids",
         "cos_cached",

@@ -69,6 +69,14 @@ def test_a_copy_in_a_wrapper_and_without_buffers(tmp_path):
     assert saved(tree, tmp_path) == expected(net, "ema.module.{}", "model.{}")
 
 
+def test_an_average_that_torch_keeps(tmp_path):
+    """Its state dict has the number of averaged models beside the weights."""
+    net = make_net()
+    ema = torch.optim.swa_utils.AveragedModel(net).state_dict()
+    tree = {"model": net.state_dict(), "ema": ema, "optimizer": trained(net)}
+    assert saved(tree, tmp_path) == expected(net, "ema.module.{}", "model.{}")
+
+
 def test_a_list_in_the_order_of_the_model(tmp_path):
     net = make_net()
     shadow = [p.data for p in averaged(net).parameters()]

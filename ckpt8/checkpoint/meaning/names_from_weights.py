@@ -4,10 +4,10 @@ An optimizer without names lists its parameters group by group, each group in th
 the Trainer of transformers, which puts parameters that decay before the others. A state dict of torch has the order of
 the model. A safetensors file is sorted by name; for the models in ``transformers_order``, ``config.json`` tells theirs.
 
-All parameters get names where the order of all weights is known and fits: one group, or the two of the Trainer, with as
-many parameters as there are weights, and with their shapes. Otherwise the parameters of one shape get names if they are
-all in one group, as many as the weights of that shape, and the order of these weights is known. Numbers tell it for
-names that differ in nothing else, the layers of one stack. All other parameters get no name.
+Where the order of all weights is known, it pairs the parameters with them: see ``pairing.places_in_order``; for the two
+groups of the Trainer, their names do. Otherwise the parameters of one shape get names if they are all in one group, as
+many as the weights of that shape, and the order of these weights is known. Numbers tell it for names that differ in
+nothing else, the layers of one stack. All other parameters get no name.
 
 Where several models fit an optimizer alike, the names that they agree on stay. Names in a tree with several optimizers
 begin with the key of the model.
@@ -23,7 +23,14 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.nodes import dict_groups
 from ckpt8.checkpoint.meaning.ownership import Owner, owners
-from ckpt8.checkpoint.meaning.pairing import Beside, models_and_optimizers, place, saved_names
+from ckpt8.checkpoint.meaning.pairing import (
+    Beside,
+    models_and_optimizers,
+    place,
+    places_in_order,
+    places_of_shapes,
+    saved_names,
+)
 from ckpt8.checkpoint.meaning.rank_files import home_of
 from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
 from ckpt8.checkpoint.meaning.transformers_order import LONGEST_CONFIG, ModelOrder, of_config
@@ -189,13 +196,19 @@ def _names(tree: object, folder: Sequence[Weights]) -> Iterator[tuple[Candidate,
     models, optimizers = models_and_optimizers(tree)
     beside = {} if models else {id(each.node): each for each in folder}
     candidates = models or [Candidate(each.path, each.node) for each in folder]
-    for optimizer, owner in zip(optimizers, owners(optimizers, candidates), strict=True):
-        groups = dict_groups(optimizer.node)
+    owned = owners(optimizers, candidates)
+    unnamed = [saved_names(dict_groups(each.node)) == {} for each in optimizers]
+    together: dict[int, list[Candidate]] = defaultdict(list)
+    for optimizer, owner, is_unnamed in zip(optimizers, owned, unnamed, strict=True):
+        if owner.model is not None and is_unnamed:
+            together[id(owner.model)].append(optimizer)
+    for optimizer, owner, is_unnamed in zip(optimizers, owned, unnamed, strict=True):
         found = []
-        if saved_names(groups) == {} and len(owner.models) <= _MOST_ALIKE:
+        if is_unnamed and len(owner.models) <= _MOST_ALIKE:
             for model in (each for each in owner.models if not each.numbered):
                 weights = beside.get(id(model.node)) or _of_candidate(model)
-                found.append(_names_in(groups, shapes_of(optimizer.node), weights))
+                others = [each for each in together.get(id(owner.model), ()) if each is not optimizer]
+                found.append(_names_in([optimizer, *others], weights))
         yield optimizer, owner, _agreed(found, owner)
 
 
@@ -216,22 +229,26 @@ def _agreed(found: Sequence[Mapping[int | str, str]], owner: Owner) -> Mapping[i
     return {each: names.pop() for each, names in given.items() if len(names) == 1}
 
 
-def _names_in(
-    groups: Sequence[Mapping[Any, Any]], shapes: Mapping[int | str, Shape], weights: Weights
-) -> Mapping[int | str, str]:
+def _names_in(optimizers: Sequence[Candidate], weights: Weights) -> Mapping[int | str, str]:
+    """The names of the parameters of the first optimizer; the others step the same model."""
     order = weights.in_order()
-    return _by_group(groups, shapes, weights, order) or _by_shape(groups, shapes, weights, order)
+    described = [(dict_groups(each.node), shapes_of(each.node)) for each in optimizers]
+    groups, shapes = described[0]
+    if len(order) < len(weights.shapes):
+        return _by_shape(groups, shapes, weights, order)
+    found = _by_trainer(groups, shapes, weights, order)
+    if not found:
+        places = places_in_order(described, [weights.shapes[name] for name in order])[0]
+        found = {each: order[at] for each, at in places.items() if isinstance(at, int)}
+    return found
 
 
-def _by_group(
-    groups: Sequence[Mapping[Any, Any]],
-    shapes: Mapping[int | str, Shape],
-    weights: Weights,
-    order: list[str],
+def _by_trainer(
+    groups: Sequence[Mapping[Any, Any]], shapes: Mapping[int | str, Shape], weights: Weights, order: list[str]
 ) -> Mapping[int | str, str]:
-    """All names, if exactly one way to make the groups fits; else none."""
+    """All names, if exactly one way to make the two groups of the Trainer fits; else none."""
     found: list[dict[int | str, str]] = []
-    for grouping in _groupings(order, groups, weights.trainer) if len(order) == len(weights.shapes) else ():
+    for grouping in _groupings(order, groups) if weights.trainer else ():
         if [len(group["params"]) for group in groups] != [len(names) for names in grouping]:
             continue
         pairs = [
@@ -245,14 +262,12 @@ def _by_group(
     return found[0] if len(found) == 1 else {}
 
 
-def _groupings(order: list[str], groups: Sequence[Mapping[Any, Any]], trainer: bool) -> Iterator[list[list[str]]]:
-    """The ways in which programs group all parameters: one group, or the two of the Trainer.
+def _groupings(order: list[str], groups: Sequence[Mapping[Any, Any]]) -> Iterator[list[list[str]]]:
+    """The ways in which the Trainer makes two groups of all parameters.
 
     A LayerNorm does not decay whatever its name. The number of parameters in a group tells whether a norm is one.
     """
-    if len(groups) == 1:
-        yield [order]
-    if trainer and len(groups) == 2 and groups[1].get("weight_decay") == 0:
+    if len(groups) == 2 and groups[1].get("weight_decay") == 0:
         for norms in (_LAYER_NORMS, frozenset[str]()):
             spared = {name for name in order if _NO_DECAY.search(name.lower()) or norms.intersection(name.split("."))}
             yield [[name for name in order if name not in spared], [name for name in order if name in spared]]
@@ -268,18 +283,10 @@ def _by_shape(
     alike: dict[Shape, list[str]] = defaultdict(list)
     for name, shape in weights.shapes.items():
         alike[shape].append(name)
-    listed: dict[Shape, dict[int, list[int | str]]] = defaultdict(lambda: defaultdict(list))
-    for number, group in enumerate(groups):
-        for each in group["params"]:
-            if each in shapes:
-                listed[shapes[each]][number].append(each)
     rank = {name: place for place, name in enumerate(order)}
-    names: dict[int | str, str] = {}
-    for shape, by_group in listed.items():
-        identifiers = next(iter(by_group.values()))
-        if len(by_group) == 1 and len(identifiers) == len(alike[shape]):
-            names.update(zip(identifiers, _in_order(alike[shape], rank), strict=False))
-    return names
+    names = [name for of_shape in alike.values() for name in _in_order(of_shape, rank)]
+    places = places_of_shapes(groups, shapes, [weights.shapes[name] for name in names])
+    return {each: names[at] for each, at in places.items() if isinstance(at, int)}
 
 
 def _numbers(name: str) -> list[tuple[int, str]]:

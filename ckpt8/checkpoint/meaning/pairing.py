@@ -3,7 +3,9 @@
 ``ownership`` tells the model that an optimizer trains. In it the weight of a parameter is found by name where the file
 has names. Else every group lists its parameters in the order of the model. So the order pairs the parameters of one
 shape with the weights of that shape, if they are all in one group and as many as the weights, ties counted once and
-buffers left out. Otherwise the weight is unknown, with the reason, and never a guess.
+buffers left out. Parameters that are frozen or not used have no state and no known shape: where the groups of the
+optimizer, or of all optimizers of the model, list every weight once, a parameter has the weight that order and shapes
+leave it. Otherwise the weight is unknown, with the reason, and never a guess.
 
 The order of a file beside that of the optimizer may not be that of the model: only names pair its weights.
 """
@@ -11,9 +13,10 @@ The order of a file beside that of the optimizer may not be that of the model: o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, cast
 
 from ckpt8.checkpoint.meaning.masters import find_masters, lists_of_masters
 from ckpt8.checkpoint.meaning.nodes import listed_parameters, parameter_groups
@@ -24,6 +27,17 @@ from ckpt8.checkpoint.meaning.state_dicts import Candidate, find_all, find_loose
 from ckpt8.checkpoint.meaning.weight_evidence import moment_shape, untied, weights_of
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.text import listed
+
+Shape = tuple[int, ...]
+State = tuple[int, ...]
+"""How many parameters of each group have a weight."""
+
+_MOST_WAYS = 30_000
+"""More states are not followed: groups that leave so many leave a choice."""
+
+Identifier = int | str
+Parameters = tuple[Sequence[Mapping[Any, Any]], Mapping[Identifier, Shape]]
+"""The groups of an optimizer, and the shapes of the parameters that have a state."""
 
 _NO_MODEL = "the file has no state dict of a model"
 _NONE_FITS = "no model in the file has weights of its shapes"
@@ -69,12 +83,21 @@ class Beside:
     files: Mapping[int, str] = field(default_factory=dict)
 
 
-class _Optimizer(NamedTuple):
-    """An optimizer, its number in the tree, and the masters that are listed beside it."""
+@dataclass(frozen=True, slots=True)
+class _Optimizer:
+    """An optimizer with the model that it trains, its number in the tree, and the masters that are listed beside it.
+
+    ``names`` are those of its parameters, or why its groups make no sense; ``shapes`` are known where there is a state.
+    """
 
     number: int
     candidate: Candidate
+    owner: Owner
     masters: Sequence[Any]
+    groups: Sequence[Mapping[Any, Any]]
+    states: Mapping[Identifier, Mapping[Any, Any]]
+    names: Mapping[Identifier, str] | str
+    shapes: Mapping[Identifier, Shape]
 
 
 def saved_parameters(tree: object, beside: Beside | None = None, *, as_torch: bool = False) -> list[SavedParameter]:
@@ -87,17 +110,16 @@ def saved_parameters(tree: object, beside: Beside | None = None, *, as_torch: bo
     beside = Beside() if models or beside is None else beside
     found = owners(optimizers, models or beside.models)
     lists = lists_of_masters(tree) if optimizers else {}
+    described = [
+        _described(number, optimizer, owner, lists.get(id(optimizer.node), ()), as_torch)
+        for number, (optimizer, owner) in enumerate(zip(optimizers, found, strict=True))
+    ]
+    ordered = _by_order(described) if models else {}
     names = None if models else beside.names
     return [
         parameter
-        for number, (optimizer, owner) in enumerate(zip(optimizers, found, strict=True))
-        for parameter in _parameters(
-            _Optimizer(number, optimizer, lists.get(id(optimizer.node), ())),
-            owner,
-            models or beside.models,
-            names,
-            as_torch,
-        )
+        for optimizer in described
+        for parameter in _parameters(optimizer, models or beside.models, names, ordered)
     ]
 
 
@@ -108,46 +130,51 @@ def models_and_optimizers(tree: object) -> tuple[list[Candidate], list[Candidate
     return (models or find_loose(tree, optimizers)) if optimizers else models, optimizers
 
 
-def _parameters(
-    saved: _Optimizer,
-    owner: Owner,
-    models: Sequence[Candidate],
-    names_beside: Mapping[str, str] | None,
-    as_torch: bool,
-) -> list[SavedParameter]:
-    number, optimizer, listed = saved
+def _described(number: int, optimizer: Candidate, owner: Owner, masters: Sequence[Any], as_torch: bool) -> _Optimizer:
     groups = parameter_groups(optimizer.node)
     states = {each: state for each, state in optimizer.node["state"].items() if isinstance(state, dict) and state}
     if as_torch:
         holders = {each: group for group in groups for each, _ in listed_parameters(group) if type(each) in (int, str)}
         moments = {each: bitsandbytes_moments(state, holders.get(each, {})) for each, state in states.items()}
         states = {each: dict(with_moments(state, moments[each])) for each, state in states.items()}
-    names = saved_names(groups)
+    shapes = {each: shape for each, state in states.items() if (shape := moment_shape(state)) is not None}
+    return _Optimizer(number, optimizer, owner, masters, groups, states, saved_names(groups), shapes)
+
+
+def _parameters(
+    optimizer: _Optimizer,
+    models: Sequence[Candidate],
+    names_beside: Mapping[str, str] | None,
+    ordered: Mapping[int, Mapping[Identifier, TensorRef | str]],
+) -> list[SavedParameter]:
+    number, owner, names, shapes = optimizer.number, optimizer.owner, optimizer.names, optimizer.shapes
     if isinstance(names, str):
         return [
-            SavedParameter(place(optimizer, each), each, state, {}, moment_shape(state), None, names, number, None)
-            for each, state in states.items()
+            SavedParameter(
+                place(optimizer.candidate, each), each, state, {}, shapes.get(each), None, names, number, None
+            )
+            for each, state in optimizer.states.items()
         ]
-    shapes = {each: shape for each, state in states.items() if (shape := moment_shape(state)) is not None}
-    found: Mapping[int | str, TensorRef | str]
+    found: Mapping[Identifier, TensorRef | str]
     if owner.model is None:
         found = dict.fromkeys(shapes, _unknown_model(owner, models))
     elif names:
         found = _by_name(names, shapes, owner.model)
     elif names_beside is None:
-        found = _by_order(groups, shapes, owner.model)
+        found = ordered[number]
     else:
-        known = {each: name for each in shapes if (name := names_beside.get(place(optimizer, each))) is not None}
+        given = ((each, names_beside.get(place(optimizer.candidate, each))) for each in shapes)
+        known = {each: name for each, name in given if name is not None}
         found = dict.fromkeys(shapes, _UNORDERED) | _by_name(known, shapes, owner.model)
-    masters = find_masters(states, groups, shapes, listed)
+    masters = find_masters(optimizer.states, optimizer.groups, shapes, optimizer.masters)
     result = []
-    for group in groups:
+    for group in optimizer.groups:
         for each in group["params"]:
-            if each in states:
+            if each in optimizer.states:
                 weight = found.get(each, _NO_SHAPE)
                 ref, reason = (None, weight) if isinstance(weight, str) else (weight, None)
-                name = names.get(each, place(optimizer, each))
-                own = (states[each], group, shapes.get(each))
+                name = names.get(each, place(optimizer.candidate, each))
+                own = (optimizer.states[each], group, shapes.get(each))
                 result.append(SavedParameter(name, each, *own, ref, reason, number, masters.get(each)))
     return result
 
@@ -165,8 +192,8 @@ def _unknown_model(owner: Owner, models: Sequence[Candidate]) -> str:
 
 
 def _by_name(
-    names: Mapping[int | str, str], shapes: Mapping[int | str, tuple[int, ...]], weights: Candidate
-) -> dict[int | str, TensorRef | str]:
+    names: Mapping[Identifier, str], shapes: Mapping[Identifier, tuple[int, ...]], weights: Candidate
+) -> dict[Identifier, TensorRef | str]:
     """The weight of every named parameter of a known shape, or why it is unknown."""
     saved = match(weights.node, names.values())
     return {each: _named(weights.node, saved.get(name), shapes[each]) for each, name in names.items() if each in shapes}
@@ -179,29 +206,127 @@ def _named(weights: Mapping[Any, Any], name: str | None, shape: tuple[int, ...])
     return ref if ref.shape == shape else _MISNAMED
 
 
-def _by_order(
-    groups: Sequence[Mapping[Any, Any]], shapes: Mapping[int | str, tuple[int, ...]], weights: Candidate
-) -> dict[int | str, TensorRef | str]:
-    """The weight of every parameter of a known shape by the order of those of that shape, or why it is unknown."""
-    by_shape: dict[tuple[int, ...], list[TensorRef]] = defaultdict(list)
-    for ref in untied(weights_of(weights.node)).values():
-        by_shape[ref.shape].append(ref)
-    found: dict[int | str, TensorRef | str] = {}
-    for shape in set(shapes.values()):
-        of_shape = [[each for each in group["params"] if shapes.get(each) == shape] for group in groups]
-        of_shape = [identifiers for identifiers in of_shape if identifiers]
-        alike = by_shape.get(shape, [])
-        if len(of_shape) == 1 and len(of_shape[0]) == len(alike):
-            found.update(zip(of_shape[0], alike, strict=True))
+def _by_order(optimizers: Sequence[_Optimizer]) -> dict[int, dict[Identifier, TensorRef | str]]:
+    """The weight of every parameter of a known shape, or why it is unknown, by the number of the optimizer.
+
+    Only optimizers without names count. Those of one model are paired together.
+    """
+    found: dict[int, dict[Identifier, TensorRef | str]] = {}
+    by_model: dict[int, list[_Optimizer]] = defaultdict(list)
+    for optimizer in optimizers:
+        if optimizer.names == {} and optimizer.owner.model is not None:
+            by_model[id(optimizer.owner.model)].append(optimizer)
+    for together in by_model.values():
+        model = cast("Candidate", together[0].owner.model)
+        refs = list(untied(weights_of(model.node)).values())
+        places = places_in_order([(each.groups, each.shapes) for each in together], [ref.shape for ref in refs])
+        for each, its in zip(together, places, strict=True):
+            found[each.number] = {
+                own: refs[at] if isinstance(at, int) else at for own, at in its.items() if own in each.shapes
+            }
+    return found
+
+
+def places_in_order(optimizers: Sequence[Parameters], weights: Sequence[Shape]) -> list[dict[Identifier, int | str]]:
+    """The place among the ``weights`` of the parameters of each of the ``optimizers``, or why it is unknown.
+
+    The order pairs the parameters of one shape: see ``places_of_shapes``. Others have the weight that they have in all
+    ways in which order and shapes fit, where the groups of the optimizer, or of all, list every weight once.
+    """
+    found = [dict(places_of_shapes(groups, shapes, weights)) for groups, shapes in optimizers]
+    numbers = tuple(range(len(optimizers)))
+    for together in dict.fromkeys([*((number,) for number in numbers), numbers]):
+        lists = [[(number, each) for each in group["params"]] for number in together for group in optimizers[number][0]]
+        if any(not isinstance(found[number].get(each), int) for keys in lists for number, each in keys):
+            shapes = [[optimizers[number][1].get(each) for number, each in keys] for keys in lists]
+            for (at, place), weight in _covering(shapes, weights).items():
+                number, each = lists[at][place]
+                found[number][each] = weight
+    return found
+
+
+def places_of_shapes(
+    groups: Sequence[Mapping[Any, Any]], shapes: Mapping[Identifier, Shape], weights: Sequence[Shape]
+) -> dict[Identifier, int | str]:
+    """The place of every parameter of a known shape, if one group has all of the shape, as many as there are weights.
+
+    Else why it is unknown. The order of the group is that of the weights of the shape.
+    """
+    by_shape: dict[Shape, list[int]] = defaultdict(list)
+    for number, shape in enumerate(weights):
+        by_shape[shape].append(number)
+    listed: dict[Shape, list[list[Identifier]]] = defaultdict(list)
+    for group in groups:
+        alike: dict[Shape, list[Identifier]] = defaultdict(list)
+        for each in group["params"]:
+            if each in shapes:
+                alike[shapes[each]].append(each)
+        for shape, identifiers in alike.items():
+            listed[shape].append(identifiers)
+    found: dict[Identifier, int | str] = {}
+    for shape, of_shape in listed.items():
+        places = by_shape.get(shape, [])
+        if len(of_shape) == 1 and len(of_shape[0]) == len(places):
+            found.update(zip(of_shape[0], places, strict=True))
         else:
-            reason = _NONE_ALIKE if not alike else _SCATTERED if len(of_shape) > 1 else _UNEQUAL
+            reason = _NONE_ALIKE if not places else _SCATTERED if len(of_shape) > 1 else _UNEQUAL
             found.update((each, reason) for identifiers in of_shape for each in identifiers)
     return found
 
 
-def saved_names(groups: Sequence[Mapping[Any, Any]]) -> dict[int | str, str] | str:
+def _covering(groups: Sequence[Sequence[Shape | None]], weights: Sequence[Shape]) -> dict[tuple[int, int], int]:
+    """The weights that parameters have in all ways of giving each one, in the order of its group.
+
+    ``groups`` are the shapes of parameters, None where it is unknown. A weight belongs to one parameter; to none only
+    where no parameter is known to have its shape, as with buffers. Returns the place of the weight by the number of the
+    group and the place in it: nothing where there is no way, or where there are too many.
+    """
+    ways = _Ways(groups, weights)
+    reached: list[set[State]] = [{(0,) * len(groups)} if ways.known else set()]
+    room = _MOST_WAYS + len(weights)
+    for at in range(len(weights)):
+        reached.append({after for state in reached[-1] for _, after in ways.moves(state, at)})
+        room -= len(reached[-1])
+        if room < 0 or not reached[-1]:
+            return {}
+    ending = {tuple(map(len, groups))} & reached[-1]
+    options: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for at in reversed(range(len(weights))):
+        before = set()
+        for state in reached[at]:
+            moves = [number for number, after in ways.moves(state, at) if after in ending]
+            before.update([state] if moves else [])
+            for number in moves:
+                if number is not None:
+                    options[number, state[number]].add(at)
+        ending = before
+    return {key: places.pop() for key, places in options.items() if len(places) == 1}
+
+
+class _Ways:
+    """The ways of going through weights in their order, and of giving each to the next parameter of a group."""
+
+    def __init__(self, groups: Sequence[Sequence[Shape | None]], weights: Sequence[Shape]) -> None:
+        self._groups, self._weights = groups, weights
+        self.known = {shape for group in groups for shape in group if shape is not None}
+        self._count = sum(map(len, groups))
+        # How many weights from a place on belong to a parameter.
+        self._needed = [*accumulate((shape in self.known for shape in reversed(weights)), initial=0)][::-1]
+
+    def moves(self, state: State, at: int) -> Iterator[tuple[int | None, State]]:
+        """The groups whose parameter the weight at a place may be, None for none of them, and the state after it."""
+        shape, left = self._weights[at], self._count - sum(state)
+        if shape not in self.known and left < len(self._weights) - at:
+            yield None, state
+        if left > self._needed[at + 1]:
+            for number, (group, done) in enumerate(zip(self._groups, state, strict=True)):
+                if done < len(group) and group[done] in (None, shape):
+                    yield number, (*state[:number], done + 1, *state[number + 1 :])
+
+
+def saved_names(groups: Sequence[Mapping[Any, Any]]) -> dict[Identifier, str] | str:
     """The name of every identifier in ``groups``, empty where not all have one, or why the groups make no sense."""
-    names: dict[int | str, str] = {}
+    names: dict[Identifier, str] = {}
     seen: set[int | str] = set()
     for group in groups:
         identifiers = group.get("params")

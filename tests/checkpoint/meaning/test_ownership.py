@@ -322,6 +322,74 @@ def test_models_that_could_meet_in_two_ways_are_not_told_apart(tmp_path):
     assert all("cannot be told apart" in each for each in weights_of(tree, tmp_path / "run.pt"))
 
 
+class Stack(nn.Module):
+    """An embedding, three blocks alike, and a head of the shape of the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.place = nn.Embedding(80, 64), nn.Embedding(48, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)) for _ in range(3))
+        self.head = nn.Linear(64, 80, bias=False)
+
+
+def inside(*parts):
+    """The parameters whose names begin so."""
+    return lambda net: [p for name, p in net.named_parameters() if name.startswith(parts)]
+
+
+def of_rank(dims, *parts):
+    return lambda net: [p for p in inside(*parts)(net) if p.ndim == dims]
+
+
+ALL = inside("")
+REST, BODY = inside("place", "blocks", "head"), inside("embed", "place", "blocks")
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
+# The groups of each optimizer, what has no gradient, and the parameters that nothing tells apart.
+LISTED = {
+    "a block is frozen": ([[ALL]], inside("blocks.1"), []),
+    "all but the head are frozen": ([[ALL]], BODY, []),
+    "decay and none": ([[of_rank(2, ""), of_rank(1, "")]], inside("blocks.1"), []),
+    "the head is in Muon": ([[of_rank(2, "blocks", "head")], [lambda net: [
+        p for p in net.parameters() if p.ndim == 1 or p is net.embed.weight or p is net.place.weight
+    ]]], None, []),
+    "a buffer": ([[ALL]], inside("blocks.0"), []),
+    "shared by two": ([[inside("place", "blocks")], [ALL]], None, []),
+    # What is not listed may be any of those alike.
+    "a block is left out": ([[inside("embed", "place", "blocks.0", "blocks.2", "head")]], None, ["blocks"]),
+    "the embedding is left out": ([[REST]], None, ["head"]),
+    "a head before its body": ([[lambda net: [*inside("head")(net), *inside("place", "blocks")(net)]]], None, ["head"]),
+    # Groups and optimizers may come in any order.
+    "a group for each part": ([[inside("head"), BODY]], BODY, ["head"]),
+    "a group for each block": ([[inside("embed", "place", "head"), *map(inside, BLOCKS)]], None, ["blocks"]),
+    "another order": ([[lambda net: [*of_rank(1, "")(net), net.embed.weight, net.place.weight]],
+                       [of_rank(2, "blocks", "head")]], None, ["embed", "head"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LISTED)
+def test_order_and_shapes_decide_where_every_weight_is_listed(case, tmp_path):
+    """What is paired is paired with the weight that the optimizer stepped."""
+    optimizers, unused, unknown = LISTED[case]
+    net = Stack()
+    if case == "a buffer":
+        net.blocks[1].register_buffer("mask", torch.ones(9, 9))
+    names = {id(p): f"model.{name}" for name, p in net.named_parameters()}
+    still = {id(p) for p in unused(net)} if unused else set()
+    tree, truth = {"model": net.state_dict()}, []
+    for number, groups in enumerate(optimizers):
+        optimizer = torch.optim.AdamW([{"params": group(net)} for group in groups], lr=1e-3)
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            p.grad = None if id(p) in still else torch.ones_like(p)
+            truth += [] if id(p) in still else [names[id(p)]]
+        optimizer.step()
+        tree[f"opt{number}"] = optimizer.state_dict()
+    found = weights_of(tree, tmp_path / "run.pt")
+    unpaired = [weight for name, weight in zip(truth, found, strict=True) if weight != name]
+    assert all("cannot be told apart" in reason for reason in unpaired)
+    missing = [name for name, weight in zip(truth, found, strict=True) if weight != name]
+    assert missing == [name for name in truth if name.startswith(tuple(f"model.{each}" for each in unknown))]
+
+
 LOOSE = {
     "a tree": (lambda model: {"variables": tree_of(model)}, "variables.layer0.weight"),
     "beside other entries": (lambda model: {**model.state_dict(), "epoch": 3}, "0.weight"),
