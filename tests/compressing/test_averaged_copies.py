@@ -69,12 +69,20 @@ def test_a_copy_in_a_wrapper_and_without_buffers(tmp_path):
     assert saved(tree, tmp_path) == expected(net, "ema.module.{}", "model.{}")
 
 
-def test_an_average_that_torch_keeps(tmp_path):
-    """Its state dict has the number of averaged models beside the weights."""
+COUNTERS = [
+    ("ema", "module.", {"n_averaged": torch.tensor(3)}),  # torch.optim.swa_utils.AveragedModel
+    ("anything", "module.", {"n_averaged": torch.tensor(3)}),
+    ("ema", "ema_model.", {"initted": torch.tensor(True), "step": torch.tensor(3)}),  # ema_pytorch
+    ("anything", "", {"decay": torch.tensor(0.9), "num_updates": torch.tensor(3)}),
+]
+
+
+@pytest.mark.parametrize(("key", "prefix", "counters"), COUNTERS)
+def test_an_average_with_its_counters(key, prefix, counters, tmp_path):
     net = make_net()
-    ema = torch.optim.swa_utils.AveragedModel(net).state_dict()
-    tree = {"model": net.state_dict(), "ema": ema, "optimizer": trained(net)}
-    assert saved(tree, tmp_path) == expected(net, "ema.module.{}", "model.{}")
+    ema = counters | {f"{prefix}{name}": values for name, values in averaged(net).state_dict().items()}
+    tree = {"model": net.state_dict(), key: ema, "optimizer": trained(net)}
+    assert saved(tree, tmp_path) == expected(net, f"{key}.{prefix}{{}}", "model.{}")
 
 
 def test_a_list_in_the_order_of_the_model(tmp_path):

@@ -68,7 +68,11 @@ def _models(trees: Sequence[object]) -> Iterator[_Model]:
 
 
 def _without_prefix(weights: Mapping[Any, TensorRef]) -> dict[str, TensorRef]:
-    """The weights by their names without wrappers, and without the components that all names begin with."""
+    """The weights by their names without wrappers, and without the components that all names begin with.
+
+    Numbers among them, such as the counters of averages, are left out.
+    """
+    weights = {name: ref for name, ref in weights.items() if ref.shape}
     plain = plain_names(map(str, weights))
     parts = {name: plain[str(name)].split(".") for name in weights}
     shared = 0

@@ -60,8 +60,8 @@ class _Set:
     shapes: Counter[Shape] = field(init=False)
 
     def __post_init__(self) -> None:
-        names = plain_names(str(name) for name in self.tensors)
-        self.weights = untied({names[str(name)]: ref for name, ref in weights_of(self.tensors).items()})
+        names = plain_names(str(name) for name, ref in self.tensors.items() if ref.shape)
+        self.weights = untied({names.get(str(name), str(name)): ref for name, ref in weights_of(self.tensors).items()})
         self.shapes = Counter(ref.shape for ref in self.weights.values())
 
     @property
